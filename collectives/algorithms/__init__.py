@@ -1,0 +1,61 @@
+"""Every algorithm: one file per collective, one function per algorithm.
+
+    names("all_reduce")                                the names, in the order of the file
+    info("all_reduce", "ring")                         restrictions, formulas, source
+    schedule("all_reduce", "ring", rank=2, size=5)     the rounds of one rank
+"""
+
+from __future__ import annotations
+
+from collectives.algorithms import (  # noqa: F401 - importing a file registers its algorithms
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from collectives.algorithms.registry import REGISTRY, Algorithm, Formula
+from collectives.schedule import Schedule
+from collectives.spec import SPECS
+
+__all__ = ["Algorithm", "Formula", "collectives", "info", "names", "schedule"]
+
+
+def collectives() -> list[str]:
+    """The names of all collectives."""
+    return list(SPECS)
+
+
+def names(collective: str) -> list[str]:
+    """The names of the algorithms of a collective.  Raises ValueError for an unknown one."""
+    if collective not in REGISTRY:
+        raise ValueError(f"unknown collective {collective!r}; known: {', '.join(REGISTRY)}")
+    return list(REGISTRY[collective])
+
+
+def info(collective: str, name: str) -> Algorithm:
+    """What an algorithm states about itself.  Raises ValueError for an unknown name."""
+    if name not in names(collective):
+        known = ", ".join(REGISTRY[collective])
+        raise ValueError(f"unknown algorithm {name!r} for {collective}; known: {known}")
+    return REGISTRY[collective][name]
+
+
+def schedule(
+    collective: str,
+    name: str,
+    *,
+    rank: int,
+    size: int,
+    root: int | None = None,
+    **options: int,
+) -> Schedule:
+    """The rounds of one rank, as a list.  `root` defaults to 0 where the collective has one.
+
+    Raises ValueError for a rank, size, root or option that the algorithm cannot serve.
+    """
+    return info(collective, name).schedule(rank, size, root, **options)

@@ -1,0 +1,22 @@
+"""Gather: every rank's block to the root.  Scatters, run backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from collectives.algorithms import scatter
+from collectives.algorithms.registry import algorithm, costs_of
+from collectives.schedule import Round
+from collectives.transform import dual
+
+
+@algorithm(**costs_of("scatter", "linear"), source="Chan et al. 2007")
+def linear(rank: int, size: int, root: int) -> Iterator[Round]:
+    """The root receives every other rank's block, one after the other."""
+    return dual(scatter.linear(rank, size, root), rank, combine=False)
+
+
+@algorithm(**costs_of("scatter", "binomial"), source="Chan et al. 2007")
+def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
+    """Neighbours merge what they hold, then neighbouring pairs do, up to the root."""
+    return dual(scatter.binomial(rank, size, root), rank, combine=False)

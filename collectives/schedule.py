@@ -1,0 +1,104 @@
+"""The vocabulary of every algorithm: four operations, and rounds of them.
+
+An algorithm is a generator of rounds.  It names ranks and blocks, never bytes, buffers or MPI.
+A block is any hashable name; both ends of a message must name the same blocks in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+Block = Hashable
+Kind = Literal["send", "recv", "recv_reduce", "copy"]
+Side = Literal["left", "right"]
+
+
+class Operation(NamedTuple):
+    """One operation of one rank.  Made by `Send`, `Recv`, `RecvReduce` and `Copy`.
+
+    `side` says where the incoming operand of a recv_reduce stands: "left" means incoming (+) own.
+    `into` names the destination blocks of a copy, one for each of `blocks`.
+    """
+
+    kind: Kind
+    peer: int | None
+    blocks: tuple[Block, ...]
+    side: Side | None = None
+    into: tuple[Block, ...] = ()
+
+
+Round = tuple[Operation, ...]
+Schedule = list[Round]
+
+
+def Send(peer: int, blocks: Iterable[Block]) -> Operation:  # noqa: N802 - reads as the verb it is
+    """Send `blocks`, as they were when the round began, to `peer` in one message."""
+    return Operation("send", peer, tuple(blocks))
+
+
+def Recv(peer: int, blocks: Iterable[Block]) -> Operation:  # noqa: N802
+    """Receive `blocks` from `peer`; what this rank held under these names is replaced."""
+    return Operation("recv", peer, tuple(blocks))
+
+
+def RecvReduce(peer: int, blocks: Iterable[Block], side: Side = "left") -> Operation:  # noqa: N802
+    """Receive `blocks` from `peer` and combine each with the one held, incoming on `side`."""
+    return Operation("recv_reduce", peer, tuple(blocks), side)
+
+
+def Copy(src: Iterable[Block], dst: Iterable[Block]) -> Operation:  # noqa: N802
+    """Give the values of the blocks `src` the names `dst` as well, after the round's messages."""
+    return Operation("copy", None, tuple(src), None, tuple(dst))
+
+
+class ScheduleError(Exception):
+    """A schedule that does not do what its collective promises.  The message ends with the grid."""
+
+
+def outgoing(operations: Round) -> list[Operation]:
+    """The operations of a round that send a message."""
+    return [op for op in operations if op.kind == "send"]
+
+
+def incoming(operations: Round) -> list[Operation]:
+    """The operations of a round that receive a message."""
+    return [op for op in operations if op.kind in ("recv", "recv_reduce")]
+
+
+_SYMBOL = {"send": ">", "recv": "<", "recv_reduce": "+", "copy": "="}
+
+
+def _cell(operations: Round) -> str:
+    """Text of one cell: `>3:0,1` sends blocks 0 and 1 to rank 3; `<` receives, `+` reduces."""
+
+    def names(blocks: Sequence[Block]) -> str:
+        return ",".join(
+            "".join(map(str, b)) if isinstance(b, tuple) else str(b) for b in blocks
+        )
+
+    words = [
+        f"={names(op.blocks)}:{names(op.into)}"
+        if op.kind == "copy"
+        else f"{_SYMBOL[op.kind]}{op.peer}:{names(op.blocks)}"
+        for op in operations
+    ]
+    return " ".join(words) or "."
+
+
+def grid(schedules: Sequence[Schedule], mark: tuple[int, int] | None = None) -> str:
+    """The schedules of all ranks as a table, one row per rank and one column per round.
+
+    `mark` is the (rank, round) of a cell to point out; it is written between `[` and `]`.
+    """
+    num_rounds = max(map(len, schedules), default=0)
+    rows = [["rank", *(f"round {k}" for k in range(num_rounds))]]
+    for rank, schedule in enumerate(schedules):
+        cells = [_cell(operations) for operations in schedule]
+        cells += ["(none)"] * (num_rounds - len(cells))
+        if mark is not None and mark[0] == rank and mark[1] < len(cells):
+            cells[mark[1]] = f"[{cells[mark[1]]}]"
+        rows.append([str(rank), *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)

@@ -1,0 +1,24 @@
+"""Blocks tile their buffers exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from collectives.layout import Extent, by_pair, by_rank, consecutive, even
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 16, 17, 1000])
+@pytest.mark.parametrize("p", [1, 2, 3, 7, 16, 40])
+def test_even_is_numpys_array_split(n: int, p: int) -> None:
+    assert even(n, p) == tuple(len(part) for part in np.array_split(np.arange(n), p))
+
+
+def test_consecutive_blocks_follow_one_another() -> None:
+    extents = consecutive(["a", "b", "c"], {"a": 2, "b": 0, "c": 3})
+    assert extents == {"a": Extent(0, 2), "b": Extent(2, 2), "c": Extent(2, 5)}
+
+
+def test_names_of_blocks() -> None:
+    assert by_rank((4, 5)) == {0: 4, 1: 5}
+    assert by_pair(((1, 2), (3, 4))) == {(0, 0): 1, (0, 1): 2, (1, 0): 3, (1, 1): 4}
