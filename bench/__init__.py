@@ -1,0 +1,1 @@
+"""Benchmarks, the demo, and the generated documentation.  Not installed."""

@@ -1,0 +1,111 @@
+"""Checks of what a caller passes, each refusing with one sentence before any message is sent."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from collectives.arrays import Array, Backend, backend_of, check_dtype
+
+
+def integer(value: object, what: str) -> int:
+    """A Python int from any integer type; bool and float are refused."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{what} must be an integer, not {value!r}")
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{what} must be an integer, not {value!r}") from None
+
+
+def rank(value: object, size: int, what: str) -> int:
+    """A rank of a communicator of `size` ranks."""
+    number = integer(value, what)
+    if not 0 <= number < size:
+        raise ValueError(f"{what} must be a rank from 0 to {size - 1}, got {number}")
+    return number
+
+
+def readable(x: object, what: str = "x") -> tuple[Backend, Array]:
+    """The backend and a C-contiguous form (itself if it is) of an array to read from."""
+    backend = backend_of(x, what)
+    check_dtype(x.dtype, what)  # type: ignore[attr-defined]
+    return backend, backend.contiguous(x)
+
+
+def writable(x: object, what: str) -> tuple[Backend, Array]:
+    """The backend of an array to write into, which must be C-contiguous as it stands."""
+    backend = backend_of(x, what)
+    check_dtype(x.dtype, what)  # type: ignore[attr-defined]
+    if backend.contiguous(x) is not x:
+        raise ValueError(f"{what} must be C-contiguous to be written into; this array is not")
+    if not backend.is_writable(x):
+        raise ValueError(f"{what} is read-only")
+    return backend, x
+
+
+def result(
+    out: object, backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> Array:
+    """`out` if it fits exactly, or a new array if it is None."""
+    if out is None:
+        return backend.empty(shape, dtype)
+    out_backend, array = writable(out, "out")
+    if out_backend is not backend:
+        raise TypeError(f"x is on {backend.name} and out on {out_backend.name}; use one kind")
+    if array.dtype != dtype:
+        raise TypeError(f"out has dtype {array.dtype}, the result has {dtype}")
+    if tuple(array.shape) != shape:
+        raise ValueError(f"out has shape {tuple(array.shape)}, the result has {shape}")
+    return array
+
+
+def rows(x: Array, collective: str) -> int:
+    """The length of axis 0, which a collective that splits must find."""
+    if x.ndim == 0:
+        raise ValueError(f"{collective} splits along axis 0, and a 0-d array has none")
+    return int(x.shape[0])
+
+
+def row_counts(counts: object, size: int, what: str = "counts") -> tuple[int, ...]:
+    """One non-negative number of rows per rank."""
+    if isinstance(counts, (str, bytes)) or not isinstance(counts, (Sequence, np.ndarray)):
+        raise TypeError(f"{what} must be a sequence of {size} integers, got {counts!r}")
+    numbers = tuple(integer(count, f"an entry of {what}") for count in counts)
+    if len(numbers) != size:
+        raise ValueError(f"{what} has {len(numbers)} entries for {size} ranks")
+    if min(numbers) < 0:
+        raise ValueError(f"{what} has a negative entry: {min(numbers)}")
+    return numbers
+
+
+def total_counts(counts: object, size: int, num_rows: int) -> tuple[int, ...]:
+    """Row counts that must add up to `num_rows`."""
+    numbers = row_counts(counts, size)
+    if sum(numbers) != num_rows:
+        raise ValueError(f"counts add up to {sum(numbers)} rows, the array has {num_rows}")
+    return numbers
+
+
+def count_table(counts: object, size: int) -> tuple[tuple[int, ...], ...]:
+    """The p x p table of an all-to-all: row s holds the rows from rank s to each rank."""
+    table = np.asarray(counts)
+    if table.shape != (size, size):
+        raise ValueError(f"counts has shape {table.shape}; a table for {size} ranks is square")
+    return tuple(row_counts(row, size) for row in table)
+
+
+def aliasing(backend: Backend, source: Array, result: Array) -> int | Literal["none", "odd"]:
+    """Where the output lies in memory relative to the input; see `compile_program`."""
+    if source is result:
+        return 0
+    start, stop = backend.extent(source)
+    out_start, out_stop = backend.extent(result)
+    if not (source.size and result.size and start < out_stop and out_start < stop):
+        return "none"
+    offset, rest = divmod(out_start - start, source.dtype.itemsize)
+    return "odd" if rest else offset
+

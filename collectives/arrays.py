@@ -1,0 +1,226 @@
+"""The only file that knows what an array is.
+
+A `Backend` does for one kind of array what the rest of the library needs: allocate, view, combine,
+and move bytes to and from the host.  NumPy's is always there; CuPy's is made when the first CuPy
+array is seen, and nothing imports CuPy before.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+Array = Any  # a NumPy or CuPy array; the two share no base class
+Bytes = NDArray[np.uint8]
+
+
+class BinaryFunction(Protocol):
+    """An element-wise function of two flat arrays, such as `numpy.add`."""
+
+    def __call__(self, left: Array, right: Array, /, *, out: Array) -> object: ...
+
+
+class Backend(Protocol):
+    """What an array kind must offer.  `flat` arrays are one-dimensional and contiguous."""
+
+    name: str
+    is_host: bool
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """A new array, C-ordered, with arbitrary contents."""
+
+    def contiguous(self, x: Array) -> Array:
+        """`x` itself if it is C-contiguous, else a C-ordered copy."""
+
+    def extent(self, x: Array) -> tuple[int, int]:
+        """The addresses of the first byte of a contiguous array and of the byte after the last."""
+
+    def is_writable(self, x: Array) -> bool:
+        """Whether the array may be written to."""
+
+    def copy(self, src: Array, dst: Array) -> None:
+        """Copy one flat array to another of the same length."""
+
+    def binary(self, ufunc: str) -> BinaryFunction:
+        """The element-wise function of this NumPy name."""
+
+    def divide(self, x: Array, divisor: int) -> None:
+        """Divide a flat array by an integer, in place."""
+
+    def host_buffer(self, x: Array) -> Bytes:
+        """Host memory for the bytes of a flat array: its own if it is on the host."""
+
+    def to_host(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
+        """Bring flat arrays into host buffers; complete on return."""
+
+    def to_device(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
+        """Bring host buffers into flat arrays, in order with the caller's current stream."""
+
+
+class NumpyBackend:
+    """Arrays in host memory."""
+
+    name = "numpy"
+    is_host = True
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        return np.empty(shape, dtype)
+
+    def contiguous(self, x: Array) -> Array:
+        # `ascontiguousarray` would turn a 0-d array into a 1-d one.
+        return x if x.flags.c_contiguous else np.ascontiguousarray(x)
+
+    def extent(self, x: Array) -> tuple[int, int]:
+        start = x.__array_interface__["data"][0]
+        return start, start + x.nbytes
+
+    def is_writable(self, x: Array) -> bool:
+        return bool(x.flags.writeable)
+
+    def copy(self, src: Array, dst: Array) -> None:
+        dst[...] = src
+
+    def binary(self, ufunc: str) -> BinaryFunction:
+        function: BinaryFunction = getattr(np, ufunc)
+        return function
+
+    def divide(self, x: Array, divisor: int) -> None:
+        _divide(np, x, divisor)
+
+    def host_buffer(self, x: Array) -> Bytes:
+        return x.view(np.uint8)  # type: ignore[no-any-return]
+
+    def to_host(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
+        assert not pairs, "host memory needs no staging"
+
+    to_device = to_host
+
+
+class CupyBackend:
+    """Arrays in the memory of one GPU."""
+
+    is_host = False
+
+    def __init__(self, device: int) -> None:
+        import cupy  # noqa: PLC0415 - only when a CuPy array has been seen
+        import cupyx  # noqa: PLC0415
+
+        self.cupy, self.cupyx = cupy, cupyx
+        self.name = f"cupy:{device}"
+        self.device = cupy.cuda.Device(device)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        with self.device:
+            return self.cupy.empty(shape, dtype)
+
+    def contiguous(self, x: Array) -> Array:
+        with self.device:
+            return x if x.flags.c_contiguous else self.cupy.ascontiguousarray(x)
+
+    def extent(self, x: Array) -> tuple[int, int]:
+        return x.data.ptr, x.data.ptr + x.nbytes
+
+    def is_writable(self, x: Array) -> bool:
+        return True
+
+    def copy(self, src: Array, dst: Array) -> None:
+        with self.device:
+            dst[...] = src
+
+    def binary(self, ufunc: str) -> BinaryFunction:
+        function = getattr(self.cupy, ufunc)
+
+        def on_device(left: Array, right: Array, /, *, out: Array) -> None:
+            with self.device:
+                function(left, right, out=out)
+
+        return on_device
+
+    def divide(self, x: Array, divisor: int) -> None:
+        with self.device:
+            _divide(self.cupy, x, divisor)
+
+    def host_buffer(self, x: Array) -> Bytes:
+        # Page-locked memory; there is no such thing as none of it.
+        buffer: Bytes = self.cupyx.empty_pinned((max(x.nbytes, 1),), np.uint8)
+        return buffer[: x.nbytes]
+
+    def to_host(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
+        with self.device:
+            stream = self.cupy.cuda.get_current_stream()
+            for device, host in pairs:
+                if host.size:
+                    device.view(np.uint8).get(stream=stream, out=host, blocking=False)
+            stream.synchronize()
+
+    def to_device(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
+        with self.device:
+            stream = self.cupy.cuda.get_current_stream()
+            for device, host in pairs:
+                if host.size:
+                    device.view(np.uint8).set(host, stream=stream)
+            # The host buffer is reused for the next message, so the copy must be over.
+            stream.synchronize()
+
+
+def _divide(xp: Any, x: Array, divisor: int) -> None:
+    """In place.  Two-byte floats go through float32, in which the divisor is exact."""
+    if x.dtype.itemsize == 2:
+        x[...] = (x.astype(np.float32) / divisor).astype(x.dtype)
+    else:
+        xp.divide(x, divisor, out=x)
+
+
+HOST = NumpyBackend()
+_backends: dict[str, Backend] = {HOST.name: HOST}
+_kinds: dict[type, str] = {}
+
+
+def register_backend(array_type: type, backend: Backend) -> None:
+    """Serve another kind of array: every instance of `array_type` goes through `backend`."""
+    _kinds[array_type] = backend.name
+    _backends[backend.name] = backend
+
+
+def backend_named(name: str) -> Backend:
+    """The backend of this name, made now if it is that of a GPU."""
+    if name not in _backends and name.startswith("cupy:"):
+        _backends[name] = CupyBackend(int(name.partition(":")[2]))
+    return _backends[name]
+
+
+def backend_of(x: object, what: str = "x") -> Backend:
+    """The backend that serves `x`.  Raises TypeError for what is not an array we can send."""
+    if type(x) is np.ndarray or type(x) is np.memmap:
+        return HOST
+    if type(x) in _kinds:
+        return _backends[_kinds[type(x)]]
+    if "cupy" in sys.modules and array_api_compat.is_cupy_array(x):
+        return backend_named(f"cupy:{x.device.id}")  # type: ignore[attr-defined]
+    if isinstance(x, np.ndarray):
+        raise TypeError(
+            f"{what} is a {type(x).__name__}, whose meaning its bytes do not carry; "
+            "pass a plain numpy.ndarray"
+        )
+    raise TypeError(
+        f"{what} must be a NumPy or CuPy array, not {type(x).__name__}; numpy.asarray makes one"
+    )
+
+
+def check_dtype(dtype: np.dtype[Any], what: str = "x") -> None:
+    """Raise TypeError for elements that have no size or have a meaning in one process only."""
+    if dtype.hasobject:
+        raise TypeError(f"{what} holds Python objects (dtype {dtype}), which are not plain bytes")
+    if dtype.itemsize == 0:
+        raise TypeError(f"{what} has elements of no size (dtype {dtype})")
+
+
+def num_elements(shape: Sequence[int]) -> int:
+    """The product of the dimensions; 1 for a 0-d array."""
+    return math.prod(shape)

@@ -1,0 +1,59 @@
+"""The small message that tells a rank without an array what it is about to receive."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.reduction import is_bfloat16
+
+NUM_BYTES = 256
+
+
+class Header(NamedTuple):
+    """The root's array: kind of memory, dtype, shape; and its rows per rank where it is split."""
+
+    backend: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    counts: tuple[int, ...] = ()
+
+
+def num_bytes(num_counts: int) -> int:
+    """The length of a header with so many counts."""
+    return NUM_BYTES + 8 * num_counts
+
+
+def encode(header: Header) -> NDArray[np.uint8]:
+    """The header as bytes.  Raises ValueError for what does not fit or is ambiguous."""
+    text = json.dumps([header.backend, _dtype_name(header.dtype), header.shape]).encode()
+    if len(text) > NUM_BYTES:
+        raise ValueError(f"an array of {len(header.shape)} dimensions needs out= on every rank")
+    counts = np.array(header.counts, "<i8").tobytes()
+    return np.frombuffer(text.ljust(NUM_BYTES) + counts, np.uint8)
+
+
+def decode(message: NDArray[np.uint8]) -> Header:
+    """The header again."""
+    backend, name, shape = json.loads(bytes(message[:NUM_BYTES]))
+    counts = message[NUM_BYTES:].view("<i8").tolist()
+    return Header(backend, _dtype(name), tuple(shape), tuple(counts))
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    name = "bfloat16" if is_bfloat16(dtype) else dtype.str
+    if _dtype(name) != dtype:
+        raise ValueError(f"dtype {dtype} cannot be announced to the other ranks; pass out= on all")
+    return name
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes  # noqa: PLC0415 - only where somebody uses it
+
+    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat16

@@ -1,0 +1,186 @@
+"""The record of what was sent.
+
+A program knows its messages before it runs, so recording a call is appending one entry; the rows
+are made when somebody asks for them.  Bytes are payload bytes of point-to-point messages.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Collect = Callable[[bytes], "list[bytes] | None"]
+
+_phase: ContextVar[str] = ContextVar("phase", default="")
+
+
+@contextmanager
+def phase(label: str) -> Iterator[None]:
+    """Label everything sent inside the block; labels nest as "outer/inner".
+
+    The label belongs to the thread (or task) that sets it.
+    """
+    outer = _phase.get()
+    token = _phase.set(f"{outer}/{label}" if outer else label)
+    try:
+        yield
+    finally:
+        _phase.reset(token)
+
+
+def current_phase() -> str:
+    """The label in force, "" if there is none."""
+    return _phase.get()
+
+
+class Row(NamedTuple):
+    """One message.  `call` counts the calls of the communicator; `src` and `dst` are ranks of the
+    communicator that records."""
+
+    phase: str
+    collective: str
+    algorithm: str
+    call: str
+    round: int
+    src: int
+    dst: int
+    bytes: int
+
+
+class Summary(NamedTuple):
+    """Totals of a group of rows.  A call counts once, however many ranks took part."""
+
+    calls: int
+    messages: int
+    bytes: int
+
+
+class Call(NamedTuple):
+    """A call as recorded; `sent` holds (round, destination, bytes) of this rank's messages."""
+
+    collective: str
+    algorithm: str
+    number: str
+    sent: tuple[tuple[int, int, int], ...]
+
+
+class Entry:
+    """A recorded call: its phase, when it began, and when it was found complete (seconds)."""
+
+    __slots__ = ("call", "finished", "phase", "ranks", "src", "started")
+
+    def __init__(self, call: Call, src: int, ranks: Sequence[int] | None) -> None:
+        self.phase, self.call, self.src, self.ranks = _phase.get(), call, src, ranks
+        self.started, self.finished = time.perf_counter(), 0.0
+
+    def rows(self) -> Iterator[Row]:
+        """One row per message."""
+        call, ranks = self.call, self.ranks
+        for number, dst, num_bytes in call.sent:
+            dst = dst if ranks is None else ranks[dst]
+            yield Row(self.phase, call.collective, call.algorithm, call.number,
+                      number, self.src, dst, num_bytes)
+
+
+class Ledger:
+    """What one rank sent while the ledger was open; `gather` joins those of all ranks.
+
+    `rank` and `size` are those of the recording communicator.
+    """
+
+    def __init__(self, rank: int, size: int, collect: Collect | None = None) -> None:
+        self.rank, self.size = rank, size
+        self._collect = collect
+        self._entries: list[Entry] = []
+        self._gathered: list[Row] = []
+
+    def add(self, call: Call, src: int, ranks: Sequence[int] | None = None) -> Entry:
+        """Record a call of rank `src`; `ranks` translates those of a sub-communicator's call."""
+        entry = Entry(call, src, ranks)
+        self._entries.append(entry)
+        return entry
+
+    def rows(self) -> list[Row]:
+        """One row per message sent, in the order of the calls."""
+        return self._gathered + [row for entry in self._entries for row in entry.rows()]
+
+    def summary(
+        self, by: Sequence[str] = ("phase", "collective")
+    ) -> dict[tuple[Any, ...], Summary]:
+        """Calls, messages and bytes, grouped by these columns, in order of first appearance."""
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows():
+            groups.setdefault(tuple(getattr(row, column) for column in by), []).append(row)
+        return {
+            key: Summary(
+                len({(r.phase, r.collective, r.algorithm, r.call) for r in rows}),
+                len(rows),
+                sum(r.bytes for r in rows),
+            )
+            for key, rows in groups.items()
+        }
+
+    def matrix(self) -> NDArray[np.int64]:
+        """p x p bytes from row to column; before `gather` only this rank's row is filled."""
+        matrix = np.zeros((self.size, self.size), np.int64)
+        for row in self.rows():
+            matrix[row.src, row.dst] += row.bytes
+        return matrix
+
+    def gather(self) -> Ledger | None:
+        """A ledger of every rank's rows on rank 0, None on the others.  All ranks call it.
+
+        What it sends for this is labelled "ledger" in the ledgers that are still open.
+        """
+        assert self._collect is not None, "a gathered ledger is already whole"
+        parts = self._collect(json.dumps(self.rows()).encode())
+        if parts is None:
+            return None
+        whole = Ledger(self.rank, self.size)
+        whole._gathered = [Row(*row) for part in parts for row in json.loads(part)]
+        return whole
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write the rows as a CSV file with a header."""
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(Row._fields)
+            writer.writerows(self.rows())
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the rows as a JSON list of objects."""
+        Path(path).write_text(json.dumps([row._asdict() for row in self.rows()], indent=0))
+
+    def to_chrome_trace(self, path: str | Path) -> None:
+        """Write this rank's calls as a timeline for chrome://tracing or Perfetto.
+
+        One bar per call from its start to the moment it was found complete, in microseconds.
+        """
+        events = [
+            {
+                "name": f"{entry.call.collective} ({entry.call.algorithm})",
+                "cat": entry.phase,
+                "ph": "X",
+                "pid": self.rank,
+                "tid": 0,
+                "ts": entry.started * 1e6,
+                "dur": max(entry.finished - entry.started, 0.0) * 1e6,
+                "args": {
+                    "phase": entry.phase,
+                    "call": entry.call.number,
+                    "messages": len(entry.call.sent),
+                    "bytes": sum(num_bytes for _, _, num_bytes in entry.call.sent),
+                },
+            }
+            for entry in self._entries
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": events}))

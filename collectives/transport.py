@@ -1,0 +1,66 @@
+"""What the plan asks of an engine: exchange these messages.  Engines know nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from collectives.arrays import Bytes
+
+if TYPE_CHECKING:
+    from collectives.plan import Plan
+
+Parcels = Sequence[tuple[int, Bytes]]
+
+
+class Exchange(Protocol):
+    """The messages of one round, which may be started again and again."""
+
+    def start(self) -> None:
+        """Post all messages.  The buffers belong to the exchange until it is complete."""
+
+    def test(self) -> bool:
+        """Whether all messages have completed.  Raises CollectiveMismatch on a wrong length."""
+
+    def wait(self, deadline: float | None) -> bool:
+        """Wait until all have completed; False if `deadline` (of `time.monotonic`) came first."""
+
+    def waiting_for(self) -> list[str]:
+        """What has not completed, in words such as "a message from rank 3"."""
+
+    def free(self) -> None:
+        """Give back what the engine holds for a completed exchange."""
+
+
+class Transport(Protocol):
+    """One rank's end of a communicator, seen by plans."""
+
+    rank: int
+    size: int
+    num_tags: int
+    # Every started plan that has not completed, in all communicators of this rank: whoever waits
+    # must keep all of them going, or two ranks that wait in different orders would wait for ever.
+    in_flight: list[Plan]
+
+    def exchange(self, sends: Parcels, receives: Parcels, tag: int, is_kept: bool) -> Exchange:
+        """Prepare messages (peer, bytes); `is_kept`: they will be started many times."""
+
+    def subgroup(self, ranks: Sequence[int]) -> Transport:
+        """A transport among these ranks, in this order; called by exactly these."""
+
+    def free(self) -> None:
+        """Give back the communicator below, if it is ours."""
+
+
+def back_off(num_tries: int) -> None:
+    """Let others run: the processor at first, then for ever longer, up to a millisecond."""
+    time.sleep(0 if num_tries < 100 else min(1e-3, 1e-6 * num_tries))
+
+
+def wrong_length(rank: int, peer: int, got: int, expected: int) -> str:
+    """The sentence of a CollectiveMismatch."""
+    return (
+        f"rank {rank} expected {expected} bytes from rank {peer} and got {got}: "
+        "the two did not make the same call with the same sizes"
+    )

@@ -1,0 +1,283 @@
+"""Wrong input is served correctly or refused with a sentence, before any message is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator
+
+P = 3
+X = np.arange(6.0)
+Call = Callable[[Communicator], Any]
+
+
+def refused(error: type[Exception], sentence: str, call: Call) -> None:
+    """Every rank refuses, nothing is sent, and the communicator works afterwards."""
+
+    def body(comm: Communicator) -> None:
+        with comm.record() as ledger, pytest.raises(error, match=sentence):
+            call(comm)
+        assert ledger.rows() == []
+        assert comm.all_reduce(np.array([1]))[0] == P
+
+    collectives.run(body, P, timeout=20)
+
+
+def read_only() -> np.ndarray:
+    x = np.zeros(6)
+    x.flags.writeable = False
+    return x
+
+
+WRONG: dict[str, tuple[type[Exception], str, Call]] = {
+    "a list": (TypeError, "not list; numpy.asarray", lambda c: c.all_reduce([1, 2])),
+    "a scalar": (TypeError, "not float", lambda c: c.all_reduce(1.5)),
+    "None": (TypeError, "not NoneType", lambda c: c.all_reduce(None)),
+    "objects": (TypeError, "Python objects", lambda c: c.all_gather(np.array([{}]))),
+    "a masked array": (TypeError, "MaskedArray", lambda c: c.all_reduce(np.ma.ones(3))),
+    "a matrix": (TypeError, "matrix", lambda c: c.all_reduce(np.ones((1, 1)).view(np.matrix))),
+    "strings summed": (TypeError, "'sum' is not defined", lambda c: c.all_reduce(np.array("a"))),
+    "unknown op": (ValueError, "unknown op 'add'; known: sum", lambda c: c.all_reduce(X, "add")),
+    "op of another type": (ValueError, "unknown op", lambda c: c.all_reduce(X, np.add)),
+    "xor of floats": (TypeError, "'xor' is not defined for dtype float64",
+                      lambda c: c.all_reduce(X, "xor")),
+    "sum of bool": (TypeError, "bool takes and, or, xor", lambda c: c.reduce(X > 1, "sum")),
+    "avg of ints": (TypeError, "'avg' is not", lambda c: c.all_reduce(np.arange(3), "avg")),
+    "max of complex": (TypeError, "'max' is not", lambda c: c.all_reduce(X + 0j, "max")),
+    "root too large": (ValueError, "rank from 0 to 2, got 3", lambda c: c.reduce(X, root=3)),
+    "root negative": (ValueError, "got -1", lambda c: c.gather(X, root=-1)),
+    "root a float": (TypeError, "must be an integer", lambda c: c.broadcast(X, root=1.0)),
+    "root a bool": (TypeError, "must be an integer", lambda c: c.broadcast(X, root=True)),
+    "unknown algorithm": (ValueError, "known: ring, reduce_broadcast, recursive_doubling",
+                          lambda c: c.all_reduce(X, algorithm="rign")),
+    "algorithm of another collective": (ValueError, "unknown algorithm 'bruck' for all_reduce",
+                                        lambda c: c.all_reduce(X, algorithm="bruck")),
+    "algorithm for powers of two": (ValueError, "serves power of two ranks only, not 3",
+                                    lambda c: c.reduce_scatter(X, algorithm="recursive_halving")),
+    "out of another shape": (ValueError, r"out has shape \(5,\), the result has \(6,\)",
+                             lambda c: c.all_reduce(X, out=np.empty(5))),
+    "out of another dimension": (ValueError, "out has shape",
+                                 lambda c: c.all_reduce(X, out=np.empty((6, 1)))),
+    "out of another dtype": (TypeError, "out has dtype float32, the result has float64",
+                             lambda c: c.all_reduce(X, out=np.empty(6, np.float32))),
+    "out not contiguous": (ValueError, "C-contiguous",
+                           lambda c: c.all_reduce(X, out=np.empty(12)[::2])),
+    "out in Fortran order": (ValueError, "C-contiguous",
+                             lambda c: c.all_reduce(np.ones((2, 3)), out=np.ones((3, 2)).T)),
+    "out read-only": (ValueError, "read-only", lambda c: c.all_reduce(X, out=read_only())),
+    "out a list": (TypeError, "out must be", lambda c: c.all_reduce(X, out=[0.0] * 6)),
+    "counts too few": (ValueError, "counts has 2 entries for 3 ranks",
+                       lambda c: c.reduce_scatter(X, counts=[3, 3])),
+    "counts that do not add up": (ValueError, "add up to 7 rows, the array has 6",
+                                  lambda c: c.reduce_scatter(X, counts=[3, 3, 1])),
+    "counts negative": (ValueError, "negative", lambda c: c.reduce_scatter(X, counts=[7, 0, -1])),
+    "counts of floats": (TypeError, "integer", lambda c: c.reduce_scatter(X, counts=[2.0, 2, 2])),
+    "counts a number": (TypeError, "sequence of 3", lambda c: c.reduce_scatter(X, counts=6)),
+    "counts that belie the array": (ValueError, r"gives rank \d 5 rows, x has 6",
+                                    lambda c: c.all_gather(X, counts=[5, 5, 5])),
+    "a table that is not square": (ValueError, "square",
+                                   lambda c: c.all_to_all(X, counts=[[1, 2], [3, 4]])),
+    "a table that belies the array": (ValueError, "add up to 3",
+                                      lambda c: c.all_to_all(X, counts=np.ones((3, 3), int))),
+    "0-d scattered": (ValueError, "0-d array has none", lambda c: c.reduce_scatter(np.array(1.0))),
+    "0-d exchanged": (ValueError, "0-d array has none", lambda c: c.all_to_all(np.array(1.0))),
+    "a send to oneself": (ValueError, "wait for itself", lambda c: c.send(X, c.rank)),
+    "a peer that is not": (ValueError, "rank from 0 to 2", lambda c: c.recv(np.empty(3), 7)),
+    "a negative tag": (ValueError, "tag must be from 0", lambda c: c.send(X, (c.rank + 1) % P, -1)),
+    "receiving into a list": (TypeError, "must be a", lambda c: c.recv([0], (c.rank + 1) % P)),
+    "receiving into the sent": (ValueError, "shares memory",
+                                lambda c: c.send_recv(X, c.rank, c.rank, out=X)),
+    "a subgroup without me": (ValueError, "not in", lambda c: c.subgroup([(c.rank + 1) % P])),
+    "a subgroup with a twin": (ValueError, "twice", lambda c: c.subgroup([c.rank, c.rank])),
+    "a negative color": (ValueError, "negative", lambda c: c.split(-2)),
+    "an asynchronous plan": (TypeError, "start", lambda c: c.plan.all_reduce(X, async_op=True)),
+    "broadcast into a string": (TypeError, "out must be", lambda c: c.broadcast(X, out="y")),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_input_is_refused_before_anything_is_sent(what: str) -> None:
+    refused(*WRONG[what])
+
+
+def served(want: Any, call: Call) -> None:
+    for got in collectives.run(call, P, timeout=20):
+        assert np.array_equal(got, want)
+
+
+def test_strided_input_is_served() -> None:
+    served(X[::2] * P, lambda c: c.all_reduce(X[::2]))
+    served(X[::-1] * P, lambda c: c.all_reduce(X[::-1]))
+
+
+def test_fortran_ordered_input_is_served_in_logical_order() -> None:
+    x = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    served(np.concatenate([x, x, x]), lambda c: c.all_gather(x))
+    served(x * P, lambda c: c.all_reduce(x))
+
+
+def test_read_only_input_is_served() -> None:
+    x = np.broadcast_to(np.array(2.0), (4,))
+    served(np.full(4, 2.0 * P), lambda c: c.all_reduce(x))
+
+
+def test_a_memory_map_is_served(tmp_path: Any) -> None:
+    np.save(tmp_path / "x.npy", X)
+    x = np.load(tmp_path / "x.npy", mmap_mode="r")
+    served(X * P, lambda c: c.all_reduce(x))
+
+
+@pytest.mark.parametrize("shift", [1, 2, 5])
+def test_overlapping_in_and_output_is_served(shift: int) -> None:
+    def body(comm: Communicator) -> Any:
+        memory = np.arange(20.0)
+        comm.all_reduce(memory[:10], out=memory[shift : 10 + shift], algorithm="ring")
+        return memory[shift : 10 + shift]
+
+    served(np.arange(10.0) * P, body)
+
+
+def test_overlap_at_an_odd_address_is_served() -> None:
+    def body(comm: Communicator) -> Any:
+        memory = np.zeros(100, np.uint8)
+        x, y = memory[:80].view(np.float64), memory[4:84].view(np.float64)
+        x[...] = np.arange(10.0)
+        return comm.all_reduce(x, out=y, algorithm="ring").copy()
+
+    served(np.arange(10.0) * P, body)
+
+
+def test_all_to_all_in_place_is_served() -> None:
+    def body(comm: Communicator) -> Any:
+        x = np.arange(P) * 10 + comm.rank
+        comm.all_to_all(x, out=x)
+        return x - 10 * comm.rank
+
+    served(np.arange(P), body)
+
+
+@pytest.mark.parametrize(
+    "collective", ["all_reduce", "reduce", "all_gather", "gather", "broadcast"]
+)
+def test_zero_dimensional_arrays_are_served(collective: str) -> None:
+    def body(comm: Communicator) -> Any:
+        return getattr(comm, collective)(np.array(2.5))
+
+    scalars = {"all_reduce": 2.5 * P, "reduce": 2.5 * P, "broadcast": 2.5}
+    got = collectives.run(body, P)[0]
+    expected = np.array(scalars.get(collective, [2.5] * P))
+    assert got.shape == expected.shape and np.array_equal(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+def test_empty_arrays_are_served(shape: tuple[int, ...]) -> None:
+    x = np.empty(shape)
+    served(x, lambda c: c.all_reduce(x))
+    served(x, lambda c: c.broadcast(x))
+    assert collectives.run(lambda c: c.all_gather(x), P)[0].shape == (shape[0] * P, *shape[1:])
+
+
+def test_big_endian_arrays_are_served() -> None:
+    x = np.arange(6, dtype=">f8")
+    served(x * P, lambda c: c.all_reduce(x))
+
+
+def test_structured_arrays_can_be_moved_but_not_announced() -> None:
+    x = np.zeros(6, [("a", "i4"), ("b", "f8")])
+    served(np.concatenate([x, x, x]), lambda c: c.all_gather(x))
+
+    def body(comm: Communicator) -> Any:
+        return comm.broadcast(x.copy(), out=np.empty_like(x))
+
+    served(x, body)
+    with pytest.raises(ValueError, match="cannot be announced"):
+        collectives.run(lambda c: c.broadcast(x), P, timeout=20)
+
+
+# Scatter and broadcast: who knows the shape
+
+
+def test_without_out_a_header_tells_the_shape_and_stands_in_the_ledger() -> None:
+    def body(comm: Communicator) -> Any:
+        with comm.record() as ledger:
+            y = comm.broadcast(X if comm.rank == 0 else None)
+            z = comm.scatter(X if comm.rank == 0 else None, algorithm="linear")
+        return y, z, ledger.gather()
+
+    results = collectives.run(body, P)
+    assert all(np.array_equal(y, X) and z.shape == (2,) for y, z, _ in results)
+    by_collective = results[0][2].summary(by=("collective",))
+    assert by_collective[("header",)].bytes == 2 * 256 + 2 * (256 + 8 * P)
+    assert by_collective[("broadcast",)].bytes == 2 * 48
+    assert by_collective[("scatter",)].bytes == 2 * 16
+
+
+def test_with_out_no_header_is_sent() -> None:
+    def body(comm: Communicator) -> Any:
+        with comm.record() as ledger:
+            comm.broadcast(X if comm.rank == 0 else None, out=np.empty(6))
+            comm.scatter(X if comm.rank == 0 else None, out=np.empty(2))
+            comm.scatter(X if comm.rank == 0 else None, out=np.empty(comm.rank + 1),
+                         counts=[1, 2, 3])
+        return ledger.gather()
+
+    kinds = collectives.run(body, P)[0].summary(by=("collective",))
+    assert set(kinds) == {("broadcast",), ("scatter",)}
+
+
+def test_broadcast_fills_the_array_it_is_given() -> None:
+    def body(comm: Communicator) -> Any:
+        x = X.copy() if comm.rank == 1 else np.zeros(6)
+        assert comm.broadcast(x, root=1) is x
+        return x
+
+    served(X, body)
+
+
+def test_broadcast_into_an_array_that_does_not_fit_is_refused() -> None:
+    def body(comm: Communicator) -> Any:
+        comm.broadcast(X if comm.rank == 0 else np.zeros(5))
+
+    with pytest.raises(ValueError, match="the root sends float64 of shape"):
+        collectives.run(body, P, timeout=20)
+
+
+def test_scatter_with_out_of_unequal_parts_asks_for_counts() -> None:
+    def body(comm: Communicator) -> Any:
+        comm.scatter(np.arange(7.0) if comm.rank == 0 else None, out=np.empty(2))
+
+    with pytest.raises(ValueError, match="7 rows are not equal parts for 3 ranks"):
+        collectives.run(body, P, timeout=20)
+
+
+def test_scatter_counts_that_differ_between_ranks_are_refused() -> None:
+    def body(comm: Communicator) -> Any:
+        comm.scatter(X if comm.rank == 0 else None, counts=[2, 2, 2] if comm.rank else [1, 2, 3])
+
+    with pytest.raises(ValueError, match="at the root"):
+        collectives.run(body, P, timeout=20)
+
+
+def test_all_to_all_exchanges_counts_only_if_it_must() -> None:
+    table = [[1, 2, 3], [0, 0, 6], [2, 2, 2]]
+
+    def body(comm: Communicator, counts: Any) -> Any:
+        with comm.record() as ledger:
+            y = comm.all_to_all(X, counts=counts)
+        return y.size, {row.collective for row in ledger.rows()}
+
+    for rank, (size, kinds) in enumerate(collectives.run(lambda c: body(c, table[c.rank]), P)):
+        assert size == sum(row[rank] for row in table)
+        assert kinds == {"counts", "all_to_all"}
+    for _, kinds in collectives.run(lambda c: body(c, table), P):
+        assert kinds == {"all_to_all"}
+
+
+def test_sizes_that_differ_between_ranks_are_noticed() -> None:
+    with pytest.raises(collectives.CollectiveMismatch, match="the same call with the same sizes"):
+        collectives.run(lambda c: c.all_reduce(np.ones(3 + c.rank)), P, timeout=20)

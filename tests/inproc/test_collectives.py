@@ -1,0 +1,103 @@
+"""Every algorithm gives what a serial computation gives, on threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import collectives
+from collectives import Communicator
+from tests.scenarios import (
+    ALGORITHMS,
+    COLLECTIVES,
+    DTYPES,
+    MOVERS,
+    OPS,
+    REDUCTIONS,
+    ROOTED,
+    Job,
+    all_jobs,
+    perform,
+)
+
+
+def on_threads(jobs: list[Job]) -> None:
+    def every(comm: Communicator) -> None:
+        for job in jobs:
+            perform(comm, job)
+
+    collectives.run(every, jobs[0].size, timeout=60)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 16])
+def test_every_algorithm_on_fixed_jobs(size: int) -> None:
+    on_threads(all_jobs(size))
+
+
+@st.composite
+def jobs(draw: Any) -> Job:
+    collective, algorithm = draw(st.sampled_from(ALGORITHMS))
+    info = collectives.algorithms.info(collective, algorithm)
+    size = draw(st.sampled_from([p for p in range(1, 17) if info.serves(p)]))
+    rows: Any = draw(st.integers(0, 1000))
+    if collective in ("gather", "all_gather") or (
+        collective in ("scatter", "reduce_scatter", "all_to_all") and draw(st.booleans())
+    ):
+        rows = tuple(draw(st.lists(st.integers(0, 200), min_size=size, max_size=size)))
+    op = draw(st.sampled_from(sorted(OPS))) if collective in REDUCTIONS else "sum"
+    return Job(
+        collective,
+        algorithm,
+        size,
+        rows,
+        dtype=draw(st.sampled_from(OPS[op] if collective in REDUCTIONS else DTYPES)),
+        op=op,
+        root=draw(st.integers(0, size - 1)) if collective in ROOTED else 0,
+        tail=draw(st.sampled_from([(), (1,), (3,), (2, 2), (0,)])),
+        is_in_place=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(jobs())
+def test_random_jobs(job: Job) -> None:
+    on_threads([job])
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_every_operator_on_every_dtype_it_serves(op: str) -> None:
+    on_threads([Job(c, None, 3, 17, dtype, op) for dtype in OPS[op] for c in REDUCTIONS])
+
+
+@pytest.mark.parametrize("collective", MOVERS)
+def test_every_dtype_can_be_moved(collective: str) -> None:
+    rows = (5, 5, 5) if collective in ("gather", "all_gather") else 17
+    on_threads([Job(collective, None, 3, rows, dtype) for dtype in DTYPES])
+
+
+@pytest.mark.parametrize("num_rows", [3, 40_000, 400_000])
+def test_the_default_algorithm_at_every_size(num_rows: int) -> None:
+    for size in (1, 2, 4, 6):
+        rows = {"gather": (num_rows,) * size, "all_gather": (num_rows,) * size}
+        on_threads([Job(c, None, size, rows.get(c, num_rows)) for c in COLLECTIVES])
+
+
+def test_a_wrong_result_would_be_noticed() -> None:
+    def lie(comm: Communicator) -> None:
+        perform(_Liar(comm), Job("all_reduce", None, 2, 5))
+
+    with pytest.raises(AssertionError, match="wanted"):
+        collectives.run(lie, 2)
+
+
+class _Liar:
+    """A communicator whose sums are off by one."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.rank, self.size, self.comm = comm.rank, comm.size, comm
+
+    def all_reduce(self, x: Any, **keywords: Any) -> Any:
+        return self.comm.all_reduce(x, **keywords) + 1

@@ -1,0 +1,70 @@
+"""The engine of threads: programs run, and what cannot go on says so instead of hanging."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator
+from tests.session_scenarios import SCENARIOS
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+def test_programs(scenario: Callable[[Communicator], None], size: int) -> None:
+    collectives.run(scenario, size, timeout=30)
+
+
+def test_results_come_in_rank_order() -> None:
+    assert collectives.run(lambda comm: comm.rank * 10, 5) == [0, 10, 20, 30, 40]
+
+
+def test_the_first_error_is_raised_and_frees_the_others() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise KeyError("mine")
+        comm.barrier()
+
+    begin = time.perf_counter()
+    with pytest.raises(KeyError, match="mine"):
+        collectives.run(body, 3)
+    assert time.perf_counter() - begin < 5
+
+
+def test_ranks_that_wait_in_a_circle_are_told_at_once() -> None:
+    def body(comm: Communicator) -> None:
+        comm.recv(np.empty(1), (comm.rank + 1) % comm.size)
+
+    with pytest.raises(collectives.CollectiveMismatch, match="rank 0 waits for rank 1; rank 1"):
+        collectives.run(body, 3)
+
+
+def test_a_rank_that_left_early_is_noticed() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank:
+            comm.barrier()
+
+    with pytest.raises(collectives.CollectiveMismatch, match="waits for rank"):
+        collectives.run(body, 3)
+
+
+def test_a_rank_that_never_ends_is_named() -> None:
+    with pytest.raises(collectives.CollectiveTimeout, match="rank 1 is still running after"):
+        collectives.run(lambda comm: time.sleep(2 * comm.rank), 2, timeout=0.2)
+
+
+def test_there_is_at_least_one_rank() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        collectives.run(lambda comm: None, 0)
+
+
+def test_threads_have_no_mpi_to_count() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(collectives.MonitorUnavailable, match="no MPI"):
+            comm.counters()
+
+    collectives.run(body, 1)

@@ -1,0 +1,68 @@
+"""Ranks stay in step: a test that fails on one rank fails on all, with that rank's report.
+
+Without this a rank that failed walks on to the next test and meets its peers in the last one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives import Communicator
+
+_agreement = MPI.COMM_WORLD.Dup()  # its messages meet nobody's
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Rank 0 reports for all; a launcher that promised another number of ranks is an error."""
+    promised = int(os.environ.get("COLLECTIVES_TEST_RANKS", MPI.COMM_WORLD.size))
+    if promised != MPI.COMM_WORLD.size:
+        pytest.exit(f"started as {MPI.COMM_WORLD.size} ranks instead of {promised}", returncode=3)
+    if MPI.COMM_WORLD.rank > 0:
+        config.pluginmanager.unregister(name="terminalreporter")
+
+
+@pytest.fixture(scope="session")
+def world() -> Communicator:
+    """The library's communicator of all ranks."""
+    return collectives.world()
+
+
+@pytest.fixture(scope="session")
+def mpi_world() -> MPI.Intracomm:
+    """mpi4py's own communicator of all ranks."""
+    return MPI.COMM_WORLD
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    yield from _agree(item)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    yield from _agree(item)
+
+
+def _agree(item: pytest.Item) -> Iterator[Any]:
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 - also pytest's own outcomes count
+        failure = error
+    reports = _agreement.allgather(None if failure is None else _report(item, failure))
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report]
+    if failed:
+        pytest.fail("passed here, but not on every rank\n" + "\n".join(failed), pytrace=False)
+
+
+def _report(item: pytest.Item, error: BaseException) -> str:
+    info = pytest.ExceptionInfo.from_exception(error)
+    return str(item.repr_failure(info))

@@ -1,0 +1,84 @@
+"""Every algorithm gives what a serial computation gives, over MPI."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import collectives
+from collectives import Communicator
+from tests.scenarios import (
+    ALGORITHMS,
+    COLLECTIVES,
+    DTYPES,
+    MOVERS,
+    OPS,
+    REDUCTIONS,
+    ROOTED,
+    Job,
+    all_jobs,
+    perform,
+    random_rows,
+)
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), ALGORITHMS)
+def test_every_algorithm(world: Communicator, collective: str, algorithm: str) -> None:
+    mine = (collective, algorithm)
+    jobs = [job for job in all_jobs(world.size) if (job.collective, job.algorithm) == mine]
+    serves = collectives.algorithms.info(collective, algorithm).serves(world.size)
+    assert bool(jobs) == serves
+    for job in jobs:
+        perform(world, job)
+
+
+def test_an_algorithm_that_cannot_serve_this_size_is_refused(world: Communicator) -> None:
+    refused = [
+        (collective, algorithm)
+        for collective, algorithm in ALGORITHMS
+        if not collectives.algorithms.info(collective, algorithm).serves(world.size)
+    ]
+    assert bool(refused) == (world.size not in (1, 2, 4, 8))
+    for collective, algorithm in refused:
+        rows = random_rows(collective, world.size, 12, is_even=True)
+        with pytest.raises(ValueError, match="serves power of two ranks only"):
+            perform(world, Job(collective, algorithm, world.size, rows))
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_every_operator_on_every_dtype(world: Communicator, op: str) -> None:
+    for dtype in OPS[op]:
+        perform(world, Job("all_reduce", None, world.size, 33, dtype, op))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_can_be_moved(world: Communicator, dtype: str) -> None:
+    for collective in MOVERS:
+        rows = random_rows(collective, world.size, 11, is_even=False)
+        perform(world, Job(collective, None, world.size, rows, dtype, root=world.size - 1))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("num_rows", [40_000, 1_000_001])
+def test_large_arrays(world: Communicator, collective: str, num_rows: int) -> None:
+    rows = random_rows(collective, world.size, num_rows // world.size, is_even=True)
+    perform(world, Job(collective, None, world.size, rows))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_random_jobs(world: Communicator, data: st.DataObject) -> None:
+    size = world.size
+    serving = [x for x in ALGORITHMS if collectives.algorithms.info(*x).serves(size)]
+    collective, algorithm = data.draw(st.sampled_from(serving))
+    op = data.draw(st.sampled_from(sorted(OPS))) if collective in REDUCTIONS else "sum"
+    root = data.draw(st.integers(0, size - 1)) if collective in ROOTED else 0
+    num_rows, is_even = data.draw(st.integers(0, 1000)), data.draw(st.booleans())
+    perform(world, Job(
+        collective, algorithm, size, random_rows(collective, size, num_rows, is_even),
+        dtype=data.draw(st.sampled_from(OPS[op] if collective in REDUCTIONS else DTYPES)),
+        op=op, root=root, is_in_place=data.draw(st.booleans()),
+    ))

@@ -1,0 +1,84 @@
+"""Programs over MPI: groups, plans, work in flight, point to point, time limits, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives import Communicator
+from tests import device_scenarios
+from tests.fake_device import on_device, on_host
+from tests.scenarios import all_jobs
+from tests.session_scenarios import SCENARIOS
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+def test_programs(world: Communicator, scenario: Callable[[Communicator], None]) -> None:
+    scenario(world)
+
+
+def test_the_world_is_the_job_and_always_the_same(
+    world: Communicator, mpi_world: MPI.Intracomm
+) -> None:
+    assert (world.rank, world.size) == (mpi_world.rank, mpi_world.size)
+    assert collectives.world() is world
+
+
+def test_messages_never_meet_the_callers(world: Communicator, mpi_world: MPI.Intracomm) -> None:
+    if mpi_world.size == 1:
+        return
+    right, left = (mpi_world.rank + 1) % mpi_world.size, (mpi_world.rank - 1) % mpi_world.size
+    mine = mpi_world.isend(("mine", mpi_world.rank), right, tag=7)
+    assert world.all_reduce(np.array([1]))[0] == mpi_world.size
+    assert world.send_recv(np.array([mpi_world.rank]), right, left, tag=7)[0] == left
+    assert mpi_world.recv(source=left, tag=7) == ("mine", left)
+    mine.wait()
+
+
+def test_any_intracommunicator_can_be_wrapped(mpi_world: MPI.Intracomm) -> None:
+    half = mpi_world.Split(mpi_world.rank % 2, -mpi_world.rank)
+    wrapped = collectives.wrap(half)
+    assert (wrapped.rank, wrapped.size) == (half.rank, half.size)
+    assert wrapped.all_reduce(np.array([1]))[0] == half.size
+    wrapped.free()
+    half.Free()
+
+
+def test_only_an_intracommunicator_can_be_wrapped() -> None:
+    with pytest.raises(TypeError, match="intracommunicator"):
+        collectives.wrap("comm")  # type: ignore[arg-type]
+
+
+def test_a_message_of_the_wrong_length_is_noticed(mpi_world: MPI.Intracomm) -> None:
+    # On a communicator of its own: after a mismatch it is of no more use.
+    wrapped = collectives.wrap(mpi_world)
+    if mpi_world.size > 1 and mpi_world.rank < 2:
+        size = 3 + mpi_world.rank  # rank 0 gets more than it expects, rank 1 less
+        with pytest.raises(collectives.CollectiveMismatch, match="same call with the same sizes"):
+            wrapped.send_recv(np.ones(size), 1 - mpi_world.rank, 1 - mpi_world.rank)
+    wrapped.free()
+
+
+def test_device_arrays_are_staged(world: Communicator) -> None:
+    for job in all_jobs(world.size):
+        device_scenarios.perform_on_device(world, job, on_device, on_host)
+    device_scenarios.mixed_program(world, on_device, on_host)
+    device_scenarios.plan_reads_afresh(world, on_device, on_host)
+
+
+def test_mpi_itself_would_refuse_a_fake_device_array(mpi_world: MPI.Intracomm) -> None:
+    with pytest.raises((TypeError, AttributeError, ValueError, BufferError)):
+        mpi_world.Allreduce(on_device(np.ones(3)), on_device(np.ones(3)))
+
+
+def test_inputs_shared_by_all_ranks_may_be_read_only(world: Communicator) -> None:
+    x = np.ones(10)
+    x.flags.writeable = False
+    assert world.all_reduce(x)[0] == world.size
+    assert world.all_gather(x).sum() == 10 * world.size

@@ -1,0 +1,92 @@
+"""Where blocks lie: nothing is copied or rotated that can be sent as it lies."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives.program import Combine, Message, Move, Program, Region, Step, compile_program
+
+
+def moves(program: Program) -> list[Move]:
+    """Every copy within the rank."""
+    every = [*program.opening, *program.closing]
+    for step in program.steps:
+        every += [*step.packing, *(a for a in step.finishing if isinstance(a, Move))]
+    return every
+
+
+@pytest.mark.parametrize("rank", range(5))
+def test_ring_all_reduce_copies_nothing_and_needs_no_scratch(rank: int) -> None:
+    program = compile_program("all_reduce", "ring", rank, 5, 0, 1003)
+    assert moves(program) == []
+    assert program.num_scratch == 0
+
+
+def test_the_first_combination_reads_the_input_and_writes_the_output() -> None:
+    program = compile_program("all_reduce", "recursive_doubling", 0, 2, 0, 10)
+    x, y = Region("input", 0, 10), Region("output", 0, 10)
+    exchange = Step((), (Message(1, x),), (Message(1, y),), (Combine(x, y, y),))
+    assert program == Program((exchange,))
+
+
+def test_ring_in_place_needs_scratch_for_two_blocks_at_most() -> None:
+    program = compile_program("all_reduce", "ring", 1, 8, 0, 800, (), 0)
+    assert program.num_scratch <= 100
+    assert moves(program) == []
+
+
+def test_ring_reduce_scatter_keeps_two_blocks_of_scratch_at_most() -> None:
+    program = compile_program("reduce_scatter", "ring", 1, 8, 0, (100,) * 8)
+    assert program.num_scratch <= 200
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "gather"])
+def test_gathering_in_place_leaves_the_own_block_where_it_is(collective: str) -> None:
+    name = "ring" if collective == "all_gather" else "linear"
+    program = compile_program(collective, name, 0, 4, 0, (3, 3, 3, 3), (), 0)
+    assert moves(program) == []
+
+
+def test_adjacent_blocks_travel_as_they_lie() -> None:
+    program = compile_program("scatter", "binomial", 0, 8, 0, (5,) * 8)
+    assert all(not step.packing for step in program.steps)
+    assert program.steps[0].sends == (Message(4, Region("input", 20, 40)),)
+
+
+def test_blocks_that_wrap_round_the_end_are_packed_into_one_message() -> None:
+    program = compile_program("scatter", "binomial", 2, 4, 2, (5, 5, 5, 5))
+    (send,) = program.steps[0].sends
+    assert send.region.num_elements == 10
+    assert program.steps[0].packing == ()  # ranks 0 and 1 lie together
+    program = compile_program("scatter", "binomial", 1, 4, 1, (5, 5, 5, 5))
+    assert program.steps[0].packing == (
+        Move(Region("input", 15, 20), Region("scratch", 0, 5)),
+        Move(Region("input", 0, 5), Region("scratch", 5, 10)),
+    )
+
+
+def test_an_output_that_would_overwrite_unread_input_makes_a_copy_first() -> None:
+    shifted = compile_program("all_reduce", "ring", 0, 2, 0, 10, (), 1)
+    assert shifted.opening == (Move(Region("input", 0, 10), Region("scratch", 0, 10)),)
+    swapped = compile_program("all_to_all", "pairwise", 0, 2, 0, ((5, 5), (5, 5)), (), 0)
+    assert swapped.opening != ()
+
+
+def test_an_output_at_an_odd_address_makes_a_copy_first() -> None:
+    assert compile_program("all_reduce", "ring", 0, 2, 0, 10, (), "odd").opening != ()
+
+
+def test_memory_that_is_merely_near_makes_no_copy() -> None:
+    assert compile_program("all_reduce", "ring", 0, 2, 0, 10, (), 10).opening == ()
+
+
+def test_one_rank_copies_its_input_or_does_nothing_in_place() -> None:
+    alone = compile_program("all_reduce", "ring", 0, 1, 0, 10)
+    assert alone.closing == (Move(Region("input", 0, 10), Region("output", 0, 10)),)
+    assert compile_program("all_reduce", "ring", 0, 1, 0, 10, (), 0) == Program(())
+
+
+def test_every_message_of_the_schedule_is_sent_even_if_empty() -> None:
+    program = compile_program("all_reduce", "ring", 0, 4, 0, 2)
+    assert [count for _, _, count in program.sent()].count(0) > 0
+    assert len(program.sent()) == 6

@@ -1,0 +1,160 @@
+"""What every rank does in a test, for any communicator: threads and MPI run the same scenarios.
+
+A `Job` is drawn on every rank alike; each rank knows all inputs, so that it can work out alone
+what it must get.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import collectives
+from bench.oracle import expected
+from collectives import Communicator
+from collectives.layout import even
+from collectives.spec import SPECS
+
+REDUCTIONS = [name for name, spec in SPECS.items() if spec.is_reduction]
+MOVERS = [name for name, spec in SPECS.items() if not spec.is_reduction and name != "barrier"]
+ROOTED = [name for name, spec in SPECS.items() if spec.is_rooted]
+COLLECTIVES = [name for name in SPECS if name != "barrier"]
+ALGORITHMS = [(c, a) for c in COLLECTIVES for a in collectives.algorithms.names(c)]
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+FLOATS = ["float16", "float32", "float64", "longdouble", "bfloat16"]
+COMPLEX = ["complex64", "complex128", "clongdouble"]
+DTYPES = ["bool", *INTEGERS, *FLOATS, *COMPLEX]
+OPS = {
+    "sum": [*INTEGERS, *FLOATS, *COMPLEX],
+    "prod": [*INTEGERS, *FLOATS, *COMPLEX],
+    "min": ["bool", *INTEGERS, *FLOATS],
+    "max": ["bool", *INTEGERS, *FLOATS],
+    "avg": [*FLOATS, *COMPLEX],
+    "and": ["bool", *INTEGERS],
+    "or": ["bool", *INTEGERS],
+    "xor": ["bool", *INTEGERS],
+}
+
+
+def dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One collective call on `size` ranks.  `rows`: the vector's, or each rank's (a tuple)."""
+
+    collective: str
+    algorithm: str | None
+    size: int
+    rows: Any
+    dtype: str = "float32"
+    op: str = "sum"
+    root: int = 0
+    tail: tuple[int, ...] = ()
+    is_in_place: bool = False
+
+    def inputs(self) -> list[np.ndarray]:
+        """Small whole numbers: every order of combining them is exact, in every dtype."""
+        return [self._input(rank) for rank in range(self.size)]
+
+    def _input(self, rank: int) -> np.ndarray:
+        shape = (self.num_rows(rank), *self.tail)
+        mixed = (np.arange(np.prod(shape, dtype=int)) * 7 + rank * 3) % 5
+        if self.op == "prod":
+            mixed = 1 + (mixed == 0) * (rank < 4)
+        return mixed.reshape(shape).astype(dtype(self.dtype))
+
+    def num_rows(self, rank: int) -> int:
+        if self.collective == "all_to_all" and self.counts() is not None:
+            return sum(self.counts()[rank])
+        if self.collective in ("gather", "all_gather"):
+            return self.rows[rank]
+        return self.rows if isinstance(self.rows, int) else sum(self.rows)
+
+    def counts(self) -> Any:
+        """`counts=` of the call: given where the rows are a tuple."""
+        if isinstance(self.rows, int):
+            return None
+        if self.collective == "all_to_all":
+            p = self.size
+            return [[self.rows[(s + 2 * d) % p] for d in range(p)] for s in range(p)]
+        return list(self.rows)
+
+
+def random_rows(collective: str, size: int, num_rows: int, is_even: bool) -> Any:
+    """Rows for a job: an int where the library divides, a tuple where ranks have their own."""
+    if collective in ("broadcast", "reduce", "all_reduce"):
+        return num_rows
+    parts = even(num_rows, size)
+    uneven = tuple((17 * r * r + num_rows) % (num_rows + 1) for r in range(size))
+    if collective in ("gather", "all_gather"):
+        return (num_rows,) * size if is_even else uneven
+    return num_rows if is_even else (parts if num_rows % 2 else uneven)
+
+
+def perform(comm: Communicator, job: Job) -> Any:
+    """Make the call, check that it is right and that the input is as it was, return the result."""
+    inputs = job.inputs()
+    x = inputs[comm.rank]
+    before = x.copy()
+    want = expected(job.collective, inputs, op=job.op, root=job.root, counts=job.counts())
+    got = call(comm, job, x)
+    same(got, want[comm.rank], job)
+    if not job.is_in_place and job.collective != "broadcast":
+        same(x, before, f"input of {job}")
+    return got
+
+
+def call(comm: Communicator, job: Job, x: np.ndarray) -> Any:
+    """The public call of a job; in place where the job says so and the collective can."""
+    keywords: dict[str, Any] = {"algorithm": job.algorithm}
+    if job.collective in ROOTED:
+        keywords["root"] = job.root
+    if job.collective in REDUCTIONS:
+        keywords["op"] = job.op
+    if job.counts() is not None and job.collective not in ("broadcast", "reduce", "all_reduce"):
+        keywords["counts"] = job.counts()
+    if job.collective == "scatter" and comm.rank != job.root:
+        x = None
+    if job.is_in_place and job.collective in ("all_reduce", "reduce", "all_to_all"):
+        fits = job.collective != "all_to_all" or x.shape == _received_shape(comm, job)
+        keywords["out"] = x if fits else None
+    return getattr(comm, job.collective)(x, **keywords)
+
+
+def _received_shape(comm: Communicator, job: Job) -> tuple[int, ...]:
+    table = job.counts() or [even(job.rows, comm.size)] * comm.size
+    return (sum(row[comm.rank] for row in table), *job.tail)
+
+
+def same(got: Any, want: Any, what: object) -> None:
+    """Equal in kind, dtype, shape and every bit of value."""
+    if want is None:
+        assert got is None, f"{what}: got {got!r}, wanted None"
+        return
+    assert isinstance(got, np.ndarray), f"{what}: got {got!r}"
+    assert got.dtype == want.dtype and got.shape == want.shape, (
+        f"{what}: got {got.dtype}{got.shape}, wanted {want.dtype}{want.shape}"
+    )
+    assert np.array_equal(got, want), f"{what}: got {got}, wanted {want}"
+
+
+def all_jobs(size: int) -> list[Job]:
+    """Every algorithm that serves `size` ranks, on even, uneven, empty and two-dimensional rows."""
+    jobs = []
+    for collective, algorithm in ALGORITHMS:
+        if not collectives.algorithms.info(collective, algorithm).serves(size):
+            continue
+        for num_rows, tail, is_even in [(13, (), True), (9, (2, 3), False), (0, (), True)]:
+            rows = random_rows(collective, size, num_rows, is_even)
+            roots = sorted({0, size - 1}) if collective in ROOTED else [0]
+            jobs += [
+                Job(collective, algorithm, size, rows, tail=tail, root=root, is_in_place=in_place)
+                for root in roots
+                for in_place in (False, True)
+            ]
+    return jobs

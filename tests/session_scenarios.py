@@ -1,0 +1,185 @@
+"""What programs do beyond single collectives; each runs on threads and under MPI."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator
+
+
+def point_to_point_both_ways(comm: Communicator) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x = np.arange(5.0) + comm.rank
+    assert np.array_equal(comm.send_recv(x, right, left), np.arange(5.0) + left)
+    if comm.size > 1:
+        work = comm.send(x, right, tag=3, async_op=True)
+        assert np.array_equal(comm.recv(np.empty(5), left, tag=3), np.arange(5.0) + left)
+        work.wait()
+
+
+def tags_keep_messages_apart(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    peer = comm.rank ^ 1
+    if peer >= comm.size:
+        return
+    works = [comm.send(np.array([tag]), peer, tag=tag, async_op=True) for tag in (1, 2, 3)]
+    for tag in (3, 1, 2):
+        assert comm.recv(np.empty(1, int), peer, tag=tag)[0] == tag
+    for work in works:
+        work.wait()
+
+
+def split_makes_working_groups(comm: Communicator) -> None:
+    group = comm.split(comm.rank % 3, key=-comm.rank)
+    members = [r for r in range(comm.size) if r % 3 == comm.rank % 3][::-1]
+    assert group is not None
+    assert (group.rank, group.size) == (members.index(comm.rank), len(members))
+    assert group.all_gather(np.array([comm.rank])).tolist() == members
+    assert comm.all_reduce(np.array([1]))[0] == comm.size
+    nested = group.split(0)
+    assert nested is not None and nested.all_reduce(np.array([1]))[0] == group.size
+    nested.free()
+    group.free()
+
+
+def split_leaves_out_ranks_without_color(comm: Communicator) -> None:
+    group = comm.split(None if comm.rank == 0 else 5)
+    if comm.rank == 0:
+        assert group is None
+    else:
+        assert group is not None and group.size == comm.size - 1
+        group.barrier()
+        group.free()
+
+
+def subgroups_may_overlap_in_time(comm: Communicator) -> None:
+    pair = comm.subgroup([comm.rank ^ 1, comm.rank][:: 1 if comm.rank % 2 else -1]) \
+        if comm.rank ^ 1 < comm.size else comm.subgroup([comm.rank])
+    everyone = comm.subgroup(range(comm.size))
+    works = [g.all_reduce(np.array([1.0]), async_op=True) for g in (everyone, pair, comm)]
+    assert [w.wait()[0] for w in reversed(works)] == [comm.size, pair.size, comm.size]
+    everyone.free()
+    pair.free()
+
+
+def works_complete_in_any_order(comm: Communicator) -> None:
+    # Ranks wait in different orders: each wait must carry the other collectives along.
+    works = [comm.all_reduce(np.full(100, i), async_op=True, algorithm="ring") for i in range(6)]
+    order = list(np.random.default_rng(comm.rank).permutation(6))
+    for i in order:
+        assert works[i].wait()[0] == i * comm.size
+    assert all(work.test() for work in works)
+
+
+def work_can_be_tested_until_done(comm: Communicator) -> None:
+    work = comm.all_gather(np.array([comm.rank]), async_op=True)
+    while not work.test():
+        time.sleep(0)
+    assert work.wait().tolist() == list(range(comm.size))
+
+
+def plans_run_many_times(comm: Communicator) -> None:
+    x, y = np.zeros(50), np.empty(50)
+    plan = comm.plan.all_reduce(x, out=y)
+    for step in range(5):
+        x[...] = step + comm.rank
+        assert plan.run() is y
+        assert y[0] == step * comm.size + sum(range(comm.size))
+    plan.start()
+    if plan.is_active:
+        with pytest.raises(RuntimeError, match="already running"):
+            plan.start()
+    plan.wait()
+    plan.free()
+
+
+def plans_of_every_collective(comm: Communicator) -> None:
+    p, rank = comm.size, comm.rank
+    x, big = np.full(p, rank), np.empty(p * p, int)
+    plans = {
+        "all_to_all": comm.plan.all_to_all(x),
+        "all_gather": comm.plan.all_gather(x, out=big),
+        "reduce_scatter": comm.plan.reduce_scatter(x),
+        "reduce": comm.plan.reduce(x, root=p - 1),
+        "gather": comm.plan.gather(x),
+        "scatter": comm.plan.scatter(x, out=np.empty(1, int)),
+        "broadcast": comm.plan.broadcast(x.copy(), out=np.empty(p, int)),
+        "barrier": comm.plan.barrier(),
+    }
+    for _ in range(2):
+        got = {name: plan.run() for name, plan in plans.items()}
+        assert got["all_to_all"].tolist() == list(range(p))
+        assert np.array_equal(got["all_gather"], np.repeat(np.arange(p), p))
+        assert got["reduce_scatter"].tolist() == [sum(range(p))]
+        assert (got["reduce"] is None) == (rank != p - 1)
+        assert (got["gather"] is None) == (rank != 0)
+        assert got["scatter"].tolist() == [0]
+        assert got["broadcast"].tolist() == [0] * p
+    for plan in plans.values():
+        plan.free()
+
+
+def a_barrier_waits_for_the_last(comm: Communicator) -> None:
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        time.sleep(0.2)
+    begin = time.perf_counter()
+    comm.barrier()
+    assert comm.rank == comm.size - 1 or time.perf_counter() - begin > 0.1
+
+
+def a_timeout_names_whom_it_waited_for(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    comm.barrier()
+    if comm.rank == 0:
+        with pytest.raises(collectives.CollectiveTimeout) as error:
+            comm.recv(np.empty(1), 1, timeout=0.05)
+        assert "recv (point_to_point)" in str(error.value)
+        assert "a message from rank 1" in str(error.value)
+    comm.barrier()
+    if comm.rank == 1:
+        comm.send(np.ones(1), 0)
+    comm.barrier()
+
+
+def a_collective_that_timed_out_can_still_complete(comm: Communicator) -> None:
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        time.sleep(0.3)
+    work = comm.all_reduce(np.array([1]), async_op=True)
+    if comm.rank == 0 and comm.size > 1:
+        with pytest.raises(collectives.CollectiveTimeout, match=r"all_reduce .* in round \d of \d"):
+            work.wait(timeout=0.02)
+    assert work.wait()[0] == comm.size
+
+
+def recording_sees_every_rank(comm: Communicator) -> None:
+    with comm.record() as ledger, collectives.phase("here"):
+        comm.all_reduce(np.zeros(1003, np.uint8), algorithm="ring")
+    whole = ledger.gather()
+    assert (whole is None) == (comm.rank != 0)
+    if whole is not None and comm.size > 1:
+        assert whole.summary()[("here", "all_reduce")].bytes == 2 * (comm.size - 1) * 1003
+
+
+SCENARIOS = [
+    point_to_point_both_ways,
+    tags_keep_messages_apart,
+    split_makes_working_groups,
+    split_leaves_out_ranks_without_color,
+    subgroups_may_overlap_in_time,
+    works_complete_in_any_order,
+    work_can_be_tested_until_done,
+    plans_run_many_times,
+    plans_of_every_collective,
+    a_barrier_waits_for_the_last,
+    a_timeout_names_whom_it_waited_for,
+    a_collective_that_timed_out_can_still_complete,
+    recording_sees_every_rank,
+]

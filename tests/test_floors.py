@@ -1,0 +1,162 @@
+"""The house: a file imports what lies below it, never what lies above."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Within a floor, a file may import those named before it.
+FLOORS = [
+    ["errors", "schedule", "trees", "layout"],
+    [
+        "spec",
+        "transform",
+        "algorithms.registry",
+        "algorithms.broadcast",
+        "algorithms.reduce",
+        "algorithms.scatter",
+        "algorithms.gather",
+        "algorithms.reduce_scatter",
+        "algorithms.all_gather",
+        "algorithms.all_reduce",
+        "algorithms.all_to_all",
+        "algorithms.barrier",
+        "algorithms",
+    ],
+    ["verify", "ledger"],
+    [
+        "arrays",
+        "reduction",
+        "program",
+        "select",
+        "header",
+        "arguments",
+        "transport",
+        "staging",
+        "plan",
+    ],
+    ["monitor", "inproc", "mpi"],
+    ["communicator", "entry"],
+    ["launch"],
+]
+ORDER = [module for floor in FLOORS for module in floor]
+FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
+MAY_USE = {"collectives": set(), "parallel": {"collectives"}, "moe": {"collectives", "parallel"}}
+PUBLIC = {"collectives"}  # `parallel` and `moe` see the package's own names and no module of it
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "collectives").with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(module, whether only for type checking) of everything that a file imports."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) in typing_only
+        elif isinstance(node, ast.ImportFrom):
+            for module in modules_of(node):
+                yield module, id(node) in typing_only
+
+
+def modules_of(node: ast.ImportFrom) -> list[str]:
+    """`from collectives import trees` imports a module; `from collectives import run` a name."""
+    base = node.module or ""
+    inner = [f"{base}.{alias.name}" for alias in node.names]
+    files = [name for name in inner if is_module(name)]
+    return files or [base]
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def breaches(path: Path) -> list[str]:
+    """Sentences on the imports of a file of `collectives` that break the order of the house."""
+    module, found = name_of(path), []
+    for imported, is_typing_only in imports(path):
+        if not imported.startswith("collectives"):
+            continue
+        other = imported.partition(".")[2]
+        if other not in FLOOR:
+            found.append(f"{module} imports {imported}, which is on no floor")
+        elif FLOOR[other] > FLOOR[module] or (
+            not is_typing_only and ORDER.index(other) >= ORDER.index(module)
+        ):
+            found.append(f"{module} imports {other}, which is not below it")
+    return found
+
+
+CORE = [path for path in sorted((ROOT / "collectives").rglob("*.py"))
+        if path != ROOT / "collectives" / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: f"collectives/{name_of(path)}")
+def test_a_file_imports_only_what_lies_below_it(path: Path) -> None:
+    assert name_of(path) in FLOOR, f"{path.name} has no floor; give it one"
+    assert breaches(path) == []
+
+
+def test_a_breach_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "collectives" / "schedule.py"
+    module.parent.mkdir()
+    module.write_text("import collectives.layout\nfrom collectives.communicator import plan")
+    (module.parent / "communicator.py").touch()
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert len(breaches(module)) == 2
+
+
+@pytest.mark.parametrize("package", ["parallel", "moe"])
+def test_strategies_use_the_public_face_only(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        for imported, _ in imports(path):
+            top = imported.partition(".")[0]
+            if top in MAY_USE and top != package:
+                assert top in MAY_USE[package], f"{path} imports {imported}"
+            if top == "collectives":
+                assert imported in PUBLIC, f"{path} reaches into {imported}"
+
+
+@pytest.mark.parametrize("package", ["collectives", "parallel", "moe"])
+def test_the_installed_packages_import_neither_tests_nor_bench(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        assert not {name.partition(".")[0] for name, _ in imports(path)} & {"tests", "bench"}
+
+
+def test_only_one_file_of_the_core_imports_mpi4py() -> None:
+    users = {
+        name_of(path)
+        for path in CORE
+        for name, is_typing_only in imports(path)
+        if name.startswith("mpi4py") and not is_typing_only
+    }
+    assert users == {"mpi", "entry"}  # entry only asks whether there is an MPI to be had
+
+
+def test_importing_the_library_imports_no_mpi_and_no_gpu() -> None:
+    program = """
+import sys, collectives
+collectives.run(lambda comm: comm.barrier(), size=2)
+print(sorted({"mpi4py", "cupy", "torch"} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr

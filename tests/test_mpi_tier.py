@@ -1,0 +1,99 @@
+"""The MPI tier, under mpirun: one launch per number of ranks, each with a time limit.
+
+By hand: `mpirun -n 4 python -m pytest --with-mpi tests/mpi`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from collectives.launch import TIMED_OUT, launch
+
+# Beyond the time limit of the launch itself, which then says what hung.
+pytestmark = pytest.mark.timeout(330)
+
+ROOT = Path(__file__).parent.parent
+SUITE = ["-m", "pytest", "--with-mpi", "-q", "-p", "no:cacheprovider", "--color=no"]
+
+
+def run_suite(
+    num_ranks: int, *what: str, promised: int | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    env = {"COLLECTIVES_TEST_RANKS": str(promised or num_ranks), "PYTHONPATH": str(ROOT)}
+    return launch(num_ranks, [*SUITE, *what], timeout=timeout, env=env, capture=True)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 7, 8])
+def test_every_mpi_test_passes(num_ranks: int) -> None:
+    done = run_suite(num_ranks, str(ROOT / "tests" / "mpi"))
+    output = f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, output
+    summary = re.search(r"^(\d+) passed in", done.stdout, re.MULTILINE)  # nothing skipped
+    assert summary is not None and int(summary[1]) > 50, output
+
+
+FAILS_ON_ONE_RANK = """
+import pytest
+from tests.mpi.conftest import *
+pytestmark = pytest.mark.mpi
+
+def test_one_rank_fails(world):
+    assert world.rank != world.size - 1, "the last rank objects"
+
+def test_the_ranks_are_still_in_step(world):
+    world.barrier()
+
+@pytest.fixture
+def broken(world):
+    if world.rank == 0:
+        raise RuntimeError("broken on rank 0")
+
+def test_a_broken_fixture(broken):
+    pass
+
+def test_the_ranks_are_in_step_again(world):
+    world.barrier()
+"""
+
+
+@pytest.fixture
+def one_file(tmp_path: Path) -> Path:
+    path = tmp_path / "test_one_rank.py"
+    path.write_text(FAILS_ON_ONE_RANK)
+    (tmp_path / "conftest.py").write_text("from tests.mpi.conftest import *\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    return path
+
+
+def test_a_failure_on_one_rank_fails_the_test_and_keeps_the_ranks_in_step(one_file: Path) -> None:
+    done = run_suite(3, str(one_file), "--rootdir", str(one_file.parent))
+    assert done.returncode not in (0, TIMED_OUT)
+    assert "1 failed, 2 passed, 1 error" in done.stdout
+    assert "the last rank objects" in done.stdout
+    assert "broken on rank 0" in done.stdout
+
+
+def test_a_world_of_another_size_is_an_error(one_file: Path) -> None:
+    done = run_suite(2, str(one_file), "--rootdir", str(one_file.parent), promised=3)
+    assert done.returncode not in (0, TIMED_OUT)
+    assert "started as 2 ranks instead of 3" in done.stdout + done.stderr
+
+
+def test_a_hanging_test_is_ended_by_the_time_limit(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    path = tmp_path / "test_hang.py"
+    path.write_text(
+        "import collectives, numpy, pytest\n"
+        "@pytest.mark.mpi\n"
+        "@pytest.mark.timeout(3, method='thread')\n"
+        "def test_hang():\n"
+        "    comm = collectives.world()\n"
+        "    comm.rank or comm.recv(numpy.empty(1), 1)\n"
+    )
+    done = run_suite(2, str(path), "--rootdir", str(tmp_path), timeout=60)
+    assert done.returncode not in (0, TIMED_OUT)
+    assert "Timeout" in done.stdout + done.stderr
