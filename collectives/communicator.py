@@ -377,10 +377,10 @@ class Communicator:
         if color is not None and mine[0] < 0:
             raise ValueError(f"color must not be negative, got {color}")
         table = self._all_integers(mine, "split", self._next_tag(), None)
-        if color is None:
-            return None
         members = [rank for rank in range(self.size) if table[rank, 0] == mine[0]]
-        return self._subgroup(sorted(members, key=lambda rank: (table[rank, 1], rank)))
+        members.sort(key=lambda rank: (table[rank, 1], rank))
+        transport = self._transport.split(None if color is None else members)
+        return None if transport is None else self._child(transport, members)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         """A communicator of these ranks, in this order.  Exactly these ranks call it."""
@@ -389,15 +389,14 @@ class Communicator:
             raise ValueError(f"ranks names a rank twice: {members}")
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} asks for a subgroup it is not in: {members}")
-        return self._subgroup(members)
+        return self._child(self._transport.subgroup(members), members)
 
-    def _subgroup(self, members: Sequence[int]) -> Communicator:
+    def _child(self, transport: Transport, members: Sequence[int]) -> Communicator:
         translated: Ancestry = [
             (ledgers, members if ranks is None else [ranks[member] for member in members])
             for ledgers, ranks in self._ancestry
         ]
         name = f"{self._name}[{','.join(map(str, members))}]"
-        transport = self._transport.subgroup(members)
         return Communicator(transport, timeout=self.timeout, name=name, ancestry=translated)
 
     def free(self) -> None:

@@ -127,6 +127,9 @@ class InprocTransport:
             self.world, members, list(ranks).index(self.rank), context, self.in_flight
         )
 
+    def split(self, ranks: Sequence[int] | None) -> InprocTransport | None:
+        return None if ranks is None else self.subgroup(ranks)
+
     def free(self) -> None:
         """Nothing to give back: the mailboxes go with the world."""
 

@@ -49,6 +49,13 @@ class MpiTransport:
         group.Free()
         return MpiTransport(comm)
 
+    def split(self, ranks: Sequence[int] | None) -> MpiTransport | None:
+        # Unlike Create_group, Split keeps its own messages out of Open MPI's count of the user's.
+        if ranks is None:
+            self.comm.Split(MPI.UNDEFINED)
+            return None
+        return MpiTransport(self.comm.Split(min(ranks), list(ranks).index(self.rank)))
+
     def free(self) -> None:
         self.comm.Free()
 

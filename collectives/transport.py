@@ -49,6 +49,9 @@ class Transport(Protocol):
     def subgroup(self, ranks: Sequence[int]) -> Transport:
         """A transport among these ranks, in this order; called by exactly these."""
 
+    def split(self, ranks: Sequence[int] | None) -> Transport | None:
+        """The same, called by every rank with the group it goes into, or None for none."""
+
     def free(self) -> None:
         """Give back the communicator below, if it is ours."""
 

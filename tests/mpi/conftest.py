@@ -18,6 +18,7 @@ from collectives import Communicator
 _agreement = MPI.COMM_WORLD.Dup()  # its messages meet nobody's
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Rank 0 reports for all; a launcher that promised another number of ranks is an error."""
     promised = int(os.environ.get("COLLECTIVES_TEST_RANKS", MPI.COMM_WORLD.size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,6 +76,16 @@ def test_device_arrays_are_staged(world: Communicator) -> None:
 def test_mpi_itself_would_refuse_a_fake_device_array(mpi_world: MPI.Intracomm) -> None:
     with pytest.raises((TypeError, AttributeError, ValueError, BufferError)):
         mpi_world.Allreduce(on_device(np.ones(3)), on_device(np.ones(3)))
+
+
+def test_every_rank_can_export_its_ledger(world: Communicator, mpi_tmp_path: Path) -> None:
+    with world.record() as ledger:
+        world.all_reduce(np.zeros(8), algorithm="ring")
+    ledger.to_csv(mpi_tmp_path / f"rank{world.rank}.csv")
+    world.barrier()
+    num_lines = [len(path.read_text().splitlines()) for path in mpi_tmp_path.glob("rank*.csv")]
+    assert num_lines == [1 + 2 * (world.size - 1)] * world.size
+    world.barrier()  # nobody takes the directory away while another reads
 
 
 def test_inputs_shared_by_all_ranks_may_be_read_only(world: Communicator) -> None:

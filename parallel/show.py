@@ -1,0 +1,97 @@
+"""What rank 0 shows: progress, and the traffic table; plain where it is not a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import Progress
+from rich.table import Table
+
+from parallel.traffic import TrafficRow, TrafficTable
+
+EVERY = 20  # steps between two lines where there is no terminal to animate
+WIDE = 1 << 16  # characters: wider than any table
+
+
+def console_of(rank: int) -> Console:
+    """Rank 0 writes; plain where it is not a terminal.
+
+    Open MPI gives every rank a terminal of its own as standard output, wherever its launcher
+    writes to; standard error tells.
+    """
+    is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    return Console(quiet=rank != 0, highlight=False, soft_wrap=True, force_terminal=is_terminal)
+
+
+@contextmanager
+def progress(console: Console, steps: int) -> Iterator[Callable[[int, float], None]]:
+    """A function to call with (steps done, loss): it moves a bar, or prints a line now and then."""
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training", total=steps)
+
+        def show(done: int, loss: float) -> None:
+            bar.update(task, completed=done, description=f"loss {loss:.4f}")
+            if not console.is_terminal and (done % EVERY == 0 or done in (1, steps)):
+                console.print(f"step {done:5d}  loss {loss:.4f}")
+
+        yield show
+
+
+def print_traffic(traffic: TrafficTable, console: Console) -> None:
+    """The columns and the matrix of bytes; where there is no third column, why not."""
+    console.print("Sent by all ranks together: p = predicted, r = recorded, o = observed by MPI")
+    print_table(columns(traffic), console)
+    console.print("Bytes from row to column")
+    print_table(matrix(traffic), console)
+    if traffic.reason is not None:
+        console.print(f"observed: n/a ({traffic.reason})")
+
+
+def columns(traffic: TrafficTable) -> Table:
+    """One row per phase and collective; rows that differ are red."""
+    counts = [f"{what} {column}" for what in ("messages", "bytes") for column in "pro"]
+    table = table_with("phase", "collective", numbers=["calls p", "calls r", *counts])
+    for row in traffic.rows:
+        table.add_row(*cells(row), style=None if row.is_equal else "bold red")
+    return table
+
+
+def cells(row: TrafficRow) -> list[str]:
+    """A row of the table as text; "n/a" where nothing was observed."""
+    tallies = [row.predicted, row.recorded, row.observed]
+    counts = [
+        str(getattr(tally, what)) if tally is not None else "n/a"
+        for what in ("messages", "bytes")
+        for tally in tallies
+    ]
+    return [row.phase, row.collective, str(row.predicted.calls), str(row.recorded.calls), *counts]
+
+
+def matrix(traffic: TrafficTable) -> Table:
+    """The recorded bytes, p x p."""
+    table = table_with("", numbers=range(traffic.size))
+    for src, sent in enumerate(traffic.matrix):
+        table.add_row(str(src), *(str(n) for n in sent.tolist()))
+    return table
+
+
+def table_with(*words: str, numbers: Iterable[object]) -> Table:
+    """An empty table: columns of words, then columns of numbers."""
+    table = Table()
+    for head in words:
+        table.add_column(head, no_wrap=True)
+    for number in numbers:
+        table.add_column(str(number), justify="right", no_wrap=True)
+    return table
+
+
+def print_table(table: Table, console: Console) -> None:
+    """As wide as it needs to be, for a digit must not be cut off; ASCII if not on a terminal."""
+    table.box = box.SIMPLE_HEAD if console.is_terminal else box.ASCII
+    table.width = Measurement.get(console, console.options.update(width=WIDE), table).maximum
+    console.print(table, crop=False)

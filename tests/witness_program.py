@@ -1,0 +1,66 @@
+"""Run by test_witness.py: every algorithm's messages, as recorded and as MPI counted them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+import collectives
+from collectives import Communicator
+from tests.scenarios import all_jobs, perform
+from tests.session_scenarios import SCENARIOS, subgroups_may_overlap_in_time
+
+# Open MPI makes the communicator of a subgroup by messages that it counts as if they were ours.
+MADE_BY_POINT_TO_POINT = [subgroups_may_overlap_in_time]
+
+
+class Unequal(Exception):  # noqa: N818
+    """MPI counted other messages than the ledger recorded."""
+
+
+@contextmanager
+def witnessed(comm: Communicator, counters: collectives.monitor.Counters) -> Iterator[None]:
+    """Compare messages and bytes to every destination, of everything sent inside."""
+    before = np.array(counters.read())
+    with comm.record() as ledger:
+        yield
+    observed = np.array(counters.read()) - before
+    recorded = np.zeros_like(observed)
+    for row in ledger.rows():
+        recorded[:, row.dst] += (1, row.bytes)
+    if not np.array_equal(recorded, observed):
+        raise Unequal(f"recorded {recorded.tolist()}, observed {observed.tolist()}")
+
+
+def main() -> None:
+    comm = collectives.world()
+    counters = comm.counters()
+    for job in all_jobs(comm.size):
+        with witnessed(comm, counters):
+            perform(comm, job)
+    for scenario in SCENARIOS:
+        if scenario in MADE_BY_POINT_TO_POINT:
+            continue
+        with witnessed(comm, counters):
+            scenario(comm)
+    expect_unequal(comm, counters, lambda: collectives.wrap(comm._transport.comm).barrier())
+    print("equal")
+
+
+def expect_unequal(
+    comm: Communicator, counters: collectives.monitor.Counters, act: Callable[[], None]
+) -> None:
+    """A message that passes the ledger by is noticed."""
+    try:
+        with witnessed(comm, counters):
+            act()
+    except Unequal:
+        return
+    sys.exit("a message that was not recorded went unnoticed")
+
+
+if __name__ == "__main__":
+    main()
