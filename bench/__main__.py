@@ -1,0 +1,41 @@
+"""Benchmarks, the demo, and the generated documentation.
+
+    mpirun -n 2 python -m bench all_reduce -b 8 -e 64M -f 8 --native
+    python -m bench demo
+    python -m bench docs --check
+
+Every command explains itself with --help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from bench import demo, docs, options
+from collectives import algorithms
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what the command line says; the exit status."""
+    chosen = parser().parse_args(arguments)
+    return int(chosen.run(chosen))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: one command for each collective, and demo and docs."""
+    parse = argparse.ArgumentParser("python -m bench", description=__doc__)
+    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parse.add_subparsers(metavar="COMMAND", required=True)
+    for collective in algorithms.collectives():
+        about = f"measure {collective}, every algorithm"
+        command = commands.add_parser(collective, help=about, description=about)
+        options.add_options(command, collective)
+    for name, module in {"demo": demo, "docs": docs}.items():
+        about = (module.__doc__ or "").partition("\n")[0]
+        module.add_options(commands.add_parser(name, help=about, description=module.__doc__))
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

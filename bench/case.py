@@ -1,0 +1,165 @@
+"""One collective at one size: its buffers, its inputs, and how many elements of a result are wrong.
+
+With equal blocks all collectives have one form: a buffer is a matrix with one row for each block it
+holds, p or one, and the same happens in every column.  So input and check go a window of columns at
+a time and need little memory, however large the buffers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench.oracle import Array, expected
+from collectives.spec import SPECS
+
+SPLITS = frozenset({"scatter", "reduce_scatter", "all_to_all"})  # p blocks in the input
+JOINS = frozenset({"gather", "all_gather", "all_to_all"})  # p blocks in the output
+
+CALL, NATIVE = "call", "native"  # who is measured besides the algorithms
+
+WINDOW = 1 << 16  # columns made and checked at once
+POISON = 99  # no input holds it
+
+
+class Case(NamedTuple):
+    """What is measured, as one rank sees it.  `num_elements`: of the whole vector."""
+
+    collective: str
+    rank: int
+    size: int
+    num_elements: int
+    dtype: np.dtype[Any]
+    op: str = "sum"
+    root: int = 0
+
+    @property
+    def block(self) -> int:
+        """Elements of one block, which is the whole vector where nothing is divided."""
+        is_divided = self.collective in SPLITS | JOINS
+        return self.num_elements // self.size if is_divided else self.num_elements
+
+    @property
+    def num_bytes(self) -> int:
+        """n: the bytes of the whole vector."""
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def num_in(self) -> int:
+        """Blocks of this rank's input, 0 if it has none."""
+        if self.collective in ("broadcast", "scatter") and self.rank != self.root:
+            return 0
+        return self.size if self.collective in SPLITS else 1
+
+    @property
+    def num_out(self) -> int:
+        """Blocks of this rank's result, 0 if it gets none."""
+        if self.collective in ("gather", "reduce") and self.rank != self.root:
+            return 0
+        return self.size if self.collective in JOINS else 1
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of the collective besides its arrays."""
+        spec = SPECS[self.collective]
+        root = {"root": self.root} if spec.is_rooted else {}
+        return root | ({"op": self.op} if spec.is_reduction else {})
+
+
+class Buffers(NamedTuple):
+    """The input and the output of one rank; None where it has none."""
+
+    x: Array | None
+    y: Array | None
+    is_in_place: bool
+
+
+def out_of_place(case: Case) -> Buffers | None:
+    """Input and output in separate memory; None for a broadcast, which MPI does in place only."""
+    if case.collective == "broadcast":
+        return None
+    return Buffers(_empty(case, case.num_in), _empty(case, case.num_out), is_in_place=False)
+
+
+def in_place(case: Case) -> Buffers | None:
+    """Input and output in the same memory: the smaller is this rank's block of the larger.
+
+    None for a barrier, which has neither.
+    """
+    if case.collective == "barrier":
+        return None
+    whole = _empty(case, max(case.num_in, case.num_out))
+    own = _own_block(case, whole)
+    x, y = (
+        None if num_blocks == 0 else own if num_blocks == 1 else whole
+        for num_blocks in (case.num_in, case.num_out)
+    )
+    return Buffers(x, y, is_in_place=True)
+
+
+def _empty(case: Case, num_blocks: int) -> Array | None:
+    return np.empty(num_blocks * case.block, case.dtype) if num_blocks else None
+
+
+def _own_block(case: Case, whole: Array | None) -> Array | None:
+    """The block named after this rank, or all of a buffer that is one block."""
+    if whole is None or whole.size == case.block:
+        return whole
+    return whole[case.rank * case.block :][: case.block]
+
+
+def prepare(case: Case, buffers: Buffers) -> None:
+    """Poison the output, and write the input that `num_wrong` expects."""
+    if buffers.y is not None:
+        buffers.y.fill(POISON)
+    if buffers.x is None:
+        return
+    for columns in _windows(case):
+        window = buffers.x.reshape(case.num_in, case.block)[:, columns]
+        window[...] = _input(case, columns).reshape(window.shape)
+
+
+def num_wrong(case: Case, result: Array | None) -> int:
+    """How many elements of this rank's result differ from the oracle's."""
+    if result is None:
+        return 0
+    wrong = 0
+    for columns in _windows(case):
+        got = result.reshape(case.num_out, case.block)[:, columns]
+        wrong += int(np.count_nonzero(got != _result(case, columns).reshape(got.shape)))
+    return wrong
+
+
+def _windows(case: Case) -> Iterator[slice]:
+    for start in range(0, case.block, WINDOW):
+        yield slice(start, min(start + WINDOW, case.block))
+
+
+def _input(case: Case, columns: slice) -> Array:
+    """A rank's input in these columns: small integers, of which every combination is exact.
+
+    Sums stay exact in bfloat16 up to 85 ranks; products are powers of two.
+    """
+    low, high = _range(case)
+    random = np.random.default_rng((case.rank, columns.start))
+    shape = (case.num_in, columns.stop - columns.start)
+    return random.integers(low, high, shape, np.int8).astype(case.dtype)
+
+
+def _range(case: Case) -> tuple[int, int]:
+    if case.dtype.kind == "b":
+        return 0, 2
+    if not SPECS[case.collective].is_reduction:
+        return 0, 64
+    return (1, 3) if case.op == "prod" else (0, 4)
+
+
+def _result(case: Case, columns: slice) -> Array:
+    """This rank's result in these columns, from the oracle, which gets every rank's input."""
+    cases = [case._replace(rank=rank) for rank in range(case.size)]
+    inputs = [_input(other, columns).ravel() for other in cases]
+    result = expected(case.collective, inputs, op=case.op, root=case.root)[case.rank]
+    assert result is not None, "only ranks that get a result are asked for it"
+    return result

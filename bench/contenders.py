@@ -1,0 +1,119 @@
+"""Who is measured side by side: our algorithms as plans, our one-shot call, and MPI's own call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from bench.case import CALL, NATIVE, Buffers, Case
+from bench.oracle import Array
+from collectives import Communicator, select
+from collectives.reduction import is_bfloat16, operator
+from collectives.spec import SPECS
+
+_OPS = {
+    "sum": MPI.SUM,
+    "prod": MPI.PROD,
+    "min": MPI.MIN,
+    "max": MPI.MAX,
+    "and": MPI.BAND,
+    "or": MPI.BOR,
+    "xor": MPI.BXOR,
+}
+_OPS_OF_BOOL = {"min": MPI.LAND, "max": MPI.LOR, "and": MPI.LAND, "or": MPI.LOR, "xor": MPI.LXOR}
+
+
+class Contender(NamedTuple):
+    """One way to do a case.  `result`: where this rank finds its result, None if it gets none."""
+
+    run: Callable[[], Any]
+    free: Callable[[], None]
+    result: Array | None
+
+
+def contender(comm: Communicator, case: Case, buffers: Buffers, name: str) -> Contender:
+    """The contender of this name: an algorithm, "call" or "native".  All ranks make the same."""
+    if name == NATIVE:
+        return _native(case, buffers)
+    if name == CALL:
+        # As a program makes it; like MPI's own it is told where the result goes.
+        return Contender(_method(comm, case, buffers), _nothing, buffers.y)
+    plan = _method(comm.plan, case, buffers, algorithm=name)()
+    return Contender(plan.run, plan.free, buffers.y)
+
+
+def algorithm_of(case: Case, name: str) -> str | None:
+    """The algorithm behind a contender's name; None where MPI chooses its own."""
+    if name != CALL:
+        return None if name == NATIVE else name
+    op = operator(case.op) if SPECS[case.collective].is_reduction else None
+    return select.choose(case.collective, None, case.size, case.num_bytes, op).name
+
+
+def _method(comm: Communicator, case: Case, buffers: Buffers, **more: Any) -> Callable[[], Any]:
+    """The collective's method with all its arguments."""
+    arrays = {} if case.collective == "barrier" else {"x": buffers.x, "out": buffers.y}
+    return partial(getattr(comm, case.collective), **arrays, **case.settings, **more)
+
+
+def _nothing() -> None:
+    """There is nothing to free."""
+
+
+def native_lacks(case: Case) -> str | None:
+    """What MPI has no word for in this case, or None if it can do it."""
+    if not SPECS[case.collective].is_reduction:
+        return None
+    if is_bfloat16(case.dtype):
+        return "bfloat16"
+    return None if case.op in _ops(case) else f"op {case.op}"
+
+
+def _ops(case: Case) -> dict[str, MPI.Op]:
+    return _OPS_OF_BOOL if case.dtype.kind == "b" else _OPS
+
+
+def _native(case: Case, buffers: Buffers) -> Contender:
+    """The MPI library's own call; in place, its reduce_scatter leaves the result in front."""
+    result = buffers.y
+    if case.collective == "reduce_scatter" and buffers.is_in_place and buffers.x is not None:
+        result = buffers.x[: case.block]
+    run = _native_call(case, *_native_buffers(case, buffers))
+    return Contender(run, _nothing, result)
+
+
+def _native_buffers(case: Case, buffers: Buffers) -> tuple[Any, Any]:
+    """Send and receive buffer, MPI_IN_PLACE for one of them where MPI wants it."""
+    send, receive = map(_described, buffers[:2])
+    if not buffers.is_in_place or send is None or receive is None:
+        return send, receive
+    if case.collective == "scatter":
+        return send, MPI.IN_PLACE
+    return MPI.IN_PLACE, send if case.collective == "reduce_scatter" else receive
+
+
+def _described(x: Array | None) -> Any:
+    """An array as mpi4py takes it: itself, or its bytes where MPI does not know the dtype."""
+    if x is None or not is_bfloat16(x.dtype):
+        return x
+    return [x.view(np.uint8), MPI.BYTE]
+
+
+def _native_call(case: Case, send: Any, receive: Any) -> Callable[[], None]:
+    world, root, op = MPI.COMM_WORLD, case.root, _ops(case).get(case.op, MPI.OP_NULL)
+    calls: dict[str, Callable[[], None]] = {
+        "broadcast": partial(world.Bcast, receive, root),
+        "scatter": partial(world.Scatter, send, receive, root),
+        "gather": partial(world.Gather, send, receive, root),
+        "reduce": partial(world.Reduce, send, receive, op, root),
+        "reduce_scatter": partial(world.Reduce_scatter_block, send, receive, op),
+        "all_gather": partial(world.Allgather, send, receive),
+        "all_reduce": partial(world.Allreduce, send, receive, op),
+        "all_to_all": partial(world.Alltoall, send, receive),
+        "barrier": world.Barrier,
+    }
+    return calls[case.collective]

@@ -1,0 +1,77 @@
+"""The command line of the microbenchmark: nccl-tests' options that have a meaning here, and ours.
+
+Nothing here starts MPI, so that the command line can be read without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from bench import sizes
+from collectives import algorithms
+from collectives.reduction import OPERATORS
+from collectives.spec import SPECS
+from parallel.train import at_least
+
+
+def add_options(parser: argparse.ArgumentParser, collective: str) -> None:
+    """The options that have a meaning for this collective."""
+    parser.set_defaults(run=run, collective=collective, op="sum", root=0, dtype=np.dtype("uint8"))
+    add = parser.add_argument
+    if collective != "barrier":
+        _add_sizes(parser)
+    if SPECS[collective].is_reduction:
+        add("-o", dest="op", choices=OPERATORS, default="sum", help="operator; default: sum")
+    if SPECS[collective].is_rooted:
+        add("-r", dest="root", type=int, default=0, metavar="RANK", help="root; default: 0")
+    _add_effort(parser)
+    add("-c", dest="check", type=int, choices=(0, 1), default=1, help="check; default: 1")
+    add("--algorithm", dest="names", action="append", choices=algorithms.names(collective),
+        help="may be repeated; default: all that can run")  # fmt: skip
+    add("--native", action="store_true", help="measure the MPI library's own call as well")
+    add("--call", action="store_true", help="measure our one-shot call as well as the plans")
+    add("-J", dest="json", type=Path, metavar="FILE", help="write everything to FILE")
+
+
+def _add_effort(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-n", dest="samples", type=at_least(1), default=20, metavar="N",
+        help="samples of each contender; default: %(default)s")  # fmt: skip
+    add("-w", dest="warmup", type=at_least(0), default=5, metavar="N",
+        help="calls before them; default: %(default)s")  # fmt: skip
+    add("--seconds", type=float, default=5.0, metavar="S",
+        help="after which a size gets no more samples; default: %(default)s")  # fmt: skip
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-b", dest="first", type=sizes.parse, default="8", metavar="MIN",
+        help="least size in bytes, such as 8 or 64K; default: %(default)s")  # fmt: skip
+    add("-e", dest="last", type=sizes.parse, default="64M", metavar="MAX",
+        help="greatest size, always included; default: %(default)s")  # fmt: skip
+    add("-f", dest="factor", type=at_least(2), default=8, help="between; default: %(default)s")
+    add("-d", dest="dtype", type=dtype_of, default="float32",
+        help="a NumPy name, or bfloat16; default: %(default)s")  # fmt: skip
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """An argument's type: a NumPy dtype of numbers, or bfloat16."""
+    try:
+        dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    except TypeError:
+        raise argparse.ArgumentTypeError(f"there is no dtype {name!r}") from None
+    if dtype.kind not in "biufc" and name != "bfloat16":
+        raise argparse.ArgumentTypeError(f"{name} is not a dtype of numbers")
+    return dtype
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure; the exit status."""
+    from bench import perf  # noqa: PLC0415 - this starts MPI, which the demo and docs must not
+
+    return perf.run(options)

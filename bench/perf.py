@@ -1,0 +1,174 @@
+"""The microbenchmark: every algorithm of a collective, size by size, beside the MPI library's own.
+
+The time of a rank is the median of its samples; the slowest rank's is reported.  Below 64 KiB a
+sample is a block of many calls; from there on it is one call, after a barrier, on an input that was
+just overwritten.  After the timing one run of every contender is checked: inputs are small
+integers, so that results are exact, and the exit status is 1 if any element is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mpi4py import MPI
+from rich.console import Console
+
+import collectives
+from bench import report, sizes
+from bench.case import (
+    CALL,
+    JOINS,
+    NATIVE,
+    SPLITS,
+    Buffers,
+    Case,
+    in_place,
+    num_wrong,
+    out_of_place,
+    prepare,
+)
+from bench.contenders import Contender, algorithm_of, contender, native_lacks
+from bench.report import Measurement, Row
+from bench.timing import SMALL, Effort, times
+from collectives import Communicator, algorithms, arguments
+from collectives.reduction import operator
+from collectives.spec import SPECS
+from parallel.show import console_of, print_table
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure as told.  0, 1 if any element is wrong, 2 if it cannot be measured."""
+    comm = collectives.world()
+    status = measured(comm, options, console_of(comm.rank))
+    comm.barrier()  # a launcher may end the job at the first failing rank; let rank 0 say why
+    return status
+
+
+def measured(comm: Communicator, options: argparse.Namespace, console: Console) -> int:
+    """The whole benchmark, with everything that rank 0 prints and writes; the exit status."""
+    try:
+        benchmark = Benchmark(comm, options)
+    except (TypeError, ValueError) as error:
+        console.print(f"bench: {error}", markup=False)
+        return 2
+    rows = benchmark.report(console)
+    if options.json is not None and comm.rank == 0:
+        found = benchmark.facts() | report.as_dict(rows)
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+class Benchmark:
+    """One collective at every size.  TypeError or ValueError if the options do not go together."""
+
+    def __init__(self, comm: Communicator, options: argparse.Namespace) -> None:
+        self.comm, self.options = comm, options
+        self.cases = cases(comm, options)
+        wanted = options.names or every_algorithm(options.collective, comm.size)
+        self.names = list(dict.fromkeys(wanted))
+        for name in self.names:
+            if not algorithms.info(options.collective, name).serves(comm.size):
+                raise ValueError(f"{options.collective} by {name} cannot run on {comm.size} ranks")
+        self.lacking = native_lacks(self.cases[0]) if options.native else None
+        self.names += [CALL] * options.call
+        self.names += [NATIVE] * (options.native and self.lacking is None)
+
+    def facts(self) -> dict[str, Any]:
+        """What was measured, for JSON and the first line."""
+        case = self.cases[0]
+        return {
+            "collective": case.collective,
+            "ranks": case.size,
+            "mpi": mpi_version(),
+            "dtype": case.dtype.name,
+            **case.settings,
+            "samples": self.options.samples,
+            "warmup": self.options.warmup,
+        }
+
+    def report(self, console: Console) -> list[Row]:
+        """Measure, and print as it goes; the rows."""
+
+        def say(text: str) -> None:
+            console.print(text, markup=False)
+
+        say("# " + ", ".join(f"{key} {value}" for key, value in self.facts().items()))
+        if self.lacking is not None:
+            say(f"# native: not measured, MPI has no {self.lacking}")
+        say(report.HEADER)
+        rows: list[Row] = []
+        for case in self.cases:
+            rows += (found := self.rows(case))
+            say("\n".join(map(report.line, found)))
+        form = "in place" if rows[0].out_of_place is None else "out of place"
+        say(f"\nBest algorithm and one-shot call against the MPI library's own, {form}:")
+        print_table(report.summary_table(report.summaries(rows)), console)
+        return rows
+
+    def rows(self, case: Case) -> list[Row]:
+        """Every contender at one size."""
+        apart, inside = (self.form(case, buffers_of) for buffers_of in (out_of_place, in_place))
+        return [
+            Row(case, name, algorithm_of(case, name), *found)
+            for name, *found in zip(self.names, apart, inside, strict=True)
+        ]
+
+    def form(
+        self, case: Case, buffers_of: Callable[[Case], Buffers | None]
+    ) -> list[Measurement | None]:
+        """Every contender, timed side by side on the same buffers and then checked."""
+        if (buffers := buffers_of(case)) is None:
+            return [None] * len(self.names)
+        made = [contender(self.comm, case, buffers, name) for name in self.names]
+        seconds = self.times(case, buffers, made)
+        wrong = [self.wrong(case, buffers, each) for each in made]
+        for each in made:
+            each.free()
+        algorithms_run = [algorithm_of(case, name) for name in self.names]
+        found = zip(algorithms_run, seconds, wrong, strict=True)
+        return [report.measurement(case, *values) for values in found]
+
+    def times(self, case: Case, buffers: Buffers, made: list[Contender]) -> list[float]:
+        """Seconds per call of each contender."""
+        effort = Effort(self.options.warmup, self.options.samples, self.options.seconds)
+        runs, is_small = [each.run for each in made], case.num_bytes < SMALL
+        return times(runs, buffers.x, is_small=is_small, effort=effort)
+
+    def wrong(self, case: Case, buffers: Buffers, made: Contender) -> int | None:
+        """Wrong elements on all ranks after one run; None if nobody is to look."""
+        if not self.options.check:
+            return None
+        prepare(case, buffers)
+        made.run()
+        return int(MPI.COMM_WORLD.allreduce(num_wrong(case, made.result)))
+
+
+def cases(comm: Communicator, options: argparse.Namespace) -> list[Case]:
+    """What to measure, by size.  Sizes are rounded up to equal blocks, so some may coincide."""
+    collective, dtype = options.collective, options.dtype
+    root = arguments.rank(options.root, comm.size, "root")
+    if SPECS[collective].is_reduction:
+        operator(options.op).check(dtype)
+    make = partial(Case, collective, comm.rank, comm.size, dtype=dtype, op=options.op, root=root)
+    if collective == "barrier":
+        return [make(0)]
+    num_blocks = comm.size if collective in SPLITS | JOINS else 1
+    wanted = sizes.series(options.first, options.last, options.factor)
+    counts = (sizes.whole_blocks(size, dtype.itemsize, num_blocks) for size in wanted)
+    return [make(count) for count in dict.fromkeys(counts)]
+
+
+def every_algorithm(collective: str, size: int) -> list[str]:
+    """The names of those that can run on so many ranks."""
+    names = algorithms.names(collective)
+    return [name for name in names if algorithms.info(collective, name).serves(size)]
+
+
+def mpi_version() -> str:
+    """The MPI library's name and version."""
+    name, version = MPI.get_vendor()
+    return " ".join([name, ".".join(map(str, version))])

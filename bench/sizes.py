@@ -1,0 +1,34 @@
+"""Sizes in bytes: 8, 64K, 64M, 1G; and the series of them that a benchmark goes through."""
+
+from __future__ import annotations
+
+import argparse
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse(text: str) -> int:
+    """The number of bytes that `text` means.  An argparse type: refuses with one sentence."""
+    digits, unit = text[:-1], text[-1:].upper()
+    if unit.isdigit():
+        digits, unit = text, ""
+    if unit not in _UNITS or not digits.isdecimal() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 8, 64K, 64M or 1G")
+    return int(digits) * _UNITS[unit]
+
+
+def series(first: int, last: int, factor: int) -> list[int]:
+    """`first`, multiplied by `factor` again and again, and then `last` itself."""
+    if first > last:
+        raise ValueError(f"the least size, {first}, is greater than the greatest, {last}")
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= factor
+    return [*sizes, last]
+
+
+def whole_blocks(num_bytes: int, itemsize: int, num_blocks: int) -> int:
+    """Elements in `num_bytes`, rounded up to a multiple of `num_blocks` (and so never none)."""
+    per_block = -(-num_bytes // (itemsize * num_blocks))
+    return per_block * num_blocks

@@ -1,0 +1,78 @@
+"""How long a call takes: contenders side by side, medians of samples, the slowest rank counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from bench.oracle import Array
+
+SMALL = 64 << 10  # bytes below which the calls are too short to be timed one by one
+BLOCK_CALLS = 40  # calls that are timed together then
+FEWEST = 3  # samples that are taken however long they take
+
+Run = Callable[[], Any]
+
+
+class Effort(NamedTuple):
+    """Calls before, samples of each contender, and seconds after which fewer samples must do."""
+
+    warmup: int
+    samples: int
+    seconds: float
+
+
+def times(runs: Sequence[Run], x: Array | None, *, is_small: bool, effort: Effort) -> list[float]:
+    """Seconds per call of each of `runs`, which all read `x`: the same on every rank.
+
+    The contenders take turns, so that whatever else the machine does meets all of them.
+    """
+    for _ in range(effort.warmup):
+        for run in runs:
+            _single(run, x)
+    sample = _block if is_small else _single
+    taken = [[sample(run, x) for run in runs] for _ in _rounds(effort)]
+    mine = np.array([median(column) for column in zip(*taken, strict=True)])
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, mine, MPI.MAX)
+    return list(mine.tolist())
+
+
+def _rounds(effort: Effort) -> Iterator[int]:
+    """As many rounds as samples are wanted, but no new one when the time is up on rank 0."""
+    end = time.perf_counter() + effort.seconds
+    for number in range(effort.samples):
+        if number >= FEWEST and not MPI.COMM_WORLD.bcast(time.perf_counter() < end):
+            return
+        yield number
+
+
+def _block(run: Run, x: Array | None) -> float:
+    """Many calls one after the other, on zeros: those stay zeros, however often they are added."""
+    _overwrite(x, 0)
+    MPI.COMM_WORLD.Barrier()
+    begin = time.perf_counter()
+    for _ in range(BLOCK_CALLS):
+        run()
+    return (time.perf_counter() - begin) / BLOCK_CALLS
+
+
+def _single(run: Run, x: Array | None) -> float:
+    """One call on an input that was just written, as a program would have written it.
+
+    What nobody has written since the last call would come from the other rank's cache.
+    """
+    _overwrite(x, 1)
+    MPI.COMM_WORLD.Barrier()
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def _overwrite(x: Array | None, value: int) -> None:
+    if x is not None:
+        x.fill(value)

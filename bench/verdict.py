@@ -1,0 +1,85 @@
+"""What the demo demands of its jobs: one verdict for each thing that must be so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+from bench.report import times_faster
+from parallel.show import table_with
+
+TOLERANCES = {"float64": 1e-9, "float32": 1e-5}  # of the losses, relative
+
+
+class Verdict(NamedTuple):
+    """Something that must be so, whether it is, and what was found."""
+
+    check: str
+    is_good: bool
+    found: str
+
+
+def bandwidth(status: int, result: dict[str, Any]) -> Verdict:
+    """Every element must be right; how fast it was is only told."""
+    check = "all-reduce: every element right"
+    if status or not result:
+        return Verdict(check, False, f"exit status {status}, wrong: {result.get('wrong', '?')}")
+    ratios = [each["best_ratio"] for each in result["summary"]]
+    wins = f"faster than {result['mpi']} at {sum(r >= 1 for r in ratios)} of {len(ratios)} sizes"
+    mean = times_faster(result["geometric_mean"]["best"])
+    return Verdict(check, True, f"{wins}; geometric mean of native/best {mean}")
+
+
+def traffic(status: int, result: dict[str, Any], *, is_watched: bool) -> Verdict:
+    """The columns must be equal, which the exit status tells; three of them if MPI can count."""
+    check = "traffic: predicted = recorded" + " = observed" * is_watched
+    if status or not result:
+        return Verdict(check, False, f"exit status {status}")
+    sent, reason = np.sum(result["traffic"]["matrix"]), result["traffic"]["not_observed"]
+    found = f"{sent} bytes" + (f"; not observed: {reason}" if reason else "")
+    return Verdict(check, not (is_watched and reason), found)
+
+
+def learning(result: dict[str, Any]) -> Verdict:
+    """The model must know more than how frequent each byte is."""
+    check = "training: loss below unigram entropy"
+    if not result:
+        return Verdict(check, False, "no result")
+    loss, entropy = result["losses"][-1], result["unigram_entropy"]
+    return Verdict(check, loss < entropy, f"{loss:.4f} against {entropy:.4f} nats per byte")
+
+
+def equality(
+    dtype: str, ours: Sequence[float], reference: Sequence[float], *, steps: int
+) -> Verdict:
+    """The losses must agree at every step, but for the order in which sums are rounded."""
+    tolerance = TOLERANCES[dtype]
+    check = f"training: 4 ranks = 1 rank to {tolerance:g}, {dtype}"
+    if not len(ours) == len(reference) == steps:
+        return Verdict(check, False, f"{len(ours)} and {len(reference)} losses of {steps}")
+    difference = largest_difference(ours, reference)
+    return Verdict(check, difference <= tolerance, f"{steps} steps, at most {difference:.1e} apart")
+
+
+def jobs(statuses: Mapping[str, int]) -> Verdict:
+    """Every job must end well; a training job does not if its traffic is unequal."""
+    failed = [f"{name}: {status}" for name, status in statuses.items() if status]
+    return Verdict("jobs: exit status 0", not failed, ", ".join(failed) or f"all {len(statuses)}")
+
+
+def largest_difference(ours: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference; NaN, which no tolerance admits, if there is one."""
+    wanted = np.array(reference)
+    return float(np.max(np.abs(np.array(ours) - wanted) / np.abs(wanted)))
+
+
+def table(verdicts: Sequence[Verdict]) -> Table:
+    """All of them, failures in red."""
+    made = table_with("check", "", "found", numbers=())
+    for each in verdicts:
+        word, style = ("ok", None) if each.is_good else ("FAILED", "bold red")
+        made.add_row(each.check, word, each.found, style=style)
+    return made

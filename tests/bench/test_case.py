@@ -1,0 +1,57 @@
+"""The benchmark's own check passes right results of all collectives, and counts wrong elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import collectives
+from bench import case as bench_case
+from bench.case import Case, in_place, num_wrong, out_of_place, prepare
+
+SIZE = 3
+EIGHT = [name for name in collectives.algorithms.collectives() if name != "barrier"]
+
+
+def wrong_after(collective: str, make: Any, dtype: Any = np.float32, spoil: int = 0) -> list[int]:
+    """Wrong elements on each of three ranks after a run; `spoil` elements are changed first."""
+
+    def body(comm):
+        case = Case(collective, comm.rank, comm.size, 60, np.dtype(dtype), root=1)
+        buffers = make(case)
+        prepare(case, buffers)
+        getattr(comm, collective)(buffers.x, out=buffers.y, **case.settings)
+        if buffers.y is not None:
+            buffers.y[:spoil] += 1
+        return num_wrong(case, buffers.y)
+
+    return collectives.run(body, SIZE)
+
+
+@pytest.mark.parametrize("make", [out_of_place, in_place])
+@pytest.mark.parametrize("collective", EIGHT)
+def test_right_results_pass(collective, make, monkeypatch):
+    monkeypatch.setattr(bench_case, "WINDOW", 7)  # several windows, the last one short
+    if (collective, make) != ("broadcast", out_of_place):
+        assert wrong_after(collective, make) == [0] * SIZE
+
+
+@pytest.mark.parametrize("collective", EIGHT)
+def test_wrong_elements_are_counted(collective):
+    at_root_only = collective in ("gather", "reduce")
+    wanted = [0, 5, 0] if at_root_only else [5] * SIZE
+    assert wrong_after(collective, in_place, spoil=5) == wanted
+
+
+def test_a_result_that_never_came_is_wrong():
+    case = Case("all_reduce", 0, 2, 60, np.dtype("int8"))
+    buffers = out_of_place(case)
+    prepare(case, buffers)
+    assert num_wrong(case, buffers.y) == 60
+
+
+def test_two_byte_floats():
+    assert wrong_after("all_reduce", out_of_place, ml_dtypes.bfloat16) == [0] * SIZE

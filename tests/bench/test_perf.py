@@ -1,0 +1,66 @@
+"""The microbenchmark on two real ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import main
+from collectives import algorithms
+from collectives.launch import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).with_name("perf_program.py")
+
+
+def run(folder: Path, manner: str) -> subprocess.CompletedProcess[str]:
+    env = {"PYTHONPATH": str(ROOT)}
+    return launch(2, [str(PROGRAM), str(folder), manner], env=env, timeout=100, capture=True)
+
+
+def test_every_collective_beside_mpi(tmp_path):
+    job = run(tmp_path, "right")
+    assert job.returncode == 0, job.stdout + job.stderr
+    for collective in algorithms.collectives():
+        result = json.loads((tmp_path / f"{collective}.json").read_text())
+        assert result["ranks"] == 2 and result["wrong"] == 0
+        names = {row["name"] for row in result["rows"]}
+        assert names == {*algorithms.names(collective), "call", "native"}
+        forms = [form for row in result["rows"] for form in (row["out_of_place"], row["in_place"])]
+        assert all(form["seconds"] > 0 and form["wrong"] == 0 for form in forms if form)
+
+
+def test_wrong_elements_are_reported_and_fail(tmp_path):
+    job = run(tmp_path, "wrong")
+    assert job.returncode == 1
+    result = json.loads((tmp_path / "all_reduce.json").read_text())
+    wrong = {(row["name"], row["out_of_place"]["wrong"] > 0) for row in result["rows"]}
+    names = algorithms.names("all_reduce")
+    assert wrong == {*((name, True) for name in [*names, "call"]), ("native", False)}
+    assert result["wrong"] > 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["all_reduce", "-b", "eight"],
+        ["all_reduce", "-d", "object"],
+        ["all_reduce", "--algorithm", "linaer"],
+        ["broadcast", "-o", "sum"],
+        ["barrier", "-b", "8"],
+    ],
+)
+def test_options_without_a_meaning_are_refused(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(command)
+    assert stop.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_reading_the_command_line_does_not_start_mpi():
+    code = "import sys, bench.__main__; sys.exit('mpi4py.MPI' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,36 @@
+"""Sizes as people write them, and the series of them."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from bench.sizes import parse, series, whole_blocks
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("8", 8), ("64K", 65536), ("64k", 65536), ("3M", 3 << 20), ("1G", 1 << 30)]
+)
+def test_parse(text, wanted):
+    assert parse(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "K", "0", "-8", "1.5K", "8KB", "1T", "eight"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size such as"):
+        parse(text)
+
+
+def test_the_last_size_is_always_included():
+    assert series(8, 100, 4) == [8, 32, 100]
+    assert series(8, 128, 4) == [8, 32, 128]
+    assert series(8, 8, 2) == [8]
+    with pytest.raises(ValueError, match="greater than the greatest"):
+        series(9, 8, 2)
+
+
+def test_elements_are_rounded_up_to_whole_blocks():
+    assert whole_blocks(8, itemsize=4, num_blocks=1) == 2
+    assert whole_blocks(8, itemsize=4, num_blocks=3) == 3
+    assert whole_blocks(1, itemsize=8, num_blocks=1) == 1
