@@ -10,10 +10,10 @@ job is stopped.  Nothing else in the library knows of this file: a plain
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import functools
 import io
+import math
 import os
 import runpy
 import shlex
@@ -21,17 +21,23 @@ import shutil
 import signal
 import subprocess
 import sys
-import uuid
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import IO, NamedTuple, NoReturn
 
 TIMED_OUT = 124
 """The exit status of a job that was stopped at its time limit, as coreutils' ``timeout`` has it."""
 
-_GRACE = 5.0  # seconds mpirun has, after SIGTERM, to end ranks on this host and on others
-_MARK = "COLLECTIVES_JOB"
+_POLL = 0.1  # seconds between two looks at the job
+_PATIENCE = 2.0  # seconds mpirun has to end the job by itself after a rank has failed
+_GRACE = 5.0  # seconds it has, after SIGTERM, to end the ranks of this host and of others
+
+# In every rank's environment: a directory where a failing rank leaves its status.  By its name, which
+# no other job has, the launcher also knows its ranks.
+_BOARD = "COLLECTIVES_JOB"
 
 # Defaults, not orders: what the user sets in the environment or in --mpi-args wins.
 #
@@ -141,33 +147,42 @@ def launch(
     """
     if size < 1 or not command:
         raise ValueError("a job needs at least one rank and a script or a module to run")
-    mpirun, mark = find_mpirun(), uuid.uuid4().hex
+    mpirun = find_mpirun()
     ranks = [sys.executable, "-m", "collectives.launch", "--rank", *command]
     words = [mpirun.path, "-n", str(size), *mpi_args, *ranks]
-    job = subprocess.Popen(
-        [*_tether(), *words],
-        env={**_defaults(mpirun), **os.environ, **(env or {}), _MARK: mark},
-        stdin=subprocess.DEVNULL if capture else None,
-        stdout=subprocess.PIPE if capture else None,
-        stderr=subprocess.PIPE if capture else None,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # Ctrl-C reaches the launcher alone, which then ends the job once
-    )
-    out: str | None
-    err: str | None
-    try:
-        out, err = job.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        out, err = _end(job, mark)
-        err = _complain(f"The job did not end within {timeout:g} s and was stopped.\n", err)
-        return subprocess.CompletedProcess(words, TIMED_OUT, out, err)
-    except BaseException:
-        _end(job, mark)
-        raise
-    if job.returncode != 0:
-        _kill_marked(mark)
-    return subprocess.CompletedProcess(words, _shell_status(job.returncode), out, err)
+    with contextlib.ExitStack() as stack:
+        board = stack.enter_context(tempfile.TemporaryDirectory(prefix="collectives-"))
+        out, err = (stack.enter_context(_file()) if capture else None for _ in range(2))
+        job = subprocess.Popen(
+            [*_tether(), *words],
+            env={**_defaults(mpirun), **os.environ, **(env or {}), _BOARD: board},
+            stdin=subprocess.DEVNULL if capture else None,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,  # Ctrl-C reaches the launcher alone; it ends the job, once
+        )
+        status, complaint = TIMED_OUT, ""
+        try:
+            status, complaint = _wait(job, Path(board), timeout)
+        finally:
+            if status != 0:
+                _end(job, board)
+        if err is None:
+            sys.stderr.write(complaint)
+        return subprocess.CompletedProcess(words, status, _text(out), _text(err, complaint))
+
+
+def _wait(job: subprocess.Popen[bytes], board: Path, timeout: float | None) -> tuple[int, str]:
+    """The status with which the job ended or is to be ended, and a sentence if that needs one."""
+    limit = math.inf if timeout is None else time.monotonic() + timeout
+    at_limit = TIMED_OUT, f"The job did not end within {timeout} s and was stopped.\n"
+    while job.poll() is None:
+        if time.monotonic() >= limit:
+            return at_limit
+        if at_limit[0] == TIMED_OUT and (status := _reported(board)):
+            limit, at_limit = min(limit, time.monotonic() + _PATIENCE), (status, "")
+        time.sleep(_POLL)
+    return _shell_status(job.returncode) or _reported(board), ""
 
 
 def _tether() -> list[str]:
@@ -181,40 +196,55 @@ def _defaults(mpirun: Mpirun) -> dict[str, str]:
     return {**_ONE_THREAD, **_OPEN_MPI, **(_OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {})}
 
 
-def _complain(sentence: str, captured: str | None) -> str | None:
-    """Put a sentence where the job's standard error goes."""
-    if captured is not None:
-        return captured + sentence
-    sys.stderr.write(sentence)
-    return None
-
-
 def _shell_status(returncode: int) -> int:
     """An mpirun that was itself killed by signal k ends with 128 + k, as a shell would say it."""
     return 128 - returncode if returncode < 0 else returncode
 
 
-def _end(job: subprocess.Popen[str], mark: str) -> tuple[str | None, str | None]:
+def _file() -> IO[bytes]:
+    """Where a job's output is kept: in no pipe, for that stays open as long as any process has it."""
+    return tempfile.TemporaryFile()
+
+
+def _text(file: IO[bytes] | None, end: str = "") -> str | None:
+    if file is None:
+        return None
+    file.seek(0)
+    return file.read().decode(errors="replace") + end
+
+
+def _end(job: subprocess.Popen[bytes], board: str) -> None:
     """End every rank: politely through mpirun, which reaches other hosts too, then by force."""
     job.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        job.communicate(timeout=_GRACE)
-    _kill_marked(mark)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(job.pid, signal.SIGKILL)
-    return job.communicate()
+        job.wait(_GRACE)
+    _kill_all_of(board)
+    job.kill()
+    job.wait()
 
 
-def _kill_marked(mark: str) -> None:
+def _kill_all_of(board: str) -> None:
     """Kill what is left of a job on this host.
 
     Neither group nor parent leads to the ranks: MPICH's stand in sessions of their own, Open MPI's
-    outlive an mpirun that was killed.  They are known by the mark in their environment.
+    outlive an mpirun that was killed.  They are known by the board in their environment.
     """
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if f"{_MARK}={mark}".encode() in environ.read_bytes():
+            if f"{_BOARD}={board}".encode() in environ.read_bytes().split(b"\0"):
                 os.kill(int(environ.parent.name), signal.SIGKILL)
+
+
+def _report(status: int) -> None:
+    """Post on the job's board that this rank has failed."""
+    if board := os.environ.get(_BOARD):
+        with contextlib.suppress(OSError):
+            Path(board, str(status)).touch()
+
+
+def _reported(board: Path) -> int:
+    """The exit status of a rank of this host that has failed, or 0."""
+    return next((int(post.name) for post in board.iterdir()), 0)
 
 
 # --- one rank -----------------------------------------------------------------------------------
@@ -223,17 +253,17 @@ def _kill_marked(mark: str) -> None:
 def _run_rank(command: list[str]) -> None:
     """Run the target as ``python -m mpi4py`` would: an uncaught exception aborts the whole job.
 
-    mpi4py leaves out the rank that fails before MPI is initialised.  Open MPI's mpirun ends the job
-    then too; Hydra, the mpirun of MPICH and Intel MPI, lets the others wait in MPI_Init for ever.
+    That fails for a rank whose exception comes before MPI_Init.  MPICH's mpirun then lets the others
+    wait in MPI_Init for ever, and Open MPI's may hang, having killed a rank that was just connecting
+    to it.  So a failing rank also tells the launcher, which ends what mpirun does not.
     """
     _write_whole_lines()
     sys.argv = ["mpi4py", *command]
     try:
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     except BaseException as error:
-        mpi = sys.modules.get("mpi4py.MPI")
-        if (status := _status(error)) and not (mpi and mpi.Is_initialized()):
-            atexit.register(_abort_without_mpi, status)  # at exit: after the traceback is out
+        if status := _status(error):
+            _report(status)
         raise
 
 
@@ -248,14 +278,6 @@ def _status(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-
-
-def _abort_without_mpi(status: int) -> None:
-    """Ask Hydra to end the job, in the words in which MPI_Abort asks it (PMI 1)."""
-    sys.stdout.flush()
-    if connection := os.environ.get("PMI_FD"):
-        with contextlib.suppress(OSError):
-            os.write(int(connection), f"cmd=abort exitcode={status}\n".encode())
 
 
 # --- the command --------------------------------------------------------------------------------

@@ -26,6 +26,10 @@ _is_monitored = (
 )
 
 
+# Looked up once: these are the calls that every round of every plan makes.
+_start_all, _wait_all, _BYTE = MPI.Prequest.Startall, MPI.Request.Waitall, MPI.BYTE
+
+
 class MpiTransport:
     """One rank's end of an MPI communicator that belongs to the library alone."""
 
@@ -54,7 +58,9 @@ class MpiTransport:
         if ranks is None:
             self.comm.Split(MPI.UNDEFINED)
             return None
-        return MpiTransport(self.comm.Split(min(ranks), list(ranks).index(self.rank)))
+        comm = self.comm.Split(min(ranks), list(ranks).index(self.rank))
+        assert isinstance(comm, MPI.Intracomm)
+        return MpiTransport(comm)
 
     def free(self) -> None:
         self.comm.Free()
@@ -83,18 +89,24 @@ class MpiExchange:
     def test(self) -> bool:
         if not self._requests:
             return True
-        with _truncation_is_a_mismatch(self._comm.rank):
-            is_complete = bool(MPI.Request.Testall(self._requests, self._statuses))
+        try:
+            is_complete = MPI.Request.Testall(self._requests, self._statuses)
+        except MPI.Exception as error:
+            self._explain(error)
+            raise
         if is_complete:
             self._completed()
-        return is_complete
+        return bool(is_complete)
 
     def wait(self, deadline: float | None) -> bool:
         if deadline is not None:
             return self._wait_until(deadline)
         if self._requests:
-            with _truncation_is_a_mismatch(self._comm.rank):
-                MPI.Request.Waitall(self._requests, self._statuses)
+            try:
+                _wait_all(self._requests, self._statuses)
+            except MPI.Exception as error:
+                self._explain(error)
+                raise
             self._completed()
         return True
 
@@ -109,13 +121,18 @@ class MpiExchange:
 
     def _completed(self) -> None:
         # Receives come first in the lists.  MPI itself notices only messages that are too long.
-        for (peer, expected), status in zip(self._expected, self._statuses, strict=False):
-            if (got := status.Get_count(MPI.BYTE)) != expected:
-                raise CollectiveMismatch(wrong_length(self._comm.rank, peer, got, expected))
-        self._release()
-
-    def _release(self) -> None:
         self._requests = []
+        for (peer, expected), status in zip(self._expected, self._statuses, strict=False):
+            if (got := status.Get_count(_BYTE)) != expected:
+                raise CollectiveMismatch(wrong_length(self._comm.rank, peer, got, expected))
+
+    def _explain(self, error: MPI.Exception) -> None:
+        """Raise ours for MPI's error about a message longer than its buffer."""
+        if error.Get_error_class() in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
+            raise CollectiveMismatch(
+                f"rank {self._comm.rank} got a longer message than it expected: "
+                "the ranks did not make the same call with the same sizes"
+            ) from error
 
     def waiting_for(self) -> list[str]:
         ends = [f"a message from rank {peer}" for _, peer in self._receives]
@@ -137,31 +154,11 @@ class PersistentExchange(MpiExchange):
         self._kept += [comm.Send_init(data, peer, tag) for data, peer in self._sends]
 
     def start(self) -> None:
-        self._requests = list(self._kept)
+        self._requests = [*self._kept]
         if self._kept:
-            MPI.Prequest.Startall(self._kept)
+            _start_all(self._kept)
 
     def free(self) -> None:
         for request in self._kept:
             request.Free()
         self._kept = []
-
-
-class _truncation_is_a_mismatch:  # noqa: N801 - it reads as a phrase after `with`
-    """Turn MPI's error about a message that is longer than its buffer into ours."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if isinstance(error, MPI.Exception) and error.Get_error_class() in _TRUNCATION:
-            raise CollectiveMismatch(
-                f"rank {self._rank} got a longer message than it expected: "
-                "the ranks did not make the same call with the same sizes"
-            ) from error
-
-
-_TRUNCATION = (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS)

@@ -6,7 +6,9 @@ Without this a rank that failed walks on to the next test and meets its peers in
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,11 @@ import collectives
 from collectives import Communicator
 
 _agreement = MPI.COMM_WORLD.Dup()  # its messages meet nobody's
+
+# Temporary directories of its own for each rank: pytest removes old ones while others list them.
+_temporary = Path(tempfile.gettempdir()) / f"pytest-rank-{MPI.COMM_WORLD.rank}"
+_temporary.mkdir(exist_ok=True)
+os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_temporary)
 
 
 @pytest.hookimpl(trylast=True)
