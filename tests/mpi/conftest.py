@@ -6,6 +6,7 @@ Without this a rank that failed walks on to the next test and meets its peers in
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit(f"started as {MPI.COMM_WORLD.size} ranks instead of {promised}", returncode=3)
     if MPI.COMM_WORLD.rank > 0:
         config.pluginmanager.unregister(name="terminalreporter")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """No rank leaves before rank 0 has said everything: the first failing one may end the job."""
+    sys.stdout.flush()
+    _agreement.Barrier()
 
 
 @pytest.fixture(scope="session")
