@@ -12,6 +12,7 @@ from mpi4py import MPI
 from bench.case import CALL, NATIVE, Buffers, Case
 from bench.oracle import Array
 from collectives import Communicator, select
+from collectives.calls import Calls
 from collectives.reduction import is_bfloat16, operator
 from collectives.spec import SPECS
 
@@ -54,7 +55,7 @@ def algorithm_of(case: Case, name: str) -> str | None:
     return select.choose(case.collective, None, case.size, case.num_bytes, op).name
 
 
-def _method(comm: Communicator, case: Case, buffers: Buffers, **more: Any) -> Callable[[], Any]:
+def _method(comm: Calls, case: Case, buffers: Buffers, **more: Any) -> Callable[[], Any]:
     """The collective's method with all its arguments."""
     arrays = {} if case.collective == "barrier" else {"x": buffers.x, "out": buffers.y}
     return partial(getattr(comm, case.collective), **arrays, **case.settings, **more)

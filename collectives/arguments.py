@@ -70,15 +70,15 @@ def rows(x: Array, collective: str) -> int:
     return int(x.shape[0])
 
 
-def row_counts(counts: object, size: int, what: str = "counts") -> tuple[int, ...]:
+def row_counts(counts: object, size: int) -> tuple[int, ...]:
     """One non-negative number of rows per rank."""
     if isinstance(counts, (str, bytes)) or not isinstance(counts, (Sequence, np.ndarray)):
-        raise TypeError(f"{what} must be a sequence of {size} integers, got {counts!r}")
-    numbers = tuple(integer(count, f"an entry of {what}") for count in counts)
+        raise TypeError(f"counts must be a sequence of {size} integers, got {counts!r}")
+    numbers = tuple(integer(count, "an entry of counts") for count in counts)
     if len(numbers) != size:
-        raise ValueError(f"{what} has {len(numbers)} entries for {size} ranks")
+        raise ValueError(f"counts has {len(numbers)} entries for {size} ranks")
     if min(numbers) < 0:
-        raise ValueError(f"{what} has a negative entry: {min(numbers)}")
+        raise ValueError(f"counts has a negative entry: {min(numbers)}")
     return numbers
 
 
@@ -92,10 +92,35 @@ def total_counts(counts: object, size: int, num_rows: int) -> tuple[int, ...]:
 
 def count_table(counts: object, size: int) -> tuple[tuple[int, ...], ...]:
     """The p x p table of an all-to-all: row s holds the rows from rank s to each rank."""
-    table = np.asarray(counts)
-    if table.shape != (size, size):
-        raise ValueError(f"counts has shape {table.shape}; a table for {size} ranks is square")
+    table = list(counts)  # type: ignore[call-overload]
+    if len(table) != size:
+        raise ValueError(f"counts has {len(table)} rows; a table for {size} ranks is square")
     return tuple(row_counts(row, size) for row in table)
+
+
+def is_table(counts: object) -> bool:
+    """Whether counts are given for all pairs of ranks, and not for this rank alone."""
+    entries = counts if isinstance(counts, (Sequence, np.ndarray)) else ()
+    return any(isinstance(entry, (Sequence, np.ndarray)) for entry in entries)
+
+
+def seconds(timeout: object) -> float | None:
+    """A time limit: None, or a number of seconds that is not negative."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds or None, not {timeout!r}")
+    if not timeout >= 0:  # also refuses NaN
+        raise ValueError(f"timeout must not be negative, got {timeout}")
+    return float(timeout)
+
+
+def small_integer(value: object, what: str) -> int:
+    """An integer that fits 64 bits, to be sent to the other ranks."""
+    number = integer(value, what)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{what} must fit 64 bits, got {number}")
+    return number
 
 
 def aliasing(backend: Backend, source: Array, result: Array) -> int | Literal["none", "odd"]:

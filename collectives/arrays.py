@@ -27,9 +27,14 @@ class BinaryFunction(Protocol):
 
 
 class Backend(Protocol):
-    """What an array kind must offer.  `flat` arrays are one-dimensional and contiguous."""
+    """What an array kind must offer.  `flat` arrays are one-dimensional and contiguous.
+
+    `name` says where the memory is, such as "cupy:3"; `kind`, such as "cupy", is what a rank tells
+    another, which then uses its own GPU.
+    """
 
     name: str
+    kind: str
     is_host: bool
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -62,11 +67,14 @@ class Backend(Protocol):
     def to_device(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
         """Bring host buffers into flat arrays, in order with the caller's current stream."""
 
+    def synchronize(self) -> None:
+        """Wait until everything on the caller's current stream is done."""
+
 
 class NumpyBackend:
     """Arrays in host memory."""
 
-    name = "numpy"
+    name = kind = "numpy"
     is_host = True
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -101,10 +109,14 @@ class NumpyBackend:
 
     to_device = to_host
 
+    def synchronize(self) -> None:
+        """The host does everything at once."""
+
 
 class CupyBackend:
     """Arrays in the memory of one GPU."""
 
+    kind = "cupy"
     is_host = False
 
     def __init__(self, device: int) -> None:
@@ -112,7 +124,7 @@ class CupyBackend:
         import cupyx  # noqa: PLC0415
 
         self.cupy, self.cupyx = cupy, cupyx
-        self.name = f"cupy:{device}"
+        self.name = f"{self.kind}:{device}"
         self.device = cupy.cuda.Device(device)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -168,6 +180,10 @@ class CupyBackend:
             # The host buffer is reused for the next message, so the copy must be over.
             stream.synchronize()
 
+    def synchronize(self) -> None:
+        with self.device:
+            self.cupy.cuda.get_current_stream().synchronize()
+
 
 def _divide(xp: Any, x: Array, divisor: int) -> None:
     """In place.  Two-byte floats go through float32, in which the divisor is exact."""
@@ -188,10 +204,19 @@ def register_backend(array_type: type, backend: Backend) -> None:
     _backends[backend.name] = backend
 
 
-def backend_named(name: str) -> Backend:
-    """The backend of this name, made now if it is that of a GPU."""
-    if name not in _backends and name.startswith("cupy:"):
-        _backends[name] = CupyBackend(int(name.partition(":")[2]))
+def backend_of_kind(kind: str) -> Backend:
+    """The backend for new arrays of this kind, on a GPU the current device's."""
+    if kind == CupyBackend.kind:
+        import cupy  # noqa: PLC0415 - only when a rank has sent a CuPy array
+
+        return _on_gpu(cupy.cuda.Device().id)
+    return _backends[kind]
+
+
+def _on_gpu(device: int) -> Backend:
+    name = f"{CupyBackend.kind}:{device}"
+    if name not in _backends:
+        _backends[name] = CupyBackend(device)
     return _backends[name]
 
 
@@ -202,7 +227,7 @@ def backend_of(x: object, what: str = "x") -> Backend:
     if type(x) in _kinds:
         return _backends[_kinds[type(x)]]
     if "cupy" in sys.modules and array_api_compat.is_cupy_array(x):
-        return backend_named(f"cupy:{x.device.id}")  # type: ignore[attr-defined]
+        return _on_gpu(x.device.id)  # type: ignore[attr-defined]
     if isinstance(x, np.ndarray):
         raise TypeError(
             f"{what} is a {type(x).__name__}, whose meaning its bytes do not carry; "

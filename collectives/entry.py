@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
+from collectives import arguments
 from collectives.communicator import Communicator
 from collectives.inproc import InprocTransport, run_threads
+from collectives.session import Session
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,7 +45,7 @@ def wrap(comm: MPI.Intracomm, *, timeout: float | None = None) -> Communicator:
 
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"wrap needs an mpi4py intracommunicator, not {type(comm).__name__}")
-    return Communicator(MpiTransport(comm.Dup()), timeout=timeout)
+    return Communicator(Session(MpiTransport(comm.Dup()), arguments.seconds(timeout)))
 
 
 def run(
@@ -59,6 +61,6 @@ def run(
         raise ValueError(f"size must be at least 1, got {size}")
 
     def body(transport: InprocTransport) -> Result:
-        return fn(Communicator(transport))
+        return fn(Communicator(Session(transport)))
 
     return run_threads(body, size, timeout)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class CollectiveError(RuntimeError):
-    """Something went wrong between ranks; the communicator can no longer be used."""
+    """Something went wrong between ranks: the call cannot complete as it was meant."""
 
 
 class CollectiveTimeout(CollectiveError):  # noqa: N818 - the name is part of the public face
-    """A wait outlasted its time limit.  Says which call, which round, and whom it waited for."""
+    """A wait outlasted its time limit.  Says which call, which round, and whom it waited for.
+
+    The call is still under way and its buffers are in use.  Nothing is lost: `work.wait()` of this
+    error waits on, also where the call itself was a blocking one.
+    """
+
+    def __init__(self, message: str, work: Any = None) -> None:
+        super().__init__(message)
+        self.work = work
 
 
 class CollectiveMismatch(CollectiveError):  # noqa: N818

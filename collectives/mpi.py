@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
+from collectives.arrays import Bytes
 from collectives.errors import CollectiveMismatch
 from collectives.monitor import Counters
 from collectives.transport import Parcels, back_off, wrong_length
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 # One list for the process: a plan of one communicator may hold up the plan of another.
 _in_flight: list[Plan] = []
+_failed: list[Plan] = []
 
 # Open MPI's monitoring does not see persistent requests: they are started below the layer that
 # counts.  When somebody is counting, every message is posted afresh.
@@ -26,8 +29,10 @@ _is_monitored = (
 )
 
 
+_MOST_BYTES, _MEBIBYTE = 2**31 - 1, 2**20
+
 # Looked up once: these are the calls that every round of every plan makes.
-_start_all, _wait_all, _BYTE = MPI.Prequest.Startall, MPI.Request.Waitall, MPI.BYTE
+_start_all, _wait_all = MPI.Prequest.Startall, MPI.Request.Waitall
 
 
 class MpiTransport:
@@ -39,7 +44,7 @@ class MpiTransport:
         largest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # MPI keeps it there alone
         assert isinstance(largest_tag, int)
         self.num_tags = largest_tag + 1
-        self.in_flight = _in_flight
+        self.in_flight, self.failed = _in_flight, _failed
 
     def exchange(
         self, sends: Parcels, receives: Parcels, tag: int, is_kept: bool
@@ -62,6 +67,9 @@ class MpiTransport:
         assert isinstance(comm, MPI.Intracomm)
         return MpiTransport(comm)
 
+    def pause(self, deadline: float | None, num_tries: int) -> None:
+        back_off(num_tries)
+
     def free(self) -> None:
         self.comm.Free()
 
@@ -71,20 +79,23 @@ class MpiTransport:
 
 
 class MpiExchange:
-    """The messages of one round, posted afresh at every start."""
+    """The messages of one round, posted afresh at every start.
+
+    Receives come before sends in all lists.
+    """
 
     def __init__(self, comm: MPI.Intracomm, sends: Parcels, receives: Parcels, tag: int) -> None:
-        self._comm, self._tag = comm, tag
-        self._sends = [([data, MPI.BYTE], peer) for peer, data in sends]
-        self._receives = [([buffer, MPI.BYTE], peer) for peer, buffer in receives]
-        self._expected = [(peer, buffer.size) for peer, buffer in receives]
-        self._statuses = [MPI.Status() for _ in range(len(sends) + len(receives))]
-        self._requests: list[MPI.Request] = []
+        self._comm, self._tag, self._num_receives = comm, tag, len(receives)
+        self._ends = [(peer, _message(data)) for peer, data in (*receives, *sends)]
+        self._expected = [data.size for _, data in receives]
+        self._statuses = [MPI.Status() for _ in self._ends]
+        self._requests: Sequence[MPI.Request] = ()
 
     def start(self) -> None:
-        comm, tag = self._comm, self._tag
-        self._requests = [comm.Irecv(buffer, peer, tag) for buffer, peer in self._receives]
-        self._requests += [comm.Isend(data, peer, tag) for data, peer in self._sends]
+        comm, tag, first_send = self._comm, self._tag, self._num_receives
+        requests = [comm.Irecv(data, peer, tag) for peer, data in self._ends[:first_send]]
+        requests += [comm.Isend(data, peer, tag) for peer, data in self._ends[first_send:]]
+        self._requests = requests
 
     def test(self) -> bool:
         if not self._requests:
@@ -120,26 +131,42 @@ class MpiExchange:
         return True
 
     def _completed(self) -> None:
-        # Receives come first in the lists.  MPI itself notices only messages that are too long.
-        self._requests = []
-        for (peer, expected), status in zip(self._expected, self._statuses, strict=False):
-            if (got := status.Get_count(_BYTE)) != expected:
+        """Check the lengths: MPI itself notices only messages that are too long."""
+        self._requests = ()
+        for number, expected in enumerate(self._expected):
+            peer, message = self._ends[number]
+            got = self._statuses[number].Get_elements(message[-1])
+            if got != expected:
                 raise CollectiveMismatch(wrong_length(self._comm.rank, peer, got, expected))
 
     def _explain(self, error: MPI.Exception) -> None:
         """Raise ours for MPI's error about a message longer than its buffer."""
-        if error.Get_error_class() in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
-            raise CollectiveMismatch(
-                f"rank {self._comm.rank} got a longer message than it expected: "
-                "the ranks did not make the same call with the same sizes"
-            ) from error
+        if error.Get_error_class() not in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
+            return
+        raise CollectiveMismatch(
+            f"{self._too_long()}: the ranks did not make the same call with the same sizes"
+        ) from error
+
+    def _too_long(self) -> str:
+        """Which message it was, as far as MPI says."""
+        me = self._comm.rank
+        for number, status in enumerate(self._statuses):
+            if status.Get_error() not in (MPI.SUCCESS, MPI.ERR_PENDING):
+                peer = self._ends[number][0]
+                sender, receiver = (peer, me) if number < self._num_receives else (me, peer)
+                return f"rank {sender} sent rank {receiver} a longer message than it expected"
+        return f"a message between rank {me} and another was longer than expected"
 
     def waiting_for(self) -> list[str]:
-        ends = [f"a message from rank {peer}" for _, peer in self._receives]
-        ends += [f"rank {peer} to receive" for _, peer in self._sends]
         # Not Test: it would take the status of a complete request away from the wait to come.
-        pairs = zip(ends, self._requests, strict=False)
-        return [end for end, request in pairs if not request.Get_status()]
+        is_open = [not request.Get_status() for request in self._requests]
+        return [
+            f"a message from rank {peer}"
+            if number < self._num_receives
+            else f"rank {peer} to receive"
+            for number, (peer, _) in enumerate(self._ends)
+            if is_open[number]
+        ]
 
     def free(self) -> None:
         """Nothing is held between runs."""
@@ -150,11 +177,12 @@ class PersistentExchange(MpiExchange):
 
     def __init__(self, comm: MPI.Intracomm, sends: Parcels, receives: Parcels, tag: int) -> None:
         super().__init__(comm, sends, receives, tag)
-        self._kept = [comm.Recv_init(buffer, peer, tag) for buffer, peer in self._receives]
-        self._kept += [comm.Send_init(data, peer, tag) for data, peer in self._sends]
+        first_send = self._num_receives
+        self._kept = [comm.Recv_init(data, peer, tag) for peer, data in self._ends[:first_send]]
+        self._kept += [comm.Send_init(data, peer, tag) for peer, data in self._ends[first_send:]]
 
     def start(self) -> None:
-        self._requests = [*self._kept]
+        self._requests = self._kept
         if self._kept:
             _start_all(self._kept)
 
@@ -162,3 +190,22 @@ class PersistentExchange(MpiExchange):
         for request in self._kept:
             request.Free()
         self._kept = []
+
+
+def _message(data: Bytes) -> tuple[Bytes, MPI.Datatype] | tuple[Bytes, int, MPI.Datatype]:
+    """What mpi4py takes for these bytes, as one message however many they are."""
+    if data.size <= _MOST_BYTES:
+        return data, MPI.BYTE
+    return data, 1, _whole(data.size)
+
+
+@cache
+def _whole(num_bytes: int) -> MPI.Datatype:
+    """One element of so many bytes: not every MPI takes a count above 2**31 - 1."""
+    num_full, rest = divmod(num_bytes, _MEBIBYTE)
+    full = MPI.BYTE.Create_contiguous(_MEBIBYTE)
+    whole = MPI.Datatype.Create_struct(
+        [num_full, rest], [0, num_full * _MEBIBYTE], [full, MPI.BYTE]
+    ).Commit()
+    full.Free()
+    return whole

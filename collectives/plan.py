@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from collectives import staging
 from collectives.arrays import Array, Backend
-from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.errors import CollectiveTimeout
 from collectives.ledger import Entry
 from collectives.program import Combine, Message, Move, Program, Region, Step
 from collectives.reduction import Operator
-from collectives.transport import Exchange, Transport, back_off
+from collectives.transport import Exchange, Transport
 
 Action = Callable[[], object]
 
@@ -40,7 +40,8 @@ class Plan:
     """A collective bound to its arrays.  `run()`, or `start()` and then `test()` or `wait()`.
 
     `result` is what `run` and `wait` return: the output array, or None on a rank that gets none.
-    A plan may be run again as soon as it is complete; every run reads the input afresh.
+    A plan may be run again as soon as it is complete; every run reads the input afresh.  `timeout`
+    is what `run` and `wait` use where they are given none.
     """
 
     def __init__(
@@ -52,141 +53,153 @@ class Plan:
         *,
         tag: int,
         result: Array | None,
+        timeout: float | None = None,
         operator: Operator | None = None,
         is_kept: bool = False,
         on_start: Callable[[], list[Entry]] = list,
     ) -> None:
-        self.title, self.program, self.result = title, program, result
+        self.title, self.program, self.result, self.timeout = title, program, result, timeout
         self._transport, self._on_start, self._is_kept = transport, on_start, is_kept
         bind = _Binder(buffers, transport, operator, tag, is_kept)
         self._opening = bind.moves(program.opening)
         self._steps = [bind.step(step) for step in program.steps]
-        self._closing = bind.moves(program.closing)
-        if operator is not None and operator.is_average and buffers.output.size:
-            size = transport.size
-            self._closing.append(lambda: buffers.backend.divide(buffers.output, size))
-        self._at = -1  # the round in progress, or -1
+        self._closing = bind.closing(program)
+        self._round: int | None = None  # the one in progress
+        self._refusal: str | None = None  # why it cannot be started
+        self._error: BaseException | None = None
         self._entries: list[Entry] = []
 
     def run(self, timeout: float | None = None) -> Array | None:
         """Start and wait.  `timeout` in seconds."""
-        if timeout is None and not self._transport.in_flight:
-            return self._run_alone()
         self.start()
         return self.wait(timeout)
 
-    def _run_alone(self) -> Array | None:
-        """The shortest way through all rounds, when there is nothing else to carry along."""
-        self._entries = self._on_start()
-        _do(self._opening)
-        for packing, exchange, finishing in self._steps:
-            _do(packing)
-            exchange.start()
-            exchange.wait(None)
-            _do(finishing)
-        self._finish()
-        return self.result
-
     def start(self) -> None:
-        """Begin.  Raises RuntimeError if the last run is not complete."""
-        if self.is_active:
-            raise RuntimeError(f"{self.title} is already running; wait for it first")
-        self._entries = self._on_start()
-        _do(self._opening)
-        self._at = 0
-        if self._steps:
-            self._transport.in_flight.append(self)
-            self._begin()
-        else:
-            self._finish()
+        """Begin.  Raises RuntimeError while it runs, after a failure, and after `free`."""
+        if self._refusal is not None:
+            raise RuntimeError(f"{self.title} {self._refusal}")
+        self._refusal = "is already running; wait for it first"
+        self._transport.in_flight.append(self)
+        self._round = -1
+        try:
+            self._entries = self._on_start()
+            _do(self._opening)
+            self._next_round()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     @property
     def is_active(self) -> bool:
         """Whether the plan has started and is not complete."""
-        return self._at >= 0
+        return self._round is not None
 
     def test(self) -> bool:
         """Go as far as possible without waiting; whether the plan is complete."""
-        try:
-            while self.is_active and self._steps[self._at].exchange.test():
-                self._end()
-        except CollectiveError:
-            self._abandon()
-            raise
-        return not self.is_active
+        self._progress()
+        if self._error is not None:
+            raise self._error
+        return self._round is None
 
     def wait(self, timeout: float | None = None) -> Array | None:
         """Wait until complete, and return the result.
 
-        Raises CollectiveTimeout, which says whom it waited for, after `timeout` seconds.
+        Raises CollectiveTimeout, which says whom it waited for, after `timeout` seconds; the plan
+        is then still under way, and `wait` may be called again.
         """
+        timeout = self.timeout if timeout is None else timeout
         deadline = None if timeout is None else time.monotonic() + timeout
         num_tries = 0
-        while self.is_active:
-            if len(self._transport.in_flight) == 1:
-                self._wait_for_round(deadline, timeout)
-                continue
-            # Others are under way: each must go on while we wait, or two ranks that wait for the
-            # same plans in different orders would wait for ever.
-            for plan in list(self._transport.in_flight):
-                plan.test()
-            if deadline is not None and self.is_active and time.monotonic() > deadline:
-                self._time_out(timeout)
-            back_off(num_tries)
+        while self._round is not None:
+            is_alone = len(self._transport.in_flight) == 1
+            if is_alone and not self._complete_round(deadline):
+                raise self._timed_out(timeout)
+            if not is_alone and not self._carry_all_along(deadline, num_tries):
+                raise self._timed_out(timeout)
             num_tries += 1
+        if self._error is not None:
+            raise self._error
         return self.result
 
     def free(self) -> None:
         """Give back the engine's requests.  The plan must be complete and is of no use after."""
-        if self.is_active:
-            raise RuntimeError(f"{self.title} is running; wait for it first")
+        if self._round is not None:
+            raise RuntimeError(f"{self.title} {self._refusal}")
+        self._refusal = "was freed"
         for step in self._steps:
             step.exchange.free()
 
-    def _begin(self) -> None:
-        step = self._steps[self._at]
-        _do(step.packing)
-        step.exchange.start()
+    def _complete_round(self, deadline: float | None) -> bool:
+        """Wait for the round in progress and begin the next; False if the deadline came first."""
+        assert self._round is not None
+        try:
+            is_complete = self._steps[self._round].exchange.wait(deadline)
+            if is_complete:
+                self._next_round()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return is_complete
+
+    def _carry_all_along(self, deadline: float | None, num_tries: int) -> bool:
+        """Let every plan under way progress; False if the deadline has passed.
+
+        If we waited for our own messages only, two ranks that wait for the same plans in different
+        orders would wait for ever.
+        """
+        has_moved = [plan._progress() for plan in list(self._transport.in_flight)]
+        if not any(has_moved):
+            self._transport.pause(deadline, num_tries)
+        return self._round is None or deadline is None or time.monotonic() < deadline
+
+    def _progress(self) -> bool:
+        """Finish every round whose messages are there; whether there was one.
+
+        Raises nothing: a failure is for those who wait for this plan, and others call this too.
+        """
+        before = self._round
+        try:
+            while self._round is not None and self._steps[self._round].exchange.test():
+                self._next_round()
+        except BaseException as error:  # noqa: BLE001 - kept, and raised by test and wait
+            self._fail(error)
+        return self._round != before
+
+    def _next_round(self) -> None:
+        """Do what ends the round in progress, and begin the next or end the plan."""
+        assert self._round is not None
+        if self._round >= 0:
+            _do(self._steps[self._round].finishing)
+        self._round += 1
+        if self._round < len(self._steps):
+            step = self._steps[self._round]
+            _do(step.packing)
+            step.exchange.start()
+        else:
+            _do(self._closing)
+            self._end()
 
     def _end(self) -> None:
-        """Finish the round whose messages have completed, and begin the next."""
-        _do(self._steps[self._at].finishing)
-        self._at += 1
-        if self._at < len(self._steps):
-            self._begin()
-        else:
-            self._transport.in_flight.remove(self)
-            self._finish()
-
-    def _finish(self) -> None:
-        _do(self._closing)
-        self._at = -1
+        self._round = self._refusal = None
+        self._transport.in_flight.remove(self)
         for entry in self._entries:
             entry.finished = time.perf_counter()
         if not self._is_kept:
             self.free()
 
-    def _wait_for_round(self, deadline: float | None, timeout: float | None) -> None:
-        try:
-            is_complete = self._steps[self._at].exchange.wait(deadline)
-        except CollectiveError:
-            self._abandon()
-            raise
-        if not is_complete:
-            self._time_out(timeout)
-        self._end()
+    def _fail(self, error: BaseException) -> None:
+        self._error, self._round, self._refusal = error, None, "has failed"
+        self._transport.in_flight.remove(self)
+        # Messages may still arrive: the buffers must never go to anybody else.
+        self._transport.failed.append(self)
 
-    def _abandon(self) -> None:
-        """After an error between ranks nobody shall try to carry this plan on."""
-        if self in self._transport.in_flight:
-            self._transport.in_flight.remove(self)
-        self._at = -1
-
-    def _time_out(self, timeout: float | None) -> None:
-        peers = ", ".join(self._steps[self._at].exchange.waiting_for())
-        raise CollectiveTimeout(
-            f"{self.title}: rank {self._transport.rank} waited {timeout} s in round {self._at} of "
-            f"{len(self._steps)} for {peers}"
+    def _timed_out(self, timeout: float | None) -> CollectiveTimeout:
+        assert self._round is not None
+        peers = ", ".join(self._steps[self._round].exchange.waiting_for())
+        return CollectiveTimeout(
+            f"{self.title}: rank {self._transport.rank} waited {timeout} s in round {self._round} "
+            f"of {len(self._steps)} for {peers}",
+            Work(self),
         )
 
 
@@ -222,6 +235,7 @@ class _Binder:
         is_kept: bool,
     ) -> None:
         self.buffers, self.transport, self.tag, self.is_kept = buffers, transport, tag, is_kept
+        self.operator = operator
         self.combine = buffers.backend.binary(operator.ufunc) if operator else None
 
     def step(self, step: Step) -> _BoundStep:
@@ -236,6 +250,17 @@ class _Binder:
         return _BoundStep(
             self.moves(step.packing), exchange, [self.action(a) for a in step.finishing]
         )
+
+    def closing(self, program: Program) -> list[Action]:
+        """The program's last moves, the division of an average, and the end of a GPU's work."""
+        actions = self.moves(program.closing)
+        backend, output = self.buffers.backend, self.buffers.output
+        if self.operator is not None and self.operator.is_average and output.size:
+            actions.append(partial(backend.divide, output, self.transport.size))
+        if not backend.is_host:
+            # This may be another stream than the one that is current when the result is used.
+            actions.append(backend.synchronize)
+        return actions
 
     def messages(self, messages: tuple[Message, ...]) -> list[tuple[int, Array]]:
         return [(message.peer, self.buffers.view(message.region)) for message in messages]

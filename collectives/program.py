@@ -18,7 +18,15 @@ from typing import Literal, NamedTuple, TypeVar
 
 from collectives import algorithms
 from collectives.layout import Extent, by_pair, by_rank, consecutive, even
-from collectives.schedule import Block, Operation, Round, Schedule, incoming, outgoing
+from collectives.schedule import (
+    Block,
+    Operation,
+    Round,
+    Schedule,
+    incoming,
+    original,
+    outgoing,
+)
 from collectives.spec import SPECS, Case
 
 Buffer = Literal["input", "output", "scratch"]
@@ -159,18 +167,19 @@ class _Compiler:
         final: Mapping[Block, Extent],
         aliasing: int | Literal["none", "odd"],
     ) -> None:
-        self.sizes = dict(sizes)
+        self.sizes = sizes
         self.home = {block: Region("output", *extent) for block, extent in final.items()}
         self.place = {block: Region("input", *extent) for block, extent in initial.items()}
         self.offset = aliasing if isinstance(aliasing, int) else None
         self.must_copy_input = aliasing == "odd" or self._input_is_in_the_way()
         self.arena = _Arena()
         self.number = 0
+        self.num_rounds = 0
         self.last_use: dict[Block, int] = {}
 
     def program(self, schedule: Schedule) -> Program:
-        self.last_use = _last_uses(schedule)
-        opening = self.copy_input(len(schedule)) if self.must_copy_input else ()
+        self.num_rounds, self.last_use = len(schedule), _last_uses(schedule)
+        opening = self.copy_input() if self.must_copy_input else ()
         steps = []
         for self.number, operations in enumerate(schedule):
             self.arena.forget(before_round=self.number)
@@ -206,9 +215,9 @@ class _Compiler:
             for other, home in self.home.items()
         )
 
-    def copy_input(self, num_rounds: int) -> tuple[Move, ...]:
+    def copy_input(self) -> tuple[Move, ...]:
         total = sum(place.num_elements for place in self.place.values())
-        copy = self.arena.take(total, last_round=num_rounds)
+        copy = self.arena.take(total, last_round=self.num_rounds)
         moves = []
         for block, place in self.place.items():
             self.place[block] = Region("scratch", copy.start + place.start, copy.start + place.stop)
@@ -217,10 +226,10 @@ class _Compiler:
 
     def take(self, blocks: Sequence[Block], last_round: int) -> list[Region]:
         """New scratch for the blocks, one behind the other."""
-        whole = self.arena.take(sum(self.sizes[block] for block in blocks), last_round)
-        extents = consecutive(range(len(blocks)), by_rank([self.sizes[b] for b in blocks]))
-        return [Region("scratch", whole.start + e.start, whole.start + e.stop)
-                for e in extents.values()]
+        sizes = [self.sizes[original(block, self.sizes)] for block in blocks]
+        start = self.arena.take(sum(sizes), last_round).start
+        extents = consecutive(range(len(blocks)), by_rank(sizes)).values()
+        return [Region("scratch", start + extent.start, start + extent.stop) for extent in extents]
 
     def last_round(self, blocks: Iterable[Block]) -> int:
         return max((self.last_use[block] for block in blocks), default=self.number)
@@ -306,12 +315,13 @@ class _Compiler:
         return region
 
     def copy(self, op: Operation, finishing: list[Move | Combine]) -> None:
-        self.sizes.update(zip(op.into, (self.sizes[block] for block in op.blocks), strict=True))
-        fresh = self.take(op.into, self.last_round(op.into))
-        for src, dst, region in zip(op.blocks, op.into, fresh, strict=True):
-            place = self.home.get(dst, region)
-            finishing.append(Move(self.place[src], place))
-            self.place[dst] = place
+        """Copy into fresh scratch, which no source can overlap; what ends at home goes there last.
+        """
+        places = [self.place[block] for block in op.blocks]
+        is_final = any(block in self.home for block in op.into)
+        fresh = self.take(op.into, self.num_rounds if is_final else self.last_round(op.into))
+        finishing += _merged(map(Move, places, fresh))
+        self.place.update(zip(op.into, fresh, strict=True))
 
 
 def _last_uses(schedule: Schedule) -> dict[Block, int]:

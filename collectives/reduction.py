@@ -34,8 +34,9 @@ class Operator:
 
 
 def _kind(dtype: np.dtype[Any]) -> str:
-    """NumPy's kind letter; bfloat16, which comes from ml_dtypes, counts as a float."""
-    return _FLOATS if is_bfloat16(dtype) else dtype.kind
+    """NumPy's kind letter; bfloat16 counts as a float, no other foreign dtype as anything."""
+    is_native = dtype.type.__module__ == "numpy"
+    return _FLOATS if is_bfloat16(dtype) else dtype.kind if is_native else "?"
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:

@@ -6,7 +6,7 @@ A block is any hashable name; both ends of a message must name the same blocks i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 Block = Hashable
@@ -48,12 +48,28 @@ def RecvReduce(peer: int, blocks: Iterable[Block], side: Side = "left") -> Opera
 
 
 def Copy(src: Iterable[Block], dst: Iterable[Block]) -> Operation:  # noqa: N802
-    """Give the values of the blocks `src` the names `dst` as well, after the round's messages."""
+    """Give the values of the blocks `src` the names `dst` as well, after the round's messages.
+
+    A name that the collective does not know is a pair (label, block), and stands for a value of the
+    size of that block: every rank can tell how long a message is from the names it carries.
+    """
     return Operation("copy", None, tuple(src), None, tuple(dst))
 
 
 class ScheduleError(Exception):
     """A schedule that does not do what its collective promises.  The message ends with the grid."""
+
+
+def original(block: Block, known: Container[Block]) -> Block:
+    """The block of the collective whose value a name may stand for: labels are taken off.
+
+    Raises KeyError for a name that leads to no known block.
+    """
+    while block not in known:
+        if not isinstance(block, tuple) or len(block) != 2:
+            raise KeyError(block)
+        block = block[1]
+    return block
 
 
 def outgoing(operations: Round) -> list[Operation]:

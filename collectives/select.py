@@ -39,7 +39,7 @@ def choose(
 ) -> Algorithm:
     """The algorithm to run.  Raises ValueError if the one named is unknown or cannot serve."""
     if name is not None:
-        return _checked(collective, name, size, operator)
+        return check(collective, name, size, operator)
     for largest, candidate in _RULES[collective]:
         algorithm = algorithms.info(collective, candidate)
         if num_bytes <= largest and _objection(algorithm, size, operator) is None:
@@ -54,7 +54,10 @@ def options(algorithm: Algorithm, num_bytes: int) -> dict[str, int]:
     return {"segments": min(max(1, -(-num_bytes // SEGMENT_BYTES)), _MAX_SEGMENTS)}
 
 
-def _checked(collective: str, name: str, size: int, operator: Operator | None) -> Algorithm:
+def check(
+    collective: str, name: str, size: int, operator: Operator | None = None
+) -> Algorithm:
+    """The algorithm of this name.  Raises ValueError if there is none or it cannot serve."""
     algorithm = algorithms.info(collective, name)
     if (objection := _objection(algorithm, size, operator)) is not None:
         raise ValueError(f"{collective} by {name} {objection}")

@@ -42,6 +42,7 @@ class Transport(Protocol):
     # Every started plan that has not completed, in all communicators of this rank: whoever waits
     # must keep all of them going, or two ranks that wait in different orders would wait for ever.
     in_flight: list[Plan]
+    failed: list[Plan]  # kept for ever: MPI may yet write into their buffers
 
     def exchange(self, sends: Parcels, receives: Parcels, tag: int, is_kept: bool) -> Exchange:
         """Prepare messages (peer, bytes); `is_kept`: they will be started many times."""
@@ -51,6 +52,9 @@ class Transport(Protocol):
 
     def split(self, ranks: Sequence[int] | None) -> Transport | None:
         """The same, called by every rank with the group it goes into, or None for none."""
+
+    def pause(self, deadline: float | None, num_tries: int) -> None:
+        """Nothing under way can go on just now: let time pass, at most until `deadline`."""
 
     def free(self) -> None:
         """Give back the communicator below, if it is ours."""

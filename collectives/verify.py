@@ -20,6 +20,7 @@ from collectives.schedule import (
     Side,
     grid,
     incoming,
+    original,
     outgoing,
 )
 from collectives.spec import SPECS, Case, holders
@@ -54,6 +55,7 @@ class _Run:
     def __init__(self, collective: str, case: Case, schedules: Sequence[Schedule]) -> None:
         self.collective, self.case, self.schedules = collective, case, schedules
         before = SPECS[collective].before
+        self.contributors = holders(collective, case)
         self.state: list[dict[Block, Value]] = [
             {block: ((rank, block),) for block in before(rank, case)} for rank in range(case.size)
         ]
@@ -136,15 +138,23 @@ class _Run:
         if len(op.blocks) != len(op.into):
             self.fail(rank, number, f"copies {len(op.blocks)} blocks to {len(op.into)} names")
         values = [self.held(rank, number, block) for block in op.blocks]
+        for src, dst in zip(op.blocks, op.into, strict=True):
+            if self.original(rank, number, src) != self.original(rank, number, dst):
+                self.fail(rank, number, f"copies block {src} to {dst}, a name of another size")
         self.state[rank].update(zip(op.into, values, strict=True))
+
+    def original(self, rank: int, number: int, block: Block) -> Block:
+        try:
+            return original(block, self.contributors)
+        except KeyError:
+            self.fail(rank, number, f"uses the name {block}, which stands for no block")
 
     def demand_promise(self, is_ordered: bool) -> None:
         """Every block due holds every contribution to it once, in rank order if promised."""
-        contributors = holders(self.collective, self.case)
         last = len(self.schedules[0]) - 1
         for rank, state in enumerate(self.state):
             for block in SPECS[self.collective].after(rank, self.case):
-                due = tuple((source, block) for source in contributors[block])
+                due = tuple((source, block) for source in self.contributors[block])
                 got = state.get(block, ())
                 if got != due and (is_ordered or sorted(got, key=repr) != sorted(due, key=repr)):
                     self.fail(rank, max(last, 0), f"block {block} ends as {got}, not {due}")

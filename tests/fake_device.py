@@ -44,7 +44,7 @@ def _refuse() -> Any:
 class FakeBackend:
     """Counts what crosses between host and device; combines on the device."""
 
-    name = "fake"
+    name = kind = "fake"
     is_host = False
 
     def __init__(self) -> None:
@@ -91,6 +91,9 @@ class FakeBackend:
         for device, host in pairs:
             device._memory.view(np.uint8)[...] = host
             self.bytes_to_device += host.size
+
+    def synchronize(self) -> None:
+        """Everything here happens at once."""
 
 
 BACKEND = FakeBackend()

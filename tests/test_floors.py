@@ -43,7 +43,7 @@ FLOORS = [
         "plan",
     ],
     ["monitor", "inproc", "mpi"],
-    ["communicator", "entry"],
+    ["session", "calls", "communicator", "entry"],
     ["launch"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]

