@@ -118,17 +118,35 @@ def call(comm: Communicator, job: Job, x: np.ndarray) -> Any:
         keywords["op"] = job.op
     if job.counts() is not None and job.collective not in ("broadcast", "reduce", "all_reduce"):
         keywords["counts"] = job.counts()
+    if job.is_in_place:
+        x, keywords["out"] = in_place(comm, job, x)
     if job.collective == "scatter" and comm.rank != job.root:
         x = None
-    if job.is_in_place and job.collective in ("all_reduce", "reduce", "all_to_all"):
-        fits = job.collective != "all_to_all" or x.shape == _received_shape(comm, job)
-        keywords["out"] = x if fits else None
     return getattr(comm, job.collective)(x, **keywords)
 
 
-def _received_shape(comm: Communicator, job: Job) -> tuple[int, ...]:
-    table = job.counts() or [even(job.rows, comm.size)] * comm.size
-    return (sum(row[comm.rank] for row in table), *job.tail)
+def in_place(comm: Communicator, job: Job, x: Any) -> tuple[Any, Any]:
+    """(x, out) that share memory where the collective can: the part is a slice of the whole."""
+    if job.collective in ("all_reduce", "reduce"):
+        return x, x
+    if job.collective == "all_to_all":
+        table = job.counts() or [even(job.rows, comm.size)] * comm.size
+        num_received = sum(row[comm.rank] for row in table)
+        return x, x if num_received == x.shape[0] else None
+    if job.collective == "reduce_scatter":
+        return x, rows_of(comm, x, job.counts() or even(job.rows, comm.size))
+    if job.collective in ("gather", "all_gather") and isinstance(x, np.ndarray):
+        whole = np.zeros((sum(job.rows), *job.tail), x.dtype)
+        mine = rows_of(comm, whole, job.rows)
+        mine[...] = x
+        return mine, whole
+    return x, None
+
+
+def rows_of(comm: Communicator, whole: Any, counts: Any) -> Any:
+    """This rank's rows."""
+    start = sum(counts[: comm.rank])
+    return whole[start : start + counts[comm.rank]]
 
 
 def same(got: Any, want: Any, what: object) -> None:

@@ -159,6 +159,98 @@ def a_collective_that_timed_out_can_still_complete(comm: Communicator) -> None:
     assert work.wait()[0] == comm.size
 
 
+def a_time_limit_is_heeded_wherever_it_is_given(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    comm.barrier()
+    if comm.rank == 0:
+        limited = comm.recv(np.empty(1), 1, tag=1, async_op=True, timeout=0.05)
+        with pytest.raises(collectives.CollectiveTimeout):
+            limited.wait()
+        comm.timeout = 0.05
+        plan = comm.plan.recv(np.empty(1), 1, tag=2)
+        with pytest.raises(collectives.CollectiveTimeout):
+            plan.run()
+        comm.timeout = None
+    comm.barrier()
+    if comm.rank == 1:
+        comm.send(np.ones(1), 0, tag=1)
+        comm.send(np.ones(1), 0, tag=2)
+    if comm.rank == 0:
+        assert limited.wait(timeout=30)[0] == 1
+        assert plan.wait(timeout=30)[0] == 1
+        plan.free()
+
+
+def a_blocking_call_that_timed_out_is_not_lost(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    x = np.zeros(1)
+    comm.barrier()
+    if comm.rank == 0:
+        with pytest.raises(collectives.CollectiveTimeout) as error:
+            comm.recv(x, 1, timeout=0.05)
+    comm.barrier()
+    if comm.rank == 1:
+        comm.send(np.ones(1), 0)
+    if comm.rank == 0:
+        assert error.value.work.wait() is x
+        assert x[0] == 1
+
+
+def refused_calls_do_not_count(comm: Communicator) -> None:
+    # Every rank makes another number of mistakes; the next call of all meets all the same.
+    mistakes = [
+        lambda: comm.reduce(np.ones(1), root=99),
+        lambda: comm.all_reduce([1]),
+        lambda: comm.reduce_scatter(np.ones(2), counts=[1]),
+        lambda: comm.broadcast(np.ones(1), algorithm="none"),
+    ]
+    for mistake in mistakes[: comm.rank % 5]:
+        with pytest.raises((TypeError, ValueError)):
+            mistake()
+    assert comm.all_reduce(np.array([1]))[0] == comm.size
+
+
+def a_freed_plan_cannot_run(comm: Communicator) -> None:
+    plan = comm.plan.all_reduce(np.ones(1))
+    plan.run()
+    plan.free()
+    with pytest.raises(RuntimeError, match="was freed"):
+        plan.run()
+
+
+def a_plan_of_strided_input_is_refused(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match="must be C-contiguous"):
+        comm.plan.all_reduce(np.ones(8)[::2])
+    with pytest.raises(ValueError, match="must be C-contiguous"):
+        comm.plan.all_gather(np.asfortranarray(np.ones((2, 3))))
+
+
+def a_failure_belongs_to_the_call_that_failed(comm: Communicator) -> None:
+    if comm.size not in (2, 4, 8):  # there every rank fails in the first round and none waits on
+        return
+    good = comm.all_reduce(np.array([1]), async_op=True)
+    with np.errstate(over="raise"):
+        bad = comm.all_reduce(np.array([1e300]), "prod", async_op=True)
+        assert good.wait()[0] == comm.size
+        with pytest.raises(FloatingPointError):
+            bad.wait()
+    for _ in range(2):
+        with pytest.raises(FloatingPointError):
+            bad.wait()
+        with pytest.raises(FloatingPointError):
+            bad.test()
+    assert comm.all_reduce(np.array([1]))[0] == comm.size
+
+
+def header_and_data_never_meet(comm: Communicator) -> None:
+    # The root announces, the others expect nothing of the kind: 256 bytes all the same.
+    x = np.arange(32.0)
+    got = comm.broadcast(x, out=None if comm.rank == 0 else np.empty(32))
+    assert np.array_equal(got, x)
+
+
 def recording_sees_every_rank(comm: Communicator) -> None:
     with comm.record() as ledger, collectives.phase("here"):
         comm.all_reduce(np.zeros(1003, np.uint8), algorithm="ring")
@@ -181,5 +273,11 @@ SCENARIOS = [
     a_barrier_waits_for_the_last,
     a_timeout_names_whom_it_waited_for,
     a_collective_that_timed_out_can_still_complete,
+    a_time_limit_is_heeded_wherever_it_is_given,
+    a_blocking_call_that_timed_out_is_not_lost,
+    refused_calls_do_not_count,
+    a_freed_plan_cannot_run,
+    a_plan_of_strided_input_is_refused,
+    a_failure_belongs_to_the_call_that_failed,
     recording_sees_every_rank,
 ]

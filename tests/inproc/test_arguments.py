@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -96,6 +97,22 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
     "a subgroup with a twin": (ValueError, "twice", lambda c: c.subgroup([c.rank, c.rank])),
     "a negative color": (ValueError, "negative", lambda c: c.split(-2)),
     "an asynchronous plan": (TypeError, "start", lambda c: c.plan.all_reduce(X, async_op=True)),
+    "a time limit that is text": (TypeError, "timeout must be", lambda c: c.barrier(timeout="5")),
+    "a time limit of nan": (ValueError, "timeout", lambda c: c.all_reduce(X, timeout=float("nan"))),
+    "a negative time limit": (ValueError, "timeout", lambda c: c.barrier(timeout=-1)),
+    "a color beyond 64 bits": (ValueError, "64 bits", lambda c: c.split(2**70)),
+    "a ragged table": (ValueError, "entries for 3 ranks",
+                       lambda c: c.all_to_all(X, counts=[[1, 2, 3], [4, 5], [6, 7, 8]])),
+    "a foreign float": (TypeError, "'sum' is not defined for dtype float8_e5m2",
+                        lambda c: c.all_reduce(np.ones(3, ml_dtypes.float8_e5m2))),
+    "broadcast into a list": (TypeError, "x must be",
+                              lambda c: c.broadcast([1.0], root=(c.rank + 1) % P)),
+    "broadcast into a strided array": (ValueError, "C-contiguous",
+                                       lambda c: c.broadcast(X[::2], root=(c.rank + 1) % P)),
+    "scatter into a 0-d array": (ValueError, "0-d array has none",
+                                 lambda c: c.scatter(out=np.array(1.0), root=(c.rank + 1) % P)),
+    "all-to-all into a list": (TypeError, "out must be",
+                               lambda c: c.all_to_all(X, counts=[2, 2, 2], out=[1])),
     "broadcast into a string": (TypeError, "out must be", lambda c: c.broadcast(X, out="y")),
 }
 
@@ -103,6 +120,36 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_input_is_refused_before_anything_is_sent(what: str) -> None:
     refused(*WRONG[what])
+
+
+ARRAY_CALLS = [
+    "broadcast", "scatter", "gather", "reduce", "reduce_scatter", "all_gather", "all_reduce",
+    "all_to_all",
+]  # fmt: skip
+WRONG_EVERYWHERE: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "unknown algorithm": (ValueError, "unknown algorithm 'none'", {"algorithm": "none"}),
+    "time limit": (TypeError, "timeout must be", {"timeout": "1"}),
+    "output": (TypeError, "out must be", {"out": "y"}),
+    "input": (TypeError, "must be a NumPy or CuPy array", {"x": "x"}),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_EVERYWHERE)
+@pytest.mark.parametrize("collective", ARRAY_CALLS)
+def test_every_collective_refuses(collective: str, what: str) -> None:
+    error, sentence, keywords = WRONG_EVERYWHERE[what]
+    rooted = collective in ("broadcast", "scatter", "gather", "reduce")
+
+    def call(comm: Communicator) -> Any:
+        arguments = {"x": X} | ({"root": comm.rank} if rooted else {}) | keywords
+        return getattr(comm, collective)(**arguments)
+
+    refused(error, sentence, call)
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "scatter"])
+def test_a_plan_that_is_refused_sends_no_header(collective: str) -> None:
+    refused(TypeError, "start", lambda c: getattr(c.plan, collective)(X, async_op=True))
 
 
 def served(want: Any, call: Call) -> None:

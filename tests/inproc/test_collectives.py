@@ -46,7 +46,7 @@ def jobs(draw: Any) -> Job:
     if collective in ("gather", "all_gather") or (
         collective in ("scatter", "reduce_scatter", "all_to_all") and draw(st.booleans())
     ):
-        rows = tuple(draw(st.lists(st.integers(0, 200), min_size=size, max_size=size)))
+        rows = tuple(draw(st.lists(st.integers(0, 1000), min_size=size, max_size=size)))
     op = draw(st.sampled_from(sorted(OPS))) if collective in REDUCTIONS else "sum"
     return Job(
         collective,

@@ -43,6 +43,75 @@ def test_ranks_that_wait_in_a_circle_are_told_at_once() -> None:
         collectives.run(body, 3)
 
 
+def test_a_circle_is_noticed_with_several_calls_under_way() -> None:
+    def body(comm: Communicator) -> None:
+        peer = (comm.rank + 1) % comm.size
+        works = [comm.recv(np.empty(1), peer, tag=tag, async_op=True) for tag in (1, 2)]
+        for work in works:
+            work.wait()
+
+    with pytest.raises(collectives.CollectiveMismatch, match="deadlock"):
+        collectives.run(body, 3, timeout=20)
+
+
+def test_an_error_frees_ranks_that_have_several_calls_under_way() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise KeyError("mine")
+        works = [comm.all_reduce(np.ones(3), async_op=True) for _ in range(2)]
+        works[0].wait()
+
+    begin = time.perf_counter()
+    with pytest.raises(KeyError, match="mine"):
+        collectives.run(body, 3)
+    assert time.perf_counter() - begin < 5
+
+
+def test_the_first_error_is_raised_though_another_rank_never_ends() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise KeyError("mine")
+        time.sleep(3)
+
+    with pytest.raises(KeyError, match="mine"):
+        collectives.run(body, 2, timeout=0.5)
+
+
+def test_waiting_with_a_time_limit_is_no_deadlock() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(collectives.CollectiveTimeout):
+                comm.recv(np.empty(1), 1, timeout=0.1)
+            comm.send(np.ones(1), 1)
+        else:
+            comm.recv(np.empty(1), 0)
+
+    collectives.run(body, 2, timeout=20)
+
+
+def test_mail_is_cleared_away() -> None:
+    def body(comm: Communicator) -> int:
+        for _ in range(20):
+            comm.all_reduce(np.ones(5), algorithm="ring")
+        comm.barrier()
+        return len(comm._session.transport.world.mail)
+
+    assert min(collectives.run(body, 3)) == 0
+
+
+def test_a_mismatch_is_raised_by_the_call_that_mismatched() -> None:
+    def body(comm: Communicator) -> None:
+        good = comm.all_reduce(np.ones(4), async_op=True)
+        bad = comm.all_reduce(np.ones(3 + comm.rank), async_op=True)
+        assert good.wait()[0] == comm.size
+        with pytest.raises(collectives.CollectiveMismatch, match="same call"):
+            bad.wait()
+        with pytest.raises(collectives.CollectiveMismatch):
+            bad.wait()
+
+    collectives.run(body, 2, timeout=20)
+
+
 def test_a_rank_that_left_early_is_noticed() -> None:
     def body(comm: Communicator) -> None:
         if comm.rank:

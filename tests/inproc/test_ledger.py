@@ -131,6 +131,22 @@ def test_each_run_of_a_plan_is_a_call() -> None:
     assert recorded(body).summary(by=("collective",))[("all_reduce",)].calls == 3
 
 
+def test_every_message_of_a_user_is_a_call() -> None:
+    def body(comm: Communicator) -> None:
+        for _ in range(5):
+            comm.send_recv(np.zeros(1), (comm.rank + 1) % P, (comm.rank - 1) % P)
+
+    assert recorded(body).summary(by=("collective",))[("send_recv",)].calls == 5
+
+
+def test_calls_of_groups_with_the_same_members_are_told_apart() -> None:
+    def body(comm: Communicator) -> None:
+        for _ in range(2):
+            comm.subgroup(range(P)).all_reduce(np.zeros(1))
+
+    assert recorded(body).summary(by=("collective",))[("all_reduce",)].calls == 2
+
+
 def test_what_gather_sends_for_itself_is_labelled() -> None:
     def body(comm: Communicator) -> Any:
         with comm.record() as outer:

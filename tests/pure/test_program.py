@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.program import Combine, Message, Move, Program, Region, Step, compile_program
+from collectives.layout import consecutive
+from collectives.program import (
+    Combine,
+    Message,
+    Move,
+    Program,
+    Region,
+    Step,
+    _Compiler,
+    compile_program,
+)
+from collectives.schedule import Copy, Recv, Schedule, Send
 
 
 def moves(program: Program) -> list[Move]:
@@ -90,3 +101,44 @@ def test_every_message_of_the_schedule_is_sent_even_if_empty() -> None:
     program = compile_program("all_reduce", "ring", 0, 4, 0, 2)
     assert [count for _, _, count in program.sent()].count(0) > 0
     assert len(program.sent()) == 6
+
+
+def compiled(schedule: Schedule, before: list[int], after: list[int]) -> Program:
+    """A schedule of our own, on blocks of 1, 2, 3 elements."""
+    sizes = {0: 1, 1: 2, 2: 3}
+    places = consecutive(before, sizes), consecutive(after, sizes)
+    return _Compiler(sizes, *places, "none").program(schedule)
+
+
+def result(program: Program, memory: list[str], num_output: int) -> list[str]:
+    """What the output holds after the moves of a program that sends nothing."""
+    buffers = {"input": memory, "output": ["?"] * num_output}
+    buffers["scratch"] = ["?"] * program.num_scratch
+    for src, dst in moves_in_order(program):
+        values = buffers[src.buffer][src.start : src.stop]
+        buffers[dst.buffer][dst.start : dst.stop] = values
+    return buffers["output"]
+
+
+def moves_in_order(program: Program) -> list[Move]:
+    finishing = [action for step in program.steps for action in step.finishing]
+    return [*program.opening, *finishing, *program.closing]
+
+
+def test_copies_made_at_once_read_before_they_write() -> None:
+    swap = Copy([("a", 1), ("b", 1)], [("b", 1), ("a", 1)])
+    name = Copy([1, 1], [("a", 1), ("b", 1)])
+    back = Copy([("b", 1)], [1])
+    program = compiled([(name,), (swap,), (back,)], [0, 1], [1])
+    assert result(program, ["x", "y", "z"], 2) == ["y", "z"]
+
+
+def test_a_copied_result_outlives_later_scratch() -> None:
+    rounds = [(Copy([0], [("n", 0)]),), (Copy([2], [("m", 2)]),), (Copy([("n", 0)], [0]),), ()]
+    program = compiled([*rounds, (Copy([("m", 2)], [2]),)], [0, 2], [0, 2])
+    assert result(program, ["x", "p", "q", "r"], 4) == ["x", "p", "q", "r"]
+
+
+def test_a_name_made_by_another_rank_has_the_size_of_its_block() -> None:
+    program = compiled([(Recv(1, [("n", 2)]),), (Send(1, [("n", 2)]),)], [], [])
+    assert [count for _, _, count in program.sent()] == [3]

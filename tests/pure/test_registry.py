@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
 from collectives import algorithms
-from collectives.algorithms import Formula
+from collectives.algorithms import Algorithm, Formula
 from collectives.layout import even
 from collectives.program import block_sizes
 from collectives.schedule import Schedule, incoming, outgoing
@@ -27,28 +28,37 @@ def carried(schedule: Schedule, pick, sizes) -> list[int]:
     return [sum(sizes[b] for b in op.blocks) for ops in schedule for op in pick(ops)]
 
 
+def count(algorithm: Algorithm, size: int, root: int | None, segments: int) -> None:
+    """Count the schedules of all ranks against the formulas."""
+    collective, options = algorithm.collective, {"segments": segments} if algorithm.options else {}
+    n = 0 if collective == "barrier" else size * segments
+    case = Case(size, root or 0, algorithm.num_pieces(size, options))
+    sizes = block_sizes(collective, counts(collective, size, n), case)
+    schedules = [algorithm.schedule(rank, size, root, **options) for rank in range(size)]
+    sent = [carried(schedule, outgoing, sizes) for schedule in schedules]
+    received = [carried(schedule, incoming, sizes) for schedule in schedules]
+    at = {"p": size, "n": n, "segments": segments}
+    assert algorithm.rounds(**at) == len(schedules[0])
+    assert algorithm.messages(**at) == sum(map(len, sent))
+    assert algorithm.total(**at) == sum(map(sum, sent))
+    assert algorithm.busiest(**at) == max(map(sum, sent + received))
+
+
 @pytest.mark.parametrize("segments", [1, 4])
 @pytest.mark.parametrize(("collective", "name"), EVERY)
 def test_formulas_agree_with_counting(collective: str, name: str, segments: int) -> None:
     algorithm = algorithms.info(collective, name)
-    options = {"segments": segments} if algorithm.options else {}
     for size in filter(algorithm.serves, range(1, 65)):
-        n = 0 if collective == "barrier" else size * segments
-        case = Case(size, 0, algorithm.num_pieces(size, options))
-        sizes = block_sizes(collective, counts(collective, size, n), case)
-        schedules = [algorithm.schedule(rank, size, **options) for rank in range(size)]
-        sent = [carried(schedule, outgoing, sizes) for schedule in schedules]
-        received = [carried(schedule, incoming, sizes) for schedule in schedules]
-        at = {"p": size, "n": n, "segments": segments}
-        assert algorithm.rounds(**at) == len(schedules[0])
-        assert algorithm.messages(**at) == sum(map(len, sent))
-        assert algorithm.total(**at) == sum(map(sum, sent))
-        assert algorithm.busiest(**at) == max(map(sum, sent + received))
+        for root in {0, size // 3} if SPECS[collective].is_rooted else {None}:
+            count(algorithm, size, root, segments)
 
 
-def test_a_wrong_formula_would_be_noticed() -> None:
-    right = algorithms.info("all_reduce", "ring").rounds
-    assert any(right(p=p) != Formula("2 * p")(p=p) for p in range(1, 65))
+@pytest.mark.parametrize("wrong", ["rounds", "messages", "busiest", "total"])
+def test_a_wrong_formula_is_noticed(wrong: str) -> None:
+    right = algorithms.info("all_reduce", "ring")
+    count(right, 5, None, 1)
+    with pytest.raises(AssertionError):
+        count(replace(right, **{wrong: Formula(f"{getattr(right, wrong)} + 1")}), 5, None, 1)
 
 
 def test_formulas_are_exact() -> None:
