@@ -1,7 +1,8 @@
 """The record of what was sent.
 
-A program knows its messages before it runs, so recording a call is appending one entry; the rows
-are made when somebody asks for them.  Bytes are payload bytes of point-to-point messages.
+A program knows its messages before it runs, so recording a call is appending one entry when it
+begins; the rows are made when somebody asks for them.  Bytes are payload bytes of point-to-point
+messages.
 """
 
 from __future__ import annotations
