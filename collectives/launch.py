@@ -186,7 +186,10 @@ def _wait(job: subprocess.Popen[bytes], board: Path, timeout: float | None) -> t
         if not failed and (failed := _reported(board)):
             limit = min(limit, time.monotonic() + _PATIENCE)
         time.sleep(_POLL)
-    return _shell_status(job.returncode) or _reported(board), False
+    ended, failed = _shell_status(job.returncode), _reported(board)
+    # An mpirun that was killed (Open MPI 5's can crash on a rank that ends while connecting to it)
+    # says nothing of the ranks; what one of them has reported does.
+    return (failed or ended) if job.returncode < 0 else (ended or failed), False
 
 
 def _tether() -> list[str]:

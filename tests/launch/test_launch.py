@@ -297,3 +297,13 @@ def test_a_wrong_command_line_is_explained(
 def test_a_job_of_nothing_is_refused(size: int, command: list[str]) -> None:
     with pytest.raises(ValueError, match="at least one rank and a script"):
         launch(size, command)
+
+
+@pytest.mark.parametrize(("report", "status"), [("3", 3), (None, 128 + signal.SIGSEGV)])
+def test_what_a_rank_reported_counts_when_mpirun_itself_crashed(
+    report: str | None, status: int, tmp_path: Path
+) -> None:
+    if report is not None:
+        (tmp_path / report).touch()
+    crash = subprocess.Popen(["sh", "-c", "kill -SEGV $$"])
+    assert launcher._wait(crash, tmp_path, timeout=10) == (status, False)
