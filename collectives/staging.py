@@ -10,33 +10,19 @@ from collections.abc import Sequence
 from collectives.arrays import Array, Backend, Bytes
 from collectives.transport import Exchange, Transport
 
+Pairs = Sequence[tuple[Array, Bytes]]
+
 
 class StagedExchange:
     """Brings what is sent to the host, exchanges it there, and brings what came to the device."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        transport: Transport,
-        sends: Sequence[tuple[int, Array]],
-        receives: Sequence[tuple[int, Array]],
-        tag: int,
-        is_kept: bool,
-    ) -> None:
-        self._backend = backend
-        self._outgoing, host_sends = self._mirrored(sends)
-        self._arriving, host_receives = self._mirrored(receives)
-        self._inner: Exchange = transport.exchange(host_sends, host_receives, tag, is_kept)
+    def __init__(self, backend: Backend, inner: Exchange, leaving: Pairs, arriving: Pairs) -> None:
+        self._backend, self._inner = backend, inner
+        self._leaving, self._arriving = leaving, arriving
         self._is_active = False
 
-    def _mirrored(
-        self, parcels: Sequence[tuple[int, Array]]
-    ) -> tuple[list[tuple[Array, Bytes]], list[tuple[int, Bytes]]]:
-        pairs = [(array, self._backend.host_buffer(array)) for _, array in parcels]
-        return pairs, [(peer, host) for (peer, _), (_, host) in zip(parcels, pairs, strict=True)]
-
     def start(self) -> None:
-        self._backend.to_host(self._outgoing)
+        self._backend.to_host(self._leaving)
         self._inner.start()
         self._is_active = True
 
@@ -68,10 +54,14 @@ def prepare(
     is_kept: bool,
 ) -> Exchange:
     """An exchange of flat arrays: directly from host memory, staged from anywhere else."""
-    if not backend.is_host:
-        return StagedExchange(backend, transport, sends, receives, tag, is_kept)
-    out, into = (
-        [(peer, backend.host_buffer(array)) for peer, array in parcels]
-        for parcels in (sends, receives)
+    leaving = [(array, backend.host_buffer(array)) for _, array in sends]
+    arriving = [(array, backend.host_buffer(array)) for _, array in receives]
+    exchange = transport.exchange(
+        [(peer, host) for (peer, _), (_, host) in zip(sends, leaving, strict=True)],
+        [(peer, host) for (peer, _), (_, host) in zip(receives, arriving, strict=True)],
+        tag,
+        is_kept,
     )
-    return transport.exchange(out, into, tag, is_kept)
+    if backend.is_host:
+        return exchange
+    return StagedExchange(backend, exchange, leaving, arriving)
