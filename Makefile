@@ -27,6 +27,7 @@ test: $(READY) ## run the tests
 
 lint: $(READY) ## check style and types
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check --quiet .
 	$(RUN) -m mypy
 
 docs: $(READY) ## write the generated tables anew (ARGS=--check only compares)

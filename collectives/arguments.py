@@ -47,9 +47,7 @@ def writable(x: object, what: str) -> tuple[Backend, Array]:
     return backend, x
 
 
-def result(
-    out: object, backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> Array:
+def result(out: object, backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """`out` if it fits exactly, or a new array if it is None."""
     if out is None:
         return backend.empty(shape, dtype)
@@ -133,4 +131,3 @@ def aliasing(backend: Backend, source: Array, result: Array) -> int | Literal["n
         return "none"
     offset, rest = divmod(out_start - start, source.dtype.itemsize)
     return "odd" if rest else offset
-

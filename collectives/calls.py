@@ -373,9 +373,7 @@ class Calls:
             raise ValueError(f"rank {number} would wait for itself; send_recv can serve that")
         return number
 
-    def _to_broadcast(
-        self, x: object, out: Array | None, root: int, options: Options
-    ) -> Arrays:
+    def _to_broadcast(self, x: object, out: Array | None, root: int, options: Options) -> Arrays:
         """The arrays of a broadcast's root, which announces what comes unless all have `out`."""
         backend, source = self._readable(x)
         if out is not None:
@@ -385,9 +383,7 @@ class Calls:
         self._session.announce(head, root, 0, options.timeout)
         return Arrays(backend, source, source)
 
-    def _to_be_broadcast(
-        self, x: object, out: Array | None, root: int, options: Options
-    ) -> Arrays:
+    def _to_be_broadcast(self, x: object, out: Array | None, root: int, options: Options) -> Arrays:
         """The arrays of another rank: `out`, `x` if it is what the header says, or a new one."""
         if out is not None:
             backend, target = arguments.writable(out, "out")

@@ -75,9 +75,7 @@ class World:
             self.failure = self.failure or failure
             self.changed.notify_all()
 
-    def wait_for_any(
-        self, rank: int, addresses: Sequence[Address], deadline: float | None
-    ) -> bool:
+    def wait_for_any(self, rank: int, addresses: Sequence[Address], deadline: float | None) -> bool:
         """Wait until mail is at one of the addresses; False if the deadline came first."""
         with self.changed:
             if deadline is None:  # with a deadline it will go on by itself
@@ -252,7 +250,9 @@ def run_threads(
 
 
 def _join(
-    threads: Sequence[threading.Thread], world: World, errors: Sequence[BaseException],
+    threads: Sequence[threading.Thread],
+    world: World,
+    errors: Sequence[BaseException],
     timeout: float | None,
 ) -> None:
     """Wait for all threads; once one has failed, only a moment longer for the others to notice."""

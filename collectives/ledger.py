@@ -88,8 +88,16 @@ class Entry:
         call, ranks = self.call, self.ranks
         for number, dst, num_bytes in call.sent:
             dst = dst if ranks is None else ranks[dst]
-            yield Row(self.phase, call.collective, call.algorithm, call.number,
-                      number, self.src, dst, num_bytes)
+            yield Row(
+                self.phase,
+                call.collective,
+                call.algorithm,
+                call.number,
+                number,
+                self.src,
+                dst,
+                num_bytes,
+            )
 
 
 class Ledger:

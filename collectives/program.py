@@ -315,8 +315,7 @@ class _Compiler:
         return region
 
     def copy(self, op: Operation, finishing: list[Move | Combine]) -> None:
-        """Copy into fresh scratch, which no source can overlap; what ends at home goes there last.
-        """
+        """Copy into fresh scratch, which no source can overlap; what ends at home moves last."""
         places = [self.place[block] for block in op.blocks]
         is_final = any(block in self.home for block in op.into)
         fresh = self.take(op.into, self.num_rounds if is_final else self.last_round(op.into))

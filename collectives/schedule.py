@@ -89,9 +89,7 @@ def _cell(operations: Round) -> str:
     """Text of one cell: `>3:0,1` sends blocks 0 and 1 to rank 3; `<` receives, `+` reduces."""
 
     def names(blocks: Sequence[Block]) -> str:
-        return ",".join(
-            "".join(map(str, b)) if isinstance(b, tuple) else str(b) for b in blocks
-        )
+        return ",".join("".join(map(str, b)) if isinstance(b, tuple) else str(b) for b in blocks)
 
     words = [
         f"={names(op.blocks)}:{names(op.into)}"

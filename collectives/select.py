@@ -54,9 +54,7 @@ def options(algorithm: Algorithm, num_bytes: int) -> dict[str, int]:
     return {"segments": min(max(1, -(-num_bytes // SEGMENT_BYTES)), _MAX_SEGMENTS)}
 
 
-def check(
-    collective: str, name: str, size: int, operator: Operator | None = None
-) -> Algorithm:
+def check(collective: str, name: str, size: int, operator: Operator | None = None) -> Algorithm:
     """The algorithm of this name.  Raises ValueError if there is none or it cannot serve."""
     algorithm = algorithms.info(collective, name)
     if (objection := _objection(algorithm, size, operator)) is not None:

@@ -65,9 +65,7 @@ def _at_root(blocks: BlocksOf) -> BlocksOf:
 
 SPECS: dict[str, Spec] = {
     "broadcast": Spec(_at_root(_pieces), _pieces, is_rooted=True, has_pieces=True),
-    "reduce": Spec(
-        _pieces, _at_root(_pieces), is_rooted=True, is_reduction=True, has_pieces=True
-    ),
+    "reduce": Spec(_pieces, _at_root(_pieces), is_rooted=True, is_reduction=True, has_pieces=True),
     "all_reduce": Spec(_pieces, _pieces, is_reduction=True, has_pieces=True),
     "scatter": Spec(_at_root(_all_ranks), _own, is_rooted=True),
     "gather": Spec(_own, _at_root(_all_ranks), is_rooted=True),

@@ -29,9 +29,7 @@ Value = tuple[tuple[int, Block], ...]
 Messages = dict[tuple[int, int], "deque[tuple[tuple[Block, ...], list[Value]]]"]
 
 
-def verify(
-    collective: str, name: str, size: int, root: int | None = None, **options: int
-) -> None:
+def verify(collective: str, name: str, size: int, root: int | None = None, **options: int) -> None:
     """Prove a registered algorithm for `size` ranks and `root`, or raise `ScheduleError`."""
     algorithm = algorithms.info(collective, name)
     schedules = [algorithm.schedule(rank, size, root, **options) for rank in range(size)]
@@ -68,8 +66,9 @@ class _Run:
         lengths = [len(schedule) for schedule in self.schedules]
         for rank, length in enumerate(lengths):
             if length != lengths[0]:
-                self.fail(rank, min(length, lengths[0]),
-                          f"has {length} rounds, rank 0 has {lengths[0]}")
+                self.fail(
+                    rank, min(length, lengths[0]), f"has {length} rounds, rank 0 has {lengths[0]}"
+                )
         return lengths[0]
 
     def round(self, number: int) -> None:

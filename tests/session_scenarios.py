@@ -58,8 +58,11 @@ def split_leaves_out_ranks_without_color(comm: Communicator) -> None:
 
 
 def subgroups_may_overlap_in_time(comm: Communicator) -> None:
-    pair = comm.subgroup([comm.rank ^ 1, comm.rank][:: 1 if comm.rank % 2 else -1]) \
-        if comm.rank ^ 1 < comm.size else comm.subgroup([comm.rank])
+    pair = (
+        comm.subgroup([comm.rank ^ 1, comm.rank][:: 1 if comm.rank % 2 else -1])
+        if comm.rank ^ 1 < comm.size
+        else comm.subgroup([comm.rank])
+    )
     everyone = comm.subgroup(range(comm.size))
     works = [g.all_reduce(np.array([1.0]), async_op=True) for g in (everyone, pair, comm)]
     assert [w.wait()[0] for w in reversed(works)] == [comm.size, pair.size, comm.size]

@@ -104,8 +104,11 @@ def breaches(path: Path) -> list[str]:
     return found
 
 
-CORE = [path for path in sorted((ROOT / "collectives").rglob("*.py"))
-        if path != ROOT / "collectives" / "__init__.py"]
+CORE = [
+    path
+    for path in sorted((ROOT / "collectives").rglob("*.py"))
+    if path != ROOT / "collectives" / "__init__.py"
+]
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: f"collectives/{name_of(path)}")

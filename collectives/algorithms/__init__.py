@@ -3,6 +3,8 @@
     names("all_reduce")                                the names, in the order of the file
     info("all_reduce", "ring")                         restrictions, formulas, source
     schedule("all_reduce", "ring", rank=2, size=5)     the rounds of one rank
+
+Nothing here knows bytes, buffers, offsets, arrays or MPI.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ Ranks = Literal["any", "power of two"]
 Function = TypeVar("Function", bound=Callable[..., Iterator[Round]])
 
 
-
 class Formula:
     """A closed formula, written as an expression and evaluated in exact arithmetic.
 
@@ -93,17 +92,13 @@ class Algorithm:
         """How many pieces the vector is cut into."""
         return int(self.pieces(p=size, segments=options.get("segments", 1)))
 
-    def schedule(
-        self, rank: int, size: int, root: int | None = None, **options: int
-    ) -> Schedule:
+    def schedule(self, rank: int, size: int, root: int | None = None, **options: int) -> Schedule:
         """The rounds of one rank.  Raises ValueError for what the algorithm cannot serve."""
         self._check(rank, size, root, options)
         where = {"root": root or 0} if SPECS[self.collective].is_rooted else {}
         return list(self.function(rank, size, **where, **options))
 
-    def _check(
-        self, rank: int, size: int, root: int | None, options: Mapping[str, int]
-    ) -> None:
+    def _check(self, rank: int, size: int, root: int | None, options: Mapping[str, int]) -> None:
         label = f"{self.collective}.{self.name}"
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"{label}: there is no rank {rank} among {size} ranks")

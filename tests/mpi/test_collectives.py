@@ -77,8 +77,16 @@ def test_random_jobs(world: Communicator, data: st.DataObject) -> None:
     op = data.draw(st.sampled_from(sorted(OPS))) if collective in REDUCTIONS else "sum"
     root = data.draw(st.integers(0, size - 1)) if collective in ROOTED else 0
     num_rows, is_even = data.draw(st.integers(0, 1000)), data.draw(st.booleans())
-    perform(world, Job(
-        collective, algorithm, size, random_rows(collective, size, num_rows, is_even),
-        dtype=data.draw(st.sampled_from(OPS[op] if collective in REDUCTIONS else DTYPES)),
-        op=op, root=root, is_in_place=data.draw(st.booleans()),
-    ))
+    perform(
+        world,
+        Job(
+            collective,
+            algorithm,
+            size,
+            random_rows(collective, size, num_rows, is_even),
+            dtype=data.draw(st.sampled_from(OPS[op] if collective in REDUCTIONS else DTYPES)),
+            op=op,
+            root=root,
+            is_in_place=data.draw(st.booleans()),
+        ),
+    )
