@@ -6,11 +6,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from rich import box
-from rich.console import Console
-from rich.measure import Measurement
-from rich.progress import Progress
-from rich.table import Table
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.progress import Progress
+    from rich.table import Table
+except ImportError as error:
+    raise ImportError(
+        "tables and progress are shown with rich: pip install 'ring-collectives[bench]'"
+    ) from error
 
 from parallel.traffic import TrafficRow, TrafficTable
 

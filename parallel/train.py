@@ -18,9 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeAlias
-
-from rich.console import Console
+from typing import TYPE_CHECKING, TypeAlias
 
 import collectives
 from collectives import Communicator
@@ -29,6 +27,9 @@ from parallel.data import DataParallel, Serial
 from parallel.nn import Model, byte_model, num_elements
 from parallel.show import console_of, print_traffic, progress
 from parallel.traffic import TrafficMismatch, TrafficTable, Witness
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Phase: TypeAlias = Callable[[str], AbstractContextManager[None]]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from parallel.data import DataParallel
 from parallel.show import console_of
 from parallel.train import Training, parser
 
+ROOT = Path(__file__).parent.parent.parent
 TEXT = argparse.__file__  # a hundred thousand bytes or so, quickly read
 SMALL = ["--text", TEXT, "--hidden", "8", "--context", "4", "--batch", "9", "--steps", "3"]
 
@@ -114,3 +117,12 @@ def test_traffic_that_differs_is_status_1(
 def test_refusals(words: list[str], ranks: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         losses(*words, ranks=ranks)
+
+
+def test_without_rich_one_sentence_says_what_to_install() -> None:
+    program = "import sys; sys.modules['rich'] = None; import parallel; import parallel.train"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert "pip install 'ring-collectives[bench]'" in done.stderr
+    assert "parallel/train.py" in done.stderr  # `import parallel` alone needs no rich
