@@ -121,8 +121,12 @@ def small_integer(value: object, what: str) -> int:
     return number
 
 
-def aliasing(backend: Backend, source: Array, result: Array) -> int | Literal["none", "odd"]:
+def aliasing(
+    backend: Backend, source: Array | None, result: Array | None
+) -> int | Literal["none", "odd"]:
     """Where the output lies in memory relative to the input; see `compile_program`."""
+    if source is None or result is None:
+        return "none"
     if source is result:
         return 0
     start, stop = backend.extent(source)

@@ -388,12 +388,11 @@ class Calls:
         if out is not None:
             backend, target = arguments.writable(out, "out")
             return Arrays(backend, None, target)
-        if x is not None:
-            arguments.writable(x, "x")
+        given = None if x is None else arguments.writable(x, "x")
         head = self._session.announce(None, root, 0, options.timeout)
-        if x is None:
+        if given is None:
             return _new(head, head.shape)
-        backend, target = arguments.writable(x, "x")
+        backend, target = given
         if target.dtype != head.dtype or tuple(target.shape) != head.shape:
             raise ValueError(
                 f"x is {target.dtype} of shape {tuple(target.shape)}, "

@@ -45,7 +45,8 @@ def wrap(comm: MPI.Intracomm, *, timeout: float | None = None) -> Communicator:
 
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"wrap needs an mpi4py intracommunicator, not {type(comm).__name__}")
-    return Communicator(Session(MpiTransport(comm.Dup()), arguments.seconds(timeout)))
+    limit = arguments.seconds(timeout)
+    return Communicator(Session(MpiTransport(comm.Dup()), limit))
 
 
 def run(

@@ -38,11 +38,6 @@ def phase(label: str) -> Iterator[None]:
         _phase.reset(token)
 
 
-def current_phase() -> str:
-    """The label in force, "" if there is none."""
-    return _phase.get()
-
-
 class Row(NamedTuple):
     """One message.  `call` counts the calls of the communicator; `src` and `dst` are ranks of the
     communicator that records."""

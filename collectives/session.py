@@ -45,8 +45,7 @@ class Session:
         name: str = "",
         ancestry: Ancestry | None = None,
     ) -> None:
-        self.transport, self.name = transport, name
-        self.timeout = arguments.seconds(timeout)
+        self.transport, self.timeout, self.name = transport, timeout, name
         self.ledgers: list[Ledger] = []
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
         self._num_calls = 0
@@ -116,7 +115,7 @@ class Session:
             root,
             counts,
             options,
-            arguments.aliasing(arrays.backend, buffers.input, buffers.output),
+            arguments.aliasing(*arrays),
         )
         tag = self.next_tag() if tag is None else tag
         names = label or collective, chosen.name, f"{self.name}{self._num_calls}"

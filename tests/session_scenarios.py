@@ -282,5 +282,6 @@ SCENARIOS = [
     a_freed_plan_cannot_run,
     a_plan_of_strided_input_is_refused,
     a_failure_belongs_to_the_call_that_failed,
+    header_and_data_never_meet,
     recording_sees_every_rank,
 ]
