@@ -3,6 +3,7 @@
     mpirun -n 2 python -m bench all_reduce -b 8 -e 64M -f 8 --native
     python -m bench demo
     python -m bench docs --check
+    python -m bench --import my_algorithms all_reduce --algorithm mine
 
 Every command explains itself with --help.
 """
@@ -10,7 +11,9 @@ Every command explains itself with --help.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
+from types import ModuleType
 
 from bench import demo, docs, options
 from collectives import algorithms
@@ -26,6 +29,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line: one command for each collective, and demo and docs."""
     parse = argparse.ArgumentParser("python -m bench", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
+    parse.add_argument("--import", action="append", type=imported, metavar="MODULE",
+        help="import this first: a module that registers algorithms")  # fmt: skip
     commands = parse.add_subparsers(metavar="COMMAND", required=True)
     for collective in algorithms.collectives():
         about = f"measure {collective}, every algorithm"
@@ -35,6 +40,14 @@ def parser() -> argparse.ArgumentParser:
         about = (module.__doc__ or "").partition("\n")[0]
         module.add_options(commands.add_parser(name, help=about, description=module.__doc__))
     return parse
+
+
+def imported(name: str) -> ModuleType:
+    """An argument's type: a module, which is imported at once, before what follows is read."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(f"cannot import {name}: {error}") from None
 
 
 if __name__ == "__main__":

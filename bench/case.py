@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.oracle import Array, expected
+from collectives import spec
 from collectives.spec import SPECS
 
 SPLITS = frozenset({"scatter", "reduce_scatter", "all_to_all"})  # p blocks in the input
@@ -49,23 +50,27 @@ class Case(NamedTuple):
     @property
     def num_in(self) -> int:
         """Blocks of this rank's input, 0 if it has none."""
-        if self.collective in ("broadcast", "scatter") and self.rank != self.root:
+        if not spec.before(self.collective, self.rank, self._instance):
             return 0
         return self.size if self.collective in SPLITS else 1
 
     @property
     def num_out(self) -> int:
         """Blocks of this rank's result, 0 if it gets none."""
-        if self.collective in ("gather", "reduce") and self.rank != self.root:
+        if not spec.after(self.collective, self.rank, self._instance):
             return 0
         return self.size if self.collective in JOINS else 1
 
     @property
+    def _instance(self) -> spec.Case:
+        return spec.Case(self.size, self.root)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The arguments of the collective besides its arrays."""
-        spec = SPECS[self.collective]
-        root = {"root": self.root} if spec.is_rooted else {}
-        return root | ({"op": self.op} if spec.is_reduction else {})
+        promise = SPECS[self.collective]
+        root = {"root": self.root} if promise.is_rooted else {}
+        return root | ({"op": self.op} if promise.is_reduction else {})
 
 
 class Buffers(NamedTuple):

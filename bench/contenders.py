@@ -51,8 +51,8 @@ def algorithm_of(case: Case, name: str) -> str | None:
     """The algorithm behind a contender's name; None where MPI chooses its own."""
     if name != CALL:
         return None if name == NATIVE else name
-    op = operator(case.op) if SPECS[case.collective].is_reduction else None
-    return select.choose(case.collective, None, case.size, case.num_bytes, op).name
+    op = operator(case.op, case.collective) if SPECS[case.collective].is_reduction else None
+    return select.choose(case.collective, None, case.size, case.num_bytes, op).label
 
 
 def _method(comm: Calls, case: Case, buffers: Buffers, **more: Any) -> Callable[[], Any]:
@@ -90,6 +90,8 @@ def _native(case: Case, buffers: Buffers) -> Contender:
 def _native_buffers(case: Case, buffers: Buffers) -> tuple[Any, Any]:
     """Send and receive buffer, MPI_IN_PLACE for one of them where MPI wants it."""
     send, receive = map(_described, buffers[:2])
+    if case.collective == "exscan" and receive is None:
+        return send, np.empty_like(send)  # mpi4py wants one on rank 0 too; MPI leaves it as it is
     if not buffers.is_in_place or send is None or receive is None:
         return send, receive
     if case.collective == "scatter":
@@ -115,6 +117,8 @@ def _native_call(case: Case, send: Any, receive: Any) -> Callable[[], None]:
         "all_gather": partial(world.Allgather, send, receive),
         "all_reduce": partial(world.Allreduce, send, receive, op),
         "all_to_all": partial(world.Alltoall, send, receive),
+        "scan": partial(world.Scan, send, receive, op),
+        "exscan": partial(world.Exscan, send, receive, op),
         "barrier": world.Barrier,
     }
     return calls[case.collective]

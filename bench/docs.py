@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from collectives import algorithms
 from collectives.algorithms import Algorithm
-from collectives.schedule import grid
+from collectives.algorithms.sources import SOURCES
+from collectives.cost import bounds_met
 from collectives.spec import SPECS
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = "python -m bench docs"
+POWERS_OF_TWO = [1 << k for k in range(7)]
 BEGIN, END = "<!-- algorithms:begin -->", "<!-- algorithms:end -->"
 
 INTRODUCTION = f"""\
@@ -22,15 +24,36 @@ INTRODUCTION = f"""\
 
 Generated from the registry by `{COMMAND}`; do not edit.
 
-In the formulas p is the number of ranks, q = ceil(log2 p), k = floor(log2 p), P = 2^k, and N the
-number of segments of a pipeline.  n is the size in bytes of the whole vector: for scatter and
-gather that of the root's buffer, for all-gather that of the result, for all-to-all that of one
-rank's input.  "Busiest port" is the most that one rank sends or receives, "total" what all ranks
-send together, both in bytes.  The tests run every algorithm and count against these formulas.
+Every algorithm here is proved: for 1 to 40 ranks from all roots (a sample of them above 16), those
+without a root for 64, 100, 127, 128, 129 and 257 ranks as well, with several values of its options,
+and once more through the plans that run, element by element (`tests/pure/test_verify.py`,
+`tests/inproc/test_plan_proof.py`). The formulas are counted for all numbers of ranks up to 64.
+
+In the formulas p is the number of ranks, f = (p - 1) / p, q = ceil(log2 p), k = floor(log2 p) and
+P = 2^k; n is the size in bytes of the whole vector: for scatter and gather that of the root's
+buffer, for all-gather that of the result, for all-to-all that of one rank's input. Of the options,
+N is `segments`, r `radix`, m `outstanding`, c `chains` and g `per_host`; defaults stand with the
+names. `log(p, r)` rounds up, `power(p, r)` is the greatest power of r up to p. `children(p, r)` are
+those of the root of a k-nomial tree, `hops(p, r)` the edges on the ways from it to all ranks.
+`depth(m)` and `fill(p)` are the rounds in which a first piece reaches all m nodes of a one-ported
+binary tree, and all ranks in both of two trees (at most 2q); `turn(p)` is the least j with
+(2^j - 1) 2^(q - j) >= p - 1.
+
+- **start-ups**: the sum over rounds of the most messages that one rank sends or receives; where a
+  rank has one message at a time that is the number of rounds.
+- **busiest**: the most bytes that one rank sends or receives. **critical**: the sum over rounds of
+  the most bytes that one rank sends or receives in the round, which is what a clock sees.
+  **total**: what all ranks together send. **work**: the most bytes that one rank combines.
+- **scratch**: at most so many bytes per rank beyond input and output, out of place.
+- **bound met**: which lower bounds of `collectives.cost` it meets exactly, by its default options,
+  for every number of ranks it serves (2^k: for powers of two).
 
 The grids show what every rank does in every round: `>3:0,1` sends blocks 0 and 1 to rank 3, `<`
-receives, `+` receives and combines, `=` copies, `.` rests.
+receives, `+` receives and combines, `=0:x0` copies block 0 to the name x0, `+=x0:0` combines x0
+into block 0, `.` rests. A name after a second colon is what the receiver calls the block.
 """
+
+EXAMPLE = {"segments": 2, "radix": 3, "outstanding": 2, "chains": 2, "per_host": 4}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +106,9 @@ def overview() -> str:
 
 def document() -> str:
     """docs/algorithms.md."""
-    return "\n".join([INTRODUCTION, *map(chapter, algorithms.collectives())])
+    chapters = map(chapter, algorithms.collectives())
+    references = [f"- **{short}**: {full}" for short, full in sorted(SOURCES.items())]
+    return "\n".join([INTRODUCTION, *chapters, "## Sources", "", *references, ""])
 
 
 def chapter(collective: str) -> str:
@@ -96,35 +121,43 @@ def chapter(collective: str) -> str:
 
 def costs(entries: list[Algorithm]) -> str:
     """The formulas of the algorithms of one collective."""
-    head = ["name", "rounds", "messages", "busiest port", "total", "restrictions", "source"]
+    formulas = ["rounds", "startups", "busiest", "critical", "total", "work", "scratch"]
+    head = ["name", *formulas, "restrictions", "bound met", "source"]
+    head[head.index("startups")] = "start-ups"
     rows = [
-        (f"`{e.name}`", code(e.rounds), code(e.messages), code(e.busiest), code(e.total),
-         e.restrictions, e.source)
-        for e in entries
+        [f"`{signature(entry)}`", *(code(getattr(entry, formula)) for formula in formulas),
+         entry.restrictions, met(entry), entry.source]
+        for entry in entries
     ]  # fmt: skip
     return table(head, rows)
 
 
+def signature(entry: Algorithm, options: Mapping[str, int] | None = None) -> str:
+    """The name, with the options' values or their defaults, as a caller writes it."""
+    chosen = entry.options if options is None else options
+    values = ", ".join(f"{name}={value}" for name, value in chosen.items())
+    return f"{entry.name}({values})" if values else entry.name
+
+
+def met(entry: Algorithm) -> str:
+    """The lower bounds that it meets."""
+    always, at_powers = bounds_met(entry), bounds_met(entry, POWERS_OF_TWO)
+    more = [bound for bound in at_powers if bound not in always]
+    return ", ".join([*always, *(f"{bound} (2^k)" for bound in more)]) or "-"
+
+
 def section(entry: Algorithm) -> str:
     """One algorithm: its first line, and what every rank does."""
-    size = 5 if entry.serves(5) else 4
+    options = {name: EXAMPLE[name] for name in entry.options}
+    size = 5 if entry.serves(5, **options) else 8
+    root = 1 if SPECS[entry.collective].is_rooted else None
+    entry.verify(size, root, **options)
+    picture = algorithms.grid(entry.collective, entry.name, size, root, **options)
+    what = [f"`{signature(entry, options)}`"] * bool(options) + ["root 1"] * (root is not None)
     return "\n".join([
         f"### {entry.collective}.{entry.name}", "", first_line(entry.function.__doc__), "",
-        f"{size} ranks{example(entry)}:", "", "```text", picture(entry, size), "```", "",
+        ", ".join([f"{size} ranks", *what]) + ":", "", "```text", picture, "```", "",
     ])  # fmt: skip
-
-
-def example(entry: Algorithm) -> str:
-    """What else was chosen for the picture."""
-    root = ", root 1" * SPECS[entry.collective].is_rooted
-    return root + ", 3 segments" * ("segments" in entry.options)
-
-
-def picture(entry: Algorithm, size: int) -> str:
-    """The grid of all ranks' rounds, from root 1 where there is a root."""
-    root = 1 if SPECS[entry.collective].is_rooted else None
-    options = {"segments": 3} if "segments" in entry.options else {}
-    return grid([entry.schedule(rank, size, root, **options) for rank in range(size)])
 
 
 def first_line(docstring: str | None) -> str:
@@ -133,8 +166,8 @@ def first_line(docstring: str | None) -> str:
 
 
 def code(formula: object) -> str:
-    """A formula as Markdown code, in which a bar would end the cell."""
-    return f"`{formula}`".replace("|", "\\|")
+    """A formula as Markdown code, in which a bar would end the cell; a dash if there is none."""
+    return "-" if formula is None else f"`{formula}`".replace("|", "\\|")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

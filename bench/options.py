@@ -6,6 +6,7 @@ Nothing here starts MPI, so that the command line can be read without it.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from bench import sizes
-from collectives import algorithms
-from collectives.reduction import OPERATORS
+from collectives import select
+from collectives.reduction import operators
 from collectives.spec import SPECS
 from parallel.train import at_least
 
@@ -26,13 +27,15 @@ def add_options(parser: argparse.ArgumentParser, collective: str) -> None:
     if collective != "barrier":
         _add_sizes(parser)
     if SPECS[collective].is_reduction:
-        add("-o", dest="op", choices=OPERATORS, default="sum", help="operator; default: sum")
+        names = operators(collective)
+        add("-o", dest="op", choices=names, default="sum", help="operator; default: sum")
     if SPECS[collective].is_rooted:
         add("-r", dest="root", type=int, default=0, metavar="RANK", help="root; default: 0")
     _add_effort(parser)
     add("-c", dest="check", type=int, choices=(0, 1), default=1, help="check; default: 1")
-    add("--algorithm", dest="names", action="append", choices=algorithms.names(collective),
-        help="may be repeated; default: all that can run")  # fmt: skip
+    add("--algorithm", dest="names", action="append", type=partial(algorithm, collective),
+        metavar="NAME", help="as the library takes it, such as 'bruck(radix=4)'; "
+        "may be repeated; default: all that can run")  # fmt: skip
     add("--native", action="store_true", help="measure the MPI library's own call as well")
     add("--call", action="store_true", help="measure our one-shot call as well as the plans")
     add("-J", dest="json", type=Path, metavar="FILE", help="write everything to FILE")
@@ -57,6 +60,14 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     add("-f", dest="factor", type=at_least(2), default=8, help="between; default: %(default)s")
     add("-d", dest="dtype", type=dtype_of, default="float32",
         help="a NumPy name, or bfloat16; default: %(default)s")  # fmt: skip
+
+
+def algorithm(collective: str, text: str) -> str:
+    """An argument's type: an algorithm of the collective, with options if there are any."""
+    try:
+        return select.named(collective, text).label
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

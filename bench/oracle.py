@@ -15,7 +15,9 @@ import numpy as np
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Results: TypeAlias = list[Array | None]
 
-_COMBINE: dict[str, Callable[[Array, Array], Array]] = {
+Combine: TypeAlias = Callable[[Array, Array], Array]
+
+_COMBINE: dict[str, Combine] = {
     "sum": np.add,
     "prod": np.multiply,
     "min": np.minimum,
@@ -31,13 +33,14 @@ def expected(
     collective: str,
     inputs: Sequence[Any],
     *,
-    op: str = "sum",
+    op: str | Combine = "sum",
     root: int = 0,
     counts: Any = None,
 ) -> Results:
     """Every rank's result, from every rank's input.
 
-    Broadcast and scatter read the root's input only.  `counts`: the rows of each rank; for
+    Broadcast and scatter read the root's input only.  `op`: a name, or a function of two arrays,
+    which is applied in rank order.  `counts`: the rows of each rank; for
     all_to_all a table of the rows from each rank (row) to each rank (column).  Without it rows are
     divided as evenly as possible, larger parts first.  ValueError for an unknown collective.
     """
@@ -46,9 +49,9 @@ def expected(
     return _RESULTS[collective](inputs, op, root, counts)
 
 
-def combined(inputs: Sequence[Array], op: str) -> Array:
+def combined(inputs: Sequence[Array], op: str | Combine) -> Array:
     """All inputs combined element by element, in rank order, in their own dtype."""
-    total = np.array(reduce(_COMBINE[op], inputs))
+    total = np.array(reduce(_COMBINE[op] if isinstance(op, str) else op, inputs))
     return np.array(total / len(inputs), total.dtype) if op == "avg" else total
 
 
@@ -74,41 +77,49 @@ def _each(result: Array, num_ranks: int) -> Results:
     return [result.copy() for _ in range(num_ranks)]
 
 
-def _broadcast(inputs: Sequence[Array], op: str, root: int, counts: Any) -> Results:
+def _broadcast(inputs: Sequence[Array], op: str | Combine, root: int, counts: Any) -> Results:
     return _each(inputs[root], len(inputs))
 
 
-def _scatter(inputs: Sequence[Array], op: str, root: int, counts: Any) -> Results:
+def _scatter(inputs: Sequence[Array], op: str | Combine, root: int, counts: Any) -> Results:
     return [*divided(inputs[root], len(inputs), counts)]
 
 
-def _gather(inputs: Sequence[Array], op: str, root: int, counts: Any) -> Results:
+def _gather(inputs: Sequence[Array], op: str | Combine, root: int, counts: Any) -> Results:
     return _only(root, joined(inputs), len(inputs))
 
 
-def _reduce(inputs: Sequence[Array], op: str, root: int, counts: Any) -> Results:
+def _reduce(inputs: Sequence[Array], op: str | Combine, root: int, counts: Any) -> Results:
     return _only(root, combined(inputs, op), len(inputs))
 
 
-def _reduce_scatter(inputs: Sequence[Array], op: str, root: int, counts: Any) -> Results:
+def _reduce_scatter(inputs: Sequence[Array], op: str | Combine, root: int, counts: Any) -> Results:
     return [*divided(combined(inputs, op), len(inputs), counts)]
 
 
-def _all_gather(inputs: Sequence[Array], op: str, root: int, counts: Any) -> Results:
+def _all_gather(inputs: Sequence[Array], op: str | Combine, root: int, counts: Any) -> Results:
     return _each(joined(inputs), len(inputs))
 
 
-def _all_reduce(inputs: Sequence[Array], op: str, root: int, counts: Any) -> Results:
+def _all_reduce(inputs: Sequence[Array], op: str | Combine, root: int, counts: Any) -> Results:
     return _each(combined(inputs, op), len(inputs))
 
 
-def _all_to_all(inputs: Sequence[Array], op: str, root: int, counts: Any) -> Results:
+def _scan(inputs: Sequence[Array], op: str | Combine, root: int, counts: Any) -> Results:
+    return [combined(inputs[: rank + 1], op) for rank in range(len(inputs))]
+
+
+def _exscan(inputs: Sequence[Array], op: str | Combine, root: int, counts: Any) -> Results:
+    return [None, *_scan(inputs[:-1], op, root, counts)]
+
+
+def _all_to_all(inputs: Sequence[Array], op: str | Combine, root: int, counts: Any) -> Results:
     rows = [None] * len(inputs) if counts is None else counts
     sent = [divided(x, len(inputs), row) for x, row in zip(inputs, rows, strict=True)]
     return [joined([parts[rank] for parts in sent]) for rank in range(len(inputs))]
 
 
-_RESULTS: dict[str, Callable[[Sequence[Array], str, int, Any], Results]] = {
+_RESULTS: dict[str, Callable[[Sequence[Array], str | Combine, int, Any], Results]] = {
     "broadcast": _broadcast,
     "scatter": _scatter,
     "gather": _gather,
@@ -117,4 +128,6 @@ _RESULTS: dict[str, Callable[[Sequence[Array], str, int, Any], Results]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
+    "scan": _scan,
+    "exscan": _exscan,
 }

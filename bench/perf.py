@@ -34,7 +34,7 @@ from bench.case import (
 from bench.contenders import Contender, algorithm_of, contender, native_lacks
 from bench.report import Measurement, Row
 from bench.timing import SMALL, Effort, times
-from collectives import Communicator, algorithms, arguments
+from collectives import Communicator, algorithms, arguments, select
 from collectives.reduction import operator
 from collectives.spec import SPECS
 from parallel.show import console_of, print_table
@@ -71,8 +71,7 @@ class Benchmark:
         wanted = options.names or every_algorithm(options.collective, comm.size)
         self.names = list(dict.fromkeys(wanted))
         for name in self.names:
-            if not algorithms.info(options.collective, name).serves(comm.size):
-                raise ValueError(f"{options.collective} by {name} cannot run on {comm.size} ranks")
+            select.check(options.collective, name, comm.size)
         self.lacking = native_lacks(self.cases[0]) if options.native else None
         self.names += [CALL] * options.call
         self.names += [NATIVE] * (options.native and self.lacking is None)
@@ -152,7 +151,7 @@ def cases(comm: Communicator, options: argparse.Namespace) -> list[Case]:
     collective, dtype = options.collective, options.dtype
     root = arguments.rank(options.root, comm.size, "root")
     if SPECS[collective].is_reduction:
-        operator(options.op).check(dtype)
+        operator(options.op, collective).check(dtype)
     make = partial(Case, collective, comm.rank, comm.size, dtype=dtype, op=options.op, root=root)
     if collective == "barrier":
         return [make(0)]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from bench.case import CALL, JOINS, NATIVE, SPLITS, Case
-from collectives import algorithms
+from collectives import select
 from collectives.spec import SPECS
 from parallel.show import table_with
 
@@ -67,13 +67,14 @@ def _port_bandwidth(case: Case, algorithm: str | None, seconds: float) -> float 
     """Bandwidth of the busiest port, at the volume that this algorithm really moves."""
     if algorithm is None:
         return None
-    busiest = algorithms.info(case.collective, algorithm).busiest(p=case.size, n=case.num_bytes)
+    chosen = select.choose(case.collective, algorithm, case.size, case.num_bytes)
+    busiest = chosen.algorithm.busiest(p=case.size, n=case.num_bytes, **chosen.options)
     return float(busiest) / seconds / 1e9
 
 
 # The lines, as nccl-tests has them.
 
-_CASE = "{:>12} {:>12} {:>8} {:>6} {:>5} {:>26}"
+_CASE = "{:>12} {:>12} {:>8} {:>6} {:>5} {:>30}"
 _FORM = " {:>11} {:>7} {:>7} {:>7} {:>7}"
 _FORM_WIDTH = len(_FORM.format(*" " * 5))
 

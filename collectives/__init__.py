@@ -24,7 +24,9 @@ from collectives.errors import (
 from collectives.ledger import Ledger, phase
 from collectives.monitor import MonitorUnavailable
 from collectives.plan import Plan, Work
+from collectives.reduction import Operator
 from collectives.schedule import ScheduleError
+from collectives.select import choose
 
 __version__ = "0.1.0"
 
@@ -35,11 +37,13 @@ __all__ = [
     "Communicator",
     "Ledger",
     "MonitorUnavailable",
+    "Operator",
     "PeerFailed",
     "Plan",
     "ScheduleError",
     "Work",
     "algorithms",
+    "choose",
     "phase",
     "run",
     "world",

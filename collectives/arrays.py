@@ -52,8 +52,8 @@ class Backend(Protocol):
     def copy(self, src: Array, dst: Array) -> None:
         """Copy one flat array to another of the same length."""
 
-    def binary(self, ufunc: str) -> BinaryFunction:
-        """The element-wise function of this NumPy name."""
+    def binary(self, function: str | BinaryFunction) -> BinaryFunction:
+        """The element-wise function of this NumPy name, or this one, on flat arrays."""
 
     def divide(self, x: Array, divisor: int) -> None:
         """Divide a flat array by an integer, in place."""
@@ -94,9 +94,8 @@ class NumpyBackend:
     def copy(self, src: Array, dst: Array) -> None:
         dst[...] = src
 
-    def binary(self, ufunc: str) -> BinaryFunction:
-        function: BinaryFunction = getattr(np, ufunc)
-        return function
+    def binary(self, function: str | BinaryFunction) -> BinaryFunction:
+        return _function(np, function)
 
     def divide(self, x: Array, divisor: int) -> None:
         _divide(np, x, divisor)
@@ -145,12 +144,12 @@ class CupyBackend:
         with self.device:
             dst[...] = src
 
-    def binary(self, ufunc: str) -> BinaryFunction:
-        function = getattr(self.cupy, ufunc)
+    def binary(self, function: str | BinaryFunction) -> BinaryFunction:
+        combine = _function(self.cupy, function)
 
         def on_device(left: Array, right: Array, /, *, out: Array) -> None:
             with self.device:
-                function(left, right, out=out)
+                combine(left, right, out=out)
 
         return on_device
 
@@ -183,6 +182,11 @@ class CupyBackend:
     def synchronize(self) -> None:
         with self.device:
             self.cupy.cuda.get_current_stream().synchronize()
+
+
+def _function(xp: Any, function: str | BinaryFunction) -> BinaryFunction:
+    """What `xp` calls by this name; a function stands for itself."""
+    return getattr(xp, function) if isinstance(function, str) else function
 
 
 def _divide(xp: Any, x: Array, divisor: int) -> None:

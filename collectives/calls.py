@@ -4,10 +4,15 @@ Arrays split and concatenate along axis 0; "rows" are the entries along it.  Eve
 
 - `out`: the array for the result (it may be the input: in place).  Without it the result is a new
   array of the input's kind.  The input is never modified unless it is `out`.
-- `algorithm`: a name from `collectives.algorithms.names(...)`, or None for a choice by size.
+- `algorithm`: a name from `collectives.algorithms.names(...)`, or None for a choice by size.  The
+  options that `collectives.algorithms.info(...).options` lists are set like a call's arguments:
+  "bruck(radix=4)".
 - `async_op=True`: return a `Work` at once, to `wait()` for.
 - `timeout`: seconds, after which CollectiveTimeout says who is waited for; None takes the
   communicator's.
+
+Reductions take `op`: sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator` of your
+own, which on all ranks must be the same.
 
 An argument that cannot work raises TypeError or ValueError before any message is sent.  CuPy
 arrays are sent through page-locked host memory and combined on the GPU.
@@ -126,7 +131,7 @@ class Calls:
     def reduce(
         self,
         x: Array,
-        op: str = "sum",
+        op: str | Operator = "sum",
         root: int = 0,
         *,
         out: Array | None = None,
@@ -136,21 +141,18 @@ class Calls:
     ) -> Any:
         """The element-wise combination of every rank's `x` on the root; None on the others.
 
-        `op`: sum, prod, min, max, avg, and, or, xor.  `out` matters on the root only.
+        `out` matters on the root only.
         """
         options = self._options("reduce", algorithm, async_op, timeout)
         root = arguments.rank(root, self.size, "root")
-        backend, source = self._readable(x)
-        target = None
-        if self.rank == root:
-            target = arguments.result(out, backend, tuple(source.shape), source.dtype)
-        arrays = Arrays(backend, source, target)
-        return self._run(options, arrays, int(source.size), root=root, op=_checked(op, source))
+        has_result = self.rank == root
+        out = out if has_result else None
+        return self._reduced(options, x, op, out, root=root, has_result=has_result)
 
     def reduce_scatter(
         self,
         x: Array,
-        op: str = "sum",
+        op: str | Operator = "sum",
         *,
         out: Array | None = None,
         counts: Sequence[int] | None = None,
@@ -168,7 +170,8 @@ class Calls:
         shape = (numbers[self.rank], *source.shape[1:])
         target = arguments.result(out, backend, shape, source.dtype)
         arrays = Arrays(backend, source, target)
-        return self._run(options, arrays, _elements(numbers, source), op=_checked(op, source))
+        combine = _checked(options, op, backend, source)
+        return self._run(options, arrays, _elements(numbers, source), op=combine)
 
     def all_gather(
         self,
@@ -194,22 +197,50 @@ class Calls:
     def all_reduce(
         self,
         x: Array,
-        op: str = "sum",
+        op: str | Operator = "sum",
         *,
         out: Array | None = None,
         algorithm: str | None = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """The element-wise combination of every rank's `x`, on every rank.
-
-        `op`: sum, prod, min, max, avg, and, or, xor.
-        """
+        """The element-wise combination of every rank's `x`, on every rank."""
         options = self._options("all_reduce", algorithm, async_op, timeout)
-        backend, source = self._readable(x)
-        target = arguments.result(out, backend, tuple(source.shape), source.dtype)
-        arrays = Arrays(backend, source, target)
-        return self._run(options, arrays, int(source.size), op=_checked(op, source))
+        return self._reduced(options, x, op, out)
+
+    def scan(
+        self,
+        x: Array,
+        op: str | Operator = "sum",
+        *,
+        out: Array | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """The element-wise combination of the `x` of all ranks up to and including this one.
+
+        `op` may not be avg.
+        """
+        options = self._options("scan", algorithm, async_op, timeout)
+        return self._reduced(options, x, op, out)
+
+    def exscan(
+        self,
+        x: Array,
+        op: str | Operator = "sum",
+        *,
+        out: Array | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """The element-wise combination of the `x` of all ranks before this one; None on rank 0.
+
+        `op` may not be avg.  `out` is checked on rank 0 too, and left as it is.
+        """
+        options = self._options("exscan", algorithm, async_op, timeout)
+        return self._reduced(options, x, op, out, has_result=self.rank > 0)
 
     def all_to_all(
         self,
@@ -367,6 +398,25 @@ class Calls:
 
     # What single collectives need
 
+    def _reduced(
+        self,
+        options: Options,
+        x: object,
+        op: str | Operator,
+        out: Array | None,
+        *,
+        root: int = 0,
+        has_result: bool = True,
+    ) -> Any:
+        """A reduction of whole vectors.  `has_result`: whether this rank gets the result."""
+        backend, source = self._readable(x)
+        target = None
+        if has_result or out is not None:
+            target = arguments.result(out, backend, tuple(source.shape), source.dtype)
+        arrays = Arrays(backend, source, target if has_result else None)
+        combine = _checked(options, op, backend, source)
+        return self._run(options, arrays, int(source.size), root=root, op=combine)
+
     def _peer(self, peer: object) -> int:
         number = arguments.rank(peer, self.size, "peer")
         if number == self.rank:
@@ -496,8 +546,9 @@ def _elements(counts: Sequence[int], x: Array) -> tuple[int, ...]:
     return tuple(count * per_row for count in counts)
 
 
-def _checked(op: str, x: Array) -> Operator:
-    """The operator of this name, which must suit the array's dtype."""
-    chosen = operator(op)
+def _checked(options: Options, op: str | Operator, backend: Backend, x: Array) -> Operator:
+    """The operator, which must suit the collective and the array."""
+    chosen = operator(op, options.collective)
     chosen.check(x.dtype)
+    chosen.rehearse(backend, x)
     return chosen

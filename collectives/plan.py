@@ -236,7 +236,7 @@ class _Binder:
     ) -> None:
         self.buffers, self.transport, self.tag, self.is_kept = buffers, transport, tag, is_kept
         self.operator = operator
-        self.combine = buffers.backend.binary(operator.ufunc) if operator else None
+        self.combine = buffers.backend.binary(operator.function) if operator else None
 
     def step(self, step: Step) -> _BoundStep:
         exchange = staging.prepare(

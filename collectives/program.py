@@ -11,12 +11,14 @@ A program is pure data.  It holds no arrays, so it can be kept, compared and exe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeVar
 
 from collectives import algorithms
+from collectives.algorithms import Algorithm
 from collectives.layout import Extent, by_pair, by_rank, consecutive, even
 from collectives.schedule import (
     Block,
@@ -24,10 +26,11 @@ from collectives.schedule import (
     Round,
     Schedule,
     incoming,
+    local,
     original,
     outgoing,
 )
-from collectives.spec import SPECS, Case
+from collectives.spec import SPECS, Case, Piece, after, before
 
 Buffer = Literal["input", "output", "scratch"]
 Counts = int | tuple[int, ...] | tuple[tuple[int, ...], ...]
@@ -94,7 +97,6 @@ class Program:
         ]
 
 
-@lru_cache(maxsize=1024)
 def compile_program(
     collective: str,
     name: str,
@@ -113,12 +115,26 @@ def compile_program(
     they do so in a way that only a copy of the input can serve.
     """
     algorithm = algorithms.info(collective, name)
+    return _compiled(algorithm, rank, size, root, counts, options, aliasing)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(
+    algorithm: Algorithm,
+    rank: int,
+    size: int,
+    root: int,
+    counts: Counts,
+    options: tuple[tuple[str, int], ...],
+    aliasing: int | Literal["none", "odd"],
+) -> Program:
+    collective = algorithm.collective
     is_rooted = SPECS[collective].is_rooted
     schedule = algorithm.schedule(rank, size, root if is_rooted else None, **dict(options))
-    case = Case(size, root, algorithm.num_pieces(size, {**algorithm.options, **dict(options)}))
+    case = algorithm.case(size, root, **dict(options))
     sizes = block_sizes(collective, counts, case)
-    initial = consecutive(SPECS[collective].before(rank, case), sizes)
-    final = consecutive(SPECS[collective].after(rank, case), sizes)
+    initial = consecutive(before(collective, rank, case), sizes)
+    final = consecutive(after(collective, rank, case), sizes)
     return _Compiler(sizes, initial, final, aliasing).program(schedule)
 
 
@@ -127,9 +143,14 @@ def block_sizes(collective: str, counts: Counts, case: Case) -> dict[Block, int]
     if SPECS[collective].has_pieces:
         assert isinstance(counts, int)
         return by_rank(even(counts, case.num_pieces))
-    if collective == "all_to_all":
-        return by_pair(counts)  # type: ignore[arg-type]
-    return by_rank(counts)  # type: ignore[arg-type]
+    sizes = by_pair(counts) if collective == "all_to_all" else by_rank(counts)  # type: ignore[arg-type]
+    if case.num_pieces == 1:
+        return sizes
+    return {
+        Piece(block, number): part
+        for block, size in sizes.items()
+        for number, part in enumerate(even(size, case.num_pieces))
+    }
 
 
 class _Arena:
@@ -175,10 +196,12 @@ class _Compiler:
         self.arena = _Arena()
         self.number = 0
         self.num_rounds = 0
-        self.last_use: dict[Block, int] = {}
+        self.uses: dict[Block, list[int]] = {}
+        self.ends: dict[Block, list[int]] = {}
 
     def program(self, schedule: Schedule) -> Program:
-        self.num_rounds, self.last_use = len(schedule), _last_uses(schedule)
+        self.num_rounds = len(schedule)
+        self.uses, self.ends = _uses(schedule), _ends(schedule)
         opening = self.copy_input() if self.must_copy_input else ()
         steps = []
         for self.number, operations in enumerate(schedule):
@@ -232,7 +255,14 @@ class _Compiler:
         return [Region("scratch", start + extent.start, start + extent.stop) for extent in extents]
 
     def last_round(self, blocks: Iterable[Block]) -> int:
-        return max((self.last_use[block] for block in blocks), default=self.number)
+        """The last round that needs what these blocks hold from now on."""
+        return max(map(self.last_use, blocks), default=self.number)
+
+    def last_use(self, block: Block) -> int:
+        """The last round in which what the block now holds is needed."""
+        now = 2 * self.number + 1
+        end = next((time for time in self.ends.get(block, ()) if time > now), math.inf)
+        return max((time for time in self.uses.get(block, ()) if time <= end), default=now) // 2
 
     # One round.
 
@@ -244,34 +274,39 @@ class _Compiler:
         for op in incoming(operations):
             receive = self.receive if op.kind == "recv" else self.receive_and_combine
             receives.append(receive(op, [message.region for message in sends], finishing))
-        for op in operations:
-            if op.kind == "copy":
-                self.copy(op, finishing)
+        for op in local(operations):
+            move = self.copy if op.kind == "copy" else self.copy_and_combine
+            move(op, finishing)
         return Step(_merged(packing), tuple(sends), tuple(receives), tuple(finishing))
 
     def send(self, op: Operation, packing: list[Move]) -> Message:
-        """Send the blocks as they lie if they lie in one piece, else from packed scratch."""
+        """Send the blocks in one piece as they lie, or moved home, or packed in scratch."""
         places = [self.place[block] for block in op.blocks]
         region = _joined(places)
         if region is None:
-            packed = self.take(op.blocks, last_round=self.number)
-            packing += map(Move, places, packed)
+            packed = self.homes(op.blocks) or self.take(op.blocks, last_round=self.number)
+            packing += (
+                Move(place, target)
+                for place, target in zip(places, packed, strict=True)
+                if not self.is_same(place, target)
+            )
             region = _joined(packed)
-            assert region is not None
+            if packed[0].buffer == "output":
+                self.place.update(zip(op.blocks, packed, strict=True))
         return _message(op, region)
 
     def receive(
         self, op: Operation, sent: Sequence[Region], finishing: list[Move | Combine]
     ) -> Message:
         """Receive at home if all blocks lie there in one piece that is free, else in scratch."""
-        target = self.joined_home(op.blocks, busy=sent)
+        target = self.joined_home(op.targets, busy=sent)
         if target is not None:
-            self.place.update((block, self.home[block]) for block in op.blocks)
+            self.place.update((block, self.home[block]) for block in op.targets)
             return _message(op, target)
-        staying = [block for block in op.blocks if block not in self.home]
-        arrived = self.take(op.blocks, self.last_round(staying))
+        staying = [block for block in op.targets if block not in self.home]
+        arrived = self.take(op.targets, self.last_round(staying))
         moves = []
-        for block, region in zip(op.blocks, arrived, strict=True):
+        for block, region in zip(op.targets, arrived, strict=True):
             self.place[block] = self.home.get(block, region)
             if block in self.home:
                 moves.append(Move(region, self.home[block]))
@@ -282,55 +317,94 @@ class _Compiler:
         self, op: Operation, sent: Sequence[Region], finishing: list[Move | Combine]
     ) -> Message:
         """Receive where the result shall stand if that is free, else in scratch; then combine."""
-        own = [self.place[block] for block in op.blocks]
-        target = self.joined_home(op.blocks, busy=[*sent, *own])
+        own = [self.place[block] for block in op.targets]
+        target = self.joined_home(op.targets, busy=[*sent, *own])
         if target is not None:
-            arrived = [self.home[block] for block in op.blocks]
+            arrived = [self.home[block] for block in op.targets]
         else:
             # A result without a home stays where this rank's value was if that is scratch, and else
             # where the incoming one arrived.
             staying = [
                 block
-                for block, mine in zip(op.blocks, own, strict=True)
+                for block, mine in zip(op.targets, own, strict=True)
                 if block not in self.home and mine.buffer != "scratch"
             ]
-            arrived = self.take(op.blocks, self.last_round(staying))
+            arrived = self.take(op.targets, self.last_round(staying))
             target = _joined(arrived)
+        self.combine(op, arrived, own, arrived, finishing)
+        return _message(op, target)
+
+    def combine(
+        self,
+        op: Operation,
+        coming: Sequence[Region],
+        own: Sequence[Region],
+        spare: Sequence[Region],
+        finishing: list[Move | Combine],
+    ) -> None:
+        """Combine at home, else where this rank's value is if that is scratch, else in spare."""
         combines = []
-        for block, mine, incoming_region in zip(op.blocks, own, arrived, strict=True):
-            fallback = mine if mine.buffer == "scratch" else incoming_region
-            self.place[block] = self.home.get(block, fallback)
-            pair = (incoming_region, mine) if op.side == "left" else (mine, incoming_region)
+        for block, other, mine, free in zip(op.targets, coming, own, spare, strict=True):
+            self.place[block] = self.home.get(block, mine if mine.buffer == "scratch" else free)
+            pair = (other, mine) if op.side == "left" else (mine, other)
             combines.append(Combine(*pair, self.place[block]))
         finishing += _merged(combines)
-        return _message(op, target)
+
+    def homes(self, blocks: Sequence[Block]) -> list[Region] | None:
+        """The blocks' places in the output, if all have one and they lie one behind the other."""
+        if not all(block in self.home for block in blocks):
+            return None
+        regions = [self.home[block] for block in blocks]
+        return None if _joined(regions) is None else regions
 
     def joined_home(self, blocks: Sequence[Block], busy: Sequence[Region]) -> Region | None:
         """The blocks' places in the output as one region, unless it is busy or there is none."""
-        if not all(block in self.home for block in blocks):
-            return None
-        region = _joined([self.home[block] for block in blocks])
+        homes = self.homes(blocks)
+        region = _joined(homes) if homes else None
         if region is None or any(self.overlap(region, other) for other in busy):
             return None
         return region
 
     def copy(self, op: Operation, finishing: list[Move | Combine]) -> None:
-        """Copy into fresh scratch, which no source can overlap; what ends at home moves last."""
+        """Copy home if all have one that no source lies in, else into fresh scratch."""
         places = [self.place[block] for block in op.blocks]
-        is_final = any(block in self.home for block in op.into)
-        fresh = self.take(op.into, self.num_rounds if is_final else self.last_round(op.into))
-        finishing += _merged(map(Move, places, fresh))
-        self.place.update(zip(op.into, fresh, strict=True))
+        targets = [self.home[block] for block in op.into if block in self.home]
+        if len(targets) < len(op.into) or any(
+            self.overlap(place, target) for place in places for target in targets
+        ):
+            last = self.num_rounds if targets else self.last_round(op.into)
+            targets = self.take(op.into, last)  # what ends at home moves there last
+        finishing += _merged(map(Move, places, targets))
+        self.place.update(zip(op.into, targets, strict=True))
+
+    def copy_and_combine(self, op: Operation, finishing: list[Move | Combine]) -> None:
+        """Combine blocks that this rank holds."""
+        coming, own = ([self.place[b] for b in blocks] for blocks in (op.blocks, op.into))
+        away = [b for b in op.into if b not in self.home and self.place[b].buffer != "scratch"]
+        fresh = dict(zip(away, self.take(away, self.last_round(away)), strict=True))
+        spare = [fresh.get(block, place) for block, place in zip(op.into, own, strict=True)]
+        self.combine(op, coming, own, spare, finishing)
 
 
-def _last_uses(schedule: Schedule) -> dict[Block, int]:
-    """The last round in which each block is named."""
-    return {
-        block: number
-        for number, operations in enumerate(schedule)
-        for op in operations
-        for block in (*op.blocks, *op.into)
-    }
+def _uses(schedule: Schedule) -> dict[Block, list[int]]:
+    """When each block is needed: at 2k if sent in round k, at 2k + 1 if used after its messages."""
+    uses: dict[Block, list[int]] = {}
+    for number, operations in enumerate(schedule):
+        for op in operations:
+            needed = () if op.kind.startswith("recv") else op.blocks
+            for block in (*needed, *(op.targets if op.side is not None else ())):
+                uses.setdefault(block, []).append(2 * number + (op.kind != "send"))
+    return uses
+
+
+def _ends(schedule: Schedule) -> dict[Block, list[int]]:
+    """The last moments, counted likewise, of what each block holds before it is replaced."""
+    ends: dict[Block, list[int]] = {}
+    for number, operations in enumerate(schedule):
+        for op in operations:
+            for block in op.targets if op.kind in ("recv", "copy") else ():
+                ends.setdefault(block, []).append(2 * number + (op.kind == "copy"))
+    return ends
 
 
 def _message(op: Operation, region: Region | None) -> Message:

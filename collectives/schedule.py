@@ -1,4 +1,11 @@
-"""The vocabulary of every algorithm: four operations, and rounds of them.
+"""The vocabulary of every algorithm: five operations, and rounds of them.
+
+A rank sends blocks.  Blocks come to it from a peer or from itself, and replace or are combined with
+what it holds:
+
+                      replaces     is combined
+    from a peer       Recv         RecvReduce
+    from this rank    Copy         CopyReduce
 
 An algorithm is a generator of rounds.  It names ranks and blocks, never bytes, buffers or MPI.
 A block is any hashable name; both ends of a message must name the same blocks in the same order.
@@ -10,15 +17,15 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 Block = Hashable
-Kind = Literal["send", "recv", "recv_reduce", "copy"]
+Kind = Literal["send", "recv", "recv_reduce", "copy", "copy_reduce"]
 Side = Literal["left", "right"]
 
 
 class Operation(NamedTuple):
-    """One operation of one rank.  Made by `Send`, `Recv`, `RecvReduce` and `Copy`.
+    """One operation of one rank.  Made by `Send`, `Recv`, `RecvReduce`, `Copy` and `CopyReduce`.
 
-    `side` says where the incoming operand of a recv_reduce stands: "left" means incoming (+) own.
-    `into` names the destination blocks of a copy, one for each of `blocks`.
+    `side` says where the coming operand of a reduction stands: "left" means coming (+) own.
+    `into` names what the blocks become here, one name for each; () where they keep theirs.
     """
 
     kind: Kind
@@ -26,6 +33,11 @@ class Operation(NamedTuple):
     blocks: tuple[Block, ...]
     side: Side | None = None
     into: tuple[Block, ...] = ()
+
+    @property
+    def targets(self) -> tuple[Block, ...]:
+        """The names under which the blocks that come are held."""
+        return self.into or self.blocks
 
 
 Round = tuple[Operation, ...]
@@ -37,14 +49,22 @@ def Send(peer: int, blocks: Iterable[Block]) -> Operation:  # noqa: N802 - reads
     return Operation("send", peer, tuple(blocks))
 
 
-def Recv(peer: int, blocks: Iterable[Block]) -> Operation:  # noqa: N802
-    """Receive `blocks` from `peer`; what this rank held under these names is replaced."""
-    return Operation("recv", peer, tuple(blocks))
+def Recv(peer: int, blocks: Iterable[Block], into: Iterable[Block] = ()) -> Operation:  # noqa: N802
+    """Receive `blocks` from `peer`; what this rank held under these names is replaced.
+
+    With `into` they are held under those names instead of the sender's.
+    """
+    return Operation("recv", peer, tuple(blocks), None, tuple(into))
 
 
-def RecvReduce(peer: int, blocks: Iterable[Block], side: Side = "left") -> Operation:  # noqa: N802
-    """Receive `blocks` from `peer` and combine each with the one held, incoming on `side`."""
-    return Operation("recv_reduce", peer, tuple(blocks), side)
+def RecvReduce(  # noqa: N802
+    peer: int, blocks: Iterable[Block], side: Side = "left", into: Iterable[Block] = ()
+) -> Operation:
+    """Receive `blocks` from `peer` and combine each with the one held, incoming on `side`.
+
+    With `into` they are combined with the blocks of those names instead of the sender's.
+    """
+    return Operation("recv_reduce", peer, tuple(blocks), side, tuple(into))
 
 
 def Copy(src: Iterable[Block], dst: Iterable[Block]) -> Operation:  # noqa: N802
@@ -54,6 +74,11 @@ def Copy(src: Iterable[Block], dst: Iterable[Block]) -> Operation:  # noqa: N802
     size of that block: every rank can tell how long a message is from the names it carries.
     """
     return Operation("copy", None, tuple(src), None, tuple(dst))
+
+
+def CopyReduce(src: Iterable[Block], dst: Iterable[Block], side: Side = "left") -> Operation:  # noqa: N802
+    """Combine each block of `src`, standing on `side`, into that of `dst`, after the messages."""
+    return Operation("copy_reduce", None, tuple(src), side, tuple(dst))
 
 
 class ScheduleError(Exception):
@@ -82,22 +107,29 @@ def incoming(operations: Round) -> list[Operation]:
     return [op for op in operations if op.kind in ("recv", "recv_reduce")]
 
 
-_SYMBOL = {"send": ">", "recv": "<", "recv_reduce": "+", "copy": "="}
+def local(operations: Round) -> list[Operation]:
+    """The operations of a round that follow its messages, in their order."""
+    return [op for op in operations if op.peer is None]
+
+
+_SYMBOL = {"send": ">", "recv": "<", "recv_reduce": "+", "copy": "=", "copy_reduce": "+="}
+
+
+def _name(block: Block) -> str:
+    """A block in a cell: names made of names are written one behind the other."""
+    return "".join(map(_name, block)) if isinstance(block, tuple) else str(block)
+
+
+def _word(op: Operation) -> str:
+    """One operation: `>3:0,1` sends blocks 0 and 1 to rank 3, `=0:x0` copies block 0 to x0."""
+    names = [",".join(map(_name, blocks)) for blocks in (op.blocks, op.into) if blocks]
+    peer = [] if op.peer is None else [str(op.peer)]
+    return _SYMBOL[op.kind] + ":".join(peer + names)
 
 
 def _cell(operations: Round) -> str:
-    """Text of one cell: `>3:0,1` sends blocks 0 and 1 to rank 3; `<` receives, `+` reduces."""
-
-    def names(blocks: Sequence[Block]) -> str:
-        return ",".join("".join(map(str, b)) if isinstance(b, tuple) else str(b) for b in blocks)
-
-    words = [
-        f"={names(op.blocks)}:{names(op.into)}"
-        if op.kind == "copy"
-        else f"{_SYMBOL[op.kind]}{op.peer}:{names(op.blocks)}"
-        for op in operations
-    ]
-    return " ".join(words) or "."
+    """Text of one cell: the operations of one rank in one round."""
+    return " ".join(map(_word, operations)) or "."
 
 
 def grid(schedules: Sequence[Schedule], mark: tuple[int, int] | None = None) -> str:

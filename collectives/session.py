@@ -105,20 +105,19 @@ class Session:
         dtype = np.dtype(np.uint8) if like is None else like.dtype
         num_bytes = _total(counts) * dtype.itemsize
         chosen = select.choose(collective, algorithm, self.transport.size, num_bytes, op)
-        options = tuple(select.options(chosen, num_bytes).items())
         buffers = _flat(arrays, dtype)
         program = compile_program(
             collective,
-            chosen.name,
+            chosen.algorithm.name,
             self.transport.rank,
             self.transport.size,
             root,
             counts,
-            options,
+            tuple(chosen.options.items()),
             arguments.aliasing(*arrays),
         )
         tag = self.next_tag() if tag is None else tag
-        names = label or collective, chosen.name, f"{self.name}{self._num_calls}"
+        names = label or collective, chosen.label, f"{self.name}{self._num_calls}"
         return self._plan(names, program, buffers, arrays.target, tag, op, is_kept)
 
     def point_to_point(

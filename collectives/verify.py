@@ -1,17 +1,18 @@
 """Proof of an algorithm for given p and root: all ranks are run on symbols, and nothing is assumed.
 
-The value of a block is the sequence of contributions (rank, block) it was combined from.  What is
-demanded is the specification's: every contribution exactly once, in rank order if the algorithm
-promises order.  Messages must match one to one.  Anything else raises `ScheduleError`.
+The value of a block is the sequence of contributions (rank, block) it was combined from, and the
+way in which they were put together.  What is demanded is the specification's: every contribution
+exactly once, in rank order if the algorithm promises order, and put together alike on all ranks if
+it promises the same bits.  Messages must match one to one.  Anything else raises `ScheduleError`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from operator import itemgetter
+from typing import NamedTuple, NoReturn
 
-from collectives import algorithms
 from collectives.schedule import (
     Block,
     Operation,
@@ -20,31 +21,38 @@ from collectives.schedule import (
     Side,
     grid,
     incoming,
+    local,
     original,
     outgoing,
 )
-from collectives.spec import SPECS, Case, holders
+from collectives.spec import Case, after, before, contributions, holders
 
-Value = tuple[tuple[int, Block], ...]
+
+class Value(NamedTuple):
+    """What a block holds.  Equal `form`s: combined in the same way, but for swapped operands."""
+
+    parts: tuple[tuple[int, Block], ...]
+    form: int
+
+
 Messages = dict[tuple[int, int], "deque[tuple[tuple[Block, ...], list[Value]]]"]
 
 
-def verify(collective: str, name: str, size: int, root: int | None = None, **options: int) -> None:
-    """Prove a registered algorithm for `size` ranks and `root`, or raise `ScheduleError`."""
-    algorithm = algorithms.info(collective, name)
-    schedules = [algorithm.schedule(rank, size, root, **options) for rank in range(size)]
-    case = Case(size, root or 0, algorithm.num_pieces(size, {**algorithm.options, **options}))
-    verify_schedules(collective, case, schedules, is_ordered=algorithm.is_ordered)
-
-
 def verify_schedules(
-    collective: str, case: Case, schedules: Sequence[Schedule], *, is_ordered: bool = True
+    collective: str,
+    case: Case,
+    schedules: Sequence[Schedule],
+    *,
+    is_ordered: bool = True,
+    is_bitwise: bool = True,
 ) -> None:
     """Prove the schedules of all ranks of one collective, or raise `ScheduleError`."""
     run = _Run(collective, case, schedules)
     for number in range(run.num_rounds()):
         run.round(number)
     run.demand_promise(is_ordered)
+    if is_bitwise:
+        run.demand_same_bits()
 
 
 class _Run:
@@ -52,11 +60,18 @@ class _Run:
 
     def __init__(self, collective: str, case: Case, schedules: Sequence[Schedule]) -> None:
         self.collective, self.case, self.schedules = collective, case, schedules
-        before = SPECS[collective].before
-        self.contributors = holders(collective, case)
+        self.holders = holders(collective, case)
+        self.forms: dict[object, int] = {}  # every way of combining, by number
         self.state: list[dict[Block, Value]] = [
-            {block: ((rank, block),) for block in before(rank, case)} for rank in range(case.size)
+            {
+                block: Value(((rank, block),), self.form((rank, block)))
+                for block in before(collective, rank, case)
+            }
+            for rank in range(case.size)
         ]
+
+    def form(self, what: object) -> int:
+        return self.forms.setdefault(what, len(self.forms))
 
     def fail(self, rank: int, number: int, what: str) -> NoReturn:
         table = grid(self.schedules, mark=(rank, number))
@@ -72,7 +87,7 @@ class _Run:
         return lengths[0]
 
     def round(self, number: int) -> None:
-        """Send from the state before the round, then deliver, then copy."""
+        """Send from the state before the round, then deliver, then do what is local."""
         messages = self.posted(number)
         for rank, op in self.operations(number):
             if op.kind in ("recv", "recv_reduce"):
@@ -80,9 +95,9 @@ class _Run:
         for (src, dst), queue in messages.items():
             if queue:
                 self.fail(src, number, f"nobody receives blocks {queue[0][0]} at rank {dst}")
-        for rank, op in self.operations(number):
-            if op.kind == "copy":
-                self.copy(rank, number, op)
+        for rank, schedule in enumerate(self.schedules):
+            for op in local(schedule[number]):
+                self.move(rank, number, op)
 
     def operations(self, number: int) -> Iterator[tuple[int, Operation]]:
         for rank, schedule in enumerate(self.schedules):
@@ -103,11 +118,11 @@ class _Run:
         plain: set[Block] = set()
         reduced: set[Block] = set()
         for op in incoming(self.schedules[rank][number]):
-            blocks = set(op.blocks)
-            if len(blocks) < len(op.blocks) or blocks & (
+            blocks = set(op.targets)
+            if len(blocks) < len(op.targets) or blocks & (
                 plain if op.kind == "recv_reduce" else plain | reduced
             ):
-                self.fail(rank, number, f"receives a block of {op.blocks} twice in one round")
+                self.fail(rank, number, f"receives a block of {op.targets} twice in one round")
             (reduced if op.kind == "recv_reduce" else plain).update(blocks)
 
     def peer(self, rank: int, number: int, op: Operation) -> int:
@@ -128,36 +143,58 @@ class _Run:
         blocks, values = queue.popleft()
         if blocks != op.blocks:
             self.fail(rank, number, f"expects blocks {op.blocks}, rank {peer} sends {blocks}")
-        for block, value in zip(blocks, values, strict=True):
-            if op.kind == "recv_reduce":
-                value = _combine(value, self.held(rank, number, block), op.side)
-            self.state[rank][block] = value
+        self.put(rank, number, op, values)
 
-    def copy(self, rank: int, number: int, op: Operation) -> None:
-        if len(op.blocks) != len(op.into):
-            self.fail(rank, number, f"copies {len(op.blocks)} blocks to {len(op.into)} names")
-        values = [self.held(rank, number, block) for block in op.blocks]
-        for src, dst in zip(op.blocks, op.into, strict=True):
-            if self.original(rank, number, src) != self.original(rank, number, dst):
-                self.fail(rank, number, f"copies block {src} to {dst}, a name of another size")
-        self.state[rank].update(zip(op.into, values, strict=True))
+    def move(self, rank: int, number: int, op: Operation) -> None:
+        """A copy, which may be combined; it reads all its blocks before it writes any."""
+        self.put(rank, number, op, [self.held(rank, number, block) for block in op.blocks])
+
+    def put(self, rank: int, number: int, op: Operation, values: Sequence[Value]) -> None:
+        """Let `values` replace what the operation names as its targets, or combine with it."""
+        if len(op.blocks) != len(op.targets):
+            self.fail(rank, number, f"gives {len(op.blocks)} blocks {len(op.targets)} names")
+        for block, target in zip(op.blocks, op.targets, strict=True):
+            if self.original(rank, number, block) != self.original(rank, number, target):
+                self.fail(rank, number, f"gives block {block} the name {target}, of another size")
+        if op.side is not None:
+            own = [self.held(rank, number, target) for target in op.targets]
+            values = [self.combine(*pair, op.side) for pair in zip(values, own, strict=True)]
+        self.state[rank].update(zip(op.targets, values, strict=True))
+
+    def combine(self, coming: Value, own: Value, side: Side) -> Value:
+        parts = coming.parts + own.parts if side == "left" else own.parts + coming.parts
+        return Value(parts, self.form((min(coming.form, own.form), max(coming.form, own.form))))
 
     def original(self, rank: int, number: int, block: Block) -> Block:
         try:
-            return original(block, self.contributors)
+            return original(block, self.holders)
         except KeyError:
             self.fail(rank, number, f"uses the name {block}, which stands for no block")
 
     def demand_promise(self, is_ordered: bool) -> None:
         """Every block due holds every contribution to it once, in rank order if promised."""
         last = len(self.schedules[0]) - 1
+        right: dict[Block, tuple[object, object]] = {}  # what was found right on another rank
         for rank, state in enumerate(self.state):
-            for block in SPECS[self.collective].after(rank, self.case):
-                due = tuple((source, block) for source in self.contributors[block])
-                got = state.get(block, ())
-                if got != due and (is_ordered or sorted(got, key=repr) != sorted(due, key=repr)):
+            for block in after(self.collective, rank, self.case):
+                sources = contributions(self.collective, rank, self.holders[block])
+                got = state[block].parts if block in state else ()
+                seen, their_sources = right.get(block, (None, None))
+                if got is seen and sources is their_sources:
+                    continue
+                due = tuple((source, block) for source in sources)
+                in_order = got if is_ordered else tuple(sorted(got, key=itemgetter(0)))
+                if in_order != due:
                     self.fail(rank, max(last, 0), f"block {block} ends as {got}, not {due}")
+                right[block] = got, sources
 
-
-def _combine(incoming_value: Value, own: Value, side: Side | None) -> Value:
-    return incoming_value + own if side == "left" else own + incoming_value
+    def demand_same_bits(self) -> None:
+        """Ranks due the same contributions to a block have combined them in the same way."""
+        last, first = len(self.schedules[0]) - 1, dict[object, int]()
+        for rank, state in enumerate(self.state):
+            for block in after(self.collective, rank, self.case):
+                due = block, len(contributions(self.collective, rank, self.holders[block]))
+                other = first.setdefault(due, rank)
+                if state[block].form != self.state[other][block].form:
+                    what = f"combines block {block} in another way than rank {other}"
+                    self.fail(rank, max(last, 0), f"{what}: their last bits may differ")

@@ -42,9 +42,9 @@ class PredictedCall:
 
     def sent(self, size: int) -> Tally:
         """What all of `size` ranks together send in all of these calls."""
-        formula = collectives.algorithms.info(self.collective, self.algorithm)
-        messages = formula.messages(p=size, n=self.nbytes) * self.count
-        total = formula.total(p=size, n=self.nbytes) * self.count
+        run = collectives.choose(self.collective, self.algorithm, size, self.nbytes)
+        messages = run.algorithm.messages(p=size, n=self.nbytes, **run.options) * self.count
+        total = run.algorithm.total(p=size, n=self.nbytes, **run.options) * self.count
         if messages != int(messages) or total != int(total):
             raise ValueError(f"the formula of {self} gives a broken number for {size} ranks")
         return Tally(self.count, int(messages), int(total))

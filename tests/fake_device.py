@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays import HOST, Bytes, register_backend
+from collectives.arrays import HOST, BinaryFunction, Bytes, register_backend
 
 
 class FakeDeviceArray:
@@ -69,10 +69,12 @@ class FakeBackend:
     def copy(self, src: FakeDeviceArray, dst: FakeDeviceArray) -> None:
         dst._memory[...] = src._memory
 
-    def binary(self, ufunc: str) -> Any:
+    def binary(self, function: str | BinaryFunction) -> Any:
+        on_memory = HOST.binary(function)
+
         def combine(left: FakeDeviceArray, right: FakeDeviceArray, *, out: FakeDeviceArray) -> None:
             self.num_combined += 1
-            getattr(np, ufunc)(left._memory, right._memory, out=out._memory)
+            on_memory(left._memory, right._memory, out=out._memory)
 
         return combine
 

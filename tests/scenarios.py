@@ -6,6 +6,7 @@ what it must get.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,10 @@ import collectives
 from bench.oracle import expected
 from collectives import Communicator
 from collectives.layout import even
+from collectives.reduction import operators
 from collectives.spec import SPECS
 
+WHOLE = [name for name, spec in SPECS.items() if spec.has_pieces]  # these divide nothing
 REDUCTIONS = [name for name, spec in SPECS.items() if spec.is_reduction]
 MOVERS = [name for name, spec in SPECS.items() if not spec.is_reduction and name != "barrier"]
 ROOTED = [name for name, spec in SPECS.items() if spec.is_rooted]
@@ -37,6 +40,7 @@ OPS = {
     "or": ["bool", *INTEGERS],
     "xor": ["bool", *INTEGERS],
 }
+CASES = [(c, op) for c in REDUCTIONS for op in operators(c)]
 
 
 def dtype(name: str) -> np.dtype[Any]:
@@ -45,7 +49,10 @@ def dtype(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """One collective call on `size` ranks.  `rows`: the vector's, or each rank's (a tuple)."""
+    """One collective call on `size` ranks.
+
+    `algorithm`: with options, if any.  `rows`: the vector's, or each rank's (a tuple).
+    """
 
     collective: str
     algorithm: str | None
@@ -87,7 +94,7 @@ class Job:
 
 def random_rows(collective: str, size: int, num_rows: int, is_even: bool) -> Any:
     """Rows for a job: an int where the library divides, a tuple where ranks have their own."""
-    if collective in ("broadcast", "reduce", "all_reduce"):
+    if collective in WHOLE:
         return num_rows
     parts = even(num_rows, size)
     uneven = tuple((17 * r * r + num_rows) % (num_rows + 1) for r in range(size))
@@ -116,7 +123,7 @@ def call(comm: Communicator, job: Job, x: np.ndarray) -> Any:
         keywords["root"] = job.root
     if job.collective in REDUCTIONS:
         keywords["op"] = job.op
-    if job.counts() is not None and job.collective not in ("broadcast", "reduce", "all_reduce"):
+    if job.counts() is not None and job.collective not in WHOLE:
         keywords["counts"] = job.counts()
     if job.is_in_place:
         x, keywords["out"] = in_place(comm, job, x)
@@ -127,7 +134,7 @@ def call(comm: Communicator, job: Job, x: np.ndarray) -> Any:
 
 def in_place(comm: Communicator, job: Job, x: Any) -> tuple[Any, Any]:
     """(x, out) that share memory where the collective can: the part is a slice of the whole."""
-    if job.collective in ("all_reduce", "reduce"):
+    if job.collective in WHOLE and job.collective in REDUCTIONS:
         return x, x
     if job.collective == "all_to_all":
         table = job.counts() or [even(job.rows, comm.size)] * comm.size
@@ -162,17 +169,50 @@ def same(got: Any, want: Any, what: object) -> None:
 
 
 def all_jobs(size: int) -> list[Job]:
-    """Every algorithm that serves `size` ranks, on even, uneven, empty and two-dimensional rows."""
+    """Every algorithm on `size` ranks, as it stands and with other options."""
+    return [job for each in ALGORITHMS for job in jobs_of(*each, size)]
+
+
+def jobs_of(collective: str, algorithm: str, size: int) -> list[Job]:
+    """Even, uneven and two-dimensional, and empty rows; with other options uneven ones only.
+
+    None where the algorithm does not serve `size` ranks.
+    """
+    first, last, both = 0, size - 1, (False, True)
+    uneven = (9, (2, 3), False, [last], both)
+    every = [uneven, (13, (), True, [first, last], both), (0, (), True, [last], (False,))]
     jobs = []
-    for collective, algorithm in ALGORITHMS:
-        if not collectives.algorithms.info(collective, algorithm).serves(size):
-            continue
-        for num_rows, tail, is_even in [(13, (), True), (9, (2, 3), False), (0, (), True)]:
+    for text in variants(collective, algorithm, size):
+        for num_rows, tail, is_even, roots, places in every if text == algorithm else [uneven]:
             rows = random_rows(collective, size, num_rows, is_even)
-            roots = sorted({0, size - 1}) if collective in ROOTED else [0]
             jobs += [
-                Job(collective, algorithm, size, rows, tail=tail, root=root, is_in_place=in_place)
-                for root in roots
-                for in_place in (False, True)
+                Job(collective, text, size, rows, tail=tail, root=root, is_in_place=is_in_place)
+                for root in (sorted(set(roots)) if collective in ROOTED else [first])
+                for is_in_place in places
             ]
     return jobs
+
+
+OTHER_VALUES = {"segments": 5, "radix": 3, "outstanding": 3, "chains": 3}
+
+
+def variants(collective: str, algorithm: str, size: int) -> list[str]:
+    """The algorithm as it stands, and with another value of every option; those that serve."""
+    info = collectives.algorithms.info(collective, algorithm)
+    other = {name: other_value(name, value, size) for name, value in info.options.items()}
+    served = [options for options in ({}, other) if info.serves(size, **options)]
+    return list(dict.fromkeys(spelled(algorithm, options) for options in served))
+
+
+def other_value(option: str, default: int, size: int) -> int:
+    """A value that is not the default, of ranks per host one that divides `size`."""
+    if option == "per_host":
+        return max((d for d in range(2, size) if size % d == 0 and d != default), default=1)
+    value = OTHER_VALUES[option]
+    return value if value != default else value + 1
+
+
+def spelled(algorithm: str, options: Mapping[str, int]) -> str:
+    """An algorithm with its options, as `algorithm=` takes it."""
+    listed = ", ".join(f"{name}={value}" for name, value in options.items())
+    return f"{algorithm}({listed})" if listed else algorithm

@@ -109,6 +109,8 @@ def plans_of_every_collective(comm: Communicator) -> None:
         "all_gather": comm.plan.all_gather(x, out=big),
         "reduce_scatter": comm.plan.reduce_scatter(x),
         "reduce": comm.plan.reduce(x, root=p - 1),
+        "scan": comm.plan.scan(x),
+        "exscan": comm.plan.exscan(x),
         "gather": comm.plan.gather(x),
         "scatter": comm.plan.scatter(x, out=np.empty(1, int)),
         "broadcast": comm.plan.broadcast(x.copy(), out=np.empty(p, int)),
@@ -120,6 +122,8 @@ def plans_of_every_collective(comm: Communicator) -> None:
         assert np.array_equal(got["all_gather"], np.repeat(np.arange(p), p))
         assert got["reduce_scatter"].tolist() == [sum(range(p))]
         assert (got["reduce"] is None) == (rank != p - 1)
+        assert got["scan"].tolist() == [sum(range(rank + 1))] * p
+        assert got["exscan"] is None if rank == 0 else got["exscan"][0] == sum(range(rank))
         assert (got["gather"] is None) == (rank != 0)
         assert got["scatter"].tolist() == [0]
         assert got["broadcast"].tolist() == [0] * p
@@ -208,8 +212,9 @@ def refused_calls_do_not_count(comm: Communicator) -> None:
         lambda: comm.all_reduce([1]),
         lambda: comm.reduce_scatter(np.ones(2), counts=[1]),
         lambda: comm.broadcast(np.ones(1), algorithm="none"),
+        lambda: comm.exscan(np.ones(1), "avg"),
     ]
-    for mistake in mistakes[: comm.rank % 5]:
+    for mistake in mistakes[: comm.rank % 6]:
         with pytest.raises((TypeError, ValueError)):
             mistake()
     assert comm.all_reduce(np.array([1]))[0] == comm.size
@@ -247,6 +252,24 @@ def a_failure_belongs_to_the_call_that_failed(comm: Communicator) -> None:
     assert comm.all_reduce(np.array([1]))[0] == comm.size
 
 
+def arrays_of_different_kinds_travel_as_bytes(comm: Communicator) -> None:
+    """What MPI calls alltoallw: every block may have a dtype of its own."""
+    kinds = [np.float64, np.int16, np.complex64, np.uint8]
+
+    def block(source: int, destination: int) -> np.ndarray:
+        kind = kinds[(source + 2 * destination) % 4]
+        return np.arange(source + destination, dtype=np.float32).astype(kind) + source
+
+    table = [[block(s, d).nbytes for d in range(comm.size)] for s in range(comm.size)]
+    x = np.concatenate([block(comm.rank, d).view(np.uint8) for d in range(comm.size)])
+    for algorithm in ("linear", "pairwise", "bruck(radix=3)"):
+        came = comm.all_to_all(x, counts=table, algorithm=algorithm)
+        ends = np.cumsum([row[comm.rank] for row in table])
+        for source, part in enumerate(np.split(came, ends[:-1])):
+            wanted = block(source, comm.rank)
+            assert np.array_equal(part.view(wanted.dtype), wanted)
+
+
 def header_and_data_never_meet(comm: Communicator) -> None:
     # The root announces, the others expect nothing of the kind: 256 bytes all the same.
     x = np.arange(32.0)
@@ -282,6 +305,7 @@ SCENARIOS = [
     a_freed_plan_cannot_run,
     a_plan_of_strided_input_is_refused,
     a_failure_belongs_to_the_call_that_failed,
+    arrays_of_different_kinds_travel_as_bytes,
     header_and_data_never_meet,
     recording_sees_every_rank,
 ]

@@ -14,23 +14,29 @@ ROOT = Path(__file__).parent.parent
 
 # Within a floor, a file may import those named before it.
 FLOORS = [
-    ["errors", "schedule", "trees", "layout"],
+    ["errors", "schedule", "layout", "trees", "two_trees", "circulant"],
     [
         "spec",
         "transform",
+        "verify",
+        "count",
         "algorithms.registry",
-        "algorithms.broadcast",
-        "algorithms.reduce",
+        "algorithms.sources",
         "algorithms.scatter",
         "algorithms.gather",
         "algorithms.reduce_scatter",
         "algorithms.all_gather",
+        "algorithms.broadcast",
+        "algorithms.reduce",
+        "algorithms.scan",
+        "algorithms.exscan",
         "algorithms.all_reduce",
         "algorithms.all_to_all",
         "algorithms.barrier",
+        "algorithms.extending",
         "algorithms",
     ],
-    ["verify", "ledger"],
+    ["cost", "ledger"],
     [
         "arrays",
         "reduction",

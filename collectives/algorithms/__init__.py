@@ -3,28 +3,45 @@
     names("all_reduce")                                the names, in the order of the file
     info("all_reduce", "ring")                         restrictions, formulas, source
     schedule("all_reduce", "ring", rank=2, size=5)     the rounds of one rank
+    grid("all_reduce", "ring", size=5)                 the rounds of all ranks, as a table of text
+    verify("all_reduce", "ring", size=5)               prove it, or raise ScheduleError
+    register("all_reduce")                             add one of your own
 
 Nothing here knows bytes, buffers, offsets, arrays or MPI.
 """
 
 from __future__ import annotations
 
+from collectives import schedule as vocabulary
 from collectives.algorithms import (  # noqa: F401 - importing a file registers its algorithms
     all_gather,
     all_reduce,
     all_to_all,
     barrier,
     broadcast,
+    exscan,
     gather,
     reduce,
     reduce_scatter,
+    scan,
     scatter,
 )
+from collectives.algorithms.extending import register
 from collectives.algorithms.registry import REGISTRY, Algorithm, Formula
 from collectives.schedule import Schedule
 from collectives.spec import SPECS
 
-__all__ = ["Algorithm", "Formula", "collectives", "info", "names", "schedule"]
+__all__ = [
+    "Algorithm",
+    "Formula",
+    "collectives",
+    "grid",
+    "info",
+    "names",
+    "register",
+    "schedule",
+    "verify",
+]
 
 
 def collectives() -> list[str]:
@@ -61,3 +78,14 @@ def schedule(
     Raises ValueError for a rank, size, root or option that the algorithm cannot serve.
     """
     return info(collective, name).schedule(rank, size, root, **options)
+
+
+def grid(collective: str, name: str, size: int, root: int | None = None, **options: int) -> str:
+    """The rounds of all ranks as a table, one row per rank and one column per round."""
+    entry = info(collective, name)
+    return vocabulary.grid([entry.schedule(rank, size, root, **options) for rank in range(size)])
+
+
+def verify(collective: str, name: str, size: int, root: int | None = None, **options: int) -> None:
+    """Prove an algorithm for `size` ranks and `root`, or raise `ScheduleError` with the grid."""
+    info(collective, name).verify(size, root, **options)

@@ -4,40 +4,192 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from collectives import circulant as graph
 from collectives import trees
-from collectives.algorithms import reduce_scatter
+from collectives.algorithms import gather, reduce_scatter
 from collectives.algorithms.registry import algorithm, costs_of
-from collectives.schedule import Recv, Round, Send
+from collectives.schedule import Block, Recv, Round, Send
+from collectives.spec import Piece
 from collectives.transform import dual
 
 
-@algorithm(**costs_of("reduce_scatter", "ring"), source="Patarasuk and Yuan 2009")
+@algorithm(**costs_of(reduce_scatter.ring), scratch="0", source="Patarasuk and Yuan 2009")
 def ring(rank: int, size: int) -> Iterator[Round]:
     """Every block travels once round the ring."""
     return dual(reduce_scatter.ring(rank, size), rank, combine=False)
 
 
 @algorithm(
-    **costs_of("reduce_scatter", "recursive_halving"),
+    rounds="p // 2",
+    startups="p - 1",
+    messages="p * (p - 1)",
+    busiest="f * n",
+    total="(p - 1) * n",
+    scratch="0",
+    source="Chan et al. 2007",
+)
+def bidirectional_ring(rank: int, size: int) -> Iterator[Round]:
+    """Every block travels half-way round the ring in both directions."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for k in range(size // 2):
+        from_left = [Send(right, [(rank - k) % size]), Recv(left, [(rank - k - 1) % size])]
+        from_right = [Send(left, [(rank + k) % size]), Recv(right, [(rank + k + 1) % size])]
+        is_met = 2 * (k + 1) == size  # one block is left, which may come from either side
+        yield (*from_left, *(() if is_met else from_right))
+
+
+@algorithm(
+    rounds="p // 2",
+    messages="p * p // 2",
+    busiest="f * n",
+    total="(p - 1) * n",
+    scratch="0",
+    ranks="even",
+    source="Chen et al. 2005",
+)
+def neighbour_exchange(rank: int, size: int) -> Iterator[Round]:
+    """Neighbours on alternating sides swap; from the second round on always the last two blocks."""
+    ahead = 1 if rank % 2 == 0 else -1
+
+    def pair(number: int, who: int = rank, ahead: int = ahead) -> list[Block]:
+        """The two blocks that `who` gets in a round."""
+        way = number // 2 if number % 2 == 0 else -(number + 1) // 2
+        first = who - who % 2 + 2 * ahead * way
+        return [first % size, (first + 1) % size]
+
+    for number in range(size // 2):
+        partner = (rank + (ahead if number % 2 == 0 else -ahead)) % size
+        if number == 0:
+            yield Send(partner, [rank]), Recv(partner, [partner])
+        else:
+            yield Send(partner, pair(number - 1)), Recv(partner, pair(number))
+
+
+@algorithm(
+    **costs_of(reduce_scatter.recursive_halving),
+    scratch="0",
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
-    """Partners exchange all they hold; every round doubles it."""
+    """Partners exchange all they hold; every round doubles it.
+
+    When p is not a power of two, some pairs of ranks act as one.
+    """
     return dual(reduce_scatter.recursive_halving(rank, size), rank, combine=False)
 
 
 @algorithm(
-    rounds="q",
-    messages="p * q",
-    busiest="n * (p - 1) / p",
+    rounds="log(p, r)",
+    startups="children(p, r)",
+    messages="p * children(p, r)",
+    busiest="f * n",
     total="(p - 1) * n",
+    scratch="n",
+    options={"radix": 2},
     source="Bruck et al. 1997",
 )
-def bruck(rank: int, size: int) -> Iterator[Round]:
-    """Rank r gathers the blocks r, r+1, ...: every round it fetches as many again, ending at p."""
-    for distance in trees.doubling_distances(size):
-        held = range(rank, rank + min(distance, size - distance))
+def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
+    """Rank r gathers the blocks r, r+1, ...: every round multiplies them by the radix."""
+    for held in trees.powers(size, radix):
+        fetches = [
+            (distance, range(min(held, size - distance)))
+            for distance in range(held, min(radix * held, size), held)
+        ]
         yield (
-            Send((rank - distance) % size, [b % size for b in held]),
-            Recv((rank + distance) % size, [(b + distance) % size for b in held]),
+            *(Send((rank - d) % size, [(rank + i) % size for i in own]) for d, own in fetches),
+            *(Recv((rank + d) % size, [(rank + d + i) % size for i in own]) for d, own in fetches),
         )
+
+
+@algorithm(
+    **costs_of(reduce_scatter.circulant),
+    scratch="n",
+    source="Loch and Koslovski 2021",
+)
+def sparbit(rank: int, size: int) -> Iterator[Round]:
+    """Far partners come first, with the least data; blocks stay at their place throughout."""
+    for distance in reversed(trees.powers(size)):
+        steps = range((-(-size // distance)) // 2)
+        yield (
+            Send((rank + distance) % size, [(rank - 2 * t * distance) % size for t in steps]),
+            Recv((rank - distance) % size, [(rank - (2 * t + 1) * distance) % size for t in steps]),
+        )
+
+
+@algorithm(**costs_of(reduce_scatter.circulant), scratch="n / 2", source="Traff 2024b")
+def circulant(rank: int, size: int) -> Iterator[Round]:
+    """Every round about doubles the blocks that a rank has: those of the ranks ahead come."""
+    return dual(reduce_scatter.circulant(rank, size), rank, combine=False)
+
+
+@algorithm(**costs_of(reduce_scatter.swing), scratch="n", source="De Sensi et al. 2024")
+def swing(rank: int, size: int) -> Iterator[Round]:
+    """Partners at distances ..., 21, 11, 5, 3, 1, 1 on alternating sides: short ways on a torus."""
+    return dual(reduce_scatter.swing(rank, size), rank, combine=False)
+
+
+@algorithm(**costs_of(reduce_scatter.direct), scratch="0", source="Chan et al. 2007")
+def direct(rank: int, size: int) -> Iterator[Round]:
+    """Every block straight to everybody, all at once."""
+    return dual(reduce_scatter.direct(rank, size), rank, combine=False)
+
+
+@algorithm(
+    rounds="2 * q",
+    messages="2 * (p - 1)",
+    busiest="q * n",
+    total="(p - 1) * n + n / p * hops(p, 2)",
+    critical="(q + f) * n",
+    scratch="0",
+    source="Chan et al. 2007",
+)
+def gather_broadcast(rank: int, size: int) -> Iterator[Round]:
+    """To rank 0 by a binomial tree, and everything from it by the same."""
+    yield from gather.binomial(rank, size, 0)
+    for edges in trees.knomial(rank, size, radix=2):
+        yield tuple(trees.down(rank, edge, range(size)) for edge in edges)
+
+
+@algorithm(
+    rounds="(N - 1 + q) * (p > 1)",
+    messages="p * (N - 1 + q) * (p > 1)",
+    busiest="f * n",
+    total="(p - 1) * n",
+    scratch="n",
+    pieces="N",
+    options={"segments": 4},
+    source="Traff 2024a",
+)
+def all_broadcast(rank: int, size: int, segments: int = 4) -> Iterator[Round]:
+    """All ranks' circulant broadcasts at once, each of so many pieces: best where blocks differ.
+
+    In every round all roots' pieces that go the same way travel in one message.
+    """
+
+    def name(root: int, piece: int) -> Block:
+        return root if segments == 1 else Piece(root, piece)
+
+    plans = [graph.transfers((rank - root) % size, size, segments) for root in range(size)]
+    for number in range(len(plans[0][0])):
+        moves = [
+            [(root, sides[side][number]) for root, sides in enumerate(plans)] for side in (0, 1)
+        ]
+        come, go = ([(root, t) for root, t in some if t is not None] for some in moves)
+        distance = (come or go)[0][1].distance
+        yield (
+            Recv((rank - distance) % size, [name(root, t.piece) for root, t in come]),
+            Send((rank + distance) % size, [name(root, t.piece) for root, t in go]),
+        )
+
+
+@algorithm(
+    **costs_of(reduce_scatter.hierarchical),
+    scratch="n",
+    source="Traff and Hunold 2020",
+)
+def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+    """Each rank with its likes on all hosts first; then within every host.
+
+    Of n bytes a host sends n (H-1)/H to other hosts, if there are H of them: the least possible.
+    """
+    return dual(reduce_scatter.hierarchical(rank, size, per_host), rank, combine=False)

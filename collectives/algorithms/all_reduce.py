@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from collectives import trees
-from collectives.algorithms import all_gather, broadcast, reduce, reduce_scatter
-from collectives.algorithms.registry import algorithm
-from collectives.schedule import Recv, RecvReduce, Round, Send
+from collectives.algorithms import all_gather, broadcast, exscan, reduce, reduce_scatter
+from collectives.algorithms.registry import algorithm, costs_of
+from collectives.schedule import Block, Copy, CopyReduce, Operation, RecvReduce, Round, Send
+from collectives.transform import folded, nested, relabelled
 
 
 @algorithm(
     rounds="2 * (p - 1)",
     messages="2 * p * (p - 1)",
-    busiest="2 * n * (p - 1) / p",
+    busiest="2 * f * n",
     total="2 * (p - 1) * n",
+    work="f * n",
+    scratch="0",
     pieces="p",
     source="Patarasuk and Yuan 2009",
 )
@@ -25,10 +29,55 @@ def ring(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
+    rounds="(p - 1) * (N + 1)",
+    messages="p * (p - 1) * (N + 1)",
+    busiest="2 * f * n",
+    total="2 * (p - 1) * n",
+    work="f * n",
+    scratch="0",
+    pieces="p * N",
+    options={"segments": 2},
+    source="Pjesivac-Grbovic et al. 2007",
+)
+def segmented_ring(rank: int, size: int, segments: int = 2) -> Iterator[Round]:
+    """The ring, but reducing one segment of every block after the other, each small."""
+
+    def block(number: int) -> range:
+        return range(number * segments, (number + 1) * segments)
+
+    def segment(place: int) -> Callable[[int], list[Block]]:
+        return lambda number: [block(number)[place]]
+
+    for place in range(segments):
+        yield from relabelled(reduce_scatter.ring(rank, size), int, segment(place))
+    yield from relabelled(all_gather.ring(rank, size), int, block)
+
+
+@algorithm(
+    rounds="2 * (p - 1)",
+    messages="2 * (p - 1)",
+    busiest="(p - 1) * n",
+    total="2 * (p - 1) * n",
+    critical="2 * (p - 1) * n",
+    work="(p - 1) * n",
+    scratch="n",
+    is_ordered=True,
+    source="Chan et al. 2007",
+)
+def linear(rank: int, size: int) -> Iterator[Round]:
+    """Everything to rank 0, one after the other, and the result from it in the same way."""
+    yield from reduce.linear(rank, size, 0)
+    yield from broadcast.linear(rank, size, 0)
+
+
+@algorithm(
     rounds="2 * q",
     messages="2 * (p - 1)",
     busiest="q * n",
     total="2 * (p - 1) * n",
+    critical="2 * q * n",
+    work="q * n",
+    scratch="n",
     is_ordered=True,
     source="Thakur, Rabenseifner and Gropp 2005",
 )
@@ -39,29 +88,288 @@ def reduce_broadcast(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
+    rounds="log(power(p, r), r) + 2 * (p != power(p, r))",
+    startups="log(power(p, r), r) * (r - 1) + 2 * (ceil(p / power(p, r)) - 1)",
+    messages="power(p, r) * log(power(p, r), r) * (r - 1) + 2 * (p - power(p, r))",
+    busiest="n * (log(power(p, r), r) * (r - 1) + ceil(p / power(p, r)) - 1)",
+    total="n * (power(p, r) * log(power(p, r), r) * (r - 1) + 2 * (p - power(p, r)))",
+    critical="n * (log(power(p, r), r) * (r - 1) + 2 * (ceil(p / power(p, r)) - 1))",
+    work="n * (log(power(p, r), r) * (r - 1) + ceil(p / power(p, r)) - 1)",
+    scratch="n * max(r - 1, ceil(p / power(p, r)) - 1)",
+    is_ordered=True,
+    is_bitwise=False,
+    options={"radix": 3},
+    source="Ruefenacht, Bull and Booth 2017",
+)
+def recursive_multiplying(rank: int, size: int, radix: int = 3) -> Iterator[Round]:
+    """Groups exchange and combine whole vectors; every round multiplies the ranks combined.
+
+    When p is not a power of the radix, neighbours fold: one takes part for all of them.
+    """
+    core_size = trees.power_within(size, radix)
+    return folded(partial(_multiplying_core, radix=radix), rank, size, core_size, [0])
+
+
+def _multiplying_core(rank: int, size: int, radix: int) -> Iterator[Round]:
+    for distance in trees.powers(size, radix):
+        digit = rank // distance % radix
+        below = [rank - i * distance for i in range(1, digit + 1)]
+        above = [rank + i * distance for i in range(1, radix - digit)]
+        yield (
+            *(RecvReduce(peer, [0], side="left") for peer in below),
+            *(RecvReduce(peer, [0], side="right") for peer in above),
+            *(Send(peer, [0]) for peer in (*below, *above)),
+        )
+
+
+@algorithm(
     rounds="k + 2 * (p != P)",
     messages="P * k + 2 * (p - P)",
     busiest="(k + (p != P)) * n",
     total="(P * k + 2 * (p - P)) * n",
+    critical="(k + 2 * (p != P)) * n",
+    work="(k + (p != P)) * n",
+    scratch="n",
     is_ordered=True,
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
     """Partners exchange and combine whole vectors; every round doubles the ranks combined.
 
-    When p is not a power of two, the first 2(p - P) ranks fold in pairs: the odd one hands its
-    vector to the even one, sits out, and gets the result at the end.
+    When p is not a power of two, some neighbours fold: one takes part for both.
     """
-    num_odd = size - (1 << trees.floor_log2(size))
-    is_folded, is_out = rank < 2 * num_odd, rank < 2 * num_odd and rank % 2 == 1
-    if num_odd:
-        to_even, from_odd = Send(rank - 1, [0]), RecvReduce(rank + 1, [0], side="right")
-        yield (to_even if is_out else from_odd,) if is_folded else ()
-    vrank = rank // 2 if is_folded else rank - num_odd
-    for distance in trees.doubling_distances(size - num_odd):
-        vpeer = vrank ^ distance
-        peer = 2 * vpeer if vpeer < num_odd else vpeer + num_odd
-        exchange = Send(peer, [0]), RecvReduce(peer, [0], "left" if peer < rank else "right")
-        yield () if is_out else exchange
-    if num_odd:
-        yield (Recv(rank - 1, [0]) if is_out else Send(rank + 1, [0]),) if is_folded else ()
+    return recursive_multiplying(rank, size, radix=2)
+
+
+@algorithm(
+    rounds="min(1, p - 1)",
+    startups="p - 1",
+    messages="p * (p - 1)",
+    busiest="(p - 1) * n",
+    total="p * (p - 1) * n",
+    work="(p - 1) * n",
+    scratch="(p - 1) * n",
+    is_ordered=True,
+    is_bitwise=False,
+    source="Cowan et al. 2023",
+)
+def one_shot(rank: int, size: int) -> Iterator[Round]:
+    """Everybody sends its vector to everybody, all at once, and combines what comes."""
+    return recursive_multiplying(rank, size, radix=max(2, size))
+
+
+@algorithm(
+    rounds="2 * min(1, p - 1)",
+    startups="2 * (p - 1)",
+    messages="2 * p * (p - 1)",
+    busiest="2 * f * n",
+    total="2 * (p - 1) * n",
+    work="f * n",
+    scratch="n",
+    pieces="p",
+    is_ordered=True,
+    source="Cowan et al. 2023",
+)
+def two_shot(rank: int, size: int) -> Iterator[Round]:
+    """Every part straight to the rank that combines it, and from there straight to everybody."""
+    yield from reduce_scatter.direct(rank, size)
+    yield from all_gather.direct(rank, size)
+
+
+@algorithm(
+    rounds="2 * k + 2 * (p != P)",
+    messages="2 * P * k + 2 * (p - P)",
+    busiest="n * (2 * (P - 1) / P + (p != P))",
+    total="2 * (p - 1) * n",
+    critical="n * (2 * (P - 1) / P + 2 * (p != P))",
+    work="n * ((P - 1) / P + (p != P))",
+    scratch="n / 2",
+    pieces="P",
+    source="Thakur, Rabenseifner and Gropp 2005",
+)
+def rabenseifner(rank: int, size: int) -> Iterator[Round]:
+    """Recursive halving, then recursive doubling: few rounds and few bytes.
+
+    When p is not a power of two, some neighbours fold: one takes part for both.
+    """
+    core_size = 1 << trees.floor_log2(size)
+    return folded(_rabenseifner_core, rank, size, core_size, range(core_size))
+
+
+def _rabenseifner_core(rank: int, size: int) -> Iterator[Round]:
+    yield from reduce_scatter.recursive_halving(rank, size)
+    yield from all_gather.recursive_doubling(rank, size)
+
+
+@algorithm(
+    rounds="2 * q",
+    messages="2 * p * q",
+    busiest="2 * f * n",
+    total="2 * (p - 1) * n",
+    work="f * n",
+    scratch="2 * n / 3",
+    pieces="p",
+    source="Traff 2024b",
+)
+def circulant(rank: int, size: int) -> Iterator[Round]:
+    """Circulant reduce-scatter, then all-gather: few rounds and the fewest bytes, for any p."""
+    yield from reduce_scatter.circulant(rank, size)
+    yield from all_gather.circulant(rank, size)
+
+
+@algorithm(
+    **costs_of(circulant, ranks="multiple of per_host", options={"per_host": 2}),
+    work="f * n",
+    scratch="2 * n / 3",
+    source="Traff 2024b",
+)
+def circulant_strided(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+    """The circulant all-reduce with ranks counted host by host: far hops stay within a host.
+
+    If the ranks of a host are a power of two, of n bytes a host sends 2n (H-1)/H to other hosts,
+    if there are H of them: the least possible.
+    """
+    num_hosts = size // per_host
+    host, place = divmod(rank, per_host)
+
+    def real(vrank: int) -> int:
+        return vrank % num_hosts * per_host + vrank // num_hosts
+
+    return relabelled(circulant(place * num_hosts + host, size), real)
+
+
+@algorithm(
+    **costs_of(circulant, ranks="even"),
+    work="f * n",
+    scratch="n",
+    source="De Sensi et al. 2024",
+)
+def swing(rank: int, size: int) -> Iterator[Round]:
+    """Swing reduce-scatter, then all-gather: the fewest bytes on short ways."""
+    yield from reduce_scatter.swing(rank, size)
+    yield from all_gather.swing(rank, size)
+
+
+@algorithm(
+    rounds="q",
+    messages="p * q",
+    busiest="q * n",
+    total="p * q * n",
+    work="q * n",
+    scratch="n",
+    ranks="power of two",
+    is_bitwise=False,
+    source="De Sensi et al. 2024",
+)
+def swing_latency(rank: int, size: int) -> Iterator[Round]:
+    """Whole vectors between partners at distances 1, 1, 3, 5, 11, ... on alternating sides."""
+    for step in range(trees.ceil_log2(size)):
+        partner = reduce_scatter.swing_partner(rank, size, step)
+        yield Send(partner, [0]), RecvReduce(partner, [0])
+
+
+@algorithm(
+    rounds="2 * (fill(p) + 2 * (N - 1)) * (p > 1)",
+    messages="4 * (p - 1) * N",
+    busiest="n * min(2, p - 1) - n / 2 * (p == 3)",
+    total="2 * (p - 1) * n",
+    critical="2 * (fill(p) + 2 * (N - 1)) * (p > 1) * n / (2 * N)",
+    work="n * (p > 1)",
+    scratch="n / (2 * N)",
+    pieces="2 * N",
+    options={"segments": 1},
+    source="Sanders, Speck and Traff 2009",
+)
+def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
+    """Up two binary trees to rank 0 and down the same, half of the pieces in each."""
+    yield from reduce.double_binary_tree(rank, size, 0, segments)
+    yield from broadcast.double_binary_tree(rank, size, 0, segments=segments)
+
+
+@algorithm(
+    rounds="q",
+    messages="p * q",
+    busiest="q * n",
+    total="p * q * n",
+    work="n * (q + max(0, q - log(p & -p, 2) - 2))",
+    scratch="2 * n",
+    is_bitwise=False,
+    source="Bar-Noy, Kipnis and Schieber 1993",
+)
+def census(rank: int, size: int) -> Iterator[Round]:
+    """The fewest rounds there can be, for any p: windows of ranks grow until they reach round."""
+    return exscan.windows(rank, size, list(_census_plan(size)), is_ring=True)
+
+
+def _census_plan(size: int) -> Iterator[bool]:
+    """Which rounds send the own vector along: those where p-1 has a binary digit 1."""
+    return (digit == "1" for digit in f"{size - 1:b}" if size > 1)
+
+
+@algorithm(
+    rounds="q",
+    messages="p * q",
+    busiest="(p - 1) * n",
+    total="p * (p - 1) * n",
+    work="(p - 1) * n",
+    scratch="2 * p * n",
+    is_ordered=True,
+    source="Thakur, Rabenseifner and Gropp 2005",
+)
+def all_gather_reduce(rank: int, size: int) -> Iterator[Round]:
+    """Everybody gathers all vectors, and combines them in rank order: the same bits everywhere."""
+    rounds = [
+        tuple(_of_vectors(op, rank) for op in operations)
+        for operations in all_gather.bruck(rank, size)
+    ]
+    if size > 1:
+        rounds[-1] += tuple(_combined_in_order(rank, size))
+    return iter(rounds)
+
+
+def _of_vectors(op: Operation, rank: int) -> Operation:
+    """An all-gather's operation on whole vectors: called 0 by their rank, (rank, 0) by others."""
+
+    def names(holder: int | None) -> list[Block]:
+        return [0 if owner == holder else (owner, 0) for owner in op.blocks]
+
+    if op.kind == "send":
+        return op._replace(blocks=tuple(names(rank)))
+    return op._replace(blocks=tuple(names(op.peer)), into=tuple(names(rank)))
+
+
+def _combined_in_order(rank: int, size: int) -> list[Operation]:
+    """(((0 (+) 1) (+) 2) ...) of the vectors gathered, whoever computes it."""
+    own = ("own", 0)
+    vectors: list[Block] = [own if other == rank else (other, 0) for other in range(size)]
+    start = [Copy([0], [own]), Copy(vectors[:1], [0])] if rank else []
+    return start + [CopyReduce([vector], [0], side="right") for vector in vectors[1:]]
+
+
+@algorithm(
+    rounds="2 * (log(g, 2) + log(p // g, 2))",
+    messages="2 * p * (log(g, 2) + log(p // g, 2))",
+    busiest="2 * f * n",
+    total="2 * (p - 1) * n",
+    work="f * n",
+    scratch="2 * n / 3",
+    pieces="p",
+    ranks="multiple of per_host",
+    options={"per_host": 2},
+    source="Cho et al. 2019",
+)
+def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+    """Reduce-scatter within every host, all-reduce between likes on all hosts, all-gather within.
+
+    Of n bytes a host sends 2n (H-1)/H to other hosts, if there are H of them: the least possible.
+    """
+    host, place = divmod(rank, per_host)
+    num_hosts = size // per_host
+    mine, likes = range(host * per_host, (host + 1) * per_host), range(place, size, per_host)
+
+    def part(other: int) -> range:
+        return range(other * num_hosts, (other + 1) * num_hosts)
+
+    yield from nested(reduce_scatter.circulant, rank, mine, part)
+    yield from nested(circulant, rank, likes, lambda other: [part(place)[other]])
+    yield from nested(all_gather.circulant, rank, mine, part)

@@ -7,52 +7,129 @@ from collections.abc import Iterator
 from collectives import trees
 from collectives.algorithms.registry import algorithm
 from collectives.schedule import Block, Recv, Round, Send
+from collectives.transform import nested
+
+
+@algorithm(
+    rounds="ceil((p - 1) / m)",
+    startups="p - 1",
+    messages="p * (p - 1)",
+    busiest="f * n",
+    total="n * (p - 1)",
+    scratch="0",
+    options={"outstanding": 4},
+    source="Thakur, Rabenseifner and Gropp 2005",
+)
+def linear_sync(rank: int, size: int, outstanding: int = 4) -> Iterator[Round]:
+    """Nearest partners first, a few at a time."""
+    for start in range(1, size, outstanding):
+        distances = range(start, min(start + outstanding, size))
+        ahead, behind = ([(rank + sign * d) % size for d in distances] for sign in (1, -1))
+        yield (
+            *(Recv(source, [(source, rank)]) for source in behind),
+            *(Send(destination, [(rank, destination)]) for destination in ahead),
+        )
 
 
 @algorithm(
     rounds="min(1, p - 1)",
+    startups="p - 1",
     messages="p * (p - 1)",
-    busiest="n * (p - 1) / p",
+    busiest="f * n",
     total="n * (p - 1)",
+    scratch="0",
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def linear(rank: int, size: int) -> Iterator[Round]:
     """All messages at once, nearest partner first."""
-    if size > 1:
-        sends = (Send(d, [(rank, d)]) for d in ((rank + i) % size for i in range(1, size)))
-        receives = (Recv(s, [(s, rank)]) for s in ((rank - i) % size for i in range(1, size)))
-        yield (*receives, *sends)
+    return linear_sync(rank, size, outstanding=size)
 
 
 @algorithm(
     rounds="p - 1",
     messages="p * (p - 1)",
-    busiest="n * (p - 1) / p",
+    busiest="f * n",
     total="n * (p - 1)",
+    scratch="0",
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def pairwise(rank: int, size: int) -> Iterator[Round]:
     """One partner ahead and one behind in every round, one step further each time."""
-    for distance in range(1, size):
-        ahead, behind = (rank + distance) % size, (rank - distance) % size
-        yield Send(ahead, [(rank, ahead)]), Recv(behind, [(behind, rank)])
+    return linear_sync(rank, size, outstanding=1)
 
 
 @algorithm(
-    rounds="q",
-    messages="p * q",
-    busiest="n / p * sum(popcount(i) for i in range(p))",
-    total="n * sum(popcount(i) for i in range(p))",
+    rounds="p - 1 + p % 2 if p > 1 else 0",
+    messages="p * (p - 1)",
+    busiest="f * n",
+    total="n * (p - 1)",
+    critical="n * (p - 1 + p % 2) / p if p > 1 else 0",
+    scratch="0",
+    source="Sanders and Traff 2002",
+)
+def one_factor(rank: int, size: int) -> Iterator[Round]:
+    """Pairs exchange: in every round each rank has one partner, with odd p one rank rests."""
+    num_rounds = size - 1 + size % 2 if size > 1 else 0
+    for number in range(num_rounds):
+        partner = (number - rank) % num_rounds
+        if size % 2 == 0 and rank == size - 1:
+            partner = number * (size // 2) % num_rounds  # the rank that would be its own partner
+        elif partner == rank:
+            partner = size - 1 if size % 2 == 0 else rank
+        exchange = Send(partner, [(rank, partner)]), Recv(partner, [(partner, rank)])
+        yield exchange if partner != rank else ()
+
+
+@algorithm(
+    rounds="children(p, r)",
+    messages="p * children(p, r)",
+    busiest="n / p * hops(p, r)",
+    total="n * hops(p, r)",
+    scratch="3 * n",
+    options={"radix": 2},
     source="Bruck et al. 1997",
 )
-def bruck(rank: int, size: int) -> Iterator[Round]:
-    """A block that has i ranks to go hops 2**k ahead in round k if bit k of i is set."""
-    for distance in trees.doubling_distances(size):
+def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
+    """A block that has i ranks to go makes a hop of z * radix**x if digit x of i is z."""
+    for unit in trees.powers(size, radix):
+        for hop in range(unit, min(radix * unit, size), unit):
 
-        def travelling(holder: int, hop: int = distance) -> list[Block]:
-            # A block with i to go that reached `holder` has made the hops of i's lower bits.
-            sources = ((i, (holder - i % hop) % size) for i in range(size) if i & hop)
-            return [(source, (source + i) % size) for i, source in sources]
+            def travelling(holder: int, hop: int = hop, unit: int = unit) -> list[Block]:
+                # A block with i to go that reached `holder` has made the hops of i's lower digits.
+                ways = (i for i in range(size) if i % (radix * unit) - i % unit == hop)
+                sources = ((i, (holder - i % unit) % size) for i in ways)
+                return [(source, (source + i) % size) for i, source in sources]
 
-        ahead, behind = (rank + distance) % size, (rank - distance) % size
-        yield Send(ahead, travelling(rank)), Recv(behind, travelling(behind))
+            ahead, behind = (rank + hop) % size, (rank - hop) % size
+            yield Send(ahead, travelling(rank)), Recv(behind, travelling(behind))
+
+
+@algorithm(
+    rounds="g - 1 + p // g - 1",
+    messages="p * (g - 1 + p // g - 1)",
+    busiest="n / p * ((g - 1) * (p // g) + (p // g - 1) * g)",
+    total="n * ((g - 1) * (p // g) + (p // g - 1) * g)",
+    scratch="2 * n",
+    ranks="multiple of per_host",
+    options={"per_host": 2},
+    source="Traff and Rougier 2014",
+)
+def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+    """Within every host, to the like of each block's destination; then between likes on all hosts.
+
+    A rank sends one message to every other host, of what all ranks of its host have for its like.
+    """
+    host, place = divmod(rank, per_host)
+    hosts = range(size // per_host)
+    mine, likes = range(host * per_host, (host + 1) * per_host), range(place, size, per_host)
+
+    def to_all_likes(pair: tuple[int, int]) -> list[Block]:
+        source, destination = pair
+        return [(mine[source], other * per_host + destination) for other in hosts]
+
+    def from_whole_host(pair: tuple[int, int]) -> list[Block]:
+        source, destination = pair
+        return [(source * per_host + other, likes[destination]) for other in range(per_host)]
+
+    yield from nested(pairwise, rank, mine, to_all_likes)
+    yield from nested(pairwise, rank, likes, from_whole_host)

@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from collectives.algorithms import all_gather
-from collectives.algorithms.registry import algorithm
+from collectives.algorithms.registry import algorithm, costs_of
 from collectives.schedule import Round
+
+_NO_BYTES = {"busiest": "0", "critical": "0", "total": "0", "scratch": "0"}
 
 
 @algorithm(
-    rounds="q",
-    messages="p * q",
-    busiest="0",
-    total="0",
+    **costs_of(all_gather.bruck) | _NO_BYTES,
     source="Hensgen, Finkel and Manber 1988",
 )
-def dissemination(rank: int, size: int) -> Iterator[Round]:
-    """In round k every rank notifies the one 2**k behind it of all the arrivals it knows of."""
-    return all_gather.bruck(rank, size)
+def dissemination(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
+    """In round k every rank notifies the one 2**k behind it of all the arrivals it knows of.
+
+    With a greater radix, the ranks j * radix**k behind it, for j from 1 to radix - 1.
+    """
+    return all_gather.bruck(rank, size, radix)
+
+
+@algorithm(
+    **costs_of(all_gather.gather_broadcast) | _NO_BYTES,
+    source="Mellor-Crummey and Scott 1991",
+)
+def tree(rank: int, size: int) -> Iterator[Round]:
+    """News of arrivals gather at rank 0 by a binomial tree, and from there spread by the same."""
+    return all_gather.gather_broadcast(rank, size)

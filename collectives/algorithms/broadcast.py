@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
+from collectives import circulant as graph
 from collectives import trees
+from collectives import two_trees as pair
+from collectives.algorithms import all_gather, scatter
 from collectives.algorithms.registry import algorithm
 from collectives.schedule import Recv, Round, Send
-from collectives.transform import rooted
+from collectives.transform import idle, nested, rooted
+from collectives.trees import Stream
 
 
 @algorithm(
@@ -15,6 +20,7 @@ from collectives.transform import rooted
     messages="p - 1",
     busiest="(p - 1) * n",
     total="(p - 1) * n",
+    scratch="0",
     source="Chan et al. 2007",
 )
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
@@ -24,17 +30,33 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="q",
-    messages="p - 1",
-    busiest="q * n",
+    rounds="min(c, p - 1) * N - 1 + (p - 1) // min(c, p - 1) if p > 1 else 0",
+    messages="(p - 1) * N",
+    busiest="min(c, p - 1) * n",
     total="(p - 1) * n",
-    source="Thakur, Rabenseifner and Gropp 2005",
+    critical="(min(c, p - 1) * N - 1 + (p - 1) // min(c, p - 1)) * n / N if p > 1 else 0",
+    scratch="0",
+    pieces="N",
+    options={"chains": 2, "segments": 1},
+    source="Pjesivac-Grbovic et al. 2007",
 )
 @rooted(blocks_are_ranks=False)
-def binomial(rank: int, size: int) -> Iterator[Round]:
-    """Every round doubles the number of ranks that have the vector."""
-    for edges in trees.binomial(rank, size):
-        yield tuple(trees.down(rank, edge, [0]) for edge in edges)
+def chain(rank: int, size: int, chains: int = 2, segments: int = 1) -> Iterator[Round]:
+    """The root feeds several lines of ranks in turn; each rank passes on what it got."""
+    chains = min(chains, size - 1)
+    streams = []
+    lines = trees.groups(size - 1, chains) if size > 1 else []
+    for number, line in enumerate(lines):
+        way = [0, *(place + 1 for place in line)]
+        hops = pairwise(way)
+        streams += [
+            Stream(parent, child, number + hop, range(segments))
+            for hop, (parent, child) in enumerate(hops)
+            if rank in (parent, child)
+        ]
+    last = max((number + len(line) for number, line in enumerate(lines)), default=0)
+    num_rounds = last + chains * (segments - 1)
+    return trees.pipelined(rank, streams, max(chains, 1), num_rounds)
 
 
 @algorithm(
@@ -42,18 +64,216 @@ def binomial(rank: int, size: int) -> Iterator[Round]:
     messages="(p - 1) * N",
     busiest="n * (p > 1)",
     total="(p - 1) * n",
+    critical="(p - 2 + N) * (p > 1) * n / N",
+    scratch="0",
     pieces="N",
     options={"segments": 1},
     source="Chan et al. 2007",
 )
+def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
+    """The pieces follow one another along the line of all ranks."""
+    return chain(rank, size, root, chains=1, segments=segments)
+
+
+@algorithm(
+    rounds="depth(p) + min(2, p - 1) * (N - 1)",
+    messages="(p - 1) * N",
+    busiest="min(2, p - 1) * n",
+    total="(p - 1) * n",
+    critical="(depth(p) + min(2, p - 1) * (N - 1)) * n / N",
+    scratch="0",
+    pieces="N",
+    options={"segments": 1},
+    source="Pjesivac-Grbovic et al. 2007",
+)
 @rooted(blocks_are_ranks=False)
-def chain(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
-    """The pieces follow one another along the line of ranks; each rank passes on what it got."""
-    for k in range(size - 2 + segments if size > 1 else 0):
-        arriving, leaving = k - rank + 1, k - rank
-        receives = rank > 0 and 0 <= arriving < segments
-        sends = rank < size - 1 and 0 <= leaving < segments
-        yield (
-            *([Recv(rank - 1, [arriving])] if receives else []),
-            *([Send(rank + 1, [leaving])] if sends else []),
-        )
+def binary(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
+    """Every rank passes every piece on to two others."""
+    streams = _binary_streams(rank, range(size), 0, range(segments))
+    period = min(2, size - 1)
+    return trees.pipelined(rank, streams, period, trees.depth(size) + period * (segments - 1))
+
+
+def _binary_streams(rank: int, members: range, start: int, pieces: range) -> list[Stream]:
+    """The streams at `rank` in a binary tree of some ranks, whose top gets its first in `start`."""
+    if rank not in members:
+        return []
+    parent, time, children = trees.binary(members.index(rank), len(members))
+    above = [] if time == 0 else [Stream(members[parent], rank, start + time - 1, pieces)]
+    below = [
+        Stream(rank, members[child], start + time + number, pieces)
+        for number, child in enumerate(children)
+    ]
+    return above + below
+
+
+@algorithm(
+    rounds="max(depth(p // 2), depth((p - 1) // 2) + (p > 2)) + min(2, p - 1) * (N - 1) + 2"
+    " if p > 1 else 0",
+    messages="(p - 1) * (N + 1)",
+    busiest="n * (p > 1) + n / 2 * (p == 4 or p > 5)",
+    total="(p - 1) * n",
+    critical="n / 2 + (max(depth(p // 2), depth((p - 1) // 2) + 1) + 2 * N - 1) * n / (2 * N)"
+    " if p > 2 else n * (p - 1)",
+    scratch="0",
+    pieces="2 * N",
+    options={"segments": 1},
+    source="Pjesivac-Grbovic et al. 2007",
+)
+@rooted(blocks_are_ranks=False)
+def split_binary(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
+    """Each half flows down its own binary tree of half the ranks; then pairs swap halves.
+
+    The odd ranks (counted from the root) get the first half, the even ones the second.  When there
+    is one odd rank too many, the root gives it its second half.
+    """
+    halves = range(segments), range(segments, 2 * segments)
+    sides = range(1, size, 2), range(2, size, 2)
+    streams = []
+    for number, (members, pieces) in enumerate(zip(sides, halves, strict=True)):
+        if rank == 0 and members:
+            streams.append(Stream(0, members[0], number, pieces))
+        if rank in members:
+            streams += _binary_streams(rank, members, number + 1, pieces)
+            streams += [Stream(0, rank, number, pieces)] * (rank == members[0])
+    last = max(trees.depth(len(sides[0])), trees.depth(len(sides[1])) + (size > 2))
+    if size > 1:
+        period = min(2, size - 1)
+        yield from trees.pipelined(rank, streams, period, last + 1 + period * (segments - 1))
+        yield _swap(rank, size, *halves)
+
+
+def _swap(rank: int, size: int, first: range, second: range) -> Round:
+    """The last round: ranks 2i-1 and 2i give each other their halves."""
+    if rank == 0:
+        return (Send(size - 1, second),) if size % 2 == 0 else ()
+    if rank == size - 1 and size % 2 == 0:
+        return (Recv(0, second),)
+    mine, other = (first, second) if rank % 2 else (second, first)
+    partner = rank + 1 if rank % 2 else rank - 1
+    return Send(partner, mine), Recv(partner, other)
+
+
+@algorithm(
+    rounds="log(p, r)",
+    startups="children(p, r)",
+    messages="p - 1",
+    busiest="n * children(p, r)",
+    total="(p - 1) * n",
+    scratch="0",
+    options={"radix": 4},
+    source="Thakur, Rabenseifner and Gropp 2005",
+)
+@rooted(blocks_are_ranks=False)
+def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
+    """Every round multiplies the number of ranks that have the vector by the radix."""
+    for edges in trees.knomial(rank, size, radix):
+        yield tuple(trees.down(rank, edge, [0]) for edge in edges)
+
+
+@algorithm(
+    rounds="q",
+    messages="p - 1",
+    busiest="q * n",
+    total="(p - 1) * n",
+    scratch="0",
+    source="Thakur, Rabenseifner and Gropp 2005",
+)
+def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
+    """Every round doubles the number of ranks that have the vector."""
+    return knomial(rank, size, root, radix=2)
+
+
+@algorithm(
+    rounds="(fill(p) + 2 * (N - 1)) * (p > 1)",
+    messages="2 * (p - 1) * N",
+    busiest="n * (p > 1)",
+    total="(p - 1) * n",
+    critical="(fill(p) + 2 * (N - 1)) * (p > 1) * n / (2 * N)",
+    scratch="0",
+    pieces="2 * N",
+    options={"segments": 1},
+    source="Sanders, Speck and Traff 2009",
+)
+@rooted(blocks_are_ranks=False)
+def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
+    """The even pieces flow down one binary tree, the odd ones down another, at full speed.
+
+    A rank that passes pieces on in one tree is a leaf of the other.
+    """
+    streams = [
+        Stream(link.parent, link.child, link.start, range(link.tree, 2 * segments, 2))
+        for link in pair.two_trees(size)
+        if rank in (link.parent, link.child)
+    ]
+    num_rounds = pair.fill(size) + 2 * (segments - 1) if size > 1 else 0
+    return trees.pipelined(rank, streams, 2, num_rounds)
+
+
+@algorithm(
+    rounds="2 * q",
+    messages="(p - 1) + p * q",
+    busiest="2 * f * n",
+    total="(p - 1) * n + n / p * hops(p, 2)",
+    scratch="n / 2",
+    pieces="p",
+    source="Barnett et al. 1994",
+)
+def scatter_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
+    """The root deals the vector out by a binomial tree; then all gather it, in few rounds."""
+    yield from scatter.binomial(rank, size, root)
+    yield from all_gather.bruck(rank, size)
+
+
+@algorithm(
+    rounds="q + p - 1",
+    messages="(p - 1) + p * (p - 1)",
+    busiest="2 * f * n",
+    total="(p - 1) * n + n / p * hops(p, 2)",
+    scratch="n / 2",
+    pieces="p",
+    source="Barnett et al. 1994",
+)
+def scatter_ring_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
+    """The root deals the vector out by a binomial tree; then all gather it round a ring."""
+    yield from scatter.binomial(rank, size, root)
+    yield from all_gather.ring(rank, size)
+
+
+@algorithm(
+    rounds="(N - 1 + q) * (p > 1)",
+    messages="(p - 1) * N",
+    busiest="(N - 1 + q) * (p > 1) * n / N",
+    total="(p - 1) * n",
+    scratch="0",
+    pieces="N",
+    options={"segments": 1},
+    source="Traff 2024a",
+)
+@rooted(blocks_are_ranks=False)
+def circulant(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
+    """Every piece by its own tree, interleaved so that the rounds are the fewest possible."""
+    for receives, sends in zip(*graph.transfers(rank, size, segments), strict=True):
+        comes = [Recv((rank - t.distance) % size, [t.piece]) for t in [receives] if t]
+        goes = [Send((rank + t.distance) % size, [t.piece]) for t in [sends] if t]
+        yield (*comes, *goes)
+
+
+@algorithm(
+    rounds="log(p // g, 2) + log(g, 2)",
+    messages="p - 1",
+    busiest="(log(p // g, 2) + log(g, 2)) * n",
+    total="(p - 1) * n",
+    scratch="0",
+    ranks="multiple of per_host",
+    options={"per_host": 2},
+    source="Karonis et al. 2000",
+)
+def hierarchical(rank: int, size: int, root: int, per_host: int = 2) -> Iterator[Round]:
+    """By a binomial tree to one rank of every host, then by one within every host."""
+    root_host, root_place = divmod(root, per_host)
+    host, place = divmod(rank, per_host)
+    across = nested(lambda r, p: binomial(r, p, root_host), rank, range(place, size, per_host))
+    yield from across if place == root_place else idle(across)
+    mine = range(host * per_host, (host + 1) * per_host)
+    yield from nested(lambda r, p: binomial(r, p, root_place), rank, mine)

@@ -3,23 +3,132 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from collectives.algorithms import broadcast
+from collectives import trees
+from collectives.algorithms import broadcast, gather, reduce_scatter
 from collectives.algorithms.registry import algorithm, costs_of
 from collectives.schedule import Round
-from collectives.transform import dual
+from collectives.transform import RankAlgorithm, dual
+from collectives.trees import Stream
 
 
-@algorithm(**costs_of("broadcast", "linear"), is_ordered=True, source="Chan et al. 2007")
+def costs(down: RankAlgorithm, scratch: str) -> dict[str, Any]:
+    """Those of a broadcast, whose busiest rank sends: here it combines as much."""
+    found = costs_of(down)
+    return found | {"work": found["busiest"], "scratch": scratch}
+
+
+@algorithm(**costs(broadcast.linear, "n"), is_ordered=True, source="Chan et al. 2007")
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     """The root receives from every other rank, nearest ranks first, and combines in rank order."""
     return dual(broadcast.linear(rank, size, root), rank, combine=True)
 
 
-@algorithm(**costs_of("broadcast", "binomial"), source="Thakur, Rabenseifner and Gropp 2005")
+@algorithm(**costs(broadcast.chain, "min(n, 2 * n / N)"), source="Pjesivac-Grbovic et al. 2007")
+def chain(rank: int, size: int, root: int, chains: int = 2, segments: int = 1) -> Iterator[Round]:
+    """Along several lines of ranks each adds its part to what it passes on; the root joins them."""
+    down = broadcast.chain(rank, size, root, chains=chains, segments=segments)
+    return dual(down, rank, combine=True)
+
+
+@algorithm(**costs(broadcast.pipeline, "min(n, 2 * n / N)"), source="Chan et al. 2007")
+def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
+    """The pieces follow one another along the line of all ranks, and each adds its part."""
+    return dual(broadcast.pipeline(rank, size, root, segments), rank, combine=True)
+
+
+@algorithm(**costs(broadcast.binary, "2 * n / N"), source="Pjesivac-Grbovic et al. 2007")
+def binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
+    """Every rank adds its part to what comes from two others, and passes the sum on."""
+    return dual(broadcast.binary(rank, size, root, segments=segments), rank, combine=True)
+
+
+@algorithm(
+    rounds="1 + depth(p - 1) + min(2, p - 1) * (N - 1) if p > 1 else 0",
+    messages="(p - 1) * N",
+    busiest="min(2, p - 1) * n",
+    total="(p - 1) * n",
+    critical="(1 + depth(p - 1) + min(2, p - 1) * (N - 1)) * n / N if p > 1 else 0",
+    work="min(2, p - 1) * n",
+    scratch="2 * n / N",
+    pieces="N",
+    is_ordered=True,
+    options={"segments": 1},
+    source="Pjesivac-Grbovic et al. 2007",
+)
+def in_order_binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
+    """A binary tree in rank order, with the root wherever it is: lower ranks left, higher right."""
+    parent, time, children = trees.in_order(rank, size, root)
+    pieces, period = range(segments), min(2, size - 1)
+    streams = [Stream(parent, rank, time - 1, pieces)] * (rank != root)
+    streams += [Stream(rank, child, time + number, pieces) for number, child in enumerate(children)]
+    num_rounds = 1 + trees.depth(size - 1) + period * (segments - 1) if size > 1 else 0
+    return dual(trees.pipelined(rank, streams, period, num_rounds), rank, combine=True)
+
+
+@algorithm(
+    **costs(broadcast.split_binary, "min(n, 3 * n / N)"), source="Pjesivac-Grbovic et al. 2007"
+)
+def split_binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
+    """Pairs of ranks add one half each; then each half flows up its own binary tree."""
+    return dual(broadcast.split_binary(rank, size, root, segments=segments), rank, combine=True)
+
+
+@algorithm(**costs(broadcast.knomial, "r * n"), source="Thakur, Rabenseifner and Gropp 2005")
+def knomial(rank: int, size: int, root: int, radix: int = 4) -> Iterator[Round]:
+    """Every round divides the number of ranks that hold partial results by the radix."""
+    return dual(broadcast.knomial(rank, size, root, radix=radix), rank, combine=True)
+
+
+@algorithm(**costs(broadcast.binomial, "2 * n"), source="Thakur, Rabenseifner and Gropp 2005")
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     """Every round halves the number of ranks that hold partial results.
 
     In rank order for root 0; other roots rotate the order.
     """
     return dual(broadcast.binomial(rank, size, root), rank, combine=True)
+
+
+@algorithm(**costs(broadcast.double_binary_tree, "n / N"), source="Sanders, Speck and Traff 2009")
+def double_binary_tree(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
+    """The even pieces flow up one binary tree, the odd ones up another, at full speed."""
+    return dual(
+        broadcast.double_binary_tree(rank, size, root, segments=segments), rank, combine=True
+    )
+
+
+@algorithm(
+    **costs_of(broadcast.scatter_all_gather),
+    work="f * n",
+    scratch="3 * n / 2",
+    source="Thakur, Rabenseifner and Gropp 2005",
+)
+def reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
+    """Everybody combines a part, in few rounds; the root gathers the parts by a binomial tree."""
+    yield from reduce_scatter.circulant(rank, size)
+    yield from gather.binomial(rank, size, root)
+
+
+@algorithm(
+    **costs_of(broadcast.scatter_ring_all_gather),
+    work="f * n",
+    scratch="3 * n / 2",
+    source="Thakur, Rabenseifner and Gropp 2005",
+)
+def ring_reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
+    """Everybody combines a part round a ring; the root gathers the parts by a binomial tree."""
+    yield from reduce_scatter.ring(rank, size)
+    yield from gather.binomial(rank, size, root)
+
+
+@algorithm(**costs(broadcast.circulant, "min(2 * n, 4 * n / N)"), source="Traff 2024a")
+def circulant(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
+    """Every piece up its own tree, interleaved so that the rounds are the fewest possible."""
+    return dual(broadcast.circulant(rank, size, root, segments=segments), rank, combine=True)
+
+
+@algorithm(**costs(broadcast.hierarchical, "2 * n"), source="Karonis et al. 2000")
+def hierarchical(rank: int, size: int, root: int, per_host: int = 2) -> Iterator[Round]:
+    """Within every host to one rank by a binomial tree, then by one between hosts to the root."""
+    return dual(broadcast.hierarchical(rank, size, root, per_host), rank, combine=True)

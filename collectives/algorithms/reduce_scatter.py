@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import pairwise as pairwise_of
 
+from collectives import circulant as graph
 from collectives import trees
-from collectives.algorithms.registry import algorithm
+from collectives.algorithms.registry import algorithm, costs_of
 from collectives.schedule import RecvReduce, Round, Send
+from collectives.transform import folded, nested
 
 
 @algorithm(
     rounds="p - 1",
     messages="p * (p - 1)",
-    busiest="n * (p - 1) / p",
+    busiest="f * n",
     total="(p - 1) * n",
+    work="f * n",
+    scratch="2 * n / p",
     source="Patarasuk and Yuan 2009",
 )
 def ring(rank: int, size: int) -> Iterator[Round]:
@@ -24,19 +30,173 @@ def ring(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="q",
-    messages="p * q",
-    busiest="n * (p - 1) / p",
+    **costs_of(ring),
+    work="f * n",
+    scratch="n / p",
+    source="Thakur, Rabenseifner and Gropp 2005",
+)
+def pairwise(rank: int, size: int) -> Iterator[Round]:
+    """Every contribution goes straight to its owner, one step further in every round."""
+    for distance in range(1, size):
+        ahead, behind = (rank + distance) % size, (rank - distance) % size
+        yield Send(ahead, [ahead]), RecvReduce(behind, [rank])
+
+
+@algorithm(
+    rounds="min(1, p - 1)",
+    startups="p - 1",
+    messages="p * (p - 1)",
+    busiest="f * n",
     total="(p - 1) * n",
-    ranks="power of two",
+    work="f * n",
+    scratch="n",
+    is_ordered=True,
+    source="Chan et al. 2007",
+)
+def direct(rank: int, size: int) -> Iterator[Round]:
+    """Every contribution goes straight to its owner, all at once."""
+    below, above = range(rank - 1, -1, -1), range(rank + 1, size)
+    if size > 1:
+        yield (
+            *(RecvReduce(peer, [rank], side="left") for peer in below),
+            *(RecvReduce(peer, [rank], side="right") for peer in above),
+            *(Send(peer, [peer]) for peer in (*above, *range(rank))),
+        )
+
+
+_FOLDED_HALVING = {
+    "rounds": "k + 2 * (p != P)",
+    "messages": "P * k + 2 * (p - P)",
+    "total": "(p - 1) * n + (p - P) * n / p",
+    "scratch": "2 * n",
+}
+
+
+@algorithm(
+    **_FOLDED_HALVING,
+    busiest="n * (p != P) + n / p * sum(2**i + min(2**i, p - P) for i in range(k))",
+    critical="(n + n / p) * (p != P) + n / p * sum(2**i + min(2**i, p - P) for i in range(k))",
+    work="n * (p != P) + n / p * sum(2**i + min(2**i, p - P) for i in range(k))",
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def recursive_halving(rank: int, size: int) -> Iterator[Round]:
-    """Partners split what is left between them: each gives away the half that the other keeps."""
-    for distance in trees.halving_distances(size):
+    """Partners split what is left between them: each gives away the half that the other keeps.
+
+    Far partners first, so that what is sent lies together.  When p is not a power of two, some
+    pairs of ranks fold into one.
+    """
+    return _halving(rank, size, reversed(trees.powers(1 << trees.floor_log2(size))))
+
+
+@algorithm(
+    **_FOLDED_HALVING,
+    busiest="n * (p != P) + n / p * sum(2**i + ceil((p - P) * 2**i / P) for i in range(k))",
+    critical="(n + n / p) * (p != P)"
+    " + n / p * sum(2**i + ceil((p - P) * 2**i / P) for i in range(k))",
+    work="n * (p != P) + n / p * sum(2**i + ceil((p - P) * 2**i / P) for i in range(k))",
+    is_ordered=True,
+    source="Traff 2005",
+)
+def butterfly(rank: int, size: int) -> Iterator[Round]:
+    """Recursive halving with near partners first: what is combined are always neighbours.
+
+    What is sent lies apart and is packed.
+    """
+    return _halving(rank, size, trees.powers(1 << trees.floor_log2(size)))
+
+
+def _halving(rank: int, size: int, distances: Iterable[int]) -> Iterator[Round]:
+    core = partial(_halving_core, distances=list(distances))
+    core_size = 1 << trees.floor_log2(size)
+    return folded(core, rank, size, core_size, range(size), blocks_are_ranks=True)
+
+
+def _halving_core(rank: int, size: int, distances: list[int]) -> Iterator[Round]:
+    """Each round settles one bit of the blocks that a rank keeps: they end with its own."""
+    held = list(range(size))
+    for distance in distances:
         partner = rank ^ distance
-        mine, theirs = (r - r % distance for r in (rank, partner))
+        theirs = [block for block in held if (block ^ rank) & distance]
+        held = [block for block in held if not (block ^ rank) & distance]
         yield (
-            Send(partner, range(theirs, theirs + distance)),
-            RecvReduce(partner, range(mine, mine + distance)),
+            Send(partner, theirs),
+            RecvReduce(partner, held, "left" if partner < rank else "right"),
         )
+
+
+@algorithm(
+    rounds="q",
+    messages="p * q",
+    busiest="f * n",
+    total="(p - 1) * n",
+    work="f * n",
+    scratch="5 * n / 4",
+    source="Traff 2024b",
+)
+def circulant(rank: int, size: int) -> Iterator[Round]:
+    """Every round about halves the blocks that a rank has a part in: ranks ahead take the rest."""
+    distances = graph.skips(size)[::-1]
+    for far, near in pairwise_of(distances):
+        yield (
+            Send((rank + near) % size, [(rank + i) % size for i in range(near, far)]),
+            RecvReduce((rank - near) % size, [(rank + i) % size for i in range(far - near)]),
+        )
+
+
+@algorithm(
+    **costs_of(circulant, ranks="even"),
+    work="f * n",
+    scratch="5 * n / 4",
+    source="De Sensi et al. 2024",
+)
+def swing(rank: int, size: int) -> Iterator[Round]:
+    """Partners at distances 1, 1, 3, 5, 11, 21, ... on alternating sides: short ways on a torus.
+
+    A block goes to the partner only if it cannot go there, or get nearer, in a later round.
+    """
+    num_rounds = trees.ceil_log2(size)
+    for step in range(num_rounds):
+        partner = swing_partner(rank, size, step)
+        mine = _swing_reach(rank, size, step + 1, num_rounds)
+        theirs = _swing_reach(partner, size, step + 1, num_rounds)
+        yield (
+            Send(partner, sorted(theirs - mine)),
+            RecvReduce(partner, sorted(mine - theirs)),
+        )
+
+
+def swing_partner(rank: int, size: int, step: int) -> int:
+    """Even ranks go 1 - 2 + 4 - 8 ... ahead, odd ones as far back: a term more in every step."""
+    distance: int = sum((-2) ** power for power in range(step + 1))
+    return (rank + (distance if rank % 2 == 0 else -distance)) % size
+
+
+def _swing_reach(rank: int, size: int, step: int, num_rounds: int) -> set[int]:
+    """The ranks that what `rank` holds can reach from this step on."""
+    reached = {rank}
+    for later in range(step, num_rounds):
+        reached |= {swing_partner(r, size, later) for r in reached}
+    return reached
+
+
+@algorithm(
+    rounds="log(g, 2) + log(p // g, 2)",
+    messages="p * (log(g, 2) + log(p // g, 2))",
+    busiest="f * n",
+    total="(p - 1) * n",
+    work="f * n",
+    scratch="5 * n / 4",
+    ranks="multiple of per_host",
+    options={"per_host": 2},
+    source="Cho et al. 2019",
+)
+def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+    """Within every host first, for all hosts' blocks; then each rank with its likes on all hosts.
+
+    Of n bytes a host sends n (H-1)/H to other hosts, if there are H of them: the least possible.
+    """
+    host, place = divmod(rank, per_host)
+    mine = range(host * per_host, (host + 1) * per_host)
+    yield from nested(circulant, rank, mine, lambda other: range(other, size, per_host))
+    likes = range(place, size, per_host)
+    yield from nested(circulant, rank, likes, lambda other: [likes[other]])

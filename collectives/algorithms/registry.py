@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from types import CodeType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
+from collectives import trees, two_trees
+from collectives.count import Counts, count, even_sizes
 from collectives.schedule import Round, Schedule
-from collectives.spec import SPECS
+from collectives.spec import SPECS, Case
 from collectives.trees import ceil_log2, floor_log2
+from collectives.verify import verify_schedules
 
-Ranks = Literal["any", "power of two"]
+Ranks = Literal["any", "even", "power of two", "multiple of per_host"]
+_ARTICLE = {"power of two": "a ", "multiple of per_host": "a "}
 Function = TypeVar("Function", bound=Callable[..., Iterator[Round]])
+
+# How formulas call the options.
+SYMBOLS = {"segments": "N", "radix": "r", "outstanding": "m", "chains": "c", "per_host": "g"}
 
 
 class Formula:
     """A closed formula, written as an expression and evaluated in exact arithmetic.
 
-    Variables: p ranks, n bytes, q = ceil(log2 p), k = floor(log2 p), P = 2**k, N segments.
-    Functions: sum, range, min, max, popcount.
+    Variables: p ranks, n bytes, f = (p - 1) / p, q = ceil(log2 p), k = floor(log2 p), P = 2**k, and
+    the options: N segments, radix r, m outstanding messages, c chains, g ranks per host.
+    Functions: sum, range, min, max, ceil, and, as `trees` and `two_trees` define them, log(p, r) =
+    ceil_log, power(p, r) = power_within, children(p, r) = num_children, hops(p, r) = num_hops,
+    depth(m), fill(p), turn(p) = exscan_turn.
+    `defaults`: the options' values where none are given.
     """
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self._code: CodeType = compile(text, f"<formula {text}>", "eval")
+    def __init__(self, text: str, defaults: Mapping[str, int] | None = None) -> None:
+        self.text, self.defaults = text, dict(defaults or {})
+        try:
+            self._code: CodeType = compile(text, f"<formula {text}>", "eval")
+            self(p=2)
+        except (SyntaxError, NameError, TypeError) as error:
+            raise ValueError(f"formula {text!r}: {error}") from None
 
-    def __call__(self, p: int, n: int = 0, segments: int = 1) -> int | Fraction:
-        """The value for `p` ranks, `n` bytes and `segments` segments; an int where it is whole."""
+    def __call__(self, p: int, n: int = 0, **options: int) -> int | Fraction:
+        """The value for `p` ranks and `n` bytes; an int where it is whole."""
         logs = {"q": ceil_log2(p), "k": floor_log2(p), "P": 1 << floor_log2(p)}
-        values = {"p": p, "n": Fraction(n), "N": segments, **logs}
-        value = Fraction(eval(self._code, dict(_FUNCTIONS), values))
-        return int(value) if value.denominator == 1 else value
+        chosen = {SYMBOLS[name]: value for name, value in {**self.defaults, **options}.items()}
+        values = {"p": p, "n": Fraction(n), "f": Fraction(p - 1, p), **logs, **chosen}
+        value = Fraction(eval(self._code, {**_FUNCTIONS, **values}))
+        return value.numerator if value.denominator == 1 else value
 
     def __str__(self) -> str:
         return self.text
@@ -47,56 +65,127 @@ _FUNCTIONS: dict[str, Any] = {
     "range": range,
     "min": min,
     "max": max,
-    "popcount": int.bit_count,
+    "ceil": math.ceil,
+    "log": trees.ceil_log,
+    "power": trees.power_within,
+    "children": trees.num_children,
+    "hops": trees.num_hops,
+    "depth": trees.depth,
+    "turn": trees.exscan_turn,
+    "fill": two_trees.fill,
 }
 
 
-@dataclass(frozen=True)
+class Counted(NamedTuple):
+    """A cost without a formula: it is counted, by making the schedules of all ranks.
+
+    Called like a formula.  The worst over all roots, as a formula is.
+    """
+
+    name: str
+    collective: str
+    function: Callable[..., Iterator[Round]]
+    defaults: Mapping[str, int]
+    pieces: Formula
+
+    def __call__(self, p: int, n: int = 0, **options: int) -> int | Fraction:
+        """The value for `p` ranks and `n` bytes."""
+        is_rooted, settings = SPECS[self.collective].is_rooted, {**self.defaults, **options}
+        case = Case(p, 0, int(self.pieces(p=p, **settings)))
+        found: list[int | Fraction] = [
+            getattr(self.at({"root": root} if is_rooted else {}, case, n, settings), self.name)
+            for root in range(p if is_rooted else 1)
+        ]
+        return max(found)
+
+    def at(self, where: dict[str, int], case: Case, n: int, settings: Mapping[str, int]) -> Counts:
+        """Everything that can be counted, for one root."""
+        make = partial(self.function, size=case.size, **where, **settings)
+        schedules = [list(make(rank)) for rank in range(case.size)]
+        return count(schedules, even_sizes(self.collective, case, n))
+
+    def __str__(self) -> str:
+        return "counted"
+
+
+Cost = Formula | Counted
+
+
+@dataclass(frozen=True, eq=False)
 class Algorithm:
     """One algorithm of one collective, and what it promises.
 
     `ranks`: the numbers of ranks it serves.  `is_ordered`: it combines in rank order, so that the
-    operator need not be commutative.  `pieces`: into how many pieces it cuts a vector.
-    `rounds`; `messages` and `total`: messages and bytes sent by all ranks together; `busiest`: the
-    bytes through the busiest port, that is the most that one rank sends or receives.
+    operator need not be commutative.  `is_bitwise`: ranks that get the same result get the same
+    bits, also where rounding depends on the order.  `pieces`: into how many it cuts a vector.
+    `options`: what the function takes beyond rank, size and root, with the defaults.
+
+    Formulas: `rounds`; `startups`, the sum over rounds of the most messages that one rank sends or
+    receives, equal to the rounds where that is one; `messages` and `total`, what all ranks together
+    send; `busiest`, the bytes through the busiest port, that is the most that one rank sends or
+    receives; `critical`, the sum over rounds of the same, that is what a clock sees; `work`, the
+    most bytes that one rank combines; `scratch`, a bound of the bytes a rank needs besides its
+    input and its output, out of place (None: not stated).  Each is the worst over all roots.
     n is the size in bytes of the whole vector; for scatter and gather that of the root's buffer,
     for all-gather that of the result, for all-to-all that of one rank's input.
-    `options`: what the function takes beyond rank, size and root, with the defaults.
     """
 
     collective: str
     name: str
     function: Callable[..., Iterator[Round]]
-    rounds: Formula
-    messages: Formula
-    busiest: Formula
-    total: Formula
+    rounds: Cost
+    startups: Cost
+    messages: Cost
+    busiest: Cost
+    total: Cost
+    critical: Cost
+    work: Cost
+    scratch: Formula | None
     pieces: Formula
     ranks: Ranks = "any"
     is_ordered: bool = False
+    is_bitwise: bool = True
     source: str = ""
     options: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def restrictions(self) -> str:
         """The restrictions in words."""
-        order = "any operator" if self.is_ordered else "commutative operators"
-        words = [f"{'any' if self.ranks == 'any' else 'a power of two'} number of ranks"]
-        return ", ".join(words + [order] * SPECS[self.collective].is_reduction)
+        words = [
+            "any p" if self.ranks == "any" else f"p {_ARTICLE.get(self.ranks, '')}{self.ranks}"
+        ]
+        if SPECS[self.collective].is_reduction:
+            words.append("any operator" if self.is_ordered else "commutative operators")
+        if self.collective == "all_reduce":
+            words.append("same bits on all ranks" if self.is_bitwise else "last bits may differ")
+        return ", ".join(words)
 
-    def serves(self, size: int) -> bool:
+    def serves(self, size: int, **options: int) -> bool:
         """Whether the algorithm can run on `size` ranks."""
-        return self.ranks == "any" or size == 1 << floor_log2(size)
+        if self.ranks == "multiple of per_host":
+            return size % {**self.options, **options}["per_host"] == 0
+        return {
+            "any": True,
+            "even": size % 2 == 0,
+            "power of two": size == 1 << floor_log2(size),
+        }[self.ranks]
 
-    def num_pieces(self, size: int, options: Mapping[str, int]) -> int:
-        """How many pieces the vector is cut into."""
-        return int(self.pieces(p=size, segments=options.get("segments", 1)))
+    def case(self, size: int, root: int | None = None, **options: int) -> Case:
+        """The instance of the collective that `size` ranks with these options solve."""
+        return Case(size, root or 0, int(self.pieces(p=size, **options)))
 
     def schedule(self, rank: int, size: int, root: int | None = None, **options: int) -> Schedule:
         """The rounds of one rank.  Raises ValueError for what the algorithm cannot serve."""
         self._check(rank, size, root, options)
         where = {"root": root or 0} if SPECS[self.collective].is_rooted else {}
         return list(self.function(rank, size, **where, **options))
+
+    def verify(self, size: int, root: int | None = None, **options: int) -> None:
+        """Prove it for `size` ranks and `root`, or raise `ScheduleError` with the grid."""
+        schedules = [self.schedule(rank, size, root, **options) for rank in range(size)]
+        case = self.case(size, root, **options)
+        promises = {"is_ordered": self.is_ordered, "is_bitwise": self.is_bitwise}
+        verify_schedules(self.collective, case, schedules, **promises)
 
     def _check(self, rank: int, size: int, root: int | None, options: Mapping[str, int]) -> None:
         label = f"{self.collective}.{self.name}"
@@ -106,52 +195,65 @@ class Algorithm:
             raise ValueError(f"{label}: {self.collective} has no root; got root={root}")
         if root is not None and not 0 <= root < size:
             raise ValueError(f"{label}: there is no root {root} among {size} ranks")
-        if not self.serves(size):
+        self.check_options(options)
+        if not self.serves(size, **options):
             raise ValueError(f"{label} serves {self.ranks} ranks, not {size}")
+
+    def check_options(self, options: Mapping[str, int]) -> None:
+        """Raise ValueError for an option that the algorithm has not, or a value it cannot take."""
+        label = f"{self.collective}.{self.name}"
         if unknown := sorted(set(options) - set(self.options)):
             raise ValueError(f"{label} knows no option {unknown[0]!r}; it has {dict(self.options)}")
-        if any(value < 1 for value in options.values()):
-            raise ValueError(f"{label}: options are at least 1, got {dict(options)}")
+        for name, value in options.items():
+            least = 2 if name == "radix" else 1
+            if value < least:
+                raise ValueError(f"{label}: {name} is at least {least}, got {value}")
 
 
 REGISTRY: dict[str, dict[str, Algorithm]] = {collective: {} for collective in SPECS}
 
 
+COSTS = ("rounds", "startups", "messages", "busiest", "total", "critical", "work")
+
+
 def algorithm(
-    *,
-    rounds: str,
-    messages: str,
-    busiest: str,
-    total: str,
-    pieces: str = "1",
-    **promises: Any,
+    *, rounds: str, busiest: str, work: str = "0", pieces: str = "1", **more: Any
 ) -> Callable[[Function], Function]:
-    """Enter a function into the registry, under its file's collective and its own name."""
+    """Enter a function into the registry, under its file's collective and its own name.
+
+    Takes every formula as text, and what else an `Algorithm` promises.  Where nothing else is said
+    a rank sends and receives one message a round, and all rounds load the same port most.
+    """
+    options = more.get("options", {})
+    texts = {"rounds": rounds, "busiest": busiest, "work": work, "pieces": pieces}
+    texts |= {"startups": rounds, "critical": busiest}
+    texts |= {name: more.pop(name) for name in (*COSTS, "scratch") if name in more}
+    formulas: dict[str, Any] = {name: Formula(text, options) for name, text in texts.items()}
 
     def decorate(function: Function) -> Function:
-        collective = function.__module__.rpartition(".")[2]
-        entry = Algorithm(
-            collective=collective,
-            name=function.__name__,
-            function=function,
-            rounds=Formula(rounds),
-            messages=Formula(messages),
-            busiest=Formula(busiest),
-            total=Formula(total),
-            pieces=Formula(pieces),
-            **promises,
-        )
-        REGISTRY[collective][entry.name] = entry
+        collective = _collective_of(function)
+        enter(Algorithm(collective, function.__name__, function, **formulas, **more))
         return function
 
     return decorate
 
 
-def costs_of(collective: str, name: str) -> dict[str, Any]:
-    """The formulas of another algorithm: a dual has the same rounds, messages, ports and bytes."""
-    other = REGISTRY[collective][name]
-    formulas = ("rounds", "messages", "busiest", "total", "pieces")
-    return {key: getattr(other, key).text for key in formulas} | {
-        "ranks": other.ranks,
-        "options": other.options,
-    }
+def _collective_of(function: Callable[..., Any]) -> str:
+    """The collective whose file a built-in algorithm is in."""
+    return function.__module__.rpartition(".")[2]
+
+
+def enter(entry: Algorithm) -> None:
+    """Put an algorithm into the registry."""
+    REGISTRY[entry.collective][entry.name] = entry
+
+
+def costs_of(function: Callable[..., Iterator[Round]], **other: Any) -> dict[str, Any]:
+    """The formulas, the restriction and the options of an algorithm, with what is different.
+
+    A dual has the same rounds, messages, ports and bytes; the work is to be said anew.
+    """
+    entry = REGISTRY[_collective_of(function)][function.__name__]
+    shared = ("rounds", "startups", "messages", "busiest", "total", "critical", "pieces")
+    texts = {key: str(getattr(entry, key)) for key in shared}
+    return {**texts, "ranks": entry.ranks, "options": entry.options, **other}

@@ -11,27 +11,59 @@ from collectives.transform import rooted
 
 
 @algorithm(
+    rounds="ceil((p - 1) / m)",
+    startups="p - 1",
+    messages="p - 1",
+    busiest="f * n",
+    total="f * n",
+    scratch="0",
+    options={"outstanding": 4},
+    source="Chan et al. 2007",
+)
+def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Iterator[Round]:
+    """The root sends every other rank its block, a few at a time."""
+    for edges in trees.linear(rank, size, root, outstanding):
+        yield tuple(trees.down(rank, edge, edge.subtree) for edge in edges)
+
+
+@algorithm(
     rounds="p - 1",
     messages="p - 1",
-    busiest="n * (p - 1) / p",
-    total="n * (p - 1) / p",
+    busiest="f * n",
+    total="f * n",
+    scratch="0",
     source="Chan et al. 2007",
 )
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     """The root sends every other rank its block, one after the other."""
-    for edges in trees.linear(rank, size, root):
+    return linear_bounded(rank, size, root, outstanding=1)
+
+
+@algorithm(
+    rounds="log(p, r)",
+    startups="children(p, r)",
+    messages="p - 1",
+    busiest="f * n",
+    total="n / p * hops(p, r)",
+    scratch="n / 2",
+    options={"radix": 4},
+    source="Chan et al. 2007",
+)
+@rooted(blocks_are_ranks=True)
+def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
+    """Each rank cuts what it holds into as many parts as the radix, and hands on all but one."""
+    for edges in trees.knomial(rank, size, radix):
         yield tuple(trees.down(rank, edge, edge.subtree) for edge in edges)
 
 
 @algorithm(
     rounds="q",
     messages="p - 1",
-    busiest="n * (p - 1) / p",
-    total="n / p * sum(popcount(i) for i in range(p))",
+    busiest="f * n",
+    total="n / p * hops(p, 2)",
+    scratch="n / 2",
     source="Chan et al. 2007",
 )
-@rooted(blocks_are_ranks=True)
-def binomial(rank: int, size: int) -> Iterator[Round]:
+def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     """Each rank hands the far half of what it holds to the rank in the middle."""
-    for edges in trees.binomial(rank, size):
-        yield tuple(trees.down(rank, edge, edge.subtree) for edge in edges)
+    return knomial(rank, size, root, radix=2)

@@ -13,7 +13,7 @@ from bench import case as bench_case
 from bench.case import Case, in_place, num_wrong, out_of_place, prepare
 
 SIZE = 3
-EIGHT = [name for name in collectives.algorithms.collectives() if name != "barrier"]
+COLLECTIVES = [name for name in collectives.algorithms.collectives() if name != "barrier"]
 
 
 def wrong_after(collective: str, make: Any, dtype: Any = np.float32, spoil: int = 0) -> list[int]:
@@ -32,18 +32,18 @@ def wrong_after(collective: str, make: Any, dtype: Any = np.float32, spoil: int 
 
 
 @pytest.mark.parametrize("make", [out_of_place, in_place])
-@pytest.mark.parametrize("collective", EIGHT)
+@pytest.mark.parametrize("collective", COLLECTIVES)
 def test_right_results_pass(collective, make, monkeypatch):
     monkeypatch.setattr(bench_case, "WINDOW", 7)  # several windows, the last one short
     if (collective, make) != ("broadcast", out_of_place):
         assert wrong_after(collective, make) == [0] * SIZE
 
 
-@pytest.mark.parametrize("collective", EIGHT)
+@pytest.mark.parametrize("collective", COLLECTIVES)
 def test_wrong_elements_are_counted(collective):
-    at_root_only = collective in ("gather", "reduce")
-    wanted = [0, 5, 0] if at_root_only else [5] * SIZE
-    assert wrong_after(collective, in_place, spoil=5) == wanted
+    at_root_only, after_first = [0, 5, 0], [0, 5, 5]
+    wanted = {"gather": at_root_only, "reduce": at_root_only, "exscan": after_first}
+    assert wrong_after(collective, in_place, spoil=5) == wanted.get(collective, [5] * SIZE)
 
 
 def test_a_result_that_never_came_is_wrong():

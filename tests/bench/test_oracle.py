@@ -30,6 +30,17 @@ def test_collectives_that_reduce():
     assert same(expected("reduce_scatter", [A, B]), [[11, 22], [33]])
 
 
+def test_prefixes():
+    assert same(expected("scan", [A, B, A]), [[1, 2, 3], [11, 22, 33], [12, 24, 36]])
+    assert same(expected("exscan", [A, B, A]), [None, [1, 2, 3], [11, 22, 33]])
+
+
+def test_an_operator_that_is_a_function_is_applied_in_rank_order():
+    inputs = [np.array([3]), np.array([5]), np.array([7])]
+    results = expected("scan", inputs, op=lambda left, right: 10 * left + right)
+    assert same(results, [[3], [35], [357]])
+
+
 def test_counts():
     assert same(expected("scatter", [A, B], counts=[0, 3]), [[], [1, 2, 3]])
     assert same(expected("reduce_scatter", [A, B], counts=[1, 2]), [[11], [22, 33]])
@@ -65,6 +76,7 @@ def test_results_share_no_memory():
     results = expected("broadcast", [A, B])
     assert not np.shares_memory(results[0], A)
     assert not np.shares_memory(results[0], results[1])
+    assert not np.shares_memory(expected("scan", [A, B])[0], A)
 
 
 def test_an_unknown_collective_is_refused():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.__main__ import main
+from bench.__main__ import main, parser
 from collectives import algorithms
 from collectives.launch import launch
 
@@ -50,6 +50,9 @@ def test_wrong_elements_are_reported_and_fail(tmp_path):
         ["all_reduce", "-b", "eight"],
         ["all_reduce", "-d", "object"],
         ["all_reduce", "--algorithm", "linaer"],
+        ["all_reduce", "--algorithm", "ring(segments=8)"],
+        ["all_gather", "--algorithm", "bruck(radix=1)"],
+        ["scan", "-o", "avg"],
         ["broadcast", "-o", "sum"],
         ["barrier", "-b", "8"],
     ],
@@ -59,6 +62,11 @@ def test_options_without_a_meaning_are_refused(command, capsys):
         main(command)
     assert stop.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_options_of_algorithms_are_read_as_the_library_reads_them():
+    command = ["all_gather", "--algorithm", "bruck( radix=4 )", "--algorithm", "ring"]
+    assert parser().parse_args(command).names == ["bruck(radix=4)", "ring"]
 
 
 def test_reading_the_command_line_does_not_start_mpi():

@@ -29,6 +29,12 @@ def test_the_port_of_a_wasteful_algorithm_is_busier_than_the_bus():
     assert measurement(CASE, "recursive_doubling", 0.5, 0)[1:4] == (2.0, 3.0, 4.0)
 
 
+def test_the_port_knows_the_options():
+    wide = measurement(CASE, "recursive_multiplying(radix=4)", 0.5, 0)
+    narrow = measurement(CASE, "recursive_multiplying(radix=2)", 0.5, 0)
+    assert (wide.portbw, narrow.portbw) == (6.0, 4.0)
+
+
 def test_ratios_say_how_many_times_faster_ours_is():
     rows = [row("ring", 0.5), row("linear", 1.0), row("call", 2.0), row("native", 1.0)]
     (found,) = summaries(rows)

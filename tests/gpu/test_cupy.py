@@ -13,6 +13,7 @@ import collectives
 from collectives import Communicator
 from collectives.launch import launch
 from tests import device_scenarios as scenarios
+from tests.operator_scenarios import ordered_jobs, perform_in_order
 from tests.scenarios import OPS, Job, all_jobs
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +49,14 @@ def test_every_dtype(dtype: str) -> None:
 @pytest.mark.parametrize("scenario", [scenarios.mixed_program, scenarios.plan_reads_afresh])
 def test_programs(scenario: Any) -> None:
     collectives.run(lambda comm: scenario(comm, cupy.asarray, to_host), 3)
+
+
+def test_operators_of_the_callers() -> None:
+    def every(comm: Communicator) -> None:
+        for job in ordered_jobs(comm.size):
+            perform_in_order(comm, job, cupy.asarray, to_host)
+
+    collectives.run(every, 3)
 
 
 def test_work_on_the_callers_stream_is_waited_for() -> None:

@@ -10,11 +10,16 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator
+from collectives import Communicator, Operator
 
 P = 3
 X = np.arange(6.0)
 Call = Callable[[Communicator], Any]
+
+
+def own(function: Any) -> Operator:
+    """An operator that is not said to be commutative."""
+    return Operator.from_function(function, name="f")
 
 
 def refused(error: type[Exception], sentence: str, call: Call) -> None:
@@ -44,7 +49,51 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
     "a matrix": (TypeError, "matrix", lambda c: c.all_reduce(np.ones((1, 1)).view(np.matrix))),
     "strings summed": (TypeError, "'sum' is not defined", lambda c: c.all_reduce(np.array("a"))),
     "unknown op": (ValueError, "unknown op 'add'; known: sum", lambda c: c.all_reduce(X, "add")),
-    "op of another type": (ValueError, "unknown op", lambda c: c.all_reduce(X, np.add)),
+    "op a function": (
+        ValueError,
+        "unknown op <ufunc 'add'>; .* what collectives.Operator.from_function makes",
+        lambda c: c.all_reduce(X, np.add),
+    ),
+    "the average of a prefix": (
+        ValueError,
+        "op 'avg' has no meaning for scan; it takes sum, prod, min, max, and, or, xor",
+        lambda c: c.scan(X, "avg"),
+    ),
+    "the average of a prefix without the last": (
+        ValueError,
+        "op 'avg' has no meaning for exscan",
+        lambda c: c.exscan(X, "avg"),
+    ),
+    "op that returns another dtype": (
+        TypeError,
+        r"op 'f' returns numpy float32 of shape \(1,\) for two numpy float64 of shape \(1,\)",
+        lambda c: c.all_reduce(X, own(lambda a, b: (a + b).astype(np.float32))),
+    ),
+    "op that returns another shape": (
+        TypeError,
+        r"op 'f' returns numpy float64 of shape \(\) for two",
+        lambda c: c.reduce(X, own(lambda a, b: np.asarray((a + b).sum()))),
+    ),
+    "op that returns no array": (
+        TypeError,
+        "what op 'f' returns must be a NumPy or CuPy array, not float64",
+        lambda c: c.scan(X, own(lambda a, b: (a + b).sum())),
+    ),
+    "op that fails": (
+        ZeroDivisionError,
+        "by zero",
+        lambda c: c.reduce_scatter(X, own(lambda a, b: 1 // 0)),
+    ),
+    "an ordered op on an algorithm that is not": (
+        ValueError,
+        "reduce_scatter by ring needs a commutative operator; f is not",
+        lambda c: c.reduce_scatter(X, own(np.add), algorithm="ring"),
+    ),
+    "an ordered op on an algorithm with options that is not": (
+        ValueError,
+        r"reduce by knomial\(radix=3\) needs a commutative operator; f is not",
+        lambda c: c.reduce(X, own(np.add), algorithm="knomial(radix=3)"),
+    ),
     "xor of floats": (
         TypeError,
         "'xor' is not defined for dtype float64",
@@ -59,7 +108,7 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
     "root a bool": (TypeError, "must be an integer", lambda c: c.broadcast(X, root=True)),
     "unknown algorithm": (
         ValueError,
-        "known: ring, reduce_broadcast, recursive_doubling",
+        "unknown algorithm 'rign' for all_reduce; known: ring, ",
         lambda c: c.all_reduce(X, algorithm="rign"),
     ),
     "algorithm of another collective": (
@@ -69,8 +118,78 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
     ),
     "algorithm for powers of two": (
         ValueError,
-        "serves power of two ranks only, not 3",
-        lambda c: c.reduce_scatter(X, algorithm="recursive_halving"),
+        "all_reduce by swing_latency serves power of two ranks only, not 3",
+        lambda c: c.all_reduce(X, algorithm="swing_latency"),
+    ),
+    "algorithm for even numbers": (
+        ValueError,
+        "serves even ranks only, not 3",
+        lambda c: c.reduce_scatter(X, algorithm="swing"),
+    ),
+    "algorithm for hosts of equal size": (
+        ValueError,
+        "serves multiple of per_host ranks only, not 3",
+        lambda c: c.all_gather(X, algorithm="hierarchical"),
+    ),
+    "hosts that do not divide the ranks": (
+        ValueError,
+        r"broadcast by hierarchical\(per_host=2\) serves multiple of per_host ranks only, not 3",
+        lambda c: c.broadcast(X, algorithm="hierarchical(per_host=2)"),
+    ),
+    "algorithm of another type": (
+        TypeError,
+        "algorithm must be a name or None, not 5",
+        lambda c: c.all_reduce(X, algorithm=5),
+    ),
+    "algorithm that is no name": (
+        ValueError,
+        "algorithm '' is not a name, or one like 'pipeline",
+        lambda c: c.all_reduce(X, algorithm=""),
+    ),
+    "algorithm left open": (
+        ValueError,
+        "is not a name",
+        lambda c: c.broadcast(X, algorithm="pipeline(segments=8"),
+    ),
+    "an option without a name": (
+        ValueError,
+        "'8' is not like 'segments=8'",
+        lambda c: c.broadcast(X, algorithm="pipeline(8)"),
+    ),
+    "an option that is no number": (
+        ValueError,
+        "'radix=four' is not like",
+        lambda c: c.all_gather(X, algorithm="bruck(radix=four)"),
+    ),
+    "an option that is no whole number": (
+        ValueError,
+        "'radix=2.5' is not like",
+        lambda c: c.all_gather(X, algorithm="bruck(radix=2.5)"),
+    ),
+    "an option given twice": (
+        ValueError,
+        "gives radix twice",
+        lambda c: c.all_gather(X, algorithm="bruck(radix=2, radix=3)"),
+    ),
+    "an option that is not": (
+        ValueError,
+        "all_gather.bruck knows no option 'segments'",
+        lambda c: c.all_gather(X, algorithm="bruck(segments=2)"),
+    ),
+    "an option too small": (
+        ValueError,
+        "all_gather.bruck: radix is at least 2, got 1",
+        lambda c: c.all_gather(X, algorithm="bruck(radix=1)"),
+    ),
+    "an option below zero": (
+        ValueError,
+        "segments is at least 1, got -3",
+        lambda c: c.broadcast(X, algorithm="pipeline(segments=-3)"),
+    ),
+    "out of another shape on rank 0, which gets nothing": (
+        ValueError,
+        r"out has shape \(5,\), the result has \(6,\)",
+        lambda c: c.exscan(X, out=np.empty(5)),
     ),
     "out of another shape": (
         ValueError,
@@ -187,7 +306,7 @@ def test_wrong_input_is_refused_before_anything_is_sent(what: str) -> None:
 
 ARRAY_CALLS = [
     "broadcast", "scatter", "gather", "reduce", "reduce_scatter", "all_gather", "all_reduce",
-    "all_to_all",
+    "all_to_all", "scan", "exscan",
 ]  # fmt: skip
 WRONG_EVERYWHERE: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "unknown algorithm": (ValueError, "unknown algorithm 'none'", {"algorithm": "none"}),
@@ -272,13 +391,13 @@ def test_all_to_all_in_place_is_served() -> None:
 
 
 @pytest.mark.parametrize(
-    "collective", ["all_reduce", "reduce", "all_gather", "gather", "broadcast"]
+    "collective", ["all_reduce", "reduce", "all_gather", "gather", "broadcast", "scan"]
 )
 def test_zero_dimensional_arrays_are_served(collective: str) -> None:
     def body(comm: Communicator) -> Any:
         return getattr(comm, collective)(np.array(2.5))
 
-    scalars = {"all_reduce": 2.5 * P, "reduce": 2.5 * P, "broadcast": 2.5}
+    scalars = {"all_reduce": 2.5 * P, "reduce": 2.5 * P, "broadcast": 2.5, "scan": 2.5}
     got = collectives.run(body, P)[0]
     expected = np.array(scalars.get(collective, [2.5] * P))
     assert got.shape == expected.shape and np.array_equal(got, expected)
@@ -307,6 +426,19 @@ def test_structured_arrays_can_be_moved_but_not_announced() -> None:
     served(x, body)
     with pytest.raises(ValueError, match="cannot be announced"):
         collectives.run(lambda c: c.broadcast(x), P, timeout=20)
+
+
+def test_exscan_leaves_the_output_of_rank_0_as_it_is() -> None:
+    def body(comm: Communicator) -> Any:
+        x, y = X.copy(), np.full(6, -1.0)
+        got = comm.exscan(x, out=x), comm.exscan(X, out=y)
+        assert all((result is None) == (comm.rank == 0) for result in got)
+        return x, y
+
+    (x0, y0), (x1, y1), (x2, y2) = collectives.run(body, P)
+    assert np.array_equal(x0, X) and np.array_equal(y0, np.full(6, -1.0))
+    assert np.array_equal(x1, X) and np.array_equal(y1, X)
+    assert np.array_equal(x2, 2 * X) and np.array_equal(y2, 2 * X)
 
 
 # Scatter and broadcast: who knows the shape

@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import collectives
 from collectives import Communicator
+from tests.random_jobs import jobs
 from tests.scenarios import (
     ALGORITHMS,
+    CASES,
     COLLECTIVES,
     DTYPES,
     MOVERS,
     OPS,
-    REDUCTIONS,
-    ROOTED,
     Job,
     all_jobs,
     perform,
@@ -32,44 +31,33 @@ def on_threads(jobs: list[Job]) -> None:
     collectives.run(every, jobs[0].size, timeout=60)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9])
 def test_every_algorithm_on_fixed_jobs(size: int) -> None:
     on_threads(all_jobs(size))
 
 
-@st.composite
-def jobs(draw: Any) -> Job:
-    collective, algorithm = draw(st.sampled_from(ALGORITHMS))
-    info = collectives.algorithms.info(collective, algorithm)
-    size = draw(st.sampled_from([p for p in range(1, 17) if info.serves(p)]))
-    rows: Any = draw(st.integers(0, 1000))
-    if collective in ("gather", "all_gather") or (
-        collective in ("scatter", "reduce_scatter", "all_to_all") and draw(st.booleans())
-    ):
-        rows = tuple(draw(st.lists(st.integers(0, 1000), min_size=size, max_size=size)))
-    op = draw(st.sampled_from(sorted(OPS))) if collective in REDUCTIONS else "sum"
-    return Job(
-        collective,
-        algorithm,
-        size,
-        rows,
-        dtype=draw(st.sampled_from(OPS[op] if collective in REDUCTIONS else DTYPES)),
-        op=op,
-        root=draw(st.integers(0, size - 1)) if collective in ROOTED else 0,
-        tail=draw(st.sampled_from([(), (1,), (3,), (2, 2), (0,)])),
-        is_in_place=draw(st.booleans()),
-    )
+def test_every_algorithm_on_sixteen_ranks() -> None:
+    on_threads(all_jobs(16)[::2])  # of two jobs that differ in one thing, one
+
+
+def test_the_jobs_give_every_option_another_value() -> None:
+    run = {(job.collective, job.algorithm) for size in range(1, 10) for job in all_jobs(size)}
+    for collective, name in ALGORITHMS:
+        for option in collectives.algorithms.info(collective, name).options:
+            given = [text for c, text in run if c == collective and text.startswith(f"{name}(")]
+            assert any(f"{option}=" in text for text in given)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
-@given(jobs())
+@given(jobs(range(1, 17)))
 def test_random_jobs(job: Job) -> None:
     on_threads([job])
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_every_operator_on_every_dtype_it_serves(op: str) -> None:
-    on_threads([Job(c, None, 3, 17, dtype, op) for dtype in OPS[op] for c in REDUCTIONS])
+    serving = [collective for collective, name in CASES if name == op]
+    on_threads([Job(c, None, 3, 17, dtype, op) for dtype in OPS[op] for c in serving])
 
 
 @pytest.mark.parametrize("collective", MOVERS)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator
+from collectives import Communicator, select
 from tests.scenarios import ALGORITHMS, Job, perform
 
 P = 4
@@ -33,7 +33,7 @@ def recorded(body: Any, size: int = P) -> Any:
 def test_bytes_and_messages_are_those_of_the_formula(
     collective: str, algorithm: str, size: int
 ) -> None:
-    rows: Any = 24 * size
+    rows: Any = 24 * size  # every number of pieces divides it
     n = 4 * rows * (size if collective in ("gather", "all_gather") else 1)
     if collective in ("gather", "all_gather"):
         rows = (rows,) * size
@@ -49,9 +49,26 @@ def test_bytes_and_messages_are_those_of_the_formula(
 
     ledger = recorded(body, size)
     info = collectives.algorithms.info(collective, algorithm)
-    (summary,) = ledger.summary(by=("collective", "algorithm")).values()
-    assert summary == (1, info.messages(p=size, n=n), info.total(p=size, n=n))
-    assert ledger.matrix().sum() == info.total(p=size, n=n)
+    options = select.options(info, size, n)
+    messages, total = info.messages(p=size, n=n, **options), info.total(p=size, n=n, **options)
+    assert ledger.summary(by=("collective", "algorithm")) == {
+        (collective, algorithm): (1, messages, total)
+    }
+    assert ledger.matrix().sum() == total
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "messages"),
+    [
+        ("chain", "chain", P - 1),
+        ("chain()", "chain", P - 1),
+        (" chain( segments=3,chains = 1 ) ", "chain(chains=1, segments=3)", 3 * (P - 1)),
+        ("chain(segments=3)", "chain(segments=3)", 3 * (P - 1)),
+    ],
+)
+def test_options_are_shown_where_they_were_given(given: str, wanted: str, messages: int) -> None:
+    ledger = recorded(lambda comm: comm.reduce(np.zeros(9), algorithm=given))
+    assert ledger.summary(by=("algorithm",)) == {(wanted,): (1, messages, (P - 1) * 72)}
 
 
 def test_uneven_blocks_are_counted_exactly() -> None:

@@ -4,61 +4,67 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
 from collectives import algorithms
-from collectives.algorithms import Algorithm, Formula
-from collectives.layout import even
-from collectives.program import block_sizes
-from collectives.schedule import Schedule, incoming, outgoing
-from collectives.spec import SPECS, Case
-
-EVERY = [(c, a) for c in algorithms.collectives() for a in algorithms.names(c)]
-
-
-def counts(collective: str, size: int, n: int):
-    if SPECS[collective].has_pieces:
-        return n
-    return (even(n, size),) * size if collective == "all_to_all" else even(n, size)
+from collectives.algorithms import Formula
+from collectives.algorithms.extending import compare
+from collectives.algorithms.sources import SOURCES
+from collectives.program import compile_program
+from collectives.spec import SPECS
+from tests.pure.catalogue import EVERY, LARGE, cases, each_algorithm
 
 
-def carried(schedule: Schedule, pick, sizes) -> list[int]:
-    """The elements of each message that a rank sends (or receives)."""
-    return [sum(sizes[b] for b in op.blocks) for ops in schedule for op in pick(ops)]
+@each_algorithm
+def test_formulas_agree_with_counting(collective: str, name: str) -> None:
+    for size, options in cases(collective, name, up_to=64, large=LARGE):
+        compare(algorithms.info(collective, name), size, **options)
 
 
-def count(algorithm: Algorithm, size: int, root: int | None, segments: int) -> None:
-    """Count the schedules of all ranks against the formulas."""
-    collective, options = algorithm.collective, {"segments": segments} if algorithm.options else {}
-    n = 0 if collective == "barrier" else size * segments
-    case = Case(size, root or 0, algorithm.num_pieces(size, options))
-    sizes = block_sizes(collective, counts(collective, size, n), case)
-    schedules = [algorithm.schedule(rank, size, root, **options) for rank in range(size)]
-    sent = [carried(schedule, outgoing, sizes) for schedule in schedules]
-    received = [carried(schedule, incoming, sizes) for schedule in schedules]
-    at = {"p": size, "n": n, "segments": segments}
-    assert algorithm.rounds(**at) == len(schedules[0])
-    assert algorithm.messages(**at) == sum(map(len, sent))
-    assert algorithm.total(**at) == sum(map(sum, sent))
-    assert algorithm.busiest(**at) == max(map(sum, sent + received))
-
-
-@pytest.mark.parametrize("segments", [1, 4])
-@pytest.mark.parametrize(("collective", "name"), EVERY)
-def test_formulas_agree_with_counting(collective: str, name: str, segments: int) -> None:
-    algorithm = algorithms.info(collective, name)
-    for size in filter(algorithm.serves, range(1, 65)):
-        for root in {0, size // 3} if SPECS[collective].is_rooted else {None}:
-            count(algorithm, size, root, segments)
-
-
-@pytest.mark.parametrize("wrong", ["rounds", "messages", "busiest", "total"])
+@pytest.mark.parametrize(
+    "wrong", ["rounds", "startups", "messages", "busiest", "total", "critical", "work"]
+)
 def test_a_wrong_formula_is_noticed(wrong: str) -> None:
     right = algorithms.info("all_reduce", "ring")
-    count(right, 5, None, 1)
-    with pytest.raises(AssertionError):
-        count(replace(right, **{wrong: Formula(f"{getattr(right, wrong)} + 1")}), 5, None, 1)
+    compare(right, 5)
+    entry = replace(right, **{wrong: Formula(f"{getattr(right, wrong)} + 1")})
+    with pytest.raises(ValueError, match=f"5 ranks, 25 bytes.*: {wrong} is .* counted"):
+        compare(entry, 5)
+
+
+@each_algorithm
+def test_scratch_is_bounded_as_stated(collective: str, name: str) -> None:
+    entry = algorithms.info(collective, name)
+    assert entry.scratch is not None
+    shares = []
+    for size, options in cases(collective, name, up_to=17, large=[24, 31, 32, 33]):
+        pieces = entry.case(size, **options).num_pieces
+        n = size * (1 if collective == "all_to_all" else pieces)
+        needed = scratch(collective, name, size, n, options)
+        stated = entry.scratch(size, n, **options)
+        assert needed <= stated, f"{size} ranks, {options}: {needed / n} n, stated {entry.scratch}"
+        shares.append(needed / stated if stated else 1)
+    assert max(shares) > 0.6, "the bound says too little"
+
+
+def scratch(collective: str, name: str, size: int, n: int, options: dict[str, int]) -> int:
+    """The most scratch, in elements, that a rank's program needs for a vector of n."""
+    counts: Any = (n // size,) * size
+    if SPECS[collective].has_pieces:
+        counts = n
+    elif collective == "all_to_all":
+        counts = (counts,) * size
+    elif collective == "barrier":
+        counts = (0,) * size
+    return max(
+        compile_program(
+            collective, name, rank, size, root, counts, tuple(options.items())
+        ).num_scratch
+        for root in ({0, size // 3, size - 1} if SPECS[collective].is_rooted else {0})
+        for rank in range(size)
+    )
 
 
 def test_formulas_are_exact() -> None:
@@ -68,20 +74,25 @@ def test_formulas_are_exact() -> None:
 
 
 def test_a_formula_cannot_reach_anything_else() -> None:
-    with pytest.raises(NameError):
-        Formula("__import__('os')")(p=2)
+    with pytest.raises(ValueError, match="'__import__' is not defined"):
+        Formula("__import__('os')")
 
 
-@pytest.mark.parametrize(("collective", "name"), EVERY)
+@each_algorithm
 def test_every_entry_is_documented(collective: str, name: str) -> None:
     algorithm = algorithms.info(collective, name)
     assert algorithm.function.__doc__
-    assert algorithm.source
+    assert algorithm.source in SOURCES
     assert algorithm.restrictions
 
 
+def test_every_source_is_used() -> None:
+    entries = [algorithms.info(*entry) for entry in EVERY]
+    assert {entry.source for entry in entries} == set(SOURCES)
+
+
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="known: ring, reduce_broadcast, recursive_doubling"):
+    with pytest.raises(ValueError, match="known: ring, segmented_ring, linear, "):
         algorithms.info("all_reduce", "rign")
     with pytest.raises(ValueError, match="unknown collective 'allreduce'; known: broadcast"):
         algorithms.names("allreduce")
@@ -104,7 +115,11 @@ def test_schedules_that_cannot_be_are_refused(arguments: dict, sentence: str) ->
 
 def test_restrictions_are_enforced() -> None:
     with pytest.raises(ValueError, match="serves power of two ranks, not 6"):
-        algorithms.schedule("reduce_scatter", "recursive_halving", rank=0, size=6)
+        algorithms.schedule("all_reduce", "swing_latency", rank=0, size=6)
+    with pytest.raises(ValueError, match="serves even ranks, not 5"):
+        algorithms.schedule("all_gather", "swing", rank=0, size=5)
+    with pytest.raises(ValueError, match="serves multiple of per_host ranks, not 6"):
+        algorithms.schedule("all_gather", "hierarchical", rank=0, size=6, per_host=4)
     with pytest.raises(ValueError, match="has no root"):
         algorithms.schedule("all_gather", "ring", rank=0, size=6, root=0)
 

@@ -2,31 +2,103 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from collectives import algorithms, select
+from collectives import Operator, algorithms, select
 from collectives.reduction import operator
+from collectives.spec import SPECS
+
+REDUCTIONS = [name for name, spec in SPECS.items() if spec.is_reduction]
+NUM_BYTES = [0, 8, 2**15, 2**15 + 1, 2**20, 2**40]
+MATMUL = Operator.from_function(lambda left, right: left @ right, name="matmul")
 
 
 @pytest.mark.parametrize("collective", algorithms.collectives())
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 33])
 def test_there_is_a_default_for_every_size(collective: str, size: int) -> None:
-    for num_bytes in (0, 8, 2**15, 2**15 + 1, 2**20, 2**40):
-        assert select.choose(collective, None, size, num_bytes, None).serves(size)
+    for num_bytes in NUM_BYTES:
+        assert select.choose(collective, None, size, num_bytes, None).algorithm.serves(size)
+
+
+@pytest.mark.parametrize("collective", REDUCTIONS)
+@pytest.mark.parametrize("size", range(1, 34))
+def test_there_is_an_ordered_default_for_every_size(collective: str, size: int) -> None:
+    for num_bytes in NUM_BYTES:
+        choice = select.choose(collective, None, size, num_bytes, MATMUL)
+        assert choice.algorithm.is_ordered and choice.algorithm.serves(size)
 
 
 def test_an_operator_that_is_not_commutative_needs_an_ordered_algorithm() -> None:
-    matmul = replace(operator("sum"), name="matmul", is_commutative=False)
     with pytest.raises(ValueError, match="needs a commutative operator; matmul is not"):
-        select.choose("all_reduce", "ring", 4, 8, matmul)
-    assert select.choose("all_reduce", "recursive_doubling", 4, 8, matmul).is_ordered
-    assert select.choose("all_reduce", None, 4, 2**30, operator("sum")).name == "ring"
+        select.choose("all_reduce", "ring", 4, 8, MATMUL)
+    assert select.choose("all_reduce", "linear", 4, 8, MATMUL).label == "linear"
+    commutative = operator("sum", "all_reduce")
+    assert select.choose("all_reduce", None, 4, 2**30, commutative).label == "ring"
+    assert select.choose("all_reduce", None, 4, 2**30, MATMUL).label == "two_shot"
 
 
-def test_a_pipeline_gets_segments_that_stay_in_cache() -> None:
-    chain = algorithms.info("broadcast", "chain")
-    assert select.options(chain, 0) == {"segments": 1}
-    assert select.options(chain, 4 * select.SEGMENT_BYTES + 1) == {"segments": 5}
-    assert select.options(algorithms.info("broadcast", "binomial"), 2**30) == {}
+def test_what_has_segments_gets_such_as_stay_in_cache() -> None:
+    for collective, name, num_parts in [
+        ("broadcast", "chain", 1),
+        ("all_reduce", "double_binary_tree", 2),  # one for each tree
+        ("all_reduce", "segmented_ring", 4),  # one for each rank
+        ("all_gather", "all_broadcast", 4),
+    ]:
+        algorithm = algorithms.info(collective, name)
+        assert select.options(algorithm, 4, 0) == {"segments": 1}
+        n = 4 * num_parts * select.SEGMENT_BYTES
+        assert select.options(algorithm, 4, n) == {"segments": 4}
+        assert select.options(algorithm, 4, n + 1) == {"segments": 5}
+        assert select.options(algorithm, 4, 2**40) == {"segments": 256}
+    assert select.options(algorithms.info("broadcast", "binomial"), 4, 2**30) == {}
+    assert select.options(algorithms.info("broadcast", "knomial"), 4, 2**30) == {}
+
+
+def test_options_that_are_given_replace_those_that_would_be_chosen() -> None:
+    def chosen(text: str) -> dict[str, int]:
+        return select.choose("broadcast", text, 4, 2**20, None).options
+
+    assert chosen("chain") == {"segments": 4}
+    assert chosen("chain(segments=7)") == {"segments": 7}
+    assert chosen("chain(chains=3)") == {"segments": 4, "chains": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("bruck", "bruck"),
+        (" bruck ( ) ", "bruck"),
+        ("bruck(radix=4)", "bruck(radix=4)"),
+        ("bruck( radix = 004 )", "bruck(radix=4)"),
+    ],
+)
+def test_a_label_is_the_text_as_everybody_would_write_it(text: str, label: str) -> None:
+    assert select.named("all_gather", text).label == label
+
+
+def test_options_are_named_in_the_order_of_the_algorithm() -> None:
+    label = "chain(chains=3, segments=5)"
+    assert select.named("reduce", "chain(segments=5, chains=3)").label == label
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "()", "(radix=4)", "bruck(", "bruck)", "bruck(radix=4))", "bruck(radix=4)x", "bruck()()"]
+    + [f"bruck({inside})" for inside in ("4", "radix", "radix=", "radix==4", "=4", "radix=4,", ",")]
+    + ["bruck(radix=1e1)", "bruck(radix=2**3)", "bruck(radix=\u0664)", "bruck(radix=__import__)"],
+)
+def test_what_is_not_written_like_a_call_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a name|is not like 'segments=8'"):
+        select.named("all_gather", text)
+
+
+@pytest.mark.parametrize("text", [" ", "rign", "rign(radix=4)", "bruck radix=4", "bruck, ring"])
+def test_an_unknown_name_is_answered_with_the_known_ones(text: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown algorithm .* for all_gather; known: ring, "):
+        select.named("all_gather", text)
+
+
+def test_the_ranks_are_asked_for_with_the_options() -> None:
+    assert select.check("all_gather", "hierarchical(per_host=3)", 9).options == {"per_host": 3}
+    with pytest.raises(ValueError, match=r"hierarchical\(per_host=4\) serves multiple of per_host"):
+        select.check("all_gather", "hierarchical(per_host=4)", 6)

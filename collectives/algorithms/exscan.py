@@ -1,0 +1,134 @@
+"""Exscan: at rank r the combination of the vectors of ranks 0 to r-1; nothing at rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from collectives import trees
+from collectives.algorithms import scan
+from collectives.algorithms.registry import algorithm, costs_of
+from collectives.schedule import Block, Copy, CopyReduce, Operation, Recv, RecvReduce, Round, Send
+
+# What windows knows besides the rank's own vector 0, which it combines into the window's whole.
+OTHERS: Block = ("others", 0)  # the combination of the ranks behind, without this one
+ARRIVED: Block = ("arrived", 0)
+
+
+@algorithm(
+    **costs_of(scan.linear),
+    work="n * (p > 2)",
+    scratch="n",
+    is_ordered=True,
+    source="Thakur, Rabenseifner and Gropp 2005",
+)
+def linear(rank: int, size: int) -> Iterator[Round]:
+    """Each rank keeps what comes from the rank before, and passes it on with its part added."""
+    for number in range(size - 1):
+        if rank == number + 1 < size - 1:
+            yield Recv(rank - 1, [0], into=[OTHERS]), CopyReduce([OTHERS], [0])
+        elif rank == number + 1:
+            yield (Recv(rank - 1, [0]),)
+        elif rank == number > 0:
+            yield Send(rank + 1, [0]), Copy([OTHERS], [0])
+        else:
+            yield (Send(rank + 1, [0]),) if rank == number else ()
+
+
+@algorithm(
+    rounds="1 + log(p - 1, 2) if p > 1 else 0",
+    messages="p - 1 + sum(p - 1 - 2**i for i in range(log(p - 1, 2))) if p > 1 else 0",
+    busiest="n * (1 + log(p - 1, 2)) if p > 1 else 0",
+    total="n * (p - 1 + sum(p - 1 - 2**i for i in range(log(p - 1, 2)))) if p > 1 else 0",
+    work="n * log(p - 1, 2) if p > 1 else 0",
+    scratch="2 * n",
+    is_ordered=True,
+    source="Hillis and Steele 1986",
+)
+def doubling(rank: int, size: int) -> Iterator[Round]:
+    """Everything one rank up, then a scan by doubling: no combination more than needed."""
+    return _on_a_line(rank, size, num_whole=1)
+
+
+@algorithm(
+    rounds="min(q, 2) + max(0, log(ceil((p - 1) / 3), 2)) if p > 1 else 0",
+    messages="p - 1 + max(0, p - 2)"
+    " + sum(p - 1 - 3 * 2**i for i in range(log(ceil((p - 1) / 3), 2))) if p > 1 else 0",
+    busiest="n * (min(q, 2) + log(ceil((p - 1) / 3), 2)) if p > 1 else 0",
+    total="n * (p - 1 + max(0, p - 2)"
+    " + sum(p - 1 - 3 * 2**i for i in range(log(ceil((p - 1) / 3), 2)))) if p > 1 else 0",
+    work="n * (2 * min(q, 2) - 2 + log(ceil((p - 1) / 3), 2)) if p > 1 else 0",
+    scratch="2 * n",
+    is_ordered=True,
+    source="Traff 2025",
+)
+def one_two_three(rank: int, size: int) -> Iterator[Round]:
+    """Distances 1, 2, 3, 6, 12, ...: the second round takes the own part along."""
+    return _on_a_line(rank, size, num_whole=2)
+
+
+@algorithm(
+    rounds="q",
+    messages="sum(p - 2**i for i in range(turn(p)))"
+    " + sum(max(0, p - 1 - (2**turn(p) - 1) * 2**i) for i in range(q - turn(p)))",
+    busiest="q * n",
+    total="n * (sum(p - 2**i for i in range(turn(p)))"
+    " + sum(max(0, p - 1 - (2**turn(p) - 1) * 2**i) for i in range(q - turn(p))))",
+    work="n * (q + turn(p) - 2) if p > 1 else 0",
+    scratch="2 * n",
+    is_ordered=True,
+    source="Traff 2026",
+)
+def min_round(rank: int, size: int) -> Iterator[Round]:
+    """The fewest rounds there can be: the own part goes along as often as needed, and no more."""
+    return _on_a_line(rank, size, num_whole=trees.exscan_turn(size))
+
+
+def _on_a_line(rank: int, size: int, num_whole: int) -> Iterator[Round]:
+    """An exscan whose first `num_whole` rounds take the own part along, at a second combination.
+
+    In these the window behind every rank doubles and grows by one, in the others it doubles.
+    """
+    num_whole = min(num_whole, trees.ceil_log2(size))
+    plan, reach = [True] * num_whole, 2**num_whole - 1
+    while reach < size - 1:
+        plan.append(False)
+        reach *= 2
+    return windows(rank, size, plan, is_ring=False)
+
+
+def windows(rank: int, size: int, plan: Sequence[bool], is_ring: bool) -> Iterator[Round]:
+    """Every rank learns the combination of a growing window of ranks behind it.
+
+    In each round a rank sends what it knows as far ahead as it knows ranks behind: of the others
+    only, or (where the plan says so) with its own part, one further.  On a ring (a census) the
+    result is the window and its own part, on a line (an exscan) the window alone.
+    """
+    reach = 0  # how many ranks the window has
+    for number, is_whole in enumerate(plan):
+        distance = reach + is_whole
+        sent: Block = 0 if is_whole else OTHERS
+        needs_whole = is_ring or any(plan[number + 1 :])
+        needs_others = not is_ring or not all(plan[number + 1 :])
+        ahead, behind, first = rank + distance, rank - distance, 0 if is_whole else 1
+        operations: list[Operation] = []
+        if is_ring or (ahead < size and rank >= first):
+            operations.append(Send(ahead % size, [sent]))
+        if is_ring or behind >= first:
+            operations += _arrival(behind % size, sent, number == 0, needs_whole, needs_others)
+        reach += distance
+        if number == len(plan) - 1 and not is_ring and rank > 0:
+            operations.append(Copy([OTHERS], [0]))
+        yield tuple(operations)
+
+
+def _arrival(
+    peer: int, sent: Block, is_first: bool, needs_whole: bool, needs_others: bool
+) -> list[Operation]:
+    """Receive what was sent, and combine it with what is still needed."""
+    if is_first:
+        whole = [CopyReduce([OTHERS], [0])] * needs_whole
+        return [Recv(peer, [sent], into=[OTHERS]), *whole]
+    if not (needs_whole and needs_others):
+        return [RecvReduce(peer, [sent], into=[0 if needs_whole else OTHERS])]
+    both = [CopyReduce([ARRIVED], [OTHERS]), CopyReduce([ARRIVED], [0])]
+    return [Recv(peer, [sent], into=[ARRIVED]), *both]

@@ -1,0 +1,44 @@
+"""Scan: at rank r the combination of the vectors of ranks 0 to r, always in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from collectives import trees
+from collectives.algorithms.registry import algorithm
+from collectives.schedule import RecvReduce, Round, Send
+
+
+@algorithm(
+    rounds="p - 1",
+    messages="p - 1",
+    busiest="n * (p > 1)",
+    total="(p - 1) * n",
+    critical="(p - 1) * n",
+    work="n * (p > 1)",
+    scratch="0",
+    is_ordered=True,
+    source="Thakur, Rabenseifner and Gropp 2005",
+)
+def linear(rank: int, size: int) -> Iterator[Round]:
+    """Each rank adds its part to what comes from the rank before, and passes it on."""
+    for number in range(size - 1):
+        receives = [RecvReduce(rank - 1, [0], side="left")] * (rank == number + 1)
+        yield (*receives, *([Send(rank + 1, [0])] * (rank == number)))
+
+
+@algorithm(
+    rounds="q",
+    messages="p * q - 2**q + 1",
+    busiest="q * n",
+    total="(p * q - 2**q + 1) * n",
+    work="q * n",
+    scratch="n",
+    is_ordered=True,
+    source="Hillis and Steele 1986",
+)
+def doubling(rank: int, size: int) -> Iterator[Round]:
+    """Every round doubles how far back the partial result reaches."""
+    for distance in trees.powers(size):
+        receives = [RecvReduce(rank - distance, [0], side="left")] * (rank >= distance)
+        yield (*receives, *([Send(rank + distance, [0])] * (rank + distance < size)))

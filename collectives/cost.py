@@ -1,0 +1,75 @@
+"""What no algorithm can do better: lower bounds, and which algorithms meet them.
+
+The model: a rank sends one message and receives one at a time.  Each bound holds by itself; that
+one algorithm meets all of a collective's at once is not always possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import NamedTuple
+
+from collectives.algorithms import Algorithm
+from collectives.spec import SPECS
+from collectives.trees import ceil_log2
+
+Size = int | Fraction
+
+
+class Bound(NamedTuple):
+    """The least rounds, and the least bytes that some rank must send or receive, and combine."""
+
+    rounds: int
+    bytes: Size
+    work: Size
+
+
+def lower_bound(collective: str, p: int, n: int, pieces: int = 1) -> Bound:
+    """Bounds for `p` ranks and a vector of `n` bytes.
+
+    n is the size of the whole vector; for scatter and gather that of the root's buffer, for
+    all-gather that of the result, for all-to-all that of one rank's input.  `pieces`: into how many
+    a broadcast or reduce cuts it, each in a message of its own.
+
+    What one rank has to say can have reached two ranks after one round, four after two (Bar-Noy and
+    Kipnis 1994; N pieces: Traff 2024).  All of n must reach every rank of a broadcast and leave the
+    root, or the other way round; in a scatter all but the own part; in an all-reduce twice that
+    (Patarasuk and Yuan 2009).  p vectors take p - 1 combinations, by some rank a p-th of them (Chan
+    et al. 2007).  Raises ValueError for an unknown collective, or for less than one rank.
+    """
+    if collective not in SPECS:
+        raise ValueError(f"unknown collective {collective!r}; known: {', '.join(SPECS)}")
+    if p < 1 or pieces < 1:
+        raise ValueError(f"there is no bound for {p} ranks and {pieces} pieces")
+    if p == 1:
+        return Bound(0, 0, 0)
+    whole, part = Fraction(n), Fraction(n * (p - 1), p)
+    num_bytes = {"barrier": Fraction(0), "all_reduce": 2 * part}.get(
+        collective, whole if SPECS[collective].has_pieces else part
+    )
+    num_combined = p - 2 if collective == "exscan" else p - 1
+    work = Fraction(n * num_combined, p) if SPECS[collective].is_reduction else Fraction(0)
+    streams = collective in ("broadcast", "reduce")
+    return Bound(ceil_log2(p) + (pieces - 1) * streams, num_bytes, work)
+
+
+def bounds_met(algorithm: Algorithm, sizes: Iterable[int] = range(1, 65)) -> list[str]:
+    """Which of "rounds", "bytes" and "work" the algorithm meets exactly at all `sizes` it serves.
+
+    Rounds in which a rank has several messages count several times.  By its default options.
+    """
+    met = {"rounds": "startups", "bytes": "busiest", "work": "work"}
+    if not SPECS[algorithm.collective].is_reduction:
+        del met["work"]
+    if algorithm.collective == "barrier":
+        del met["bytes"]
+    for p in filter(algorithm.serves, sizes):
+        n = 5040 * p
+        bound = lower_bound(algorithm.collective, p, n)
+        met = {
+            name: formula
+            for name, formula in met.items()
+            if getattr(algorithm, formula)(p=p, n=n) == getattr(bound, name)
+        }
+    return list(met)
