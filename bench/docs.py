@@ -44,13 +44,15 @@ binary tree, and all ranks in both of two trees (at most 2q); `turn(p)` is the l
 - **busiest**: the most bytes that one rank sends or receives. **critical**: the sum over rounds of
   the most bytes that one rank sends or receives in the round, which is what a clock sees.
   **total**: what all ranks together send. **work**: the most bytes that one rank combines.
-- **scratch**: at most so many bytes per rank beyond input and output, out of place.
+- **scratch**: at most so many bytes per rank beyond input and output, out of place. Bytes are those
+  of blocks of equal size.
 - **bound met**: which lower bounds of `collectives.cost` it meets exactly, by its default options,
   for every number of ranks it serves (2^k: for powers of two).
 
 The grids show what every rank does in every round: `>3:0,1` sends blocks 0 and 1 to rank 3, `<`
 receives, `+` receives and combines, `=0:x0` copies block 0 to the name x0, `+=x0:0` combines x0
-into block 0, `.` rests. A name after a second colon is what the receiver calls the block.
+into block 0, `.` rests. A name after a second colon is what the receiver calls the block; `0.1` is
+the block from rank 0 to rank 1.
 """
 
 EXAMPLE = {"segments": 2, "radix": 3, "outstanding": 2, "chains": 2, "per_host": 4}

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import Literal, NamedTuple, TypeVar
 
 from collectives import algorithms
@@ -232,11 +233,19 @@ class _Compiler:
         """Whether writing a block of the output would destroy another block of the input."""
         if self.offset is None:
             return False
-        return any(
-            self.overlap(place, home) and not (block == other and self.is_same(place, home))
-            for block, place in self.place.items()
-            for other, home in self.home.items()
-        )
+        places, homes = self.in_memory(self.place), self.in_memory(self.home)
+        i = j = 0
+        while i < len(places) and j < len(homes):
+            (start, stop, _), (other_start, other_stop, _) = places[i], homes[j]
+            if start < other_stop and other_start < stop and places[i] != homes[j]:
+                return True
+            i, j = i + (stop <= other_stop), j + (other_stop <= stop)
+        return False
+
+    def in_memory(self, regions: Mapping[Block, Region]) -> list[tuple[int, int, Block]]:
+        """First and last address and name of all blocks that are not empty, by address."""
+        placed = ((*self.address(region)[1:], block) for block, region in regions.items())
+        return sorted((each for each in placed if each[0] < each[1]), key=itemgetter(0))
 
     def copy_input(self) -> tuple[Move, ...]:
         total = sum(place.num_elements for place in self.place.values())

@@ -77,7 +77,10 @@ def Copy(src: Iterable[Block], dst: Iterable[Block]) -> Operation:  # noqa: N802
 
 
 def CopyReduce(src: Iterable[Block], dst: Iterable[Block], side: Side = "left") -> Operation:  # noqa: N802
-    """Combine each block of `src`, standing on `side`, into that of `dst`, after the messages."""
+    """Combine each block of `src`, standing on `side`, into that of `dst`, after the messages.
+
+    No block may be on both sides, or twice in `dst`.
+    """
     return Operation("copy_reduce", None, tuple(src), side, tuple(dst))
 
 
@@ -116,15 +119,15 @@ _SYMBOL = {"send": ">", "recv": "<", "recv_reduce": "+", "copy": "=", "copy_redu
 
 
 def _name(block: Block) -> str:
-    """A block in a cell: names made of names are written one behind the other."""
-    return "".join(map(_name, block)) if isinstance(block, tuple) else str(block)
+    """A block in a cell: names made of names are joined by dots."""
+    return ".".join(map(_name, block)) if isinstance(block, tuple) else str(block)
 
 
 def _word(op: Operation) -> str:
     """One operation: `>3:0,1` sends blocks 0 and 1 to rank 3, `=0:x0` copies block 0 to x0."""
     names = [",".join(map(_name, blocks)) for blocks in (op.blocks, op.into) if blocks]
     peer = [] if op.peer is None else [str(op.peer)]
-    return _SYMBOL[op.kind] + ":".join(peer + names)
+    return _SYMBOL.get(op.kind, f"{op.kind}?") + ":".join(peer + names)
 
 
 def _cell(operations: Round) -> str:

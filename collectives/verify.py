@@ -35,6 +35,7 @@ class Value(NamedTuple):
     form: int
 
 
+SIDES = ("left", "right", None)
 Messages = dict[tuple[int, int], "deque[tuple[tuple[Block, ...], list[Value]]]"]
 
 
@@ -55,6 +56,23 @@ def verify_schedules(
         run.demand_same_bits()
 
 
+def objection(op: Operation) -> str | None:
+    """What is wrong with an operation whatever the rest of the schedule is, or None."""
+    if op.kind not in ("send", "recv", "recv_reduce", "copy", "copy_reduce"):
+        return f"there is no operation {op.kind!r}"
+    if (op.side in ("left", "right")) != op.kind.endswith("reduce") or op.side not in SIDES:
+        return f"{op.kind} cannot have the side {op.side!r}"
+    if op.kind.startswith("copy") and op.peer is not None:
+        return f"{op.kind} has no peer"
+    if not op.kind.startswith("copy") and type(op.peer) is not int:
+        return f"{op.kind} names {op.peer!r} as its peer"
+    if op.kind.startswith("copy") and len(set(op.into)) < len(op.into):
+        return f"{op.kind} writes a block of {op.into} twice"
+    if op.kind == "copy_reduce" and set(op.blocks) & set(op.into):
+        return "copy_reduce changes what it reads"
+    return None
+
+
 class _Run:
     """All ranks, executed on symbols in lockstep."""
 
@@ -62,6 +80,8 @@ class _Run:
         self.collective, self.case, self.schedules = collective, case, schedules
         self.holders = holders(collective, case)
         self.forms: dict[object, int] = {}  # every way of combining, by number
+        self.written: dict[tuple[int, Block], int] = {}  # the last round that wrote a block
+        self.check_operations()
         self.state: list[dict[Block, Value]] = [
             {
                 block: Value(((rank, block),), self.form((rank, block)))
@@ -76,6 +96,21 @@ class _Run:
     def fail(self, rank: int, number: int, what: str) -> NoReturn:
         table = grid(self.schedules, mark=(rank, number))
         raise ScheduleError(f"rank {rank}, round {number}: {what}\n{table}")
+
+    def check_operations(self) -> None:
+        """Every round is a tuple of operations that are what they can be."""
+        for rank, schedule in enumerate(self.schedules):
+            for number, operations in enumerate(schedule):
+                if type(operations) is not tuple or not all(
+                    isinstance(op, Operation) for op in operations
+                ):
+                    raise ScheduleError(
+                        f"rank {rank}, round {number}: yields {operations!r}, which is not a tuple "
+                        "of operations; a single operation needs a comma behind it"
+                    )
+                for op in operations:
+                    if (what := objection(op)) is not None:
+                        self.fail(rank, number, what)
 
     def num_rounds(self) -> int:
         lengths = [len(schedule) for schedule in self.schedules]
@@ -109,7 +144,10 @@ class _Run:
         for rank, schedule in enumerate(self.schedules):
             for op in outgoing(schedule[number]):
                 values = [self.held(rank, number, block) for block in op.blocks]
-                messages[rank, self.peer(rank, number, op)].append((op.blocks, values))
+                ends = rank, self.peer(rank, number, op)
+                if ends in messages:
+                    self.fail(rank, number, f"sends rank {op.peer} two messages in one round")
+                messages[ends].append((op.blocks, values))
             self.refuse_races(rank, number)
         return messages
 
@@ -160,6 +198,7 @@ class _Run:
             own = [self.held(rank, number, target) for target in op.targets]
             values = [self.combine(*pair, op.side) for pair in zip(values, own, strict=True)]
         self.state[rank].update(zip(op.targets, values, strict=True))
+        self.written.update(((rank, target), number) for target in op.targets)
 
     def combine(self, coming: Value, own: Value, side: Side) -> Value:
         parts = coming.parts + own.parts if side == "left" else own.parts + coming.parts
@@ -171,9 +210,12 @@ class _Run:
         except KeyError:
             self.fail(rank, number, f"uses the name {block}, which stands for no block")
 
+    def fail_at_end(self, rank: int, block: Block, what: str) -> NoReturn:
+        """Fail where this rank last wrote the block; at the end if it never did."""
+        self.fail(rank, self.written.get((rank, block), max(self.num_rounds() - 1, 0)), what)
+
     def demand_promise(self, is_ordered: bool) -> None:
         """Every block due holds every contribution to it once, in rank order if promised."""
-        last = len(self.schedules[0]) - 1
         right: dict[Block, tuple[object, object]] = {}  # what was found right on another rank
         for rank, state in enumerate(self.state):
             for block in after(self.collective, rank, self.case):
@@ -185,16 +227,16 @@ class _Run:
                 due = tuple((source, block) for source in sources)
                 in_order = got if is_ordered else tuple(sorted(got, key=itemgetter(0)))
                 if in_order != due:
-                    self.fail(rank, max(last, 0), f"block {block} ends as {got}, not {due}")
+                    self.fail_at_end(rank, block, f"block {block} ends as {got}, not {due}")
                 right[block] = got, sources
 
     def demand_same_bits(self) -> None:
         """Ranks due the same contributions to a block have combined them in the same way."""
-        last, first = len(self.schedules[0]) - 1, dict[object, int]()
+        first: dict[object, int] = {}
         for rank, state in enumerate(self.state):
             for block in after(self.collective, rank, self.case):
                 due = block, len(contributions(self.collective, rank, self.holders[block]))
                 other = first.setdefault(due, rank)
                 if state[block].form != self.state[other][block].form:
                     what = f"combines block {block} in another way than rank {other}"
-                    self.fail(rank, max(last, 0), f"{what}: their last bits may differ")
+                    self.fail_at_end(rank, block, f"{what}: their last bits may differ")

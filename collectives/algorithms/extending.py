@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from collectives.algorithms.registry import (
@@ -21,6 +22,7 @@ from collectives.schedule import Round
 from collectives.spec import SPECS
 
 PROVED_SIZES = range(1, 18)
+IN_BYTES = ("busiest", "total", "critical", "work")
 
 
 def register(
@@ -43,10 +45,10 @@ def register(
     `pieces` are what it promises, see `Algorithm`; `formulas` are texts for `rounds`, `startups`,
     `messages`, `busiest`, `total`, `critical`, `work` (see `Formula`): what has none is counted.
 
-    It is proved for 1 to 17 ranks from all roots, and its formulas are counted, before it is
-    entered.  Raises ScheduleError, with the grid and the wrong cell marked, if it is wrong, and
-    ValueError for a wrong formula, an unknown collective, option or promise, or a name that is
-    taken.
+    It is proved for 1 to 17 ranks from all roots, by its default options and with each one and two
+    higher, and its formulas are counted, before it is entered.  Raises ScheduleError, with the grid
+    and the wrong cell marked, if it is wrong, and ValueError for a wrong formula, an unknown
+    collective, option or promise, or a name that is taken.
     """
     if collective not in REGISTRY:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(REGISTRY)}")
@@ -56,13 +58,16 @@ def register(
         raise ValueError(f"there is no option {unknown[0]!r}; known: {', '.join(SYMBOLS)}")
     if ranks not in get_args(Ranks):
         raise ValueError(f"ranks must be one of {', '.join(get_args(Ranks))}, got {ranks!r}")
+    if ranks == "multiple of per_host" and "per_host" not in (options or {}):
+        raise ValueError(f"ranks={ranks!r} needs options with per_host")
 
     def decorate(function: Function) -> Function:
+        label = getattr(function, "__name__", "") if name is None else name
         entry = _made(
-            collective, name or function.__name__, function, dict(options or {}), pieces, formulas,
+            collective, label, function, dict(options or {}), pieces, formulas,
             ranks=ranks, is_ordered=is_ordered, is_bitwise=is_bitwise, source=source,
         )  # fmt: skip
-        _refuse_taken(entry)
+        _check_names(entry)
         prove(entry)
         enter(entry)
         return function
@@ -92,42 +97,62 @@ def _made(
     )
 
 
-def _refuse_taken(entry: Algorithm) -> None:
-    """Only who registered a name may register it again, as in a notebook."""
+def _check_names(entry: Algorithm) -> None:
+    """A name that can be called by, taken by nobody else, and a function that takes its options.
+
+    Only who registered a name may register it again, as in a notebook.
+    """
+    if not isinstance(entry.name, str) or not entry.name.isidentifier():
+        raise ValueError(f"an algorithm's name is an identifier, not {entry.name!r}; pass name=")
+    entry.check_options(entry.options)
+    root = {"root": 0} if SPECS[entry.collective].is_rooted else {}
+    signature = inspect.signature(entry.function, follow_wrapped=False)
+    try:
+        signature.bind(0, 1, **root, **entry.options)
+    except TypeError as error:
+        raise ValueError(
+            f"{entry.name}{signature} cannot be called with rank, size"
+            f"{''.join(f', {each}' for each in (*root, *entry.options))}: {error}"
+        ) from None
     taken = REGISTRY[entry.collective].get(entry.name)
-    if taken is not None and taken.function.__module__ != entry.function.__module__:
+    modules = [getattr(each.function, "__module__", None) for each in (taken, entry) if each]
+    if taken is not None and len(set(modules)) > 1:
         raise ValueError(f"{entry.collective} has an algorithm {entry.name!r} already")
 
 
 def prove(entry: Algorithm) -> None:
-    """Prove it, and count against its formulas, for every small number of ranks it serves."""
-    sizes = [size for size in PROVED_SIZES if entry.serves(size)]
-    if len(sizes) < 2:
-        raise ValueError(f"{entry.collective} by {entry.name} serves too few numbers of ranks")
-    for size in sizes:
-        for root in range(size) if SPECS[entry.collective].is_rooted else [None]:
-            entry.verify(size, root)
-        compare(entry, size)
+    """Prove it, and count against its formulas, for every small number of ranks it serves.
 
-
-def compare(entry: Algorithm, size: int, **options: int) -> None:
-    """Raise ValueError if a formula states anything but what counting finds.
-
-    Counted from the roots 0 and p/3, of small worlds also p/2 and p-1; a formula states the worst.
+    By its default options, and with each of them one and two higher.
     """
+    higher = [{name: value + i} for name, value in entry.options.items() for i in (1, 2)]
+    for options in [{}, *higher]:
+        sizes = [size for size in PROVED_SIZES if entry.serves(size, **options)]
+        if len(sizes) < 2:
+            raise ValueError(f"{entry.collective} by {entry.name} serves too few numbers of ranks")
+        for size in sizes:
+            roots = range(size) if SPECS[entry.collective].is_rooted else [None]
+            for root in roots:
+                entry.verify(size, root, **options)
+            compare(entry, size, roots, **options)
+
+
+def compare(entry: Algorithm, size: int, roots: Iterable[int | None], **options: int) -> None:
+    """Raise ValueError if a formula is not what counting finds, from the worst of the roots."""
     case = entry.case(size, **options)
     n = size * case.num_pieces * (entry.collective != "barrier")
     sizes = even_sizes(entry.collective, case, n)
-    places = [0, size // 3, *([size // 2, size - 1] if size <= 16 else [])]
-    roots = dict.fromkeys(places if SPECS[entry.collective].is_rooted else [None])
     found = [
         count([entry.schedule(rank, size, root, **options) for rank in range(size)], sizes)
         for root in roots
     ]
     for cost in found[0]._fields:
         formula, most = getattr(entry, cost), max(getattr(counts, cost) for counts in found)
-        if isinstance(formula, Formula) and (stated := formula(p=size, n=n, **options)) != most:
-            raise ValueError(
-                f"{entry.collective} by {entry.name}, {size} ranks, {n} bytes, {options}: "
-                f"{cost} is {formula} = {stated}, counted {most}"
-            )
+        # With five times as many bytes, bytes are five times as many, and nothing else is.
+        for times in (1, 5) if isinstance(formula, Formula) else ():
+            counted = most * times if cost in IN_BYTES else most
+            if (stated := formula(p=size, n=n * times, **options)) != counted:
+                raise ValueError(
+                    f"{entry.collective} by {entry.name}, {size} ranks, {n * times} bytes, "
+                    f"{options}: {cost} is {formula} = {stated}, counted {counted}"
+                )

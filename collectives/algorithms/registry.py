@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,9 +40,10 @@ class Formula:
     def __init__(self, text: str, defaults: Mapping[str, int] | None = None) -> None:
         self.text, self.defaults = text, dict(defaults or {})
         try:
-            self._code: CodeType = compile(text, f"<formula {text}>", "eval")
+            exact = ast.fix_missing_locations(_Exact().visit(ast.parse(text, mode="eval")))
+            self._code: CodeType = compile(exact, f"<formula {text}>", "eval")
             self(p=2)
-        except (SyntaxError, NameError, TypeError) as error:
+        except (SyntaxError, NameError, TypeError, ZeroDivisionError) as error:
             raise ValueError(f"formula {text!r}: {error}") from None
 
     def __call__(self, p: int, n: int = 0, **options: int) -> int | Fraction:
@@ -49,7 +51,10 @@ class Formula:
         logs = {"q": ceil_log2(p), "k": floor_log2(p), "P": 1 << floor_log2(p)}
         chosen = {SYMBOLS[name]: value for name, value in {**self.defaults, **options}.items()}
         values = {"p": p, "n": Fraction(n), "f": Fraction(p - 1, p), **logs, **chosen}
-        value = Fraction(eval(self._code, {**_FUNCTIONS, **values}))
+        value = eval(self._code, {**_FUNCTIONS, **values})
+        if not isinstance(value, (int, Fraction)):
+            raise TypeError(f"it gives {value!r}, not a whole number or a fraction")
+        value = Fraction(value)
         return value.numerator if value.denominator == 1 else value
 
     def __str__(self) -> str:
@@ -59,7 +64,21 @@ class Formula:
         return f"Formula({self.text!r})"
 
 
+class _Exact(ast.NodeTransformer):
+    """A quotient becomes a fraction, not a float; and a formula sees no attributes of anything."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Div):
+            return node
+        return ast.Call(ast.Name("over", ast.Load()), [node.left, node.right], [])
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        raise SyntaxError(f"there are no attributes such as .{node.attr}")
+
+
 _FUNCTIONS: dict[str, Any] = {
+    "over": Fraction,
     "__builtins__": {},
     "sum": sum,
     "range": range,
@@ -125,7 +144,8 @@ class Algorithm:
     send; `busiest`, the bytes through the busiest port, that is the most that one rank sends or
     receives; `critical`, the sum over rounds of the same, that is what a clock sees; `work`, the
     most bytes that one rank combines; `scratch`, a bound of the bytes a rank needs besides its
-    input and its output, out of place (None: not stated).  Each is the worst over all roots.
+    input and its output, out of place (None: not stated).  Each is the worst over all roots, with
+    blocks of equal size.
     n is the size in bytes of the whole vector; for scatter and gather that of the root's buffer,
     for all-gather that of the result, for all-to-all that of one rank's input.
     """
@@ -172,13 +192,16 @@ class Algorithm:
 
     def case(self, size: int, root: int | None = None, **options: int) -> Case:
         """The instance of the collective that `size` ranks with these options solve."""
-        return Case(size, root or 0, int(self.pieces(p=size, **options)))
+        num_pieces = self.pieces(p=size, **options)
+        if not isinstance(num_pieces, int) or num_pieces < 1:
+            raise ValueError(f"{self.collective} by {self.name} cuts into {num_pieces} pieces")
+        return Case(size, root or 0, num_pieces)
 
     def schedule(self, rank: int, size: int, root: int | None = None, **options: int) -> Schedule:
         """The rounds of one rank.  Raises ValueError for what the algorithm cannot serve."""
         self._check(rank, size, root, options)
         where = {"root": root or 0} if SPECS[self.collective].is_rooted else {}
-        return list(self.function(rank, size, **where, **options))
+        return list(self.function(rank, size, **where, **{**self.options, **options}))
 
     def verify(self, size: int, root: int | None = None, **options: int) -> None:
         """Prove it for `size` ranks and `root`, or raise `ScheduleError` with the grid."""
@@ -206,7 +229,7 @@ class Algorithm:
             raise ValueError(f"{label} knows no option {unknown[0]!r}; it has {dict(self.options)}")
         for name, value in options.items():
             least = 2 if name == "radix" else 1
-            if value < least:
+            if type(value) is not int or value < least:
                 raise ValueError(f"{label}: {name} is at least {least}, got {value}")
 
 

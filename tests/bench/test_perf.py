@@ -44,6 +44,21 @@ def test_wrong_elements_are_reported_and_fail(tmp_path):
     assert result["wrong"] > 0
 
 
+def test_a_registered_algorithm_is_measured_by_its_name(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import collectives\n"
+        "from collectives.algorithms import all_reduce\n"
+        "collectives.algorithms.register('all_reduce', name='mine')(all_reduce.census)\n"
+    )
+    command = ["-m", "bench", "--import", "mine", "all_reduce", "--algorithm", "mine"]
+    options = ["-b", "8", "-e", "8", "-n", "2", "-J", str(tmp_path / "result.json")]
+    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    job = launch(2, [*command, *options], env=env, timeout=100, capture=True)
+    assert job.returncode == 0, job.stdout + job.stderr
+    (row,) = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert row["name"] == "mine" and row["out_of_place"]["wrong"] == 0
+
+
 @pytest.mark.parametrize(
     "command",
     [

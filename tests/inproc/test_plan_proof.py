@@ -9,6 +9,7 @@ plans are real ones, made by the public calls, and are driven in turn by one thr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -159,14 +160,14 @@ def test_every_element_arrives_through_bound_plans(collective: str, name: str) -
     is_ordered, words = algorithms.info(collective, name).is_ordered, Words()
     for size in SIZES:
         roots = sorted({0, size // 2, size - 1}) if SPECS[collective].is_rooted else [0]
-        for number, label in enumerate(labels(collective, name, size)):
-            for root in roots:
-                layout = Layout(collective, size, [5, 2 * size + 3][number % 2])
-                for in_place in (False, True):
-                    got, want = results(collective, label, layout, root, in_place, words)
-                    if SPECS[collective].is_reduction and not is_ordered:
-                        got, want = [[*map(in_any_order, rows)] for rows in (got, want)]
-                    assert got == want, f"{label} on {size} ranks, root {root}, {in_place=}"
+        cases = product(labels(collective, name, size), roots, (5, 2 * size + 3), (False, True))
+        for label, root, length, in_place in cases:
+            layout = Layout(collective, size, length)
+            got, want = results(collective, label, layout, root, in_place, words)
+            if SPECS[collective].is_reduction and not is_ordered:
+                got, want = [[*map(in_any_order, rows)] for rows in (got, want)]
+            where = f"{label} on {size} ranks, root {root}, length {length}, {in_place=}"
+            assert got == want, where
 
 
 @pytest.fixture

@@ -116,6 +116,31 @@ def test_a_promise_that_is_not_kept_is_refused() -> None:
     algorithms.register("all_reduce", name="mine")(census)
 
 
+def test_every_option_is_proved_with_other_values_than_its_default() -> None:
+    def trap(rank: int, size: int, root: int, segments: int = 2) -> Iterator[Round]:
+        rounds = algorithms.info("broadcast", "pipeline").function(rank, size, root, segments)
+        return iter([*rounds][: -1 if segments == 3 and size > 1 else None])
+
+    with pytest.raises(ScheduleError, match="ends as"):
+        algorithms.register("broadcast", options={"segments": 2}, pieces="N")(trap)
+
+
+def test_formulas_state_the_worst_of_all_roots() -> None:
+    def slow_from_two(rank: int, size: int, root: int) -> Iterator[Round]:
+        name = "linear" if root == 2 else "binomial"
+        rounds = [*algorithms.info("broadcast", name).function(rank, size, root)]
+        return iter([*rounds, *[()] * (size - 1 - len(rounds))])
+
+    with pytest.raises(ValueError, match=r"busiest is q \* n"):
+        algorithms.register("broadcast", busiest="q * n")(slow_from_two)
+
+
+def test_the_function_gets_the_options_that_were_declared() -> None:
+    bruck = algorithms.info("all_gather", "bruck").function
+    algorithms.register("all_gather", name="wide", options={"radix": 8}, rounds="log(p, r)")(bruck)
+    assert len(algorithms.schedule("all_gather", "wide", rank=0, size=8)) == 1
+
+
 def test_a_wrong_formula_is_refused() -> None:
     with pytest.raises(ValueError, match=r"2 ranks, 2 bytes, \{\}: rounds is p - 1 = 1, counted 2"):
         register_line(rounds="p - 1")
@@ -138,6 +163,12 @@ def test_numbers_of_ranks_it_does_not_serve_are_left_out() -> None:
         ("all_reduce", {"options": {"speed": 1}}, "no option 'speed'"),
         ("all_reduce", {"rounds": "2 *"}, "formula '2 \\*'"),
         ("all_reduce", {"rounds": "z"}, "formula 'z'"),
+        ("all_reduce", {"rounds": "p / (p - 2)"}, "formula 'p"),
+        ("all_reduce", {"pieces": "3 / 2"}, "cuts into 3/2 pieces"),
+        ("all_reduce", {"name": "my(line)"}, "identifier, not 'my\\(line\\)'"),
+        ("all_reduce", {"ranks": "multiple of per_host"}, "needs options with per_host"),
+        ("all_reduce", {"options": {"segments": 2}}, "cannot be called with rank, size, segments"),
+        ("all_reduce", {"options": {"segments": 0}}, "segments is at least 1"),
     ],
 )
 def test_what_cannot_be_registered_is_refused(

@@ -20,7 +20,9 @@ from tests.pure.catalogue import EVERY, LARGE, cases, each_algorithm
 @each_algorithm
 def test_formulas_agree_with_counting(collective: str, name: str) -> None:
     for size, options in cases(collective, name, up_to=64, large=LARGE):
-        compare(algorithms.info(collective, name), size, **options)
+        places = [0, size // 3, *([size // 2, size - 1] if size <= 16 else [])]
+        roots = dict.fromkeys(places if SPECS[collective].is_rooted else [None])
+        compare(algorithms.info(collective, name), size, roots, **options)
 
 
 @pytest.mark.parametrize(
@@ -28,10 +30,19 @@ def test_formulas_agree_with_counting(collective: str, name: str) -> None:
 )
 def test_a_wrong_formula_is_noticed(wrong: str) -> None:
     right = algorithms.info("all_reduce", "ring")
-    compare(right, 5)
+    compare(right, 5, [None])
     entry = replace(right, **{wrong: Formula(f"{getattr(right, wrong)} + 1")})
     with pytest.raises(ValueError, match=f"5 ranks, 25 bytes.*: {wrong} is .* counted"):
-        compare(entry, 5)
+        compare(entry, 5, [None])
+
+
+@pytest.mark.parametrize(
+    ("cost", "lucky"), [("rounds", "2 * (n / p - 1)"), ("total", "2 * p * p * (p - 1)")]
+)
+def test_a_formula_that_is_right_for_one_size_only_is_noticed(cost: str, lucky: str) -> None:
+    entry = replace(algorithms.info("all_reduce", "ring"), **{cost: Formula(lucky)})
+    with pytest.raises(ValueError, match=f"125 bytes.*: {cost} is"):
+        compare(entry, 5, [None])
 
 
 @each_algorithm
@@ -70,12 +81,21 @@ def scratch(collective: str, name: str, size: int, n: int, options: dict[str, in
 def test_formulas_are_exact() -> None:
     assert Formula("n * (p - 1) / p")(p=3, n=10) == Fraction(20, 3)
     assert Formula("n * (p - 1) / p")(p=5, n=2**62) == Fraction(2**62 * 4, 5)
+    assert Formula("(p - 1) / p * n")(p=3, n=2**62) == Fraction(2**63, 3)
+    assert algorithms.info("all_reduce", "rabenseifner").busiest(p=8, n=2**55 + 8) == (
+        Fraction(14, 8) * (2**55 + 8)
+    )
     assert isinstance(Formula("2 * (p - 1) * n")(p=5, n=7), int)
+    for text in ("0.5 * p", "'7'"):
+        with pytest.raises(ValueError, match="not a whole number or a fraction"):
+            Formula(text)
 
 
 def test_a_formula_cannot_reach_anything_else() -> None:
     with pytest.raises(ValueError, match="'__import__' is not defined"):
         Formula("__import__('os')")
+    with pytest.raises(ValueError, match="no attributes such as"):
+        Formula("().__class__.__base__")
 
 
 @each_algorithm

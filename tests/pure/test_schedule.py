@@ -24,7 +24,7 @@ def test_messages_of_a_round_are_told_apart() -> None:
 def test_the_grid_shows_every_operation_and_missing_rounds() -> None:
     lines = grid([[EVERYTHING, ()], [()]], mark=(1, 0)).splitlines()
     assert lines == [
-        "rank  round 0               round 1",
-        "0     >1:0 <2:1 +3:01 =0:1  .",
-        "1     [.]                   (none)",
+        "rank  round 0                round 1",
+        "0     >1:0 <2:1 +3:0.1 =0:1  .",
+        "1     [.]                    (none)",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -156,8 +157,79 @@ def test_combining_with_a_block_that_is_not_held_is_refused() -> None:
 
 
 def test_receiving_a_block_twice_in_a_round_is_refused() -> None:
-    schedules = [[(Send(1, [0]), Send(1, [0]))], [(Recv(0, [0]), Recv(0, [0]))]]
+    once = [[(Send(1, [0]),)], [(Recv(0, [0]),)], [()]]
+    twice = [[(Send(2, [0]),)], [(Send(2, [0]),)], [(Recv(0, [0]), Recv(1, [0]))]]
+    schedules = [[*a, *b] for a, b in zip(once, twice, strict=True)]
     assert "twice in one round" in refused("broadcast", *schedules)
+
+
+def test_receiving_a_block_twice_in_one_message_is_refused() -> None:
+    schedules = [[(Send(1, [0, 0]),)], [(Recv(0, [0, 0]),)]]
+    assert "twice in one round" in refused("broadcast", *schedules)
+
+
+@pytest.mark.parametrize("kinds", [(Recv, RecvReduce), (RecvReduce, Recv)])
+def test_receiving_and_combining_a_block_in_one_round_is_refused(kinds: tuple) -> None:
+    rounds = [
+        [(Send(1, [0]),), (Recv(0, [0]),), ()],
+        [(Send(2, [0]),), (), (Recv(0, [0]),)],
+        [(Send(2, [0]),), (Send(2, [0]),), (kinds[0](0, [0]), kinds[1](1, [0]))],
+    ]
+    schedules = [list(mine) for mine in zip(*rounds, strict=True)]
+    assert "twice in one round" in refused("broadcast", *schedules)
+
+
+def test_two_messages_for_one_rank_in_a_round_are_refused() -> None:
+    # An engine may start them in any order.
+    schedules = [[(Send(1, [0]), Send(1, [1]))], [(Recv(0, [0]), Recv(0, [1]))]]
+    assert "two messages in one round" in refused("broadcast", *schedules, num_pieces=2)
+
+
+def test_a_local_combination_may_not_change_what_it_reads() -> None:
+    both = CopyReduce([("x", 0), 0], [0, ("x", 0)])
+    name = [(Copy([0], [("x", 0)]),), (both,)]
+    assert "changes what it reads" in refused("all_reduce", name, name)
+
+
+@pytest.mark.parametrize("make", [Copy, CopyReduce])
+def test_a_copy_may_not_write_a_block_twice(make: type) -> None:
+    twice = [(Copy([0], [("x", 0)]),), (make([("x", 0), ("x", 0)], [0, 0]),)]
+    assert "twice" in refused("all_reduce", twice, twice)
+
+
+@pytest.mark.parametrize(
+    ("operation", "sentence"),
+    [
+        (RecvReduce(0, [0])._replace(side=None), "cannot have the side None"),
+        (RecvReduce(0, [0])._replace(side="Left"), "cannot have the side 'Left'"),
+        (Recv(0, [0])._replace(side="left"), "cannot have the side 'left'"),
+        (Recv(0, [0])._replace(kind="receive"), "no operation 'receive'"),
+        (Recv(0, [0])._replace(peer=0.0), "names 0.0 as its peer"),
+        (Recv(0, [0])._replace(peer=False), "names False as its peer"),
+        (Copy([0], [0])._replace(peer=0), "copy has no peer"),
+    ],
+)
+def test_operations_that_cannot_be_are_refused(operation: Any, sentence: str) -> None:
+    assert sentence in refused("broadcast", [(Send(1, [0]),)], [(operation,)])
+
+
+def test_a_round_that_is_no_tuple_is_refused() -> None:
+    assert "needs a comma behind it" in refused("broadcast", [Send(1, [0])], [(Recv(0, [0]),)])
+
+
+def test_a_scan_that_ends_with_what_another_rank_holds_is_refused() -> None:
+    same = [[(Send(1, [0]),)], [(Recv(0, [0]),)]]
+    assert "rank 1, round 0: block 0 ends as" in refused("scan", *same)
+
+
+def test_what_ends_wrong_is_marked_where_it_was_last_written() -> None:
+    schedules = [
+        [(Send(1, [0]), Recv(1, [0])), (), ()],
+        [(Send(0, [0]), RecvReduce(0, [0])), (), ()],
+    ]
+    message = refused("all_reduce", *schedules)
+    assert message.startswith("rank 0, round 0: block 0 ends as ((1, 0),)")
+    assert "[>1:0 <1:0]" in message
 
 
 def test_different_numbers_of_rounds_are_refused() -> None:
