@@ -123,7 +123,7 @@ def check(collective: str, text: str, size: int, operator: Operator | None = Non
 def _objection(choice: Choice, size: int, operator: Operator | None) -> str | None:
     algorithm = choice.algorithm
     if not algorithm.serves(size, **choice.options):
-        return f"serves {algorithm.ranks} ranks only, not {size}"
+        return f"serves {algorithm.ranks_in_words} only, not {size}"
     if operator is not None and not (operator.is_commutative or algorithm.is_ordered):
         return f"needs a commutative operator; {operator.name} is not"
     return None

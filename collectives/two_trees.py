@@ -6,11 +6,13 @@ Sanders, Speck and Traff, "Two-tree algorithms for full bandwidth broadcast, red
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from collectives.trees import floor_log2
+
+Edge = tuple[int, int, int]  # number of its tree, parent, child
 
 
 class Link(NamedTuple):
@@ -32,18 +34,23 @@ def two_trees(size: int) -> tuple[Link, ...]:
     parents = [_in_order_parents(size - 1), _other_parents(size - 1)]
     edges = [(tree, parent, child) for tree in (0, 1) for child, parent in parents[tree].items()]
     colour = _two_colours(edges)
-    links: list[Link] = []
-    for tree in (0, 1):
-        arrival = {0: -1}
-        waiting = [edge for edge in edges if edge[0] == tree]
-        while waiting:
-            for edge in [edge for edge in waiting if edge[1] in arrival]:
-                waiting.remove(edge)
-                _, parent, child = edge
-                start = arrival[parent] + 1
-                arrival[child] = start + (start + colour[edge]) % 2
-                links.append(Link(tree, parent, child, arrival[child]))
+    below: dict[tuple[int, int], list[Edge]] = {}
+    for edge in edges:
+        below.setdefault(edge[:2], []).append(edge)
+    links = [Link(*edge, start) for tree in (0, 1) for edge, start in _starts(tree, below, colour)]
     return tuple(links)
+
+
+def _starts(
+    tree: int, below: Mapping[tuple[int, int], list[Edge]], colour: Mapping[Edge, int]
+) -> Iterator[tuple[Edge, int]]:
+    """Every edge of a tree, from its top, with the first round of its colour after its parent's."""
+    reached = [(0, -1)]
+    for parent, arrival in reached:
+        for edge in below.get((tree, parent), ()):
+            start = arrival + 1 + (arrival + 1 + colour[edge]) % 2
+            reached.append((edge[2], start))
+            yield edge, start
 
 
 def fill(size: int) -> int:
@@ -72,13 +79,13 @@ def _other_parents(num_nodes: int) -> dict[int, int]:
     return {other(child): other(parent) for child, parent in _in_order_parents(num_nodes).items()}
 
 
-def _two_colours(edges: Sequence[tuple[int, int, int]]) -> dict[tuple[int, int, int], int]:
+def _two_colours(edges: Sequence[Edge]) -> dict[Edge, int]:
     """0 or 1 for every edge, so that those that share their sender or their receiver differ."""
-    at: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
+    at: dict[tuple[str, int], list[Edge]] = {}
     for edge in edges:
         at.setdefault(("sender", edge[1]), []).append(edge)
         at.setdefault(("receiver", edge[2]), []).append(edge)
-    colour: dict[tuple[int, int, int], int] = {}
+    colour: dict[Edge, int] = {}
     for first in edges:
         waiting = [] if first in colour else [(first, 0)]
         while waiting:

@@ -29,6 +29,7 @@ FLOORS = [
         "algorithms.broadcast",
         "algorithms.reduce",
         "algorithms.scan",
+        "algorithms.windows",
         "algorithms.exscan",
         "algorithms.all_reduce",
         "algorithms.all_to_all",

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from collectives import trees
-from collectives.algorithms import all_gather, broadcast, exscan, reduce, reduce_scatter
+from collectives.algorithms import all_gather, broadcast, reduce, reduce_scatter
 from collectives.algorithms.registry import algorithm, costs_of
+from collectives.algorithms.windows import windows
 from collectives.schedule import Block, Copy, CopyReduce, Operation, RecvReduce, Round, Send
 from collectives.transform import folded, nested, relabelled
 
@@ -298,7 +299,7 @@ def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Roun
 )
 def census(rank: int, size: int) -> Iterator[Round]:
     """The fewest rounds there can be, for any p: windows of ranks grow until they reach round."""
-    return exscan.windows(rank, size, list(_census_plan(size)), is_ring=True)
+    return windows(rank, size, list(_census_plan(size)), is_ring=True)
 
 
 def _census_plan(size: int) -> Iterator[bool]:
@@ -363,13 +364,12 @@ def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
 
     Of n bytes a host sends 2n (H-1)/H to other hosts, if there are H of them: the least possible.
     """
-    host, place = divmod(rank, per_host)
-    num_hosts = size // per_host
-    mine, likes = range(host * per_host, (host + 1) * per_host), range(place, size, per_host)
+    mine, likes = trees.hosts(rank, size, per_host)
+    num_hosts = len(likes)
 
     def part(other: int) -> range:
         return range(other * num_hosts, (other + 1) * num_hosts)
 
     yield from nested(reduce_scatter.circulant, rank, mine, part)
-    yield from nested(circulant, rank, likes, lambda other: [part(place)[other]])
+    yield from nested(circulant, rank, likes, lambda other: [part(rank % per_host)[other]])
     yield from nested(all_gather.circulant, rank, mine, part)

@@ -119,13 +119,11 @@ def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
 
     A rank sends one message to every other host, of what all ranks of its host have for its like.
     """
-    host, place = divmod(rank, per_host)
-    hosts = range(size // per_host)
-    mine, likes = range(host * per_host, (host + 1) * per_host), range(place, size, per_host)
+    mine, likes = trees.hosts(rank, size, per_host)
 
     def to_all_likes(pair: tuple[int, int]) -> list[Block]:
         source, destination = pair
-        return [(mine[source], other * per_host + destination) for other in hosts]
+        return [(mine[source], other) for other in range(destination, size, per_host)]
 
     def from_whole_host(pair: tuple[int, int]) -> list[Block]:
         source, destination = pair

@@ -272,8 +272,7 @@ def circulant(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
 def hierarchical(rank: int, size: int, root: int, per_host: int = 2) -> Iterator[Round]:
     """By a binomial tree to one rank of every host, then by one within every host."""
     root_host, root_place = divmod(root, per_host)
-    host, place = divmod(rank, per_host)
-    across = nested(lambda r, p: binomial(r, p, root_host), rank, range(place, size, per_host))
-    yield from across if place == root_place else idle(across)
-    mine = range(host * per_host, (host + 1) * per_host)
+    mine, likes = trees.hosts(rank, size, per_host)
+    across = nested(lambda r, p: binomial(r, p, root_host), rank, likes)
+    yield from across if root in likes else idle(across)
     yield from nested(lambda r, p: binomial(r, p, root_place), rank, mine)

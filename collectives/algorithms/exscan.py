@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from collectives import trees
 from collectives.algorithms import scan
 from collectives.algorithms.registry import algorithm, costs_of
-from collectives.schedule import Block, Copy, CopyReduce, Operation, Recv, RecvReduce, Round, Send
-
-# What windows knows besides the rank's own vector 0, which it combines into the window's whole.
-OTHERS: Block = ("others", 0)  # the combination of the ranks behind, without this one
-ARRIVED: Block = ("arrived", 0)
+from collectives.algorithms.windows import OTHERS, windows
+from collectives.schedule import Copy, CopyReduce, Recv, Round, Send
 
 
 @algorithm(
@@ -94,41 +91,3 @@ def _on_a_line(rank: int, size: int, num_whole: int) -> Iterator[Round]:
         plan.append(False)
         reach *= 2
     return windows(rank, size, plan, is_ring=False)
-
-
-def windows(rank: int, size: int, plan: Sequence[bool], is_ring: bool) -> Iterator[Round]:
-    """Every rank learns the combination of a growing window of ranks behind it.
-
-    In each round a rank sends what it knows as far ahead as it knows ranks behind: of the others
-    only, or (where the plan says so) with its own part, one further.  On a ring (a census) the
-    result is the window and its own part, on a line (an exscan) the window alone.
-    """
-    reach = 0  # how many ranks the window has
-    for number, is_whole in enumerate(plan):
-        distance = reach + is_whole
-        sent: Block = 0 if is_whole else OTHERS
-        needs_whole = is_ring or any(plan[number + 1 :])
-        needs_others = not is_ring or not all(plan[number + 1 :])
-        ahead, behind, first = rank + distance, rank - distance, 0 if is_whole else 1
-        operations: list[Operation] = []
-        if is_ring or (ahead < size and rank >= first):
-            operations.append(Send(ahead % size, [sent]))
-        if is_ring or behind >= first:
-            operations += _arrival(behind % size, sent, number == 0, needs_whole, needs_others)
-        reach += distance
-        if number == len(plan) - 1 and not is_ring and rank > 0:
-            operations.append(Copy([OTHERS], [0]))
-        yield tuple(operations)
-
-
-def _arrival(
-    peer: int, sent: Block, is_first: bool, needs_whole: bool, needs_others: bool
-) -> list[Operation]:
-    """Receive what was sent, and combine it with what is still needed."""
-    if is_first:
-        whole = [CopyReduce([OTHERS], [0])] * needs_whole
-        return [Recv(peer, [sent], into=[OTHERS]), *whole]
-    if not (needs_whole and needs_others):
-        return [RecvReduce(peer, [sent], into=[0 if needs_whole else OTHERS])]
-    both = [CopyReduce([ARRIVED], [OTHERS]), CopyReduce([ARRIVED], [0])]
-    return [Recv(peer, [sent], into=[ARRIVED]), *both]

@@ -195,8 +195,6 @@ def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
 
     Of n bytes a host sends n (H-1)/H to other hosts, if there are H of them: the least possible.
     """
-    host, place = divmod(rank, per_host)
-    mine = range(host * per_host, (host + 1) * per_host)
+    mine, likes = trees.hosts(rank, size, per_host)
     yield from nested(circulant, rank, mine, lambda other: range(other, size, per_host))
-    likes = range(place, size, per_host)
     yield from nested(circulant, rank, likes, lambda other: [likes[other]])

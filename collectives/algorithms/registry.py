@@ -180,6 +180,16 @@ class Algorithm:
             words.append("same bits on all ranks" if self.is_bitwise else "last bits may differ")
         return ", ".join(words)
 
+    @property
+    def ranks_in_words(self) -> str:
+        """The numbers of ranks it serves."""
+        return {
+            "any": "any number of ranks",
+            "even": "an even number of ranks",
+            "power of two": "a power of two of ranks",
+            "multiple of per_host": "a multiple of per_host ranks",
+        }[self.ranks]
+
     def serves(self, size: int, **options: int) -> bool:
         """Whether the algorithm can run on `size` ranks."""
         if self.ranks == "multiple of per_host":
@@ -220,7 +230,7 @@ class Algorithm:
             raise ValueError(f"{label}: there is no root {root} among {size} ranks")
         self.check_options(options)
         if not self.serves(size, **options):
-            raise ValueError(f"{label} serves {self.ranks} ranks, not {size}")
+            raise ValueError(f"{label} serves {self.ranks_in_words}, not {size}")
 
     def check_options(self, options: Mapping[str, int]) -> None:
         """Raise ValueError for an option that the algorithm has not, or a value it cannot take."""

@@ -118,22 +118,22 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
     ),
     "algorithm for powers of two": (
         ValueError,
-        "all_reduce by swing_latency serves power of two ranks only, not 3",
+        "all_reduce by swing_latency serves a power of two of ranks only, not 3",
         lambda c: c.all_reduce(X, algorithm="swing_latency"),
     ),
     "algorithm for even numbers": (
         ValueError,
-        "serves even ranks only, not 3",
+        "serves an even number of ranks only, not 3",
         lambda c: c.reduce_scatter(X, algorithm="swing"),
     ),
     "algorithm for hosts of equal size": (
         ValueError,
-        "serves multiple of per_host ranks only, not 3",
+        "serves a multiple of per_host ranks only, not 3",
         lambda c: c.all_gather(X, algorithm="hierarchical"),
     ),
     "hosts that do not divide the ranks": (
         ValueError,
-        r"broadcast by hierarchical\(per_host=2\) serves multiple of per_host ranks only, not 3",
+        r"broadcast by hierarchical\(per_host=2\) serves a multiple of per_host ranks only, not 3",
         lambda c: c.broadcast(X, algorithm="hierarchical(per_host=2)"),
     ),
     "algorithm of another type": (

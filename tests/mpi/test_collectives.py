@@ -41,9 +41,9 @@ def test_an_algorithm_that_cannot_serve_this_size_is_refused(world: Communicator
     ]
     assert bool(refused) == (world.size not in (2, 4, 8))
     for collective, algorithm in refused:
-        ranks = collectives.algorithms.info(collective, algorithm).ranks
+        ranks = collectives.algorithms.info(collective, algorithm).ranks_in_words
         rows = random_rows(collective, world.size, 12, is_even=True)
-        with pytest.raises(ValueError, match=f"serves {ranks} ranks only, not {world.size}"):
+        with pytest.raises(ValueError, match=f"serves {ranks} only, not {world.size}"):
             perform(world, Job(collective, algorithm, world.size, rows))
 
 

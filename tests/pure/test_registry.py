@@ -134,11 +134,11 @@ def test_schedules_that_cannot_be_are_refused(arguments: dict, sentence: str) ->
 
 
 def test_restrictions_are_enforced() -> None:
-    with pytest.raises(ValueError, match="serves power of two ranks, not 6"):
+    with pytest.raises(ValueError, match="serves a power of two of ranks, not 6"):
         algorithms.schedule("all_reduce", "swing_latency", rank=0, size=6)
-    with pytest.raises(ValueError, match="serves even ranks, not 5"):
+    with pytest.raises(ValueError, match="serves an even number of ranks, not 5"):
         algorithms.schedule("all_gather", "swing", rank=0, size=5)
-    with pytest.raises(ValueError, match="serves multiple of per_host ranks, not 6"):
+    with pytest.raises(ValueError, match="serves a multiple of per_host ranks, not 6"):
         algorithms.schedule("all_gather", "hierarchical", rank=0, size=6, per_host=4)
     with pytest.raises(ValueError, match="has no root"):
         algorithms.schedule("all_gather", "ring", rank=0, size=6, root=0)

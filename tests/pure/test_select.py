@@ -100,5 +100,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(text: str) -> None:
 
 def test_the_ranks_are_asked_for_with_the_options() -> None:
     assert select.check("all_gather", "hierarchical(per_host=3)", 9).options == {"per_host": 3}
-    with pytest.raises(ValueError, match=r"hierarchical\(per_host=4\) serves multiple of per_host"):
+    with pytest.raises(
+        ValueError, match=r"hierarchical\(per_host=4\) serves a multiple of per_host"
+    ):
         select.check("all_gather", "hierarchical(per_host=4)", 6)
