@@ -27,7 +27,8 @@ Generated from the registry by `{COMMAND}`; do not edit.
 Every algorithm here is proved: for 1 to 40 ranks from all roots (a sample of them above 16), those
 without a root for 64, 100, 127, 128, 129 and 257 ranks as well, with several values of its options,
 and once more through the plans that run, element by element (`tests/pure/test_verify.py`,
-`tests/inproc/test_plan_proof.py`). The formulas are counted for all numbers of ranks up to 64.
+`tests/inproc/test_plan_proof.py`). The formulas are counted for all numbers of ranks up to 64, with
+other options than the default for a part of them.
 
 In the formulas p is the number of ranks, f = (p - 1) / p, q = ceil(log2 p), k = floor(log2 p) and
 P = 2^k; n is the size in bytes of the whole vector: for scatter and gather that of the root's
@@ -50,9 +51,9 @@ binary tree, and all ranks in both of two trees (at most 2q); `turn(p)` is the l
   for every number of ranks it serves (2^k: for powers of two).
 
 The grids show what every rank does in every round: `>3:0,1` sends blocks 0 and 1 to rank 3, `<`
-receives, `+` receives and combines, `=0:x0` copies block 0 to the name x0, `+=x0:0` combines x0
-into block 0, `.` rests. A name after a second colon is what the receiver calls the block; `0.1` is
-the block from rank 0 to rank 1.
+receives, `+` receives and combines, `=0:x.0` copies block 0 to the name x.0, `+=x.0:0` combines
+x.0 into block 0, `.` rests. A name after a second colon is what the receiver calls the block; `0.1`
+is the block from rank 0 to rank 1.
 """
 
 EXAMPLE = {"segments": 2, "radix": 3, "outstanding": 2, "chains": 2, "per_host": 4}

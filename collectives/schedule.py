@@ -124,7 +124,7 @@ def _name(block: Block) -> str:
 
 
 def _word(op: Operation) -> str:
-    """One operation: `>3:0,1` sends blocks 0 and 1 to rank 3, `=0:x0` copies block 0 to x0."""
+    """One operation: `>3:0,1` sends blocks 0 and 1 to rank 3, `=0:x.0` copies 0 to x.0."""
     names = [",".join(map(_name, blocks)) for blocks in (op.blocks, op.into) if blocks]
     peer = [] if op.peer is None else [str(op.peer)]
     return _SYMBOL.get(op.kind, f"{op.kind}?") + ":".join(peer + names)

@@ -19,7 +19,6 @@ from collectives.trees import ceil_log2, floor_log2
 from collectives.verify import verify_schedules
 
 Ranks = Literal["any", "even", "power of two", "multiple of per_host"]
-_ARTICLE = {"power of two": "a ", "multiple of per_host": "a "}
 Function = TypeVar("Function", bound=Callable[..., Iterator[Round]])
 
 # How formulas call the options.
@@ -171,9 +170,7 @@ class Algorithm:
     @property
     def restrictions(self) -> str:
         """The restrictions in words."""
-        words = [
-            "any p" if self.ranks == "any" else f"p {_ARTICLE.get(self.ranks, '')}{self.ranks}"
-        ]
+        words = [self.ranks_in_words]
         if SPECS[self.collective].is_reduction:
             words.append("any operator" if self.is_ordered else "commutative operators")
         if self.collective == "all_reduce":
