@@ -26,7 +26,7 @@ from collectives.monitor import MonitorUnavailable
 from collectives.plan import Plan, Work
 from collectives.reduction import Operator
 from collectives.schedule import ScheduleError
-from collectives.select import choose
+from collectives.select import choose, using
 
 __version__ = "0.1.0"
 
@@ -46,6 +46,7 @@ __all__ = [
     "choose",
     "phase",
     "run",
+    "using",
     "world",
     "wrap",
 ]

@@ -16,12 +16,17 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives import halves
+
 Array = Any  # a NumPy or CuPy array; the two share no base class
 Bytes = NDArray[np.uint8]
 
 
 class BinaryFunction(Protocol):
-    """An element-wise function of two flat arrays, such as `numpy.add`."""
+    """An element-wise function of two flat arrays, such as `numpy.add`.
+
+    `out` is one of the two, or shares no memory with them.
+    """
 
     def __call__(self, left: Array, right: Array, /, *, out: Array) -> object: ...
 
@@ -52,8 +57,13 @@ class Backend(Protocol):
     def copy(self, src: Array, dst: Array) -> None:
         """Copy one flat array to another of the same length."""
 
-    def binary(self, function: str | BinaryFunction) -> BinaryFunction:
-        """The element-wise function of this NumPy name, or this one, on flat arrays."""
+    def binary(
+        self, function: str | BinaryFunction, dtype: np.dtype[Any] | None = None
+    ) -> BinaryFunction:
+        """What combines flat arrays of this dtype as the NumPy function of this name, or this one.
+
+        Results are rounded to the dtype each time.
+        """
 
     def divide(self, x: Array, divisor: int) -> None:
         """Divide a flat array by an integer, in place."""
@@ -94,11 +104,18 @@ class NumpyBackend:
     def copy(self, src: Array, dst: Array) -> None:
         dst[...] = src
 
-    def binary(self, function: str | BinaryFunction) -> BinaryFunction:
+    def binary(
+        self, function: str | BinaryFunction, dtype: np.dtype[Any] | None = None
+    ) -> BinaryFunction:
+        if isinstance(function, str) and dtype is not None:
+            return halves.binary(function, dtype)
         return _function(np, function)
 
     def divide(self, x: Array, divisor: int) -> None:
-        _divide(np, x, divisor)
+        if x.dtype.itemsize == 2:
+            halves.divide(x, divisor)
+        else:
+            np.divide(x, divisor, out=x)
 
     def host_buffer(self, x: Array) -> Bytes:
         return x.view(np.uint8)  # type: ignore[no-any-return]
@@ -144,7 +161,9 @@ class CupyBackend:
         with self.device:
             dst[...] = src
 
-    def binary(self, function: str | BinaryFunction) -> BinaryFunction:
+    def binary(
+        self, function: str | BinaryFunction, dtype: np.dtype[Any] | None = None
+    ) -> BinaryFunction:
         combine = _function(self.cupy, function)
 
         def on_device(left: Array, right: Array, /, *, out: Array) -> None:
@@ -155,7 +174,10 @@ class CupyBackend:
 
     def divide(self, x: Array, divisor: int) -> None:
         with self.device:
-            _divide(self.cupy, x, divisor)
+            if x.dtype.itemsize == 2:  # through float32, in which the divisor is exact
+                x[...] = (x.astype(np.float32) / divisor).astype(x.dtype)
+            else:
+                self.cupy.divide(x, divisor, out=x)
 
     def host_buffer(self, x: Array) -> Bytes:
         # Page-locked memory; there is no such thing as none of it.
@@ -187,14 +209,6 @@ class CupyBackend:
 def _function(xp: Any, function: str | BinaryFunction) -> BinaryFunction:
     """What `xp` calls by this name; a function stands for itself."""
     return getattr(xp, function) if isinstance(function, str) else function
-
-
-def _divide(xp: Any, x: Array, divisor: int) -> None:
-    """In place.  Two-byte floats go through float32, in which the divisor is exact."""
-    if x.dtype.itemsize == 2:
-        x[...] = (x.astype(np.float32) / divisor).astype(x.dtype)
-    else:
-        xp.divide(x, divisor, out=x)
 
 
 HOST = NumpyBackend()

@@ -20,8 +20,12 @@ arrays are sent through page-locked host memory and combined on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial, wraps
+from typing import Any, NamedTuple, ParamSpec
+
+import numpy as np
+from numpy import ndarray
 
 from collectives import arguments, select
 from collectives.arrays import HOST, Array, Backend, backend_of_kind, num_elements
@@ -30,6 +34,8 @@ from collectives.layout import even
 from collectives.plan import Plan, Work
 from collectives.program import Counts
 from collectives.reduction import Operator, operator
+from collectives.remembered import SmallCall
+from collectives.select import preferred
 from collectives.session import Arrays, Session
 
 
@@ -42,6 +48,41 @@ class Options(NamedTuple):
     timeout: float | None
 
 
+Parameters = ParamSpec("Parameters")
+
+
+def _remembering(method: Callable[Parameters, Any]) -> Callable[Parameters, Any]:
+    """A collective whose small calls, once made, go straight to their plans.
+
+    A call looks like another if everything about its arguments is equal but the arrays' contents
+    and addresses.
+    """
+    name = method.__name__
+
+    @wraps(method)
+    def call(
+        self: Calls, x: Any = None, *args: Any, out: Any = None, timeout: Any = None, **named: Any
+    ) -> Any:
+        look: Hashable | None = None
+        if not self._is_kept and (x is None or type(x) is ndarray):
+            form = None if x is None else (x.shape, x.dtype)
+            if out is None:
+                look = name, form, preferred(name), args, *named.items()
+            elif type(out) is ndarray and out.flags.carray:
+                likeness = out.shape, out.dtype
+                look = name, form, likeness, preferred(name), args, *named.items()
+        try:
+            known = self._session.remembered.calls.get(look)
+        except TypeError:  # something unhashable among the arguments
+            known = look = None
+        if known is not None and timeout is None:
+            return self._session.again(known, x, out, None)
+        self._look = look
+        return method(self, x, *args, out=out, timeout=timeout, **named)  # type: ignore[arg-type]
+
+    return call  # type: ignore[return-value]
+
+
 class Calls:
     """The calls of a communicator.  What becomes of the plan that each makes is `_finish`'s."""
 
@@ -50,9 +91,11 @@ class Calls:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.rank, self.size = session.transport.rank, session.transport.size
+        self._look: Hashable | None = None  # of the call being made, if it can be remembered
 
     # Collectives
 
+    @_remembering
     def broadcast(
         self,
         x: Array | None = None,
@@ -78,6 +121,7 @@ class Calls:
         answer = arrays.target if given is None else given
         return self._run(options, arrays, int(arrays.target.size), root=root, answer=answer)
 
+    @_remembering
     def scatter(
         self,
         x: Array | None = None,
@@ -102,6 +146,7 @@ class Calls:
         arrays, numbers = prepare(x, out, given, root, options)
         return self._run(options, arrays, _elements(numbers, arrays.target), root=root)
 
+    @_remembering
     def gather(
         self,
         x: Array,
@@ -128,6 +173,7 @@ class Calls:
         arrays = Arrays(backend, source, target)
         return self._run(options, arrays, _elements(numbers, source), root=root)
 
+    @_remembering
     def reduce(
         self,
         x: Array,
@@ -149,6 +195,7 @@ class Calls:
         out = out if has_result else None
         return self._reduced(options, x, op, out, root=root, has_result=has_result)
 
+    @_remembering
     def reduce_scatter(
         self,
         x: Array,
@@ -173,6 +220,7 @@ class Calls:
         combine = _checked(options, op, backend, source)
         return self._run(options, arrays, _elements(numbers, source), op=combine)
 
+    @_remembering
     def all_gather(
         self,
         x: Array,
@@ -194,6 +242,7 @@ class Calls:
         target = arguments.result(out, backend, shape, source.dtype)
         return self._run(options, Arrays(backend, source, target), _elements(numbers, source))
 
+    @_remembering
     def all_reduce(
         self,
         x: Array,
@@ -208,6 +257,7 @@ class Calls:
         options = self._options("all_reduce", algorithm, async_op, timeout)
         return self._reduced(options, x, op, out)
 
+    @_remembering
     def scan(
         self,
         x: Array,
@@ -225,6 +275,7 @@ class Calls:
         options = self._options("scan", algorithm, async_op, timeout)
         return self._reduced(options, x, op, out)
 
+    @_remembering
     def exscan(
         self,
         x: Array,
@@ -242,6 +293,7 @@ class Calls:
         options = self._options("exscan", algorithm, async_op, timeout)
         return self._reduced(options, x, op, out, has_result=self.rank > 0)
 
+    @_remembering
     def all_to_all(
         self,
         x: Array,
@@ -276,6 +328,19 @@ class Calls:
         timeout: float | None = None,
     ) -> Any:
         """Return when every rank has called it."""
+        return self._barrier(algorithm=algorithm, async_op=async_op, timeout=timeout)
+
+    @_remembering
+    def _barrier(
+        self,
+        x: None = None,
+        *,
+        out: None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """A barrier, which is remembered as well."""
         options = self._options("barrier", algorithm, async_op, timeout)
         return self._run(options, Arrays(HOST, None, None), (0,) * self.size)
 
@@ -343,6 +408,8 @@ class Calls:
         self, collective: str, algorithm: str | None, async_op: bool, timeout: float | None
     ) -> Options:
         """What every call takes, checked before anything is sent."""
+        if algorithm is None:
+            algorithm = preferred(collective)
         if algorithm is not None:
             select.check(collective, algorithm, self.size)
         return Options(collective, algorithm, bool(async_op), arguments.seconds(timeout))
@@ -362,17 +429,43 @@ class Calls:
         answer: Array | None = None,
     ) -> Any:
         """Make the plan and finish.  `answer`: what it returns if that is not the target."""
-        plan = self._session.collective(
+        session, answer = self._session, arrays.target if answer is None else answer
+        make = partial(
+            session.collective,
             options.collective,
-            arrays,
-            counts,
+            counts=counts,
             root=root,
             op=op,
             algorithm=options.algorithm,
-            is_kept=self._is_kept,
         )
-        plan.result = arrays.target if answer is None else answer
+        if not self._is_kept and not options.async_op and session.is_small(arrays, counts):
+            make = partial(make, is_small=True)
+            return self._run_small(make, arrays, answer, op, options.timeout)
+        plan = make(arrays, is_kept=self._is_kept)
+        plan.result = answer
         return self._finish(plan, options)
+
+    def _run_small(
+        self,
+        make: Callable[..., Plan],
+        arrays: Arrays,
+        answer: Array | None,
+        op: Operator | None,
+        timeout: float | None,
+    ) -> Any:
+        """Run a small call, and remember it if it may come again in the same form."""
+        look, self._look = self._look, None
+        is_named = op is None or isinstance(op.function, str)
+        if look is None or arrays.backend is not HOST or not is_named:
+            plan = make(arrays)
+            plan.result = answer
+            return self._session.in_turn(plan, plan.run, timeout)
+        call = self._session.remembered.calls.get(look)
+        if call is None:
+            x, y = (None if array is None else np.empty_like(array) for array in arrays[1:])
+            call = SmallCall(make(Arrays(HOST, x, y), is_kept=True), x, y)
+            self._session.remembered.add(look, call)
+        return self._session.again(call, arrays.source, answer, timeout)
 
     def _run_point_to_point(
         self,
@@ -430,7 +523,7 @@ class Calls:
             target = arguments.result(out, backend, tuple(source.shape), source.dtype)
             return Arrays(backend, source, target)
         head = Header(backend.kind, source.dtype, tuple(source.shape))
-        self._session.announce(head, root, 0, options.timeout)
+        self._announce(head, root, 0, options.timeout)
         return Arrays(backend, source, source)
 
     def _to_be_broadcast(self, x: object, out: Array | None, root: int, options: Options) -> Arrays:
@@ -439,7 +532,7 @@ class Calls:
             backend, target = arguments.writable(out, "out")
             return Arrays(backend, None, target)
         given = None if x is None else arguments.writable(x, "x")
-        head = self._session.announce(None, root, 0, options.timeout)
+        head = self._announce(None, root, 0, options.timeout)
         if given is None:
             return _new(head, head.shape)
         backend, target = given
@@ -470,7 +563,7 @@ class Calls:
         target = arguments.result(out, backend, shape, source.dtype)
         if out is None:
             head = Header(backend.kind, source.dtype, tuple(source.shape), numbers)
-            self._session.announce(head, root, self.size, options.timeout)
+            self._announce(head, root, self.size, options.timeout)
         return Arrays(backend, source, target), numbers
 
     def _to_be_scattered(
@@ -489,10 +582,17 @@ class Calls:
             if numbers[self.rank] != own:
                 raise ValueError(f"out has {own} rows, counts gives {numbers[self.rank]}")
             return Arrays(backend, None, target), numbers
-        head = self._session.announce(None, root, self.size, options.timeout)
+        head = self._announce(None, root, self.size, options.timeout)
         if counts is not None and counts != head.counts:
             raise ValueError(f"counts is {counts} here and {head.counts} at the root")
         return _new(head, (head.counts[self.rank], *head.shape[1:])), head.counts
+
+    def _announce(
+        self, head: Header | None, root: int, num_counts: int, timeout: float | None
+    ) -> Header:
+        """The root's header; a call that needs one is not remembered."""
+        self._look = None
+        return self._session.announce(head, root, num_counts, timeout)
 
     def _divided_rows(
         self, x: Array, counts: Sequence[int] | None, collective: str
@@ -530,6 +630,7 @@ class Calls:
             return table
         numbers = arguments.total_counts(counts, self.size, num_rows)
         tag = self._session.ahead_tag()
+        self._look = None
         exchanged = self._session.all_integers(numbers, "counts", tag, options.timeout)
         return tuple(tuple(row) for row in exchanged.tolist())
 

@@ -1,17 +1,26 @@
-"""What the user holds: a communicator, the groups made from it, and its ledger."""
+"""What the user holds: a communicator, the groups made from it, its ledger and its decisions."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from collectives import arguments
-from collectives.arrays import Array, Backend
+import numpy as np
+
+from collectives import algorithms, arguments
+from collectives.arrays import HOST, Array, Backend
 from collectives.calls import Calls, Options
+from collectives.decisions import Decisions
+from collectives.explanation import Explanation, explain
 from collectives.ledger import Ledger
 from collectives.monitor import Counters, MonitorUnavailable
 from collectives.plan import Plan
+from collectives.reduction import Operator, operator
+from collectives.session import Arrays
+from collectives.spec import SPECS
 
 
 class Communicator(Calls):
@@ -73,6 +82,65 @@ class Communicator(Calls):
         """Give the communicator back to MPI.  All its ranks call this; it is of no use after."""
         self._session.transport.free()
 
+    # Selection
+
+    def explain(
+        self,
+        collective: str,
+        x: Array | None = None,
+        *,
+        op: str | Operator = "sum",
+        algorithm: str | None = None,
+    ) -> Explanation:
+        """What a call here and now would run, and why.  Print it.  Nothing is sent.
+
+        `x`: as the call takes it on this rank; for a broadcast or scatter the root's.  All ranks
+        are taken to bring equally many rows to a gather or all-gather.  A barrier takes none.  An
+        algorithm or operator that cannot serve is refused as the call would refuse it.
+        """
+        algorithms.names(collective)
+        num_bytes, combine = 0, None
+        if collective != "barrier":
+            _, array = arguments.readable(x)
+            num_parts = self.size if collective in ("gather", "all_gather") else 1
+            num_bytes = int(array.size) * array.dtype.itemsize * num_parts
+            if SPECS[collective].is_reduction:
+                combine = operator(op, collective)
+                combine.check(array.dtype)
+        decisions = self._session.decisions
+        return explain(collective, algorithm, self.size, num_bytes, combine, decisions)
+
+    @property
+    def decisions(self) -> Decisions | None:
+        """What was measured and decides which algorithm runs; None: the built-in rules do."""
+        return self._session.decisions
+
+    def load_decisions(self, path: str | Path) -> None:
+        """Let what `python -m bench tune` wrote decide which algorithm runs when a call names none.
+
+        A collective call.  Rank 0 reads the file, the others get it from there.  Holds for this
+        communicator, and those made from it afterwards.  Raises ValueError, the same on every rank,
+        if the file cannot be read or is wrong.
+        """
+        path = Path(path)
+        found = json.dumps(_read(path)).encode() if self.rank == 0 else b""
+        text, problem = json.loads(self._from_rank_0(found))
+        if problem:
+            raise ValueError(problem)
+        self._session.decisions = Decisions.from_json(text)
+        self._session.remembered.forget()  # what they would run was decided before
+
+    def _from_rank_0(self, data: bytes) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        session, label = self._session, "decisions"
+        lengths = session.all_integers([len(data)], label, session.next_tag())
+        shared = np.empty(int(lengths[0, 0]), np.uint8)
+        if self.rank == 0:
+            shared[:] = np.frombuffer(data, np.uint8)
+        arrays = Arrays(HOST, shared if self.rank == 0 else None, shared)
+        session.collective("broadcast", arrays, shared.size, label=label).run()
+        return shared.tobytes()
+
     # Traffic
 
     @contextmanager
@@ -116,3 +184,11 @@ class Planner(Calls):
 
     def _finish(self, plan: Plan, options: Options) -> Any:
         return plan
+
+
+def _read(path: Path) -> tuple[str, str]:
+    """The decisions in a file, as checked JSON; and what is wrong with it, or nothing."""
+    try:
+        return Decisions.from_json(path.read_bytes()).to_json(), ""
+    except (OSError, ValueError) as error:
+        return "", f"cannot load decisions from {path}: {error}"

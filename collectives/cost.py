@@ -1,4 +1,4 @@
-"""What no algorithm can do better: lower bounds, and which algorithms meet them.
+"""What an algorithm costs: its price on a machine, and the lower bounds that none can beat.
 
 The model: a rank sends one message and receives one at a time.  Each bound holds by itself; that
 one algorithm meets all of a collective's at once is not always possible.
@@ -15,6 +15,33 @@ from collectives.spec import SPECS
 from collectives.trees import ceil_log2
 
 Size = int | Fraction
+
+
+class Machine(NamedTuple):
+    """A machine and its MPI, in three numbers.
+
+    `alpha`: seconds for each start-up of a message.  `beta`: seconds per byte through the busiest
+    port.  `gamma`: seconds per byte combined.  The defaults are those of two ranks that share the
+    memory of one computer.
+    """
+
+    alpha: float = 1.5e-6
+    beta: float = 1 / 6e9
+    gamma: float = 1 / 8e9
+
+
+def price(algorithm: Algorithm, p: int, n: int, machine: Machine, **options: int) -> float:
+    """The seconds that the algorithm takes on `p` ranks and `n` bytes, by the model of Hockney.
+
+    alpha * start-ups + beta * busiest + gamma * work (Hockney 1994; with combining, Thakur,
+    Rabenseifner and Gropp 2005).  It knows nothing of caches, of links that several ranks share,
+    or of waiting: good for telling the hopeless from the promising, not for a close finish.
+    """
+    startups, busiest, work = (
+        float(formula(p=p, n=n, **options))
+        for formula in (algorithm.startups, algorithm.busiest, algorithm.work)
+    )
+    return machine.alpha * startups + machine.beta * busiest + machine.gamma * work
 
 
 class Bound(NamedTuple):

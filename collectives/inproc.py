@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from collectives.arrays import Bytes
@@ -21,7 +22,7 @@ from collectives.errors import (
     CollectiveTimeout,
     PeerFailed,
 )
-from collectives.transport import Parcels, wrong_length
+from collectives.transport import Action, Parcels, wrong_length
 
 if TYPE_CHECKING:
     from collectives.plan import Plan
@@ -166,6 +167,8 @@ class InprocExchange:
     ) -> None:
         self._transport, self._sends, self._receives, self._tag = transport, sends, receives, tag
         self._pending: list[tuple[int, Bytes]] = []
+        self.starts: list[Action] = [self.start]
+        self.waits: list[Action] = [partial(self.wait, None)]
 
     def start(self) -> None:
         transport = self._transport
@@ -214,6 +217,11 @@ class InprocExchange:
 
     def waiting_for(self) -> list[str]:
         return [f"a message from rank {peer}" for peer, _ in self._pending]
+
+    def abandon(self) -> bool:
+        if self in self._transport.pending:
+            self._transport.pending.remove(self)
+        return not self._pending
 
     def free(self) -> None:
         """Nothing is held."""

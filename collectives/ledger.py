@@ -39,8 +39,11 @@ def phase(label: str) -> Iterator[None]:
 
 
 class Row(NamedTuple):
-    """One message.  `call` counts the calls of the communicator; `src` and `dst` are ranks of the
-    communicator that records."""
+    """One message of a schedule, which went as so many `segments`, messages of MPI.
+
+    `call` counts the calls of the communicator; `src` and `dst` are ranks of the communicator that
+    records.
+    """
 
     phase: str
     collective: str
@@ -50,48 +53,61 @@ class Row(NamedTuple):
     src: int
     dst: int
     bytes: int
+    segments: int
 
 
 class Summary(NamedTuple):
-    """Totals of a group of rows.  A call counts once, however many ranks took part."""
+    """Totals of a group of rows.
+
+    A call counts once, however many ranks took part, and every segment as a message.
+    """
 
     calls: int
     messages: int
     bytes: int
 
 
+Sent = tuple[tuple[int, int, int, int], ...]
+
+
 class Call(NamedTuple):
-    """A call as recorded; `sent` holds (round, destination, bytes) of this rank's messages."""
+    """What all runs of a plan have in common.
+
+    `sent`: (round, destination, bytes, segments) of the messages of rank `src`; `ranks` translates
+    the destinations of a sub-communicator's call.
+    """
 
     collective: str
     algorithm: str
-    number: str
-    sent: tuple[tuple[int, int, int], ...]
+    sent: Sent
+    src: int
+    ranks: Sequence[int] | None
 
 
 class Entry:
     """A recorded call: its phase, when it began, and when it was found complete (seconds)."""
 
-    __slots__ = ("call", "finished", "phase", "ranks", "src", "started")
+    __slots__ = ("call", "finished", "number", "phase", "started")
 
-    def __init__(self, call: Call, src: int, ranks: Sequence[int] | None) -> None:
-        self.phase, self.call, self.src, self.ranks = _phase.get(), call, src, ranks
-        self.started, self.finished = time.perf_counter(), 0.0
+    def __init__(self, call: Call, number: str, phase: str, started: float) -> None:
+        self.call, self.number, self.phase, self.started = call, number, phase, started
+        self.finished = 0.0
 
     def rows(self) -> Iterator[Row]:
         """One row per message."""
-        call, ranks = self.call, self.ranks
-        for number, dst, num_bytes in call.sent:
+        call, ranks = self.call, self.call.ranks
+        for number, dst, num_bytes, segments in call.sent:
             dst = dst if ranks is None else ranks[dst]
             yield Row(
                 self.phase,
                 call.collective,
                 call.algorithm,
-                call.number,
+                self.number,
                 number,
-                self.src,
+                call.src,
                 dst,
                 num_bytes,
+                segments,
             )
 
 
@@ -107,11 +123,9 @@ class Ledger:
         self._entries: list[Entry] = []
         self._gathered: list[Row] = []
 
-    def add(self, call: Call, src: int, ranks: Sequence[int] | None = None) -> Entry:
-        """Record a call of rank `src`; `ranks` translates those of a sub-communicator's call."""
-        entry = Entry(call, src, ranks)
+    def add(self, entry: Entry) -> None:
+        """Record a call."""
         self._entries.append(entry)
-        return entry
 
     def rows(self) -> list[Row]:
         """One row per message sent, in the order of the calls."""
@@ -127,7 +141,7 @@ class Ledger:
         return {
             key: Summary(
                 len({(r.phase, r.collective, r.algorithm, r.call) for r in rows}),
-                len(rows),
+                sum(r.segments for r in rows),
                 sum(r.bytes for r in rows),
             )
             for key, rows in groups.items()
@@ -180,11 +194,66 @@ class Ledger:
                 "dur": max(entry.finished - entry.started, 0.0) * 1e6,
                 "args": {
                     "phase": entry.phase,
-                    "call": entry.call.number,
-                    "messages": len(entry.call.sent),
-                    "bytes": sum(num_bytes for _, _, num_bytes in entry.call.sent),
+                    "call": entry.number,
+                    "messages": sum(segments for *_, segments in entry.call.sent),
+                    "bytes": sum(num_bytes for _, _, num_bytes, _ in entry.call.sent),
                 },
             }
             for entry in self._entries
         ]
         Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
+# Ledgers that record a communicator, and its ranks in their numbering (None: the same).
+Ancestry = list[tuple[list[Ledger], Sequence[int] | None]]
+
+
+def recorder(
+    collective: str,
+    algorithm: str,
+    number: Callable[[], str],
+    sent: Callable[[], Sent],
+    ancestry: Ancestry,
+    rank: int,
+) -> Callable[[], list[Entry] | None]:
+    """What a plan of `rank` does at every start: enter the call into all open ledgers, if any.
+
+    `number` gives each run's, `sent` what is the same for all runs.
+    """
+    everybodys = [ledgers for ledgers, _ in ancestry]
+    calls: list[Call] = []
+
+    def enter() -> list[Entry] | None:
+        run = number()
+        for ledgers in everybodys:
+            if ledgers:
+                return record(run)
+        return None
+
+    def record(run: str) -> list[Entry]:
+        if not calls:
+            messages = sent()
+            for _, ranks in ancestry:
+                src = rank if ranks is None else ranks[rank]
+                calls.append(Call(collective, algorithm, messages, src, ranks))
+        label, now, entries = _phase.get(), time.perf_counter(), []
+        for ledgers, call in zip(everybodys, calls, strict=True):
+            for ledger in ledgers:
+                entry = Entry(call, run, label, now)
+                ledger.add(entry)
+                entries.append(entry)
+        return entries
+
+    return enter
+
+
+def runs_of(number: str) -> Callable[[], str]:
+    """The numbers of the runs of one plan: "7", "7.2", "7.3"."""
+    num_runs = 0
+
+    def next_run() -> str:
+        nonlocal num_runs
+        num_runs += 1
+        return number if num_runs == 1 else f"{number}.{num_runs}"
+
+    return next_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
@@ -13,7 +13,7 @@ from mpi4py import MPI
 from collectives.arrays import Bytes
 from collectives.errors import CollectiveMismatch
 from collectives.monitor import Counters
-from collectives.transport import Parcels, back_off, wrong_length
+from collectives.transport import Action, Parcels, back_off, wrong_length
 
 if TYPE_CHECKING:
     from collectives.plan import Plan
@@ -31,8 +31,8 @@ _is_monitored = (
 
 _MOST_BYTES, _MEBIBYTE = 2**31 - 1, 2**20
 
-# Looked up once: these are the calls that every round of every plan makes.
-_start_all, _wait_all = MPI.Prequest.Startall, MPI.Request.Waitall
+_FEW = 4  # up to so many requests are quicker started and waited for one by one
+_PATIENCE = 0.1  # seconds that a message called off gets to be over
 
 
 class MpiTransport:
@@ -88,8 +88,10 @@ class MpiExchange:
         self._comm, self._tag, self._num_receives = comm, tag, len(receives)
         self._ends = [(peer, _message(data)) for peer, data in (*receives, *sends)]
         self._expected = [data.size for _, data in receives]
-        self._statuses = [MPI.Status() for _ in self._ends]
         self._requests: Sequence[MPI.Request] = ()
+        self._statuses: list[MPI.Status] = []  # MPI adds as many as it needs
+        self.starts: list[Action] = [self.start] if self._ends else []
+        self.waits: list[Action] = [self._wait_all] if self._ends else []
 
     def start(self) -> None:
         comm, tag, first_send = self._comm, self._tag, self._num_receives
@@ -113,13 +115,16 @@ class MpiExchange:
         if deadline is not None:
             return self._wait_until(deadline)
         if self._requests:
-            try:
-                _wait_all(self._requests, self._statuses)
-            except MPI.Exception as error:
-                self._explain(error)
-                raise
-            self._completed()
+            self._wait_all()
         return True
+
+    def _wait_all(self) -> None:
+        try:
+            MPI.Request.Waitall(self._requests, self._statuses)
+        except MPI.Exception as error:
+            self._explain(error)
+            raise
+        self._completed()
 
     def _wait_until(self, deadline: float) -> bool:
         num_tries = 0
@@ -132,30 +137,38 @@ class MpiExchange:
 
     def _completed(self) -> None:
         """Check the lengths: MPI itself notices only messages that are too long."""
-        self._requests = ()
-        for number, expected in enumerate(self._expected):
-            peer, message = self._ends[number]
-            got = self._statuses[number].Get_elements(message[-1])
-            if got != expected:
-                raise CollectiveMismatch(wrong_length(self._comm.rank, peer, got, expected))
+        for number in range(self._num_receives):
+            self._check_length(number, self._statuses[number])
 
-    def _explain(self, error: MPI.Exception) -> None:
-        """Raise ours for MPI's error about a message longer than its buffer."""
+    def _check_length(self, number: int, status: MPI.Status) -> None:
+        peer, message = self._ends[number]
+        got, expected = status.Get_elements(message[-1]), self._expected[number]
+        if got != expected:
+            raise CollectiveMismatch(wrong_length(self._comm.rank, peer, got, expected))
+
+    def _explain(self, error: MPI.Exception, number: int | None = None) -> None:
+        """Raise ours for MPI's error about a message longer than its buffer.
+
+        `number`: which message it is, if that is known.
+        """
         if error.Get_error_class() not in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
             return
         raise CollectiveMismatch(
-            f"{self._too_long()}: the ranks did not make the same call with the same sizes"
+            f"{self._too_long(number)}: the ranks did not make the same call with the same sizes"
         ) from error
 
-    def _too_long(self) -> str:
+    def _too_long(self, number: int | None) -> str:
         """Which message it was, as far as MPI says."""
         me = self._comm.rank
-        for number, status in enumerate(self._statuses):
-            if status.Get_error() not in (MPI.SUCCESS, MPI.ERR_PENDING):
-                peer = self._ends[number][0]
-                sender, receiver = (peer, me) if number < self._num_receives else (me, peer)
-                return f"rank {sender} sent rank {receiver} a longer message than it expected"
-        return f"a message between rank {me} and another was longer than expected"
+        if number is None:
+            codes = [status.Get_error() for status in self._statuses[: len(self._ends)]]
+            failed = [i for i, c in enumerate(codes) if c not in (MPI.SUCCESS, MPI.ERR_PENDING)]
+            number = failed[0] if failed else None
+        if number is None:
+            return f"a message between rank {me} and another was longer than expected"
+        peer = self._ends[number][0]
+        sender, receiver = (peer, me) if number < self._num_receives else (me, peer)
+        return f"rank {sender} sent rank {receiver} a longer message than it expected"
 
     def waiting_for(self) -> list[str]:
         # Not Test: it would take the status of a complete request away from the wait to come.
@@ -168,6 +181,10 @@ class MpiExchange:
             if is_open[number]
         ]
 
+    def abandon(self) -> bool:
+        requests, self._requests = self._requests, ()
+        return _called_off(requests, self._num_receives)
+
     def free(self) -> None:
         """Nothing is held between runs."""
 
@@ -178,18 +195,68 @@ class PersistentExchange(MpiExchange):
     def __init__(self, comm: MPI.Intracomm, sends: Parcels, receives: Parcels, tag: int) -> None:
         super().__init__(comm, sends, receives, tag)
         first_send = self._num_receives
-        self._kept = [comm.Recv_init(data, peer, tag) for peer, data in self._ends[:first_send]]
-        self._kept += [comm.Send_init(data, peer, tag) for peer, data in self._ends[first_send:]]
+        requests = [comm.Recv_init(data, peer, tag) for peer, data in self._ends[:first_send]]
+        requests += [comm.Send_init(data, peer, tag) for peer, data in self._ends[first_send:]]
+        self._requests = requests
+        if len(requests) > _FEW:
+            self.starts = [partial(MPI.Prequest.Startall, requests)]
+        elif requests:
+            self.starts = [request.Start for request in requests]
+            self.waits = [self._arrival(number) for number in range(first_send)]
+            self.waits += [request.Wait for request in requests[first_send:]]
 
     def start(self) -> None:
-        self._requests = self._kept
-        if self._kept:
-            _start_all(self._kept)
+        for start in self.starts:
+            start()
+
+    def _arrival(self, number: int) -> Action:
+        """Waits for one message, and checks its length."""
+        wait, status = self._requests[number].Wait, MPI.Status()
+        measure, datatype = status.Get_elements, self._ends[number][1][-1]
+        expected = self._expected[number]
+
+        def arrive() -> None:
+            try:
+                wait(status)
+            except MPI.Exception as error:
+                self._explain(error, number)
+                raise
+            if measure(datatype) != expected:
+                self._check_length(number, status)
+
+        return arrive
 
     def free(self) -> None:
-        for request in self._kept:
+        for request in self._requests:
             request.Free()
-        self._kept = []
+        self._requests = ()
+
+
+def _called_off(requests: Sequence[MPI.Request], num_receives: int) -> bool:
+    """Call off the receives among the requests and let all go; whether all were over by then.
+
+    A receive whose message has begun to come, and a send, can only be waited for.
+    """
+    for request in requests[:num_receives]:
+        if request and not request.Get_status():
+            request.Cancel()
+    deadline = time.monotonic() + _PATIENCE
+    is_over = [_is_over(request, deadline) for request in requests]
+    for request in requests:
+        if request:
+            request.Free()
+    return all(is_over)
+
+
+def _is_over(request: MPI.Request, deadline: float) -> bool:
+    """Whether the request completes in time; one that MPI has ended with an error is over too."""
+    num_tries = 0
+    while request and not request.Get_status():
+        if time.monotonic() > deadline:
+            return False
+        back_off(num_tries)
+        num_tries += 1
+    return True
 
 
 def _message(data: Bytes) -> tuple[Bytes, MPI.Datatype] | tuple[Bytes, int, MPI.Datatype]:

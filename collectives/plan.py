@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from collectives import staging
 from collectives.arrays import Array, Backend
 from collectives.errors import CollectiveTimeout
+from collectives.lanes import Woven, order
 from collectives.ledger import Entry
 from collectives.program import Combine, Message, Move, Program, Region, Step
+from collectives.progress import ProgressThread
 from collectives.reduction import Operator
-from collectives.transport import Exchange, Transport
+from collectives.staging import HostBuffers
+from collectives.transport import Action, Exchange, Transport
 
-Action = Callable[[], object]
+_RUNNING = "is already running; wait for it first"
 
 
 class Buffers(NamedTuple):
@@ -26,14 +30,13 @@ class Buffers(NamedTuple):
     output: Array
     scratch: Array
 
-    def view(self, region: Region) -> Array:
-        return getattr(self, region.buffer)[region.start : region.stop]
 
+class _Stage(NamedTuple):
+    """Wait for these messages, which are those of this round, and then do this."""
 
-class _BoundStep(NamedTuple):
-    packing: list[Action]
     exchange: Exchange
-    finishing: list[Action]
+    round: int
+    actions: list[Action]
 
 
 class Plan:
@@ -47,7 +50,7 @@ class Plan:
     def __init__(
         self,
         title: str,
-        program: Program,
+        program: Woven,
         buffers: Buffers,
         transport: Transport,
         *,
@@ -56,50 +59,72 @@ class Plan:
         timeout: float | None = None,
         operator: Operator | None = None,
         is_kept: bool = False,
-        on_start: Callable[[], list[Entry]] = list,
+        on_start: Callable[[], list[Entry] | None] = list,
+        thread: ProgressThread | None = None,
     ) -> None:
-        self.title, self.program, self.result, self.timeout = title, program, result, timeout
+        self.title, self.result, self.timeout = title, result, timeout
         self._transport, self._on_start, self._is_kept = transport, on_start, is_kept
-        bind = _Binder(buffers, transport, operator, tag, is_kept)
-        self._opening = bind.moves(program.opening)
-        self._steps = [bind.step(step) for step in program.steps]
-        self._closing = bind.closing(program)
-        self._round: int | None = None  # the one in progress
+        self._num_rounds = program.num_rounds
+        binder = _Binder(program, buffers, transport, operator, tag, is_kept)
+        self._opening, self._stages = binder.bound()
+        # All of it, for a run that has nobody else to think of.
+        self._script = [*self._opening]
+        for stage in self._stages:
+            self._script += (*stage.exchange.waits, *stage.actions)
+        self._stage: int | None = None  # the one waited for
         self._refusal: str | None = None  # why it cannot be started
         self._error: BaseException | None = None
-        self._entries: list[Entry] = []
+        self._entries: list[Entry] | None = None
+        # What is driven by a thread is nobody else's to carry along.
+        self._thread = thread
+        self._done: threading.Event | None = None
+        self._in_flight = transport.in_flight if thread is None else []
 
     def run(self, timeout: float | None = None) -> Array | None:
         """Start and wait.  `timeout` in seconds."""
-        self.start()
-        return self.wait(timeout)
+        has_limit = timeout is not None or self.timeout is not None
+        if has_limit or self._refusal is not None or self._in_flight:
+            self.start()
+            return self.wait(timeout)
+        self._refusal = _RUNNING
+        try:
+            self._entries = self._on_start()
+            for action in self._script:
+                action()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._end()
+        return self.result
 
     def start(self) -> None:
         """Begin.  Raises RuntimeError while it runs, after a failure, and after `free`."""
         if self._refusal is not None:
             raise RuntimeError(f"{self.title} {self._refusal}")
-        self._refusal = "is already running; wait for it first"
-        self._transport.in_flight.append(self)
-        self._round = -1
+        self._refusal, self._stage = _RUNNING, 0
+        self._in_flight.append(self)
         try:
             self._entries = self._on_start()
             _do(self._opening)
-            self._next_round()
+            self._end_if_over()
         except BaseException as error:
             self._fail(error)
             raise
+        if self._thread is not None and self.is_active:
+            self._done = self._thread.adopt(self)
 
     @property
     def is_active(self) -> bool:
         """Whether the plan has started and is not complete."""
-        return self._round is not None
+        return self._refusal is _RUNNING
 
     def test(self) -> bool:
         """Go as far as possible without waiting; whether the plan is complete."""
-        self._progress()
+        if self._thread is None:
+            self.progress()
         if self._error is not None:
             raise self._error
-        return self._round is None
+        return self._stage is None
 
     def wait(self, timeout: float | None = None) -> Array | None:
         """Wait until complete, and return the result.
@@ -108,34 +133,57 @@ class Plan:
         is then still under way, and `wait` may be called again.
         """
         timeout = self.timeout if timeout is None else timeout
-        deadline = None if timeout is None else time.monotonic() + timeout
-        num_tries = 0
-        while self._round is not None:
-            is_alone = len(self._transport.in_flight) == 1
-            if is_alone and not self._complete_round(deadline):
-                raise self._timed_out(timeout)
-            if not is_alone and not self._carry_all_along(deadline, num_tries):
-                raise self._timed_out(timeout)
-            num_tries += 1
+        if self._thread is None:
+            self._wait(timeout)
+        elif self._done is not None and not self._done.wait(timeout):
+            with self._thread.lock:
+                if self._stage is not None:
+                    raise self._timed_out(timeout)
         if self._error is not None:
             raise self._error
         return self.result
 
+    def _wait(self, timeout: float | None) -> None:
+        """Wait by going on ourselves."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        num_tries = 0
+        while self._stage is not None:
+            is_alone = len(self._in_flight) == 1
+            if is_alone and not self._complete_stage(deadline):
+                raise self._timed_out(timeout)
+            if not is_alone and not self._carry_all_along(deadline, num_tries):
+                raise self._timed_out(timeout)
+            num_tries += 1
+
+    def progress(self) -> bool:
+        """Go as far as possible without waiting; whether anything moved.
+
+        Raises nothing: a failure is for those who wait for this plan, and others call this too.
+        """
+        before = self._stage
+        try:
+            while self._stage is not None and self._stages[self._stage].exchange.test():
+                self._next_stage()
+        except BaseException as error:  # noqa: BLE001 - kept, and raised by test and wait
+            self._fail(error)
+        return self._stage != before
+
     def free(self) -> None:
         """Give back the engine's requests.  The plan must be complete and is of no use after."""
-        if self._round is not None:
+        if self.is_active:
             raise RuntimeError(f"{self.title} {self._refusal}")
-        self._refusal = "was freed"
-        for step in self._steps:
-            step.exchange.free()
+        if self._error is None:  # a failed one has given back what could be given back
+            self._refusal = "was freed"
+            for stage in self._stages:
+                stage.exchange.free()
 
-    def _complete_round(self, deadline: float | None) -> bool:
-        """Wait for the round in progress and begin the next; False if the deadline came first."""
-        assert self._round is not None
+    def _complete_stage(self, deadline: float | None) -> bool:
+        """Wait for the messages of this stage and go on; False if the deadline came first."""
+        assert self._stage is not None
         try:
-            is_complete = self._steps[self._round].exchange.wait(deadline)
+            is_complete = self._stages[self._stage].exchange.wait(deadline)
             if is_complete:
-                self._next_round()
+                self._next_stage()
         except BaseException as error:
             self._fail(error)
             raise
@@ -147,58 +195,48 @@ class Plan:
         If we waited for our own messages only, two ranks that wait for the same plans in different
         orders would wait for ever.
         """
-        has_moved = [plan._progress() for plan in list(self._transport.in_flight)]
+        has_moved = [plan.progress() for plan in list(self._in_flight)]
         if not any(has_moved):
             self._transport.pause(deadline, num_tries)
-        return self._round is None or deadline is None or time.monotonic() < deadline
+        return self._stage is None or deadline is None or time.monotonic() < deadline
 
-    def _progress(self) -> bool:
-        """Finish every round whose messages are there; whether there was one.
+    def _next_stage(self) -> None:
+        """The messages of this stage are there: do what comes then."""
+        assert self._stage is not None
+        _do(self._stages[self._stage].actions)
+        self._stage += 1
+        self._end_if_over()
 
-        Raises nothing: a failure is for those who wait for this plan, and others call this too.
-        """
-        before = self._round
-        try:
-            while self._round is not None and self._steps[self._round].exchange.test():
-                self._next_round()
-        except BaseException as error:  # noqa: BLE001 - kept, and raised by test and wait
-            self._fail(error)
-        return self._round != before
-
-    def _next_round(self) -> None:
-        """Do what ends the round in progress, and begin the next or end the plan."""
-        assert self._round is not None
-        if self._round >= 0:
-            _do(self._steps[self._round].finishing)
-        self._round += 1
-        if self._round < len(self._steps):
-            step = self._steps[self._round]
-            _do(step.packing)
-            step.exchange.start()
-        else:
-            _do(self._closing)
+    def _end_if_over(self) -> None:
+        if self._stage == len(self._stages):
+            self._stage = None
+            self._in_flight.remove(self)
             self._end()
 
     def _end(self) -> None:
-        self._round = self._refusal = None
-        self._transport.in_flight.remove(self)
-        for entry in self._entries:
-            entry.finished = time.perf_counter()
+        self._refusal = None
+        if self._entries:
+            now = time.perf_counter()
+            for entry in self._entries:
+                entry.finished = now
         if not self._is_kept:
             self.free()
 
     def _fail(self, error: BaseException) -> None:
-        self._error, self._round, self._refusal = error, None, "has failed"
-        self._transport.in_flight.remove(self)
-        # Messages may still arrive: the buffers must never go to anybody else.
-        self._transport.failed.append(self)
+        self._error, self._stage, self._refusal = error, None, "has failed"
+        if self in self._in_flight:
+            self._in_flight.remove(self)
+        are_over = [stage.exchange.abandon() for stage in self._stages]
+        if not all(are_over):
+            # Messages may still be on their way: the buffers must never go to anybody else.
+            self._transport.failed.append(self)
 
     def _timed_out(self, timeout: float | None) -> CollectiveTimeout:
-        assert self._round is not None
-        peers = ", ".join(self._steps[self._round].exchange.waiting_for())
+        assert self._stage is not None
+        stage = self._stages[self._stage]
         return CollectiveTimeout(
-            f"{self.title}: rank {self._transport.rank} waited {timeout} s in round {self._round} "
-            f"of {len(self._steps)} for {peers}",
+            f"{self.title}: rank {self._transport.rank} waited {timeout} s in round {stage.round} "
+            f"of {self._num_rounds} for {', '.join(stage.exchange.waiting_for())}",
             Work(self),
         )
 
@@ -206,8 +244,8 @@ class Plan:
 class Work:
     """A collective under way, returned by `async_op=True`."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, finish: Callable[[], Any] | None = None) -> None:
+        self._plan, self._finish = plan, finish
 
     def test(self) -> bool:
         """Go as far as possible without waiting; whether the collective is complete."""
@@ -215,7 +253,8 @@ class Work:
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until complete, and return what the blocking call would have returned."""
-        return self._plan.wait(timeout)
+        result = self._plan.wait(timeout)
+        return result if self._finish is None else self._finish()
 
 
 def _do(actions: list[Action]) -> None:
@@ -228,50 +267,94 @@ class _Binder:
 
     def __init__(
         self,
+        program: Woven,
         buffers: Buffers,
         transport: Transport,
         operator: Operator | None,
         tag: int,
         is_kept: bool,
     ) -> None:
-        self.buffers, self.transport, self.tag, self.is_kept = buffers, transport, tag, is_kept
-        self.operator = operator
-        self.combine = buffers.backend.binary(operator.function) if operator else None
+        self.program, self.transport, self.tag, self.is_kept = program, transport, tag, is_kept
+        self.backend, self.operator = buffers.backend, operator
+        self.arrays = {name: getattr(buffers, name) for name in ("input", "output", "scratch")}
+        self.original = buffers.input
+        if program.copies_input:
+            self.arrays["input"] = self.backend.empty(self.original.shape, self.original.dtype)
+        self.dtype = buffers.input.dtype
+        self.combine = self.backend.binary(operator.function) if operator else None
+        self.host_buffers = HostBuffers(self.backend)
+        self.use_lane(0)
 
-    def step(self, step: Step) -> _BoundStep:
-        exchange = staging.prepare(
-            self.buffers.backend,
+    def bound(self) -> tuple[list[Action], list[_Stage]]:
+        """What is done first, and then the stages."""
+        opening = list(self.opening())
+        stages: list[_Stage] = []
+        exchanges: dict[tuple[int, int], Exchange] = {}
+        for lane, number, is_start in order(len(self.program.lanes), self.program.num_rounds):
+            self.use_lane(lane)
+            step = self.lane.steps[number]
+            if is_start:
+                exchange = exchanges[lane, number] = self.exchange(step, number)
+                actions = stages[-1].actions if stages else opening
+                actions += (*self.moves(step.packing), *exchange.starts)
+            else:
+                actions = [self.action(action) for action in step.finishing]
+                if number == self.program.num_rounds - 1:
+                    actions += self.closing()
+                stages.append(_Stage(exchanges.pop((lane, number)), number, actions))
+        if not self.backend.is_host:
+            # This may be another stream than the one that is current when the result is used.
+            (stages[-1].actions if stages else opening).append(self.backend.synchronize)
+        return opening, stages
+
+    def opening(self) -> Iterator[Action]:
+        """A copy of the input if it is needed; and everything, if there are no rounds."""
+        if self.program.copies_input:
+            yield partial(self.backend.copy, self.original, self.arrays["input"])
+        if self.program.num_rounds == 0:
+            yield from self.closing()
+
+    def use_lane(self, number: int) -> None:
+        """Bind for this lane from now on."""
+        self.lane: Program = self.program.lanes[number]
+        self.slot = number % self.program.num_slots
+        shift, scratch = number * self.program.stride, self.slot * self.program.num_scratch
+        self.shifts = {"input": shift, "output": shift, "scratch": scratch}
+
+    def view(self, region: Region) -> Array:
+        shift = self.shifts[region.buffer]
+        return self.arrays[region.buffer][region.start + shift : region.stop + shift]
+
+    def exchange(self, step: Step, number: int) -> Exchange:
+        return staging.prepare(
+            self.host_buffers,
+            (self.slot, number),
             self.transport,
             self.messages(step.sends),
             self.messages(step.receives),
             self.tag,
             self.is_kept,
         )
-        return _BoundStep(
-            self.moves(step.packing), exchange, [self.action(a) for a in step.finishing]
-        )
 
-    def closing(self, program: Program) -> list[Action]:
-        """The program's last moves, the division of an average, and the end of a GPU's work."""
-        actions = self.moves(program.closing)
-        backend, output = self.buffers.backend, self.buffers.output
-        if self.operator is not None and self.operator.is_average and output.size:
-            actions.append(partial(backend.divide, output, self.transport.size))
-        if not backend.is_host:
-            # This may be another stream than the one that is current when the result is used.
-            actions.append(backend.synchronize)
-        return actions
+    def closing(self) -> Iterator[Action]:
+        """The lane's last moves, and the division of an average."""
+        yield from self.moves(self.lane.closing)
+        if self.operator is not None and self.operator.is_average:
+            start = self.shifts["output"]
+            part = self.arrays["output"][start : start + self.program.stride or None]
+            if part.size:
+                yield partial(self.backend.divide, part, self.transport.size)
 
     def messages(self, messages: tuple[Message, ...]) -> list[tuple[int, Array]]:
-        return [(message.peer, self.buffers.view(message.region)) for message in messages]
+        return [(message.peer, self.view(message.region)) for message in messages]
 
     def moves(self, moves: tuple[Move, ...]) -> list[Action]:
         return [self.action(move) for move in moves]
 
     def action(self, action: Move | Combine) -> Action:
         if isinstance(action, Combine):
-            left, right, into = map(self.buffers.view, action)
+            left, right, into = map(self.view, action)
             assert self.combine is not None, "only a reduction combines"
             return partial(self.combine, left, right, out=into)
-        src, dst = map(self.buffers.view, action)
-        return partial(self.buffers.backend.copy, src, dst)
+        src, dst = map(self.view, action)
+        return partial(self.backend.copy, src, dst)

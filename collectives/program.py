@@ -34,6 +34,7 @@ from collectives.schedule import (
 from collectives.spec import SPECS, Case, Piece, after, before
 
 Buffer = Literal["input", "output", "scratch"]
+Aliasing = int | Literal["none", "odd"]
 Counts = int | tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
@@ -82,12 +83,15 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does: moves, the rounds, moves; and the scratch it needs, in elements."""
+    """What one rank does: the rounds, then moves; and the scratch it needs, in elements.
+
+    `copies_input`: it must run on a copy of the input, because the output would destroy it.
+    """
 
     steps: tuple[Step, ...]
-    opening: tuple[Move, ...] = ()
     closing: tuple[Move, ...] = ()
     num_scratch: int = 0
+    copies_input: bool = False
 
     def sent(self) -> list[tuple[int, int, int]]:
         """(round, destination, number of elements) of every message that this rank sends."""
@@ -106,29 +110,33 @@ def compile_program(
     root: int,
     counts: Counts,
     options: tuple[tuple[str, int], ...] = (),
-    aliasing: int | Literal["none", "odd"] = "none",
+    aliasing: Aliasing = "none",
+    parts: tuple[int, ...] | None = None,
 ) -> Program:
     """The program of one rank for a registered algorithm.
 
     `counts`: elements of the vector (broadcast, reduce, all-reduce), elements of each rank's block,
     or for all-to-all the p x p table of elements from source to destination.  `aliasing`: by how
     many elements the output begins behind the input in memory, "none" if they share none, "odd" if
-    they do so in a way that only a copy of the input can serve.
+    they do so in a way that only a copy of the input can serve.  `parts`: of each rank's block only
+    so many elements, from its beginning.
     """
     algorithm = algorithms.info(collective, name)
-    return _compiled(algorithm, rank, size, root, counts, options, aliasing)
+    return compiled(algorithm, rank, size, root, counts, options, aliasing, parts)
 
 
 @lru_cache(maxsize=1024)
-def _compiled(
+def compiled(
     algorithm: Algorithm,
     rank: int,
     size: int,
     root: int,
     counts: Counts,
-    options: tuple[tuple[str, int], ...],
-    aliasing: int | Literal["none", "odd"],
+    options: tuple[tuple[str, int], ...] = (),
+    aliasing: Aliasing = "none",
+    parts: tuple[int, ...] | None = None,
 ) -> Program:
+    """The same for an algorithm that has been looked up; every program is made only once."""
     collective = algorithm.collective
     is_rooted = SPECS[collective].is_rooted
     schedule = algorithm.schedule(rank, size, root if is_rooted else None, **dict(options))
@@ -136,7 +144,18 @@ def _compiled(
     sizes = block_sizes(collective, counts, case)
     initial = consecutive(before(collective, rank, case), sizes)
     final = consecutive(after(collective, rank, case), sizes)
+    if parts is not None:
+        sizes = by_rank(parts)
+        initial, final = _beginnings(initial, sizes), _beginnings(final, sizes)
     return _Compiler(sizes, initial, final, aliasing).program(schedule)
+
+
+def _beginnings(extents: Mapping[Block, Extent], sizes: Mapping[Block, int]) -> dict[Block, Extent]:
+    """The first elements of each block, as many as `sizes` says, where they lie."""
+    return {
+        block: Extent(extent.start, extent.start + sizes[original(block, sizes)])
+        for block, extent in extents.items()
+    }
 
 
 def block_sizes(collective: str, counts: Counts, case: Case) -> dict[Block, int]:
@@ -187,13 +206,15 @@ class _Compiler:
         sizes: Mapping[Block, int],
         initial: Mapping[Block, Extent],
         final: Mapping[Block, Extent],
-        aliasing: int | Literal["none", "odd"],
+        aliasing: Aliasing,
     ) -> None:
         self.sizes = sizes
         self.home = {block: Region("output", *extent) for block, extent in final.items()}
         self.place = {block: Region("input", *extent) for block, extent in initial.items()}
         self.offset = aliasing if isinstance(aliasing, int) else None
-        self.must_copy_input = aliasing == "odd" or self._input_is_in_the_way()
+        self.copies_input = aliasing == "odd" or self._input_is_in_the_way()
+        if self.copies_input:
+            self.offset = None
         self.arena = _Arena()
         self.number = 0
         self.num_rounds = 0
@@ -203,7 +224,6 @@ class _Compiler:
     def program(self, schedule: Schedule) -> Program:
         self.num_rounds = len(schedule)
         self.uses, self.ends = _uses(schedule), _ends(schedule)
-        opening = self.copy_input() if self.must_copy_input else ()
         steps = []
         for self.number, operations in enumerate(schedule):
             self.arena.forget(before_round=self.number)
@@ -213,7 +233,8 @@ class _Compiler:
             for block, home in self.home.items()
             if not self.is_same(self.place[block], home)
         ]
-        return Program(tuple(steps), opening, _merged(closing), self.arena.num_elements)
+        num_scratch = self.arena.num_elements
+        return Program(tuple(steps), _merged(closing), num_scratch, self.copies_input)
 
     # Places in memory.  Input and output may be the same memory, shifted by `offset`.
 
@@ -246,15 +267,6 @@ class _Compiler:
         """First and last address and name of all blocks that are not empty, by address."""
         placed = ((*self.address(region)[1:], block) for block, region in regions.items())
         return sorted((each for each in placed if each[0] < each[1]), key=itemgetter(0))
-
-    def copy_input(self) -> tuple[Move, ...]:
-        total = sum(place.num_elements for place in self.place.values())
-        copy = self.arena.take(total, last_round=self.num_rounds)
-        moves = []
-        for block, place in self.place.items():
-            self.place[block] = Region("scratch", copy.start + place.start, copy.start + place.stop)
-            moves.append(Move(place, self.place[block]))
-        return _merged(moves)
 
     def take(self, blocks: Sequence[Block], last_round: int) -> list[Region]:
         """New scratch for the blocks, one behind the other."""

@@ -71,7 +71,7 @@ class Operator:
         first, result = (backend.empty((1,), x.dtype) for _ in range(2))
         backend.copy(x.reshape(-1)[:1], first)
         with np.errstate(all="ignore"):
-            backend.binary(self.function)(first, first, out=result)
+            backend.binary(self.function, x.dtype)(first, first, out=result)
 
 
 def _into_out(function: Callable[[Array, Array], Array], name: str) -> BinaryFunction:

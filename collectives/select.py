@@ -1,4 +1,4 @@
-"""Which algorithm runs when the caller names none, and whether a named one can run at all.
+"""Which algorithm runs when the caller names none, whether a named one can run at all, and why.
 
 A caller names an algorithm as text, with options if it likes: "ring", "pipeline(segments=8)".  The
 answer depends only on what all ranks know alike, so all ranks give the same.  A named algorithm is
@@ -7,13 +7,18 @@ never replaced by another: it runs, or the call is refused.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
+from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
-from collectives import algorithms
 from collectives.algorithms import Algorithm
+from collectives.decisions import Decisions, extent
+from collectives.labels import Named, named
+from collectives.lanes import num_lanes
 from collectives.reduction import Operator
 from collectives.spec import SPECS
 
@@ -31,8 +36,8 @@ class _Rule(NamedTuple):
     is_for_powers: bool = False
 
 
-# The first that fits and serves is taken.  What combines in another order than that of ranks serves
-# no operator that needs the order; the last one always does.
+# Where nothing was measured.  The first that fits and serves is taken.  What combines in another
+# order than that of ranks serves no operator that needs the order; the last one always does.
 _RULES: dict[str, Sequence[_Rule]] = {
     "broadcast": (_Rule(512 * 1024, "binomial"), _Rule(_EVER, "pipeline")),
     "reduce": (_Rule(_EVER, "binomial"), _Rule(_EVER, "in_order_binary")),
@@ -62,11 +67,17 @@ _RULES: dict[str, Sequence[_Rule]] = {
 
 
 class Choice(NamedTuple):
-    """An algorithm and its options.  `label`: as a caller names it, with options only if given."""
+    """An algorithm, its options, and in words why it was chosen.
+
+    `label`: as a caller names it, with options only if given.  `segments`: into how many messages
+    the engine cuts every message of the algorithm.
+    """
 
     algorithm: Algorithm
     options: Mapping[str, int]
     label: str
+    reason: str
+    segments: int
 
 
 def choose(
@@ -75,29 +86,46 @@ def choose(
     size: int,
     num_bytes: int,
     operator: Operator | None = None,
+    decisions: Decisions | None = None,
 ) -> Choice:
     """What a call runs: the algorithm named, or None for a choice by size, and its options.
 
-    `num_bytes` is the n of the formulas.  Raises ValueError if there is no algorithm of this name
-    or it cannot serve.
+    `num_bytes` is the n of the formulas.  `decisions`: what was measured, before which the built-in
+    rules stand back.  Raises ValueError if there is no algorithm of this name or it cannot serve.
     """
     if text is None:
         is_free = operator is None or operator.is_commutative
-        return _default(collective, size, num_bytes, is_free)
-    choice = check(collective, text, size, operator)
-    chosen = options(choice.algorithm, size, num_bytes)
-    return choice._replace(options={**chosen, **choice.options})
+        return _default(collective, size, num_bytes, is_free, decisions)
+    return _choice(check(collective, text, size, operator), size, num_bytes, "named by the caller")
 
 
 @lru_cache(maxsize=1024)
-def _default(collective: str, size: int, num_bytes: int, is_free: bool) -> Choice:
-    """By the rules.  `is_free`: the order of combining does not matter."""
-    for rule in _RULES[collective]:
-        algorithm = algorithms.info(collective, rule.name)
-        fits = num_bytes <= rule.largest and (size.bit_count() == 1 or not rule.is_for_powers)
-        if fits and algorithm.serves(size) and (is_free or algorithm.is_ordered):
-            return Choice(algorithm, options(algorithm, size, num_bytes), rule.name)
+def _default(
+    collective: str, size: int, num_bytes: int, is_free: bool, decisions: Decisions | None
+) -> Choice:
+    """As measured, else by the rules.  `is_free`: the order of combining does not matter."""
+    measured = () if decisions is None else decisions.ranked(collective, size, num_bytes)
+    for label, reason in chain(measured, _ruled(collective, size, num_bytes)):
+        found = named(collective, label)
+        if found.serves(size) and (is_free or found.algorithm.is_ordered):
+            return _choice(found, size, num_bytes, reason)
     raise AssertionError(f"no rule for {collective} covers {num_bytes} bytes on {size} ranks")
+
+
+def _ruled(collective: str, size: int, num_bytes: int) -> Iterator[tuple[str, str]]:
+    """The algorithms of the built-in rules that fit, best first, and in words which rule it is."""
+    rules = _RULES[collective]
+    for rule in rules:
+        if num_bytes <= rule.largest and (size.bit_count() == 1 or not rule.is_for_powers):
+            sizes = extent(rule.largest, num_bytes, [rule.largest for rule in rules])
+            yield rule.name, f"built-in rule: {sizes}"
+
+
+def _choice(found: Named, size: int, num_bytes: int, reason: str) -> Choice:
+    """With the options that depend on n, unless they were given."""
+    chosen = {**options(found.algorithm, size, num_bytes), **found.options}
+    segments = num_lanes(found.algorithm, size, num_bytes, tuple(chosen.items()))
+    return Choice(found.algorithm, chosen, found.label, reason, segments)
 
 
 def options(algorithm: Algorithm, size: int, num_bytes: int) -> dict[str, int]:
@@ -110,51 +138,49 @@ def options(algorithm: Algorithm, size: int, num_bytes: int) -> dict[str, int]:
     return {"segments": min(max(1, -(-num_bytes // (SEGMENT_BYTES * num_parts))), _MAX_SEGMENTS)}
 
 
-def check(collective: str, text: str, size: int, operator: Operator | None = None) -> Choice:
+# A named algorithm
+
+
+def check(collective: str, text: str, size: int, operator: Operator | None = None) -> Named:
     """The algorithm named.  Raises TypeError or ValueError if there is none or it cannot serve."""
-    if not isinstance(text, str):
-        raise TypeError(f"algorithm must be a name or None, not {text!r}")
-    choice = named(collective, text)
-    if (objection := _objection(choice, size, operator)) is not None:
-        raise ValueError(f"{collective} by {choice.label} {objection}")
-    return choice
+    found = named(collective, text)
+    if (restriction := objection(found, size, operator)) is not None:
+        raise ValueError(f"{collective} by {found.label} {restriction}")
+    return found
 
 
-def _objection(choice: Choice, size: int, operator: Operator | None) -> str | None:
-    algorithm = choice.algorithm
-    if not algorithm.serves(size, **choice.options):
+def objection(found: Named, size: int, operator: Operator | None = None) -> str | None:
+    """Why an algorithm cannot serve so many ranks or this operator, in words; None if it can."""
+    algorithm = found.algorithm
+    if not found.serves(size):
         return f"serves {algorithm.ranks_in_words} only, not {size}"
     if operator is not None and not (operator.is_commutative or algorithm.is_ordered):
         return f"needs a commutative operator; {operator.name} is not"
     return None
 
 
-# An algorithm as text, written like a call
+# What stands for calls that name none
 
-_CALL = re.compile(r"([^()]+)(?:\(([^()]*)\)\s*)?")
-_OPTION = re.compile(r"\s*(\w+)\s*=\s*(-?\d+)\s*", re.ASCII)
-
-
-def named(collective: str, text: str) -> Choice:
-    """The algorithm of this name, and the options given with it.  ValueError if there is none."""
-    name, given = _parsed(text)
-    algorithm = algorithms.info(collective, name)
-    algorithm.check_options(given)
-    listed = [f"{option}={given[option]}" for option in algorithm.options if option in given]
-    return Choice(algorithm, given, f"{name}({', '.join(listed)})" if listed else name)
+_preferred: ContextVar[Mapping[str, str]] = ContextVar("preferred", default=MappingProxyType({}))
 
 
-@lru_cache(maxsize=256)
-def _parsed(text: str) -> tuple[str, dict[str, int]]:
-    call = _CALL.fullmatch(text)
-    if call is None:
-        raise ValueError(f"algorithm {text!r} is not a name, or one like 'pipeline(segments=8)'")
-    given: dict[str, int] = {}
-    for part in call[2].split(",") if (call[2] or "").strip() else []:
-        option = _OPTION.fullmatch(part)
-        if option is None:
-            raise ValueError(f"algorithm {text!r}: {part.strip()!r} is not like 'segments=8'")
-        if option[1] in given:
-            raise ValueError(f"algorithm {text!r} gives {option[1]} twice")
-        given[option[1]] = int(option[2])
-    return call[1].strip(), given
+@contextmanager
+def using(**algorithms: str) -> Iterator[None]:
+    """Calls inside the block that name no algorithm take these: `using(all_reduce="ring")`.
+
+    One for each collective; of nested blocks the inner one counts.  All ranks use the same.  The
+    choice belongs to the thread (or task) that makes it, and what the library sends for itself
+    keeps to its own.  Raises ValueError for an unknown collective or algorithm; one that cannot
+    serve a call is refused by that call, as if it had named it.
+    """
+    labels = {collective: named(collective, text).label for collective, text in algorithms.items()}
+    token = _preferred.set({**_preferred.get(), **labels})
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+def preferred(collective: str) -> str | None:
+    """The algorithm that stands for calls which name none; None: choose."""
+    return _preferred.get().get(collective)

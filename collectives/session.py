@@ -1,14 +1,17 @@
 """One rank's end of a communicator: its tags, its ledgers, and how its plans are made.
 
-Tags keep messages apart.  A third of them is the user's (point to point), a third numbers the
-collective calls, so that the messages of two calls never meet, and a third is for what the library
-sends ahead of a call of that number.
+Tags keep messages apart.  A quarter of them is the user's (point to point), a quarter numbers the
+collective calls, so that the messages of two calls never meet, and a quarter is for what the
+library sends ahead of a call of that number.  Small blocking calls all have one tag, of the last
+quarter, so that their plans can be kept: they run one after the other on every rank, and between
+two ranks messages of one tag arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +19,17 @@ from numpy.typing import NDArray
 
 from collectives import arguments, header, select
 from collectives.arrays import HOST, Array, Backend
+from collectives.decisions import Decisions
+from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.header import Header
-from collectives.ledger import Call, Entry, Ledger
+from collectives.lanes import Woven, compile_lanes
+from collectives.ledger import Ancestry, Ledger, Sent, recorder, runs_of
 from collectives.plan import Buffers, Plan
-from collectives.program import Counts, Message, Program, Region, Step, compile_program
+from collectives.program import Counts, Message, Program, Region, Step
+from collectives.progress import ProgressThread
 from collectives.reduction import Operator
+from collectives.remembered import SMALL_BYTES, Remembered, SmallCall
 from collectives.transport import Transport
-
-# Ledgers that record a communicator, and its ranks in their numbering (None: the same).
-Ancestry = list[tuple[list[Ledger], Sequence[int] | None]]
 
 
 class Arrays(NamedTuple):
@@ -44,12 +49,18 @@ class Session:
         timeout: float | None = None,
         name: str = "",
         ancestry: Ancestry | None = None,
+        thread: ProgressThread | None = None,
     ) -> None:
         self.transport, self.timeout, self.name = transport, timeout, name
+        self.thread = thread
+        self.decisions: Decisions | None = None
         self.ledgers: list[Ledger] = []
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
+        self.remembered = Remembered()
         self._num_calls = 0
         self._num_messages = 0
+        self._overdue: Plan | None = None  # a small call that timed out; others wait for their turn
+        self._damage: str | None = None  # why nothing can be called any more
         self._num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
     def child(self, transport: Transport, members: Sequence[int]) -> Session:
@@ -61,13 +72,15 @@ class Session:
             (ledgers, members if ranks is None else [ranks[member] for member in members])
             for ledgers, ranks in self.ancestry
         ]
-        return Session(transport, self.timeout, name, ancestry)
+        child = Session(transport, self.timeout, name, ancestry, self.thread)
+        child.decisions = self.decisions
+        return child
 
     # Tags.  A call that is refused takes none, so that it can be made again.
 
-    def _tag(self, third: int, number: int) -> int:
-        num_each = self.transport.num_tags // 3
-        return third * num_each + number % num_each
+    def _tag(self, quarter: int, number: int) -> int:
+        num_each = self.transport.num_tags // 4
+        return quarter * num_each + number % num_each
 
     def next_tag(self) -> int:
         """The tag of a new call."""
@@ -80,10 +93,52 @@ class Session:
 
     def users_tag(self, tag: object) -> int:
         """A tag that the user names."""
-        number, largest = arguments.integer(tag, "tag"), self.transport.num_tags // 3 - 1
+        number, largest = arguments.integer(tag, "tag"), self.transport.num_tags // 4 - 1
         if not 0 <= number <= largest:
             raise ValueError(f"tag must be from 0 to {largest}, got {number}")
         return number
+
+    # Small blocking calls
+
+    def is_small(self, arrays: Arrays, counts: Counts) -> bool:
+        """Whether this is a small call; all ranks answer alike."""
+        return _num_bytes(counts, _dtype(arrays)) <= SMALL_BYTES
+
+    def again(
+        self, call: SmallCall, x: Array | None, out: Array | None, timeout: float | None
+    ) -> Array | None:
+        """Run a small call that is remembered, on these arrays."""
+        return self.in_turn(call.plan, partial(call, x, out), timeout)
+
+    def in_turn(
+        self, plan: Plan, run: Callable[[float | None], Array | None], timeout: float | None
+    ) -> Array | None:
+        """Run a small plan, after the last one if that timed out: all have the same tag.
+
+        What fails half-way may leave messages behind that the next one would take for its own.  So
+        it is the last that this communicator does.
+        """
+        self.check()
+        limit = self.timeout if timeout is None else timeout
+        if self._overdue is not None:
+            self._overdue.wait(limit)
+            self._overdue = None
+        self._num_calls += 1
+        try:
+            return run(limit)
+        except CollectiveTimeout:
+            self._overdue = plan
+            self.remembered.drop(plan)
+            raise
+        except BaseException as error:
+            self._damage = f"{plan.title} failed half-way on rank {self.transport.rank}: {error!r}"
+            self.remembered.calls.clear()
+            raise
+
+    def check(self) -> None:
+        """Raise CollectiveError if a failure has left this communicator unusable."""
+        if self._damage is not None:
+            raise CollectiveError(f"this communicator is of no more use: {self._damage}")
 
     # Plans
 
@@ -97,28 +152,35 @@ class Session:
         op: Operator | None = None,
         algorithm: str | None = None,
         is_kept: bool = False,
+        is_small: bool = False,
         label: str | None = None,
         tag: int | None = None,
     ) -> Plan:
-        """The plan of a collective.  `label`: what the ledger calls it if not by its name."""
-        like = arrays.target if arrays.source is None else arrays.source
-        dtype = np.dtype(np.uint8) if like is None else like.dtype
-        num_bytes = _total(counts) * dtype.itemsize
-        chosen = select.choose(collective, algorithm, self.transport.size, num_bytes, op)
+        """The plan of a collective.  `label`: what the ledger calls it if not by its name.
+
+        That of a small call is to be run by `again` or `in_turn`.
+        """
+        self.check()
+        dtype, size = _dtype(arrays), self.transport.size
+        num_bytes = _num_bytes(counts, dtype)
+        chosen = select.choose(collective, algorithm, size, num_bytes, op, self.decisions)
         buffers = _flat(arrays, dtype)
-        program = compile_program(
-            collective,
-            chosen.algorithm.name,
+        program = compile_lanes(
+            chosen.algorithm,
             self.transport.rank,
-            self.transport.size,
+            size,
             root,
             counts,
             tuple(chosen.options.items()),
             arguments.aliasing(*arrays),
+            chosen.segments,
         )
+        names = label or collective, chosen.label
+        if is_small:
+            return self._plan(names, None, program, buffers, arrays, self._tag(3, 0), op, is_kept)
         tag = self.next_tag() if tag is None else tag
-        names = label or collective, chosen.label, f"{self.name}{self._num_calls}"
-        return self._plan(names, program, buffers, arrays.target, tag, op, is_kept)
+        number = f"{self.name}{self._num_calls}"
+        return self._plan(names, number, program, buffers, arrays, tag, op, is_kept)
 
     def point_to_point(
         self,
@@ -139,65 +201,50 @@ class Session:
             step, like = step._replace(receives=(Message(source, whole),)), arrays.target
         assert like is not None
         self._num_messages += 1
-        names = name, "point_to_point", f"{self.name}p{self._num_messages}"
-        buffers = _flat(arrays, like.dtype)
-        return self._plan(names, Program((step,)), buffers, arrays.target, tag, None, is_kept)
+        number = f"{self.name}p{self._num_messages}"
+        buffers, program = _flat(arrays, like.dtype), Woven((Program((step,)),))
+        names = name, "point_to_point"
+        return self._plan(names, number, program, buffers, arrays, tag, None, is_kept)
 
     def _plan(
         self,
-        names: tuple[str, str, str],
-        program: Program,
+        names: tuple[str, str],
+        number: str | None,
+        program: Woven,
         buffers: Buffers,
-        result: Array | None,
+        arrays: Arrays,
         tag: int,
         op: Operator | None,
         is_kept: bool,
     ) -> Plan:
+        """`number`: the call's, in the ledger; None if every run is a call of its own."""
         dtype = buffers.input.dtype
         if program.num_scratch:
-            scratch = buffers.backend.empty((program.num_scratch,), dtype)
+            shape = (program.num_scratch * program.num_slots,)
+            scratch = buffers.backend.empty(shape, dtype)
             buffers = buffers._replace(scratch=scratch)
         return Plan(
-            "{} ({}), call {}".format(*names),
+            "{} ({})".format(*names) + (f", call {number}" if number else ""),
             program,
             buffers,
             self.transport,
             tag=tag,
-            result=result,
-            timeout=self.timeout,
+            result=arrays.target,
+            timeout=self.timeout if number else None,
             operator=op,
             is_kept=is_kept,
-            on_start=self._recorder(names, program, dtype.itemsize),
+            on_start=recorder(
+                *names,
+                self._number if number is None else runs_of(number),
+                partial(_sent, program, dtype.itemsize),
+                self.ancestry,
+                self.transport.rank,
+            ),
+            thread=self.thread,
         )
 
-    def _recorder(
-        self, names: tuple[str, str, str], program: Program, itemsize: int
-    ) -> Callable[[], list[Entry]]:
-        """What a plan does at every start: enter the call into all open ledgers."""
-        collective, algorithm, number = names
-        num_runs, everybodys = 0, [ledgers for ledgers, _ in self.ancestry]
-
-        def is_recorded() -> bool:
-            for ledgers in everybodys:  # noqa: SIM110 - any() costs more than all the rest
-                if ledgers:
-                    return True
-            return False
-
-        def enter() -> list[Entry]:
-            nonlocal num_runs
-            num_runs += 1
-            if not is_recorded():
-                return []
-            run = number if num_runs == 1 else f"{number}.{num_runs}"
-            sent = tuple((k, peer, count * itemsize) for k, peer, count in program.sent())
-            call, rank = Call(collective, algorithm, run, sent), self.transport.rank
-            return [
-                ledger.add(call, rank if ranks is None else ranks[rank], ranks)
-                for ledgers, ranks in self.ancestry
-                for ledger in ledgers
-            ]
-
-        return enter
+    def _number(self) -> str:
+        return f"{self.name}{self._num_calls}"
 
     # What the library sends for itself, under labels of its own
 
@@ -250,9 +297,20 @@ def _flat(arrays: Arrays, dtype: np.dtype[Any]) -> Buffers:
     return Buffers(arrays.backend, source, target, nothing)
 
 
-def _total(counts: Counts) -> int:
-    """The elements of the vector, of all blocks together, or of an average rank's all-to-all."""
+def _dtype(arrays: Arrays) -> np.dtype[Any]:
+    like = arrays.target if arrays.source is None else arrays.source
+    return np.dtype(np.uint8) if like is None else like.dtype
+
+
+def _num_bytes(counts: Counts, dtype: np.dtype[Any]) -> int:
+    """The n of the formulas: of the vector, of all blocks, or of an average rank's all-to-all."""
     if isinstance(counts, int):
-        return counts
+        return counts * dtype.itemsize
     numbers = [count if isinstance(count, int) else sum(count) for count in counts]
-    return sum(numbers) // (1 if isinstance(counts[0], int) else len(counts))
+    num_parts = 1 if isinstance(counts[0], int) else len(counts)
+    return sum(numbers) // num_parts * dtype.itemsize
+
+
+def _sent(program: Woven, itemsize: int) -> Sent:
+    """What a rank sends, in bytes."""
+    return tuple((k, peer, n * itemsize, segments) for k, peer, n, segments in program.sent())

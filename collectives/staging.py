@@ -8,9 +8,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from collectives.arrays import Array, Backend, Bytes
-from collectives.transport import Exchange, Transport
+from collectives.transport import Action, Exchange, Transport
 
 Pairs = Sequence[tuple[Array, Bytes]]
+
+
+class HostBuffers:
+    """Host memory for messages: that of the arrays themselves, or page-locked memory.
+
+    Lanes that follow each other in the same slot use the same page-locked memory.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._buffers: dict[tuple[object, ...], Bytes] = {}
+
+    def pairs(self, arrays: Sequence[Array], *place: object) -> list[tuple[Array, Bytes]]:
+        """Each array with its host memory.  `place`: what else is at this place comes later."""
+        return [(array, self._buffer(array, (*place, i))) for i, array in enumerate(arrays)]
+
+    def _buffer(self, array: Array, place: tuple[object, ...]) -> Bytes:
+        if self.backend.is_host:
+            return self.backend.host_buffer(array)
+        num_bytes = array.size * array.dtype.itemsize
+        kept = self._buffers.get(place)
+        if kept is None or kept.size < num_bytes:
+            kept = self._buffers[place] = self.backend.host_buffer(array)
+        return kept[:num_bytes]
 
 
 class StagedExchange:
@@ -20,6 +44,8 @@ class StagedExchange:
         self._backend, self._inner = backend, inner
         self._leaving, self._arriving = leaving, arriving
         self._is_active = False
+        self.starts: list[Action] = [self.start]
+        self.waits: list[Action] = [self._wait]
 
     def start(self) -> None:
         self._backend.to_host(self._leaving)
@@ -32,6 +58,9 @@ class StagedExchange:
     def wait(self, deadline: float | None) -> bool:
         return self._landed(self._inner.wait(deadline))
 
+    def _wait(self) -> None:
+        self.wait(None)
+
     def _landed(self, is_complete: bool) -> bool:
         if is_complete and self._is_active:
             self._backend.to_device(self._arriving)
@@ -41,12 +70,16 @@ class StagedExchange:
     def waiting_for(self) -> list[str]:
         return self._inner.waiting_for()
 
+    def abandon(self) -> bool:
+        return self._inner.abandon()
+
     def free(self) -> None:
         self._inner.free()
 
 
 def prepare(
-    backend: Backend,
+    host_buffers: HostBuffers,
+    place: tuple[int, int],
     transport: Transport,
     sends: Sequence[tuple[int, Array]],
     receives: Sequence[tuple[int, Array]],
@@ -54,14 +87,15 @@ def prepare(
     is_kept: bool,
 ) -> Exchange:
     """An exchange of flat arrays: directly from host memory, staged from anywhere else."""
-    leaving = [(array, backend.host_buffer(array)) for _, array in sends]
-    arriving = [(array, backend.host_buffer(array)) for _, array in receives]
+    leaving = host_buffers.pairs([array for _, array in sends], *place, "leaving")
+    arriving = host_buffers.pairs([array for _, array in receives], *place, "arriving")
     exchange = transport.exchange(
         [(peer, host) for (peer, _), (_, host) in zip(sends, leaving, strict=True)],
         [(peer, host) for (peer, _), (_, host) in zip(receives, arriving, strict=True)],
         tag,
         is_kept,
     )
+    backend = host_buffers.backend
     if backend.is_host:
         return exchange
     return StagedExchange(backend, exchange, leaving, arriving)

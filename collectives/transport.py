@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from collectives.arrays import Bytes
@@ -12,10 +12,19 @@ if TYPE_CHECKING:
     from collectives.plan import Plan
 
 Parcels = Sequence[tuple[int, Bytes]]
+Action = Callable[[], object]
 
 
 class Exchange(Protocol):
-    """The messages of one round, which may be started again and again."""
+    """The messages of one round, which may be started again and again.
+
+    `starts` and `waits` are what to call, one after the other, to post all messages and to wait for
+    them without a limit.  Whoever does everything by these two does not use `start`, `test`, `wait`
+    in the same run.
+    """
+
+    starts: list[Action]
+    waits: list[Action]
 
     def start(self) -> None:
         """Post all messages.  The buffers belong to the exchange until it is complete."""
@@ -28,6 +37,9 @@ class Exchange(Protocol):
 
     def waiting_for(self) -> list[str]:
         """What has not completed, in words such as "a message from rank 3"."""
+
+    def abandon(self) -> bool:
+        """After a failure: call off what is still to come.  Whether nothing is on its way now."""
 
     def free(self) -> None:
         """Give back what the engine holds for a completed exchange."""

@@ -43,7 +43,8 @@ class PredictedCall:
     def sent(self, size: int) -> Tally:
         """What all of `size` ranks together send in all of these calls."""
         run = collectives.choose(self.collective, self.algorithm, size, self.nbytes)
-        messages = run.algorithm.messages(p=size, n=self.nbytes, **run.options) * self.count
+        messages = run.algorithm.messages(p=size, n=self.nbytes, **run.options)
+        messages *= run.segments * self.count
         total = run.algorithm.total(p=size, n=self.nbytes, **run.options) * self.count
         if messages != int(messages) or total != int(total):
             raise ValueError(f"the formula of {self} gives a broken number for {size} ranks")

@@ -69,8 +69,8 @@ class FakeBackend:
     def copy(self, src: FakeDeviceArray, dst: FakeDeviceArray) -> None:
         dst._memory[...] = src._memory
 
-    def binary(self, function: str | BinaryFunction) -> Any:
-        on_memory = HOST.binary(function)
+    def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any] | None = None) -> Any:
+        on_memory = HOST.binary(function, dtype)
 
         def combine(left: FakeDeviceArray, right: FakeDeviceArray, *, out: FakeDeviceArray) -> None:
             self.num_combined += 1

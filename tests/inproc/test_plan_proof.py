@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from bench.oracle import expected
-from collectives import Communicator, Operator, Plan, algorithms, program
+from collectives import Communicator, Operator, Plan, algorithms, lanes, program
 from collectives.inproc import InprocTransport, World
 from collectives.session import Session
 from collectives.spec import SPECS
@@ -179,10 +179,13 @@ def _swapped_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         places = right(blocks, sizes)
         return dict(zip(places, reversed(places.values()), strict=True))
 
-    program._compiled.cache_clear()
+    caches = program.compiled, lanes.compile_lanes
+    for cache in caches:
+        cache.cache_clear()
     monkeypatch.setattr(program, "consecutive", swapped)
     yield
-    program._compiled.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.mark.usefixtures("_swapped_blocks")

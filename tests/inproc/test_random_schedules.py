@@ -15,6 +15,7 @@ import pytest
 from collectives import ScheduleError
 from collectives.arrays import HOST
 from collectives.inproc import InprocTransport, World
+from collectives.lanes import Woven
 from collectives.layout import by_rank, consecutive
 from collectives.plan import Buffers, Plan
 from collectives.program import _Compiler
@@ -104,7 +105,7 @@ def mismatches(run: _Run, sizes: list[int], in_place: bool) -> list[str]:
         plans.append(
             Plan(
                 "random",
-                program,
+                Woven((program,)),
                 Buffers(HOST, x, out, scratch),
                 transport,
                 tag=1,

@@ -1,0 +1,56 @@
+"""An algorithm as text, written like a call: "ring", "pipeline(segments=8)"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from collectives import algorithms
+from collectives.algorithms import Algorithm
+
+_CALL = re.compile(r"([^()]+)(?:\(([^()]*)\)\s*)?")
+_OPTION = re.compile(r"\s*(\w+)\s*=\s*(-?\d+)\s*", re.ASCII)
+
+
+class Named(NamedTuple):
+    """An algorithm and the options given with its name.
+
+    `label`: the text as everybody would write it, with options only if given.
+    """
+
+    algorithm: Algorithm
+    options: Mapping[str, int]
+    label: str
+
+    def serves(self, size: int) -> bool:
+        """Whether it can run, with these options, on `size` ranks."""
+        return self.algorithm.serves(size, **self.options)
+
+
+def named(collective: str, text: str) -> Named:
+    """The algorithm that a text names.  TypeError if it is no text, ValueError if there is none."""
+    if not isinstance(text, str):
+        raise TypeError(f"algorithm must be a name or None, not {text!r}")
+    name, given = _parsed(text)
+    algorithm = algorithms.info(collective, name)
+    algorithm.check_options(given)
+    listed = [f"{option}={given[option]}" for option in algorithm.options if option in given]
+    return Named(algorithm, given, f"{name}({', '.join(listed)})" if listed else name)
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> tuple[str, dict[str, int]]:
+    call = _CALL.fullmatch(text)
+    if call is None:
+        raise ValueError(f"algorithm {text!r} is not a name, or one like 'pipeline(segments=8)'")
+    given: dict[str, int] = {}
+    for part in call[2].split(",") if (call[2] or "").strip() else []:
+        option = _OPTION.fullmatch(part)
+        if option is None:
+            raise ValueError(f"algorithm {text!r}: {part.strip()!r} is not like 'segments=8'")
+        if option[1] in given:
+            raise ValueError(f"algorithm {text!r} gives {option[1]} twice")
+        given[option[1]] = int(option[2])
+    return call[1].strip(), given

@@ -1,0 +1,152 @@
+"""A large reduction cut into lanes, which run the same rounds one behind the other.
+
+What arrives must be combined while it is still in the cache, so a large vector is cut into pieces
+of which every message is a segment of half a MiB.  A lane is the whole algorithm on one piece.
+Lanes have nothing to do with each other: while one combines, the next one's messages travel, and
+one lane's round may overlap with another's of any number.  So an algorithm is pipelined across its
+rounds without saying so.
+
+`order` says what runs when.  It is the same on all ranks, and a rank waits for a round only after
+it has started everything that comes before in that order; so no rank can wait for one that waits
+for it, and messages between two ranks are sent and received in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+from collectives.algorithms import Algorithm
+from collectives.program import Aliasing, Counts, Program, compiled
+from collectives.schedule import outgoing
+from collectives.spec import SPECS
+
+SEGMENT_BYTES = 512 * 1024  # of one message; two or three of these fit into a core's cache
+WIDTH = 3  # lanes under way at a time
+
+
+class Woven(NamedTuple):
+    """The program of each lane.  Each begins `stride` elements behind the one before.
+
+    `copies_input`: they must run on a copy of the input, because the output would destroy it.
+    """
+
+    lanes: tuple[Program, ...]
+    stride: int = 0
+    copies_input: bool = False
+
+    @property
+    def num_rounds(self) -> int:
+        """The rounds of every lane."""
+        return len(self.lanes[0].steps)
+
+    @property
+    def num_slots(self) -> int:
+        """How many lanes need scratch at the same time."""
+        return min(WIDTH, len(self.lanes))
+
+    @property
+    def num_scratch(self) -> int:
+        """Elements of scratch that a lane needs, at most."""
+        return max(lane.num_scratch for lane in self.lanes)
+
+    def sent(self) -> list[tuple[int, int, int, int]]:
+        """(round, destination, elements, segments) of what the schedule sends."""
+        messages = zip(*(lane.sent() for lane in self.lanes), strict=True)
+        return [
+            (*each[0][:2], sum(count for _, _, count in each), len(self.lanes)) for each in messages
+        ]
+
+
+class Event(NamedTuple):
+    """A round of a lane begins, or is waited for."""
+
+    lane: int
+    round: int
+    is_start: bool
+
+
+def order(num_lanes: int, num_rounds: int) -> Iterator[Event]:
+    """What was started first is finished first; then the lane goes on, or the next one begins."""
+    if num_rounds == 0:
+        return
+    waiting, under_way = deque((lane, 0) for lane in range(num_lanes)), deque[tuple[int, int]]()
+    while waiting or under_way:
+        while waiting and len(under_way) < WIDTH:
+            under_way.append(waiting.popleft())
+            yield Event(*under_way[-1], is_start=True)
+        lane, number = under_way.popleft()
+        yield Event(lane, number, is_start=False)
+        if number + 1 < num_rounds:
+            waiting.appendleft((lane, number + 1))
+
+
+@lru_cache(maxsize=1024)
+def num_lanes(
+    algorithm: Algorithm, size: int, num_bytes: int, options: tuple[tuple[str, int], ...] = ()
+) -> int:
+    """Into how many lanes all ranks cut `num_bytes` (the n of the formulas).
+
+    One, unless the algorithm reduces, has no segments of its own, and sends blocks that stay in one
+    piece when each of them is cut.
+    """
+    collective = algorithm.collective
+    if not SPECS[collective].is_reduction or num_bytes <= SEGMENT_BYTES:
+        return 1
+    if "segments" in algorithm.options or size == 1:
+        return 1
+    num_blocks = algorithm.case(size, **dict(options)).num_pieces
+    if not SPECS[collective].has_pieces:
+        if not _sends_single_blocks(algorithm, size, options):
+            return 1
+        num_blocks = size
+    return -(-num_bytes // (SEGMENT_BYTES * num_blocks))
+
+
+@lru_cache(maxsize=256)
+def _sends_single_blocks(
+    algorithm: Algorithm, size: int, options: tuple[tuple[str, int], ...]
+) -> bool:
+    return all(
+        len(op.blocks) == 1
+        for rank in range(size)
+        for operations in algorithm.schedule(rank, size, None, **dict(options))
+        for op in outgoing(operations)
+    )
+
+
+@lru_cache(maxsize=256)
+def compile_lanes(
+    algorithm: Algorithm,
+    rank: int,
+    size: int,
+    root: int,
+    counts: Counts,
+    options: tuple[tuple[str, int], ...],
+    aliasing: Aliasing,
+    num_lanes: int,
+) -> Woven:
+    """The programs of one rank; the arguments are those of `compile_program`."""
+    compiled_for = partial(compiled, algorithm, rank, size, root, options=options)
+    whole = compiled_for(counts, aliasing=aliasing)
+    if num_lanes == 1:
+        return Woven((whole,), copies_input=whole.copies_input)
+    aliasing = "none" if whole.copies_input else aliasing
+    largest = counts if isinstance(counts, int) else max(counts)  # type: ignore[type-var]
+    stride = -(-largest // num_lanes)  # type: ignore[operator]
+
+    def lane(start: int) -> Program:
+        if isinstance(counts, int):
+            return compiled_for(_part(counts, start, stride), aliasing=aliasing)
+        parts = tuple(_part(count, start, stride) for count in counts)  # type: ignore[arg-type]
+        return compiled_for(counts, aliasing=aliasing, parts=parts)
+
+    lanes = tuple(lane(number * stride) for number in range(num_lanes))
+    return Woven(lanes, stride, whole.copies_input)
+
+
+def _part(count: int, start: int, stride: int) -> int:
+    """How many of `count` elements lie in the `stride` that begin at `start`."""
+    return max(0, min(stride, count - start))
