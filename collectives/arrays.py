@@ -57,9 +57,7 @@ class Backend(Protocol):
     def copy(self, src: Array, dst: Array) -> None:
         """Copy one flat array to another of the same length."""
 
-    def binary(
-        self, function: str | BinaryFunction, dtype: np.dtype[Any] | None = None
-    ) -> BinaryFunction:
+    def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
         """What combines flat arrays of this dtype as the NumPy function of this name, or this one.
 
         Results are rounded to the dtype each time.
@@ -104,12 +102,8 @@ class NumpyBackend:
     def copy(self, src: Array, dst: Array) -> None:
         dst[...] = src
 
-    def binary(
-        self, function: str | BinaryFunction, dtype: np.dtype[Any] | None = None
-    ) -> BinaryFunction:
-        if isinstance(function, str) and dtype is not None:
-            return halves.binary(function, dtype)
-        return _function(np, function)
+    def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
+        return halves.binary(function, dtype) if isinstance(function, str) else function
 
     def divide(self, x: Array, divisor: int) -> None:
         if x.dtype.itemsize == 2:
@@ -161,10 +155,8 @@ class CupyBackend:
         with self.device:
             dst[...] = src
 
-    def binary(
-        self, function: str | BinaryFunction, dtype: np.dtype[Any] | None = None
-    ) -> BinaryFunction:
-        combine = _function(self.cupy, function)
+    def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
+        combine = getattr(self.cupy, function) if isinstance(function, str) else function
 
         def on_device(left: Array, right: Array, /, *, out: Array) -> None:
             with self.device:
@@ -204,11 +196,6 @@ class CupyBackend:
     def synchronize(self) -> None:
         with self.device:
             self.cupy.cuda.get_current_stream().synchronize()
-
-
-def _function(xp: Any, function: str | BinaryFunction) -> BinaryFunction:
-    """What `xp` calls by this name; a function stands for itself."""
-    return getattr(xp, function) if isinstance(function, str) else function
 
 
 HOST = NumpyBackend()

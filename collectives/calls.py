@@ -12,7 +12,9 @@ Arrays split and concatenate along axis 0; "rows" are the entries along it.  Eve
   communicator's.
 
 Reductions take `op`: sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator` of your
-own, which on all ranks must be the same.
+own, which on all ranks must be the same.  float16 and bfloat16 are combined two at a time: each
+combination is computed in float32 and rounded once to the array's dtype, so what is sent and kept
+has two bytes; an average is divided in float32 and rounded once.
 
 An argument that cannot work raises TypeError or ValueError before any message is sent.  CuPy
 arrays are sent through page-locked host memory and combined on the GPU.

@@ -14,7 +14,7 @@ for it, and messages between two ranks are sent and received in the same order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -27,30 +27,21 @@ SEGMENT_BYTES = 512 * 1024  # of one message; two or three of these fit into a c
 WIDTH = 3  # lanes under way at a time
 
 
-class Woven(NamedTuple):
+class Woven:
     """The program of each lane.  Each begins `stride` elements behind the one before.
 
     `copies_input`: they must run on a copy of the input, because the output would destroy it.
+    `num_slots`: how many lanes need scratch at the same time, at most `num_scratch` elements each.
     """
 
-    lanes: tuple[Program, ...]
-    stride: int = 0
-    copies_input: bool = False
-
-    @property
-    def num_rounds(self) -> int:
-        """The rounds of every lane."""
-        return len(self.lanes[0].steps)
-
-    @property
-    def num_slots(self) -> int:
-        """How many lanes need scratch at the same time."""
-        return min(WIDTH, len(self.lanes))
-
-    @property
-    def num_scratch(self) -> int:
-        """Elements of scratch that a lane needs, at most."""
-        return max(lane.num_scratch for lane in self.lanes)
+    def __init__(
+        self, lanes: Sequence[Program], stride: int = 0, copies_input: bool = False
+    ) -> None:
+        self.lanes, self.stride, self.copies_input = lanes, stride, copies_input
+        self.num_rounds = len(lanes[0].steps)
+        self.num_slots = min(WIDTH, len(lanes))
+        self.num_scratch = max(lane.num_scratch for lane in lanes)
+        self.events = list(order(len(lanes), self.num_rounds))
 
     def sent(self) -> list[tuple[int, int, int, int]]:
         """(round, destination, elements, segments) of what the schedule sends."""

@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from collectives import staging
-from collectives.arrays import Array, Backend
+from collectives.arrays import Array, Backend, BinaryFunction, Bytes
 from collectives.errors import CollectiveTimeout
-from collectives.lanes import Woven, order
+from collectives.lanes import Woven
 from collectives.ledger import Entry
 from collectives.program import Combine, Message, Move, Program, Region, Step
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
-from collectives.staging import HostBuffers
+from collectives.staging import PinnedMemory
 from collectives.transport import Action, Exchange, Transport
 
 _RUNNING = "is already running; wait for it first"
@@ -280,9 +280,16 @@ class _Binder:
         self.original = buffers.input
         if program.copies_input:
             self.arrays["input"] = self.backend.empty(self.original.shape, self.original.dtype)
-        self.dtype = buffers.input.dtype
-        self.combine = self.backend.binary(operator.function) if operator else None
-        self.host_buffers = HostBuffers(self.backend)
+        self.combine: BinaryFunction | None = None
+        if operator is not None:
+            self.combine = self.backend.binary(operator.function, buffers.output.dtype)
+        if self.backend.is_host:
+            self.itemsize = buffers.input.dtype.itemsize
+            self.bytes = {
+                name: self.backend.host_buffer(array) for name, array in self.arrays.items()
+            }
+        else:
+            self.pinned = PinnedMemory(self.backend)
         self.use_lane(0)
 
     def bound(self) -> tuple[list[Action], list[_Stage]]:
@@ -290,13 +297,14 @@ class _Binder:
         opening = list(self.opening())
         stages: list[_Stage] = []
         exchanges: dict[tuple[int, int], Exchange] = {}
-        for lane, number, is_start in order(len(self.program.lanes), self.program.num_rounds):
+        actions = opening
+        for lane, number, is_start in self.program.events:
             self.use_lane(lane)
             step = self.lane.steps[number]
             if is_start:
                 exchange = exchanges[lane, number] = self.exchange(step, number)
-                actions = stages[-1].actions if stages else opening
-                actions += (*self.moves(step.packing), *exchange.starts)
+                actions += self.moves(step.packing)
+                actions += exchange.starts
             else:
                 actions = [self.action(action) for action in step.finishing]
                 if number == self.program.num_rounds - 1:
@@ -304,7 +312,7 @@ class _Binder:
                 stages.append(_Stage(exchanges.pop((lane, number)), number, actions))
         if not self.backend.is_host:
             # This may be another stream than the one that is current when the result is used.
-            (stages[-1].actions if stages else opening).append(self.backend.synchronize)
+            actions.append(self.backend.synchronize)
         return opening, stages
 
     def opening(self) -> Iterator[Action]:
@@ -316,25 +324,43 @@ class _Binder:
 
     def use_lane(self, number: int) -> None:
         """Bind for this lane from now on."""
-        self.lane: Program = self.program.lanes[number]
-        self.slot = number % self.program.num_slots
-        shift, scratch = number * self.program.stride, self.slot * self.program.num_scratch
-        self.shifts = {"input": shift, "output": shift, "scratch": scratch}
+        program = self.program
+        self.lane: Program = program.lanes[number]
+        self.slot = number % program.num_slots
+        shift = number * program.stride
+        self.shifts = {
+            "input": shift,
+            "output": shift,
+            "scratch": self.slot * program.num_scratch,
+        }
 
     def view(self, region: Region) -> Array:
-        shift = self.shifts[region.buffer]
-        return self.arrays[region.buffer][region.start + shift : region.stop + shift]
+        name, start, stop = region
+        shift = self.shifts[name]
+        return self.arrays[name][start + shift : stop + shift]
 
     def exchange(self, step: Step, number: int) -> Exchange:
+        """The messages of a step: directly from host memory, staged from anywhere else."""
+        if self.backend.is_host:
+            sends, receives = self.parcels(step.sends), self.parcels(step.receives)
+            return self.transport.exchange(sends, receives, self.tag, self.is_kept)
         return staging.prepare(
-            self.host_buffers,
+            self.pinned,
             (self.slot, number),
             self.transport,
-            self.messages(step.sends),
-            self.messages(step.receives),
+            [(message.peer, self.view(message.region)) for message in step.sends],
+            [(message.peer, self.view(message.region)) for message in step.receives],
             self.tag,
             self.is_kept,
         )
+
+    def parcels(self, messages: tuple[Message, ...]) -> list[tuple[int, Bytes]]:
+        """Messages from and into host memory."""
+        size, parcels = self.itemsize, []
+        for peer, (name, start, stop) in messages:
+            shift = self.shifts[name]
+            parcels.append((peer, self.bytes[name][(start + shift) * size : (stop + shift) * size]))
+        return parcels
 
     def closing(self) -> Iterator[Action]:
         """The lane's last moves, and the division of an average."""
@@ -344,9 +370,6 @@ class _Binder:
             part = self.arrays["output"][start : start + self.program.stride or None]
             if part.size:
                 yield partial(self.backend.divide, part, self.transport.size)
-
-    def messages(self, messages: tuple[Message, ...]) -> list[tuple[int, Array]]:
-        return [(message.peer, self.view(message.region)) for message in messages]
 
     def moves(self, moves: tuple[Move, ...]) -> list[Action]:
         return [self.action(move) for move in moves]

@@ -22,6 +22,9 @@ class Operator:
     `function`: the name of a NumPy function, or one that is called in the same way.  `kinds`: the
     kinds of dtypes it serves, None for all.  An average is divided at the end.  An operator must be
     associative; only one that is commutative may be combined in another order than that of ranks.
+
+    Every combination of two arrays is rounded to their dtype.  Two-byte floats are combined, and
+    an average of them is divided, in float32; what is sent and kept has two bytes.
     """
 
     name: str
@@ -105,8 +108,7 @@ def is_bfloat16(dtype: np.dtype[Any]) -> bool:
     return is_foreign and dtype.name == "bfloat16"
 
 
-# All of these are commutative.  Combinations are rounded to the array's dtype each time, also for
-# float16 and bfloat16.
+# All of these are commutative.
 _NUMBERS = _INTEGERS + _FLOATS + _COMPLEX
 OPERATORS = {
     op.name: op

@@ -13,10 +13,10 @@ from collectives.transport import Action, Exchange, Transport
 Pairs = Sequence[tuple[Array, Bytes]]
 
 
-class HostBuffers:
-    """Host memory for messages: that of the arrays themselves, or page-locked memory.
+class PinnedMemory:
+    """Page-locked host memory for messages.
 
-    Lanes that follow each other in the same slot use the same page-locked memory.
+    Lanes that follow each other in the same slot use the same memory.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -28,8 +28,6 @@ class HostBuffers:
         return [(array, self._buffer(array, (*place, i))) for i, array in enumerate(arrays)]
 
     def _buffer(self, array: Array, place: tuple[object, ...]) -> Bytes:
-        if self.backend.is_host:
-            return self.backend.host_buffer(array)
         num_bytes = array.size * array.dtype.itemsize
         kept = self._buffers.get(place)
         if kept is None or kept.size < num_bytes:
@@ -78,24 +76,21 @@ class StagedExchange:
 
 
 def prepare(
-    host_buffers: HostBuffers,
+    pinned: PinnedMemory,
     place: tuple[int, int],
     transport: Transport,
     sends: Sequence[tuple[int, Array]],
     receives: Sequence[tuple[int, Array]],
     tag: int,
     is_kept: bool,
-) -> Exchange:
-    """An exchange of flat arrays: directly from host memory, staged from anywhere else."""
-    leaving = host_buffers.pairs([array for _, array in sends], *place, "leaving")
-    arriving = host_buffers.pairs([array for _, array in receives], *place, "arriving")
+) -> StagedExchange:
+    """An exchange of flat device arrays.  `place`: the slot and the round it belongs to."""
+    leaving = pinned.pairs([array for _, array in sends], *place, "leaving")
+    arriving = pinned.pairs([array for _, array in receives], *place, "arriving")
     exchange = transport.exchange(
         [(peer, host) for (peer, _), (_, host) in zip(sends, leaving, strict=True)],
         [(peer, host) for (peer, _), (_, host) in zip(receives, arriving, strict=True)],
         tag,
         is_kept,
     )
-    backend = host_buffers.backend
-    if backend.is_host:
-        return exchange
-    return StagedExchange(backend, exchange, leaving, arriving)
+    return StagedExchange(pinned.backend, exchange, leaving, arriving)

@@ -69,7 +69,7 @@ class FakeBackend:
     def copy(self, src: FakeDeviceArray, dst: FakeDeviceArray) -> None:
         dst._memory[...] = src._memory
 
-    def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any] | None = None) -> Any:
+    def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> Any:
         on_memory = HOST.binary(function, dtype)
 
         def combine(left: FakeDeviceArray, right: FakeDeviceArray, *, out: FakeDeviceArray) -> None:

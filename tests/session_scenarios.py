@@ -286,7 +286,33 @@ def recording_sees_every_rank(comm: Communicator) -> None:
         assert whole.summary()[("here", "all_reduce")].bytes == 2 * (comm.size - 1) * 1003
 
 
+def mixed_calls_in_any_sizes(comm: Communicator) -> None:
+    """Small and large, remembered and not, blocking and under way, all meet the right partners."""
+    draw, p = np.random.default_rng(7), comm.size  # the same on every rank
+    works: list[tuple[collectives.Work, float]] = []
+    for _ in range(120):
+        length, value = int(draw.choice([0, 1, 5, 64, 20_000])), float(draw.integers(100))
+        x, kind = np.full(length * p, value + comm.rank), draw.integers(6)
+        total = p * value + p * (p - 1) / 2
+        if kind == 0:
+            assert np.all(comm.all_reduce(x) == total)
+        elif kind == 1:
+            assert np.all(comm.reduce_scatter(x, out=np.empty(length)) == total)
+        elif kind == 2:
+            assert np.all(comm.broadcast(x, root=p - 1) == value + p - 1)
+        elif kind == 3:
+            comm.barrier()
+        elif kind == 4:
+            works.append((comm.all_reduce(x, async_op=True), total))
+        elif works:
+            work, wanted = works.pop(int(draw.integers(len(works))))
+            assert np.all(work.wait() == wanted)
+    for work, wanted in works:
+        assert np.all(work.wait() == wanted)
+
+
 SCENARIOS = [
+    mixed_calls_in_any_sizes,
     point_to_point_both_ways,
     tags_keep_messages_apart,
     split_makes_working_groups,

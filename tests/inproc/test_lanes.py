@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,7 @@ def test_the_order_is_one_in_which_nobody_waits_for_ever(num_lanes: int, num_rou
 
 def test_while_one_lane_combines_the_next_ones_messages_travel() -> None:
     events, under_way = list(order(8, 2)), 0
-    for event, following in zip(events, events[1:], strict=False):
+    for event, following in pairwise(events):
         under_way += 1 if event.is_start else -1
         if not event.is_start and following != Event(7, 1, is_start=False):
             assert under_way >= 1

@@ -1,0 +1,72 @@
+"""Run by test_failure.py: an operator that fails half-way on rank 0, over MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives import CollectiveError, CollectiveTimeout, Communicator, Operator
+
+LARGE = np.ones(3_000_000)  # several lanes, so that messages are on their way when it fails
+LIMIT = 1.0  # seconds after which the other ranks give up
+
+
+def failing(comm: Communicator, at: int) -> Operator:
+    """Addition, but on rank 0 the piece of this number cannot be added.  Piece 1 is a rehearsal."""
+    num_pieces = 0
+
+    def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        nonlocal num_pieces
+        num_pieces += 1
+        if comm.rank == 0 and num_pieces == at:
+            raise ArithmeticError("on purpose")
+        return left + right
+
+    return Operator.from_function(add, commutative=True)
+
+
+def fails(comm: Communicator, run: Callable[[], Any]) -> None:
+    """Rank 0 raises what the operator raised, and has nothing under way; the others give up."""
+    with pytest.raises(ArithmeticError if comm.rank == 0 else CollectiveTimeout):
+        run()
+    if comm.rank == 0:
+        assert comm._session.transport.in_flight == []
+
+
+def large(comm: Communicator, kind: str) -> None:
+    """The communicator stays usable: tags keep the failed call's messages apart."""
+    op = failing(comm, at=3)
+    if kind == "call":
+        fails(comm, lambda: comm.all_reduce(LARGE, op, algorithm="ring", timeout=LIMIT))
+    else:
+        plan = comm.plan.all_reduce(LARGE, op, algorithm="ring")
+        fails(comm, lambda: plan.run(LIMIT))
+        if comm.rank == 0:
+            with pytest.raises(RuntimeError, match="has failed"):
+                plan.run()
+    assert comm.all_reduce(2 * LARGE)[-1] == 2 * comm.size
+    assert comm.all_reduce(np.ones(3))[0] == comm.size
+
+
+def small(comm: Communicator) -> None:
+    """A small call shares its tag with the next, so the communicator is marked as broken."""
+    with contextlib.suppress(ArithmeticError, CollectiveTimeout):
+        comm.all_reduce(np.ones(3), failing(comm, at=2), timeout=LIMIT)
+    if comm.rank == 0:
+        with pytest.raises(CollectiveError, match=r"no more use: .*on purpose"):
+            comm.all_reduce(np.ones(3))
+
+
+large(collectives.world(), sys.argv[1])
+small(collectives.wrap(MPI.COMM_WORLD))
+if MPI.COMM_WORLD.rank == 0:
+    print("as it should be", flush=True)
+MPI.COMM_WORLD.Barrier()
+MPI.COMM_WORLD.Abort(0)  # what the other ranks gave up can never end

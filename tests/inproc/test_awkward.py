@@ -1,0 +1,115 @@
+"""Awkward counts: none, one, fewer than ranks, primes, one more or less than a segment holds."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator
+from tests.scenarios import (
+    ALGORITHMS,
+    COLLECTIVES,
+    REDUCTIONS,
+    WHOLE,
+    Job,
+    dtype,
+    perform,
+    random_rows,
+)
+
+SIZES = [3, 5, 7]
+SEGMENT_BYTES = 512 * 1024  # a large message travels in segments of so much
+PRIMES = [2, 13, 97, 10_007]
+
+
+class RandomJob(Job):
+    """Random whole numbers, so that what lies in a wrong place is seen; their sums are exact."""
+
+    def _input(self, rank: int) -> np.ndarray:
+        return drawn((self.num_rows(rank), *self.tail), rank).astype(dtype(self.dtype))
+
+
+@lru_cache(maxsize=64)
+def drawn(shape: tuple[int, ...], rank: int) -> np.ndarray:
+    return np.random.default_rng(rank).integers(0, 31, shape, np.uint8)
+
+
+def on_threads(jobs: list[Job]) -> None:
+    def every(comm: Communicator) -> None:
+        for job in jobs:
+            perform(comm, job)
+
+    collectives.run(every, jobs[0].size, timeout=60)
+
+
+def jobs_of(
+    collective: str, algorithm: str | None, size: int, num_rows: int, kind: str = "float32"
+) -> list[Job]:
+    """Even and uneven rows, out of place and in place."""
+    evenness = [True] if collective in WHOLE else [True, False]
+    return [
+        RandomJob(collective, algorithm, size, rows, kind, is_in_place=is_in_place)
+        for rows in (random_rows(collective, size, num_rows, is_even) for is_even in evenness)
+        for is_in_place in (False, True)
+    ]
+
+
+def serving(size: int) -> list[tuple[str, str]]:
+    info = collectives.algorithms.info
+    return [
+        (collective, name) for collective, name in ALGORITHMS if info(collective, name).serves(size)
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_few_elements_and_primes(collective: str, size: int) -> None:
+    counts = [0, 1, size - 1, size, size + 1, *PRIMES]
+    on_threads([job for count in counts for job in jobs_of(collective, None, size, count)])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_algorithm_on_about_one_element_per_rank(size: int) -> None:
+    counts = [1, size + 1]
+    on_threads(
+        [job for each in serving(size) for count in counts for job in jobs_of(*each, size, count)]
+    )
+
+
+def around_a_segment(kind: str, size: int) -> list[int]:
+    """Elements of which all, or one of `size` parts, just fit a segment, or just do not."""
+    fitting = SEGMENT_BYTES // dtype(kind).itemsize
+    return [whole + one for whole in (fitting, fitting * size) for one in (-1, 0, 1)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_about_as_many_as_a_segment_holds(collective: str, size: int) -> None:
+    num_parts = 1 if collective in ("gather", "all_gather") else size  # the rows are each rank's
+    for count in dict.fromkeys(around_a_segment("float64", num_parts)):
+        rows = random_rows(collective, size, count, is_even=True)
+        on_threads([RandomJob(collective, None, size, rows, "float64")])
+
+
+@pytest.mark.parametrize("kind", ["uint8", "float16", "bfloat16"])
+@pytest.mark.parametrize("collective", REDUCTIONS)
+def test_small_elements_fill_segments_too(collective: str, kind: str) -> None:
+    on_threads(
+        [
+            job
+            for count in around_a_segment(kind, 3)[-3::2]
+            for job in jobs_of(collective, None, 3, count, kind)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("collective", "name"), [each for each in ALGORITHMS if each[0] in REDUCTIONS]
+)
+def test_every_reduction_in_segments_one_of_them_short(collective: str, name: str) -> None:
+    fitting = SEGMENT_BYTES // dtype("float64").itemsize
+    is_even, *_, is_uneven_and_in_place = jobs_of(collective, name, 4, 6 * fitting + 7, "float64")
+    on_threads([is_even, is_uneven_and_in_place])

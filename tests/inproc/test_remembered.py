@@ -1,0 +1,192 @@
+"""Small calls that come again: quick, right, bounded, and no array of a caller's is kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import CollectiveError, CollectiveTimeout, Communicator, Operator, remembered
+from collectives.session import Session
+
+Body = Callable[[Communicator], Any]
+
+
+def kept(comm: Communicator) -> dict[Any, Any]:
+    return comm._session.remembered.calls
+
+
+@pytest.fixture
+def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The collectives for which plans are made."""
+    made: list[str] = []
+    right = Session.collective
+
+    def collective(self: Session, name: str, *args: Any, **named: Any) -> Any:
+        made.append(name)
+        return right(self, name, *args, **named)
+
+    monkeypatch.setattr(Session, "collective", collective)
+    return made
+
+
+def test_the_same_call_makes_one_plan(plans_made: list[str]) -> None:
+    def body(comm: Communicator) -> None:
+        for step in range(5):
+            x = np.full(3, float(step + comm.rank))  # another array every time
+            assert comm.all_reduce(x)[0] == 2 * step + 1
+            assert comm.all_reduce(x, "max", out=np.empty(3))[0] == step + 1
+            comm.barrier()
+            assert comm.all_gather(x, out=x.repeat(2))[-1] == step + 1
+
+    collectives.run(body, 2)
+    assert sorted(plans_made) == sorted(2 * ["all_reduce", "all_reduce", "barrier", "all_gather"])
+
+
+def test_what_differs_in_anything_but_contents_makes_another_plan(plans_made: list[str]) -> None:
+    x = np.ones(4)
+
+    def body(comm: Communicator) -> None:
+        for _ in range(2):
+            for array in (x, x.reshape(2, 2), x.astype(np.float32), x[:2]):
+                comm.all_reduce(array)
+            comm.all_reduce(x, "max")
+            comm.all_reduce(x, op="max")
+            comm.all_reduce(x, algorithm="ring")
+            with collectives.using(all_reduce="linear"):
+                comm.all_reduce(x)
+
+    collectives.run(body, 1)
+    assert len(plans_made) == 8
+
+
+def test_large_and_asynchronous_calls_and_plans_are_not_kept() -> None:
+    def body(comm: Communicator) -> int:
+        comm.all_reduce(np.zeros(remembered.SMALL_BYTES // 8 + 1))
+        comm.all_reduce(np.ones(2), async_op=True).wait()
+        comm.plan.all_reduce(np.ones(2)).run()
+        comm.all_reduce(np.ones(2), Operator.from_function(np.add))
+        comm.broadcast(np.ones(2))  # announced by a header, which tells every rank what comes
+        return len(kept(comm))
+
+    assert collectives.run(body, 2) == [0, 0]
+    assert collectives.run(lambda comm: (comm.all_reduce(np.ones(2)), len(kept(comm)))[1], 1) == [1]
+
+
+def test_no_array_of_the_callers_is_kept_alive() -> None:
+    def body(comm: Communicator) -> None:
+        for _ in range(2):  # the first time, and from memory
+            x, out = np.ones(5), np.empty(5)
+            y = comm.all_reduce(x)
+            comm.all_reduce(x, out=out)
+            alive = [weakref.ref(array) for array in (x, out, y)]
+            del x, out, y
+            gc.collect()
+            assert [ref() for ref in alive] == [None] * 3
+        assert len(kept(comm)) == 2
+
+    collectives.run(body, 2)
+
+
+def test_results_are_the_callers_own() -> None:
+    def body(comm: Communicator) -> None:
+        first = comm.all_reduce(np.ones(3))
+        second = comm.all_reduce(np.full(3, 2.0))
+        assert first.tolist() == [2.0] * 3 and second.tolist() == [4.0] * 3
+        assert not np.shares_memory(first, second)
+        same = np.ones(3)
+        for _ in range(2):
+            comm.all_reduce(same, out=same)
+        assert same.tolist() == [4.0] * 3
+        strided = np.arange(6.0)[::2]
+        for _ in range(2):
+            assert comm.all_reduce(strided).tolist() == [0.0, 4.0, 8.0]
+
+    collectives.run(body, 2)
+
+
+def test_the_number_of_calls_and_their_bytes_are_bounded() -> None:
+    def body(comm: Communicator) -> None:
+        for length in range(1, 700):
+            assert comm.all_reduce(np.ones(length, np.int8)).tolist() == [2] * length
+            assert 0 < len(kept(comm)) <= remembered._MOST_CALLS
+        for length in range(4000, 4100):
+            comm.all_reduce(np.ones(length))
+            assert sum(c.num_bytes for c in kept(comm).values()) <= remembered._MOST_BYTES
+
+    collectives.run(body, 2)
+
+
+def test_bad_arguments_are_refused_also_after_good_ones() -> None:
+    def body(comm: Communicator) -> None:
+        x, frozen = np.ones(4), np.ones(4)
+        frozen.flags.writeable = False
+        comm.all_reduce(x, out=np.empty(4))
+        for out, sentence in (
+            (np.empty(8)[::2], "C-contiguous"),
+            (frozen, "read-only"),
+            (np.empty(3), "shape"),
+            (np.empty(4, int), "dtype"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=sentence):
+                comm.all_reduce(x, out=out)
+        with pytest.raises(TypeError, match="timeout"):
+            comm.all_reduce(x, out=np.empty(4), timeout="soon")  # type: ignore[arg-type]
+        assert comm.all_reduce(x)[0] == comm.size
+
+    collectives.run(body, 2)
+
+
+def test_every_run_is_a_call_of_its_own_in_the_ledger() -> None:
+    def body(comm: Communicator) -> None:
+        comm.all_reduce(np.ones(2))
+        with comm.record() as ledger:
+            for _ in range(3):
+                comm.all_reduce(np.ones(2))
+            comm.reduce_scatter(np.ones(2))
+        assert [row.call for row in ledger.rows()] == ["2", "3", "4", "5"]
+        assert ledger.summary(by=("collective",))["all_reduce",].calls == 3
+
+    collectives.run(body, 2)
+
+
+def test_a_call_that_timed_out_completes_before_the_next_one_begins() -> None:
+    def body(comm: Communicator) -> None:
+        x, out = np.ones(2), np.zeros(2)
+        comm.all_reduce(x, out=out)
+        comm.barrier()
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout) as error:
+                comm.all_reduce(2 * x, out=out, timeout=0.05)
+            with pytest.raises(CollectiveTimeout):
+                comm.all_reduce(3 * x, timeout=0.05)  # it has not begun: the other must end first
+            comm.send(x, 1)
+            assert error.value.work.wait() is out
+            assert out.tolist() == [4.0, 4.0]
+        else:
+            comm.recv(x, 0)
+            assert comm.all_reduce(2 * np.ones(2)).tolist() == [4.0, 4.0]
+        assert comm.all_reduce(3 * np.ones(2)).tolist() == [6.0, 6.0]
+
+    collectives.run(body, 2, timeout=20)
+
+
+def test_a_call_that_failed_half_way_ends_the_communicator_and_says_so() -> None:
+    def body(comm: Communicator) -> None:
+        group = comm.split(0)
+        assert group is not None
+        with np.errstate(over="raise"), pytest.raises(FloatingPointError):
+            comm.all_reduce(np.array([1e300]), "prod")
+        for call in (comm.all_reduce, comm.all_gather):
+            with pytest.raises(CollectiveError, match=r"no more use: all_reduce .* half-way"):
+                call(np.ones(1))
+        with pytest.raises(CollectiveError, match="no more use"):
+            comm.plan.all_reduce(np.ones(1))
+        assert group.all_reduce(np.ones(1))[0] == comm.size
+
+    collectives.run(body, 2)

@@ -1,0 +1,76 @@
+"""The communication thread: the same programs, and progress while nobody waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives import Communicator
+from tests.session_scenarios import SCENARIOS, a_failure_belongs_to_the_call_that_failed
+
+pytestmark = pytest.mark.mpi
+
+# NumPy's error state, by which that one fails, belongs to the thread that sets it.
+PROGRAMS = [s for s in SCENARIOS if s is not a_failure_belongs_to_the_call_that_failed]
+
+
+@pytest.mark.parametrize("scenario", PROGRAMS, ids=lambda s: s.__name__)
+def test_programs(mpi_world: MPI.Intracomm, scenario: Callable[[Communicator], None]) -> None:
+    scenario(collectives.world(progress="thread"))
+
+
+def test_every_kind_of_progress_has_a_world_of_its_own(world: Communicator) -> None:
+    other = collectives.world(progress="thread")
+    assert other is collectives.world(progress="thread") and other is not world
+    assert collectives.world(progress=None) is world
+
+
+def test_only_a_thread_can_be_asked_for(mpi_world: MPI.Intracomm) -> None:
+    with pytest.raises(ValueError, match="progress must be None or 'thread', not 'magic'"):
+        collectives.wrap(mpi_world, progress="magic")
+
+
+def test_a_failure_in_the_thread_is_raised_by_the_wait(mpi_world: MPI.Intracomm) -> None:
+    if mpi_world.size != 2:  # there both ranks fail in the only round
+        return
+    comm, num_calls = collectives.wrap(mpi_world, progress="thread"), 0
+
+    def fail(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 1:  # the first is the rehearsal
+            raise ArithmeticError("on purpose")
+        return left
+
+    op = collectives.Operator.from_function(fail, commutative=True)
+    work = comm.all_reduce(np.ones(3), op, async_op=True, algorithm="recursive_doubling")
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            work.wait()
+    assert comm.all_reduce(np.ones(3), async_op=True).wait()[0] == 2
+    comm.free()
+
+
+def has_ended_while_we_slept(comm: Communicator) -> bool:
+    """Whether the second of three rounds, and what follows, happened without a call of ours."""
+    x = np.full(300_000, 1.0)
+    work = comm.all_reduce(x, async_op=True, algorithm="ring")
+    deadline = time.monotonic() + 10
+    while work._plan.is_active and time.monotonic() < deadline:
+        time.sleep(0.01)
+        if comm._session.thread is None and deadline - time.monotonic() < 9.5:
+            break
+    has_ended = not work._plan.is_active
+    assert work.wait()[0] == comm.size
+    return has_ended
+
+
+def test_what_was_started_goes_on_without_being_waited_for(world: Communicator) -> None:
+    assert has_ended_while_we_slept(collectives.world(progress="thread"))
+    assert world.size == 1 or not has_ended_while_we_slept(world)
+    world.barrier()
