@@ -17,6 +17,7 @@ from rich.table import Table
 from bench import sizes
 from bench.options import dtype_of
 from bench.oracle import Array
+from collectives import halves
 from collectives.arrays import HOST, BinaryFunction
 from collectives.reduction import OPERATORS
 from parallel.show import print_table, table_with
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 def _add_row(table: Table, name: str, op: str, num_bytes: int, samples: int) -> None:
     """One line; where the library uses NumPy's function itself there is nothing to compare."""
     dtype, function = dtype_of(name), str(OPERATORS[op].function)
-    numpys, ours = getattr(np, function), HOST.binary(function, dtype_of(name))
+    numpys, ours = halves.numpys(function), HOST.binary(function, dtype_of(name))
     shape = (2, num_bytes // dtype.itemsize)
     left, right = np.random.default_rng(0).standard_normal(shape).astype(dtype)
     found = [numpys] if ours is numpys else [numpys, ours]
@@ -72,5 +73,5 @@ def times(
 
 def _seconds(function: BinaryFunction, left: Array, right: Array) -> float:
     begin = time.perf_counter()
-    function(left, right, out=left)
+    function(left, right, left)
     return time.perf_counter() - begin

@@ -28,7 +28,7 @@ class BinaryFunction(Protocol):
     `out` is one of the two, or shares no memory with them.
     """
 
-    def __call__(self, left: Array, right: Array, /, *, out: Array) -> object: ...
+    def __call__(self, left: Array, right: Array, out: Array, /) -> object: ...
 
 
 class Backend(Protocol):
@@ -158,9 +158,9 @@ class CupyBackend:
     def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
         combine = getattr(self.cupy, function) if isinstance(function, str) else function
 
-        def on_device(left: Array, right: Array, /, *, out: Array) -> None:
+        def on_device(left: Array, right: Array, out: Array, /) -> None:
             with self.device:
-                combine(left, right, out=out)
+                combine(left, right, out)
 
         return on_device
 

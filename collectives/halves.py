@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,9 +32,18 @@ _OVERFLOW = np.float32(65520 * 2.0**-112)  # the least sum that float16 rounds t
 
 def binary(function: str, dtype: np.dtype[Any]) -> BinaryFunction:
     """The fastest we have that does what the NumPy function of this name does for this dtype."""
-    numpys: np.ufunc = getattr(np, function)
+    plain = numpys(function)
     ours = _OURS.get((dtype.name, function)) if dtype.itemsize == 2 and dtype.isnative else None
-    return _by_blocks(numpys, ours) if ours else numpys
+    return _by_blocks(plain, ours) if ours else plain
+
+
+@cache
+def numpys(name: str) -> BinaryFunction:
+    """NumPy's own function of this name, for `out` as the third argument."""
+    function: np.ufunc = getattr(np, name)
+    if function not in (np.maximum, np.minimum):
+        return function  # which is quicker that way than by a keyword
+    return lambda left, right, out: function(left, right, out=out)  # these two warn otherwise
 
 
 def divide(x: Array, divisor: int) -> None:
@@ -62,16 +71,16 @@ def _blocks(*arrays: Array) -> Iterator[list[Array]]:
         yield [x[start : start + _BLOCK] for x in arrays]
 
 
-def _by_blocks(function: np.ufunc, on_block: OnBlock) -> BinaryFunction:
+def _by_blocks(function: BinaryFunction, on_block: OnBlock) -> BinaryFunction:
     """NumPy's own function combines few elements, and the blocks that the other returns."""
 
-    def combine(left: Array, right: Array, /, *, out: Array) -> None:
+    def combine(left: Array, right: Array, out: Array, /) -> None:
         if left.size <= _FEW:
-            function(left, right, out=out)
+            function(left, right, out)
             return
         for block in _blocks(left, right, out):
             if not on_block(*block):
-                function(*block[:2], out=block[2])
+                function(*block)
 
     return combine
 

@@ -125,7 +125,7 @@ def compile_lanes(
     if num_lanes == 1:
         return Woven((whole,), copies_input=whole.copies_input)
     aliasing = "none" if whole.copies_input else aliasing
-    largest = counts if isinstance(counts, int) else max(counts)  # type: ignore[type-var]
+    largest = counts if isinstance(counts, int) else max(counts)
     stride = -(-largest // num_lanes)  # type: ignore[operator]
 
     def lane(start: int) -> Program:

@@ -208,52 +208,40 @@ class Ledger:
 Ancestry = list[tuple[list[Ledger], Sequence[int] | None]]
 
 
-def recorder(
-    collective: str,
-    algorithm: str,
-    number: Callable[[], str],
-    sent: Callable[[], Sent],
-    ancestry: Ancestry,
-    rank: int,
-) -> Callable[[], list[Entry] | None]:
-    """What a plan of `rank` does at every start: enter the call into all open ledgers, if any.
+class Recorder:
+    """Enters the runs of a plan of `rank` into the ledgers that are open at the time.
 
-    `number` gives each run's, `sent` what is the same for all runs.
+    `number` gives the call's number from that of the run; `sent` what is the same for all runs.
     """
-    everybodys = [ledgers for ledgers, _ in ancestry]
-    calls: list[Call] = []
 
-    def enter() -> list[Entry] | None:
-        run = number()
-        for ledgers in everybodys:
-            if ledgers:
-                return record(run)
-        return None
+    def __init__(
+        self,
+        collective: str,
+        algorithm: str,
+        number: Callable[[int], str],
+        sent: Callable[[], Sent],
+        ancestry: Ancestry,
+        rank: int,
+    ) -> None:
+        self._collective, self._algorithm = collective, algorithm
+        self._number, self._sent, self._ancestry, self._rank = number, sent, ancestry, rank
+        self.ledgers = [ledgers for ledgers, _ in ancestry]  # to look at, before calling us
+        self._calls: list[Call] = []
 
-    def record(run: str) -> list[Entry]:
-        if not calls:
-            messages = sent()
-            for _, ranks in ancestry:
-                src = rank if ranks is None else ranks[rank]
-                calls.append(Call(collective, algorithm, messages, src, ranks))
-        label, now, entries = _phase.get(), time.perf_counter(), []
-        for ledgers, call in zip(everybodys, calls, strict=True):
+    def record(self, run: int) -> list[Entry]:
+        """Enter a run, the first having number 1."""
+        number, label, now = self._number(run), _phase.get(), time.perf_counter()
+        entries = []
+        for ledgers, call in zip(self.ledgers, self._calls or self._made_calls(), strict=True):
             for ledger in ledgers:
-                entry = Entry(call, run, label, now)
+                entry = Entry(call, number, label, now)
                 ledger.add(entry)
                 entries.append(entry)
         return entries
 
-    return enter
-
-
-def runs_of(number: str) -> Callable[[], str]:
-    """The numbers of the runs of one plan: "7", "7.2", "7.3"."""
-    num_runs = 0
-
-    def next_run() -> str:
-        nonlocal num_runs
-        num_runs += 1
-        return number if num_runs == 1 else f"{number}.{num_runs}"
-
-    return next_run
+    def _made_calls(self) -> list[Call]:
+        sent = self._sent()
+        for _, ranks in self._ancestry:
+            src = self._rank if ranks is None else ranks[self._rank]
+            self._calls.append(Call(self._collective, self._algorithm, sent, src, ranks))
+        return self._calls

@@ -12,7 +12,7 @@ from collectives import staging
 from collectives.arrays import Array, Backend, BinaryFunction, Bytes
 from collectives.errors import CollectiveTimeout
 from collectives.lanes import Woven
-from collectives.ledger import Entry
+from collectives.ledger import Entry, Recorder
 from collectives.program import Combine, Message, Move, Program, Region, Step
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
@@ -49,7 +49,7 @@ class Plan:
 
     def __init__(
         self,
-        title: str,
+        names: tuple[str, str, str],
         program: Woven,
         buffers: Buffers,
         transport: Transport,
@@ -59,11 +59,13 @@ class Plan:
         timeout: float | None = None,
         operator: Operator | None = None,
         is_kept: bool = False,
-        on_start: Callable[[], list[Entry] | None] = list,
+        recorder: Recorder | None = None,
         thread: ProgressThread | None = None,
     ) -> None:
-        self.title, self.result, self.timeout = title, result, timeout
-        self._transport, self._on_start, self._is_kept = transport, on_start, is_kept
+        self._names, self.result, self.timeout = names, result, timeout
+        self._transport, self._is_kept = transport, is_kept
+        self._recorder, self._num_runs = recorder, 0
+        self._ledgers = () if recorder is None else recorder.ledgers
         self._num_rounds = program.num_rounds
         binder = _Binder(program, buffers, transport, operator, tag, is_kept)
         self._opening, self._stages = binder.bound()
@@ -74,11 +76,17 @@ class Plan:
         self._stage: int | None = None  # the one waited for
         self._refusal: str | None = None  # why it cannot be started
         self._error: BaseException | None = None
-        self._entries: list[Entry] | None = None
+        self._entries: list[Entry] = []
         # What is driven by a thread is nobody else's to carry along.
         self._thread = thread
         self._done: threading.Event | None = None
         self._in_flight = transport.in_flight if thread is None else []
+
+    @property
+    def title(self) -> str:
+        """What is run, as messages of errors call it: collective, algorithm, number of the call."""
+        collective, algorithm, number = self._names
+        return f"{collective} ({algorithm})" + (f", call {number}" if number else "")
 
     def run(self, timeout: float | None = None) -> Array | None:
         """Start and wait.  `timeout` in seconds."""
@@ -88,7 +96,7 @@ class Plan:
             return self.wait(timeout)
         self._refusal = _RUNNING
         try:
-            self._entries = self._on_start()
+            self._record()
             for action in self._script:
                 action()
         except BaseException as error:
@@ -104,7 +112,7 @@ class Plan:
         self._refusal, self._stage = _RUNNING, 0
         self._in_flight.append(self)
         try:
-            self._entries = self._on_start()
+            self._record()
             _do(self._opening)
             self._end_if_over()
         except BaseException as error:
@@ -177,6 +185,15 @@ class Plan:
             for stage in self._stages:
                 stage.exchange.free()
 
+    def _record(self) -> None:
+        """Enter this run into the ledgers, if any is open."""
+        self._num_runs += 1
+        for ledgers in self._ledgers:
+            if ledgers:
+                assert self._recorder is not None
+                self._entries = self._recorder.record(self._num_runs)
+                return
+
     def _complete_stage(self, deadline: float | None) -> bool:
         """Wait for the messages of this stage and go on; False if the deadline came first."""
         assert self._stage is not None
@@ -219,6 +236,7 @@ class Plan:
             now = time.perf_counter()
             for entry in self._entries:
                 entry.finished = now
+            self._entries = []
         if not self._is_kept:
             self.free()
 
@@ -378,6 +396,6 @@ class _Binder:
         if isinstance(action, Combine):
             left, right, into = map(self.view, action)
             assert self.combine is not None, "only a reduction combines"
-            return partial(self.combine, left, right, out=into)
+            return partial(self.combine, left, right, into)
         src, dst = map(self.view, action)
         return partial(self.backend.copy, src, dst)

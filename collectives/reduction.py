@@ -74,13 +74,13 @@ class Operator:
         first, result = (backend.empty((1,), x.dtype) for _ in range(2))
         backend.copy(x.reshape(-1)[:1], first)
         with np.errstate(all="ignore"):
-            backend.binary(self.function, x.dtype)(first, first, out=result)
+            backend.binary(self.function, x.dtype)(first, first, result)
 
 
 def _into_out(function: Callable[[Array, Array], Array], name: str) -> BinaryFunction:
     """A caller's function, whose result is looked at and then copied to where it shall stand."""
 
-    def combine(left: Array, right: Array, /, *, out: Array) -> None:
+    def combine(left: Array, right: Array, out: Array, /) -> None:
         result = function(left, right)
         found, wanted = (_likeness(x, f"what op {name!r} returns") for x in (result, left))
         if found != wanted:

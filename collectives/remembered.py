@@ -14,9 +14,9 @@ from collectives.arrays import Array
 from collectives.errors import CollectiveTimeout
 from collectives.plan import Plan, Work
 
-SMALL_BYTES = 64 * 1024  # n of the formulas; on all ranks alike, it decides by which tag calls go
+SMALL_BYTES = 256 * 1024  # n of the formulas; on all ranks alike, it decides by which tag calls go
 _MOST_CALLS = 256
-_MOST_BYTES = 4 * 2**20
+_MOST_BYTES = 32 * 2**20
 
 
 class SmallCall:

@@ -23,7 +23,7 @@ from collectives.decisions import Decisions
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.header import Header
 from collectives.lanes import Woven, compile_lanes
-from collectives.ledger import Ancestry, Ledger, Sent, recorder, runs_of
+from collectives.ledger import Ancestry, Ledger, Recorder, Sent
 from collectives.plan import Buffers, Plan
 from collectives.program import Counts, Message, Program, Region, Step
 from collectives.progress import ProgressThread
@@ -224,7 +224,7 @@ class Session:
             scratch = buffers.backend.empty(shape, dtype)
             buffers = buffers._replace(scratch=scratch)
         return Plan(
-            "{} ({})".format(*names) + (f", call {number}" if number else ""),
+            (*names, number or ""),
             program,
             buffers,
             self.transport,
@@ -233,9 +233,9 @@ class Session:
             timeout=self.timeout if number else None,
             operator=op,
             is_kept=is_kept,
-            on_start=recorder(
+            recorder=Recorder(
                 *names,
-                self._number if number is None else runs_of(number),
+                self._number if number is None else partial(_run_number, number),
                 partial(_sent, program, dtype.itemsize),
                 self.ancestry,
                 self.transport.rank,
@@ -243,7 +243,8 @@ class Session:
             thread=self.thread,
         )
 
-    def _number(self) -> str:
+    def _number(self, run: int) -> str:
+        """The number of the small call being made, whatever run of its plan that is."""
         return f"{self.name}{self._num_calls}"
 
     # What the library sends for itself, under labels of its own
@@ -309,6 +310,11 @@ def _num_bytes(counts: Counts, dtype: np.dtype[Any]) -> int:
     numbers = [count if isinstance(count, int) else sum(count) for count in counts]
     num_parts = 1 if isinstance(counts[0], int) else len(counts)
     return sum(numbers) // num_parts * dtype.itemsize
+
+
+def _run_number(number: str, run: int) -> str:
+    """The numbers of the runs of one plan: "7", "7.2", "7.3"."""
+    return number if run == 1 else f"{number}.{run}"
 
 
 def _sent(program: Woven, itemsize: int) -> Sent:

@@ -72,9 +72,9 @@ class FakeBackend:
     def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> Any:
         on_memory = HOST.binary(function, dtype)
 
-        def combine(left: FakeDeviceArray, right: FakeDeviceArray, *, out: FakeDeviceArray) -> None:
+        def combine(left: FakeDeviceArray, right: FakeDeviceArray, out: FakeDeviceArray) -> None:
             self.num_combined += 1
-            on_memory(left._memory, right._memory, out=out._memory)
+            on_memory(left._memory, right._memory, out._memory)
 
         return combine
 

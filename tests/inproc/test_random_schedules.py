@@ -104,7 +104,7 @@ def mismatches(run: _Run, sizes: list[int], in_place: bool) -> list[str]:
         transport = InprocTransport(world, range(run.case.size), rank)
         plans.append(
             Plan(
-                "random",
+                ("random", "random", "1"),
                 Woven((program,)),
                 Buffers(HOST, x, out, scratch),
                 transport,
