@@ -1,7 +1,9 @@
 """Benchmarks, the demo, and the generated documentation.
 
     mpirun -n 2 python -m bench all_reduce -b 8 -e 64M -f 8 --native
+    mpirun -n 2 python -m bench tune
     python -m bench demo
+    python -m bench speed
     python -m bench docs --check
     python -m bench --import my_algorithms all_reduce --algorithm mine
 
@@ -15,7 +17,7 @@ import importlib
 import sys
 from types import ModuleType
 
-from bench import demo, docs, options
+from bench import combine, demo, docs, options, overlap, speed, tune
 from collectives import algorithms
 
 
@@ -36,7 +38,15 @@ def parser() -> argparse.ArgumentParser:
         about = f"measure {collective}, every algorithm"
         command = commands.add_parser(collective, help=about, description=about)
         options.add_options(command, collective)
-    for name, module in {"demo": demo, "docs": docs}.items():
+    others = {
+        "combine": combine,
+        "demo": demo,
+        "docs": docs,
+        "overlap": overlap,
+        "speed": speed,
+        "tune": tune,
+    }
+    for name, module in others.items():
         about = (module.__doc__ or "").partition("\n")[0]
         module.add_options(commands.add_parser(name, help=about, description=module.__doc__))
     return parse

@@ -19,7 +19,9 @@ from collectives.spec import SPECS
 SPLITS = frozenset({"scatter", "reduce_scatter", "all_to_all"})  # p blocks in the input
 JOINS = frozenset({"gather", "all_gather", "all_to_all"})  # p blocks in the output
 
-CALL, NATIVE = "call", "native"  # who is measured besides the algorithms
+# Who is measured besides the algorithms.
+PLAN, CALL = "plan", "call"  # ours, with the algorithm that is selected
+NATIVE, MEMCPY, GLOO = "native", "memcpy", "gloo"  # others
 
 WINDOW = 1 << 16  # columns made and checked at once
 POISON = 99  # no input holds it

@@ -1,4 +1,4 @@
-"""Who is measured side by side: our algorithms as plans, our one-shot call, and MPI's own call."""
+"""Who is measured side by side: our plans, our one-shot call, MPI's own call, and others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from bench.case import CALL, NATIVE, Buffers, Case
+from bench.case import CALL, GLOO, MEMCPY, NATIVE, PLAN, Buffers, Case
 from bench.oracle import Array
 from collectives import Communicator, select
 from collectives.calls import Calls
@@ -37,20 +37,22 @@ class Contender(NamedTuple):
 
 
 def contender(comm: Communicator, case: Case, buffers: Buffers, name: str) -> Contender:
-    """The contender of this name: an algorithm, "call" or "native".  All ranks make the same."""
-    if name == NATIVE:
-        return _native(case, buffers)
+    """The contender of this name, an algorithm's or one in `case`.  All ranks make the same."""
+    others = {NATIVE: _native, MEMCPY: _memcpy, GLOO: _gloo}
+    if name in others:
+        return others[name](case, buffers)
     if name == CALL:
         # As a program makes it; like MPI's own it is told where the result goes.
-        return Contender(_method(comm, case, buffers), _nothing, buffers.y)
-    plan = _method(comm.plan, case, buffers, algorithm=name)()
+        return Contender(_method(comm, case, buffers), nothing, buffers.y)
+    algorithm = None if name == PLAN else name
+    plan = _method(comm.plan, case, buffers, algorithm=algorithm)()
     return Contender(plan.run, plan.free, buffers.y)
 
 
 def algorithm_of(case: Case, name: str) -> str | None:
-    """The algorithm behind a contender's name; None where MPI chooses its own."""
-    if name != CALL:
-        return None if name == NATIVE else name
+    """The algorithm behind a contender's name; None where others choose their own."""
+    if name not in (PLAN, CALL):
+        return None if name in (NATIVE, MEMCPY, GLOO) else name
     op = operator(case.op, case.collective) if SPECS[case.collective].is_reduction else None
     return select.choose(case.collective, None, case.size, case.num_bytes, op).label
 
@@ -61,8 +63,27 @@ def _method(comm: Calls, case: Case, buffers: Buffers, **more: Any) -> Callable[
     return partial(getattr(comm, case.collective), **arrays, **case.settings, **more)
 
 
-def _nothing() -> None:
-    """There is nothing to free."""
+def nothing() -> None:
+    """For what has nothing to free."""
+
+
+def _memcpy(case: Case, buffers: Buffers) -> Contender:
+    """A copy of the buffer on every rank at once: the least work there is, and no result."""
+    assert buffers.x is not None and buffers.y is not None
+    return Contender(partial(np.copyto, buffers.y, buffers.x), nothing, None)
+
+
+def _gloo(case: Case, buffers: Buffers) -> Contender:
+    """PyTorch's all-reduce, which works in place only.
+
+    It gets the input itself, so that no copy counts against it; the input is overwritten before
+    every sample anyhow.
+    """
+    from bench import gloo  # noqa: PLC0415 - PyTorch is not installed everywhere
+
+    assert (case.collective, case.op) == ("all_reduce", "sum") and buffers.x is not None
+    gloo.join()
+    return Contender(gloo.all_reduce(buffers.x), gloo.leave, buffers.x)
 
 
 def native_lacks(case: Case) -> str | None:
@@ -84,7 +105,7 @@ def _native(case: Case, buffers: Buffers) -> Contender:
     if case.collective == "reduce_scatter" and buffers.is_in_place and buffers.x is not None:
         result = buffers.x[: case.block]
     run = _native_call(case, *_native_buffers(case, buffers))
-    return Contender(run, _nothing, result)
+    return Contender(run, nothing, result)
 
 
 def _native_buffers(case: Case, buffers: Buffers) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from bench import sizes
-from collectives import select
+from collectives import labels
 from collectives.reduction import operators
 from collectives.spec import SPECS
 from parallel.train import at_least
@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser, collective: str) -> None:
     parser.set_defaults(run=run, collective=collective, op="sum", root=0, dtype=np.dtype("uint8"))
     add = parser.add_argument
     if collective != "barrier":
-        _add_sizes(parser)
+        add_sizes(parser)
     if SPECS[collective].is_reduction:
         names = operators(collective)
         add("-o", dest="op", choices=names, default="sum", help="operator; default: sum")
@@ -51,21 +51,22 @@ def _add_effort(parser: argparse.ArgumentParser) -> None:
         help="after which a size gets no more samples; default: %(default)s")  # fmt: skip
 
 
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
+def add_sizes(parser: argparse.ArgumentParser, last: str = "64M") -> None:
+    """The series of sizes, up to `last` unless the user says otherwise, and the dtype."""
     add = parser.add_argument
     add("-b", dest="first", type=sizes.parse, default="8", metavar="MIN",
         help="least size in bytes, such as 8 or 64K; default: %(default)s")  # fmt: skip
-    add("-e", dest="last", type=sizes.parse, default="64M", metavar="MAX",
+    add("-e", dest="last", type=sizes.parse, default=last, metavar="MAX",
         help="greatest size, always included; default: %(default)s")  # fmt: skip
     add("-f", dest="factor", type=at_least(2), default=8, help="between; default: %(default)s")
-    add("-d", dest="dtype", type=dtype_of, default="float32",
+    add("-d", "--dtype", type=dtype_of, default="float32",
         help="a NumPy name, or bfloat16; default: %(default)s")  # fmt: skip
 
 
 def algorithm(collective: str, text: str) -> str:
     """An argument's type: an algorithm of the collective, with options if there are any."""
     try:
-        return select.named(collective, text).label
+        return labels.named(collective, text).label
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

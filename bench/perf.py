@@ -19,21 +19,11 @@ from rich.console import Console
 
 import collectives
 from bench import report, sizes
-from bench.case import (
-    CALL,
-    JOINS,
-    NATIVE,
-    SPLITS,
-    Buffers,
-    Case,
-    in_place,
-    num_wrong,
-    out_of_place,
-    prepare,
-)
-from bench.contenders import Contender, algorithm_of, contender, native_lacks
+from bench.case import CALL, JOINS, NATIVE, SPLITS, Buffers, Case, in_place, out_of_place
+from bench.contenders import algorithm_of, contender, native_lacks
 from bench.report import Measurement, Row
-from bench.timing import SMALL, Effort, times
+from bench.side_by_side import outcomes
+from bench.timing import Effort
 from collectives import Communicator, algorithms, arguments, select
 from collectives.reduction import operator
 from collectives.spec import SPECS
@@ -123,27 +113,11 @@ class Benchmark:
         if (buffers := buffers_of(case)) is None:
             return [None] * len(self.names)
         made = [contender(self.comm, case, buffers, name) for name in self.names]
-        seconds = self.times(case, buffers, made)
-        wrong = [self.wrong(case, buffers, each) for each in made]
-        for each in made:
-            each.free()
-        algorithms_run = [algorithm_of(case, name) for name in self.names]
-        found = zip(algorithms_run, seconds, wrong, strict=True)
-        return [report.measurement(case, *values) for values in found]
-
-    def times(self, case: Case, buffers: Buffers, made: list[Contender]) -> list[float]:
-        """Seconds per call of each contender."""
         effort = Effort(self.options.warmup, self.options.samples, self.options.seconds)
-        runs, is_small = [each.run for each in made], case.num_bytes < SMALL
-        return times(runs, buffers.x, is_small=is_small, effort=effort)
-
-    def wrong(self, case: Case, buffers: Buffers, made: Contender) -> int | None:
-        """Wrong elements on all ranks after one run; None if nobody is to look."""
-        if not self.options.check:
-            return None
-        prepare(case, buffers)
-        made.run()
-        return int(MPI.COMM_WORLD.allreduce(num_wrong(case, made.result)))
+        found = outcomes(case, buffers, made, effort, is_checked=bool(self.options.check))
+        algorithms_run = [algorithm_of(case, name) for name in self.names]
+        both = zip(algorithms_run, found, strict=True)
+        return [report.measurement(case, algorithm, *outcome) for algorithm, outcome in both]
 
 
 def cases(comm: Communicator, options: argparse.Namespace) -> list[Case]:

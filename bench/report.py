@@ -168,15 +168,16 @@ def summary_table(found: Sequence[Summary]) -> Table:
     table = table_with(numbers=["size (B)", "native us", "best us", "native/best", "call us",
                                 "native/call", "best algorithm"])  # fmt: skip
     for each in found:
-        ours = [_us(each.best_seconds), times_faster(each.best_ratio),
-                _us(each.call), times_faster(each.call_ratio)]  # fmt: skip
-        table.add_row(str(each.size), _us(each.native), *ours, each.best or "-")
+        ours = [us(each.best_seconds), times_faster(each.best_ratio),
+                us(each.call), times_faster(each.call_ratio)]  # fmt: skip
+        table.add_row(str(each.size), us(each.native), *ours, each.best or "-")
     means = [mean(e.best_ratio for e in found), mean(e.call_ratio for e in found)]
     table.add_row("geom. mean", "", "", times_faster(means[0]), "", times_faster(means[1]), "")
     return table
 
 
-def _us(seconds: float | None) -> str:
+def us(seconds: float | None) -> str:
+    """Seconds as text, in microseconds."""
     return "-" if seconds is None else f"{seconds * 1e6:.2f}"
 
 

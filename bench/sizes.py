@@ -17,6 +17,12 @@ def parse(text: str) -> int:
     return int(digits) * _UNITS[unit]
 
 
+def text(num_bytes: int) -> str:
+    """As people write it, in the largest unit of which it is a whole number: 64 MiB."""
+    prefix = max((unit for unit in _UNITS if num_bytes % _UNITS[unit] == 0), key=_UNITS.__getitem__)
+    return f"{num_bytes // _UNITS[prefix]} {prefix and prefix + 'i'}B"
+
+
 def series(first: int, last: int, factor: int) -> list[int]:
     """`first`, multiplied by `factor` again and again, and then `last` itself."""
     if first > last:

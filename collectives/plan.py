@@ -323,6 +323,8 @@ class _Binder:
                 exchange = exchanges[lane, number] = self.exchange(step, number)
                 actions += self.moves(step.packing)
                 actions += exchange.starts
+                if number == 0:
+                    actions += self.moves(self.lane.staying)
             else:
                 actions = [self.action(action) for action in step.finishing]
                 if number == self.program.num_rounds - 1:
@@ -338,6 +340,7 @@ class _Binder:
         if self.program.copies_input:
             yield partial(self.backend.copy, self.original, self.arrays["input"])
         if self.program.num_rounds == 0:
+            yield from self.moves(self.lane.staying)
             yield from self.closing()
 
     def use_lane(self, number: int) -> None:

@@ -85,10 +85,12 @@ class Step(NamedTuple):
 class Program:
     """What one rank does: the rounds, then moves; and the scratch it needs, in elements.
 
+    `staying`: moves from input to output, which may be made while the first messages travel.
     `copies_input`: it must run on a copy of the input, because the output would destroy it.
     """
 
     steps: tuple[Step, ...]
+    staying: tuple[Move, ...] = ()
     closing: tuple[Move, ...] = ()
     num_scratch: int = 0
     copies_input: bool = False
@@ -228,13 +230,16 @@ class _Compiler:
         for self.number, operations in enumerate(schedule):
             self.arena.forget(before_round=self.number)
             steps.append(self.step(operations))
-        closing = [
+        moves = [
             Move(self.place[block], home)
             for block, home in self.home.items()
             if not self.is_same(self.place[block], home)
         ]
+        # Nobody writes to the input, and to a block's home nobody but the block itself.
+        staying = _merged(move for move in moves if move.src.buffer == "input")
+        closing = _merged(move for move in moves if move.src.buffer != "input")
         num_scratch = self.arena.num_elements
-        return Program(tuple(steps), _merged(closing), num_scratch, self.copies_input)
+        return Program(tuple(steps), staying, closing, num_scratch, self.copies_input)
 
     # Places in memory.  Input and output may be the same memory, shifted by `offset`.
 

@@ -1,6 +1,7 @@
-"""Run under mpirun by test_perf.py: the benchmark of all collectives, right or made wrong.
+"""Run under mpirun by the tests beside it: benchmarks, right or made wrong.
 
-Arguments: a folder for the JSON files, and "right" or "wrong".
+Arguments: a folder for the JSON files, and "right" or "wrong" (all collectives, or an all-reduce),
+or "swept" (what the speed command runs on so many ranks, made wrong).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench import sweep
 from bench.__main__ import main
 from collectives import algorithms
 from collectives.arrays import NumpyBackend
@@ -18,7 +20,7 @@ from collectives.arrays import NumpyBackend
 def spoil_reductions() -> None:
     """Let every combination of two arrays be wrong in its first element."""
 
-    def binary(self, ufunc):
+    def binary(self, ufunc, dtype):
         def wrong(left, right, out):
             getattr(np, ufunc)(left, right, out)
             out[:1] += 1
@@ -35,7 +37,11 @@ def measure(collective: str, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "wrong":
+    folder, manner = Path(sys.argv[1]), sys.argv[2]
+    if manner != "right":
         spoil_reductions()
-        sys.exit(measure("all_reduce", Path(sys.argv[1])))
-    sys.exit(max(measure(each, Path(sys.argv[1])) for each in algorithms.collectives()))
+    if manner == "swept":
+        sys.exit(sweep.main(["crowd", "--quick", "--json", str(folder / "swept.json")]))
+    if manner == "wrong":
+        sys.exit(measure("all_reduce", folder))
+    sys.exit(max(measure(each, folder) for each in algorithms.collectives()))

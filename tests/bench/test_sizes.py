@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from bench.sizes import parse, series, whole_blocks
+from bench.sizes import parse, series, text, whole_blocks
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,14 @@ def test_parse(text, wanted):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size such as"):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [(8, "8 B"), (1000, "1000 B"), (1536 << 10, "1536 KiB"), (64 << 20, "64 MiB")],
+)
+def test_sizes_as_text(size, wanted):
+    assert text(size) == wanted
 
 
 def test_the_last_size_is_always_included():

@@ -196,17 +196,21 @@ def test_what_is_preferred_but_cannot_serve_is_refused_as_if_it_were_named() -> 
 # Decisions
 
 
-def decisions(path: Path, **tables: str) -> Path:
-    """A file by which each collective is done by one algorithm."""
+def decisions(**tables: str) -> str:
+    """As JSON: each collective is done by one algorithm."""
     rows = {name: [{"up_to": None, "best": [label]}] for name, label in tables.items()}
     machine = {"alpha": 1.0, "beta": 0.0, "gamma": 0.0}
     measured = {str(P): {"facts": {}, "machine": machine, "tables": rows}}
-    path.write_text(json.dumps({"measured": measured}))
-    return path
+    return json.dumps({"measured": measured})
 
 
-def test_what_was_measured_decides_where_it_was_loaded(tmp_path: Path) -> None:
-    path = decisions(tmp_path / "decisions.json", all_reduce="linear", all_gather="direct")
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "decisions.json"
+
+
+def test_what_was_measured_decides_where_it_was_loaded(path: Path) -> None:
+    path.write_text(decisions(all_reduce="linear", all_gather="direct"))
 
     def body(comm: Communicator) -> Any:
         def by(group: Communicator) -> str:
@@ -227,8 +231,8 @@ def test_what_was_measured_decides_where_it_was_loaded(tmp_path: Path) -> None:
         assert dict(told.candidates)["ring"] == 4.0, "seconds on the machine of the file"
 
 
-def test_a_call_and_a_block_override_what_was_measured(tmp_path: Path) -> None:
-    path = decisions(tmp_path / "decisions.json", all_reduce="linear")
+def test_a_call_and_a_block_override_what_was_measured(path: Path) -> None:
+    path.write_text(decisions(all_reduce="linear"))
 
     def body(comm: Communicator) -> list[str]:
         comm.load_decisions(path)
@@ -239,8 +243,8 @@ def test_a_call_and_a_block_override_what_was_measured(tmp_path: Path) -> None:
     assert collectives.run(body, P) == [["ring", "census"]] * P
 
 
-def test_what_loading_sends_is_in_the_ledger(tmp_path: Path) -> None:
-    path = decisions(tmp_path / "decisions.json", all_reduce="linear")
+def test_what_loading_sends_is_in_the_ledger(path: Path) -> None:
+    path.write_text(decisions(all_reduce="linear"))
     ledger = recorded(lambda comm: comm.load_decisions(path))
     assert list(ledger.summary(by=("collective",))) == [("decisions",)]
     assert ledger.summary(by=())[()].bytes > (P - 1) * len('"all_reduce"')
@@ -252,16 +256,13 @@ def test_what_loading_sends_is_in_the_ledger(tmp_path: Path) -> None:
         (None, "No such file"),
         ("{", "decisions are not JSON"),
         ("{}", "decisions must have measured, and nothing else"),
-        (decisions, r"\[0\].best: unknown algorithm 'rign' for all_reduce"),
+        (decisions(all_reduce="rign"), r"\[0\].best: unknown algorithm 'rign' for all_reduce"),
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_refused_on_every_rank(
-    content: Any, sentence: str, tmp_path: Path
+    content: str | None, sentence: str, path: Path
 ) -> None:
-    path = tmp_path / "decisions.json"
-    if content is decisions:
-        decisions(path, all_reduce="rign")
-    elif content is not None:
+    if content is not None:
         path.write_text(content)
 
     def body(comm: Communicator) -> str:

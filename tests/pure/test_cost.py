@@ -1,4 +1,4 @@
-"""Lower bounds, and which algorithms meet them exactly."""
+"""Prices, lower bounds, and which algorithms meet them exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from collectives import algorithms
 from collectives.algorithms import Formula
-from collectives.cost import Bound, bounds_met, lower_bound
+from collectives.cost import Bound, Machine, bounds_met, lower_bound, price
 from tests.pure.catalogue import EVERY, each_algorithm
 
 # What each meets exactly at every number of ranks it serves; the others meet nothing.
@@ -140,3 +140,17 @@ def test_bounds_of_what_cannot_be_are_refused(arguments: tuple, sentence: str) -
 
 def test_every_entry_of_the_list_is_an_algorithm() -> None:
     assert set(MEETS) <= {".".join(entry) for entry in EVERY}
+
+
+def test_a_price_is_the_sum_of_start_ups_bytes_and_work() -> None:
+    ring = algorithms.info("all_reduce", "ring")  # 2 (p - 1) start-ups, 2 f n bytes, f n combined
+    assert price(ring, 4, 1000, Machine(1, 0, 0)) == 6
+    assert price(ring, 4, 1000, Machine(0, 1, 0)) == 1500
+    assert price(ring, 4, 1000, Machine(0, 0, 1)) == 750
+    assert price(ring, 4, 1000, Machine(100, 10, 2)) == 600 + 15000 + 1500
+
+
+def test_a_price_depends_on_the_options() -> None:
+    bruck = algorithms.info("all_gather", "bruck")
+    assert price(bruck, 16, 0, Machine(1, 0, 0)) == 4
+    assert price(bruck, 16, 0, Machine(1, 0, 0), radix=4) == 6

@@ -20,7 +20,7 @@ from collectives.schedule import Copy, Recv, Schedule, Send
 
 def moves(program: Program) -> list[Move]:
     """Every copy within the rank."""
-    every = [*program.closing]
+    every = [*program.staying, *program.closing]
     for step in program.steps:
         every += [*step.packing, *(a for a in step.finishing if isinstance(a, Move))]
     return every
@@ -92,7 +92,7 @@ def test_memory_that_is_merely_near_makes_no_copy() -> None:
 
 def test_one_rank_copies_its_input_or_does_nothing_in_place() -> None:
     alone = compile_program("all_reduce", "ring", 0, 1, 0, 10)
-    assert alone.closing == (Move(Region("input", 0, 10), Region("output", 0, 10)),)
+    assert alone.staying == (Move(Region("input", 0, 10), Region("output", 0, 10)),)
     assert compile_program("all_reduce", "ring", 0, 1, 0, 10, (), 0) == Program(())
 
 
@@ -121,7 +121,7 @@ def result(program: Program, memory: list[str], num_output: int) -> list[str]:
 
 def moves_in_order(program: Program) -> list[Move]:
     finishing = [action for step in program.steps for action in step.finishing]
-    return [*finishing, *program.closing]
+    return [*program.staying, *finishing, *program.closing]
 
 
 def test_copies_made_at_once_read_before_they_write() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from collectives import Operator, algorithms, select
+from collectives import Operator, algorithms, select, using
+from collectives.labels import named
 from collectives.reduction import operator
 from collectives.spec import SPECS
 
@@ -73,12 +76,12 @@ def test_options_that_are_given_replace_those_that_would_be_chosen() -> None:
     ],
 )
 def test_a_label_is_the_text_as_everybody_would_write_it(text: str, label: str) -> None:
-    assert select.named("all_gather", text).label == label
+    assert named("all_gather", text).label == label
 
 
 def test_options_are_named_in_the_order_of_the_algorithm() -> None:
     label = "chain(chains=3, segments=5)"
-    assert select.named("reduce", "chain(segments=5, chains=3)").label == label
+    assert named("reduce", "chain(segments=5, chains=3)").label == label
 
 
 @pytest.mark.parametrize(
@@ -89,13 +92,13 @@ def test_options_are_named_in_the_order_of_the_algorithm() -> None:
 )
 def test_what_is_not_written_like_a_call_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a name|is not like 'segments=8'"):
-        select.named("all_gather", text)
+        named("all_gather", text)
 
 
 @pytest.mark.parametrize("text", [" ", "rign", "rign(radix=4)", "bruck radix=4", "bruck, ring"])
 def test_an_unknown_name_is_answered_with_the_known_ones(text: str) -> None:
     with pytest.raises(ValueError, match=r"unknown algorithm .* for all_gather; known: ring, "):
-        select.named("all_gather", text)
+        named("all_gather", text)
 
 
 def test_the_ranks_are_asked_for_with_the_options() -> None:
@@ -104,3 +107,58 @@ def test_the_ranks_are_asked_for_with_the_options() -> None:
         ValueError, match=r"hierarchical\(per_host=4\) serves a multiple of per_host"
     ):
         select.check("all_gather", "hierarchical(per_host=4)", 6)
+
+
+def test_the_reason_names_the_built_in_rule() -> None:
+    def reason(collective: str, num_bytes: int, op: Operator | None = None) -> str:
+        return select.choose(collective, None, 4, num_bytes, op).reason
+
+    assert reason("all_reduce", 32768) == "built-in rule: up to 32768 bytes"
+    assert reason("all_reduce", 32769) == "built-in rule: above 32768 bytes"
+    assert reason("scan", 8) == "built-in rule: every size"
+    assert select.choose("all_reduce", "ring", 4, 8).reason == "named by the caller"
+
+
+def test_of_nested_blocks_the_inner_one_counts_for_what_it_names() -> None:
+    with using(all_reduce="ring", all_gather=" bruck( radix = 4 )"):
+        with using(all_reduce="linear"):
+            assert select.preferred("all_reduce") == "linear"
+            assert select.preferred("all_gather") == "bruck(radix=4)"
+        assert select.preferred("all_reduce") == "ring"
+        assert select.preferred("broadcast") is None
+    assert select.preferred("all_reduce") is None
+
+
+def test_a_block_that_fails_leaves_nothing_behind() -> None:
+    with pytest.raises(RuntimeError, match="inside"), using(all_reduce="ring"):
+        raise RuntimeError("inside")
+    assert select.preferred("all_reduce") is None
+
+
+def test_what_is_preferred_belongs_to_the_thread() -> None:
+    found: list[str | None] = []
+    with using(all_reduce="ring"):
+        thread = threading.Thread(target=lambda: found.append(select.preferred("all_reduce")))
+        thread.start()
+        thread.join()
+    assert found == [None]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        ({"allreduce": "ring"}, "unknown collective 'allreduce'"),
+        ({"all_reduce": "rign"}, "unknown algorithm 'rign' for all_reduce"),
+        ({"all_reduce": "ring", "all_gather": "bruck(radix=1)"}, "radix is at least 2"),
+        ({"send": "point_to_point"}, "unknown collective 'send'"),
+    ],
+)
+def test_what_cannot_be_preferred_is_refused_at_once(wanted: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence), using(**wanted):
+        pytest.fail("the block was entered")
+    assert select.preferred("all_reduce") is None
+
+
+def test_only_a_text_can_be_preferred() -> None:
+    with pytest.raises(TypeError, match="must be a name or None, not 3"), using(all_reduce=3):  # type: ignore[arg-type]
+        pytest.fail("the block was entered")

@@ -1,0 +1,106 @@
+"""The tune command on two real ranks: what it writes can be loaded, and decides."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import collectives
+from bench.__main__ import main
+from collectives.decisions import Decisions
+from collectives.launch import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = ["-b", "8", "-e", "64K", "-f", "9000", "--seconds", "1"]
+LIMIT = 724  # between 8 and 65536
+
+
+def run(*arguments: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    return launch(num_ranks, arguments, env={"PYTHONPATH": str(ROOT)}, timeout=100, capture=True)
+
+
+def tune(output: Path, *more: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    return run("-m", "bench", "tune", *QUICK, "--output", str(output), *more, num_ranks=num_ranks)
+
+
+def test_what_is_measured_is_written_and_can_be_loaded(tmp_path):
+    path = tmp_path / "decisions.json"
+    job = tune(path)
+    assert job.returncode == 0, job.stdout + job.stderr
+    (found,) = Decisions.from_json(path.read_text()).measured.values()
+    assert set(found.tables) == set(collectives.algorithms.collectives())
+    assert {row.largest for rows in found.tables.values() for row in rows} <= {LIMIT, math.inf}
+    assert found.machine.alpha > 0
+    assert found.facts["dtype"] == "float32" and found.facts["mpi"] in job.stdout
+
+    def loaded(comm: collectives.Communicator) -> tuple[str, str]:
+        comm.load_decisions(path)
+        told = comm.explain("all_reduce", np.zeros(2, np.float32))
+        return told.chosen, told.reason.partition(":")[0]
+
+    best = found.tables["all_reduce"][0].labels[0]
+    assert collectives.run(loaded, 2) == [(best, "table measured on 2 ranks")] * 2
+
+
+def test_what_is_not_measured_again_stays(tmp_path):
+    path = tmp_path / "decisions.json"
+    tables = {"barrier": ["tree", "dissemination"], "scan": ["linear"]}
+    known = {
+        "facts": {"mpi": "an older one"},
+        "machine": {"alpha": 1, "beta": 2, "gamma": 3},
+        "tables": {name: [{"up_to": None, "best": best}] for name, best in tables.items()},
+    }
+    path.write_text(json.dumps({"measured": {"2": known, "7": known}}))
+    before = Decisions.from_json(path.read_text()).measured
+    job = tune(path, "--collective", "barrier")
+    assert job.returncode == 0, job.stdout + job.stderr
+    after = Decisions.from_json(path.read_text()).measured
+    assert after[7] == before[7]
+    assert after[2].tables["scan"] == before[2].tables["scan"]
+    assert after[2].tables["barrier"] != before[2].tables["barrier"], "one is never reached"
+    assert after[2].machine.alpha < 1 and after[2].machine[1:] == (2, 3)
+    assert after[2].facts["mpi"] != "an older one"
+
+
+REFUSED = {
+    "wrong.json": "decisions are not JSON",
+    "missing/new.json": "there is no folder",
+    "new.json -d bool": "op 'sum' is not defined for dtype bool",
+    "new.json -b 1M": "the least size, 1048576, is greater than the greatest, 65536",
+}
+PROGRAM = """
+import sys
+from bench.__main__ import main
+
+statuses = [main(["tune", *line.split()]) for line in sys.argv[1:]]
+sys.exit(set(statuses) != {2})
+"""
+
+
+def test_what_cannot_be_measured_is_said_at_once_and_leaves_the_file_alone(tmp_path):
+    (tmp_path / "wrong.json").write_text("{")
+    lines = [" ".join([*QUICK, "--output", f"{tmp_path}/{more}"]) for more in REFUSED]
+    job = run("-c", PROGRAM, *lines)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert [job.stdout.count(sentence) for sentence in REFUSED.values()] == [1] * len(REFUSED)
+    assert "us" not in job.stdout.split(), "no table of times"
+    assert (tmp_path / "wrong.json").read_text() == "{"
+    assert [path.name for path in tmp_path.iterdir()] == ["wrong.json"]
+
+
+def test_one_rank_has_nothing_to_choose(tmp_path):
+    job = tune(tmp_path / "decisions.json", num_ranks=1)
+    assert job.returncode == 2 and "on one rank there is nothing to choose" in job.stdout
+
+
+@pytest.mark.parametrize("more", [["--collective", "allreduce"], ["-d", "object"], ["-e", "0"]])
+def test_options_without_a_meaning_are_refused(more, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["tune", *more])
+    assert stop.value.code == 2
+    assert "error:" in capsys.readouterr().err

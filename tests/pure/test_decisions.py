@@ -1,0 +1,187 @@
+"""Decisions: read strictly, and what they say for any number of ranks and bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from collectives import Operator, select
+from collectives.cost import Machine
+from collectives.decisions import Decisions, Measured, Row, extent
+
+MATMUL = Operator.from_function(lambda left, right: left @ right, name="matmul")
+MACHINE = {"alpha": 2e-6, "beta": 1e-10, "gamma": 0}
+
+
+def measured(**tables: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"facts": {"mpi": "MPI 5"}, "machine": dict(MACHINE), "tables": tables}
+
+
+def row(up_to: int | None, *best: str) -> dict[str, Any]:
+    return {"up_to": up_to, "best": list(best)}
+
+
+def read(found: dict[str, Any]) -> Decisions:
+    return Decisions.from_json(json.dumps({"measured": found}))
+
+
+TABLE = [row(100, "bruck( radix = 4 )"), row(2000, "neighbour_exchange", "ring"), row(None, "ring")]
+
+
+def test_what_is_read_is_what_was_written() -> None:
+    decisions = read({"4": measured(all_gather=TABLE), "2": measured()})
+    rows = (
+        Row(100, ("bruck(radix=4)",)),
+        Row(2000, ("neighbour_exchange", "ring")),
+        Row(math.inf, ("ring",)),
+    )
+    four = Measured({"mpi": "MPI 5"}, Machine(2e-6, 1e-10, 0.0), {"all_gather": rows})
+    assert decisions.measured == {4: four, 2: four._replace(tables={})}
+    text = decisions.to_json()
+    assert Decisions.from_json(text).measured == decisions.measured
+    assert Decisions.from_json(text.encode()).to_json() == text
+    assert text.index('"2"') < text.index('"4"'), "in the order of the ranks"
+
+
+def changed(place: str, value: Any) -> str:
+    """Good decisions with what is at a place replaced, or put there."""
+    data: Any = {"measured": {"4": measured(all_gather=deepcopy(TABLE))}}
+    *path, last = [int(key) if key.isdigit() and key != "4" else key for key in place.split(".")]
+    found = data
+    for key in path:
+        found = found[key]
+    found[last] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "sentence"),
+    [
+        ("more", 1, "decisions must have measured, and nothing else"),
+        ("measured", [], "measured must be an object"),
+        ("measured.four", {}, "measured: 'four' is not a number of ranks"),
+        ("measured.0", {}, "measured: '0' is not a number of ranks"),
+        ("measured.4.when", "", "measured.4 must have facts, machine, tables, and nothing else"),
+        ("measured.4.facts", None, "measured.4.facts must be an object"),
+        ("measured.4.facts.mpi", 5, "measured.4.facts.mpi must be a text, not 5"),
+        ("measured.4.machine", {"alpha": 1}, "measured.4.machine must have alpha, beta, gamma"),
+        ("measured.4.machine.beta", -1, "measured.4.machine.beta must be a number of seconds"),
+        ("measured.4.machine.beta", True, "machine.beta must be a number of seconds, not True"),
+        ("measured.4.machine.beta", "1", "machine.beta must be a number of seconds, not '1'"),
+        ("measured.4.machine.beta", math.nan, "machine.beta must be a number of seconds, not nan"),
+        ("measured.4.machine.beta", 10**400, "machine.beta must be a number of seconds"),
+        ("measured.4.tables.allgather", TABLE, "measured.4.tables.allgather: there is no such"),
+        ("measured.4.tables.all_gather", [], "tables.all_gather must be a list of rows, and not"),
+        ("measured.4.tables.all_gather.1", 7, r"all_gather\[1\] must be an object"),
+        ("measured.4.tables.all_gather.1.up_to", 100, "all_gather: up_to must grow from row to"),
+        ("measured.4.tables.all_gather.1.up_to", 99, "all_gather: up_to must grow from row to row"),
+        ("measured.4.tables.all_gather.1.up_to", None, "all_gather: up_to must grow from row to"),
+        ("measured.4.tables.all_gather.2.up_to", 9999, "all_gather: .* be null in the last"),
+        ("measured.4.tables.all_gather.0.up_to", -1, r"\[0\].up_to must be a number of bytes or"),
+        ("measured.4.tables.all_gather.0.up_to", 1.5, r"\[0\].up_to must be a number of bytes or"),
+        ("measured.4.tables.all_gather.0.best", "ring", r"\[0\].best must be a list of algorithms"),
+        ("measured.4.tables.all_gather.0.best", [], r"\[0\].best must be a list of algorithms"),
+        ("measured.4.tables.all_gather.0.best", [2], r"\[0\].best: algorithm must be a name"),
+        ("measured.4.tables.all_gather.0.best", ["rign"], r"\[0\].best: unknown algorithm 'rign'"),
+        ("measured.4.tables.all_gather.0.best", ["ring(radix=2)"], r"\[0\].best: .* no option"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_its_place(place: str, value: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Decisions.from_json(changed(place, value))
+
+
+@pytest.mark.parametrize("text", ["", "{", b"\xff\xfe\xff", "[" * 200_000])
+def test_what_is_no_json_is_refused(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match="decisions are not JSON"):
+        Decisions.from_json(text)
+
+
+def label(decisions: Decisions, size: int, num_bytes: int, collective: str = "all_gather") -> str:
+    return select.choose(collective, None, size, num_bytes, None, decisions).label
+
+
+def test_a_row_holds_up_to_its_size() -> None:
+    decisions = read({"4": measured(all_gather=TABLE)})
+    labels = [label(decisions, 4, n) for n in (0, 100, 101, 2000, 2001, 2**40)]
+    assert labels == ["bruck(radix=4)"] * 2 + ["neighbour_exchange"] * 2 + ["ring"] * 2
+    assert label(decisions, 4, 8, "all_reduce") == select.choose("all_reduce", None, 4, 8).label
+
+
+def test_options_that_are_not_given_follow_from_the_size() -> None:
+    decisions = read({"4": measured(broadcast=[row(None, "chain(chains=3)")])})
+    choice = select.choose("broadcast", None, 4, 2**20, None, decisions)
+    assert choice.options == {"chains": 3, "segments": 4}
+
+
+def test_the_nearest_number_of_ranks_stands_for_one_that_was_not_measured() -> None:
+    tables = {2: "ring", 8: "bruck", 64: "direct"}
+    found = {str(p): measured(all_gather=[row(None, name)]) for p, name in tables.items()}
+    sizes = {1: 2, 3: 2, 4: 2, 5: 8, 8: 8, 22: 8, 23: 64, 1000: 64}
+    for size, nearest in sizes.items():
+        assert label(read(found), size, 8) == tables[nearest], size
+
+
+def test_what_cannot_serve_gives_way_to_the_next_in_line() -> None:
+    table = [row(100, "neighbour_exchange", "swing"), row(None, "neighbour_exchange", "bruck")]
+    found = {"4": measured(all_gather=table), "8": measured(all_gather=[row(None, "sparbit")])}
+    assert label(read(found), 4, 8) == "neighbour_exchange"
+    assert label(read(found), 5, 101) == "bruck", "the next of the row"
+    assert label(read(found), 5, 8) == "sparbit", "the next nearest number of ranks"
+    del found["8"]
+    assert label(read(found), 5, 8) == select.choose("all_gather", None, 5, 8).label
+
+
+def test_an_operator_that_needs_the_order_is_served_by_what_keeps_it() -> None:
+    decisions = read({"4": measured(all_reduce=[row(None, "ring", "swing", "linear")])})
+    assert label(decisions, 4, 8, "all_reduce") == "ring"
+    choice = select.choose("all_reduce", None, 4, 8, MATMUL, decisions)
+    assert choice.label == "linear" and choice.algorithm.is_ordered
+    other = read({"4": measured(all_reduce=[row(None, "ring")])})
+    built_in = select.choose("all_reduce", None, 4, 2**20, MATMUL)
+    assert select.choose("all_reduce", None, 4, 2**20, MATMUL, other).label == built_in.label
+
+
+def test_a_named_algorithm_is_not_replaced() -> None:
+    decisions = read({"4": measured(all_gather=TABLE)})
+    assert select.choose("all_gather", "sparbit", 4, 8, None, decisions).label == "sparbit"
+
+
+def test_the_reason_names_the_table() -> None:
+    decisions = read({"4": measured(all_gather=TABLE)})
+
+    def reason(size: int, num_bytes: int) -> str:
+        return select.choose("all_gather", None, size, num_bytes, None, decisions).reason
+
+    assert reason(4, 8) == "table measured on 4 ranks: up to 100 bytes"
+    assert reason(4, 101) == "table measured on 4 ranks: above 100 and up to 2000 bytes"
+    assert reason(5, 2001) == "table measured on 4 ranks, the nearest to 5: above 2000 bytes"
+
+
+def test_an_extent_without_limits_is_every_size() -> None:
+    assert extent(math.inf, 8, [math.inf]) == "every size"
+    assert extent(math.inf, 8, [8, math.inf]) == "every size", "8 bytes are not above 8"
+    assert extent(math.inf, 9, [8, math.inf]) == "above 8 bytes"
+
+
+def test_the_machine_is_that_of_the_nearest_number_of_ranks() -> None:
+    other = measured() | {"machine": dict.fromkeys(MACHINE, 1.0)}
+    decisions = read({"2": measured(), "8": other})
+    assert decisions.machine(3) == Machine(**MACHINE)
+    assert decisions.machine(5) == Machine(1.0, 1.0, 1.0)
+    assert read({}).machine(5) == Machine()
+
+
+def test_a_later_measurement_replaces_its_own_tables_only() -> None:
+    known = read({"2": measured(all_gather=TABLE, barrier=[row(None, "tree")]), "4": measured()})
+    later = read({"2": measured(barrier=[row(None, "dissemination")])}).measured[2]
+    joined = known.including(2, later._replace(facts={"mpi": "MPI 6"}))
+    assert joined.measured[2].facts == {"mpi": "MPI 6"}
+    assert joined.measured[2].tables["all_gather"] == known.measured[2].tables["all_gather"]
+    assert joined.measured[2].tables["barrier"] == later.tables["barrier"]
+    assert joined.measured[4] == known.measured[4]
+    assert known.including(3, later).measured[3] == later
