@@ -37,7 +37,7 @@ from parallel.show import console_of
 FP32 = np.dtype("float32")
 QUICK = Effort(warmup=1, samples=3, seconds=1.0)
 ENOUGH = 0.97  # of the cores
-AGAIN = 60.0  # seconds for what is timed once more
+AGAIN = 40.0  # seconds for what is timed once more
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,7 +112,7 @@ class Sweep:
 
 def effort(size: int) -> Effort:
     """Large cases get more time, for their medians to be of enough samples."""
-    return Effort(warmup=5, samples=1000, seconds=1.2 + 5.0 * size / (64 << 20))
+    return Effort(warmup=5, samples=1000, seconds=1.0 + 5.0 * size / (64 << 20))
 
 
 class Watch:

@@ -94,15 +94,22 @@ class Plan:
         if has_limit or self._refusal is not None or self._in_flight:
             self.start()
             return self.wait(timeout)
+        # The rest is what takes small messages longer than MPI's own calls: nothing needless here.
         self._refusal = _RUNNING
         try:
-            self._record()
+            self._num_runs += 1
+            for ledgers in self._ledgers:
+                if ledgers:
+                    self._record()
             for action in self._script:
                 action()
         except BaseException as error:
             self._fail(error)
             raise
-        self._end()
+        if self._entries or not self._is_kept:
+            self._end()
+        else:
+            self._refusal = None
         return self.result
 
     def start(self) -> None:
@@ -112,6 +119,7 @@ class Plan:
         self._refusal, self._stage = _RUNNING, 0
         self._in_flight.append(self)
         try:
+            self._num_runs += 1
             self._record()
             _do(self._opening)
             self._end_if_over()
@@ -186,13 +194,10 @@ class Plan:
                 stage.exchange.free()
 
     def _record(self) -> None:
-        """Enter this run into the ledgers, if any is open."""
-        self._num_runs += 1
-        for ledgers in self._ledgers:
-            if ledgers:
-                assert self._recorder is not None
-                self._entries = self._recorder.record(self._num_runs)
-                return
+        """Enter this run into the ledgers that are open, once."""
+        if any(self._ledgers) and not self._entries:
+            assert self._recorder is not None
+            self._entries = self._recorder.record(self._num_runs)
 
     def _complete_stage(self, deadline: float | None) -> bool:
         """Wait for the messages of this stage and go on; False if the deadline came first."""

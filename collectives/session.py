@@ -10,7 +10,7 @@ two ranks messages of one tag arrive in the order in which they were sent.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -108,32 +108,43 @@ class Session:
         self, call: SmallCall, x: Array | None, out: Array | None, timeout: float | None
     ) -> Array | None:
         """Run a small call that is remembered, on these arrays."""
-        return self.in_turn(call.plan, partial(call, x, out), timeout)
-
-    def in_turn(
-        self, plan: Plan, run: Callable[[float | None], Array | None], timeout: float | None
-    ) -> Array | None:
-        """Run a small plan, after the last one if that timed out: all have the same tag.
-
-        What fails half-way may leave messages behind that the next one would take for its own.  So
-        it is the last that this communicator does.
-        """
-        self.check()
-        limit = self.timeout if timeout is None else timeout
-        if self._overdue is not None:
-            self._overdue.wait(limit)
-            self._overdue = None
+        if self._damage is not None or self._overdue is not None:
+            self._take_turn(timeout)
         self._num_calls += 1
         try:
-            return run(limit)
-        except CollectiveTimeout:
+            return call(x, out, self.timeout if timeout is None else timeout)
+        except BaseException as error:
+            self._has_failed(call.plan, error)
+            raise
+
+    def once(self, plan: Plan, timeout: float | None) -> Array | None:
+        """Run the plan of a small call that is not remembered."""
+        self._take_turn(timeout)
+        self._num_calls += 1
+        try:
+            return plan.run(self.timeout if timeout is None else timeout)
+        except BaseException as error:
+            self._has_failed(plan, error)
+            raise
+
+    def _take_turn(self, timeout: float | None) -> None:
+        """A small call that timed out comes first: all have the same tag."""
+        self.check()
+        if self._overdue is not None:
+            self._overdue.wait(self.timeout if timeout is None else timeout)
+            self._overdue = None
+
+    def _has_failed(self, plan: Plan, error: BaseException) -> None:
+        """What failed half-way may leave messages that the next small call would take for its own.
+
+        So it is the last thing that this communicator does.  A call that timed out goes on.
+        """
+        if isinstance(error, CollectiveTimeout):
             self._overdue = plan
             self.remembered.drop(plan)
-            raise
-        except BaseException as error:
-            self._damage = f"{plan.title} failed half-way on rank {self.transport.rank}: {error!r}"
-            self.remembered.calls.clear()
-            raise
+            return
+        self._damage = f"{plan.title} failed half-way on rank {self.transport.rank}: {error!r}"
+        self.remembered.calls.clear()
 
     def check(self) -> None:
         """Raise CollectiveError if a failure has left this communicator unusable."""
@@ -158,7 +169,7 @@ class Session:
     ) -> Plan:
         """The plan of a collective.  `label`: what the ledger calls it if not by its name.
 
-        That of a small call is to be run by `again` or `in_turn`.
+        That of a small call is to be run by `again` or `once`.
         """
         self.check()
         dtype, size = _dtype(arrays), self.transport.size

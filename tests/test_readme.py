@@ -27,8 +27,8 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(EXAMPLE.strip().splitlines()) <= 12
     lines = sorted(done.stdout.split("\n"))
-    assert "0 6.0 example all_reduce 6 6000000" in lines
-    assert "3 6.0 example reduce_scatter 3 3000000" in lines
+    assert "0 6.0 example all_reduce 12 6000000" in lines
+    assert "3 6.0 example reduce_scatter 6 3000000" in lines
 
 
 def test_an_algorithm_of_ones_own_takes_fifteen_lines(tmp_path: Path) -> None:
