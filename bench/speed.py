@@ -146,9 +146,9 @@ def cells(each: Finding) -> list[str]:
 
 def _value(each: Finding, name: str) -> str:
     found = each.found.get(name)
-    if found is None or not isinstance(each.demand, Overhead):
-        return times_faster(found)
-    return f"+{us(found)} us"
+    if found is None:
+        return "-"
+    return f"+{us(found)} us" if isinstance(each.demand, Overhead) else f"{found:.3f}"
 
 
 def met_in_words(each: Finding) -> str:

@@ -22,7 +22,7 @@ arrays are sent through page-locked host memory and combined on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple, ParamSpec
 
@@ -36,7 +36,13 @@ from collectives.layout import even
 from collectives.plan import Plan, Work
 from collectives.program import Counts
 from collectives.reduction import Operator, operator
-from collectives.remembered import SmallCall
+from collectives.remembered import (
+    COPIED_BYTES,
+    COPIED_RESULT_BYTES,
+    KeptCall,
+    borrowed,
+    places,
+)
 from collectives.select import preferred
 from collectives.session import Arrays, Session
 
@@ -54,35 +60,47 @@ Parameters = ParamSpec("Parameters")
 
 
 def _remembering(method: Callable[Parameters, Any]) -> Callable[Parameters, Any]:
-    """A collective whose small calls, once made, go straight to their plans.
-
-    A call looks like another if everything about its arguments is equal but the arrays' contents
-    and addresses.
-    """
+    """A collective whose calls, when they come again, go straight to their plans."""
     name = method.__name__
 
     @wraps(method)
     def call(
         self: Calls, x: Any = None, *args: Any, out: Any = None, timeout: Any = None, **named: Any
     ) -> Any:
-        look: Hashable | None = None
-        if not self._is_kept and (x is None or type(x) is ndarray):
-            form = None if x is None else (x.shape, x.dtype)
-            if out is None:
-                look = name, form, preferred(name), args, *named.items()
-            elif type(out) is ndarray and out.flags.carray:
-                likeness = out.shape, out.dtype
-                look = name, form, likeness, preferred(name), args, *named.items()
+        look = None if self._is_kept else _look(x, out, name, preferred(name), args, *named.items())
         try:
             known = self._session.remembered.calls.get(look)
         except TypeError:  # something unhashable among the arguments
             known = look = None
         if known is not None and timeout is None:
             return self._session.again(known, x, out, None)
-        self._look = look
+        self._look, self._has_out = look, out is not None
         return method(self, x, *args, out=out, timeout=timeout, **named)  # type: ignore[arg-type]
 
     return call  # type: ignore[return-value]
+
+
+def _look(x: Any, out: Any, *others: Any) -> tuple[Any, ...] | None:
+    """What calls have in common that can share a plan; None for a call that can share none.
+
+    The last of it is None if the plan can copy from and to the arrays wherever they lie, and else
+    tells where they do.
+    """
+    num_bytes, limit = 0, COPIED_RESULT_BYTES
+    form = likeness = None
+    if x is not None:
+        if type(x) is not ndarray:
+            return None
+        form, num_bytes = (x.shape, x.dtype), x.nbytes
+    if out is not None:
+        if type(out) is not ndarray or not out.flags.carray:
+            return None
+        likeness, num_bytes, limit = (out.shape, out.dtype), num_bytes + out.nbytes, COPIED_BYTES
+    if num_bytes <= limit:
+        return *others, form, likeness, None
+    if x is not None and not (x.flags.c_contiguous and x.flags.aligned):
+        return None
+    return *others, form, likeness, places(x, out)
 
 
 class Calls:
@@ -93,7 +111,10 @@ class Calls:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.rank, self.size = session.transport.rank, session.transport.size
-        self._look: Hashable | None = None  # of the call being made, if it can be remembered
+        # Of the call being made: what it looks like, if it can be remembered, and whether it has
+        # an array for its result.
+        self._look: tuple[Any, ...] | None = None
+        self._has_out = False
 
     # Collectives
 
@@ -440,14 +461,14 @@ class Calls:
             op=op,
             algorithm=options.algorithm,
         )
-        if not self._is_kept and not options.async_op and session.is_small(arrays, counts):
-            make = partial(make, is_small=True)
-            return self._run_small(make, arrays, answer, op, options.timeout)
+        if not self._is_kept and not options.async_op:
+            make = partial(make, is_blocking=True)
+            return self._run_blocking(make, arrays, answer, op, options.timeout)
         plan = make(arrays, is_kept=self._is_kept)
         plan.result = answer
         return self._finish(plan, options)
 
-    def _run_small(
+    def _run_blocking(
         self,
         make: Callable[..., Plan],
         arrays: Arrays,
@@ -455,19 +476,33 @@ class Calls:
         op: Operator | None,
         timeout: float | None,
     ) -> Any:
-        """Run a small call, and remember it if it may come again in the same form."""
-        look, self._look = self._look, None
-        is_named = op is None or isinstance(op.function, str)
-        if look is None or arrays.backend is not HOST or not is_named:
-            plan = make(arrays)
-            plan.result = answer
-            return self._session.once(plan, timeout)
-        call = self._session.remembered.calls.get(look)
-        if call is None:
-            x, y = (None if array is None else np.empty_like(array) for array in arrays[1:])
-            call = SmallCall(make(Arrays(HOST, x, y), is_kept=True), x, y)
-            self._session.remembered.add(look, call)
-        return self._session.again(call, arrays.source, answer, timeout)
+        """Run a blocking call, and remember it if it may come again in the same form."""
+        remembered, (look, self._look) = self._session.remembered, (self._look, None)
+        call = None if look is None else remembered.calls.get(look)
+        if call is None and look is not None and self._is_memorable(look, arrays, op):
+            if look[-1] is None:
+                x, y = (None if array is None else np.empty_like(array) for array in arrays[1:])
+                plan = make(Arrays(HOST, x, y), is_kept=True)
+            else:
+                x = y = None
+                plan = make(Arrays(HOST, *map(borrowed, arrays[1:])), is_kept=True)
+            call = KeptCall(plan, x, y, has_result=arrays.target is not None)
+            remembered.add(look, call)
+        if call is not None:
+            return self._session.again(call, arrays.source, answer, timeout)
+        plan = make(arrays)
+        plan.result = answer
+        return self._session.once(plan, timeout)
+
+    def _is_memorable(self, look: tuple[Any, ...], arrays: Arrays, op: Operator | None) -> bool:
+        """Whether a call can be remembered, now that its arguments are known to be good."""
+        if arrays.backend is not HOST or not (op is None or isinstance(op.function, str)):
+            return False
+        if look[-1] is None:
+            return True
+        # A result that is new every time lies elsewhere every time.
+        lies_still = self._has_out or arrays.target is None
+        return lies_still and self._session.remembered.is_repeated(look)
 
     def _run_point_to_point(
         self,

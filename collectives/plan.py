@@ -19,6 +19,8 @@ from collectives.reduction import Operator
 from collectives.staging import PinnedMemory
 from collectives.transport import Action, Exchange, Transport
 
+_STAGE_BYTES = 4096
+
 _RUNNING = "is already running; wait for it first"
 
 
@@ -69,6 +71,9 @@ class Plan:
         self._num_rounds = program.num_rounds
         binder = _Binder(program, buffers, transport, operator, tag, is_kept)
         self._opening, self._stages = binder.bound()
+        # What keeping it costs: its scratch, and roughly what the stages take.
+        self.num_bytes = buffers.scratch.size * buffers.input.dtype.itemsize
+        self.num_bytes += _STAGE_BYTES * len(self._stages)
         # All of it, for a run that has nobody else to think of.
         self._script = [*self._opening]
         for stage in self._stages:
@@ -192,6 +197,7 @@ class Plan:
             self._refusal = "was freed"
             for stage in self._stages:
                 stage.exchange.free()
+            self._let_go()
 
     def _record(self) -> None:
         """Enter this run into the ledgers that are open, once."""
@@ -250,9 +256,18 @@ class Plan:
         if self in self._in_flight:
             self._in_flight.remove(self)
         are_over = [stage.exchange.abandon() for stage in self._stages]
-        if not all(are_over):
+        if all(are_over):
+            self._let_go()
+        else:
             # Messages may still be on their way: the buffers must never go to anybody else.
             self._transport.failed.append(self)
+
+    def _let_go(self) -> None:
+        """Of the arrays, at once: an exchange and what it does refer to each other."""
+        for stage in self._stages:
+            stage.exchange.starts.clear()
+            stage.exchange.waits.clear()
+        self._opening, self._stages, self._script = [], [], []
 
     def _timed_out(self, timeout: float | None) -> CollectiveTimeout:
         assert self._stage is not None

@@ -1,8 +1,10 @@
-"""Small calls that come again: their plans are kept, on arrays of the library's own.
+"""Blocking calls that come again go straight to a plan that was kept.
 
-Making a plan takes longer than running a small one.  So a small blocking call leaves its plan
-behind, and the next one like it, whatever its arrays, copies into that plan's input and out of its
-result.  No array of a caller's is ever kept.
+Making a plan takes longer than running a small one.  So a small call leaves its plan behind, bound
+to arrays of the library's own; the next one like it, whatever its arrays, copies into that plan's
+input and out of its result.  A larger one that comes a second time with its arrays at the same
+addresses is bound to that memory.  No array of a caller's is kept alive: a plan touches memory only
+while it runs, and it runs for arrays that lie there.
 """
 
 from __future__ import annotations
@@ -10,39 +12,53 @@ from __future__ import annotations
 from collections.abc import Hashable
 from functools import partial
 
+import numpy as np
+
 from collectives.arrays import Array
 from collectives.errors import CollectiveTimeout
 from collectives.plan import Plan, Work
 
-SMALL_BYTES = 256 * 1024  # n of the formulas; on all ranks alike, it decides by which tag calls go
+COPIED_BYTES = (
+    16 * 1024
+)  # up to so many in x and out, copying is quicker than looking where they lie
+COPIED_RESULT_BYTES = 256 * 1024  # the same where the result is a new array, every time elsewhere
 _MOST_CALLS = 256
 _MOST_BYTES = 32 * 2**20
+_MOST_SEEN = 1024
 
 
-class SmallCall:
-    """A plan on arrays of its own, `x` and `y` (None: this rank has no input, or no result)."""
+class KeptCall:
+    """A plan for calls that look alike.
 
-    def __init__(self, plan: Plan, x: Array | None, y: Array | None) -> None:
-        self.plan, self.x, self.y = plan, x, y
-        self.num_bytes = sum(array.nbytes for array in (x, y) if array is not None)
+    `x`, `y`: arrays of its own to copy from and to, or None where there is nothing to copy.
+    `has_result`: whether this rank gets a result.
+    """
+
+    def __init__(self, plan: Plan, x: Array | None, y: Array | None, *, has_result: bool) -> None:
+        self.plan, self.x, self.y, self.has_result = plan, x, y, has_result
+        own = sum(array.nbytes for array in (x, y) if array is not None)
+        self.num_bytes = plan.num_bytes + own
 
     def __call__(self, x: Array | None, out: Array | None, timeout: float | None) -> Array | None:
         """Run on the caller's arrays; without `out` the result is a new one.
 
-        After CollectiveTimeout the result is brought where it belongs by the error's `work`.
+        After CollectiveTimeout the error's `work` keeps the arrays, and brings the result to its
+        place.
         """
         if self.x is not None:
             self.x[...] = x
         try:
             self.plan.run(timeout)
         except CollectiveTimeout as error:
-            error.work = Work(self.plan, partial(self._result, out))
+            error.work = Work(self.plan, partial(self._result, x, out))
             raise
-        return self._result(out)
+        return self._result(x, out)
 
-    def _result(self, out: Array | None) -> Array | None:
-        if self.y is None:
+    def _result(self, x: Array | None, out: Array | None) -> Array | None:
+        if not self.has_result:
             return None
+        if self.y is None:
+            return out
         if out is None:
             return self.y.copy()
         out[...] = self.y
@@ -50,19 +66,29 @@ class SmallCall:
 
 
 class Remembered:
-    """The small calls of a communicator by what their arguments look like, boundedly many."""
+    """The calls of a communicator by what they look like, boundedly many."""
 
     def __init__(self) -> None:
-        self.calls: dict[Hashable, SmallCall] = {}
+        self.calls: dict[Hashable, KeptCall] = {}
         self._num_bytes = 0
+        self._seen: set[Hashable] = set()
 
-    def add(self, signature: Hashable, call: SmallCall) -> None:
+    def is_repeated(self, look: Hashable) -> bool:
+        """Whether a call that looked like this was asked for before."""
+        if look in self._seen:
+            return True
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        self._seen.add(look)
+        return False
+
+    def add(self, look: Hashable, call: KeptCall) -> None:
         """Remember a call; when there are too many, forget all others first."""
         self._num_bytes += call.num_bytes
         if len(self.calls) >= _MOST_CALLS or self._num_bytes > _MOST_BYTES:
             self.forget()
             self._num_bytes = call.num_bytes
-        self.calls[signature] = call
+        self.calls[look] = call
 
     def drop(self, plan: Plan) -> None:
         """Leave a plan to whoever waits for it."""
@@ -74,3 +100,32 @@ class Remembered:
             call.plan.free()
         self.calls.clear()
         self._num_bytes = 0
+
+
+def places(x: Array | None, out: Array | None) -> tuple[int | None, int | None]:
+    """The addresses of NumPy arrays."""
+    return _address(x), _address(out)
+
+
+def _address(x: Array | None) -> int | None:
+    return None if x is None else x.__array_interface__["data"][0]
+
+
+class _Memory:
+    """Bytes at an address, as NumPy asks for them.  It owns nothing and keeps nothing alive."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+        }
+
+
+def borrowed(x: Array | None) -> Array | None:
+    """The memory of a contiguous array, without a reference to the array."""
+    if x is None:
+        return None
+    memory = np.asarray(_Memory(x.__array_interface__["data"][0], x.nbytes))
+    return memory.view(x.dtype).reshape(x.shape)

@@ -2,9 +2,9 @@
 
 Tags keep messages apart.  A quarter of them is the user's (point to point), a quarter numbers the
 collective calls, so that the messages of two calls never meet, and a quarter is for what the
-library sends ahead of a call of that number.  Small blocking calls all have one tag, of the last
-quarter, so that their plans can be kept: they run one after the other on every rank, and between
-two ranks messages of one tag arrive in the order in which they were sent.
+library sends ahead of a call of that number.  Blocking calls all have one tag, of the last quarter,
+so that their plans can be kept: they run one after the other on every rank, and between two ranks
+messages of one tag arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collectives.plan import Buffers, Plan
 from collectives.program import Counts, Message, Program, Region, Step
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
-from collectives.remembered import SMALL_BYTES, Remembered, SmallCall
+from collectives.remembered import KeptCall, Remembered
 from collectives.transport import Transport
 
 
@@ -59,7 +59,9 @@ class Session:
         self.remembered = Remembered()
         self._num_calls = 0
         self._num_messages = 0
-        self._overdue: Plan | None = None  # a small call that timed out; others wait for their turn
+        self._overdue: Plan | None = (
+            None  # a blocking call that timed out, before which none begins
+        )
         self._damage: str | None = None  # why nothing can be called any more
         self._num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
@@ -98,16 +100,12 @@ class Session:
             raise ValueError(f"tag must be from 0 to {largest}, got {number}")
         return number
 
-    # Small blocking calls
-
-    def is_small(self, arrays: Arrays, counts: Counts) -> bool:
-        """Whether this is a small call; all ranks answer alike."""
-        return _num_bytes(counts, _dtype(arrays)) <= SMALL_BYTES
+    # Blocking calls
 
     def again(
-        self, call: SmallCall, x: Array | None, out: Array | None, timeout: float | None
+        self, call: KeptCall, x: Array | None, out: Array | None, timeout: float | None
     ) -> Array | None:
-        """Run a small call that is remembered, on these arrays."""
+        """Run a call that is remembered, on these arrays."""
         if self._damage is not None or self._overdue is not None:
             self._take_turn(timeout)
         self._num_calls += 1
@@ -118,7 +116,7 @@ class Session:
             raise
 
     def once(self, plan: Plan, timeout: float | None) -> Array | None:
-        """Run the plan of a small call that is not remembered."""
+        """Run the plan of a blocking call that is not remembered."""
         self._take_turn(timeout)
         self._num_calls += 1
         try:
@@ -128,14 +126,14 @@ class Session:
             raise
 
     def _take_turn(self, timeout: float | None) -> None:
-        """A small call that timed out comes first: all have the same tag."""
+        """A call that timed out comes first: all have the same tag."""
         self.check()
         if self._overdue is not None:
             self._overdue.wait(self.timeout if timeout is None else timeout)
             self._overdue = None
 
     def _has_failed(self, plan: Plan, error: BaseException) -> None:
-        """What failed half-way may leave messages that the next small call would take for its own.
+        """What failed half-way may leave messages that the next call would take for its own.
 
         So it is the last thing that this communicator does.  A call that timed out goes on.
         """
@@ -163,13 +161,13 @@ class Session:
         op: Operator | None = None,
         algorithm: str | None = None,
         is_kept: bool = False,
-        is_small: bool = False,
+        is_blocking: bool = False,
         label: str | None = None,
         tag: int | None = None,
     ) -> Plan:
         """The plan of a collective.  `label`: what the ledger calls it if not by its name.
 
-        That of a small call is to be run by `again` or `once`.
+        That of a blocking call is to be run by `again` or `once`.
         """
         self.check()
         dtype, size = _dtype(arrays), self.transport.size
@@ -187,7 +185,7 @@ class Session:
             chosen.segments,
         )
         names = label or collective, chosen.label
-        if is_small:
+        if is_blocking:
             return self._plan(names, None, program, buffers, arrays, self._tag(3, 0), op, is_kept)
         tag = self.next_tag() if tag is None else tag
         number = f"{self.name}{self._num_calls}"
@@ -255,7 +253,7 @@ class Session:
         )
 
     def _number(self, run: int) -> str:
-        """The number of the small call being made, whatever run of its plan that is."""
+        """The number of the blocking call being made, whatever run of its plan that is."""
         return f"{self.name}{self._num_calls}"
 
     # What the library sends for itself, under labels of its own

@@ -40,7 +40,7 @@ def test_a_goal_may_be_met_by_the_plan_and_missed_by_the_call():
     result = found(goal(3), timed(native=3.0, plan=1.0, call=1.001))
     assert result.met == {PLAN: True, CALL: False}
     assert speed.cells(result) == [
-        "all-reduce", "8 B", "3.00", "3.00", "at least 3x faster", "yes / NO"
+        "all-reduce", "8 B", "3.000", "2.997", "at least 3x faster", "yes / NO"
     ]  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_at_most_so_much_slower():
 def test_who_is_not_judged_is_shown():
     result = found(goal(1, judged=(PLAN,)), timed(native=1.0, plan=0.9, call=2.0))
     assert result.met == {PLAN: True} and result.found[CALL] == 0.5
-    assert speed.cells(result)[3:] == ["0.50", "by plan: not slower", "yes / -"]
+    assert speed.cells(result)[3:] == ["0.500", "by plan: not slower", "yes / -"]
 
 
 def test_the_rival_is_the_one_named():

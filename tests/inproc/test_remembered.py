@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -65,17 +64,60 @@ def test_what_differs_in_anything_but_contents_makes_another_plan(plans_made: li
     assert len(plans_made) == 8
 
 
-def test_large_and_asynchronous_calls_and_plans_are_not_kept() -> None:
+LARGE = remembered.COPIED_RESULT_BYTES // 8 + 1
+
+
+def test_asynchronous_calls_and_plans_and_what_differs_every_time_are_not_kept() -> None:
     def body(comm: Communicator) -> int:
-        comm.all_reduce(np.zeros(remembered.SMALL_BYTES // 8 + 1))
-        comm.all_reduce(np.ones(2), async_op=True).wait()
-        comm.plan.all_reduce(np.ones(2)).run()
-        comm.all_reduce(np.ones(2), Operator.from_function(np.add))
-        comm.broadcast(np.ones(2))  # announced by a header, which tells every rank what comes
+        for _ in range(3):
+            comm.all_reduce(np.zeros(LARGE))  # the result is a new array every time
+            comm.all_reduce(np.ones(2), async_op=True).wait()
+            comm.plan.all_reduce(np.ones(2)).run()
+            comm.all_reduce(np.ones(2), Operator.from_function(np.add))
+            comm.broadcast(np.ones(2))  # announced by a header, which tells every rank what comes
         return len(kept(comm))
 
     assert collectives.run(body, 2) == [0, 0]
     assert collectives.run(lambda comm: (comm.all_reduce(np.ones(2)), len(kept(comm)))[1], 1) == [1]
+
+
+def test_a_large_call_is_kept_when_it_comes_again_at_the_same_place(plans_made: list[str]) -> None:
+    def body(comm: Communicator) -> None:
+        x, out, elsewhere = np.empty(LARGE), np.empty(LARGE), np.empty(LARGE)
+        for step in range(6):
+            x[...] = comm.rank + step
+            assert comm.all_reduce(x, out=out) is out
+            assert np.all(out == 2 * step + 1)
+        assert len(kept(comm)) == 1
+        assert np.all(comm.all_reduce(elsewhere, out=out) == comm.all_reduce(elsewhere))
+        assert len(kept(comm)) == 1
+        for _ in range(3):
+            assert comm.reduce(x, out=out if comm.rank == 0 else None) is (
+                out if comm.rank == 0 else None
+            )
+        assert len(kept(comm)) == 2
+
+    collectives.run(body, 2)
+    assert plans_made.count("all_reduce") == 2 * (2 + 2)
+    assert plans_made.count("reduce") == 2 * 2
+
+
+def test_a_large_array_at_the_address_of_a_dead_one_is_served_as_itself() -> None:
+    def body(comm: Communicator) -> None:
+        memory = np.empty(2 * LARGE)
+        for step in range(5):
+            x, out = memory[:LARGE], memory[LARGE:]  # new arrays in the same place
+            x[...] = step + comm.rank
+            dead = weakref.ref(x), weakref.ref(out)
+            assert comm.all_reduce(x, out=out)[-1] == 2 * step + 1
+            del x, out
+            assert [ref() for ref in dead] == [None, None]
+        assert len(kept(comm)) == 1
+        memory_is_gone = weakref.ref(memory)
+        del memory
+        assert memory_is_gone() is None
+
+    collectives.run(body, 2)
 
 
 def test_no_array_of_the_callers_is_kept_alive() -> None:
@@ -86,7 +128,6 @@ def test_no_array_of_the_callers_is_kept_alive() -> None:
             comm.all_reduce(x, out=out)
             alive = [weakref.ref(array) for array in (x, out, y)]
             del x, out, y
-            gc.collect()
             assert [ref() for ref in alive] == [None] * 3
         assert len(kept(comm)) == 2
 
