@@ -26,7 +26,7 @@ from parallel.show import console_of
 
 FP32 = np.dtype("float32")
 TRIAL = Effort(warmup=2, samples=5, seconds=5.0)
-TRIAL_ORDER = 512  # of the matrices that tell how large those to measure must be
+TRIAL_ORDER = 512  # of the first matrices tried
 MOST_SECONDS = 30.0
 
 
@@ -55,7 +55,7 @@ def every_way(comm: Communicator, case: Case) -> list[Way]:
     """With and without a thread, in one piece and in slices, all on the same buffers."""
     buffers = out_of_place(case)
     assert buffers is not None, "an all-reduce can be out of place"
-    product = Product(matching_order(Way(None, comm, buffers, Product(TRIAL_ORDER), 1)))
+    product = Product(matching_order(comm, buffers))
     comms = {None: comm, "thread": collectives.world(progress="thread")}
     return [
         Way(progress, each, buffers, product, slices)
@@ -128,12 +128,15 @@ class Way(NamedTuple):
         return Overlap(self.progress, self.slices, all_reduce, product, in_turn, at_once, wrong)
 
 
-def matching_order(trial: Way) -> int:
+def matching_order(comm: Communicator, buffers: Buffers) -> int:
     """Of the matrices whose product takes about as long as the all-reduce; whole slices of rows."""
-    runs = [trial.all_reduce, trial.multiply]
-    wanted, taken = times(runs, trial.buffers.x, is_small=False, effort=TRIAL)
-    order = trial.product.order * math.cbrt(wanted / taken)
-    return max(1, round(order / SLICES)) * SLICES
+    order = TRIAL_ORDER
+    for _ in range(2):  # the second trial is almost of the right order, and so more exact
+        trial = Way(None, comm, buffers, Product(order), slices=1)
+        runs = [trial.all_reduce, trial.multiply]
+        wanted, taken = times(runs, buffers.x, is_small=False, effort=TRIAL)
+        order = max(1, round(order * math.cbrt(wanted / taken) / SLICES)) * SLICES
+    return order
 
 
 def cores() -> dict[str, int]:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import goals, speed
+from bench import goals, jobs, speed
 from bench.__main__ import main
 from bench.case import CALL, GLOO, MEMCPY, NATIVE, PLAN
 from bench.goals import Goal, Overhead, Timed
 from bench.limit import Limit
-from collectives.launch import launch
+from collectives.launch import MpiNotFound, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("perf_program.py")
@@ -154,6 +154,15 @@ def test_jobs_that_failed_give_a_reason(monkeypatch):
         "crowd": "exit status 124",
         "gloo": "torch is not installed",
     }
+
+
+def test_without_mpi_what_to_install_is_said(monkeypatch, capsys):
+    def find_mpirun():
+        raise MpiNotFound("pip install one")
+
+    monkeypatch.setattr(jobs, "find_mpirun", find_mpirun)
+    assert main(["speed"]) == 2
+    assert capsys.readouterr().out == "pip install one\n"
 
 
 def test_a_quick_run_of_everything(tmp_path, monkeypatch, capfd):
