@@ -10,6 +10,7 @@ while it runs, and it runs for arrays that lie there.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from ctypes import addressof, c_char
 from functools import partial
 
 import numpy as np
@@ -108,13 +109,17 @@ def places(x: Array | None, out: Array | None) -> tuple[int | None, int | None]:
 
 
 def _address(x: Array | None) -> int | None:
-    return None if x is None else x.__array_interface__["data"][0]
+    if x is None:
+        return None
+    if x.flags.writeable:
+        return addressof(c_char.from_buffer(x))
+    return int(x.__array_interface__["data"][0])  # which takes four times as long
 
 
 class _Memory:
     """Bytes at an address, as NumPy asks for them.  It owns nothing and keeps nothing alive."""
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(self, address: int | None, num_bytes: int) -> None:
         self.__array_interface__ = {
             "version": 3,
             "data": (address, False),
@@ -127,5 +132,5 @@ def borrowed(x: Array | None) -> Array | None:
     """The memory of a contiguous array, without a reference to the array."""
     if x is None:
         return None
-    memory = np.asarray(_Memory(x.__array_interface__["data"][0], x.nbytes))
+    memory = np.asarray(_Memory(_address(x), x.nbytes))
     return memory.view(x.dtype).reshape(x.shape)
