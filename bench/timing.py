@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -30,14 +31,20 @@ class Effort(NamedTuple):
 def times(runs: Sequence[Run], x: Array | None, *, is_small: bool, effort: Effort) -> list[float]:
     """Seconds per call of each of `runs`, which all read `x`: the same on every rank.
 
-    The contenders take turns, so that whatever else the machine does meets all of them.
+    The contenders take turns, so that whatever else the machine does meets all of them, and in
+    another order every time, because each finds the caches as the one before has left them.
     """
     for _ in range(effort.warmup):
         for run in runs:
             _single(run, x)
     sample = _block if is_small else _single
-    taken = [[sample(run, x) for run in runs] for _ in _rounds(effort)]
-    mine = np.array([median(column) for column in zip(*taken, strict=True)])
+    taken: list[list[float]] = [[] for _ in runs]
+    turns, shuffle = list(range(len(runs))), Random(0).shuffle  # the same on every rank
+    for _ in _rounds(effort):
+        shuffle(turns)
+        for turn in turns:
+            taken[turn].append(sample(runs[turn], x))
+    mine = np.array([median(each) for each in taken])
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, mine, MPI.MAX)
     return list(mine.tolist())
 
