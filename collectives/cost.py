@@ -25,9 +25,9 @@ class Machine(NamedTuple):
     memory of one computer.
     """
 
-    alpha: float = 1.5e-6
-    beta: float = 1 / 6e9
-    gamma: float = 1 / 8e9
+    alpha: float = 2e-6
+    beta: float = 1.7e-10
+    gamma: float = 8e-11
 
 
 def price(algorithm: Algorithm, p: int, n: int, machine: Machine, **options: int) -> float:
