@@ -43,7 +43,7 @@ from collectives.remembered import (
     borrowed,
     places,
 )
-from collectives.select import preferred
+from collectives.select import preferences, preferred
 from collectives.session import Arrays, Session
 
 
@@ -67,23 +67,25 @@ def _remembering(method: Callable[Parameters, Any]) -> Callable[Parameters, Any]
     def call(
         self: Calls, x: Any = None, *args: Any, out: Any = None, timeout: Any = None, **named: Any
     ) -> Any:
-        look = None if self._is_kept else _look(x, out, name, preferred(name), args, *named.items())
-        try:
-            known = self._session.remembered.calls.get(look)
-        except TypeError:  # something unhashable among the arguments
-            known = look = None
-        if known is not None and timeout is None:
-            return self._session.again(known, x, out, None)
+        look = None if self._is_kept else _look(x, out)
+        if look is not None:
+            look = name, look, preferences(), args, *named.items()
+            try:
+                known = self._session.remembered.calls.get(look)
+            except TypeError:  # something unhashable among the arguments
+                known = look = None
+            if known is not None and timeout is None:
+                return self._session.again(known, x, out, None)
         self._look, self._has_out = look, out is not None
         return method(self, x, *args, out=out, timeout=timeout, **named)  # type: ignore[arg-type]
 
     return call  # type: ignore[return-value]
 
 
-def _look(x: Any, out: Any, *others: Any) -> tuple[Any, ...] | None:
-    """What calls have in common that can share a plan; None for a call that can share none.
+def _look(x: Any, out: Any) -> tuple[Any, ...] | None:
+    """What the arrays of calls have in common that can share a plan; None if they can share none.
 
-    The last of it is None if the plan can copy from and to the arrays wherever they lie, and else
+    The first of it is None if the plan can copy from and to the arrays wherever they lie, and else
     tells where they do.
     """
     num_bytes, limit = 0, COPIED_RESULT_BYTES
@@ -97,10 +99,10 @@ def _look(x: Any, out: Any, *others: Any) -> tuple[Any, ...] | None:
             return None
         likeness, num_bytes, limit = (out.shape, out.dtype), num_bytes + out.nbytes, COPIED_BYTES
     if num_bytes <= limit:
-        return *others, form, likeness, None
+        return None, form, likeness
     if x is not None and not (x.flags.c_contiguous and x.flags.aligned):
         return None
-    return *others, form, likeness, places(x, out)
+    return places(x, out), form, likeness
 
 
 class Calls:
@@ -480,7 +482,7 @@ class Calls:
         remembered, (look, self._look) = self._session.remembered, (self._look, None)
         call = None if look is None else remembered.calls.get(look)
         if call is None and look is not None and self._is_memorable(look, arrays, op):
-            if look[-1] is None:
+            if look[1][0] is None:
                 x, y = (None if array is None else np.empty_like(array) for array in arrays[1:])
                 plan = make(Arrays(HOST, x, y), is_kept=True)
             else:
@@ -498,7 +500,7 @@ class Calls:
         """Whether a call can be remembered, now that its arguments are known to be good."""
         if arrays.backend is not HOST or not (op is None or isinstance(op.function, str)):
             return False
-        if look[-1] is None:
+        if look[1][0] is None:
             return True
         # A result that is new every time lies elsewhere every time.
         lies_still = self._has_out or arrays.target is None

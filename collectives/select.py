@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import chain
-from types import MappingProxyType
 from typing import NamedTuple
 
 from collectives.algorithms import Algorithm
@@ -196,7 +195,9 @@ def objection(found: Named, size: int, operator: Operator | None = None) -> str 
 
 # What stands for calls that name none
 
-_preferred: ContextVar[Mapping[str, str]] = ContextVar("preferred", default=MappingProxyType({}))
+# (collective, label), the innermost first.
+_preferred: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("preferred", default=())
+preferences = _preferred.get  # all of them, hashable
 
 
 @contextmanager
@@ -208,8 +209,10 @@ def using(**algorithms: str) -> Iterator[None]:
     keeps to its own.  Raises ValueError for an unknown collective or algorithm; one that cannot
     serve a call is refused by that call, as if it had named it.
     """
-    labels = {collective: named(collective, text).label for collective, text in algorithms.items()}
-    token = _preferred.set({**_preferred.get(), **labels})
+    labels = [
+        (collective, named(collective, text).label) for collective, text in algorithms.items()
+    ]
+    token = _preferred.set((*labels, *_preferred.get()))
     try:
         yield
     finally:
@@ -218,4 +221,4 @@ def using(**algorithms: str) -> Iterator[None]:
 
 def preferred(collective: str) -> str | None:
     """The algorithm that stands for calls which name none; None: choose."""
-    return _preferred.get().get(collective)
+    return next((label for name, label in _preferred.get() if name == collective), None)
