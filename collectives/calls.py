@@ -16,8 +16,13 @@ own, which on all ranks must be the same.  float16 and bfloat16 are combined two
 combination is computed in float32 and rounded once to the array's dtype, so what is sent and kept
 has two bytes; an average is divided in float32 and rounded once.
 
-An argument that cannot work raises TypeError or ValueError before any message is sent.  CuPy
-arrays are sent through page-locked host memory and combined on the GPU.
+An argument that cannot work raises TypeError or ValueError before any message is sent.  A blocking
+call that fails half-way, because an operator raises or the ranks' calls do not match, is the last of
+its communicator: every later one raises CollectiveError, which says so.  CuPy arrays are sent
+through page-locked host memory and combined on the GPU.
+
+Calls that come again are quick, because their plans are kept (`remembered.py`): those of a few KiB
+always, larger ones if `out` is given and the arrays lie where they lay.
 """
 
 from __future__ import annotations
