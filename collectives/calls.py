@@ -17,8 +17,8 @@ combination is computed in float32 and rounded once to the array's dtype, so wha
 has two bytes; an average is divided in float32 and rounded once.
 
 An argument that cannot work raises TypeError or ValueError before any message is sent.  A blocking
-call that fails half-way, because an operator raises or the ranks' calls do not match, is the last of
-its communicator: every later one raises CollectiveError, which says so.  CuPy arrays are sent
+call that fails half-way, because an operator raises or the ranks' calls do not match, is the last
+of its communicator: every later one raises CollectiveError, which says so.  CuPy arrays are sent
 through page-locked host memory and combined on the GPU.
 
 Calls that come again are quick, because their plans are kept (`remembered.py`): those of a few KiB

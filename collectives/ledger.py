@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 Collect = Callable[[bytes], "list[bytes] | None"]
 
 _phase: ContextVar[str] = ContextVar("phase", default="")
+_current_phase = _phase.get
 
 
 @contextmanager
@@ -74,7 +74,8 @@ class Call(NamedTuple):
     """What all runs of a plan have in common.
 
     `sent`: (round, destination, bytes, segments) of the messages of rank `src`; `ranks` translates
-    the destinations of a sub-communicator's call.
+    the destinations of a sub-communicator's call.  `numbered` makes the call's number, in words,
+    from what is entered with a run.
     """
 
     collective: str
@@ -82,16 +83,20 @@ class Call(NamedTuple):
     sent: Sent
     src: int
     ranks: Sequence[int] | None
+    numbered: Callable[[int], str]
 
 
-class Entry:
-    """A recorded call: its phase, when it began, and when it was found complete (seconds)."""
+class Entry(NamedTuple):
+    """A recorded call: its phase, when it began, and when it was found complete (seconds).
 
-    __slots__ = ("call", "finished", "number", "phase", "started")
+    Entered as a plain list, which is quicker to make; `finished` is 0 while the call is under way.
+    """
 
-    def __init__(self, call: Call, number: str, phase: str, started: float) -> None:
-        self.call, self.number, self.phase, self.started = call, number, phase, started
-        self.finished = 0.0
+    call: Call
+    number: int
+    phase: str
+    started: float
+    finished: float
 
     def rows(self) -> Iterator[Row]:
         """One row per message."""
@@ -102,13 +107,22 @@ class Entry:
                 self.phase,
                 call.collective,
                 call.algorithm,
-                self.number,
+                call.numbered(self.number),
                 number,
                 call.src,
                 dst,
                 num_bytes,
                 segments,
             )
+
+
+_FINISHED = Entry._fields.index("finished")
+
+
+def finish(entered: list[list[Any]], finished: float) -> None:
+    """Say when calls that were entered before have been found complete."""
+    for entry in entered:
+        entry[_FINISHED] = finished
 
 
 class Ledger:
@@ -120,16 +134,17 @@ class Ledger:
     def __init__(self, rank: int, size: int, collect: Collect | None = None) -> None:
         self.rank, self.size = rank, size
         self._collect = collect
-        self._entries: list[Entry] = []
+        self.entered: list[list[Any]] = []
         self._gathered: list[Row] = []
 
-    def add(self, entry: Entry) -> None:
-        """Record a call."""
-        self._entries.append(entry)
+    @property
+    def entries(self) -> list[Entry]:
+        """The calls recorded, in the order in which they were entered."""
+        return [Entry(*each) for each in self.entered]
 
     def rows(self) -> list[Row]:
         """One row per message sent, in the order of the calls."""
-        return self._gathered + [row for entry in self._entries for row in entry.rows()]
+        return self._gathered + [row for entry in self.entries for row in entry.rows()]
 
     def summary(
         self, by: Sequence[str] = ("phase", "collective")
@@ -194,12 +209,12 @@ class Ledger:
                 "dur": max(entry.finished - entry.started, 0.0) * 1e6,
                 "args": {
                     "phase": entry.phase,
-                    "call": entry.number,
+                    "call": entry.call.numbered(entry.number),
                     "messages": sum(segments for *_, segments in entry.call.sent),
                     "bytes": sum(num_bytes for _, _, num_bytes, _ in entry.call.sent),
                 },
             }
-            for entry in self._entries
+            for entry in self.entries
         ]
         Path(path).write_text(json.dumps({"traceEvents": events}))
 
@@ -211,37 +226,41 @@ Ancestry = list[tuple[list[Ledger], Sequence[int] | None]]
 class Recorder:
     """Enters the runs of a plan of `rank` into the ledgers that are open at the time.
 
-    `number` gives the call's number from that of the run; `sent` what is the same for all runs.
+    `numbered`: see `Call`.  `sent`: what every run sends.  `count`: what is entered with a run, if
+    not how many runs there have been.
     """
 
     def __init__(
         self,
         collective: str,
         algorithm: str,
-        number: Callable[[int], str],
+        numbered: Callable[[int], str],
         sent: Callable[[], Sent],
         ancestry: Ancestry,
         rank: int,
+        count: Callable[[], int] | None = None,
     ) -> None:
-        self._collective, self._algorithm = collective, algorithm
-        self._number, self._sent, self._ancestry, self._rank = number, sent, ancestry, rank
+        self._names, self._numbered, self._sent = (collective, algorithm), numbered, sent
+        self._count = count
+        self._ancestry, self._rank = ancestry, rank
         self.ledgers = [ledgers for ledgers, _ in ancestry]  # to look at, before calling us
-        self._calls: list[Call] = []
+        self._calls: list[tuple[list[Ledger], Call]] = []
 
-    def record(self, run: int) -> list[Entry]:
-        """Enter a run, the first having number 1."""
-        number, label, now = self._number(run), _phase.get(), time.perf_counter()
-        entries = []
-        for ledgers, call in zip(self.ledgers, self._calls or self._made_calls(), strict=True):
+    def record(self, run: int, started: float, finished: float = 0.0) -> list[list[Any]]:
+        """Enter a run.  It shall take no time, so what can be said later is not said here."""
+        number, phase = run if self._count is None else self._count(), _current_phase()
+        entered = []
+        for ledgers, call in self._calls or self._made_calls():
             for ledger in ledgers:
-                entry = Entry(call, number, label, now)
-                ledger.add(entry)
-                entries.append(entry)
-        return entries
+                entry = [call, number, phase, started, finished]
+                ledger.entered.append(entry)
+                entered.append(entry)
+        return entered
 
-    def _made_calls(self) -> list[Call]:
+    def _made_calls(self) -> list[tuple[list[Ledger], Call]]:
         sent = self._sent()
-        for _, ranks in self._ancestry:
+        for ledgers, ranks in self._ancestry:
             src = self._rank if ranks is None else ranks[self._rank]
-            self._calls.append(Call(self._collective, self._algorithm, sent, src, ranks))
+            call = Call(*self._names, sent, src, ranks, self._numbered)
+            self._calls.append((ledgers, call))
         return self._calls

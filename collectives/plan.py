@@ -12,7 +12,7 @@ from collectives import staging
 from collectives.arrays import Array, Backend, BinaryFunction, Bytes
 from collectives.errors import CollectiveTimeout
 from collectives.lanes import Woven
-from collectives.ledger import Entry, Recorder
+from collectives.ledger import Recorder, finish
 from collectives.program import Combine, Message, Move, Program, Region, Step
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
@@ -20,6 +20,7 @@ from collectives.staging import PinnedMemory
 from collectives.transport import Action, Exchange, Transport
 
 _STAGE_BYTES = 4096
+_clock = time.perf_counter
 
 _RUNNING = "is already running; wait for it first"
 
@@ -81,7 +82,7 @@ class Plan:
         self._stage: int | None = None  # the one waited for
         self._refusal: str | None = None  # why it cannot be started
         self._error: BaseException | None = None
-        self._entries: list[Entry] = []
+        self._entered: list[list[Any]] = []  # into ledgers, by the run under way
         # What is driven by a thread is nobody else's to carry along.
         self._thread = thread
         self._done: threading.Event | None = None
@@ -101,20 +102,24 @@ class Plan:
             return self.wait(timeout)
         # The rest is what takes small messages longer than MPI's own calls: nothing needless here.
         self._refusal = _RUNNING
+        self._num_runs += 1
+        started = None
+        for ledgers in self._ledgers:
+            if ledgers:
+                started = _clock()
+                break
         try:
-            self._num_runs += 1
-            for ledgers in self._ledgers:
-                if ledgers:
-                    self._record()
             for action in self._script:
                 action()
         except BaseException as error:
             self._fail(error)
             raise
-        if self._entries or not self._is_kept:
-            self._end()
-        else:
-            self._refusal = None
+        finally:
+            if started is not None and self._recorder is not None:
+                self._recorder.record(self._num_runs, started, _clock())
+        self._refusal = None
+        if not self._is_kept:
+            self.free()
         return self.result
 
     def start(self) -> None:
@@ -125,7 +130,8 @@ class Plan:
         self._in_flight.append(self)
         try:
             self._num_runs += 1
-            self._record()
+            if self._recorder is not None and any(self._ledgers):
+                self._entered = self._recorder.record(self._num_runs, _clock())
             _do(self._opening)
             self._end_if_over()
         except BaseException as error:
@@ -199,12 +205,6 @@ class Plan:
                 stage.exchange.free()
             self._let_go()
 
-    def _record(self) -> None:
-        """Enter this run into the ledgers that are open, once."""
-        if any(self._ledgers) and not self._entries:
-            assert self._recorder is not None
-            self._entries = self._recorder.record(self._num_runs)
-
     def _complete_stage(self, deadline: float | None) -> bool:
         """Wait for the messages of this stage and go on; False if the deadline came first."""
         assert self._stage is not None
@@ -243,11 +243,8 @@ class Plan:
 
     def _end(self) -> None:
         self._refusal = None
-        if self._entries:
-            now = time.perf_counter()
-            for entry in self._entries:
-                entry.finished = now
-            self._entries = []
+        finish(self._entered, _clock())
+        self._entered = []
         if not self._is_kept:
             self.free()
 

@@ -248,13 +248,17 @@ class Session:
                 partial(_sent, program, dtype.itemsize),
                 self.ancestry,
                 self.transport.rank,
+                self._count if number is None else None,
             ),
             thread=self.thread,
         )
 
-    def _number(self, run: int) -> str:
-        """The number of the blocking call being made, whatever run of its plan that is."""
-        return f"{self.name}{self._num_calls}"
+    def _count(self) -> int:
+        return self._num_calls
+
+    def _number(self, count: int) -> str:
+        """The number of a blocking call in the ledger; every run of its plan is one of its own."""
+        return f"{self.name}{count}"
 
     # What the library sends for itself, under labels of its own
 
