@@ -128,21 +128,27 @@ class Session:
     def _take_turn(self, timeout: float | None) -> None:
         """A call that timed out comes first: all have the same tag."""
         self.check()
-        if self._overdue is not None:
-            self._overdue.wait(self.timeout if timeout is None else timeout)
-            self._overdue = None
+        if self._overdue is None:
+            return
+        plan, self._overdue = self._overdue, None
+        try:
+            plan.wait(self.timeout if timeout is None else timeout)
+        except BaseException as error:
+            self._has_failed(plan, error)
+            raise
+        plan.free()
 
     def _has_failed(self, plan: Plan, error: BaseException) -> None:
         """What failed half-way may leave messages that the next call would take for its own.
 
         So it is the last thing that this communicator does.  A call that timed out goes on.
         """
+        self.remembered.drop(plan)
         if isinstance(error, CollectiveTimeout):
             self._overdue = plan
-            self.remembered.drop(plan)
             return
         self._damage = f"{plan.title} failed half-way on rank {self.transport.rank}: {error!r}"
-        self.remembered.calls.clear()
+        self.remembered.forget()
 
     def check(self) -> None:
         """Raise CollectiveError if a failure has left this communicator unusable."""

@@ -231,3 +231,23 @@ def test_a_call_that_failed_half_way_ends_the_communicator_and_says_so() -> None
         assert group.all_reduce(np.ones(1))[0] == comm.size
 
     collectives.run(body, 2)
+
+
+def test_a_call_that_timed_out_and_then_fails_ends_the_communicator_too() -> None:
+    def body(comm: Communicator) -> None:
+        x = np.array([1e300])
+        comm.barrier()
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout):
+                comm.all_reduce(x, "prod", timeout=0.05)
+            comm.send(x, 1)
+            with np.errstate(over="raise"), pytest.raises(FloatingPointError):
+                comm.all_reduce(np.ones(1))  # the other one ends first, in an error
+            with pytest.raises(CollectiveError, match="no more use"):
+                comm.all_reduce(np.ones(1))
+        else:
+            comm.recv(x.copy(), 0)
+            with np.errstate(over="ignore"):
+                comm.all_reduce(x, "prod")
+
+    collectives.run(body, 2, timeout=20)
