@@ -46,9 +46,9 @@ binary tree, and all ranks in both of two trees (at most 2q); `turn(p)` is the l
   the most bytes that one rank sends or receives in the round, which is what a clock sees.
   **total**: what all ranks together send. **work**: the most bytes that one rank combines.
 - **scratch**: at most so many bytes per rank beyond input and output, out of place. Bytes are those
-  of blocks of equal size. A large reduction runs in lanes, pieces of the vector whose messages have
-  half a MiB: then n is what three lanes have, and a ring needs at most 4 MiB. Not cut are algorithms
-  with segments of their own, and reduce-scatters that send several blocks in one message.
+  of blocks of equal size. A large reduction runs in lanes, pieces of the vector whose messages
+  have half a MiB: then n is what three lanes have, and a ring needs at most 4 MiB. Not cut are
+  algorithms with segments of their own, and reduce-scatters that send several blocks at once.
 - **bound met**: which lower bounds of `collectives.cost` it meets exactly, by its default options,
   for every number of ranks it serves (2^k: for powers of two).
 

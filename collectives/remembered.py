@@ -111,9 +111,10 @@ def places(x: Array | None, out: Array | None) -> tuple[int | None, int | None]:
 def _address(x: Array | None) -> int | None:
     if x is None:
         return None
-    if x.flags.writeable:
+    try:
         return addressof(c_char.from_buffer(x))
-    return int(x.__array_interface__["data"][0])  # which takes four times as long
+    except (BufferError, TypeError, ValueError):  # read-only, empty, or a dtype unknown to buffers
+        return int(x.__array_interface__["data"][0])  # which takes four times as long
 
 
 class _Memory:

@@ -83,7 +83,7 @@ def test_asynchronous_calls_and_plans_and_what_differs_every_time_are_not_kept()
 
 def test_a_large_call_is_kept_when_it_comes_again_at_the_same_place(plans_made: list[str]) -> None:
     def body(comm: Communicator) -> None:
-        x, out, elsewhere = np.empty(LARGE), np.empty(LARGE), np.empty(LARGE)
+        x, out, elsewhere = np.zeros(LARGE), np.zeros(LARGE), np.ones(LARGE)
         for step in range(6):
             x[...] = comm.rank + step
             assert comm.all_reduce(x, out=out) is out
@@ -116,6 +116,19 @@ def test_a_large_array_at_the_address_of_a_dead_one_is_served_as_itself() -> Non
         memory_is_gone = weakref.ref(memory)
         del memory
         assert memory_is_gone() is None
+
+    collectives.run(body, 2)
+
+
+@pytest.mark.parametrize("kind", ["datetime64[s]", "float32", "bool", "int16,float64", "S3"])
+def test_a_large_call_of_any_dtype_is_kept(kind: str) -> None:
+    def body(comm: Communicator) -> None:
+        x = np.zeros(LARGE * 8, kind)
+        x.flags.writeable = comm.rank == 0
+        out = np.empty(2 * x.size, kind)
+        for _ in range(3):
+            assert np.array_equal(comm.all_gather(x, out=out), np.concatenate([x, x]))
+        assert len(kept(comm)) == 1
 
     collectives.run(body, 2)
 
