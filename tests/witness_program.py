@@ -35,7 +35,7 @@ def witnessed(comm: Communicator, counters: collectives.monitor.Counters) -> Ite
     observed = np.array(counters.read()) - before
     recorded = np.zeros_like(observed)
     for row in ledger.rows():
-        recorded[:, row.dst] += (1, row.bytes)
+        recorded[:, row.dst] += (row.segments, row.bytes)
     if not np.array_equal(recorded, observed):
         raise Unequal(f"recorded {recorded.tolist()}, observed {observed.tolist()}")
 
@@ -46,6 +46,10 @@ def main() -> None:
     for job in all_jobs(comm.size):
         with witnessed(comm, counters):
             perform(comm, job)
+    for name in ("ring", "recursive_doubling", "two_shot"):  # cut into segments
+        with witnessed(comm, counters):
+            comm.all_reduce(np.ones(800_001), algorithm=name)
+            comm.all_reduce(np.ones(800_001), algorithm=name, async_op=True).wait()
     for scenario in SCENARIOS:
         if scenario in NOT_COMPARABLE:
             continue
