@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from collectives.algorithms import Algorithm
 from collectives.program import Aliasing, Counts, Program, compiled
@@ -125,13 +125,13 @@ def compile_lanes(
     if num_lanes == 1:
         return Woven((whole,), copies_input=whole.copies_input)
     aliasing = "none" if whole.copies_input else aliasing
-    largest = counts if isinstance(counts, int) else max(counts)
-    stride = -(-largest // num_lanes)  # type: ignore[operator]
+    blocks = (counts,) if isinstance(counts, int) else cast("tuple[int, ...]", counts)  # no table
+    stride = -(-max(blocks) // num_lanes)
 
     def lane(start: int) -> Program:
+        parts = tuple(_part(count, start, stride) for count in blocks)
         if isinstance(counts, int):
-            return compiled_for(_part(counts, start, stride), aliasing=aliasing)
-        parts = tuple(_part(count, start, stride) for count in counts)  # type: ignore[arg-type]
+            return compiled_for(parts[0], aliasing=aliasing)
         return compiled_for(counts, aliasing=aliasing, parts=parts)
 
     lanes = tuple(lane(number * stride) for number in range(num_lanes))

@@ -101,13 +101,14 @@ class Entry(NamedTuple):
     def rows(self) -> Iterator[Row]:
         """One row per message."""
         call, ranks = self.call, self.call.ranks
+        name = call.numbered(self.number)
         for number, dst, num_bytes, segments in call.sent:
             dst = dst if ranks is None else ranks[dst]
             yield Row(
                 self.phase,
                 call.collective,
                 call.algorithm,
-                call.numbered(self.number),
+                name,
                 number,
                 call.src,
                 dst,

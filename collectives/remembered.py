@@ -19,10 +19,10 @@ from collectives.arrays import Array
 from collectives.errors import CollectiveTimeout
 from collectives.plan import Plan, Work
 
-COPIED_BYTES = (
-    16 * 1024
-)  # up to so many in x and out, copying is quicker than looking where they lie
-COPIED_RESULT_BYTES = 256 * 1024  # the same where the result is a new array, every time elsewhere
+# Up to so many bytes of x and out copying is quicker than looking where they lie; and up to so many
+# of x where the result is a new array, which lies elsewhere every time.
+COPIED_BYTES = 16 * 1024
+COPIED_RESULT_BYTES = 256 * 1024
 _MOST_CALLS = 256
 _MOST_BYTES = 32 * 2**20
 _MOST_SEEN = 1024

@@ -59,9 +59,7 @@ class Session:
         self.remembered = Remembered()
         self._num_calls = 0
         self._num_messages = 0
-        self._overdue: Plan | None = (
-            None  # a blocking call that timed out, before which none begins
-        )
+        self._overdue: Plan | None = None  # a blocking call that timed out; the next waits for it
         self._damage: str | None = None  # why nothing can be called any more
         self._num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
