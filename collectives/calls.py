@@ -75,6 +75,8 @@ def _remembering(method: Callable[Parameters, Any]) -> Callable[Parameters, Any]
         look = None if self._is_kept else _look(x, out)
         if look is not None:
             look = name, look, preferences(), args, *named.items()
+            if args or named:  # 1.0 and True equal 1, and are refused as a root
+                look += tuple(map(type, (*args, *named.values())))
             try:
                 known = self._session.remembered.calls.get(look)
             except TypeError:  # something unhashable among the arguments

@@ -191,6 +191,13 @@ def test_bad_arguments_are_refused_also_after_good_ones() -> None:
                 comm.all_reduce(x, out=out)
         with pytest.raises(TypeError, match="timeout"):
             comm.all_reduce(x, out=np.empty(4), timeout="soon")  # type: ignore[arg-type]
+        comm.reduce(x, root=1)
+        comm.reduce(x, "sum", 1)
+        for root in (1.0, True):
+            with pytest.raises(TypeError, match="root must be an integer"):
+                comm.reduce(x, root=root)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="root must be an integer"):
+                comm.reduce(x, "sum", root)  # type: ignore[arg-type]
         assert comm.all_reduce(x)[0] == comm.size
 
     collectives.run(body, 2)
