@@ -43,6 +43,12 @@ class Communicator(Calls):
         self._session.timeout = arguments.seconds(seconds)
 
     @property
+    def check(self) -> bool | str:
+        """Whether calls are checked: False, True or "finite", as given to `collectives.wrap`."""
+        checker = self._session.checker
+        return checker is not None and (checker.mode == "calls" or checker.mode)
+
+    @property
     def plan(self) -> Planner:
         """The same calls, but each returns a `Plan`, to run many times.
 

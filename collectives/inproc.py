@@ -215,6 +215,9 @@ class InprocExchange:
             raise CollectiveMismatch(wrong_length(me, peer, data.size, buffer.size))
         buffer[...] = data
 
+    def retag(self, tag: int) -> None:
+        self._tag = tag
+
     def waiting_for(self) -> list[str]:
         return [f"a message from rank {peer}" for peer, _ in self._pending]
 

@@ -247,6 +247,10 @@ class Recorder:
         self.ledgers = [ledgers for ledgers, _ in ancestry]  # to look at, before calling us
         self._calls: list[tuple[list[Ledger], Call]] = []
 
+    def number(self, run: int) -> str:
+        """The number of the call that a run is, in words."""
+        return self._numbered(run if self._count is None else self._count())
+
     def record(self, run: int, started: float, finished: float = 0.0) -> list[list[Any]]:
         """Enter a run.  It shall take no time, so what can be said later is not said here."""
         number, phase = run if self._count is None else self._count(), _current_phase()
@@ -257,6 +261,13 @@ class Recorder:
                 ledger.entered.append(entry)
                 entered.append(entry)
         return entered
+
+    def withdraw(self, entered: list[list[Any]]) -> None:
+        """Take out again what was entered with a run: nothing of it was sent."""
+        for ledgers in self.ledgers:
+            for ledger in ledgers:
+                kept = [each for each in ledger.entered if not any(each is one for one in entered)]
+                ledger.entered[:] = kept
 
     def _made_calls(self) -> list[tuple[list[Ledger], Call]]:
         sent = self._sent()

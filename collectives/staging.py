@@ -65,6 +65,9 @@ class StagedExchange:
             self._is_active = False
         return is_complete
 
+    def retag(self, tag: int) -> None:
+        self._inner.retag(tag)
+
     def waiting_for(self) -> list[str]:
         return self._inner.waiting_for()
 

@@ -35,6 +35,9 @@ class Exchange(Protocol):
     def wait(self, deadline: float | None) -> bool:
         """Wait until all have completed; False if `deadline` (of `time.monotonic`) came first."""
 
+    def retag(self, tag: int) -> None:
+        """Let the next start have this tag.  Not for an exchange that was prepared to be kept."""
+
     def waiting_for(self) -> list[str]:
         """What has not completed, in words such as "a message from rank 3"."""
 
