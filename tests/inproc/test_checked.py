@@ -50,6 +50,11 @@ def test_every_rank_is_told_who_differs_in_what(mistake: Mistake, size: int) -> 
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_they_are_told_and_stay_in_step_where_values_are_looked_at(mistake: Mistake) -> None:
+    checked(lambda comm: noticed(comm, mistake), 3, "finite")
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_without_checking_the_same_mistake_is_not_told_so(mistake: Mistake) -> None:
     def body(comm: Communicator) -> None:
         make(comm, mistake)
