@@ -226,7 +226,7 @@ class Guard:
         self._number(self._before)
         if (
             self._is_strict
-        ):  # also where nothing comes after, so that ranks that differ stay in step
+        ):  # also where nothing comes after: ranks that differ stay in step
             self._number(self._after)
         self._enter()
 
