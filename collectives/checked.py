@@ -224,9 +224,7 @@ class Guard:
         fingerprint.put(self._message, "num_calls", str(self._checker.numbers.num_calls))
         self._put_amiss(self._source)
         self._number(self._before)
-        if (
-            self._is_strict
-        ):  # also where nothing comes after: ranks that differ stay in step
+        if self._is_strict:  # also where nothing comes after: ranks that differ stay in step
             self._number(self._after)
         self._enter()
 

@@ -22,7 +22,7 @@ from collectives import arguments, checked, header, select
 from collectives.arrays import HOST, Array, Backend
 from collectives.checked import Checker, Guard, Mode
 from collectives.decisions import Decisions
-from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
 from collectives.fingerprint import Fingerprint
 from collectives.header import Header
 from collectives.lanes import Woven, compile_lanes
@@ -66,7 +66,7 @@ class Session:
         self._num_messages = 0
         self._num_checks = 0
         self._overdue: Plan | None = None  # a blocking call that timed out; the next waits for it
-        self._damage: str | None = None  # why nothing can be called any more
+        self._damage: CollectiveError | None = None  # why nothing can be called any more
         self._num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
     def child(self, transport: Transport, members: Sequence[int]) -> Session:
@@ -169,13 +169,16 @@ class Session:
         if isinstance(error, CollectiveTimeout):
             self._overdue = plan
             return
-        self._damage = f"{plan.title} failed half-way on rank {self.transport.rank}: {error!r}"
+        what = f"{plan.title} failed half-way on rank {self.transport.rank}: {error!r}"
+        self._damage = CollectiveError(f"this communicator is of no more use: {what}")
+        if isinstance(error, PeerFailed):
+            self._damage = error
         self.remembered.forget()
 
     def check(self) -> None:
         """Raise CollectiveError if a failure has left this communicator unusable."""
         if self._damage is not None:
-            raise CollectiveError(f"this communicator is of no more use: {self._damage}")
+            raise self._damage.with_traceback(None)
 
     # Plans
 
