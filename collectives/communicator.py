@@ -52,6 +52,15 @@ class Communicator(Calls):
         """
         return Planner(self._session)
 
+    def last_calls(self) -> list[dict[str, Any]]:
+        """What this rank called lately, in all its communicators; the latest at the end.
+
+        At most 256 calls.  Each has its `members` (ranks of the job), `call` (its number),
+        `collective`, `algorithm`, `bytes` sent, `seconds_ago` it began, and `state`: "complete",
+        "failed", or "under way", then with `round`, `num_rounds` and `waiting_for`.
+        """
+        return self._session.transport.flight.calls()
+
     # Groups
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
