@@ -131,9 +131,12 @@ def _differing(ranks: Sequence[Fingerprint]) -> list[str]:
     differing = [field for field in _COMPARED if len(_values(ranks, field)) > 1]
     if "collective" in differing:
         return ["collective"]
+    follows = set[str]()
     if any(field in differing for field in _DECIDE_ALGORITHM):
-        return [field for field in differing if field != "algorithm"]
-    return differing
+        follows.add("algorithm")
+    if "out" in differing:  # what goes ahead of a call has a number of its own
+        follows.add("call")
+    return [field for field in differing if field not in follows]
 
 
 def _values(ranks: Sequence[Fingerprint], field: str) -> list[str]:

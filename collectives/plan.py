@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from collectives import staging
 from collectives.arrays import Array, Backend, BinaryFunction, Bytes
 from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.flight_recorder import Position
 from collectives.lanes import Woven
 from collectives.ledger import Recorder, finish
 from collectives.program import Combine, Message, Move, Program, Region, Step
@@ -37,13 +38,14 @@ class Buffers(NamedTuple):
 class Stage(NamedTuple):
     """Wait for these messages, which are those of this round, and then do this.
 
-    `among`: how many rounds there are, in words, where they are not those of the algorithm.
+    `num_check_rounds`: how many rounds there are, where they are not those of the algorithm but of
+    a check before or after it.
     """
 
     exchange: Exchange
     round: int
     actions: list[Action]
-    among: str = ""
+    num_check_rounds: int = 0
 
 
 class Guard(Protocol):
@@ -83,12 +85,21 @@ class Plan:
         operator: Operator | None = None,
         is_kept: bool = False,
         recorder: Recorder | None = None,
+        counter: list[int] | None = None,
+        picture: Callable[[Position], str] | None = None,
         thread: ProgressThread | None = None,
         guard: Guard | None = None,
     ) -> None:
+        """`counter`: what numbers the runs, if they are not numbered from 1.
+
+        `picture`: shows a position in the schedules of all ranks.
+        """
         self._names, self.result, self.timeout = names, result, timeout
         self._transport, self._is_kept = transport, is_kept
-        self._recorder, self._num_runs = recorder, 0
+        self._recorder, self._picture = recorder, picture
+        self._counter = [0] if counter is None else counter
+        self._flight = transport.flight
+        self._enter = transport.flight.entries.append
         self._ledgers = () if recorder is None else recorder.ledgers
         self._num_rounds = program.num_rounds
         self._opening, self._stages = bind(program, buffers, transport, operator, tag, is_kept)
@@ -107,6 +118,7 @@ class Plan:
         self._refusal: str | None = None  # why it cannot be started
         self._error: BaseException | None = None
         self._entered: list[list[Any]] = []  # into ledgers, by the run under way
+        self._flown: list[Any] = [None, 0, 0.0, True]  # and into the flight recorder
         # What is driven by a thread is nobody else's to carry along.
         self._thread = thread
         self._done: threading.Event | None = None
@@ -126,11 +138,14 @@ class Plan:
             return self.wait(timeout)
         # The rest is what takes small messages longer than MPI's own calls: nothing needless here.
         self._refusal = _RUNNING
-        self._num_runs += 1
-        started = None
+        number = self._counter[0] = self._counter[0] + 1
+        started = _clock()
+        self._flown = flown = [self._recorder, number, started, self]
+        self._enter(flown)
+        is_recorded = False
         for ledgers in self._ledgers:
             if ledgers:
-                started = _clock()
+                is_recorded = True
                 break
         try:
             for action in self._script:
@@ -139,8 +154,9 @@ class Plan:
             failure = self._fail(error)
             raise failure from failure.__cause__
         finally:
-            if started is not None and self._recorder is not None:
-                self._recorder.record(self._num_runs, started, _clock())
+            if is_recorded and self._recorder is not None:
+                self._recorder.record(number, started, _clock())
+        flown[3] = True
         self._refusal = None
         if not self._is_kept:
             self.free()
@@ -153,9 +169,12 @@ class Plan:
         self._refusal, self._stage = _RUNNING, 0
         self._in_flight.append(self)
         try:
-            self._num_runs += 1
+            number = self._counter[0] = self._counter[0] + 1
+            started = _clock()
+            self._flown = [self._recorder, number, started, self]
+            self._enter(self._flown)
             if self._recorder is not None and any(self._ledgers):
-                self._entered = self._recorder.record(self._num_runs, _clock())
+                self._entered = self._recorder.record(number, started)
             _do(self._opening)
             self._end_if_over()
         except BaseException as error:  # noqa: BLE001 - raised again, as what it means
@@ -266,7 +285,7 @@ class Plan:
             self._end()
 
     def _end(self) -> None:
-        self._refusal = None
+        self._flown[3], self._refusal = True, None
         finish(self._entered, _clock())
         self._entered = []
         if not self._is_kept:
@@ -277,6 +296,8 @@ class Plan:
         failure = self._transport.meaning(error)
         if failure is not error:
             failure.__cause__ = error
+        self._flight.dump_if_asked()
+        self._flown[3] = None
         self._error, self._stage, self._refusal = failure, None, "has failed"
         if self in self._in_flight:
             self._in_flight.remove(self)
@@ -305,14 +326,29 @@ class Plan:
         self._opening, self._stages, self._script = [], [], []
         self.guard = None
 
+    def position(self) -> Position:
+        """Where the run under way stands."""
+        for number, stage in enumerate(self._stages):
+            waiting = stage.exchange.waiting_for()
+            # A run that has nobody else to think of does not count its stages.
+            if waiting or number == self._stage:
+                checks = stage.num_check_rounds
+                return Position(stage.round, checks or self._num_rounds, waiting, checks > 0)
+        return Position(self._num_rounds, self._num_rounds, [])
+
     def _timed_out(self, timeout: float | None) -> CollectiveTimeout:
-        assert self._stage is not None
-        stage = self._stages[self._stage]
-        return CollectiveTimeout(
-            f"{self.title}: rank {self._transport.rank} waited {timeout} s in round {stage.round} "
-            f"of {stage.among or self._num_rounds} for {', '.join(stage.exchange.waiting_for())}",
-            Work(self),
+        self._flight.dump_if_asked()
+        position = self.position()
+        waiting_for = ", ".join(map(str, position.waiting_for))
+        sentence = (
+            f"{self.title}: rank {self._transport.rank} waited {timeout} s in round "
+            f"{position.round} of {position.num_rounds}{' of its check' * position.is_check} for "
+            f"{waiting_for}"
         )
+        picture = []
+        if self._picture is not None and not position.is_check:
+            picture = [self._picture(position)]
+        return CollectiveTimeout("\n".join([sentence, *picture, self._flight.lines()]), Work(self))
 
 
 class Work:

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import arguments, checked, header, select
+from collectives import algorithms, arguments, checked, header, select
 from collectives.arrays import HOST, Array, Backend
 from collectives.checked import Checker, Guard, Mode
 from collectives.decisions import Decisions
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
 from collectives.fingerprint import Fingerprint
+from collectives.flight_recorder import Position
 from collectives.header import Header
 from collectives.lanes import Woven, compile_lanes
 from collectives.ledger import Ancestry, Ledger, Recorder, Sent
@@ -32,7 +33,14 @@ from collectives.program import Counts, Message, Program, Region, Step
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
 from collectives.remembered import KeptCall, Remembered
+from collectives.schedule import Round, grid, incoming, outgoing
+from collectives.select import Choice
+from collectives.spec import SPECS
 from collectives.transport import Transport
+
+_MOST_ROWS = 16  # that a time-out shows
+_MOST_ROUNDS = 4  # that it shows before, and after
+_NOTHING = Region("input", 0, 0)
 
 
 class Arrays(NamedTuple):
@@ -62,7 +70,7 @@ class Session:
         self.ledgers: list[Ledger] = []
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
         self.remembered = Remembered()
-        self._num_calls = 0
+        self._num_calls = [0]  # counted by the plans of blocking calls, when they run
         self._num_messages = 0
         self._num_checks = 0
         self._overdue: Plan | None = None  # a blocking call that timed out; the next waits for it
@@ -91,26 +99,26 @@ class Session:
 
     def next_tag(self) -> int:
         """The tag of a new call."""
-        self._num_calls += 1
-        return self._tag(1, self._num_calls)
+        self._num_calls[0] += 1
+        return self._tag(1, self._num_calls[0])
 
     def ahead_tag(self) -> int:
         """The tag for what is sent ahead of the next call."""
-        return self._tag(2, self._num_calls + 1)
+        return self._tag(2, self._num_calls[0] + 1)
 
     @property
     def num_calls(self) -> int:
         """How many calls there have been."""
-        return self._num_calls
+        return self._num_calls[0]
 
     def catch_up(self, num_calls: int) -> None:
         """After ranks have called different things: there have been so many on another one."""
-        self._num_calls = max(self._num_calls, num_calls)
+        self._num_calls[0] = max(self._num_calls[0], num_calls)
 
     def checks_tag(self) -> int:
         """The tag of the next exchange of fingerprints."""
         self._num_checks += 1
-        return self._tag(3, 1 + self._num_checks % (self.transport.num_tags // 4 - 1))
+        return self._tag(3, 2 + self._num_checks % (self.transport.num_tags // 4 - 2))
 
     def users_tag(self, tag: object) -> int:
         """A tag that the user names."""
@@ -127,7 +135,6 @@ class Session:
         """Run a call that is remembered, on these arrays."""
         if self._damage is not None or self._overdue is not None:
             self._take_turn(timeout)
-        self._num_calls += 1
         try:
             return call(x, out, self.timeout if timeout is None else timeout)
         except BaseException as error:
@@ -137,7 +144,6 @@ class Session:
     def once(self, plan: Plan, timeout: float | None) -> Array | None:
         """Run the plan of a blocking call that is not remembered."""
         self._take_turn(timeout)
-        self._num_calls += 1
         try:
             return plan.run(self.timeout if timeout is None else timeout)
         except BaseException as error:
@@ -217,16 +223,20 @@ class Session:
             aliasing,
             chosen.segments,
         )
-        names, what = (label or collective, chosen.label), None
+        names = label or collective, chosen.label
+        picture = partial(_picture, chosen, self.transport.rank, size, root)
+        what = None
         if self.checker is not None:
             what = checked.describe(collective, *arrays[1:], counts, root, op, chosen, aliasing)
             what = what._replace(**{"collective": names[0], **(says or {})})
-        bind = partial(self._plan, names, program, buffers, arrays, op, is_kept, what=what)
+        plan = partial(self._plan, names, picture=picture, what=what)
         if is_blocking:
-            return bind(None, self._tag(3, 0))
+            return plan(None, program, buffers, arrays, self._tag(3, 0), op, is_kept)
         is_ahead = tag == self.ahead_tag()
         tag = self.next_tag() if tag is None else tag
-        return bind(f"{self.name}{self._num_calls + is_ahead}", tag)
+        count = self._num_calls[0]
+        number = f"{self.name}{count + 1}a" if is_ahead else f"{self.name}{count}"
+        return plan(number, program, buffers, arrays, tag, op, is_kept)
 
     def point_to_point(
         self,
@@ -250,18 +260,19 @@ class Session:
         number = f"{self.name}p{self._num_messages}"
         buffers, program = _flat(arrays, like.dtype), Woven((Program((step,)),))
         names = name, "point_to_point"
-        return self._plan(names, program, buffers, arrays, None, is_kept, number, tag)
+        return self._plan(names, number, program, buffers, arrays, tag, None, is_kept)
 
     def _plan(
         self,
         names: tuple[str, str],
+        number: str | None,
         program: Woven,
         buffers: Buffers,
         arrays: Arrays,
+        tag: int,
         op: Operator | None,
         is_kept: bool,
-        number: str | None,
-        tag: int,
+        picture: Callable[[Position], str] | None = None,
         what: Fingerprint | None = None,
     ) -> Plan:
         """`number`: the call's, in the ledger; None if every run is a call of its own.
@@ -273,6 +284,7 @@ class Session:
             shape = (program.num_scratch * program.num_slots,)
             scratch = buffers.backend.empty(shape, dtype)
             buffers = buffers._replace(scratch=scratch)
+        counter = self._num_calls if number is None else [0]
         return Plan(
             (*names, number or ""),
             program,
@@ -284,27 +296,33 @@ class Session:
             operator=op,
             is_kept=is_kept,
             recorder=self._recorder(names, number, partial(_sent, program, dtype.itemsize)),
+            counter=counter,
+            picture=picture,
             thread=self.thread,
-            guard=None if what is None else self._guard(what, arrays, number),
+            guard=None if what is None else self._guard(what, arrays, number, counter),
         )
 
     def _recorder(
         self, names: tuple[str, str], number: str | None, sent: Callable[[], Sent]
     ) -> Recorder:
         """Enters runs under the number of their plan, or each under one of its own."""
-        numbered = self._number if number is None else partial(_run_number, number)
-        count = self._count if number is None else None
-        return Recorder(*names, numbered, sent, self.ancestry, self.transport.rank, count)
+        return Recorder(
+            *names,
+            self._number if number is None else partial(_run_number, number),
+            sent,
+            self.ancestry,
+            self.transport.rank,
+            self.transport.identity,
+        )
 
-    def _guard(self, what: Fingerprint, arrays: Arrays, number: str | None) -> Guard:
+    def _guard(
+        self, what: Fingerprint, arrays: Arrays, number: str | None, counter: Sequence[int]
+    ) -> Guard:
         """What goes around the messages of a plan in checked mode."""
         assert self.checker is not None
         names = checked.LABEL, checked.ALGORITHM
         recorder = self._recorder(names, number, self.checker.sent)
-        return Guard(self.checker, what, *arrays, recorder)
-
-    def _count(self) -> int:
-        return self._num_calls
+        return Guard(self.checker, what, *arrays, recorder, counter)
 
     def _number(self, count: int) -> str:
         """The number of a blocking call in the ledger; every run of its plan is one of its own."""
@@ -348,6 +366,17 @@ class Session:
         self.collective("all_gather", arrays, counts, label=label, tag=tag).run(timeout)
         return table
 
+    def meet(self, members: Sequence[int], timeout: float | None) -> None:
+        """Wait until these of our ranks are here, which make a communicator: MPI's own call to do
+        so knows no time limit."""
+        index, size = list(members).index(self.transport.rank), len(members)
+        rounds = algorithms.schedule("barrier", "dissemination", rank=index, size=size)
+        program = Woven((Program(tuple(_meeting(each, members) for each in rounds)),))
+        arrays, names = Arrays(HOST, None, None), ("subgroup", "dissemination")
+        number = f"{self.name}s{self._num_children[tuple(members)] + 1}"
+        buffers, tag = _flat(arrays, np.dtype(np.uint8)), self._tag(3, 1)
+        self._plan(names, number, program, buffers, arrays, tag, None, is_kept=False).run(timeout)
+
     def collect(self, data: bytes) -> list[bytes] | None:
         """Every rank's bytes, on rank 0; None on the others."""
         lengths = self.all_integers([len(data)], "ledger", self.next_tag())[:, 0]
@@ -358,6 +387,15 @@ class Session:
         if whole is None:
             return None
         return [part.tobytes() for part in np.split(whole, np.cumsum(lengths)[:-1])]
+
+
+def _meeting(operations: Round, members: Sequence[int]) -> Step:
+    """A round of messages without contents, among these ranks."""
+    ends = [
+        tuple(Message(members[op.peer], _NOTHING) for op in half(operations) if op.peer is not None)
+        for half in (outgoing, incoming)
+    ]
+    return Step(sends=ends[0], receives=ends[1])
 
 
 def _flat(arrays: Arrays, dtype: np.dtype[Any]) -> Buffers:
@@ -379,6 +417,20 @@ def _num_bytes(counts: Counts, dtype: np.dtype[Any]) -> int:
     numbers = [count if isinstance(count, int) else sum(count) for count in counts]
     num_parts = 1 if isinstance(counts[0], int) else len(counts)
     return sum(numbers) // num_parts * dtype.itemsize
+
+
+def _picture(choice: Choice, rank: int, size: int, root: int, position: Position) -> str:
+    """The schedules of the ranks concerned, with the cell where this one waits."""
+    algorithm, here = choice.algorithm, position.round
+    concerned = {rank, *(waiting.peer for waiting in position.waiting_for)}
+    ranks = range(size) if size <= _MOST_ROWS else sorted(concerned)
+    schedules = {
+        each: algorithm.schedule(
+            each, size, root if SPECS[algorithm.collective].is_rooted else None, **choice.options
+        )
+        for each in ranks
+    }
+    return grid(schedules, (rank, here), range(max(0, here - _MOST_ROUNDS), here + _MOST_ROUNDS))
 
 
 def _run_number(number: str, run: int) -> str:

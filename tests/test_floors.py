@@ -51,6 +51,7 @@ FLOORS = [
         "fingerprint",
         "header",
         "arguments",
+        "flight_recorder",
         "transport",
         "staging",
         "progress",
@@ -59,7 +60,7 @@ FLOORS = [
     ],
     ["monitor", "inproc", "mpi"],
     ["remembered", "session", "calls", "communicator", "entry"],
-    ["launch"],
+    ["flight", "launch"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}

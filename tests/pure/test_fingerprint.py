@@ -60,6 +60,12 @@ def ranks(size: int, **others: dict[str, Any]) -> list[Fingerprint]:
             "rank 1 called all_reduce in call 3.2, ranks 0, 2 in call 17 (from train.py:42)",
         ),
         (
+            ranks(
+                3, r1={"out": "given", "call": "18"}, r0={"out": "not given"}, r2={"out": "given"}
+            ),
+            "rank 1 called all_reduce(out=given), rank 0 out=not given (from train.py:42)",
+        ),
+        (
             ranks(5, r1={"op": "max"}, r3={"op": "prod"}, r4={"op": "max"}),
             "rank 3 called all_reduce(op=prod), ranks 1, 4 op=max, ranks 0, 2 op=sum "
             "(call 17, from train.py:42)",
