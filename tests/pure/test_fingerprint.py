@@ -59,10 +59,9 @@ def ranks(size: int, **others: dict[str, Any]) -> list[Fingerprint]:
             ranks(3, r1={"call": "3.2"}),
             "rank 1 called all_reduce in call 3.2, ranks 0, 2 in call 17 (from train.py:42)",
         ),
+        # What goes ahead of a call has a number of its own.
         (
-            ranks(
-                3, r1={"out": "given", "call": "18"}, r0={"out": "not given"}, r2={"out": "given"}
-            ),
+            ranks(2, r0={"out": "not given", "call": "17a"}, r1={"out": "given"}),
             "rank 1 called all_reduce(out=given), rank 0 out=not given (from train.py:42)",
         ),
         (
