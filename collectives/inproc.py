@@ -228,6 +228,9 @@ class InprocExchange:
             raise CollectiveMismatch(wrong_length(me, peer, data.size, buffer.size))
         buffer[...] = data
 
+    def retag(self, tag: int) -> None:
+        self._tag = tag
+
     def waiting_for(self) -> list[Waiting]:
         return [Waiting(peer, is_receive=True) for peer, _ in self._pending]
 

@@ -239,6 +239,9 @@ class MpiExchange:
         sender, receiver = (peer, me) if number < self._num_receives else (me, peer)
         return f"rank {sender} sent rank {receiver} a longer message than it expected"
 
+    def retag(self, tag: int) -> None:
+        self._tag = tag
+
     def waiting_for(self) -> list[Waiting]:
         # Not Test: it would take the status of a complete request away from the wait to come.
         return [

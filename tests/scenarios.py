@@ -138,8 +138,10 @@ def in_place(comm: Communicator, job: Job, x: Any) -> tuple[Any, Any]:
         return x, x
     if job.collective == "all_to_all":
         table = job.counts() or [even(job.rows, comm.size)] * comm.size
-        num_received = sum(row[comm.rank] for row in table)
-        return x, x if num_received == x.shape[0] else None
+        columns = list(zip(*table, strict=True))
+        fits = [sum(table[rank]) == sum(columns[rank]) for rank in range(comm.size)]
+        is_fine = all(fits) if comm.check else fits[comm.rank]  # checked: on all ranks or none
+        return x, x if is_fine else None
     if job.collective == "reduce_scatter":
         return x, rows_of(comm, x, job.counts() or even(job.rows, comm.size))
     if job.collective in ("gather", "all_gather") and isinstance(x, np.ndarray):
