@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator
+from collectives import Communicator, header
+from collectives.arrays import HOST
+from collectives.header import Header
+from collectives.session import Arrays
 
 
 def point_to_point_both_ways(comm: Communicator) -> None:
@@ -275,6 +278,17 @@ def header_and_data_never_meet(comm: Communicator) -> None:
     x = np.arange(32.0)
     got = comm.broadcast(x, out=None if comm.rank == 0 else np.empty(32))
     assert np.array_equal(got, x)
+    if comm.rank > 0:
+        assert header_left_over(comm).shape == x.shape
+
+
+def header_left_over(comm: Communicator) -> Header:
+    """What rank 0 announced ahead of the last call, which did not take it."""
+    session, message = comm._session, np.empty(header.NUM_BYTES, np.uint8)
+    tag = session._tag(2, session._num_calls)
+    arrays = Arrays(HOST, None, message)
+    session.collective("broadcast", arrays, message.size, algorithm="binomial", tag=tag).run()
+    return header.decode(message)
 
 
 def recording_sees_every_rank(comm: Communicator) -> None:
