@@ -153,6 +153,14 @@ class Session:
         if self._damage is not None:
             raise CollectiveError(f"this communicator is of no more use: {self._damage}")
 
+    def free(self) -> None:
+        """Give back the plans of blocking calls, and the communicator below."""
+        if self._overdue is not None:
+            self._overdue.free()
+            self._overdue = None
+        self.remembered.forget()
+        self.transport.free()
+
     # Plans
 
     def collective(

@@ -208,6 +208,22 @@ def a_blocking_call_that_timed_out_is_not_lost(comm: Communicator) -> None:
         assert x[0] == 1
 
 
+def a_call_that_timed_out_can_be_the_last(comm: Communicator) -> None:
+    group = comm.split(0)
+    assert group is not None
+    if comm.rank == 0 and comm.size > 1:
+        with pytest.raises(collectives.CollectiveTimeout) as error:
+            group.all_reduce(np.ones(2), timeout=0.02)
+        with pytest.raises(RuntimeError, match="already running"):
+            group.free()
+    comm.barrier()
+    if comm.rank == 0 and comm.size > 1:
+        assert error.value.work.wait()[0] == comm.size
+    else:
+        group.all_reduce(np.ones(2))
+    group.free()
+
+
 def refused_calls_do_not_count(comm: Communicator) -> None:
     # Every rank makes another number of mistakes; the next call of all meets all the same.
     mistakes = [
@@ -341,6 +357,7 @@ SCENARIOS = [
     a_collective_that_timed_out_can_still_complete,
     a_time_limit_is_heeded_wherever_it_is_given,
     a_blocking_call_that_timed_out_is_not_lost,
+    a_call_that_timed_out_can_be_the_last,
     refused_calls_do_not_count,
     a_freed_plan_cannot_run,
     a_plan_of_strided_input_is_refused,
