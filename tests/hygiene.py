@@ -141,10 +141,18 @@ MADE.install()
 SOURCES: list[Source] = [MADE]
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup() -> Iterator[None]:
+def begin() -> None:
     for source in SOURCES:
         source.begin()
+
+
+def left() -> list[str]:
+    return [line for source in SOURCES for line in source.left()]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    begin()
     return (yield)
 
 
@@ -153,6 +161,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     finally:
-        left = [line for source in SOURCES for line in source.left()]
-        if left:
-            pytest.fail("\n".join((f"{item.name} left", *left)), pytrace=False)
+        lines = left()
+        if lines:
+            pytest.fail("\n".join((f"{item.name} left", *lines)), pytrace=False)

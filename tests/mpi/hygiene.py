@@ -41,6 +41,11 @@ def noted(request: Any, what: str) -> Any:
     return request
 
 
+def forget_completed() -> None:
+    """Forget the requests that are complete, and with them their buffers."""
+    _requests[:] = [(request, what) for request, what in _requests if request]
+
+
 class MadeOverMpi:
     """What this rank has made of MPI's since the last `begin`, and the worlds, which stay."""
 
@@ -71,7 +76,7 @@ class MadeOverMpi:
     def left(self) -> list[str]:
         for _, session in self.sessions:
             session.remembered.forget()  # boundedly many calls are kept by intent; all can be freed
-        _requests[:] = [(request, what) for request, what in _requests if request]
+        forget_completed()
         return [
             *(unfinished(plan) for plan in plans_of(self.transports) if plan not in self.known),
             *(f"a request: {what}" for request, what in _requests),

@@ -1,0 +1,55 @@
+"""Ten thousand calls of every kind, in random order and several under way, leak nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives.launch import launch
+
+ROOT = Path(__file__).parent.parent.parent
+RANKS = 3
+WARM_UP, STEPS = 2_000, 8_800  # the first fill the caches, which are all bounded
+# From the end of the warm-up to the end.  A leak of one array of 512 bytes, or of two Python
+# objects, in every call would be twice as much.
+MOST_BYTES, MOST_BLOCKS = 2 * 2**20, 8_000
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def reports(warm_up: int, steps: int, *leak: str) -> list[dict[str, Any]]:
+    """What every rank says in the end."""
+    program = ["-m", "tests.launch.leak_program", str(warm_up), str(steps), *leak]
+    env = {"PYTHONPATH": str(ROOT)}
+    done = launch(RANKS, program, timeout=180, env=env, capture=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def growth(report: dict[str, Any], what: str) -> int:
+    samples = [sample[what] for sample in report["samples"]]
+    return int(samples[-1] - samples[0])
+
+
+def test_ten_thousand_calls_leak_nothing() -> None:
+    found = reports(WARM_UP, STEPS)
+    assert [report["rank"] for report in found] == list(range(RANKS))
+    for report in found:
+        assert report["calls"] >= 10_000 and report["left"] == []
+        assert growth(report, "bytes") < MOST_BYTES, report["samples"]
+        assert growth(report, "blocks") < MOST_BLOCKS, report["samples"]
+
+
+def test_what_is_not_given_back_would_be_noticed() -> None:
+    for report in reports(0, 200, "handles"):
+        text = "\n".join(report["left"])
+        assert "a request: a kept send" in text and "a communicator of ranks" in text
+
+
+def test_memory_that_leaks_would_be_noticed() -> None:
+    for report in reports(100, 1_000, "memory"):
+        assert report["left"] == []
+        assert growth(report, "bytes") > MOST_BYTES
