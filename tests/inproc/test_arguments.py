@@ -339,6 +339,30 @@ def served(want: Any, call: Call) -> None:
         assert np.array_equal(got, want)
 
 
+@pytest.mark.parametrize("limit", [float("inf"), 1e300, 10**400])
+def test_a_time_limit_may_be_infinite(limit: float) -> None:
+    def body(comm: Communicator) -> Any:
+        comm.barrier(timeout=limit)
+        comm.plan.barrier().run(limit)
+        return comm.all_reduce(X, async_op=True, timeout=limit).wait(limit)
+
+    served(X * P, body)
+
+
+def test_a_bad_time_limit_of_a_wait_is_refused_and_a_good_one_serves() -> None:
+    def body(comm: Communicator) -> Any:
+        plan, work = comm.plan.all_reduce(X), comm.all_reduce(X, async_op=True)
+        for wait in (plan.run, work.wait):
+            for limit, error in (("1", TypeError), (-1, ValueError)):
+                with pytest.raises(error, match="timeout must"):
+                    wait(limit)  # type: ignore[arg-type]
+        assert not plan.is_active
+        work.wait()
+        return plan.run(30)
+
+    served(X * P, body)
+
+
 def test_strided_input_is_served() -> None:
     served(X[::2] * P, lambda c: c.all_reduce(X[::2]))
     served(X[::-1] * P, lambda c: c.all_reduce(X[::-1]))

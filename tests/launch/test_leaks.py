@@ -43,13 +43,8 @@ def test_ten_thousand_calls_leak_nothing() -> None:
         assert growth(report, "blocks") < MOST_BLOCKS, report["samples"]
 
 
-def test_what_is_not_given_back_would_be_noticed() -> None:
-    for report in reports(0, 200, "handles"):
+def test_leaks_on_purpose_are_noticed() -> None:
+    for report in reports(100, 800, "leak"):
         text = "\n".join(report["left"])
         assert "a request: a kept send" in text and "a communicator of ranks" in text
-
-
-def test_memory_that_leaks_would_be_noticed() -> None:
-    for report in reports(100, 1_000, "memory"):
-        assert report["left"] == []
-        assert growth(report, "bytes") > MOST_BYTES
+        assert growth(report, "bytes") > MOST_BYTES, report["samples"]
