@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from collectives import arguments
 from collectives.communicator import Communicator
+from collectives.flight_recorder import FlightRecorder
 from collectives.inproc import InprocTransport, run_threads
 from collectives.progress import ProgressThread
 from collectives.session import Session
@@ -60,8 +63,18 @@ def wrap(
     if progress is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError("progress='thread' needs MPI_THREAD_MULTIPLE; this MPI started without")
     limit = arguments.seconds(timeout)
+    transport = MpiTransport(comm.Dup())
+    _listen(transport.flight)
     thread = None if progress is None else ProgressThread()
-    return Communicator(Session(MpiTransport(comm.Dup()), limit, thread=thread))
+    return Communicator(Session(transport, limit, thread=thread))
+
+
+def _listen(flight: FlightRecorder) -> None:
+    """Dump what is called where the environment says, if it says so: see `flight`."""
+    directory = os.environ.get("COLLECTIVES_FLIGHT")
+    is_main = threading.current_thread() is threading.main_thread()  # signals are its business
+    if directory and flight.directory is None and is_main:
+        flight.listen(directory)
 
 
 def run(
