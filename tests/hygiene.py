@@ -69,7 +69,7 @@ class Made:
         yield from map(unfinished, plans_of(over))
         exchanges = {id(e): e for transport in over for e in transport.pending}
         for exchange in exchanges.values():
-            yield f"a receive: {', '.join(exchange.waiting_for())}"
+            yield f"a receive: {', '.join(map(str, exchange.waiting_for()))}"
 
     def _messages(self) -> Iterator[str]:
         """A world that has failed, and a communicator that has, may end with messages in it."""
@@ -127,7 +127,7 @@ def is_broken(session: Session) -> bool:
 
 def numbers(session: Session) -> int:
     """How many calls this rank has counted, from which tags come."""
-    return session._num_calls
+    return session._num_calls[0]
 
 
 def out_of_step(counted: dict[int, int]) -> Iterator[str]:

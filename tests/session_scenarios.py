@@ -301,7 +301,7 @@ def header_and_data_never_meet(comm: Communicator) -> None:
 def header_left_over(comm: Communicator) -> Header:
     """What rank 0 announced ahead of the last call, which did not take it."""
     session, message = comm._session, np.empty(header.NUM_BYTES, np.uint8)
-    tag = session._tag(2, session._num_calls)
+    tag = session._tag(2, session._num_calls[0])
     arrays = Arrays(HOST, None, message)
     session.collective("broadcast", arrays, message.size, algorithm="binomial", tag=tag).run()
     return header.decode(message)

@@ -117,9 +117,9 @@ def test_what_is_left_on_threads_is_noticed(tmp_path: Path) -> None:
     attributed(done.stdout, LEFT_ON_THREADS, num_passed=6)
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(150)
 def test_what_is_left_over_mpi_is_noticed(tmp_path: Path) -> None:
     path = written(tmp_path, OVER_MPI, "tests.mpi.conftest")
-    done = run_suite(2, path, "--rootdir", str(tmp_path), timeout=60)
+    done = run_suite(2, path, "--rootdir", str(tmp_path), timeout=120)
     assert done.returncode not in (0, TIMED_OUT)
     attributed(done.stdout, LEFT_OVER_MPI, num_passed=7)

@@ -295,6 +295,16 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
         "out must be",
         lambda c: c.all_to_all(X, counts=[2, 2, 2], out=[1]),
     ),
+    "all-to-all into another dtype": (
+        TypeError,
+        "out has dtype float32, the result has float64",
+        lambda c: c.all_to_all(X, counts=[2, 2, 2], out=np.empty(6, np.float32)),
+    ),
+    "all-to-all into rows of another shape": (
+        ValueError,
+        r"out has shape \(6, 1\)",
+        lambda c: c.all_to_all(X, counts=[2, 2, 2], out=np.empty((6, 1))),
+    ),
     "broadcast into a string": (TypeError, "out must be", lambda c: c.broadcast(X, out="y")),
 }
 

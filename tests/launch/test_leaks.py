@@ -17,14 +17,14 @@ WARM_UP, STEPS = 2_000, 8_800  # the first fill the caches, which are all bounde
 # objects, in every call would be twice as much.
 MOST_BYTES, MOST_BLOCKS = 2 * 2**20, 8_000
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)  # half a minute where nobody else computes
 
 
 def reports(warm_up: int, steps: int, *leak: str) -> list[dict[str, Any]]:
     """What every rank says in the end."""
     program = ["-m", "tests.launch.leak_program", str(warm_up), str(steps), *leak]
     env = {"PYTHONPATH": str(ROOT)}
-    done = launch(RANKS, program, timeout=180, env=env, capture=True)
+    done = launch(RANKS, program, timeout=280, env=env, capture=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
