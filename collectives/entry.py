@@ -48,13 +48,14 @@ def wrap(
 ) -> Communicator:
     """A communicator over a duplicate of `comm`, so that its messages never meet the caller's.
 
-    A collective call.  `timeout`: the default of every call, in seconds.  `progress="thread"`: what
-    is started with `async_op=True`, or by a plan's `start`, goes on in a thread while the program
-    computes, and not only inside `test` and `wait`; that needs an MPI with MPI_THREAD_MULTIPLE.
+    A collective call.  `timeout`: the default of every call and of this one, in seconds.
+    `progress="thread"`: what is started with `async_op=True`, or by a plan's `start`, goes on in a
+    thread while the program computes, and not only inside `test` and `wait`; that needs an MPI with
+    MPI_THREAD_MULTIPLE.
     """
     from mpi4py import MPI  # noqa: PLC0415
 
-    from collectives.mpi import MpiTransport  # noqa: PLC0415
+    from collectives.mpi import duplicated  # noqa: PLC0415
 
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"wrap needs an mpi4py intracommunicator, not {type(comm).__name__}")
@@ -63,7 +64,7 @@ def wrap(
     if progress is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError("progress='thread' needs MPI_THREAD_MULTIPLE; this MPI started without")
     limit = arguments.seconds(timeout)
-    transport = MpiTransport(comm.Dup())
+    transport = duplicated(comm, limit)
     _listen(transport.flight)
     thread = None if progress is None else ProgressThread()
     return Communicator(Session(transport, limit, thread=thread))

@@ -152,6 +152,15 @@ class MpiTransport:
         return Counters(MPI._handleof(MPI.COMM_WORLD), MPI.COMM_WORLD.size)
 
 
+def duplicated(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport:
+    """The transport of a duplicate of `comm`.  A collective call."""
+    duplicate, request = comm.Idup()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    if not _until(request.Test, deadline):
+        raise CollectiveTimeout(f"not all ranks have made this communicator within {timeout} s")
+    return MpiTransport(duplicate)
+
+
 class MpiExchange:
     """The messages of one round, posted afresh at every start.
 

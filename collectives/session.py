@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import arguments, header, select
+from collectives import algorithms, arguments, header, select
 from collectives.arrays import HOST, Array, Backend
 from collectives.decisions import Decisions
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
@@ -30,13 +30,14 @@ from collectives.program import Counts, Message, Program, Region, Step
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
 from collectives.remembered import KeptCall, Remembered
-from collectives.schedule import grid
+from collectives.schedule import Round, grid, incoming, outgoing
 from collectives.select import Choice
 from collectives.spec import SPECS
 from collectives.transport import Transport
 
 _MOST_ROWS = 16  # that a time-out shows
 _MOST_ROUNDS = 4  # that it shows before, and after
+_NOTHING = Region("input", 0, 0)
 
 
 class Arrays(NamedTuple):
@@ -316,6 +317,17 @@ class Session:
         self.collective("all_gather", arrays, counts, label=label, tag=tag).run(timeout)
         return table
 
+    def meet(self, members: Sequence[int], timeout: float | None) -> None:
+        """Wait until these of our ranks are here, which make a communicator: MPI's own call to do
+        so knows no time limit."""
+        index, size = list(members).index(self.transport.rank), len(members)
+        rounds = algorithms.schedule("barrier", "dissemination", rank=index, size=size)
+        program = Woven((Program(tuple(_meeting(each, members) for each in rounds)),))
+        arrays, names = Arrays(HOST, None, None), ("subgroup", "dissemination")
+        number = f"{self.name}s{self._num_children[tuple(members)] + 1}"
+        buffers, tag = _flat(arrays, np.dtype(np.uint8)), self._tag(3, 1)
+        self._plan(names, number, program, buffers, arrays, tag, None, is_kept=False).run(timeout)
+
     def collect(self, data: bytes) -> list[bytes] | None:
         """Every rank's bytes, on rank 0; None on the others."""
         lengths = self.all_integers([len(data)], "ledger", self.next_tag())[:, 0]
@@ -326,6 +338,15 @@ class Session:
         if whole is None:
             return None
         return [part.tobytes() for part in np.split(whole, np.cumsum(lengths)[:-1])]
+
+
+def _meeting(operations: Round, members: Sequence[int]) -> Step:
+    """A round of messages without contents, among these ranks."""
+    ends = [
+        tuple(Message(members[op.peer], _NOTHING) for op in half(operations) if op.peer is not None)
+        for half in (outgoing, incoming)
+    ]
+    return Step(sends=ends[0], receives=ends[1])
 
 
 def _flat(arrays: Arrays, dtype: np.dtype[Any]) -> Buffers:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 import collectives
 from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerFailed
@@ -46,31 +45,34 @@ def seconds_until(error: type[BaseException], run: Run) -> tuple[float, BaseExce
     raise AssertionError(f"no {error.__name__}")
 
 
-def leave(comm: Communicator) -> None:
-    """End a job whose ranks cannot all come to an end."""
+def leave() -> None:
+    """End a rank that gave up something: MPI might wait for it, or for a dead rank, at its end."""
+    sys.stdout.flush()
     time.sleep(1.0)  # for the others to say what they have to say
-    if comm.rank == 0:
-        MPI.COMM_WORLD.Abort(0)
-    time.sleep(60)
+    os._exit(0)
 
 
 def stopped(comm: Communicator, what: str) -> None:
-    limited: dict[str, Run] = {
-        "call": lambda: comm.all_reduce(SMALL, timeout=1.0),
-        "async_op": lambda: comm.all_reduce(SMALL, async_op=True).wait(1.0),
-        "default": lambda: comm.all_reduce(LARGE),
+    x, plan = LARGE if what == "default" else SMALL, comm.plan.all_reduce(SMALL)
+    ways: dict[str, Callable[[float | None], Any]] = {
+        "call": lambda limit: comm.all_reduce(x, timeout=limit),
+        "default": lambda _: comm.all_reduce(x),
+        "plan": plan.run,
+        "async_op": lambda limit: comm.all_reduce(x, async_op=True).wait(limit),
     }
-    if what == "plan":
-        plan = comm.plan.all_reduce(SMALL)
-        limited["plan"] = lambda: plan.run(1.0)
-    comm.barrier()
+    pids = comm.all_gather(np.array([os.getpid()]))
     if comm.rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
+        assert ways[what](None)[0] == comm.size
+        return
     if what == "default":
         comm.timeout = 1.0
-    seconds, error = seconds_until(CollectiveTimeout, limited[what])
+    seconds, error = seconds_until(CollectiveTimeout, lambda: ways[what](1.0))
     say(comm, f"{seconds:.2f} s: {error}")
-    leave(comm)
+    time.sleep(0.5)  # until both have seen it
+    os.kill(int(pids[2]), signal.SIGCONT)
+    assert isinstance(error, CollectiveTimeout)
+    assert error.work.wait(30)[0] == comm.size  # nothing was lost
 
 
 def interrupted(comm: Communicator, what: str) -> None:
@@ -80,8 +82,9 @@ def interrupted(comm: Communicator, what: str) -> None:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         seconds, _ = seconds_until(KeyboardInterrupt, run)
         say(comm, f"KeyboardInterrupt after {seconds:.2f} s")
-        leave(comm)
-    time.sleep(60)
+        leave()
+    time.sleep(1.5)
+    leave()
 
 
 def dumped(comm: Communicator, _: str) -> None:
@@ -110,7 +113,7 @@ def killed(comm: Communicator, what: str) -> None:
     total = int(survivors.all_reduce(np.array([1]))[0])
     ranks = ", ".join(map(str, survivors.all_gather(np.array([comm.rank]))))
     say(survivors, f"the survivors sum to {total} and are ranks {ranks}")
-    leave(survivors)
+    leave()
 
 
 def shrink_late(comm: Communicator, _: str) -> None:
@@ -121,8 +124,9 @@ def shrink_late(comm: Communicator, _: str) -> None:
     if comm.rank == 0:
         _, error = seconds_until(CollectiveTimeout, lambda: comm.shrink(timeout=1.0))
         say(comm, f"CollectiveTimeout: {error}")
-        leave(comm)
-    time.sleep(60)
+        leave()
+    time.sleep(3.0)
+    leave()
 
 
 def shrink_refused(comm: Communicator, _: str) -> None:
