@@ -115,8 +115,7 @@ class Communicator(Calls):
 
     def free(self) -> None:
         """Give the communicator back to MPI.  All its ranks call this; it is of no use after."""
-        self._session.remembered.forget()
-        self._session.transport.free()
+        self._session.free()
 
     # Selection
 

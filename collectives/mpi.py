@@ -76,9 +76,11 @@ class MpiTransport:
         return kind(self.comm, sends, receives, tag)
 
     def subgroup(self, ranks: Sequence[int]) -> MpiTransport:
-        group = self.comm.group.Incl(list(ranks))
+        everyone = self.comm.Get_group()
+        group = everyone.Incl(list(ranks))
         comm = self.comm.Create_group(group)
         group.Free()
+        everyone.Free()
         return MpiTransport(comm)
 
     def split(self, ranks: Sequence[int] | None) -> MpiTransport | None:

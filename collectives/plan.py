@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from collectives import staging
+from collectives import arguments, staging
 from collectives.arrays import Array, Backend, BinaryFunction, Bytes
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.flight_recorder import Position
@@ -131,6 +131,7 @@ class Plan:
 
     def run(self, timeout: float | None = None) -> Array | None:
         """Start and wait.  `timeout` in seconds."""
+        timeout = arguments.seconds(timeout)
         has_limit = timeout is not None or self.timeout is not None
         if has_limit or self._refusal is not None or self._in_flight:
             self.start()
@@ -201,7 +202,7 @@ class Plan:
         Raises CollectiveTimeout, which says whom it waited for, after `timeout` seconds; the plan
         is then still under way, and `wait` may be called again.
         """
-        timeout = self.timeout if timeout is None else timeout
+        timeout = self.timeout if timeout is None else arguments.seconds(timeout)
         if self._thread is None:
             self._wait(timeout)
         elif self._done is not None and not self._done.wait(timeout):

@@ -186,6 +186,14 @@ class Session:
         if self._damage is not None:
             raise self._damage.with_traceback(None)
 
+    def free(self) -> None:
+        """Give back the plans of blocking calls, and the communicator below."""
+        if self._overdue is not None:
+            self._overdue.free()
+            self._overdue = None
+        self.remembered.forget()
+        self.transport.free()
+
     # Plans
 
     def collective(
