@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +77,20 @@ class Communicator(Calls):
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} asks for a subgroup it is not in: {members}")
         transport = self._session.transport.subgroup(members)
+        return Communicator(self._session.child(transport, members))
+
+    def shrink(self, *, timeout: float | None = None) -> Communicator:
+        """A communicator of the ranks that are still alive, in their order here.
+
+        All of these call it, after a PeerFailed or without; afterwards nothing else can be called
+        here but `free`.  It needs an Open MPI started with fault tolerance (ULFM, Bland et al.
+        2013): `python -m collectives.launch --fault-tolerant`; without it raises CollectiveError.
+        Raises CollectiveTimeout if a rank is alive and does not call it within `timeout` seconds.
+        """
+        limit = arguments.seconds(timeout)
+        limit = self.timeout if limit is None else limit
+        deadline = None if limit is None else time.monotonic() + limit
+        transport, members = self._session.transport.shrink(deadline)
         return Communicator(self._session.child(transport, members))
 
     def free(self) -> None:

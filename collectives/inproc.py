@@ -155,6 +155,12 @@ class InprocTransport:
     def split(self, ranks: Sequence[int] | None) -> InprocTransport | None:
         return None if ranks is None else self.subgroup(ranks)
 
+    def meaning(self, error: BaseException) -> BaseException:
+        return error
+
+    def shrink(self, deadline: float | None) -> tuple[InprocTransport, list[int]]:
+        raise CollectiveError("threads of one process fail together: there is nothing to shrink to")
+
     def free(self) -> None:
         """Nothing to give back: the mailboxes go with the world."""
 
@@ -244,7 +250,7 @@ def run_threads(
             results[rank] = function(InprocTransport(world, range(size), rank))
         except BaseException as error:  # noqa: BLE001 - it is raised again by the caller
             errors.append(error)
-            world.fail(PeerFailed(f"rank {rank} raised {type(error).__name__}: {error}"))
+            world.fail(PeerFailed(f"rank {rank} raised {type(error).__name__}: {error}", (rank,)))
         finally:
             world.leave(rank)
 

@@ -111,9 +111,9 @@ class Plan:
         try:
             for action in self._script:
                 action()
-        except BaseException as error:
-            self._fail(error)
-            raise
+        except BaseException as error:  # noqa: BLE001 - raised again, as what it means
+            failure = self._fail(error)
+            raise failure from failure.__cause__
         finally:
             if started is not None and self._recorder is not None:
                 self._recorder.record(self._num_runs, started, _clock())
@@ -134,9 +134,9 @@ class Plan:
                 self._entered = self._recorder.record(self._num_runs, _clock())
             _do(self._opening)
             self._end_if_over()
-        except BaseException as error:
-            self._fail(error)
-            raise
+        except BaseException as error:  # noqa: BLE001 - raised again, as what it means
+            failure = self._fail(error)
+            raise failure from failure.__cause__
         if self._thread is not None and self.is_active:
             self._done = self._thread.adopt(self)
 
@@ -212,9 +212,9 @@ class Plan:
             is_complete = self._stages[self._stage].exchange.wait(deadline)
             if is_complete:
                 self._next_stage()
-        except BaseException as error:
-            self._fail(error)
-            raise
+        except BaseException as error:  # noqa: BLE001 - raised again, as what it means
+            failure = self._fail(error)
+            raise failure from failure.__cause__
         return is_complete
 
     def _carry_all_along(self, deadline: float | None, num_tries: int) -> bool:
@@ -248,8 +248,12 @@ class Plan:
         if not self._is_kept:
             self.free()
 
-    def _fail(self, error: BaseException) -> None:
-        self._error, self._stage, self._refusal = error, None, "has failed"
+    def _fail(self, error: BaseException) -> BaseException:
+        """Give up; what to raise: the error, or what it means."""
+        failure = self._transport.meaning(error)
+        if failure is not error:
+            failure.__cause__ = error
+        self._error, self._stage, self._refusal = failure, None, "has failed"
         if self in self._in_flight:
             self._in_flight.remove(self)
         are_over = [stage.exchange.abandon() for stage in self._stages]
@@ -258,6 +262,7 @@ class Plan:
         else:
             # Messages may still be on their way: the buffers must never go to anybody else.
             self._transport.failed.append(self)
+        return failure
 
     def _let_go(self) -> None:
         """Of the arrays, at once: an exchange and what it does refer to each other."""

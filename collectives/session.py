@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from collectives import arguments, header, select
 from collectives.arrays import HOST, Array, Backend
 from collectives.decisions import Decisions
-from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
 from collectives.header import Header
 from collectives.lanes import Woven, compile_lanes
 from collectives.ledger import Ancestry, Ledger, Recorder, Sent
@@ -60,7 +60,7 @@ class Session:
         self._num_calls = 0
         self._num_messages = 0
         self._overdue: Plan | None = None  # a blocking call that timed out; the next waits for it
-        self._damage: str | None = None  # why nothing can be called any more
+        self._damage: CollectiveError | None = None  # why nothing can be called any more
         self._num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
     def child(self, transport: Transport, members: Sequence[int]) -> Session:
@@ -145,13 +145,16 @@ class Session:
         if isinstance(error, CollectiveTimeout):
             self._overdue = plan
             return
-        self._damage = f"{plan.title} failed half-way on rank {self.transport.rank}: {error!r}"
+        what = f"{plan.title} failed half-way on rank {self.transport.rank}: {error!r}"
+        self._damage = CollectiveError(f"this communicator is of no more use: {what}")
+        if isinstance(error, PeerFailed):
+            self._damage = error
         self.remembered.forget()
 
     def check(self) -> None:
         """Raise CollectiveError if a failure has left this communicator unusable."""
         if self._damage is not None:
-            raise CollectiveError(f"this communicator is of no more use: {self._damage}")
+            raise self._damage.with_traceback(None)
 
     # Plans
 

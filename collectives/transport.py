@@ -68,6 +68,12 @@ class Transport(Protocol):
     def pause(self, deadline: float | None, num_tries: int) -> None:
         """Nothing under way can go on just now: let time pass, at most until `deadline`."""
 
+    def meaning(self, error: BaseException) -> BaseException:
+        """What a failure of the engine below means: PeerFailed, or the error itself."""
+
+    def shrink(self, deadline: float | None) -> tuple[Transport, list[int]]:
+        """A transport among the ranks that are alive, all of which call it, and these ranks."""
+
     def free(self) -> None:
         """Give back the communicator below, if it is ours."""
 
