@@ -35,6 +35,7 @@ TIMED_OUT = 124
 
 _POLL = 0.1  # seconds between two looks at the job
 _PATIENCE = 2.0  # seconds mpirun has to end the job by itself after a rank has failed
+_FAREWELL = 5.0  # seconds to the end of mpirun from the end of all programs, some of which died
 _GRACE = 3.0  # seconds it has, after SIGTERM, to end the ranks of this host and of others
 
 # The statuses of a job one of whose ranks was killed or crashed: of an mpirun that counts them as a
@@ -99,9 +100,9 @@ def launch(
         status = TIMED_OUT
         try:
             say = notes.append if capture else _say
-            status = _wait(job, board, timeout, fault_tolerant, say)
+            status = _wait(job, board, timeout, size if fault_tolerant else None, say)
         finally:
-            if status != 0:
+            if status != 0 or job.poll() is None:
                 _end(job, board)
         return subprocess.CompletedProcess(words, status, _text(out), _text(err, "".join(notes)))
 
@@ -114,25 +115,33 @@ def _wait(
     job: subprocess.Popen[bytes],
     board: str,
     timeout: float | None,
-    is_tolerant: bool,
+    tolerant_size: int | None,
     say: Callable[[str], object],
 ) -> int:
-    """The status with which the job ended or must be ended."""
+    """The status with which the job ended or must be ended.
+
+    `tolerant_size`: how many ranks there are, if others may go on where one dies.
+    """
     limit = math.inf if timeout is None else time.monotonic() + timeout
-    failed, dead = 0, None
+    failed, is_over, dead = 0, False, None
     with ranks.Watch(board, job.pid) as watch:
         while (died := watch.wait(_POLL)) or job.poll() is None:
-            if died and is_tolerant:
+            if died and tolerant_size:
                 say(_sentence(died))
             dead = dead or died
             if time.monotonic() >= limit:
+                if is_over:
+                    return failed
                 if not failed:
                     say(f"The job did not end within {timeout:g} s and was stopped.\n")
                 return failed or TIMED_OUT
             if not failed and (failed := ranks.reported(board)):
                 limit = min(limit, time.monotonic() + _PATIENCE)
+            # Open MPI 5 can hang in the MPI_Finalize of the others where two have died at once.
+            if tolerant_size and dead and not is_over and watch.saw_the_end_of(tolerant_size):
+                is_over, limit = True, min(limit, time.monotonic() + _FAREWELL)
     status = _status_of(job.returncode, ranks.reported(board))
-    if dead and not is_tolerant and status in _KILLED:
+    if dead and not tolerant_size and status in _KILLED:
         say(_sentence(dead))
     return status
 

@@ -76,6 +76,7 @@ class Watch:
         """`job`: the process of mpirun."""
         self._board = board
         self._known: set[int] = set()
+        self._dead: set[int] = set()
         self._ranks: dict[int, Rank | None] = {}  # by file descriptor; None: mpirun
         self._undo = contextlib.ExitStack()
         # An epoll hands over one event after the other in the order in which they happened.  After
@@ -105,8 +106,16 @@ class Watch:
                 self._deaths = None  # the ranks that outlive mpirun die of its end
                 return None
             if _post(self._board, rank.pid).exists():
+                self._dead.add(rank.pid)
                 return rank
         return None
+
+    def saw_the_end_of(self, size: int) -> bool:
+        """Whether so many ranks were here, each of which has died or come to its program's end."""
+        met = [rank.pid for rank in self._ranks.values() if rank is not None]
+        return len(met) == size and not any(
+            _post(self._board, pid).exists() for pid in met if pid not in self._dead
+        )
 
     def _meet(self, deaths: select.epoll) -> None:
         """Follow the ranks that have come since the last time."""

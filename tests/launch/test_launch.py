@@ -215,6 +215,28 @@ if IS_OPEN_MPI:
         assert sorted(job.stdout.splitlines()) == ["alive 0", "alive 2"]
         assert deaths(job.stderr) == ["1"]
 
+    def test_what_mpi_never_finalizes_is_ended_when_all_programs_are(
+        script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Open MPI 5 itself hangs there, now and then; here a library does, of rank 0."""
+        monkeypatch.setattr(launcher, "_FAREWELL", 1.0)
+        died = tmp_path / "died"
+        work = f"""
+    while not pathlib.Path({str(died)!r}).exists():
+        time.sleep(0.05)
+    time.sleep(1)
+    if world.rank == 0:
+        import ctypes
+        python = ctypes.pythonapi
+        python.Py_AtExit(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
+    print("alive", world.rank, flush=True)
+    """
+        source = script(DYING.format(death=DEATHS["killed"], work=work))
+        job = launch(3, [source, str(died)], timeout=30, capture=True, fault_tolerant=True)
+        assert job.returncode == 0, job.stderr
+        assert sorted(job.stdout.splitlines()) == ["alive 0", "alive 2"]
+        assert deaths(job.stderr) == ["1"]
+
 else:
 
     def test_other_mpis_are_no_fault_tolerant_ones(
@@ -395,5 +417,5 @@ def test_what_a_rank_reported_counts_when_mpirun_itself_crashed(
     (tmp_path / report).touch()
     crash = subprocess.Popen(["sh", "-c", "kill -SEGV $$"])
     said: list[str] = []
-    assert launcher._wait(crash, str(tmp_path), 10, False, said.append) == status
+    assert launcher._wait(crash, str(tmp_path), 10, None, said.append) == status
     assert said == []
