@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -13,6 +14,7 @@ from mpi4py import MPI
 
 from collectives.arrays import Bytes
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerFailed
+from collectives.flight_recorder import FlightRecorder, Waiting
 from collectives.monitor import Counters
 from collectives.transport import Action, Parcels, back_off, wrong_length
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 # One list for the process: a plan of one communicator may hold up the plan of another.
 _in_flight: list[Plan] = []
 _failed: list[Plan] = []
+_flight = FlightRecorder(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+_num_alike: Counter[tuple[int, ...]] = Counter()  # communicators of the same ranks
 
 # Open MPI's monitoring does not see persistent requests: they are started below the layer that
 # counts.  When somebody is counting, every message is posted afresh.
@@ -60,7 +64,10 @@ class MpiTransport:
         largest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # MPI keeps it there alone
         assert isinstance(largest_tag, int)
         self.num_tags = largest_tag + 1
-        self.in_flight, self.failed = _in_flight, _failed
+        self.in_flight, self.failed, self.flight = _in_flight, _failed, _flight
+        members = _ranks_of_the_job(comm)
+        _num_alike[members] += 1
+        self.identity = members, _num_alike[members]
 
     def exchange(
         self, sends: Parcels, receives: Parcels, tag: int, is_kept: bool
@@ -145,6 +152,15 @@ class MpiTransport:
         return Counters(MPI._handleof(MPI.COMM_WORLD), MPI.COMM_WORLD.size)
 
 
+def duplicated(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport:
+    """The transport of a duplicate of `comm`.  A collective call."""
+    duplicate, request = comm.Idup()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    if not _until(request.Test, deadline):
+        raise CollectiveTimeout(f"not all ranks have made this communicator within {timeout} s")
+    return MpiTransport(duplicate)
+
+
 class MpiExchange:
     """The messages of one round, posted afresh at every start.
 
@@ -225,12 +241,10 @@ class MpiExchange:
         sender, receiver = (peer, me) if number < self._num_receives else (me, peer)
         return f"rank {sender} sent rank {receiver} a longer message than it expected"
 
-    def waiting_for(self) -> list[str]:
+    def waiting_for(self) -> list[Waiting]:
         # Not Test: it would take the status of a complete request away from the wait to come.
         return [
-            f"a message from rank {peer}"
-            if number < self._num_receives
-            else f"rank {peer} to receive"
+            Waiting(peer, number < self._num_receives)
             for number, ((peer, _), request) in enumerate(self._posted())
             if not request.Get_status()
         ]
@@ -289,6 +303,15 @@ class PersistentExchange(MpiExchange):
         for request in self._requests:
             request.Free()
         self._requests = ()
+
+
+def _ranks_of_the_job(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """The ranks in COMM_WORLD of a communicator's ranks."""
+    world, group = MPI.COMM_WORLD.Get_group(), comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(group, range(group.size), world)
+    world.Free()
+    group.Free()
+    return tuple(ranks)
 
 
 def _until(is_over: Callable[[], bool], deadline: float | None = None) -> bool:

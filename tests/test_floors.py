@@ -50,6 +50,7 @@ FLOORS = [
         "explanation",
         "header",
         "arguments",
+        "flight_recorder",
         "transport",
         "staging",
         "progress",
@@ -57,7 +58,7 @@ FLOORS = [
     ],
     ["monitor", "inproc", "mpi"],
     ["remembered", "session", "calls", "communicator", "entry"],
-    ["mpirun", "ranks", "launch"],
+    ["flight", "mpirun", "ranks", "launch"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
