@@ -99,6 +99,11 @@ class Communicator(Calls):
         transport = self._session.transport.subgroup(members)
         return Communicator(self._session.child(transport, members))
 
+    @property
+    def can_shrink(self) -> bool:
+        """Whether `shrink` works here: under an Open MPI started with fault tolerance."""
+        return self._session.transport.can_shrink
+
     def shrink(self, *, timeout: float | None = None) -> Communicator:
         """A communicator of the ranks that are still alive, in their order here.
 

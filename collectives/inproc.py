@@ -162,6 +162,8 @@ class InprocTransport:
     def split(self, ranks: Sequence[int] | None) -> InprocTransport | None:
         return None if ranks is None else self.subgroup(ranks)
 
+    can_shrink = False
+
     def meaning(self, error: BaseException) -> BaseException:
         return error
 

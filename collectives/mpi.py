@@ -118,8 +118,10 @@ class MpiTransport:
         mine.Free()
         return tuple(sorted(ranks))
 
+    can_shrink = _is_fault_tolerant
+
     def shrink(self, deadline: float | None) -> tuple[MpiTransport, list[int]]:
-        if not _is_fault_tolerant:
+        if not self.can_shrink:
             raise CollectiveError(
                 "shrink() needs an Open MPI that was started with fault tolerance: "
                 "python -m collectives.launch --fault-tolerant, or mpirun --with-ft ulfm"

@@ -60,7 +60,7 @@ FLOORS = [
     ],
     ["monitor", "inproc", "mpi"],
     ["remembered", "session", "calls", "communicator", "entry"],
-    ["flight", "launch"],
+    ["flight", "mpirun", "ranks", "launch"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
