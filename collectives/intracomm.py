@@ -101,11 +101,11 @@ class Intracomm(Collectives, MPI.Intracomm):
     Create_dist_graph_adjacent = _kept(MPI.Intracomm.Create_dist_graph_adjacent)
 
     @classmethod
-    def Create_from_group(cls, *args: Any, **named: Any) -> Any:  # noqa: N802 - MPI's name
+    def Create_from_group(cls, *args: Any, **named: Any) -> Any:
         """A communicator of a group, as `MPI.Intracomm.Create_from_group` makes it."""
         return drop_in(MPI.Intracomm.Create_from_group(*args, **named))
 
-    def Free(self) -> None:  # noqa: N802
+    def Free(self) -> None:
         """Give the communicator back to MPI.  All its ranks call this."""
         self._free_duplicate()
         if self.handle not in (MPI.COMM_WORLD.handle, MPI.COMM_SELF.handle):
@@ -116,7 +116,7 @@ class Intracomm(Collectives, MPI.Intracomm):
         if self and not self._is_freed:
             self.Free()
 
-    def Disconnect(self) -> None:  # noqa: N802
+    def Disconnect(self) -> None:
         """Give the communicator back when all its messages are through.  All its ranks call it."""
         self._free_duplicate()
         super().Disconnect()
@@ -143,7 +143,7 @@ class Distgraphcomm(Intracomm, MPI.Distgraphcomm):
     """A communicator with a distributed graph, whose neighbourhood collectives are MPI's own."""
 
 
-_TYPES: tuple[tuple[type[MPI.Comm], type[Intracomm]], ...] = (
+_TYPES: tuple[tuple[type[MPI.Comm], Any], ...] = (
     (MPI.Cartcomm, Cartcomm),
     (MPI.Graphcomm, Graphcomm),
     (MPI.Distgraphcomm, Distgraphcomm),

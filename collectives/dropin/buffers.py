@@ -29,7 +29,7 @@ class Part(NamedTuple):
     """Some elements in a row, the first of them `offset` bytes from where the memory begins."""
 
     offset: int
-    count: int
+    num_elements: int
     datatype: MPI.Datatype
 
 
@@ -48,17 +48,17 @@ class Message(NamedTuple):
         return self.parts[0].datatype
 
     @property
-    def count(self) -> int:
-        """The elements of a message of one block."""
-        return self.parts[0].count
+    def num_elements(self) -> int:
+        """Those of a message of one block."""
+        return self.parts[0].num_elements
 
     def only(self, number: int) -> Message:
         """One of the parts."""
         return self._replace(parts=(self.parts[number],))
 
-    def resized(self, count: int) -> Message:
+    def resized(self, num_elements: int) -> Message:
         """A message of one block, with another number of elements."""
-        return self._replace(parts=(self.parts[0]._replace(count=count),))
+        return self._replace(parts=(self.parts[0]._replace(num_elements=num_elements),))
 
     def repeated(self, number: int) -> Message:
         """A message of one block, followed by others as long."""
@@ -161,7 +161,7 @@ def _fields(spec: Any, *, is_vector: bool) -> tuple[Any, Any, Any, Any]:
     elif len(spec) == 3:
         buf, count, datatype = spec
     elif len(spec) == 4:
-        return tuple(spec)  # type: ignore[return-value]
+        return tuple(spec)
     else:
         raise ValueError("message: expecting 2 to 4 items")
     # A list of two is the counts of two ranks in one case, and a count and its place in the other.
@@ -194,7 +194,7 @@ def _is_integral(x: Any) -> bool:
     return True
 
 
-def _integers(numbers: Sequence[Any], size: int) -> list[int]:
+def _integers(numbers: Any, size: int) -> list[int]:
     _expect(size, numbers)
     return [operator.index(number) for number in numbers]
 
@@ -304,14 +304,14 @@ def _code(buf: Any) -> str:
     """Its type code, by the first of three protocols that serves."""
     try:
         return memoryview(buf).format
-    except (BufferError, TypeError, ValueError):
+    except (BufferError, TypeError, ValueError) as error:
         if hasattr(buf, "__dlpack__") and not isinstance(buf, np.ndarray):
             return _dlpack_code(buf.__dlpack__())
         if hasattr(buf, "__cuda_array_interface__"):
             order, kind, *size = buf.__cuda_array_interface__["typestr"]
             code = _numpy_code(kind, int("".join(size)))
             return order + code if order == _FOREIGN_ORDER else code
-        raise
+        raise BufferError(str(error)) from None
 
 
 def _dlpack_code(capsule: object) -> str:

@@ -84,7 +84,7 @@ def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, A
         plan = getattr(self.communicator.plan, call.collective)(**call.arguments)
         return PersistentRequest(plan, call.load, call.store, call.release)
 
-    methods = blocking, nonblocking, persistent
+    methods: tuple[Any, Any, Any] = blocking, nonblocking, persistent
     for method, its_name in zip(methods, (name, f"I{name.lower()}", f"{name}_init"), strict=True):
         method.__name__ = its_name
         method.__qualname__ = f"Calls.{its_name}"
@@ -251,17 +251,17 @@ class Calls:
         received = one_block(recvbuf, is_sent=False)
         in_place = is_in_place(sendbuf)
         sent = received if in_place else one_block(sendbuf, is_sent=True)
-        counts = self._result_counts(received.count, recvcounts, in_place)
+        counts = self._result_counts(received.num_elements, recvcounts, in_place)
         own = counts[self.communicator.rank]
         if in_place:
-            _check_total(f"receive count {received.count}", received.count, counts)
+            _check_total(f"receive count {received.num_elements}", received.num_elements, counts)
             received = received.resized(own)
         else:
             _check_types(sent, received)
-            _check_total(f"send count {sent.count}", sent.count, counts)
-            if received.count != own:
+            _check_total(f"send count {sent.num_elements}", sent.num_elements, counts)
+            if received.num_elements != own:
                 raise ValueError(
-                    f"mismatch in receive count {received.count} "
+                    f"mismatch in receive count {received.num_elements} "
                     f"and counts[{self.communicator.rank}] {own}"
                 )
         chosen = combining(op, sent.datatype)
@@ -470,8 +470,10 @@ def _check_types(sent: Message, received: Message) -> None:
 
 def _check_alike(sent: Message, received: Message) -> None:
     _check_types(sent, received)
-    if sent.count != received.count:
-        raise ValueError(f"mismatch in send count {sent.count} and receive count {received.count}")
+    if sent.num_elements != received.num_elements:
+        raise ValueError(
+            f"mismatch in send count {sent.num_elements} and receive count {received.num_elements}"
+        )
 
 
 def _check_total(what: str, number: int, counts: list[int]) -> None:

@@ -39,10 +39,12 @@ def side(message: Message) -> Side:
 
     Raises ValueError if a part does not lie within the memory.
     """
-    sizes = [part.count * part.datatype.size if part.count else 0 for part in message.parts]
+    sizes = [
+        part.num_elements * part.datatype.size if part.num_elements else 0 for part in message.parts
+    ]
     memory = np.empty(0, np.uint8) if message.memory is None else _bytes(message.memory)
     for part in message.parts:
-        if part.count and message.memory is not None:
+        if part.num_elements and message.memory is not None:
             _check_within(part, memory.size)
     start = _start(message.parts, sizes)
     num_bytes = sum(sizes)
@@ -57,18 +59,18 @@ def is_plain(datatype: MPI.Datatype) -> bool:
 
 
 def _bytes(memory: MPI.buffer) -> Bytes:
-    return np.frombuffer(memory, np.uint8)
+    return np.frombuffer(memory, np.uint8)  # type: ignore[call-overload, no-any-return]
 
 
 def _check_within(part: Part, length: int) -> None:
     """Raise ValueError where MPI would read or write memory that is not the buffer's."""
     lower, extent = part.datatype.Get_true_extent()
-    stride = (part.count - 1) * part.datatype.extent
+    stride = (part.num_elements - 1) * part.datatype.extent
     start = part.offset + lower + min(0, stride)
     stop = part.offset + lower + extent + max(0, stride)
     if extent and not 0 <= start <= stop <= length:
         raise ValueError(
-            f"message: {part.count} entries of {extent} bytes at byte {part.offset} "
+            f"message: {part.num_elements} entries of {extent} bytes at byte {part.offset} "
             f"reach beyond the buffer, which has {length} bytes"
         )
 
@@ -102,7 +104,7 @@ def _packed(message: Message, memory: Bytes, sizes: list[int]) -> Side:
             load.append(partial(np.copyto, place, there))
             store.append(partial(np.copyto, there, place))
             continue
-        whole = Whole(part.datatype, part.count, part.offset, memory)
+        whole = Whole(part.datatype, part.num_elements, part.offset, memory)
         load.append(partial(whole.pack, place))
         store.append(partial(whole.unpack, place))
         release.append(whole.free)

@@ -24,17 +24,17 @@ _NAMES = {
     MPI.BOR.handle: "or",
     MPI.BXOR.handle: "xor",
 }
-_NUMBERS = (
-    "SIGNED_CHAR SHORT INT LONG LONG_LONG INT8_T INT16_T INT32_T INT64_T "
-    "UNSIGNED_CHAR UNSIGNED_SHORT UNSIGNED UNSIGNED_LONG UNSIGNED_LONG_LONG "
-    "UINT8_T UINT16_T UINT32_T UINT64_T AINT OFFSET COUNT "
-    "FLOAT DOUBLE LONG_DOUBLE C_FLOAT_COMPLEX C_DOUBLE_COMPLEX C_LONG_DOUBLE_COMPLEX "
-    "INTEGER REAL DOUBLE_PRECISION COMPLEX DOUBLE_COMPLEX "
-    "INTEGER1 INTEGER2 INTEGER4 INTEGER8 REAL4 REAL8 COMPLEX8 COMPLEX16"
-).split()
+_NUMBERS = """
+    SIGNED_CHAR SHORT INT LONG LONG_LONG INT8_T INT16_T INT32_T INT64_T
+    UNSIGNED_CHAR UNSIGNED_SHORT UNSIGNED UNSIGNED_LONG UNSIGNED_LONG_LONG
+    UINT8_T UINT16_T UINT32_T UINT64_T AINT OFFSET COUNT
+    FLOAT DOUBLE LONG_DOUBLE C_FLOAT_COMPLEX C_DOUBLE_COMPLEX C_LONG_DOUBLE_COMPLEX
+    INTEGER REAL DOUBLE_PRECISION COMPLEX DOUBLE_COMPLEX
+    INTEGER1 INTEGER2 INTEGER4 INTEGER8 REAL4 REAL8 COMPLEX8 COMPLEX16
+"""
 _DTYPES = {
     datatype.handle: np.dtype(datatype.typestr)
-    for datatype in (getattr(MPI, name) for name in _NUMBERS)
+    for datatype in (getattr(MPI, name) for name in _NUMBERS.split())
     if datatype and datatype.typestr
 }
 
@@ -63,6 +63,9 @@ def combining(op: MPI.Op, datatype: MPI.Datatype) -> Combining:
     if is_plain(datatype):
         local = Local(op, datatype)
         return Combining(dtype, MpiOperator.of(op, local))
+    if datatype.is_predefined:
+        unpacking = Unpacking(op, datatype)
+        return Combining(dtype, MpiOperator.of(op, unpacking), (unpacking.free,))
     kept = datatype.Dup()  # the user may free his while the call is under way
     unpacking = Unpacking(op, kept)
     return Combining(dtype, MpiOperator.of(op, unpacking), (unpacking.free, kept.Free))

@@ -110,14 +110,14 @@ class Request(MPI.Grequest):
         request._operation = operation
         return request
 
-    def Wait(self, status: MPI.Status | None = None) -> Any:  # noqa: N802 - MPI's name
+    def Wait(self, status: MPI.Status | None = None) -> Any:
         """Wait until the call is complete; raises what it failed with."""
         if self:
             self._operation.wait()
         with _Explained(self._operation):
             return super().Wait(status)
 
-    def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802
+    def Test(self, status: MPI.Status | None = None) -> bool:
         """Whether the call is complete; raises what it failed with."""
         with _Explained(self._operation):
             return super().Test(status)
@@ -166,8 +166,8 @@ class PersistentRequest(MPI.Prequest):
         """Whether it was started and nobody has waited for it since."""
         return super().__bool__()
 
-    def Start(self) -> None:  # noqa: N802
-        """Begin a run, which reads the buffers afresh.  Raises MPI.Exception while one is active."""
+    def Start(self) -> None:
+        """Begin a run, which reads the buffers afresh.  MPI.Exception while one is active."""
         if self._plan is None or self._is_active:
             raise MPI.Exception(MPI.ERR_REQUEST)
         _do(self._load)
@@ -178,19 +178,19 @@ class PersistentRequest(MPI.Prequest):
         ctypes.memmove(MPI._addressof(self), MPI._addressof(run), MPI._sizeof(run))
 
     @classmethod
-    def Startall(cls, requests: Sequence[MPI.Prequest]) -> None:  # noqa: N802
+    def Startall(cls, requests: Sequence[MPI.Prequest]) -> None:
         """Start all of them, MPI's own as well."""
         for request in requests:
             request.Start()
 
-    def Wait(self, status: MPI.Status | None = None) -> Any:  # noqa: N802
+    def Wait(self, status: MPI.Status | None = None) -> Any:
         """Wait until the run is complete; returns at once if there is none."""
         if self._is_active and self._operation is not None:
             self._operation.wait()
         with _Explained(self._operation):
             return super().Wait(status)
 
-    def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802
+    def Test(self, status: MPI.Status | None = None) -> bool:
         """Whether the run is complete, or there is none."""
         with _Explained(self._operation):
             return super().Test(status)
@@ -199,7 +199,7 @@ class PersistentRequest(MPI.Prequest):
         """The same, in the spelling of mpi4py's pickled calls; returns None."""
         self.Wait(status)
 
-    def Free(self) -> None:  # noqa: N802
+    def Free(self) -> None:
         """Give the plan back, as soon as a run under way is complete."""
         if self._plan is None:
             raise MPI.Exception(MPI.ERR_REQUEST)
