@@ -69,8 +69,12 @@ def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, A
     def nonblocking(self: Calls, *args: Any, **named: Any) -> Request:
         needed_thread()
         call = prepare(self, *args, **named)
-        _do(call.load)
-        work = getattr(self.communicator, call.collective)(**call.arguments, async_op=True)
+        try:
+            _do(call.load)
+            work = getattr(self.communicator, call.collective)(**call.arguments, async_op=True)
+        except BaseException:
+            _do(call.release)
+            raise
         return Request.of(Operation(work, call.store, call.release))
 
     @wraps(prepare)
@@ -81,7 +85,11 @@ def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, A
         if args and isinstance(args[-1], MPI.Info):  # hints, of which there are none to take
             args = args[:-1]
         call = prepare(self, *args, **named)
-        plan = getattr(self.communicator.plan, call.collective)(**call.arguments)
+        try:
+            plan = getattr(self.communicator.plan, call.collective)(**call.arguments)
+        except BaseException:
+            _do(call.release)
+            raise
         return PersistentRequest(plan, call.load, call.store, call.release)
 
     methods: tuple[Any, Any, Any] = blocking, nonblocking, persistent

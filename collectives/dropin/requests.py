@@ -146,7 +146,6 @@ class PersistentRequest(MPI.Prequest):
         store: Sequence[Action],
         release: Sequence[Action],
     ) -> None:
-        needed_thread()
         self._plan, self._load, self._store, self._release = plan, load, store, release
         self._operation: Operation | None = None
 
