@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,31 +52,59 @@ class Communicator(Calls):
         """
         return Planner(self._session)
 
+    def last_calls(self) -> list[dict[str, Any]]:
+        """What this rank called lately, in all its communicators; the latest at the end.
+
+        At most 256 calls.  Each has its `members` (ranks of the job), `call` (its number),
+        `collective`, `algorithm`, `bytes` sent, `seconds_ago` it began, and `state`: "complete",
+        "failed", or "under way", then with `round`, `num_rounds` and `waiting_for`.
+        """
+        return self._session.transport.flight.calls()
+
     # Groups
 
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+    def split(
+        self, color: int | None, key: int = 0, *, timeout: float | None = None
+    ) -> Communicator | None:
         """One communicator for each `color`, its ranks ordered by `key`, then by rank here.
 
         All ranks call it; `color=None` takes no part and gets None.
         """
+        limit = arguments.seconds(timeout)
         chosen = -1 if color is None else arguments.small_integer(color, "color")
         if color is not None and chosen < 0:
             raise ValueError(f"color must not be negative, got {color}")
         mine = (chosen, arguments.small_integer(key, "key"))
-        table = self._session.all_integers(mine, "split", self._session.next_tag())
+        table = self._session.all_integers(mine, "split", self._session.next_tag(), limit)
         members = [rank for rank in range(self.size) if table[rank, 0] == chosen]
         members.sort(key=lambda rank: (table[rank, 1], rank))
         transport = self._session.transport.split(None if color is None else members)
         return None if transport is None else Communicator(self._session.child(transport, members))
 
-    def subgroup(self, ranks: Sequence[int]) -> Communicator:
+    def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
         """A communicator of these ranks, in this order.  Exactly these ranks call it."""
+        limit = arguments.seconds(timeout)
         members = [arguments.rank(rank, self.size, "an entry of ranks") for rank in ranks]
         if len(set(members)) != len(members):
             raise ValueError(f"ranks names a rank twice: {members}")
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} asks for a subgroup it is not in: {members}")
+        self._session.meet(members, limit)
         transport = self._session.transport.subgroup(members)
+        return Communicator(self._session.child(transport, members))
+
+    def shrink(self, *, timeout: float | None = None) -> Communicator:
+        """A communicator of the ranks that are still alive, in their order here.
+
+        All of these call it, after a PeerFailed or without; afterwards nothing else can be called
+        here but `free`.  It needs an Open MPI started with fault tolerance (ULFM, Bland et al.
+        2013): `python -m collectives.launch --fault-tolerant`; without it raises CollectiveError.
+        Raises CollectiveTimeout if a rank is alive and does not call it within `timeout` seconds.
+        """
+        limit = arguments.seconds(timeout)
+        limit = self.timeout if limit is None else limit
+        deadline = None if limit is None else time.monotonic() + limit
+        transport, members = self._session.transport.shrink(deadline)
         return Communicator(self._session.child(transport, members))
 
     def free(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from collectives import arguments
 from collectives.communicator import Communicator
+from collectives.flight_recorder import FlightRecorder
 from collectives.inproc import InprocTransport, run_threads
 from collectives.progress import ProgressThread
 from collectives.session import Session
@@ -45,13 +48,14 @@ def wrap(
 ) -> Communicator:
     """A communicator over a duplicate of `comm`, so that its messages never meet the caller's.
 
-    A collective call.  `timeout`: the default of every call, in seconds.  `progress="thread"`: what
-    is started with `async_op=True`, or by a plan's `start`, goes on in a thread while the program
-    computes, and not only inside `test` and `wait`; that needs an MPI with MPI_THREAD_MULTIPLE.
+    A collective call.  `timeout`: the default of every call and of this one, in seconds.
+    `progress="thread"`: what is started with `async_op=True`, or by a plan's `start`, goes on in a
+    thread while the program computes, and not only inside `test` and `wait`; that needs an MPI with
+    MPI_THREAD_MULTIPLE.
     """
     from mpi4py import MPI  # noqa: PLC0415
 
-    from collectives.mpi import MpiTransport  # noqa: PLC0415
+    from collectives.mpi import duplicated  # noqa: PLC0415
 
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"wrap needs an mpi4py intracommunicator, not {type(comm).__name__}")
@@ -60,8 +64,18 @@ def wrap(
     if progress is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError("progress='thread' needs MPI_THREAD_MULTIPLE; this MPI started without")
     limit = arguments.seconds(timeout)
+    transport = duplicated(comm, limit)
+    _listen(transport.flight)
     thread = None if progress is None else ProgressThread()
-    return Communicator(Session(MpiTransport(comm.Dup()), limit, thread=thread))
+    return Communicator(Session(transport, limit, thread=thread))
+
+
+def _listen(flight: FlightRecorder) -> None:
+    """Dump what is called where the environment says, if it says so: see `flight`."""
+    directory = os.environ.get("COLLECTIVES_FLIGHT")
+    is_main = threading.current_thread() is threading.main_thread()  # signals are its business
+    if directory and flight.directory is None and is_main:
+        flight.listen(directory)
 
 
 def run(

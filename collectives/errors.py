@@ -26,4 +26,12 @@ class CollectiveMismatch(CollectiveError):  # noqa: N818
 
 
 class PeerFailed(CollectiveError):  # noqa: N818
-    """Another rank failed, so this one can never finish."""
+    """Another rank failed, so this call can never complete.
+
+    `ranks`: those of the communicator that have failed, as far as that is known.  No more can be
+    called on it but `shrink`, which makes a communicator of the others where MPI is fault-tolerant.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks

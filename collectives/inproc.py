@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from collectives.errors import (
     CollectiveTimeout,
     PeerFailed,
 )
+from collectives.flight_recorder import FlightRecorder, Waiting
 from collectives.transport import Action, Parcels, wrong_length
 
 if TYPE_CHECKING:
@@ -130,7 +131,13 @@ class InprocTransport:
         self.in_flight: list[Plan] = parent.in_flight if parent else []
         self.failed: list[Plan] = parent.failed if parent else []
         self.pending: list[InprocExchange] = parent.pending if parent else []
+        self.flight: FlightRecorder = (
+            parent.flight if parent else FlightRecorder(rank, len(members))
+        )
         self._num_subgroups: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self._num_alike: Counter[tuple[int, ...]] = parent._num_alike if parent else Counter()
+        self._num_alike[self.members] += 1
+        self.identity = self.members, self._num_alike[self.members]
 
     def exchange(
         self, sends: Parcels, receives: Parcels, tag: int, is_kept: bool
@@ -154,6 +161,12 @@ class InprocTransport:
 
     def split(self, ranks: Sequence[int] | None) -> InprocTransport | None:
         return None if ranks is None else self.subgroup(ranks)
+
+    def meaning(self, error: BaseException) -> BaseException:
+        return error
+
+    def shrink(self, deadline: float | None) -> tuple[InprocTransport, list[int]]:
+        raise CollectiveError("threads of one process fail together: there is nothing to shrink to")
 
     def free(self) -> None:
         """Nothing to give back: the mailboxes go with the world."""
@@ -215,8 +228,8 @@ class InprocExchange:
             raise CollectiveMismatch(wrong_length(me, peer, data.size, buffer.size))
         buffer[...] = data
 
-    def waiting_for(self) -> list[str]:
-        return [f"a message from rank {peer}" for peer, _ in self._pending]
+    def waiting_for(self) -> list[Waiting]:
+        return [Waiting(peer, is_receive=True) for peer, _ in self._pending]
 
     def abandon(self) -> bool:
         if self in self._transport.pending:
@@ -244,7 +257,7 @@ def run_threads(
             results[rank] = function(InprocTransport(world, range(size), rank))
         except BaseException as error:  # noqa: BLE001 - it is raised again by the caller
             errors.append(error)
-            world.fail(PeerFailed(f"rank {rank} raised {type(error).__name__}: {error}"))
+            world.fail(PeerFailed(f"rank {rank} raised {type(error).__name__}: {error}", (rank,)))
         finally:
             world.leave(rank)
 

@@ -41,8 +41,8 @@ def phase(label: str) -> Iterator[None]:
 class Row(NamedTuple):
     """One message of a schedule, which went as so many `segments`, messages of MPI.
 
-    `call` counts the calls of the communicator; `src` and `dst` are ranks of the communicator that
-    records.
+    `call` counts the calls of the communicator; what goes ahead of call 7 is "7a".  `src` and `dst`
+    are ranks of the communicator that records.
     """
 
     phase: str
@@ -227,8 +227,8 @@ Ancestry = list[tuple[list[Ledger], Sequence[int] | None]]
 class Recorder:
     """Enters the runs of a plan of `rank` into the ledgers that are open at the time.
 
-    `numbered`: see `Call`.  `sent`: what every run sends.  `count`: what is entered with a run, if
-    not how many runs there have been.
+    `numbered`: see `Call`.  `sent`: what every run sends.  `communicator`: the ranks of the job
+    that take part, and which one of the communicators of these ranks it is.
     """
 
     def __init__(
@@ -239,17 +239,17 @@ class Recorder:
         sent: Callable[[], Sent],
         ancestry: Ancestry,
         rank: int,
-        count: Callable[[], int] | None = None,
+        communicator: tuple[tuple[int, ...], int] = ((), 0),
     ) -> None:
         self._names, self._numbered, self._sent = (collective, algorithm), numbered, sent
-        self._count = count
+        self.communicator = communicator
         self._ancestry, self._rank = ancestry, rank
         self.ledgers = [ledgers for ledgers, _ in ancestry]  # to look at, before calling us
         self._calls: list[tuple[list[Ledger], Call]] = []
 
-    def record(self, run: int, started: float, finished: float = 0.0) -> list[list[Any]]:
+    def record(self, number: int, started: float, finished: float = 0.0) -> list[list[Any]]:
         """Enter a run.  It shall take no time, so what can be said later is not said here."""
-        number, phase = run if self._count is None else self._count(), _current_phase()
+        phase = _current_phase()
         entered = []
         for ledgers, call in self._calls or self._made_calls():
             for ledger in ledgers:
@@ -257,6 +257,16 @@ class Recorder:
                 ledger.entered.append(entry)
                 entered.append(entry)
         return entered
+
+    def describe(self, number: int) -> dict[str, Any]:
+        """A run in words, for the flight recorder."""
+        collective, algorithm = self._names
+        return {
+            "call": self._numbered(number),
+            "collective": collective,
+            "algorithm": algorithm,
+            "bytes": sum(num_bytes for _, _, num_bytes, _ in self._sent()),
+        }
 
     def _made_calls(self) -> list[tuple[list[Ledger], Call]]:
         sent = self._sent()

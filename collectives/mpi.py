@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 from mpi4py import MPI
 
 from collectives.arrays import Bytes
-from collectives.errors import CollectiveMismatch
+from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerFailed
+from collectives.flight_recorder import FlightRecorder, Waiting
 from collectives.monitor import Counters
 from collectives.transport import Action, Parcels, back_off, wrong_length
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 # One list for the process: a plan of one communicator may hold up the plan of another.
 _in_flight: list[Plan] = []
 _failed: list[Plan] = []
+_flight = FlightRecorder(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+_num_alike: Counter[tuple[int, ...]] = Counter()  # communicators of the same ranks
 
 # Open MPI's monitoring does not see persistent requests: they are started below the layer that
 # counts.  When somebody is counting, every message is posted afresh.
@@ -33,6 +38,20 @@ _MOST_BYTES, _MEBIBYTE = 2**31 - 1, 2**20
 
 _FEW = 4  # up to so many requests are quicker started and waited for one by one
 _PATIENCE = 0.1  # seconds that a message called off gets to be over
+_NEWS = 1.0  # seconds that it may take to learn which ranks have failed
+
+_SPINS = 20  # a small message is there before this many questions; with more ranks than cores
+_YIELDS = 10_000  # another rank needs the processor; and nobody needs it after so long a wait
+
+# Fault tolerance (ULFM) is a matter of how Open MPI was started; MPICH has none of it.
+_FAILURES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
+_is_fault_tolerant = (
+    os.environ.get("OMPI_MCA_mpi_ft_enable", "0") not in ("0", "false")  # noqa: SIM112 - as above
+)
+
+
+# What mpi4py takes for a message.
+_Words: TypeAlias = tuple[Bytes, MPI.Datatype] | tuple[Bytes, int, MPI.Datatype]
 
 
 class MpiTransport:
@@ -40,11 +59,15 @@ class MpiTransport:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises them; the caller's comm may abort
         self.rank, self.size = comm.rank, comm.size
         largest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # MPI keeps it there alone
         assert isinstance(largest_tag, int)
         self.num_tags = largest_tag + 1
-        self.in_flight, self.failed = _in_flight, _failed
+        self.in_flight, self.failed, self.flight = _in_flight, _failed, _flight
+        members = _ranks_of_the_job(comm)
+        _num_alike[members] += 1
+        self.identity = members, _num_alike[members]
 
     def exchange(
         self, sends: Parcels, receives: Parcels, tag: int, is_kept: bool
@@ -70,12 +93,70 @@ class MpiTransport:
     def pause(self, deadline: float | None, num_tries: int) -> None:
         back_off(num_tries)
 
+    def meaning(self, error: BaseException) -> BaseException:
+        if not isinstance(error, MPI.Exception) or error.Get_error_class() not in _FAILURES:
+            return error
+        self.comm.Revoke()  # or those who wait for us, who gave up, would never know
+        ranks = self._failed_ranks()
+        names = ", ".join(map(str, ranks)) or "of another communicator"
+        return PeerFailed(
+            f"rank {names} has failed; shrink() makes a communicator of the others", ranks
+        )
+
+    def _failed_ranks(self) -> tuple[int, ...]:
+        """Who has failed, in our numbering.  It may take a moment to be known on every rank."""
+        deadline = time.monotonic() + _NEWS
+        while (failed := self.comm.Get_failed()).size == 0 and time.monotonic() < deadline:
+            failed.Free()
+            MPI.COMM_SELF.Iprobe()  # news come in when MPI is called
+            time.sleep(1e-3)
+        mine = self.comm.Get_group()
+        ranks = MPI.Group.Translate_ranks(failed, range(failed.size), mine)
+        failed.Free()
+        mine.Free()
+        return tuple(sorted(ranks))
+
+    def shrink(self, deadline: float | None) -> tuple[MpiTransport, list[int]]:
+        if not _is_fault_tolerant:
+            raise CollectiveError(
+                "shrink() needs an Open MPI that was started with fault tolerance: "
+                "python -m collectives.launch --fault-tolerant, or mpirun --with-ft ulfm"
+            )
+        self.comm.Revoke()
+        self._meet(deadline)  # because Shrink itself cannot time out
+        comm = self.comm.Shrink()
+        assert isinstance(comm, MPI.Intracomm)
+        mine, theirs = self.comm.Get_group(), comm.Get_group()
+        members = MPI.Group.Translate_ranks(theirs, range(theirs.size), mine)
+        mine.Free()
+        theirs.Free()
+        return MpiTransport(comm), list(members)
+
+    def _meet(self, deadline: float | None) -> None:
+        """Wait until all ranks that are alive are here, on a communicator that is revoked."""
+        flag = np.ones(1, np.intc)
+        try:
+            is_met = _until(self.comm.Iagree(flag).Test, deadline)
+        except MPI.Exception as error:  # that ranks have failed is known: all others are here
+            is_met = error.Get_error_class() in _FAILURES
+        if not is_met:
+            raise CollectiveTimeout("shrink: not all ranks that are alive have called it in time")
+
     def free(self) -> None:
         self.comm.Free()
 
     def counters(self) -> Counters:
         """MPI's own message counters of this process, by destination in COMM_WORLD."""
         return Counters(MPI._handleof(MPI.COMM_WORLD), MPI.COMM_WORLD.size)
+
+
+def duplicated(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport:
+    """The transport of a duplicate of `comm`.  A collective call."""
+    duplicate, request = comm.Idup()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    if not _until(request.Test, deadline):
+        raise CollectiveTimeout(f"not all ranks have made this communicator within {timeout} s")
+    return MpiTransport(duplicate)
 
 
 class MpiExchange:
@@ -91,7 +172,7 @@ class MpiExchange:
         self._requests: Sequence[MPI.Request] = ()
         self._statuses: list[MPI.Status] = []  # MPI adds as many as it needs
         self.starts: list[Action] = [self.start] if self._ends else []
-        self.waits: list[Action] = [self._wait_all] if self._ends else []
+        self.waits: list[Action] = [partial(_until, self.test)] if self._ends else []
 
     def start(self) -> None:
         comm, tag, first_send = self._comm, self._tag, self._num_receives
@@ -112,28 +193,7 @@ class MpiExchange:
         return bool(is_complete)
 
     def wait(self, deadline: float | None) -> bool:
-        if deadline is not None:
-            return self._wait_until(deadline)
-        if self._requests:
-            self._wait_all()
-        return True
-
-    def _wait_all(self) -> None:
-        try:
-            MPI.Request.Waitall(self._requests, self._statuses)
-        except MPI.Exception as error:
-            self._explain(error)
-            raise
-        self._completed()
-
-    def _wait_until(self, deadline: float) -> bool:
-        num_tries = 0
-        while not self.test():
-            if time.monotonic() > deadline:
-                return False
-            back_off(num_tries)
-            num_tries += 1
-        return True
+        return _until(self.test, deadline)
 
     def _completed(self) -> None:
         """Check the lengths: MPI itself notices only messages that are too long."""
@@ -151,11 +211,20 @@ class MpiExchange:
 
         `number`: which message it is, if that is known.
         """
-        if error.Get_error_class() not in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
+        if error.Get_error_class() == MPI.ERR_IN_STATUS:
+            self._raise_failure()
+        elif error.Get_error_class() != MPI.ERR_TRUNCATE:
             return
         raise CollectiveMismatch(
             f"{self._too_long(number)}: the ranks did not make the same call with the same sizes"
         ) from error
+
+    def _raise_failure(self) -> None:
+        """If one of several messages failed because a rank did, that is what went wrong."""
+        for status in self._statuses[: len(self._ends)]:
+            error = MPI.Exception(status.Get_error())
+            if error.Get_error_class() in _FAILURES:
+                raise error
 
     def _too_long(self, number: int | None) -> str:
         """Which message it was, as far as MPI says."""
@@ -170,16 +239,17 @@ class MpiExchange:
         sender, receiver = (peer, me) if number < self._num_receives else (me, peer)
         return f"rank {sender} sent rank {receiver} a longer message than it expected"
 
-    def waiting_for(self) -> list[str]:
+    def waiting_for(self) -> list[Waiting]:
         # Not Test: it would take the status of a complete request away from the wait to come.
-        is_open = [not request.Get_status() for request in self._requests]
         return [
-            f"a message from rank {peer}"
-            if number < self._num_receives
-            else f"rank {peer} to receive"
-            for number, (peer, _) in enumerate(self._ends)
-            if is_open[number]
+            Waiting(peer, number < self._num_receives)
+            for number, ((peer, _), request) in enumerate(self._posted())
+            if not request.Get_status()
         ]
+
+    def _posted(self) -> zip[tuple[tuple[int, _Words], MPI.Request]]:
+        """The messages and their requests, if there are any yet."""
+        return zip(self._ends, self._requests, strict=False)
 
     def abandon(self) -> bool:
         requests, self._requests = self._requests, ()
@@ -203,7 +273,7 @@ class PersistentExchange(MpiExchange):
         elif requests:
             self.starts = [request.Start for request in requests]
             self.waits = [self._arrival(number) for number in range(first_send)]
-            self.waits += [request.Wait for request in requests[first_send:]]
+            self.waits += [partial(_until, request.Test) for request in requests[first_send:]]
 
     def start(self) -> None:
         for start in self.starts:
@@ -211,13 +281,14 @@ class PersistentExchange(MpiExchange):
 
     def _arrival(self, number: int) -> Action:
         """Waits for one message, and checks its length."""
-        wait, status = self._requests[number].Wait, MPI.Status()
+        status = MPI.Status()
+        test = partial(self._requests[number].Test, status)
         measure, datatype = status.Get_elements, self._ends[number][1][-1]
         expected = self._expected[number]
 
         def arrive() -> None:
             try:
-                wait(status)
+                _until(test)
             except MPI.Exception as error:
                 self._explain(error, number)
                 raise
@@ -232,6 +303,35 @@ class PersistentExchange(MpiExchange):
         self._requests = ()
 
 
+def _ranks_of_the_job(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """The ranks in COMM_WORLD of a communicator's ranks."""
+    world, group = MPI.COMM_WORLD.Get_group(), comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(group, range(group.size), world)
+    world.Free()
+    group.Free()
+    return tuple(ranks)
+
+
+def _until(is_over: Callable[[], bool], deadline: float | None = None) -> bool:
+    """Ask until it is over; False if the deadline came first.
+
+    MPI's own wait would let in neither Ctrl-C nor any other signal.
+    """
+    for _ in range(_SPINS):
+        if is_over():
+            return True
+    num_tries = 0
+    while not is_over():
+        if deadline is not None and time.monotonic() > deadline:
+            return False
+        if num_tries < _YIELDS:
+            os.sched_yield()
+        else:
+            back_off(num_tries - _YIELDS)
+        num_tries += 1
+    return True
+
+
 def _called_off(requests: Sequence[MPI.Request], num_receives: int) -> bool:
     """Call off the receives among the requests and let all go; whether all were over by then.
 
@@ -241,25 +341,19 @@ def _called_off(requests: Sequence[MPI.Request], num_receives: int) -> bool:
         if request and not request.Get_status():
             request.Cancel()
     deadline = time.monotonic() + _PATIENCE
-    is_over = [_is_over(request, deadline) for request in requests]
+    are_over = [_until(partial(_is_over, request), deadline) for request in requests]
     for request in requests:
         if request:
             request.Free()
-    return all(is_over)
+    return all(are_over)
 
 
-def _is_over(request: MPI.Request, deadline: float) -> bool:
-    """Whether the request completes in time; one that MPI has ended with an error is over too."""
-    num_tries = 0
-    while request and not request.Get_status():
-        if time.monotonic() > deadline:
-            return False
-        back_off(num_tries)
-        num_tries += 1
-    return True
+def _is_over(request: MPI.Request) -> bool:
+    """Whether the request is complete; one that MPI has ended with an error is over too."""
+    return not request or bool(request.Get_status())
 
 
-def _message(data: Bytes) -> tuple[Bytes, MPI.Datatype] | tuple[Bytes, int, MPI.Datatype]:
+def _message(data: Bytes) -> _Words:
     """What mpi4py takes for these bytes, as one message however many they are."""
     if data.size <= _MOST_BYTES:
         return data, MPI.BYTE

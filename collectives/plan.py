@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from collectives import staging
 from collectives.arrays import Array, Backend, BinaryFunction, Bytes
 from collectives.errors import CollectiveTimeout
+from collectives.flight_recorder import Position
 from collectives.lanes import Woven
 from collectives.ledger import Recorder, finish
 from collectives.program import Combine, Message, Move, Program, Region, Step
@@ -63,11 +64,20 @@ class Plan:
         operator: Operator | None = None,
         is_kept: bool = False,
         recorder: Recorder | None = None,
+        counter: list[int] | None = None,
+        picture: Callable[[Position], str] | None = None,
         thread: ProgressThread | None = None,
     ) -> None:
+        """`counter`: what numbers the runs, if they are not numbered from 1.
+
+        `picture`: shows a position in the schedules of all ranks.
+        """
         self._names, self.result, self.timeout = names, result, timeout
         self._transport, self._is_kept = transport, is_kept
-        self._recorder, self._num_runs = recorder, 0
+        self._recorder, self._picture = recorder, picture
+        self._counter = [0] if counter is None else counter
+        self._flight = transport.flight
+        self._enter = transport.flight.entries.append
         self._ledgers = () if recorder is None else recorder.ledgers
         self._num_rounds = program.num_rounds
         binder = _Binder(program, buffers, transport, operator, tag, is_kept)
@@ -83,6 +93,7 @@ class Plan:
         self._refusal: str | None = None  # why it cannot be started
         self._error: BaseException | None = None
         self._entered: list[list[Any]] = []  # into ledgers, by the run under way
+        self._flown: list[Any] = [None, 0, 0.0, True]  # and into the flight recorder
         # What is driven by a thread is nobody else's to carry along.
         self._thread = thread
         self._done: threading.Event | None = None
@@ -102,21 +113,25 @@ class Plan:
             return self.wait(timeout)
         # The rest is what takes small messages longer than MPI's own calls: nothing needless here.
         self._refusal = _RUNNING
-        self._num_runs += 1
-        started = None
+        number = self._counter[0] = self._counter[0] + 1
+        started = _clock()
+        self._flown = flown = [self._recorder, number, started, self]
+        self._enter(flown)
+        is_recorded = False
         for ledgers in self._ledgers:
             if ledgers:
-                started = _clock()
+                is_recorded = True
                 break
         try:
             for action in self._script:
                 action()
-        except BaseException as error:
-            self._fail(error)
-            raise
+        except BaseException as error:  # noqa: BLE001 - raised again, as what it means
+            failure = self._fail(error)
+            raise failure from failure.__cause__
         finally:
-            if started is not None and self._recorder is not None:
-                self._recorder.record(self._num_runs, started, _clock())
+            if is_recorded and self._recorder is not None:
+                self._recorder.record(number, started, _clock())
+        flown[3] = True
         self._refusal = None
         if not self._is_kept:
             self.free()
@@ -129,14 +144,17 @@ class Plan:
         self._refusal, self._stage = _RUNNING, 0
         self._in_flight.append(self)
         try:
-            self._num_runs += 1
+            number = self._counter[0] = self._counter[0] + 1
+            started = _clock()
+            self._flown = [self._recorder, number, started, self]
+            self._enter(self._flown)
             if self._recorder is not None and any(self._ledgers):
-                self._entered = self._recorder.record(self._num_runs, _clock())
+                self._entered = self._recorder.record(number, started)
             _do(self._opening)
             self._end_if_over()
-        except BaseException as error:
-            self._fail(error)
-            raise
+        except BaseException as error:  # noqa: BLE001 - raised again, as what it means
+            failure = self._fail(error)
+            raise failure from failure.__cause__
         if self._thread is not None and self.is_active:
             self._done = self._thread.adopt(self)
 
@@ -212,9 +230,9 @@ class Plan:
             is_complete = self._stages[self._stage].exchange.wait(deadline)
             if is_complete:
                 self._next_stage()
-        except BaseException as error:
-            self._fail(error)
-            raise
+        except BaseException as error:  # noqa: BLE001 - raised again, as what it means
+            failure = self._fail(error)
+            raise failure from failure.__cause__
         return is_complete
 
     def _carry_all_along(self, deadline: float | None, num_tries: int) -> bool:
@@ -242,14 +260,20 @@ class Plan:
             self._end()
 
     def _end(self) -> None:
-        self._refusal = None
+        self._flown[3], self._refusal = True, None
         finish(self._entered, _clock())
         self._entered = []
         if not self._is_kept:
             self.free()
 
-    def _fail(self, error: BaseException) -> None:
-        self._error, self._stage, self._refusal = error, None, "has failed"
+    def _fail(self, error: BaseException) -> BaseException:
+        """Give up; what to raise: the error, or what it means."""
+        failure = self._transport.meaning(error)
+        if failure is not error:
+            failure.__cause__ = error
+        self._flight.dump_if_asked()
+        self._flown[3] = None
+        self._error, self._stage, self._refusal = failure, None, "has failed"
         if self in self._in_flight:
             self._in_flight.remove(self)
         are_over = [stage.exchange.abandon() for stage in self._stages]
@@ -258,6 +282,7 @@ class Plan:
         else:
             # Messages may still be on their way: the buffers must never go to anybody else.
             self._transport.failed.append(self)
+        return failure
 
     def _let_go(self) -> None:
         """Of the arrays, at once: an exchange and what it does refer to each other."""
@@ -266,14 +291,25 @@ class Plan:
             stage.exchange.waits.clear()
         self._opening, self._stages, self._script = [], [], []
 
+    def position(self) -> Position:
+        """Where the run under way stands."""
+        for number, stage in enumerate(self._stages):
+            waiting = stage.exchange.waiting_for()
+            # A run that has nobody else to think of does not count its stages.
+            if waiting or number == self._stage:
+                return Position(stage.round, self._num_rounds, waiting)
+        return Position(self._num_rounds, self._num_rounds, [])
+
     def _timed_out(self, timeout: float | None) -> CollectiveTimeout:
-        assert self._stage is not None
-        stage = self._stages[self._stage]
-        return CollectiveTimeout(
-            f"{self.title}: rank {self._transport.rank} waited {timeout} s in round {stage.round} "
-            f"of {self._num_rounds} for {', '.join(stage.exchange.waiting_for())}",
-            Work(self),
+        self._flight.dump_if_asked()
+        position = self.position()
+        waiting_for = ", ".join(map(str, position.waiting_for))
+        sentence = (
+            f"{self.title}: rank {self._transport.rank} waited {timeout} s in round "
+            f"{position.round} of {self._num_rounds} for {waiting_for}"
         )
+        picture = [] if self._picture is None else [self._picture(position)]
+        return CollectiveTimeout("\n".join([sentence, *picture, self._flight.lines()]), Work(self))
 
 
 class Work:

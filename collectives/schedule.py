@@ -13,7 +13,7 @@ A block is any hashable name; both ends of a message must name the same blocks i
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Block = Hashable
@@ -135,19 +135,27 @@ def _cell(operations: Round) -> str:
     return " ".join(map(_word, operations)) or "."
 
 
-def grid(schedules: Sequence[Schedule], mark: tuple[int, int] | None = None) -> str:
-    """The schedules of all ranks as a table, one row per rank and one column per round.
+def grid(
+    schedules: Sequence[Schedule] | Mapping[int, Schedule],
+    mark: tuple[int, int] | None = None,
+    rounds: range | None = None,
+) -> str:
+    """The schedules of all ranks, or of some, as a table: a row per rank and a column per round.
 
-    `mark` is the (rank, round) of a cell to point out; it is written between `[` and `]`.
+    `mark` is the (rank, round) of a cell to point out; it is written between `[` and `]`.  Of the
+    rounds only those in `rounds` are shown, if it is given.
     """
-    num_rounds = max(map(len, schedules), default=0)
-    rows = [["rank", *(f"round {k}" for k in range(num_rounds))]]
-    for rank, schedule in enumerate(schedules):
+    if not isinstance(schedules, Mapping):
+        schedules = dict(enumerate(schedules))
+    num_rounds = max(map(len, schedules.values()), default=0)
+    rounds = range(num_rounds)[slice(rounds.start, rounds.stop) if rounds else slice(None)]
+    rows = [["rank", *(f"round {k}" for k in rounds)]]
+    for rank, schedule in schedules.items():
         cells = [_cell(operations) for operations in schedule]
         cells += ["(none)"] * (num_rounds - len(cells))
         if mark is not None and mark[0] == rank and mark[1] < len(cells):
             cells[mark[1]] = f"[{cells[mark[1]]}]"
-        rows.append([str(rank), *cells])
+        rows.append([str(rank), *(cells[k] for k in rounds)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)

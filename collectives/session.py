@@ -10,17 +10,18 @@ messages of one tag arrive in the order in which they were sent.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import arguments, header, select
+from collectives import algorithms, arguments, header, select
 from collectives.arrays import HOST, Array, Backend
 from collectives.decisions import Decisions
-from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
+from collectives.flight_recorder import Position
 from collectives.header import Header
 from collectives.lanes import Woven, compile_lanes
 from collectives.ledger import Ancestry, Ledger, Recorder, Sent
@@ -29,7 +30,14 @@ from collectives.program import Counts, Message, Program, Region, Step
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
 from collectives.remembered import KeptCall, Remembered
+from collectives.schedule import Round, grid, incoming, outgoing
+from collectives.select import Choice
+from collectives.spec import SPECS
 from collectives.transport import Transport
+
+_MOST_ROWS = 16  # that a time-out shows
+_MOST_ROUNDS = 4  # that it shows before, and after
+_NOTHING = Region("input", 0, 0)
 
 
 class Arrays(NamedTuple):
@@ -57,10 +65,10 @@ class Session:
         self.ledgers: list[Ledger] = []
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
         self.remembered = Remembered()
-        self._num_calls = 0
+        self._num_calls = [0]  # counted by the plans of blocking calls, when they run
         self._num_messages = 0
         self._overdue: Plan | None = None  # a blocking call that timed out; the next waits for it
-        self._damage: str | None = None  # why nothing can be called any more
+        self._damage: CollectiveError | None = None  # why nothing can be called any more
         self._num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
     def child(self, transport: Transport, members: Sequence[int]) -> Session:
@@ -84,12 +92,12 @@ class Session:
 
     def next_tag(self) -> int:
         """The tag of a new call."""
-        self._num_calls += 1
-        return self._tag(1, self._num_calls)
+        self._num_calls[0] += 1
+        return self._tag(1, self._num_calls[0])
 
     def ahead_tag(self) -> int:
         """The tag for what is sent ahead of the next call."""
-        return self._tag(2, self._num_calls + 1)
+        return self._tag(2, self._num_calls[0] + 1)
 
     def users_tag(self, tag: object) -> int:
         """A tag that the user names."""
@@ -106,7 +114,6 @@ class Session:
         """Run a call that is remembered, on these arrays."""
         if self._damage is not None or self._overdue is not None:
             self._take_turn(timeout)
-        self._num_calls += 1
         try:
             return call(x, out, self.timeout if timeout is None else timeout)
         except BaseException as error:
@@ -116,7 +123,6 @@ class Session:
     def once(self, plan: Plan, timeout: float | None) -> Array | None:
         """Run the plan of a blocking call that is not remembered."""
         self._take_turn(timeout)
-        self._num_calls += 1
         try:
             return plan.run(self.timeout if timeout is None else timeout)
         except BaseException as error:
@@ -145,13 +151,16 @@ class Session:
         if isinstance(error, CollectiveTimeout):
             self._overdue = plan
             return
-        self._damage = f"{plan.title} failed half-way on rank {self.transport.rank}: {error!r}"
+        what = f"{plan.title} failed half-way on rank {self.transport.rank}: {error!r}"
+        self._damage = CollectiveError(f"this communicator is of no more use: {what}")
+        if isinstance(error, PeerFailed):
+            self._damage = error
         self.remembered.forget()
 
     def check(self) -> None:
         """Raise CollectiveError if a failure has left this communicator unusable."""
         if self._damage is not None:
-            raise CollectiveError(f"this communicator is of no more use: {self._damage}")
+            raise self._damage.with_traceback(None)
 
     # Plans
 
@@ -189,11 +198,15 @@ class Session:
             chosen.segments,
         )
         names = label or collective, chosen.label
+        picture = partial(_picture, chosen, self.transport.rank, size, root)
+        plan = partial(self._plan, names, picture=picture)
         if is_blocking:
-            return self._plan(names, None, program, buffers, arrays, self._tag(3, 0), op, is_kept)
+            return plan(None, program, buffers, arrays, self._tag(3, 0), op, is_kept)
+        is_ahead = tag == self.ahead_tag()
         tag = self.next_tag() if tag is None else tag
-        number = f"{self.name}{self._num_calls}"
-        return self._plan(names, number, program, buffers, arrays, tag, op, is_kept)
+        count = self._num_calls[0]
+        number = f"{self.name}{count + 1}a" if is_ahead else f"{self.name}{count}"
+        return plan(number, program, buffers, arrays, tag, op, is_kept)
 
     def point_to_point(
         self,
@@ -229,6 +242,7 @@ class Session:
         tag: int,
         op: Operator | None,
         is_kept: bool,
+        picture: Callable[[Position], str] | None = None,
     ) -> Plan:
         """`number`: the call's, in the ledger; None if every run is a call of its own."""
         dtype = buffers.input.dtype
@@ -252,13 +266,12 @@ class Session:
                 partial(_sent, program, dtype.itemsize),
                 self.ancestry,
                 self.transport.rank,
-                self._count if number is None else None,
+                self.transport.identity,
             ),
+            counter=self._num_calls if number is None else None,
+            picture=picture,
             thread=self.thread,
         )
-
-    def _count(self) -> int:
-        return self._num_calls
 
     def _number(self, count: int) -> str:
         """The number of a blocking call in the ledger; every run of its plan is one of its own."""
@@ -296,6 +309,17 @@ class Session:
         self.collective("all_gather", arrays, counts, label=label, tag=tag).run(timeout)
         return table
 
+    def meet(self, members: Sequence[int], timeout: float | None) -> None:
+        """Wait until these of our ranks are here, which make a communicator: MPI's own call to do
+        so knows no time limit."""
+        index, size = list(members).index(self.transport.rank), len(members)
+        rounds = algorithms.schedule("barrier", "dissemination", rank=index, size=size)
+        program = Woven((Program(tuple(_meeting(each, members) for each in rounds)),))
+        arrays, names = Arrays(HOST, None, None), ("subgroup", "dissemination")
+        number = f"{self.name}s{self._num_children[tuple(members)] + 1}"
+        buffers, tag = _flat(arrays, np.dtype(np.uint8)), self._tag(3, 1)
+        self._plan(names, number, program, buffers, arrays, tag, None, is_kept=False).run(timeout)
+
     def collect(self, data: bytes) -> list[bytes] | None:
         """Every rank's bytes, on rank 0; None on the others."""
         lengths = self.all_integers([len(data)], "ledger", self.next_tag())[:, 0]
@@ -306,6 +330,15 @@ class Session:
         if whole is None:
             return None
         return [part.tobytes() for part in np.split(whole, np.cumsum(lengths)[:-1])]
+
+
+def _meeting(operations: Round, members: Sequence[int]) -> Step:
+    """A round of messages without contents, among these ranks."""
+    ends = [
+        tuple(Message(members[op.peer], _NOTHING) for op in half(operations) if op.peer is not None)
+        for half in (outgoing, incoming)
+    ]
+    return Step(sends=ends[0], receives=ends[1])
 
 
 def _flat(arrays: Arrays, dtype: np.dtype[Any]) -> Buffers:
@@ -327,6 +360,20 @@ def _num_bytes(counts: Counts, dtype: np.dtype[Any]) -> int:
     numbers = [count if isinstance(count, int) else sum(count) for count in counts]
     num_parts = 1 if isinstance(counts[0], int) else len(counts)
     return sum(numbers) // num_parts * dtype.itemsize
+
+
+def _picture(choice: Choice, rank: int, size: int, root: int, position: Position) -> str:
+    """The schedules of the ranks concerned, with the cell where this one waits."""
+    algorithm, here = choice.algorithm, position.round
+    concerned = {rank, *(waiting.peer for waiting in position.waiting_for)}
+    ranks = range(size) if size <= _MOST_ROWS else sorted(concerned)
+    schedules = {
+        each: algorithm.schedule(
+            each, size, root if SPECS[algorithm.collective].is_rooted else None, **choice.options
+        )
+        for each in ranks
+    }
+    return grid(schedules, (rank, here), range(max(0, here - _MOST_ROUNDS), here + _MOST_ROUNDS))
 
 
 def _run_number(number: str, run: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from collectives.arrays import Array, Backend, Bytes
+from collectives.flight_recorder import Waiting
 from collectives.transport import Action, Exchange, Transport
 
 Pairs = Sequence[tuple[Array, Bytes]]
@@ -65,7 +66,7 @@ class StagedExchange:
             self._is_active = False
         return is_complete
 
-    def waiting_for(self) -> list[str]:
+    def waiting_for(self) -> list[Waiting]:
         return self._inner.waiting_for()
 
     def abandon(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from collectives.arrays import Bytes
+from collectives.flight_recorder import FlightRecorder, Waiting
 
 if TYPE_CHECKING:
     from collectives.plan import Plan
@@ -35,8 +36,8 @@ class Exchange(Protocol):
     def wait(self, deadline: float | None) -> bool:
         """Wait until all have completed; False if `deadline` (of `time.monotonic`) came first."""
 
-    def waiting_for(self) -> list[str]:
-        """What has not completed, in words such as "a message from rank 3"."""
+    def waiting_for(self) -> list[Waiting]:
+        """The messages that were started and have not completed."""
 
     def abandon(self) -> bool:
         """After a failure: call off what is still to come.  Whether nothing is on its way now."""
@@ -55,6 +56,8 @@ class Transport(Protocol):
     # must keep all of them going, or two ranks that wait in different orders would wait for ever.
     in_flight: list[Plan]
     failed: list[Plan]  # kept for ever: MPI may yet write into their buffers
+    flight: FlightRecorder  # one for all communicators of this rank
+    identity: tuple[tuple[int, ...], int]  # the ranks of the job, and which one of their groups
 
     def exchange(self, sends: Parcels, receives: Parcels, tag: int, is_kept: bool) -> Exchange:
         """Prepare messages (peer, bytes); `is_kept`: they will be started many times."""
@@ -67,6 +70,12 @@ class Transport(Protocol):
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
         """Nothing under way can go on just now: let time pass, at most until `deadline`."""
+
+    def meaning(self, error: BaseException) -> BaseException:
+        """What a failure of the engine below means: PeerFailed, or the error itself."""
+
+    def shrink(self, deadline: float | None) -> tuple[Transport, list[int]]:
+        """A transport among the ranks that are alive, all of which call it, and these ranks."""
 
     def free(self) -> None:
         """Give back the communicator below, if it is ours."""

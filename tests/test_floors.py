@@ -50,6 +50,7 @@ FLOORS = [
         "explanation",
         "header",
         "arguments",
+        "flight_recorder",
         "transport",
         "staging",
         "progress",
@@ -58,6 +59,7 @@ FLOORS = [
     ["monitor", "inproc", "mpi"],
     ["remembered", "session", "calls", "communicator", "entry"],
     [
+        "flight",
         "launch",
         "dropin.buffers",
         "dropin.memory",

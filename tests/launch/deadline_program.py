@@ -1,0 +1,143 @@
+"""Run by test_deadlines.py: ranks that are stopped, interrupted, late or killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import collectives
+from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerFailed
+
+SMALL, LARGE = np.ones(3), np.ones(3_000_000)
+Run = Callable[[], Any]
+
+
+def runs(comm: Communicator) -> dict[str, Run]:
+    """Ways to wait for an all-reduce, all without a time limit, and for a message."""
+    plan = comm.plan.all_reduce(SMALL)
+    return {
+        "call": lambda: comm.all_reduce(SMALL),
+        "plan": plan.run,
+        "large": lambda: comm.all_reduce(LARGE),
+        "async_op": lambda: comm.all_reduce(SMALL, async_op=True).wait(),
+        "timed": lambda: comm.all_reduce(SMALL, timeout=30),
+        "recv": lambda: comm.recv(np.empty(1), (comm.rank + 1) % comm.size),
+    }
+
+
+def say(comm: Communicator, text: str) -> None:
+    print(f"rank {comm.rank}: {text}", flush=True)
+
+
+def seconds_until(error: type[BaseException], run: Run) -> tuple[float, BaseException]:
+    began = time.monotonic()
+    try:
+        run()
+    except error as raised:
+        return time.monotonic() - began, raised
+    raise AssertionError(f"no {error.__name__}")
+
+
+def leave() -> None:
+    """End a rank that gave up something: MPI might wait for it, or for a dead rank, at its end."""
+    sys.stdout.flush()
+    time.sleep(1.0)  # for the others to say what they have to say
+    os._exit(0)
+
+
+def stopped(comm: Communicator, what: str) -> None:
+    x, plan = LARGE if what == "default" else SMALL, comm.plan.all_reduce(SMALL)
+    ways: dict[str, Callable[[float | None], Any]] = {
+        "call": lambda limit: comm.all_reduce(x, timeout=limit),
+        "default": lambda _: comm.all_reduce(x),
+        "plan": plan.run,
+        "async_op": lambda limit: comm.all_reduce(x, async_op=True).wait(limit),
+    }
+    pids = comm.all_gather(np.array([os.getpid()]))
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        assert ways[what](None)[0] == comm.size
+        return
+    if what == "default":
+        comm.timeout = 1.0
+    seconds, error = seconds_until(CollectiveTimeout, lambda: ways[what](1.0))
+    say(comm, f"{seconds:.2f} s: {error}")
+    time.sleep(0.5)  # until both have seen it
+    os.kill(int(pids[2]), signal.SIGCONT)
+    assert isinstance(error, CollectiveTimeout)
+    assert error.work.wait(30)[0] == comm.size  # nothing was lost
+
+
+def interrupted(comm: Communicator, what: str) -> None:
+    run = runs(comm)[what]
+    comm.barrier()
+    if comm.rank == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        seconds, _ = seconds_until(KeyboardInterrupt, run)
+        say(comm, f"KeyboardInterrupt after {seconds:.2f} s")
+        leave()
+    time.sleep(1.5)
+    leave()
+
+
+def dumped(comm: Communicator, _: str) -> None:
+    def load_batch() -> None:
+        time.sleep(1.0)  # until the others wait
+        for pid in pids:
+            os.kill(int(pid), signal.SIGUSR1)
+        time.sleep(1.5)
+
+    pids = comm.all_gather(np.array([os.getpid()]))
+    comm.all_reduce(SMALL)
+    if comm.rank == 2:
+        load_batch()
+    comm.all_reduce(SMALL)
+
+
+def killed(comm: Communicator, what: str) -> None:
+    run = runs(comm)[what]
+    comm.barrier()
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seconds, error = seconds_until(PeerFailed, run)
+    assert isinstance(error, PeerFailed) and error.ranks == (2,)
+    say(comm, f"{seconds:.3f} s: {error}")
+    survivors = comm.shrink(timeout=20)
+    total = int(survivors.all_reduce(np.array([1]))[0])
+    ranks = ", ".join(map(str, survivors.all_gather(np.array([comm.rank]))))
+    say(survivors, f"the survivors sum to {total} and are ranks {ranks}")
+    leave()
+
+
+def shrink_late(comm: Communicator, _: str) -> None:
+    comm.barrier()
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seconds_until(PeerFailed, lambda: comm.all_reduce(SMALL))
+    if comm.rank == 0:
+        _, error = seconds_until(CollectiveTimeout, lambda: comm.shrink(timeout=1.0))
+        say(comm, f"CollectiveTimeout: {error}")
+        leave()
+    time.sleep(3.0)
+    leave()
+
+
+def shrink_refused(comm: Communicator, _: str) -> None:
+    _, error = seconds_until(CollectiveError, comm.shrink)
+    say(comm, f"CollectiveError: {error}")
+
+
+kind, _, how = sys.argv[1].partition("_")
+if kind == "shrink":
+    {"late": shrink_late, "refused": shrink_refused}[how](collectives.world(), "")
+else:
+    {"stopped": stopped, "interrupted": interrupted, "dumped": dumped, "killed": killed}[kind](
+        collectives.world(), how
+    )
