@@ -25,7 +25,7 @@ from collectives.dropin.buffers import (
     is_in_place,
     one_block,
 )
-from collectives.dropin.memory import Action, Side, side
+from collectives.dropin.memory import Action, Side, side, sizes
 from collectives.dropin.ops import Combining, combining
 from collectives.dropin.requests import Operation, PersistentRequest, Request, needed_thread
 from collectives.labels import named
@@ -328,22 +328,23 @@ class Calls:
         """What this rank sends, which has the size of its part of what is `received` here."""
         if received is None:
             return side(one_block(sendbuf, is_sent=True))
-        own = side(received.only(self.communicator.rank))
+        own = received.only(self.communicator.rank)
         if is_in_place(sendbuf):
-            return own
+            return side(own)
         sent = side(one_block(sendbuf, is_sent=True))
-        _check_sizes(sent.array.size, own.array.size)
+        _check_sizes(sent.array.size, sum(sizes(own)))
         return sent
 
     def _own_result(self, sent: Message | None, recvbuf: Any) -> Side:
         """Where this rank receives its part of what is `sent` here."""
         if sent is None:
             return side(one_block(recvbuf, is_sent=False))
-        own = side(sent.only(self.communicator.rank))
+        own = sent.only(self.communicator.rank)
         if is_in_place(recvbuf):
-            return _place_for(own)._replace(release=own.release)
+            place = side(own)
+            return _place_for(place)._replace(release=place.release)
         received = side(one_block(recvbuf, is_sent=False))
-        _check_sizes(own.array.size, received.array.size)
+        _check_sizes(sum(sizes(own)), received.array.size)
         return received
 
     def _rooted(

@@ -39,18 +39,20 @@ def side(message: Message) -> Side:
 
     Raises ValueError if a part does not lie within the memory.
     """
-    sizes = [
-        part.num_elements * part.datatype.size if part.num_elements else 0 for part in message.parts
-    ]
     memory = np.empty(0, np.uint8) if message.memory is None else _bytes(message.memory)
     for part in message.parts:
         if part.num_elements and message.memory is not None:
             _check_within(part, memory.size)
-    start = _start(message.parts, sizes)
-    num_bytes = sum(sizes)
+    each = sizes(message)
+    start, num_bytes = _start(message.parts, each), sum(each)
     if start is not None and (message.memory is not None or num_bytes == 0):
-        return Side(memory[start : start + num_bytes], sizes)
-    return _packed(message, memory, sizes)
+        return Side(memory[start : start + num_bytes], each)
+    return _packed(message, memory, each)
+
+
+def sizes(message: Message) -> list[int]:
+    """The bytes of each part, without gaps."""
+    return [n * datatype.size if n else 0 for _, n, datatype in message.parts]
 
 
 def is_plain(datatype: MPI.Datatype) -> bool:
