@@ -236,6 +236,8 @@ def backend_of_kind(kind: str) -> Backend:
         import cupy  # noqa: PLC0415 - only when a rank has sent a CuPy array
 
         return _on_gpu(cupy.cuda.Device().id)
+    if kind not in _backends:
+        raise TypeError(f"another rank sends an array of kind {kind!r}, which is unknown here")
     return _backends[kind]
 
 

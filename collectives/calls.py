@@ -344,13 +344,15 @@ class Calls:
         """Rows from every rank to every rank, in the order of the ranks they come from.
 
         `counts`: None, all ranks divide equally many rows as evenly as possible; p integers, the
-        rows from here to each rank (the ranks then exchange their counts first); or a p x p table,
+        rows from here to each rank (the ranks then exchange their counts first, and only after that
+        can an `out` of too few or too many rows be refused); or a p x p table,
         the same on every rank, of rows from source to destination (nothing is exchanged).
         """
         options = self._options("all_to_all", algorithm, async_op, timeout)
         backend, source = self._readable(x)
-        if out is not None:
-            arguments.writable(out, "out")
+        if out is not None:  # how many rows will come is not always known yet
+            num_rows = arguments.rows(arguments.writable(out, "out")[1], "all_to_all")
+            arguments.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
         table = self._count_table(source, counts, options)
         num_rows = sum(row[self.rank] for row in table)
         target = arguments.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)

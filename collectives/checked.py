@@ -166,15 +166,15 @@ class Guard:
         source: Array | None,
         result: Array | None,
         recorder: Recorder,
-        counter: Sequence[int],
+        counter: list[int] | None,
     ) -> None:
-        """`counter`: of the plan's runs, the one under way included."""
-        self._checker, self._backend = checker, backend
-        self._recorder, self._counter = recorder, counter
+        self._checker, self._backend, self._recorder = checker, backend, recorder
         self._is_strict = checker.mode == "finite"
         self._source, self._result = _watched(source), _watched(result)
         self._makes_result = bool(what.op)
         self._has_place = bool(what.in_place)
+        self._counter = counter  # what numbers the runs, if they are not numbered from 1
+        self._num_runs = 0
         self._entered: list[list[Any]] = []
         size = checker.transport.size
         self._mine = np.zeros(NUM_BYTES, np.uint8)
@@ -209,8 +209,8 @@ class Guard:
         scratch = HOST.empty((program.num_scratch * program.num_slots,), self._mine.dtype)
         buffers = Buffers(HOST, self._mine, self._table.reshape(-1), scratch)
         opening, stages = bind(program, buffers, self._checker.transport, None, 0, is_kept=False)
-        num_rounds = program.num_rounds
-        return opening, [stage._replace(num_check_rounds=num_rounds) for stage in stages]
+        among = f"{program.num_rounds} of its check"
+        return opening, [stage._replace(among=among) for stage in stages]
 
     def in_place(self, is_in_place: bool) -> None:
         """What the next run is, where the plan itself cannot know."""
@@ -219,8 +219,10 @@ class Guard:
 
     def _tell(self) -> None:
         """Our fingerprint, as it is in this run."""
+        self._num_runs += 1
         self.has_passed = False
-        fingerprint.put(self._message, "call", self._recorder.number(self._counter[0]))
+        number = self._recorder.number(self._run_number()).removesuffix("a")  # or goes ahead of it
+        fingerprint.put(self._message, "call", number)
         fingerprint.put(self._message, "place", _place())
         fingerprint.put(self._message, "num_calls", str(self._checker.numbers.num_calls))
         self._put_amiss(self._source)
@@ -255,7 +257,10 @@ class Guard:
         """Into the ledgers: what we tell is sent as well."""
         self._entered = []
         if any(self._recorder.ledgers):
-            self._entered = self._recorder.record(self._counter[0], time.perf_counter())
+            self._entered = self._recorder.record(self._run_number(), time.perf_counter())
+
+    def _run_number(self) -> int:
+        return self._num_runs if self._counter is None else self._counter[0]
 
     def _put_amiss(self, array: Array | None) -> None:
         if self._is_strict:

@@ -131,12 +131,9 @@ def _differing(ranks: Sequence[Fingerprint]) -> list[str]:
     differing = [field for field in _COMPARED if len(_values(ranks, field)) > 1]
     if "collective" in differing:
         return ["collective"]
-    follows = set[str]()
     if any(field in differing for field in _DECIDE_ALGORITHM):
-        follows.add("algorithm")
-    if "out" in differing:  # what goes ahead of a call has a number of its own
-        follows.add("call")
-    return [field for field in differing if field not in follows]
+        return [field for field in differing if field != "algorithm"]
+    return differing
 
 
 def _values(ranks: Sequence[Fingerprint], field: str) -> list[str]:

@@ -39,15 +39,11 @@ class Waiting(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a run stands: in which round, of how many, and what that waits for.
-
-    `is_check`: the rounds are not those of the algorithm but of a check around it.
-    """
+    """Where a run stands: in which round, of how many (in words), and what that waits for."""
 
     round: int
-    num_rounds: int
+    among: str
     waiting_for: list[Waiting]
-    is_check: bool = False
 
 
 class Flying(Protocol):

@@ -248,7 +248,7 @@ class Recorder:
         self._calls: list[tuple[list[Ledger], Call]] = []
 
     def number(self, number: int) -> str:
-        """The number of a run in words."""
+        """The number of a run, in words."""
         return self._numbered(number)
 
     def record(self, number: int, started: float, finished: float = 0.0) -> list[list[Any]]:
@@ -262,13 +262,6 @@ class Recorder:
                 entered.append(entry)
         return entered
 
-    def withdraw(self, entered: list[list[Any]]) -> None:
-        """Take out again what was entered with a run: nothing of it was sent."""
-        for ledgers in self.ledgers:
-            for ledger in ledgers:
-                kept = [each for each in ledger.entered if not any(each is one for one in entered)]
-                ledger.entered[:] = kept
-
     def describe(self, number: int) -> dict[str, Any]:
         """A run in words, for the flight recorder."""
         collective, algorithm = self._names
@@ -278,6 +271,13 @@ class Recorder:
             "algorithm": algorithm,
             "bytes": sum(num_bytes for _, _, num_bytes, _ in self._sent()),
         }
+
+    def withdraw(self, entered: list[list[Any]]) -> None:
+        """Take out again what was entered with a run: nothing of it was sent."""
+        for ledgers in self.ledgers:
+            for ledger in ledgers:
+                kept = [each for each in ledger.entered if not any(each is one for one in entered)]
+                ledger.entered[:] = kept
 
     def _made_calls(self) -> list[tuple[list[Ledger], Call]]:
         sent = self._sent()

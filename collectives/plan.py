@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from collectives import staging
+from collectives import arguments, staging
 from collectives.arrays import Array, Backend, BinaryFunction, Bytes
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.flight_recorder import Position
@@ -38,14 +38,13 @@ class Buffers(NamedTuple):
 class Stage(NamedTuple):
     """Wait for these messages, which are those of this round, and then do this.
 
-    `num_check_rounds`: how many rounds there are, where they are not those of the algorithm but of
-    a check before or after it.
+    `among`: how many rounds there are, in words, where they are not those of the algorithm.
     """
 
     exchange: Exchange
     round: int
     actions: list[Action]
-    num_check_rounds: int = 0
+    among: str = ""
 
 
 class Guard(Protocol):
@@ -134,8 +133,9 @@ class Plan:
         """Start and wait.  `timeout` in seconds."""
         has_limit = timeout is not None or self.timeout is not None
         if has_limit or self._refusal is not None or self._in_flight:
+            limit = arguments.seconds(timeout)
             self.start()
-            return self.wait(timeout)
+            return self.wait(limit)
         # The rest is what takes small messages longer than MPI's own calls: nothing needless here.
         self._refusal = _RUNNING
         number = self._counter[0] = self._counter[0] + 1
@@ -202,7 +202,7 @@ class Plan:
         Raises CollectiveTimeout, which says whom it waited for, after `timeout` seconds; the plan
         is then still under way, and `wait` may be called again.
         """
-        timeout = self.timeout if timeout is None else timeout
+        timeout = self.timeout if timeout is None else arguments.seconds(timeout)
         if self._thread is None:
             self._wait(timeout)
         elif self._done is not None and not self._done.wait(timeout):
@@ -332,9 +332,8 @@ class Plan:
             waiting = stage.exchange.waiting_for()
             # A run that has nobody else to think of does not count its stages.
             if waiting or number == self._stage:
-                checks = stage.num_check_rounds
-                return Position(stage.round, checks or self._num_rounds, waiting, checks > 0)
-        return Position(self._num_rounds, self._num_rounds, [])
+                return Position(stage.round, stage.among or str(self._num_rounds), waiting)
+        return Position(self._num_rounds, str(self._num_rounds), [])
 
     def _timed_out(self, timeout: float | None) -> CollectiveTimeout:
         self._flight.dump_if_asked()
@@ -342,11 +341,10 @@ class Plan:
         waiting_for = ", ".join(map(str, position.waiting_for))
         sentence = (
             f"{self.title}: rank {self._transport.rank} waited {timeout} s in round "
-            f"{position.round} of {position.num_rounds}{' of its check' * position.is_check} for "
-            f"{waiting_for}"
+            f"{position.round} of {position.among} for {waiting_for}"
         )
         picture = []
-        if self._picture is not None and not position.is_check:
+        if self._picture is not None and position.among == str(self._num_rounds):
             picture = [self._picture(position)]
         return CollectiveTimeout("\n".join([sentence, *picture, self._flight.lines()]), Work(self))
 

@@ -118,7 +118,7 @@ class Session:
     def checks_tag(self) -> int:
         """The tag of the next exchange of fingerprints."""
         self._num_checks += 1
-        return self._tag(3, 2 + self._num_checks % (self.transport.num_tags // 4 - 2))
+        return self._tag(3, 1 + self._num_checks % (self.transport.num_tags // 4 - 1))
 
     def users_tag(self, tag: object) -> int:
         """A tag that the user names."""
@@ -186,6 +186,14 @@ class Session:
         if self._damage is not None:
             raise self._damage.with_traceback(None)
 
+    def free(self) -> None:
+        """Give back the plans of blocking calls, and the communicator below."""
+        if self._overdue is not None:
+            self._overdue.free()
+            self._overdue = None
+        self.remembered.forget()
+        self.transport.free()
+
     # Plans
 
     def collective(
@@ -223,20 +231,19 @@ class Session:
             aliasing,
             chosen.segments,
         )
-        names = label or collective, chosen.label
-        picture = partial(_picture, chosen, self.transport.rank, size, root)
-        what = None
+        names, what = (label or collective, chosen.label), None
         if self.checker is not None:
             what = checked.describe(collective, *arrays[1:], counts, root, op, chosen, aliasing)
             what = what._replace(**{"collective": names[0], **(says or {})})
-        plan = partial(self._plan, names, picture=picture, what=what)
+        picture = partial(_picture, chosen, self.transport.rank, size, root)
+        bind = partial(self._plan, names, program, buffers, arrays, op, is_kept)
+        bind = partial(bind, what=what, picture=picture)
         if is_blocking:
-            return plan(None, program, buffers, arrays, self._tag(3, 0), op, is_kept)
+            return bind(None, self._tag(3, 0))
         is_ahead = tag == self.ahead_tag()
         tag = self.next_tag() if tag is None else tag
-        count = self._num_calls[0]
-        number = f"{self.name}{count + 1}a" if is_ahead else f"{self.name}{count}"
-        return plan(number, program, buffers, arrays, tag, op, is_kept)
+        count = self.num_calls
+        return bind(f"{self.name}{count + 1}a" if is_ahead else f"{self.name}{count}", tag)
 
     def point_to_point(
         self,
@@ -260,20 +267,20 @@ class Session:
         number = f"{self.name}p{self._num_messages}"
         buffers, program = _flat(arrays, like.dtype), Woven((Program((step,)),))
         names = name, "point_to_point"
-        return self._plan(names, number, program, buffers, arrays, tag, None, is_kept)
+        return self._plan(names, program, buffers, arrays, None, is_kept, number, tag)
 
     def _plan(
         self,
         names: tuple[str, str],
-        number: str | None,
         program: Woven,
         buffers: Buffers,
         arrays: Arrays,
-        tag: int,
         op: Operator | None,
         is_kept: bool,
-        picture: Callable[[Position], str] | None = None,
+        number: str | None,
+        tag: int,
         what: Fingerprint | None = None,
+        picture: Callable[[Position], str] | None = None,
     ) -> Plan:
         """`number`: the call's, in the ledger; None if every run is a call of its own.
 
@@ -284,7 +291,6 @@ class Session:
             shape = (program.num_scratch * program.num_slots,)
             scratch = buffers.backend.empty(shape, dtype)
             buffers = buffers._replace(scratch=scratch)
-        counter = self._num_calls if number is None else [0]
         return Plan(
             (*names, number or ""),
             program,
@@ -296,32 +302,26 @@ class Session:
             operator=op,
             is_kept=is_kept,
             recorder=self._recorder(names, number, partial(_sent, program, dtype.itemsize)),
-            counter=counter,
+            counter=self._num_calls if number is None else None,
             picture=picture,
             thread=self.thread,
-            guard=None if what is None else self._guard(what, arrays, number, counter),
+            guard=None if what is None else self._guard(what, arrays, number),
         )
 
     def _recorder(
         self, names: tuple[str, str], number: str | None, sent: Callable[[], Sent]
     ) -> Recorder:
         """Enters runs under the number of their plan, or each under one of its own."""
-        return Recorder(
-            *names,
-            self._number if number is None else partial(_run_number, number),
-            sent,
-            self.ancestry,
-            self.transport.rank,
-            self.transport.identity,
-        )
+        numbered = self._number if number is None else partial(_run_number, number)
+        transport = self.transport
+        return Recorder(*names, numbered, sent, self.ancestry, transport.rank, transport.identity)
 
-    def _guard(
-        self, what: Fingerprint, arrays: Arrays, number: str | None, counter: Sequence[int]
-    ) -> Guard:
+    def _guard(self, what: Fingerprint, arrays: Arrays, number: str | None) -> Guard:
         """What goes around the messages of a plan in checked mode."""
         assert self.checker is not None
         names = checked.LABEL, checked.ALGORITHM
         recorder = self._recorder(names, number, self.checker.sent)
+        counter = self._num_calls if number is None else None
         return Guard(self.checker, what, *arrays, recorder, counter)
 
     def _number(self, count: int) -> str:
@@ -375,7 +375,7 @@ class Session:
         arrays, names = Arrays(HOST, None, None), ("subgroup", "dissemination")
         number = f"{self.name}s{self._num_children[tuple(members)] + 1}"
         buffers, tag = _flat(arrays, np.dtype(np.uint8)), self._tag(3, 1)
-        self._plan(names, number, program, buffers, arrays, tag, None, is_kept=False).run(timeout)
+        self._plan(names, program, buffers, arrays, None, False, number, tag).run(timeout)
 
     def collect(self, data: bytes) -> list[bytes] | None:
         """Every rank's bytes, on rank 0; None on the others."""

@@ -74,6 +74,10 @@ class Transport(Protocol):
     def pause(self, deadline: float | None, num_tries: int) -> None:
         """Nothing under way can go on just now: let time pass, at most until `deadline`."""
 
+    @property
+    def can_shrink(self) -> bool:
+        """Whether `shrink` works."""
+
     def meaning(self, error: BaseException) -> BaseException:
         """What a failure of the engine below means: PeerFailed, or the error itself."""
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from collectives.launch import find_mpirun, launch
+from collectives.launch import launch
 from collectives.monitor import MPIRUN_ARGS
+from collectives.mpirun import find_mpirun
 
 ROOT = Path(__file__).parent.parent
 

@@ -59,11 +59,6 @@ def ranks(size: int, **others: dict[str, Any]) -> list[Fingerprint]:
             ranks(3, r1={"call": "3.2"}),
             "rank 1 called all_reduce in call 3.2, ranks 0, 2 in call 17 (from train.py:42)",
         ),
-        # What goes ahead of a call has a number of its own.
-        (
-            ranks(2, r0={"out": "not given", "call": "17a"}, r1={"out": "given"}),
-            "rank 1 called all_reduce(out=given), rank 0 out=not given (from train.py:42)",
-        ),
         (
             ranks(5, r1={"op": "max"}, r3={"op": "prod"}, r4={"op": "max"}),
             "rank 3 called all_reduce(op=prod), ranks 1, 4 op=max, ranks 0, 2 op=sum "
