@@ -116,7 +116,7 @@ class Session:
         self._num_calls[0] = max(self._num_calls[0], num_calls)
 
     def checks_tag(self) -> int:
-        """The tag of the next exchange of fingerprints: no blocking call's, and not that of `meet`."""
+        """The tag of the next exchange of fingerprints: no blocking call's, nor that of `meet`."""
         self._num_checks += 1
         return self._tag(3, 2 + self._num_checks % (self.transport.num_tags // 4 - 2))
 
