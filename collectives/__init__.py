@@ -19,6 +19,7 @@ from collectives.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
+    NotFinite,
     PeerFailed,
 )
 from collectives.ledger import Ledger, phase
@@ -37,6 +38,7 @@ __all__ = [
     "Communicator",
     "Ledger",
     "MonitorUnavailable",
+    "NotFinite",
     "Operator",
     "PeerFailed",
     "Plan",

@@ -36,6 +36,9 @@ class Exchange(Protocol):
     def wait(self, deadline: float | None) -> bool:
         """Wait until all have completed; False if `deadline` (of `time.monotonic`) came first."""
 
+    def retag(self, tag: int) -> None:
+        """Let the next start have this tag.  Not for an exchange that was prepared to be kept."""
+
     def waiting_for(self) -> list[Waiting]:
         """The messages that were started and have not completed."""
 
