@@ -7,10 +7,14 @@
 
     collectives.run(fn, size=4)                # fn(comm) on four threads of this process, no MPI
 
-Importing this module imports neither mpi4py nor CuPy.
+    comm = collectives.Intracomm(comm)         # an mpi4py communicator with our collectives
+
+Importing this module imports neither mpi4py nor CuPy; naming `Intracomm` imports mpi4py.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from collectives import algorithms
 from collectives.communicator import Communicator
@@ -29,6 +33,9 @@ from collectives.reduction import Operator
 from collectives.schedule import ScheduleError
 from collectives.select import choose, using
 
+if TYPE_CHECKING:
+    from collectives.intracomm import Intracomm
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -36,6 +43,7 @@ __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "Communicator",
+    "Intracomm",
     "Ledger",
     "MonitorUnavailable",
     "NotFinite",
@@ -52,3 +60,11 @@ __all__ = [
     "world",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Intracomm":
+        from collectives.intracomm import Intracomm  # noqa: PLC0415 - it imports mpi4py
+
+        return Intracomm
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

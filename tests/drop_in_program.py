@@ -1,0 +1,182 @@
+"""mpi4py's own test suite, run on our communicators.  One rank of a job:
+
+    mpirun -n 3 python tests/drop_in_program.py path/to/mpi4py/test [--modules test_cco_buf ...]
+
+Every test gets one of our communicators, made from its own, below which stands a class in which
+every collective of MPI raises; and the ledger must show messages of ours.  `--missing Bcast` takes
+a collective of ours away, and `--broken Bcast` makes it do nothing: both must be noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import unittest
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mpi4py import MPI
+
+import collectives
+
+MODULES = ["buf", "vec", "obj", "nb_buf", "nb_vec", "pr_buf", "pr_vec"]
+WORDS = "passed", "failed", "skipped"
+STEMS = """
+    barrier bcast gather gatherv scatter scatterv allgather allgatherv alltoall alltoallv alltoallw
+    reduce allreduce reduce_scatter_block reduce_scatter scan exscan
+"""
+POINT_TO_POINT = ["Send", "Recv", "Bsend", "Ssend", "Rsend", "Psend", "Precv"]
+
+
+def collective_names() -> list[str]:
+    """Every collective of mpi4py's intracommunicators.  A new one, yet unknown, is among them."""
+    known = {
+        form
+        for s in STEMS.split()
+        for form in (s, s.capitalize(), f"I{s}", f"{s.capitalize()}_init")
+    }
+    theirs = [name for name in dir(MPI.Intracomm) if not name.startswith("_")]
+    persistent = [name for name in theirs if name.endswith("_init")]
+    unknown = {name.removesuffix("_init") for name in persistent} - set(POINT_TO_POINT)
+    return [name for name in theirs if name in known or name.removesuffix("_init") in unknown]
+
+
+def raising(name: str) -> Any:
+    def method(*_: object, **__: object) -> None:
+        raise AssertionError(f"{name} fell back to MPI")
+
+    return method
+
+
+Raising = type("Raising", (MPI.Intracomm,), {name: raising(name) for name in collective_names()})
+
+
+class Tested(collectives.Intracomm, Raising):  # type: ignore[misc, valid-type]
+    """Ours, with nothing of MPI's below it."""
+
+
+def on_ours(case: type[unittest.TestCase], agreement: MPI.Intracomm) -> type[unittest.TestCase]:
+    """The same test case, whose communicator is one of ours made from it."""
+
+    class OnOurs(case):  # type: ignore[misc, valid-type]
+        def setUp(self) -> None:
+            super().setUp()
+            self.COMM = Tested(self.COMM)
+            self.recording = self.COMM.record()
+            self.ledger = self.recording.__enter__()
+
+        def tearDown(self) -> None:
+            ours = self.COMM
+            is_alone, num_sent = ours.size == 1, len(self.ledger.rows())
+            self.recording.__exit__(None, None, None)
+            super().tearDown()
+            ours.free()
+            # Some calls let the last rank send nothing.
+            assert is_alone or agreement.allreduce(num_sent), "the ledger shows no message of ours"
+
+    OnOurs.__name__, OnOurs.__qualname__ = case.__name__, case.__qualname__
+    OnOurs.__module__ = case.__module__
+    return OnOurs
+
+
+class Agreeing(unittest.TestResult):
+    """Outcomes by name of the test.  After every test the ranks agree on it."""
+
+    def __init__(self, agreement: MPI.Intracomm) -> None:
+        super().__init__()
+        self.agreement = agreement
+        self.outcomes: dict[str, str] = {}
+
+    def addSuccess(self, test: unittest.TestCase) -> None:
+        self.outcomes.setdefault(test.id(), "passed")
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        self.outcomes[test.id()] = f"skipped: {reason}"
+
+    def addError(
+        self,
+        test: unittest.TestCase,
+        err: tuple[type[BaseException], BaseException, TracebackType] | Any,
+    ) -> None:
+        self.outcomes[test.id()] = "failed"
+        trace = self._exc_info_to_string(err, test)  # type: ignore[attr-defined]
+        print(f"rank {self.agreement.rank}: {test.id()}\n{trace}", file=sys.stderr, flush=True)
+
+    addFailure = addError
+
+    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
+        if err is not None:
+            self.addError(test, err)
+
+    def stopTest(self, test: unittest.TestCase) -> None:
+        outcomes = self.agreement.allgather(self.outcomes.get(test.id()))
+        if len(set(outcomes)) > 1 or "failed" in outcomes:
+            self.outcomes[test.id()] = "failed"
+            self.stop()
+        super().stopTest(test)
+
+
+def cases(names: list[str]) -> list[type[unittest.TestCase]]:
+    """The test cases of these modules, in the order of their names."""
+    modules = [importlib.import_module(name) for name in names]
+    return [
+        case
+        for module in modules
+        for _, case in sorted(vars(module).items())
+        if isinstance(case, type) and issubclass(case, unittest.TestCase)
+    ]
+
+
+def outcomes(tests: list[type[unittest.TestCase]], agreement: MPI.Intracomm) -> dict[str, str]:
+    """Run them all, up to the first that fails on any rank."""
+    result = Agreeing(agreement)
+    load = unittest.defaultTestLoader.loadTestsFromTestCase
+    unittest.TestSuite(map(load, tests)).run(result)
+    return result.outcomes
+
+
+def skips(found: dict[str, str]) -> dict[str, str]:
+    return {name: outcome for name, outcome in found.items() if outcome.startswith("skipped")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--modules", nargs="+", default=[f"test_cco_{name}" for name in MODULES])
+    parser.add_argument("--missing", choices=collective_names())
+    parser.add_argument("--broken", choices=collective_names())
+    chosen = parser.parse_args()
+    if chosen.missing:
+        setattr(Tested, chosen.missing, getattr(Raising, chosen.missing))
+    if chosen.broken:
+        setattr(Tested, chosen.broken, lambda *_, **__: None)
+    sys.path.insert(0, str(chosen.directory))
+    sys.modules["cupy"] = sys.modules["numba"] = None  # type: ignore[assignment]  # as its main does
+    agreement = MPI.COMM_WORLD.Dup()
+    tests = [case for case in cases(chosen.modules) if hasattr(case, "COMM")]
+    ours = outcomes([on_ours(case, agreement) for case in tests], agreement)
+    # What mpi4py's own communicators skip on this MPI, ours may skip as well, and nothing else.
+    plain = outcomes(tests, agreement) if skips(ours) else {}
+    ok = is_good(ours, plain)
+    if agreement.rank == 0:
+        counted = [sum(word in outcome for outcome in ours.values()) for word in WORDS]
+        print(", ".join(f"{n} {word}" for n, word in zip(counted, WORDS, strict=True)))
+        for name, reason in skips(ours).items():
+            print(f"  {name}: {reason}; by mpi4py itself: {plain.get(name)}")
+        print("mpi4py's suite passes" if ok else "mpi4py's suite FAILS", flush=True)
+    agreement.Barrier()
+    return 0 if ok else 1
+
+
+def is_good(ours: dict[str, str], plain: dict[str, str]) -> bool:
+    """Whether all passed, but for what mpi4py's own communicators skip."""
+    return "passed" in ours.values() and all(
+        outcome == "passed" or (name in skips(ours) and plain.get(name) == outcome)
+        for name, outcome in ours.items()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

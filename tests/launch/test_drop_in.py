@@ -1,0 +1,89 @@
+"""mpi4py's own test suite passes on our communicators, and a fall back to MPI's is noticed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from collectives.launch import TIMED_OUT, launch
+
+pytestmark = pytest.mark.timeout(660)
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = str(ROOT / "tests" / "drop_in_program.py")
+# The files of the suite, and how many tests are in each.
+NUM_TESTS = {
+    "test_cco_buf": 70,
+    "test_cco_vec": 62,
+    "test_cco_obj": 40,
+    "test_cco_nb_buf": 70,
+    "test_cco_nb_vec": 62,
+    "test_cco_pr_buf": 70,
+    "test_cco_pr_vec": 62,
+}
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tests in the source distribution of the mpi4py that is installed, by pip."""
+    place = tmp_path_factory.mktemp("mpi4py")
+    version = importlib.metadata.version("mpi4py")
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "mpi4py"]
+    done = subprocess.run(
+        [*pip, "--quiet", "--dest", str(place), f"mpi4py=={version}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    archives = list(place.glob("mpi4py-*.tar.gz"))
+    if done.returncode or not archives:
+        pytest.fail(
+            f"pip could not download the source distribution of mpi4py {version}, "
+            f"whose tests are to run here:\n{done.stdout}{done.stderr}",
+            pytrace=False,
+        )
+    with tarfile.open(archives[0]) as archive:
+        archive.extractall(place, filter="data")
+    return next(place.glob("mpi4py-*/test"))
+
+
+def run(
+    suite: Path, num_ranks: int, *options: str, timeout: float = 600
+) -> subprocess.CompletedProcess[str]:
+    env = {"PYTHONPATH": os.fspath(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [PROGRAM, os.fspath(suite), *options]
+    return launch(num_ranks, command, timeout=timeout, env=env, capture=True)
+
+
+@pytest.mark.parametrize("module", NUM_TESTS)
+def test_mpi4pys_own_suite_passes_on_ours(suite: Path, module: str) -> None:
+    check(run(suite, 3, "--modules", module), NUM_TESTS[module])
+
+
+def test_it_passes_on_a_single_rank(suite: Path) -> None:
+    check(run(suite, 1), sum(NUM_TESTS.values()))
+
+
+def check(done: subprocess.CompletedProcess[str], num_tests: int) -> None:
+    output = f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, output
+    assert f"{num_tests} passed, 0 failed, 0 skipped\nmpi4py's suite passes" in done.stdout, output
+
+
+def test_a_call_that_falls_back_to_mpi_is_noticed(suite: Path) -> None:
+    done = run(suite, 2, "--modules", "test_cco_obj", "--missing", "allgather", timeout=60)
+    assert done.returncode not in (0, TIMED_OUT)
+    assert "allgather fell back to MPI" in done.stderr
+    assert "mpi4py's suite FAILS" in done.stdout
+
+
+def test_a_call_that_does_the_wrong_thing_is_noticed(suite: Path) -> None:
+    done = run(suite, 2, "--modules", "test_cco_buf", "--broken", "Bcast", timeout=60)
+    assert done.returncode not in (0, TIMED_OUT)
+    assert "mpi4py's suite FAILS" in done.stdout
