@@ -17,7 +17,7 @@ import importlib
 import sys
 from types import ModuleType
 
-from bench import combine, demo, docs, options, overlap, speed, tune
+from bench import check, combine, demo, docs, options, overlap, speed, tune
 from collectives import algorithms
 
 
@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(collective, help=about, description=about)
         options.add_options(command, collective)
     others = {
+        "check": check,
         "combine": combine,
         "demo": demo,
         "docs": docs,

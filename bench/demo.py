@@ -21,8 +21,8 @@ from typing import Any
 from bench import verdict
 from bench.jobs import Jobs, has_mpi
 from bench.verdict import TOLERANCES, Verdict
-from collectives.launch import find_mpirun
 from collectives.monitor import MPIRUN_ARGS
+from collectives.mpirun import find_mpirun
 from parallel.show import console_of, print_table
 
 STEPS = {"float64": 200, "float32": 20}

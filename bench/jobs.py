@@ -11,7 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from collectives.launch import MpiNotFound, find_mpirun, launch
+from collectives.launch import launch
+from collectives.mpirun import MpiNotFound, find_mpirun
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -33,7 +33,7 @@ from bench.jobs import Jobs, has_mpi
 from bench.limit import Limit
 from bench.report import times_faster, us
 from bench.sizes import text
-from collectives.launch import find_mpirun
+from collectives.mpirun import find_mpirun
 from parallel.show import console_of, print_table, table_with
 
 NO_TORCH = "torch is not installed"

@@ -23,6 +23,7 @@ from collectives.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
+    NotFinite,
     PeerFailed,
 )
 from collectives.ledger import Ledger, phase
@@ -45,6 +46,7 @@ __all__ = [
     "Intracomm",
     "Ledger",
     "MonitorUnavailable",
+    "NotFinite",
     "Operator",
     "PeerFailed",
     "Plan",

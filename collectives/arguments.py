@@ -10,6 +10,8 @@ import numpy as np
 
 from collectives.arrays import Array, Backend, backend_of, check_dtype
 
+_LONGEST = 1e9  # seconds, some 30 years: infinitely many are too many for a lock of Python's
+
 
 def integer(value: object, what: str) -> int:
     """A Python int from any integer type; bool and float are refused."""
@@ -110,7 +112,7 @@ def seconds(timeout: object) -> float | None:
         raise TypeError(f"timeout must be a number of seconds or None, not {timeout!r}")
     if not timeout >= 0:  # also refuses NaN
         raise ValueError(f"timeout must not be negative, got {timeout}")
-    return float(timeout)
+    return float(min(timeout, _LONGEST))
 
 
 def small_integer(value: object, what: str) -> int:

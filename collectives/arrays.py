@@ -21,6 +21,8 @@ from collectives import halves
 Array = Any  # a NumPy or CuPy array; the two share no base class
 Bytes = NDArray[np.uint8]
 
+_BLOCK = 1 << 16  # elements that are looked at together
+
 
 class BinaryFunction(Protocol):
     """An element-wise function of two flat arrays, such as `numpy.add`.
@@ -66,6 +68,9 @@ class Backend(Protocol):
     def divide(self, x: Array, divisor: int) -> None:
         """Divide a flat array by an integer, in place."""
 
+    def first_not_finite(self, x: Array) -> tuple[int, str] | None:
+        """Where the first NaN or infinity of a flat array is, and which; None if there is none."""
+
     def host_buffer(self, x: Array) -> Bytes:
         """Host memory for the bytes of a flat array: its own if it is on the host."""
 
@@ -110,6 +115,14 @@ class NumpyBackend:
             halves.divide(x, divisor)
         else:
             np.divide(x, divisor, out=x)
+
+    def first_not_finite(self, x: Array) -> tuple[int, str] | None:
+        for start in range(0, x.size, _BLOCK):  # what it says of each is not to be as long as x
+            is_finite = np.isfinite(x[start : start + _BLOCK])
+            if not is_finite.all():
+                index = start + int(is_finite.argmin())
+                return index, str(x[index])
+        return None
 
     def host_buffer(self, x: Array) -> Bytes:
         return x.view(np.uint8)  # type: ignore[no-any-return]
@@ -171,6 +184,14 @@ class CupyBackend:
             else:
                 self.cupy.divide(x, divisor, out=x)
 
+    def first_not_finite(self, x: Array) -> tuple[int, str] | None:
+        with self.device:
+            is_finite = self.cupy.isfinite(x)
+            if bool(is_finite.all()):
+                return None
+            index = int(is_finite.argmin())
+            return index, str(x[index].item())
+
     def host_buffer(self, x: Array) -> Bytes:
         # Page-locked memory; there is no such thing as none of it.
         buffer: Bytes = self.cupyx.empty_pinned((max(x.nbytes, 1),), np.uint8)
@@ -215,6 +236,8 @@ def backend_of_kind(kind: str) -> Backend:
         import cupy  # noqa: PLC0415 - only when a rank has sent a CuPy array
 
         return _on_gpu(cupy.cuda.Device().id)
+    if kind not in _backends:
+        raise TypeError(f"another rank sends an array of kind {kind!r}, which is unknown here")
     return _backends[kind]
 
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, ParamSpec
 import numpy as np
 from numpy import ndarray
 
-from collectives import arguments, select
+from collectives import arguments, checked, select
 from collectives.arrays import HOST, Array, Backend, backend_of_kind, num_elements
 from collectives.header import Header
 from collectives.layout import even
@@ -44,12 +44,17 @@ from collectives.reduction import Operator, operator
 from collectives.remembered import (
     COPIED_BYTES,
     COPIED_RESULT_BYTES,
+    GuardedCall,
     KeptCall,
     borrowed,
     places,
 )
 from collectives.select import preferences, preferred
 from collectives.session import Arrays, Session
+
+# Without `out=` a header goes ahead of these.
+_ANNOUNCED = ("broadcast", "scatter")
+_GIVEN = {True: {"out": "given"}, False: {"out": "not given"}}
 
 
 class Options(NamedTuple):
@@ -339,13 +344,15 @@ class Calls:
         """Rows from every rank to every rank, in the order of the ranks they come from.
 
         `counts`: None, all ranks divide equally many rows as evenly as possible; p integers, the
-        rows from here to each rank (the ranks then exchange their counts first); or a p x p table,
+        rows from here to each rank (the ranks then exchange their counts first, and only after that
+        can an `out` of too few or too many rows be refused); or a p x p table,
         the same on every rank, of rows from source to destination (nothing is exchanged).
         """
         options = self._options("all_to_all", algorithm, async_op, timeout)
         backend, source = self._readable(x)
-        if out is not None:
-            arguments.writable(out, "out")
+        if out is not None:  # how many rows will come is not always known yet
+            num_rows = arguments.rows(arguments.writable(out, "out")[1], "all_to_all")
+            arguments.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
         table = self._count_table(source, counts, options)
         num_rows = sum(row[self.rank] for row in table)
         target = arguments.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
@@ -469,6 +476,7 @@ class Calls:
             root=root,
             op=op,
             algorithm=options.algorithm,
+            says=_GIVEN[self._has_out] if options.collective in _ANNOUNCED else None,
         )
         if not self._is_kept and not options.async_op:
             make = partial(make, is_blocking=True)
@@ -495,7 +503,8 @@ class Calls:
             else:
                 x = y = None
                 plan = make(Arrays(HOST, *map(borrowed, arrays[1:])), is_kept=True)
-            call = KeptCall(plan, x, y, has_result=arrays.target is not None)
+            kind = KeptCall if self._session.checker is None else GuardedCall
+            call = kind(plan, x, y, has_result=arrays.target is not None)
             remembered.add(look, call)
         if call is not None:
             return self._session.again(call, arrays.source, answer, timeout)
@@ -569,7 +578,7 @@ class Calls:
             target = arguments.result(out, backend, tuple(source.shape), source.dtype)
             return Arrays(backend, source, target)
         head = Header(backend.kind, source.dtype, tuple(source.shape))
-        self._announce(head, root, 0, options.timeout)
+        self._announce(head, root, 0, options, source)
         return Arrays(backend, source, source)
 
     def _to_be_broadcast(self, x: object, out: Array | None, root: int, options: Options) -> Arrays:
@@ -578,7 +587,7 @@ class Calls:
             backend, target = arguments.writable(out, "out")
             return Arrays(backend, None, target)
         given = None if x is None else arguments.writable(x, "x")
-        head = self._announce(None, root, 0, options.timeout)
+        head = self._announce(None, root, 0, options, None if given is None else given[1])
         if given is None:
             return _new(head, head.shape)
         backend, target = given
@@ -609,7 +618,7 @@ class Calls:
         target = arguments.result(out, backend, shape, source.dtype)
         if out is None:
             head = Header(backend.kind, source.dtype, tuple(source.shape), numbers)
-            self._announce(head, root, self.size, options.timeout)
+            self._announce(head, root, self.size, options, source, numbers)
         return Arrays(backend, source, target), numbers
 
     def _to_be_scattered(
@@ -628,17 +637,29 @@ class Calls:
             if numbers[self.rank] != own:
                 raise ValueError(f"out has {own} rows, counts gives {numbers[self.rank]}")
             return Arrays(backend, None, target), numbers
-        head = self._announce(None, root, self.size, options.timeout)
+        head = self._announce(None, root, self.size, options, counts=counts)
         if counts is not None and counts != head.counts:
             raise ValueError(f"counts is {counts} here and {head.counts} at the root")
         return _new(head, (head.counts[self.rank], *head.shape[1:])), head.counts
 
     def _announce(
-        self, head: Header | None, root: int, num_counts: int, timeout: float | None
+        self,
+        head: Header | None,
+        root: int,
+        num_counts: int,
+        options: Options,
+        like: Array | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Header:
-        """The root's header; a call that needs one is not remembered."""
+        """The root's header; a call that needs one is not remembered.
+
+        `like` and `counts`: what this rank expects.
+        """
         self._look = None
-        return self._session.announce(head, root, num_counts, timeout)
+        says = None
+        if self._session.checker is not None:
+            says = checked.announced(options.collective, like, counts)
+        return self._session.announce(head, root, num_counts, options.timeout, says)
 
     def _divided_rows(
         self, x: Array, counts: Sequence[int] | None, collective: str

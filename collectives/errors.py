@@ -22,7 +22,15 @@ class CollectiveTimeout(CollectiveError):  # noqa: N818 - the name is part of th
 
 
 class CollectiveMismatch(CollectiveError):  # noqa: N818
-    """The ranks did not call the same thing: a message had another length than expected."""
+    """The ranks did not call the same thing.
+
+    In checked mode every rank raises it, before anything of the call is sent, and it says which
+    rank differs in what.  Without, a message had another length than expected.
+    """
+
+
+class NotFinite(CollectiveError):  # noqa: N818
+    """A rank brought NaN or an infinity, or a reduction made one; every rank raises it."""
 
 
 class PeerFailed(CollectiveError):  # noqa: N818

@@ -96,7 +96,7 @@ def _state(
         f"for a message from rank {members[peer]}" if is_receive else f"for rank {members[peer]}"
         for peer, is_receive in call["waiting_for"]
     ]
-    where = f"round {call['round']} of {call['num_rounds']}"
+    where = f"round {call['round']} of {call['among']}"
     waiting = f"waits in {where} {' and '.join(waits)}" if waits else f"works in {where}"
     return f"{waiting}, since {call['seconds_ago']:.3g} s; {_at(dump)}"
 

@@ -39,10 +39,10 @@ class Waiting(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a run stands: in which round, of how many, and what that waits for."""
+    """Where a run stands: in which round, of how many (in words), and what that waits for."""
 
     round: int
-    num_rounds: int
+    among: str
     waiting_for: list[Waiting]
 
 

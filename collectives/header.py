@@ -1,13 +1,19 @@
-"""The small message that tells a rank without an array what it is about to receive."""
+"""The small message that tells a rank without an array what it is about to receive.
+
+It is JSON and numbers.  Nothing that another rank sent is ever unpickled, and a header is believed
+only if it describes plain memory.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.errors import CollectiveMismatch
 from collectives.reduction import is_bfloat16
 
 NUM_BYTES = 256
@@ -37,10 +43,38 @@ def encode(header: Header) -> NDArray[np.uint8]:
 
 
 def decode(message: NDArray[np.uint8]) -> Header:
-    """The header again."""
-    kind, name, shape = json.loads(bytes(message[:NUM_BYTES]))
-    counts = message[NUM_BYTES:].view("<i8").tolist()
-    return Header(kind, _dtype(name), tuple(shape), tuple(counts))
+    """The header again.  Raises CollectiveMismatch if the message is none."""
+    try:
+        kind, name, shape = json.loads(bytes(message[:NUM_BYTES]))
+        counts = message[NUM_BYTES:].view("<i8").tolist()
+        return Header(_text(kind), _plain(_text(name)), _sizes(shape), _sizes(counts))
+    except (TypeError, ValueError) as error:
+        raise CollectiveMismatch(
+            f"what came is no header of an array ({error}): the ranks did not make the same call"
+        ) from error
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _sizes(values: object) -> tuple[int, ...]:
+    """A shape, or counts."""
+    if not isinstance(values, list) or any(type(n) is not int or n < 0 for n in values):
+        raise ValueError(f"{values!r} are no sizes")
+    return tuple(values)
+
+
+def _plain(name: str) -> np.dtype[Any]:
+    """The dtype of this name, as `encode` spells names.  Objects have no place in a message."""
+    if name != "bfloat16" and not re.fullmatch(r"[<>|][a-zA-Z]\d+(\[\w+\])?", name):
+        raise ValueError(f"{name!r} is the name of no dtype")
+    dtype = _dtype(name)
+    if dtype.hasobject or dtype.itemsize == 0:
+        raise ValueError(f"elements of dtype {dtype} are not plain bytes")
+    return dtype
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:

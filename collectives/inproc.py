@@ -162,6 +162,8 @@ class InprocTransport:
     def split(self, ranks: Sequence[int] | None) -> InprocTransport | None:
         return None if ranks is None else self.subgroup(ranks)
 
+    can_shrink = False
+
     def meaning(self, error: BaseException) -> BaseException:
         return error
 
@@ -228,13 +230,16 @@ class InprocExchange:
             raise CollectiveMismatch(wrong_length(me, peer, data.size, buffer.size))
         buffer[...] = data
 
+    def retag(self, tag: int) -> None:
+        self._tag = tag
+
     def waiting_for(self) -> list[Waiting]:
         return [Waiting(peer, is_receive=True) for peer, _ in self._pending]
 
     def abandon(self) -> bool:
         if self in self._transport.pending:
             self._transport.pending.remove(self)
-        return not self._pending
+        return True  # what may yet come stays in the mailbox: only `test` writes into the buffers
 
     def free(self) -> None:
         """Nothing is held."""

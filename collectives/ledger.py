@@ -247,6 +247,10 @@ class Recorder:
         self.ledgers = [ledgers for ledgers, _ in ancestry]  # to look at, before calling us
         self._calls: list[tuple[list[Ledger], Call]] = []
 
+    def number(self, number: int) -> str:
+        """The number of a run, in words."""
+        return self._numbered(number)
+
     def record(self, number: int, started: float, finished: float = 0.0) -> list[list[Any]]:
         """Enter a run.  It shall take no time, so what can be said later is not said here."""
         phase = _current_phase()
@@ -262,11 +266,18 @@ class Recorder:
         """A run in words, for the flight recorder."""
         collective, algorithm = self._names
         return {
-            "call": self._numbered(number),
+            "call": self.number(number),
             "collective": collective,
             "algorithm": algorithm,
             "bytes": sum(num_bytes for _, _, num_bytes, _ in self._sent()),
         }
+
+    def withdraw(self, entered: list[list[Any]]) -> None:
+        """Take out again what was entered with a run: nothing of it was sent."""
+        for ledgers in self.ledgers:
+            for ledger in ledgers:
+                kept = [each for each in ledger.entered if not any(each is one for one in entered)]
+                ledger.entered[:] = kept
 
     def _made_calls(self) -> list[tuple[list[Ledger], Call]]:
         sent = self._sent()

@@ -76,9 +76,11 @@ class MpiTransport:
         return kind(self.comm, sends, receives, tag)
 
     def subgroup(self, ranks: Sequence[int]) -> MpiTransport:
-        group = self.comm.group.Incl(list(ranks))
+        everyone = self.comm.Get_group()
+        group = everyone.Incl(list(ranks))
         comm = self.comm.Create_group(group)
         group.Free()
+        everyone.Free()
         return MpiTransport(comm)
 
     def split(self, ranks: Sequence[int] | None) -> MpiTransport | None:
@@ -116,8 +118,10 @@ class MpiTransport:
         mine.Free()
         return tuple(sorted(ranks))
 
+    can_shrink = _is_fault_tolerant
+
     def shrink(self, deadline: float | None) -> tuple[MpiTransport, list[int]]:
-        if not _is_fault_tolerant:
+        if not self.can_shrink:
             raise CollectiveError(
                 "shrink() needs an Open MPI that was started with fault tolerance: "
                 "python -m collectives.launch --fault-tolerant, or mpirun --with-ft ulfm"
@@ -238,6 +242,9 @@ class MpiExchange:
         peer = self._ends[number][0]
         sender, receiver = (peer, me) if number < self._num_receives else (me, peer)
         return f"rank {sender} sent rank {receiver} a longer message than it expected"
+
+    def retag(self, tag: int) -> None:
+        self._tag = tag
 
     def waiting_for(self) -> list[Waiting]:
         # Not Test: it would take the status of a complete request away from the wait to come.

@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from collectives import staging
+from collectives import arguments, staging
 from collectives.arrays import Array, Backend, BinaryFunction, Bytes
-from collectives.errors import CollectiveTimeout
+from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.flight_recorder import Position
 from collectives.lanes import Woven
 from collectives.ledger import Recorder, finish
@@ -35,12 +35,32 @@ class Buffers(NamedTuple):
     scratch: Array
 
 
-class _Stage(NamedTuple):
-    """Wait for these messages, which are those of this round, and then do this."""
+class Stage(NamedTuple):
+    """Wait for these messages, which are those of this round, and then do this.
+
+    `among`: how many rounds there are, in words, where they are not those of the algorithm.
+    """
 
     exchange: Exchange
     round: int
     actions: list[Action]
+    among: str = ""
+
+
+class Guard(Protocol):
+    """What is exchanged around a plan's own messages, see `checked.Guard`."""
+
+    num_bytes: int
+    objection: CollectiveError | None
+    has_passed: bool
+
+    def around(
+        self, opening: list[Action], stages: list[Stage]
+    ) -> tuple[list[Action], list[Stage]]:
+        """What a plan does, with what comes before and after it."""
+
+    def in_place(self, is_in_place: bool) -> None:
+        """What the next run is, where the plan itself cannot know."""
 
 
 class Plan:
@@ -67,6 +87,7 @@ class Plan:
         counter: list[int] | None = None,
         picture: Callable[[Position], str] | None = None,
         thread: ProgressThread | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """`counter`: what numbers the runs, if they are not numbered from 1.
 
@@ -80,11 +101,14 @@ class Plan:
         self._enter = transport.flight.entries.append
         self._ledgers = () if recorder is None else recorder.ledgers
         self._num_rounds = program.num_rounds
-        binder = _Binder(program, buffers, transport, operator, tag, is_kept)
-        self._opening, self._stages = binder.bound()
+        self._opening, self._stages = bind(program, buffers, transport, operator, tag, is_kept)
+        self.guard, self.was_stopped = guard, False
+        if guard is not None:
+            self._opening, self._stages = guard.around(self._opening, self._stages)
         # What keeping it costs: its scratch, and roughly what the stages take.
         self.num_bytes = buffers.scratch.size * buffers.input.dtype.itemsize
         self.num_bytes += _STAGE_BYTES * len(self._stages)
+        self.num_bytes += 0 if guard is None else guard.num_bytes
         # All of it, for a run that has nobody else to think of.
         self._script = [*self._opening]
         for stage in self._stages:
@@ -107,6 +131,7 @@ class Plan:
 
     def run(self, timeout: float | None = None) -> Array | None:
         """Start and wait.  `timeout` in seconds."""
+        timeout = arguments.seconds(timeout)
         has_limit = timeout is not None or self.timeout is not None
         if has_limit or self._refusal is not None or self._in_flight:
             self.start()
@@ -177,7 +202,7 @@ class Plan:
         Raises CollectiveTimeout, which says whom it waited for, after `timeout` seconds; the plan
         is then still under way, and `wait` may be called again.
         """
-        timeout = self.timeout if timeout is None else timeout
+        timeout = self.timeout if timeout is None else arguments.seconds(timeout)
         if self._thread is None:
             self._wait(timeout)
         elif self._done is not None and not self._done.wait(timeout):
@@ -276,6 +301,8 @@ class Plan:
         self._error, self._stage, self._refusal = failure, None, "has failed"
         if self in self._in_flight:
             self._in_flight.remove(self)
+        if self.guard is not None and self.guard.objection is error:
+            self._stop(self.guard)
         are_over = [stage.exchange.abandon() for stage in self._stages]
         if all(are_over):
             self._let_go()
@@ -284,12 +311,20 @@ class Plan:
             self._transport.failed.append(self)
         return failure
 
+    def _stop(self, guard: Guard) -> None:
+        """All ranks end it here, and nothing of it is on its way."""
+        self.was_stopped = True
+        if not guard.has_passed and self._recorder is not None:
+            self._recorder.withdraw(self._entered)
+            self._recorder = None
+
     def _let_go(self) -> None:
         """Of the arrays, at once: an exchange and what it does refer to each other."""
         for stage in self._stages:
             stage.exchange.starts.clear()
             stage.exchange.waits.clear()
         self._opening, self._stages, self._script = [], [], []
+        self.guard = None
 
     def position(self) -> Position:
         """Where the run under way stands."""
@@ -297,8 +332,8 @@ class Plan:
             waiting = stage.exchange.waiting_for()
             # A run that has nobody else to think of does not count its stages.
             if waiting or number == self._stage:
-                return Position(stage.round, self._num_rounds, waiting)
-        return Position(self._num_rounds, self._num_rounds, [])
+                return Position(stage.round, stage.among or str(self._num_rounds), waiting)
+        return Position(self._num_rounds, str(self._num_rounds), [])
 
     def _timed_out(self, timeout: float | None) -> CollectiveTimeout:
         self._flight.dump_if_asked()
@@ -306,9 +341,11 @@ class Plan:
         waiting_for = ", ".join(map(str, position.waiting_for))
         sentence = (
             f"{self.title}: rank {self._transport.rank} waited {timeout} s in round "
-            f"{position.round} of {self._num_rounds} for {waiting_for}"
+            f"{position.round} of {position.among} for {waiting_for}"
         )
-        picture = [] if self._picture is None else [self._picture(position)]
+        picture = []
+        if self._picture is not None and position.among == str(self._num_rounds):
+            picture = [self._picture(position)]
         return CollectiveTimeout("\n".join([sentence, *picture, self._flight.lines()]), Work(self))
 
 
@@ -331,6 +368,18 @@ class Work:
 def _do(actions: list[Action]) -> None:
     for action in actions:
         action()
+
+
+def bind(
+    program: Woven,
+    buffers: Buffers,
+    transport: Transport,
+    operator: Operator | None,
+    tag: int,
+    is_kept: bool,
+) -> tuple[list[Action], list[Stage]]:
+    """A program on arrays: what is done first, and then the stages."""
+    return _Binder(program, buffers, transport, operator, tag, is_kept).bound()
 
 
 class _Binder:
@@ -363,10 +412,10 @@ class _Binder:
             self.pinned = PinnedMemory(self.backend)
         self.use_lane(0)
 
-    def bound(self) -> tuple[list[Action], list[_Stage]]:
+    def bound(self) -> tuple[list[Action], list[Stage]]:
         """What is done first, and then the stages."""
         opening = list(self.opening())
-        stages: list[_Stage] = []
+        stages: list[Stage] = []
         exchanges: dict[tuple[int, int], Exchange] = {}
         actions = opening
         for lane, number, is_start in self.program.events:
@@ -382,7 +431,7 @@ class _Binder:
                 actions = [self.action(action) for action in step.finishing]
                 if number == self.program.num_rounds - 1:
                     actions += self.closing()
-                stages.append(_Stage(exchanges.pop((lane, number)), number, actions))
+                stages.append(Stage(exchanges.pop((lane, number)), number, actions))
         if not self.backend.is_host:
             # This may be another stream than the one that is current when the result is used.
             actions.append(self.backend.synchronize)

@@ -102,6 +102,11 @@ def _kind(dtype: np.dtype[Any]) -> str:
     return _FLOATS if is_bfloat16(dtype) else dtype.kind if is_native else "?"
 
 
+def has_infinities(dtype: np.dtype[Any]) -> bool:
+    """Whether there are values of this dtype that are no finite numbers."""
+    return _kind(dtype) in _FLOATS + _COMPLEX
+
+
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
     """Whether this is ml_dtypes' bfloat16, asked without importing ml_dtypes."""
     is_foreign = dtype.itemsize == 2 and dtype.type.__module__.startswith("ml_dtypes")

@@ -66,6 +66,16 @@ class KeptCall:
         return out
 
 
+class GuardedCall(KeptCall):
+    """The same in checked mode, where it matters whether the caller's arrays are one."""
+
+    def __call__(self, x: Array | None, out: Array | None, timeout: float | None) -> Array | None:
+        guard, has_copies = self.plan.guard, self.x is not None and self.y is not None
+        if guard is not None and has_copies:
+            guard.in_place(out is not None and np.may_share_memory(x, out))
+        return super().__call__(x, out, timeout)
+
+
 class Remembered:
     """The calls of a communicator by what they look like, boundedly many."""
 

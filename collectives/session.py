@@ -4,23 +4,26 @@ Tags keep messages apart.  A quarter of them is the user's (point to point), a q
 collective calls, so that the messages of two calls never meet, and a quarter is for what the
 library sends ahead of a call of that number.  Blocking calls all have one tag, of the last quarter,
 so that their plans can be kept: they run one after the other on every rank, and between two ranks
-messages of one tag arrive in the order in which they were sent.
+messages of one tag arrive in the order in which they were sent.  The others of that quarter are for
+what the ranks tell each other in checked mode, in the order in which calls start.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import algorithms, arguments, header, select
+from collectives import algorithms, arguments, checked, header, select
 from collectives.arrays import HOST, Array, Backend
+from collectives.checked import Checker, Guard, Mode
 from collectives.decisions import Decisions
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
+from collectives.fingerprint import Fingerprint
 from collectives.flight_recorder import Position
 from collectives.header import Header
 from collectives.lanes import Woven, compile_lanes
@@ -58,15 +61,18 @@ class Session:
         name: str = "",
         ancestry: Ancestry | None = None,
         thread: ProgressThread | None = None,
+        check: Mode | None = None,
     ) -> None:
         self.transport, self.timeout, self.name = transport, timeout, name
         self.thread = thread
+        self.checker = None if check is None else Checker(transport, check, self)
         self.decisions: Decisions | None = None
         self.ledgers: list[Ledger] = []
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
         self.remembered = Remembered()
         self._num_calls = [0]  # counted by the plans of blocking calls, when they run
         self._num_messages = 0
+        self._num_checks = 0
         self._overdue: Plan | None = None  # a blocking call that timed out; the next waits for it
         self._damage: CollectiveError | None = None  # why nothing can be called any more
         self._num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
@@ -80,7 +86,8 @@ class Session:
             (ledgers, members if ranks is None else [ranks[member] for member in members])
             for ledgers, ranks in self.ancestry
         ]
-        child = Session(transport, self.timeout, name, ancestry, self.thread)
+        check = None if self.checker is None else self.checker.mode
+        child = Session(transport, self.timeout, name, ancestry, self.thread, check)
         child.decisions = self.decisions
         return child
 
@@ -98,6 +105,20 @@ class Session:
     def ahead_tag(self) -> int:
         """The tag for what is sent ahead of the next call."""
         return self._tag(2, self._num_calls[0] + 1)
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls there have been."""
+        return self._num_calls[0]
+
+    def catch_up(self, num_calls: int) -> None:
+        """After ranks have called different things: there have been so many on another one."""
+        self._num_calls[0] = max(self._num_calls[0], num_calls)
+
+    def checks_tag(self) -> int:
+        """The tag of the next exchange of fingerprints."""
+        self._num_checks += 1
+        return self._tag(3, 1 + self._num_checks % (self.transport.num_tags // 4 - 1))
 
     def users_tag(self, tag: object) -> int:
         """A tag that the user names."""
@@ -145,9 +166,12 @@ class Session:
     def _has_failed(self, plan: Plan, error: BaseException) -> None:
         """What failed half-way may leave messages that the next call would take for its own.
 
-        So it is the last thing that this communicator does.  A call that timed out goes on.
+        So it is the last thing that this communicator does.  A call that timed out goes on; and
+        what all ranks stopped together has left nothing.
         """
         self.remembered.drop(plan)
+        if plan.was_stopped:
+            return
         if isinstance(error, CollectiveTimeout):
             self._overdue = plan
             return
@@ -161,6 +185,14 @@ class Session:
         """Raise CollectiveError if a failure has left this communicator unusable."""
         if self._damage is not None:
             raise self._damage.with_traceback(None)
+
+    def free(self) -> None:
+        """Give back the plans of blocking calls, and the communicator below."""
+        if self._overdue is not None:
+            self._overdue.free()
+            self._overdue = None
+        self.remembered.forget()
+        self.transport.free()
 
     # Plans
 
@@ -177,16 +209,18 @@ class Session:
         is_blocking: bool = False,
         label: str | None = None,
         tag: int | None = None,
+        says: Mapping[str, str] | None = None,
     ) -> Plan:
         """The plan of a collective.  `label`: what the ledger calls it if not by its name.
 
-        That of a blocking call is to be run by `again` or `once`.
+        That of a blocking call is to be run by `again` or `once`.  `says`: what the ranks tell each
+        other of it in checked mode, where that does not follow from the rest.
         """
         self.check()
         dtype, size = _dtype(arrays), self.transport.size
         num_bytes = _num_bytes(counts, dtype)
         chosen = select.choose(collective, algorithm, size, num_bytes, op, self.decisions)
-        buffers = _flat(arrays, dtype)
+        buffers, aliasing = _flat(arrays, dtype), arguments.aliasing(*arrays)
         program = compile_lanes(
             chosen.algorithm,
             self.transport.rank,
@@ -194,19 +228,22 @@ class Session:
             root,
             counts,
             tuple(chosen.options.items()),
-            arguments.aliasing(*arrays),
+            aliasing,
             chosen.segments,
         )
-        names = label or collective, chosen.label
+        names, what = (label or collective, chosen.label), None
+        if self.checker is not None:
+            what = checked.describe(collective, *arrays[1:], counts, root, op, chosen, aliasing)
+            what = what._replace(**{"collective": names[0], **(says or {})})
         picture = partial(_picture, chosen, self.transport.rank, size, root)
-        plan = partial(self._plan, names, picture=picture)
+        bind = partial(self._plan, names, program, buffers, arrays, op, is_kept)
+        bind = partial(bind, what=what, picture=picture)
         if is_blocking:
-            return plan(None, program, buffers, arrays, self._tag(3, 0), op, is_kept)
+            return bind(None, self._tag(3, 0))
         is_ahead = tag == self.ahead_tag()
         tag = self.next_tag() if tag is None else tag
-        count = self._num_calls[0]
-        number = f"{self.name}{count + 1}a" if is_ahead else f"{self.name}{count}"
-        return plan(number, program, buffers, arrays, tag, op, is_kept)
+        count = self.num_calls
+        return bind(f"{self.name}{count + 1}a" if is_ahead else f"{self.name}{count}", tag)
 
     def point_to_point(
         self,
@@ -230,21 +267,25 @@ class Session:
         number = f"{self.name}p{self._num_messages}"
         buffers, program = _flat(arrays, like.dtype), Woven((Program((step,)),))
         names = name, "point_to_point"
-        return self._plan(names, number, program, buffers, arrays, tag, None, is_kept)
+        return self._plan(names, program, buffers, arrays, None, is_kept, number, tag)
 
     def _plan(
         self,
         names: tuple[str, str],
-        number: str | None,
         program: Woven,
         buffers: Buffers,
         arrays: Arrays,
-        tag: int,
         op: Operator | None,
         is_kept: bool,
+        number: str | None,
+        tag: int,
+        what: Fingerprint | None = None,
         picture: Callable[[Position], str] | None = None,
     ) -> Plan:
-        """`number`: the call's, in the ledger; None if every run is a call of its own."""
+        """`number`: the call's, in the ledger; None if every run is a call of its own.
+
+        `what`: what the ranks tell each other before they run it, if they do.
+        """
         dtype = buffers.input.dtype
         if program.num_scratch:
             shape = (program.num_scratch * program.num_slots,)
@@ -260,18 +301,28 @@ class Session:
             timeout=self.timeout if number else None,
             operator=op,
             is_kept=is_kept,
-            recorder=Recorder(
-                *names,
-                self._number if number is None else partial(_run_number, number),
-                partial(_sent, program, dtype.itemsize),
-                self.ancestry,
-                self.transport.rank,
-                self.transport.identity,
-            ),
+            recorder=self._recorder(names, number, partial(_sent, program, dtype.itemsize)),
             counter=self._num_calls if number is None else None,
             picture=picture,
             thread=self.thread,
+            guard=None if what is None else self._guard(what, arrays, number),
         )
+
+    def _recorder(
+        self, names: tuple[str, str], number: str | None, sent: Callable[[], Sent]
+    ) -> Recorder:
+        """Enters runs under the number of their plan, or each under one of its own."""
+        numbered = self._number if number is None else partial(_run_number, number)
+        transport = self.transport
+        return Recorder(*names, numbered, sent, self.ancestry, transport.rank, transport.identity)
+
+    def _guard(self, what: Fingerprint, arrays: Arrays, number: str | None) -> Guard:
+        """What goes around the messages of a plan in checked mode."""
+        assert self.checker is not None
+        names = checked.LABEL, checked.ALGORITHM
+        recorder = self._recorder(names, number, self.checker.sent)
+        counter = self._num_calls if number is None else None
+        return Guard(self.checker, what, *arrays, recorder, counter)
 
     def _number(self, count: int) -> str:
         """The number of a blocking call in the ledger; every run of its plan is one of its own."""
@@ -280,7 +331,12 @@ class Session:
     # What the library sends for itself, under labels of its own
 
     def announce(
-        self, head: Header | None, root: int, num_counts: int, timeout: float | None
+        self,
+        head: Header | None,
+        root: int,
+        num_counts: int,
+        timeout: float | None,
+        says: Mapping[str, str] | None = None,
     ) -> Header:
         """The root's header, on every rank, ahead of the next call."""
         message: NDArray[np.uint8] = np.empty(header.num_bytes(num_counts), np.uint8)
@@ -295,6 +351,7 @@ class Session:
             algorithm="binomial",
             label="header",
             tag=self.ahead_tag(),
+            says=says,
         ).run(timeout)
         return header.decode(message)
 
@@ -318,7 +375,7 @@ class Session:
         arrays, names = Arrays(HOST, None, None), ("subgroup", "dissemination")
         number = f"{self.name}s{self._num_children[tuple(members)] + 1}"
         buffers, tag = _flat(arrays, np.dtype(np.uint8)), self._tag(3, 1)
-        self._plan(names, number, program, buffers, arrays, tag, None, is_kept=False).run(timeout)
+        self._plan(names, program, buffers, arrays, None, False, number, tag).run(timeout)
 
     def collect(self, data: bytes) -> list[bytes] | None:
         """Every rank's bytes, on rank 0; None on the others."""

@@ -66,6 +66,9 @@ class StagedExchange:
             self._is_active = False
         return is_complete
 
+    def retag(self, tag: int) -> None:
+        self._inner.retag(tag)
+
     def waiting_for(self) -> list[Waiting]:
         return self._inner.waiting_for()
 

@@ -36,6 +36,9 @@ class Exchange(Protocol):
     def wait(self, deadline: float | None) -> bool:
         """Wait until all have completed; False if `deadline` (of `time.monotonic`) came first."""
 
+    def retag(self, tag: int) -> None:
+        """Let the next start have this tag.  Not for an exchange that was prepared to be kept."""
+
     def waiting_for(self) -> list[Waiting]:
         """The messages that were started and have not completed."""
 
@@ -70,6 +73,10 @@ class Transport(Protocol):
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
         """Nothing under way can go on just now: let time pass, at most until `deadline`."""
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether `shrink` works."""
 
     def meaning(self, error: BaseException) -> BaseException:
         """What a failure of the engine below means: PeerFailed, or the error itself."""

@@ -7,11 +7,12 @@ counters say what really left: three columns that must be equal to the byte.
 """
 
 from parallel.data import DataParallel, Serial
+from parallel.elastic import Elastic, ReplicasDiffer
 from parallel.nn import Model, byte_model
 from parallel.optim import Adam
 from parallel.traffic import PredictedCall, TrafficMismatch, TrafficTable, Witness
 
 __all__ = [
-    "Adam", "DataParallel", "Model", "PredictedCall", "Serial", "TrafficMismatch", "TrafficTable",
-    "Witness", "byte_model",
+    "Adam", "DataParallel", "Elastic", "Model", "PredictedCall", "ReplicasDiffer", "Serial",
+    "TrafficMismatch", "TrafficTable", "Witness", "byte_model",
 ]  # fmt: skip

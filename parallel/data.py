@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import collectives
 from collectives import Communicator
@@ -11,6 +12,12 @@ from parallel.nn import Array, Model, cross_entropy
 from parallel.optim import Adam
 from parallel.text import Tokens
 from parallel.traffic import PredictedCall
+
+Batches: TypeAlias = Callable[[int, int, int], tuple[Tokens, Tokens]]
+"""(step, rank, number of ranks) -> this rank's rows of that step's batch."""
+
+Show: TypeAlias = Callable[[int, float], object]
+"""Called with the number of steps done and the last loss."""
 
 
 class Serial:
@@ -23,6 +30,19 @@ class Serial:
     def start(self) -> None:
         """What is to be done once, before the first step."""
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of a batch is ours: (rank, number of ranks)."""
+        return 0, 1
+
+    def train(self, steps: int, batch: Batches, total: int, show: Show) -> list[float]:
+        """So many steps, after `start`, on batches of `total` rows; their losses."""
+        losses = []
+        for step in range(steps):
+            losses.append(self.step(*batch(step, *self.part), total))
+            show(step + 1, losses[-1])
+        return losses
+
     def step(self, inputs: Tokens, targets: Tokens, total: int) -> float:
         """One update from this rank's rows of a batch of `total` rows; the batch's mean loss.
 
@@ -33,8 +53,12 @@ class Serial:
         logits, saved = model.forward(model.xp.asarray(inputs))
         loss, slope = cross_entropy(logits, model.xp.asarray(targets), total)
         model.backward(slope, saved, self.layer_done)
-        self.optimizer.step()
+        self.update()
         return float(self.whole_loss(loss)[0])
+
+    def update(self) -> None:
+        """Called when all gradients are complete."""
+        self.optimizer.step()
 
     def layer_done(self, layer: str) -> None:
         """Called during backward when this layer's gradients are complete."""
@@ -84,6 +108,10 @@ class DataParallel(Serial):
         with self.phase("start"):
             for flat in self.model.flat_parameters.values():
                 self.comm.broadcast(flat, root=0, out=flat, algorithm=self.broadcast_algorithm)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        return self.comm.rank, self.comm.size
 
     def layer_done(self, layer: str) -> None:
         self._sum(f"backward/{layer}", self.model.flat_gradients[layer])

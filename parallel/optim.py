@@ -45,6 +45,10 @@ class Adam:
             for start in range(0, x.shape[0], PIECE):
                 self._update(*(array[start : start + PIECE] for array in whole))
 
+    def state(self) -> list[Array]:
+        """All that an update changes, beside `steps`: the parameters and their moments."""
+        return [*self.parameters.values(), *self.first.values(), *self.second.values()]
+
     def _update(self, x: Array, g: Array, m: Array, v: Array) -> None:
         beta1, beta2 = self.betas
         m += (1 - beta1) * (g - m)

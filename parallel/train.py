@@ -2,9 +2,13 @@
 
     python -m collectives.launch -n 4 -m parallel.train --strategy ddp
     python -m parallel.train --strategy serial --json serial.json
+    python -m collectives.launch -n 4 --fault-tolerant -m parallel.train --strategy elastic
 
 Rank 0 prints the loss, then the traffic: predicted, recorded and observed.  The exit status is 1 if
 these differ.  A run is a function of its arguments and the text: losses repeat to the last bit.
+If ranks of an elastic run die the others go on, and no traffic is shown: the dead took with them
+what they had recorded.
+
 Under a bare mpirun set OMP_NUM_THREADS=1, as the launcher does: otherwise every rank computes with
 as many threads as there are cores, and they stand in each other's way.
 """
@@ -24,6 +28,7 @@ import collectives
 from collectives import Communicator
 from parallel import text
 from parallel.data import DataParallel, Serial
+from parallel.elastic import Doomed, Elastic
 from parallel.nn import Model, byte_model, num_elements
 from parallel.show import console_of, print_traffic, progress
 from parallel.traffic import TrafficMismatch, TrafficTable, Witness
@@ -43,12 +48,34 @@ def serial(comm: Communicator, model: Model, options: argparse.Namespace, phase:
 
 def ddp(comm: Communicator, model: Model, options: argparse.Namespace, phase: Phase) -> Serial:
     """Data parallel.  ValueError if the algorithm does not run on so many ranks."""
-    if not collectives.algorithms.info("all_reduce", options.algorithm).serves(comm.size):
-        raise ValueError(f"all_reduce.{options.algorithm} does not run on {comm.size} ranks")
+    require_algorithm(options.algorithm, comm.size)
     return DataParallel(comm, model, lr=options.lr, algorithm=options.algorithm, phase=phase)
 
 
-STRATEGIES = {"serial": serial, "ddp": ddp}
+def elastic(comm: Communicator, model: Model, options: argparse.Namespace, phase: Phase) -> Serial:
+    """Data parallel over the ranks that are alive.  ValueError where all must live."""
+    if not comm.can_shrink:
+        raise ValueError(
+            "the elastic strategy needs an Open MPI that was started with fault tolerance: "
+            "python -m collectives.launch --fault-tolerant"
+        )
+    for size in range(1, comm.size + 1):
+        require_algorithm(options.algorithm, size)
+    victim, last_step = options.kill
+    kind = Doomed if comm.rank == victim else Elastic
+    strategy = kind(comm, model, lr=options.lr, algorithm=options.algorithm, phase=phase)
+    if isinstance(strategy, Doomed):
+        strategy.last_step = last_step
+    return strategy
+
+
+def require_algorithm(name: str, size: int) -> None:
+    """ValueError if this algorithm of all-reduce does not run on so many ranks."""
+    if not collectives.algorithms.info("all_reduce", name).serves(size):
+        raise ValueError(f"all_reduce.{name} does not run on {size} ranks")
+
+
+STRATEGIES = {"serial": serial, "ddp": ddp, "elastic": elastic}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parse.exit(2, f"{parse.prog}: {error}\n" if comm.rank == 0 else None)
     table = training.run()
-    return 0 if table is None else training.report(table)
+    return training.report(table) if training.is_first else 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,6 +107,10 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=at_least(0), default=0, help="default: %(default)s")
     add("--lr", type=float, default=2e-3, help="default: %(default)s")
     add("--algorithm", choices=names, default="ring", help="of all-reduce, default: %(default)s")
+    add(
+        "--kill", type=rank_and_step, default=(-1, -1), metavar="RANK:STEP",
+        help="elastic only: this rank kills itself (-9) in the middle of this step",
+    )  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write losses and traffic to FILE")
     add("--no-monitor", action="store_true", help="leave MPI's own counters alone")
     return parse
@@ -96,13 +127,20 @@ def at_least(least: int) -> Callable[[str], int]:
     return integer
 
 
+def rank_and_step(word: str) -> tuple[int, int]:
+    """An argument's type: "2:50" is rank 2 and step 50."""
+    rank, step = word.split(":")
+    return int(rank), int(step)
+
+
 class Training:
     """One run.  ValueError if arguments, text and number of ranks do not go together."""
 
     def __init__(self, comm: Communicator, options: argparse.Namespace, console: Console) -> None:
         self.comm, self.options, self.console = comm, options, console
         self.text = text.load(options.text)
-        self.batch(0)  # what cannot be divided, or is too short, is refused before all else
+        # What cannot be divided, or is too short, is refused before all else.
+        self.batch(0, comm.rank, comm.size)
         self.entropy = text.unigram_entropy(self.text)
         self.witness = Witness(comm, is_wanted=not options.no_monitor)
         self.model = byte_model(
@@ -114,11 +152,16 @@ class Training:
         self.seconds = 0.0
 
     def run(self) -> TrafficTable | None:
-        """Train, recording; then bring the columns together: a table on rank 0, None elsewhere."""
+        """Train, recording; then bring the columns together: a table on rank 0, None elsewhere.
+
+        None if ranks have died, for what these have sent nobody knows.
+        """
         self.announce()
         with self.witness, self.comm.record() as ledger:
             self.strategy.start()
             self.all_steps()
+        if self.num_dead:
+            return None
         whole, observed = ledger.gather(), self.witness.gather()
         if whole is None:
             return None
@@ -135,31 +178,49 @@ class Training:
         )
 
     def all_steps(self) -> None:
-        """Every step, timed together, with progress on rank 0."""
-        steps = self.options.steps
-        with progress(self.console, steps) as show:
-            began = time.perf_counter()
-            for step in range(steps):
-                self.losses.append(self.strategy.step(*self.batch(step), self.options.batch))
-                show(step + 1, self.losses[-1])
+        """Every step, timed together, with progress on the first rank."""
+        with progress(self.console, self.options.steps) as show_done:
+
+            def show(done: int, loss: float) -> None:
+                self.console.quiet = not self.is_first  # the first one may have died
+                show_done(done, loss)
+
+            o, began = self.options, time.perf_counter()
+            self.losses = self.strategy.train(o.steps, self.batch, o.batch, show)
             self.seconds = time.perf_counter() - began
 
-    def batch(self, step: int) -> tuple[text.Tokens, text.Tokens]:
-        """This rank's rows of a step's batch.  ValueError if there are none."""
-        o, where = self.options, {"rank": self.comm.rank, "ranks": self.comm.size}
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all: the first of those that are alive."""
+        return self.strategy.part[0] == 0
+
+    @property
+    def num_dead(self) -> int:
+        """How many ranks have died."""
+        return self.comm.size - self.strategy.part[1]
+
+    def batch(self, step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
+        """A rank's rows of a step's batch.  ValueError if there are none."""
+        o, where = self.options, {"rank": rank, "ranks": ranks}
         return text.batch(
             self.text, seed=o.seed, step=step, size=o.batch, context=o.context, **where
         )
 
-    def report(self, table: TrafficTable) -> int:
-        """Everything rank 0 has to say at the end; the exit status."""
+    def report(self, table: TrafficTable | None) -> int:
+        """Everything the first rank has to say at the end; the exit status."""
         self.console.print(
             f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} nats per byte,"
             f" unigram entropy {self.entropy:.4f}; {self.seconds:.2f} s,"
             f" {self.rate():.0f} tokens/s\n"
         )
-        print_traffic(table, self.console)
         self.write_json(table)
+        if table is None:
+            self.console.print(
+                f"{self.num_dead} of {self.comm.size} ranks died; the others ended with the same"
+                " parameters, to the last bit.  What the dead have sent nobody knows: no traffic."
+            )
+            return 0
+        print_traffic(table, self.console)
         try:
             self.console.print(table.check())
         except TrafficMismatch as mismatch:
@@ -171,14 +232,15 @@ class Training:
         """Predicted bytes per second, all ranks together."""
         return float(self.options.batch * len(self.losses) / self.seconds)
 
-    def write_json(self, table: TrafficTable) -> None:
+    def write_json(self, table: TrafficTable | None) -> None:
         """Arguments, losses, speed and traffic to the file named by --json, if one was."""
         if self.options.json is None:
             return
         arguments = {k: v for k, v in vars(self.options).items() if k != "json"}
         result = arguments | {"ranks": self.comm.size, "losses": self.losses} | {
             "unigram_entropy": self.entropy, "seconds": self.seconds,
-            "tokens_per_second": self.rate(), "traffic": table.as_dict(),
+            "tokens_per_second": self.rate(),
+            "traffic": None if table is None else table.as_dict(),
         }  # fmt: skip
         self.options.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,10 +1,15 @@
-"""Which tiers are collected: MPI's under mpirun only, the GPU's where there is a GPU."""
+"""Which tiers are collected: MPI's under mpirun only, the GPU's where there is a GPU.
+
+In all of them nothing of the library's is left after a test (`hygiene.py`).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+
+from tests import hygiene
 
 HERE = Path(__file__).parent
 
@@ -16,6 +21,10 @@ def has_gpu() -> bool:
         return bool(cupy.cuda.runtime.getDeviceCount())
     except Exception:  # noqa: BLE001 - no CuPy, no driver, no device: CuPy has an error for each
         return False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(hygiene)
 
 
 def pytest_report_header() -> str:

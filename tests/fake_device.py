@@ -81,6 +81,9 @@ class FakeBackend:
     def divide(self, x: FakeDeviceArray, divisor: int) -> None:
         HOST.divide(x._memory, divisor)
 
+    def first_not_finite(self, x: FakeDeviceArray) -> tuple[int, str] | None:
+        return HOST.first_not_finite(x._memory)
+
     def host_buffer(self, x: FakeDeviceArray) -> Bytes:
         return np.empty(x._memory.nbytes, np.uint8)
 

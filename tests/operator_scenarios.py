@@ -14,7 +14,7 @@ from bench.oracle import expected
 from collectives import Communicator, Operator
 from collectives.algorithms import info, names
 from tests.device_scenarios import ToDevice, ToHost
-from tests.scenarios import REDUCTIONS, ROOTED, Job, call, same, variants
+from tests.scenarios import REDUCTIONS, ROOTED, Job, call, same, unchanged, variants
 
 
 def multiply(left: Any, right: Any) -> Any:
@@ -43,18 +43,13 @@ def multiply_serially(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.stack(numbers, axis=-1).astype(np.uint16).view(np.uint64)[:, 0]
 
 
-def unchanged(x: Any) -> Any:
-    """Host arrays are where they shall be."""
-    return x
-
-
 def perform_in_order(
     comm: Communicator, job: Job, to_device: ToDevice = unchanged, to_host: ToHost = unchanged
 ) -> None:
     """Make the call and compare its result with the serial product."""
     inputs = [matrices(rank, job.rows) for rank in range(job.size)]
     want = expected(job.collective, inputs, op=multiply_serially, root=job.root)
-    got = call(comm, job, to_device(inputs[comm.rank]))
+    got = call(comm, job, to_device(inputs[comm.rank]), to_host)
     same(to_host(got), want[comm.rank], job)
 
 

@@ -34,6 +34,7 @@ def jobs(draw: Any, sizes: Sequence[int]) -> Job:
         root=draw(st.integers(0, size - 1)) if collective in ROOTED else 0,
         tail=draw(st.sampled_from([(), (1,), (3,), (2, 2), (0,)])),
         is_in_place=draw(st.booleans()),
+        is_async=draw(st.booleans()),
     )
 
 

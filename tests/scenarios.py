@@ -6,8 +6,9 @@ what it must get.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import ml_dtypes
@@ -63,6 +64,7 @@ class Job:
     root: int = 0
     tail: tuple[int, ...] = ()
     is_in_place: bool = False
+    is_async: bool = False
 
     def inputs(self) -> list[np.ndarray]:
         """Small whole numbers: every order of combining them is exact, in every dtype."""
@@ -91,6 +93,12 @@ class Job:
             return [[self.rows[(s + 2 * d) % p] for d in range(p)] for s in range(p)]
         return list(self.rows)
 
+    def has_result(self, rank: int) -> bool:
+        """Whether this rank gets one; what it passes as `out` matters only then."""
+        if self.collective in ("gather", "reduce"):
+            return rank == self.root
+        return rank > 0 or self.collective != "exscan"
+
 
 def random_rows(collective: str, size: int, num_rows: int, is_even: bool) -> Any:
     """Rows for a job: an int where the library divides, a tuple where ranks have their own."""
@@ -106,19 +114,25 @@ def random_rows(collective: str, size: int, num_rows: int, is_even: bool) -> Any
 def perform(comm: Communicator, job: Job) -> Any:
     """Make the call, check that it is right and that the input is as it was, return the result."""
     inputs = job.inputs()
-    x = inputs[comm.rank]
-    before = x.copy()
     want = expected(job.collective, inputs, op=job.op, root=job.root, counts=job.counts())
-    got = call(comm, job, x)
+    got = call(comm, job, inputs[comm.rank])
     same(got, want[comm.rank], job)
-    if not job.is_in_place and job.collective != "broadcast":
-        same(x, before, f"input of {job}")
     return got
 
 
-def call(comm: Communicator, job: Job, x: np.ndarray) -> Any:
-    """The public call of a job; in place where the job says so and the collective can."""
-    keywords: dict[str, Any] = {"algorithm": job.algorithm}
+def unchanged(x: Any) -> Any:
+    """Host arrays are where they shall be."""
+    return x
+
+
+def call(
+    comm: Communicator, job: Job, x: Any, to_host: Callable[[Any], np.ndarray] = unchanged
+) -> Any:
+    """The public call of a job; in place where the job says so and the collective can.
+
+    What it reads is the same when the call is complete, unless it is where the result goes.
+    """
+    keywords: dict[str, Any] = {"algorithm": job.algorithm, "async_op": job.is_async}
     if job.collective in ROOTED:
         keywords["root"] = job.root
     if job.collective in REDUCTIONS:
@@ -129,7 +143,21 @@ def call(comm: Communicator, job: Job, x: np.ndarray) -> Any:
         x, keywords["out"] = in_place(comm, job, x)
     if job.collective == "scatter" and comm.rank != job.root:
         x = None
-    return getattr(comm, job.collective)(x, **keywords)
+    is_filled = job.collective == "broadcast" and comm.rank != job.root
+    if keywords.get("out") is not None:
+        is_filled = job.has_result(comm.rank)
+    read = [keywords.get("counts"), None if x is None or is_filled else to_host(x)]
+    before = fingerprint(*read)
+    got = getattr(comm, job.collective)(x, **keywords)
+    if job.is_async:
+        got = got.wait()
+    assert fingerprint(*read) == before, f"{job} has changed what it reads"
+    return got
+
+
+def fingerprint(counts: object, x: np.ndarray | None) -> tuple[str, str]:
+    """What a call reads, in short."""
+    return repr(counts), "" if x is None else blake2b(x.tobytes()).hexdigest()
 
 
 def in_place(comm: Communicator, job: Job, x: Any) -> tuple[Any, Any]:
@@ -138,8 +166,10 @@ def in_place(comm: Communicator, job: Job, x: Any) -> tuple[Any, Any]:
         return x, x
     if job.collective == "all_to_all":
         table = job.counts() or [even(job.rows, comm.size)] * comm.size
-        num_received = sum(row[comm.rank] for row in table)
-        return x, x if num_received == x.shape[0] else None
+        columns = list(zip(*table, strict=True))
+        fits = [sum(table[rank]) == sum(columns[rank]) for rank in range(comm.size)]
+        is_fine = all(fits) if comm.check else fits[comm.rank]  # checked: on all ranks or none
+        return x, x if is_fine else None
     if job.collective == "reduce_scatter":
         return x, rows_of(comm, x, job.counts() or even(job.rows, comm.size))
     if job.collective in ("gather", "all_gather") and isinstance(x, np.ndarray):
@@ -176,6 +206,8 @@ def all_jobs(size: int) -> list[Job]:
 def jobs_of(collective: str, algorithm: str, size: int) -> list[Job]:
     """Even, uneven and two-dimensional, and empty rows; with other options uneven ones only.
 
+    Those of even rows that are not in place are asynchronous calls.
+
     None where the algorithm does not serve `size` ranks.
     """
     first, last, both = 0, size - 1, (False, True)
@@ -186,7 +218,16 @@ def jobs_of(collective: str, algorithm: str, size: int) -> list[Job]:
         for num_rows, tail, is_even, roots, places in every if text == algorithm else [uneven]:
             rows = random_rows(collective, size, num_rows, is_even)
             jobs += [
-                Job(collective, text, size, rows, tail=tail, root=root, is_in_place=is_in_place)
+                Job(
+                    collective,
+                    text,
+                    size,
+                    rows,
+                    tail=tail,
+                    root=root,
+                    is_in_place=is_in_place,
+                    is_async=is_even and not is_in_place,
+                )
                 for root in (sorted(set(roots)) if collective in ROOTED else [first])
                 for is_in_place in places
             ]

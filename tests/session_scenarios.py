@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator
+from collectives import Communicator, header
+from collectives.arrays import HOST
+from collectives.header import Header
+from collectives.session import Arrays
 
 
 def point_to_point_both_ways(comm: Communicator) -> None:
@@ -205,6 +208,22 @@ def a_blocking_call_that_timed_out_is_not_lost(comm: Communicator) -> None:
         assert x[0] == 1
 
 
+def a_call_that_timed_out_can_be_the_last(comm: Communicator) -> None:
+    group = comm.split(0)
+    assert group is not None
+    if comm.rank == 0 and comm.size > 1:
+        with pytest.raises(collectives.CollectiveTimeout) as error:
+            group.all_reduce(np.ones(2), timeout=0.02)
+        with pytest.raises(RuntimeError, match="already running"):
+            group.free()
+    comm.barrier()
+    if comm.rank == 0 and comm.size > 1:
+        assert error.value.work.wait()[0] == comm.size
+    else:
+        group.all_reduce(np.ones(2))
+    group.free()
+
+
 def refused_calls_do_not_count(comm: Communicator) -> None:
     # Every rank makes another number of mistakes; the next call of all meets all the same.
     mistakes = [
@@ -273,8 +292,23 @@ def arrays_of_different_kinds_travel_as_bytes(comm: Communicator) -> None:
 def header_and_data_never_meet(comm: Communicator) -> None:
     # The root announces, the others expect nothing of the kind: 256 bytes all the same.
     x = np.arange(32.0)
+    if comm.check and comm.size > 1:
+        with pytest.raises(collectives.CollectiveMismatch, match="out=not given"):
+            comm.broadcast(x, out=None if comm.rank == 0 else np.empty(32))
+        return
     got = comm.broadcast(x, out=None if comm.rank == 0 else np.empty(32))
     assert np.array_equal(got, x)
+    if comm.rank > 0:
+        assert header_left_over(comm).shape == x.shape
+
+
+def header_left_over(comm: Communicator) -> Header:
+    """What rank 0 announced ahead of the last call, which did not take it."""
+    session, message = comm._session, np.empty(header.NUM_BYTES, np.uint8)
+    tag = session._tag(2, session._num_calls[0])
+    arrays = Arrays(HOST, None, message)
+    session.collective("broadcast", arrays, message.size, algorithm="binomial", tag=tag).run()
+    return header.decode(message)
 
 
 def recording_sees_every_rank(comm: Communicator) -> None:
@@ -327,6 +361,7 @@ SCENARIOS = [
     a_collective_that_timed_out_can_still_complete,
     a_time_limit_is_heeded_wherever_it_is_given,
     a_blocking_call_that_timed_out_is_not_lost,
+    a_call_that_timed_out_can_be_the_last,
     refused_calls_do_not_count,
     a_freed_plan_cannot_run,
     a_plan_of_strided_input_is_refused,

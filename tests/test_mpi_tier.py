@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,14 @@ SUITE = ["-m", "pytest", "--with-mpi", "-q", "-p", "no:cacheprovider", "--color=
 
 
 def run_suite(
-    num_ranks: int, *what: str, promised: int | None = None, timeout: float = 300
+    num_ranks: int,
+    *what: str,
+    promised: int | None = None,
+    timeout: float = 300,
+    more_env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     env = {"COLLECTIVES_TEST_RANKS": str(promised or num_ranks), "PYTHONPATH": str(ROOT)}
+    env |= more_env or {}
     return launch(num_ranks, [*SUITE, *what], timeout=timeout, env=env, capture=True)
 
 
@@ -34,6 +40,16 @@ def test_every_mpi_test_passes(num_ranks: int) -> None:
     assert done.returncode == 0, output
     summary = re.search(r"^(\d+) passed in", done.stdout, re.MULTILINE)  # nothing skipped
     assert summary is not None and int(summary[1]) > 50, output
+
+
+def test_checked_mode_changes_no_result() -> None:
+    listed = run_suite(1, "--collect-only", str(ROOT / "tests" / "mpi"))
+    tests = re.search(r"^(\d+) tests collected", listed.stdout, re.MULTILINE)
+    assert tests is not None, listed.stdout
+    done = run_suite(3, str(ROOT / "tests" / "mpi"), more_env={"COLLECTIVES_CHECK": "1"})
+    summary = re.search(r"^(\d+) passed in", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and summary is not None, f"{done.stdout}\n{done.stderr}"
+    assert int(summary[1]) == int(tests[1])
 
 
 FAILS_ON_ONE_RANK = """

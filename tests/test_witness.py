@@ -6,20 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from collectives.launch import find_mpirun, launch
+from collectives.launch import launch
 from collectives.monitor import MPIRUN_ARGS
+from collectives.mpirun import find_mpirun
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("num_ranks", [3, 4])
-def test_mpi_counts_what_the_ledger_records(num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "check"), [(3, "0"), (4, "0"), (3, "1"), (3, "finite")])
+def test_mpi_counts_what_the_ledger_records(num_ranks: int, check: str) -> None:
     has_counters = find_mpirun().vendor == "openmpi"
     done = launch(
         num_ranks,
         ["-m", "tests.witness_program"],
         mpi_args=MPIRUN_ARGS if has_counters else (),
-        env={"PYTHONPATH": str(ROOT)},
+        env={"PYTHONPATH": str(ROOT), "COLLECTIVES_CHECK": check},
         timeout=110,
         capture=True,
     )

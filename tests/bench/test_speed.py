@@ -12,7 +12,8 @@ from bench.__main__ import main
 from bench.case import CALL, GLOO, MEMCPY, NATIVE, PLAN
 from bench.goals import Goal, Overhead, Timed
 from bench.limit import Limit
-from collectives.launch import MpiNotFound, launch
+from collectives.launch import launch
+from collectives.mpirun import MpiNotFound
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("perf_program.py")

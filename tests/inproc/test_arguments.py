@@ -295,6 +295,16 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
         "out must be",
         lambda c: c.all_to_all(X, counts=[2, 2, 2], out=[1]),
     ),
+    "all-to-all into another dtype": (
+        TypeError,
+        "out has dtype float32, the result has float64",
+        lambda c: c.all_to_all(X, counts=[2, 2, 2], out=np.empty(6, np.float32)),
+    ),
+    "all-to-all into rows of another shape": (
+        ValueError,
+        r"out has shape \(6, 1\)",
+        lambda c: c.all_to_all(X, counts=[2, 2, 2], out=np.empty((6, 1))),
+    ),
     "broadcast into a string": (TypeError, "out must be", lambda c: c.broadcast(X, out="y")),
 }
 
@@ -337,6 +347,30 @@ def test_a_plan_that_is_refused_sends_no_header(collective: str) -> None:
 def served(want: Any, call: Call) -> None:
     for got in collectives.run(call, P, timeout=20):
         assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("limit", [float("inf"), 1e300, 10**400])
+def test_a_time_limit_may_be_infinite(limit: float) -> None:
+    def body(comm: Communicator) -> Any:
+        comm.barrier(timeout=limit)
+        comm.plan.barrier().run(limit)
+        return comm.all_reduce(X, async_op=True, timeout=limit).wait(limit)
+
+    served(X * P, body)
+
+
+def test_a_bad_time_limit_of_a_wait_is_refused_and_a_good_one_serves() -> None:
+    def body(comm: Communicator) -> Any:
+        plan, work = comm.plan.all_reduce(X), comm.all_reduce(X, async_op=True)
+        for wait in (plan.run, work.wait):
+            for limit, error in (("1", TypeError), (-1, ValueError)):
+                with pytest.raises(error, match="timeout must"):
+                    wait(limit)  # type: ignore[arg-type]
+        assert not plan.is_active
+        work.wait()
+        return plan.run(30)
+
+    served(X * P, body)
 
 
 def test_strided_input_is_served() -> None:

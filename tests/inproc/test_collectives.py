@@ -81,6 +81,30 @@ def test_a_wrong_result_would_be_noticed() -> None:
         collectives.run(lie, 2)
 
 
+def test_a_changed_input_would_be_noticed() -> None:
+    def scribble(comm: Communicator) -> None:
+        perform(_Scribbler(comm), Job("all_reduce", None, 2, 5, is_async=True))
+
+    with pytest.raises(AssertionError, match="has changed what it reads"):
+        collectives.run(scribble, 2)
+
+
+class _Scribbler:
+    """A communicator that leaves its mark on an input when the call is over."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.rank, self.size, self.comm = comm.rank, comm.size, comm
+
+    def all_reduce(self, x: Any, **keywords: Any) -> Any:
+        self.x, self.work = x, self.comm.all_reduce(x, **keywords)
+        return self
+
+    def wait(self) -> Any:
+        result = self.work.wait()
+        self.x[-1] += 1
+        return result
+
+
 class _Liar:
     """A communicator whose sums are off by one."""
 

@@ -80,11 +80,13 @@ def test_the_first_error_is_raised_though_another_rank_never_ends() -> None:
 def test_waiting_with_a_time_limit_is_no_deadlock() -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:
-            with pytest.raises(collectives.CollectiveTimeout):
+            with pytest.raises(collectives.CollectiveTimeout) as error:
                 comm.recv(np.empty(1), 1, timeout=0.1)
             comm.send(np.ones(1), 1)
+            assert error.value.work.wait()[0] == 2
         else:
             comm.recv(np.empty(1), 0)
+            comm.send(np.full(1, 2.0), 0)
 
     collectives.run(body, 2, timeout=20)
 

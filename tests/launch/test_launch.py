@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 
 from collectives import launch as launcher
-from collectives.launch import TIMED_OUT, MpiNotFound, Mpirun, find_mpirun, launch, main
+from collectives import mpirun
+from collectives.launch import TIMED_OUT, launch, main
+from collectives.mpirun import MpiNotFound, Mpirun, find_mpirun
 
 Script = Callable[..., str]  # (source, name="program.py") -> path
 
@@ -141,6 +144,114 @@ def test_one_failing_rank_ends_the_job(failure: str, script: Script) -> None:
     assert time.monotonic() - start < TOO_LONG / 3
 
 
+IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
+
+DYING = """
+    import os, pathlib, signal, sys, time
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    if world.rank == 1:
+        pathlib.Path(sys.argv[1]).write_text(repr(time.time()))
+        {death}
+    {work}
+"""
+DEATHS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "crashed": "import ctypes; ctypes.string_at(0)",
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_the_rank_that_died_is_named_and_the_job_ends_within_five_seconds(
+    death: str, script: Script, tmp_path: Path
+) -> None:
+    source = script(DYING.format(death=DEATHS[death], work="world.Barrier()"))
+    job = launch(3, [source, str(tmp_path / "died")], timeout=TOO_LONG, capture=True)
+    assert time.time() - float((tmp_path / "died").read_text()) < 5
+    assert job.returncode not in (0, TIMED_OUT)
+    assert deaths(job.stderr) == ["1"]
+
+
+def deaths(stderr: str) -> list[str]:
+    """The numbers of the ranks of which the launcher says that they died, in that order."""
+    return re.findall(r"^Rank (\d+) \(process \d+\) died without a word:", stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "end", ["world.Abort(3)", "sys.exit(3)", "raise RuntimeError('an honest mistake')"]
+)
+def test_nobody_is_said_to_have_died_of_a_failure_that_speaks(end: str, script: Script) -> None:
+    """Though mpirun kills the other ranks, and these have nothing to say."""
+    source = script(DYING.format(death=end, work="world.Barrier()"))
+    job = launch(3, [source, os.devnull], timeout=TOO_LONG, capture=True)
+    assert job.returncode not in (0, TIMED_OUT)
+    assert deaths(job.stderr) == []
+
+
+def test_without_eyes_on_its_ranks_a_job_ends_all_the_same(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    source = script(DYING.format(death=DEATHS["killed"], work="world.Barrier()"))
+    job = launch(2, [source, os.devnull], timeout=TOO_LONG, capture=True)
+    assert job.returncode not in (0, TIMED_OUT)
+    assert deaths(job.stderr) == []
+
+
+if IS_OPEN_MPI:
+
+    def test_a_fault_tolerant_job_outlives_a_rank(script: Script, tmp_path: Path) -> None:
+        """And its status is that of the others."""
+        work = f"""
+    while not pathlib.Path({str(tmp_path / "died")!r}).exists():
+        time.sleep(0.05)
+    time.sleep(1)
+    print("alive", world.rank, flush=True)
+    """
+        source = script(DYING.format(death=DEATHS["killed"], work=work))
+        words = [source, str(tmp_path / "died")]
+        job = launch(3, words, timeout=TOO_LONG, capture=True, fault_tolerant=True)
+        assert job.returncode == 0, job.stderr
+        assert sorted(job.stdout.splitlines()) == ["alive 0", "alive 2"]
+        assert deaths(job.stderr) == ["1"]
+
+    def test_what_mpi_never_finalizes_is_ended_when_all_programs_are(
+        script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Open MPI 5 itself hangs there, now and then; here a library does, of rank 0."""
+        monkeypatch.setattr(launcher, "_FAREWELL", 1.0)
+        died = tmp_path / "died"
+        work = f"""
+    while not pathlib.Path({str(died)!r}).exists():
+        time.sleep(0.05)
+    time.sleep(1)
+    if world.rank == 0:
+        import ctypes
+        python = ctypes.pythonapi
+        python.Py_AtExit(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
+    print("alive", world.rank, flush=True)
+    """
+        source = script(DYING.format(death=DEATHS["killed"], work=work))
+        job = launch(3, [source, str(died)], timeout=30, capture=True, fault_tolerant=True)
+        assert job.returncode == 0, job.stderr
+        assert sorted(job.stdout.splitlines()) == ["alive 0", "alive 2"]
+        assert deaths(job.stderr) == ["1"]
+
+else:
+
+    def test_other_mpis_are_no_fault_tolerant_ones(
+        script: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """And nothing is started."""
+        source = script(f"import pathlib; pathlib.Path({str(tmp_path / 'began')!r}).touch()")
+        with pytest.raises(SystemExit) as exit_:
+            main(["-n", "2", "--fault-tolerant", source])
+        assert exit_.value.code == 2
+        said = capfd.readouterr().err
+        assert said.startswith("fault tolerance is Open MPI's alone") and said.count("\n") == 1
+        assert not (tmp_path / "began").exists()
+
+
 def test_an_mpirun_that_hangs_after_a_failure_is_ended(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +356,7 @@ def system_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
             (tmp_path / name).chmod(0o755)
         answers = {"--mpi-library": "/usr/lib/somewhere/lib/libmpi.so.40"}
         answers["--mpi-lib-version"] = library_says
-        monkeypatch.setattr(launcher, "_ask_mpi4py", answers.__getitem__)
+        monkeypatch.setattr(mpirun, "_ask_mpi4py", answers.__getitem__)
         monkeypatch.setenv("PATH", str(tmp_path))
         return tmp_path
 
@@ -299,11 +410,12 @@ def test_a_job_of_nothing_is_refused(size: int, command: list[str]) -> None:
         launch(size, command)
 
 
-@pytest.mark.parametrize(("report", "status"), [("3", 3), (None, 128 + signal.SIGSEGV)])
+@pytest.mark.parametrize(("report", "status"), [("status-3", 3), ("rank-1", 128 + signal.SIGSEGV)])
 def test_what_a_rank_reported_counts_when_mpirun_itself_crashed(
-    report: str | None, status: int, tmp_path: Path
+    report: str, status: int, tmp_path: Path
 ) -> None:
-    if report is not None:
-        (tmp_path / report).touch()
+    (tmp_path / report).touch()
     crash = subprocess.Popen(["sh", "-c", "kill -SEGV $$"])
-    assert launcher._wait(crash, tmp_path, timeout=10) == (status, False)
+    said: list[str] = []
+    assert launcher._wait(crash, str(tmp_path), 10, None, said.append) == status
+    assert said == []

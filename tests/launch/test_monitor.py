@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from collectives.launch import find_mpirun, launch
+from collectives.launch import launch
 from collectives.monitor import MPIRUN_ARGS
+from collectives.mpirun import find_mpirun
 
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
 

@@ -17,6 +17,8 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator
+from tests import hygiene
+from tests.mpi.hygiene import MadeOverMpi
 
 _agreement = MPI.COMM_WORLD.Dup()  # its messages meet nobody's
 
@@ -34,6 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit(f"started as {MPI.COMM_WORLD.size} ranks instead of {promised}", returncode=3)
     if MPI.COMM_WORLD.rank > 0:
         config.pluginmanager.unregister(name="terminalreporter")
+    if not config.pluginmanager.is_registered(hygiene):
+        config.pluginmanager.register(hygiene)
+    hygiene.SOURCES.insert(0, MadeOverMpi(_agreement))
 
 
 @pytest.hookimpl(trylast=True)
@@ -62,6 +67,11 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    yield from _agree(item)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield from _agree(item)
 
 

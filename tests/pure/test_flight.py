@@ -17,7 +17,7 @@ def call(name: str, state: str = "complete", ordinal: int = 1, **more: Any) -> d
 
 
 def waiting(name: str, peer: int, **more: Any) -> dict[str, Any]:
-    position = {"round": 1, "num_rounds": 4, "waiting_for": [[peer, True]]}
+    position = {"round": 1, "among": "4", "waiting_for": [[peer, True]]}
     return call(name, "under way", **position, **more)
 
 

@@ -1,0 +1,58 @@
+"""What checked mode costs: the same all-reduces with and without, side by side.
+
+    python -m collectives.launch -n 2 -m bench check
+
+Microseconds, medians of samples that take turns, of which the slowest rank's counts.  "plan" is
+`comm.plan.all_reduce(x, out=y).run`, "call" is `comm.all_reduce(x, out=y)`; "checked" tells the
+ranks' fingerprints first, and "finite" also looks at every value of input and result.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from bench import sizes
+from bench.options import add_sizes
+from parallel.show import console_of, print_table, table_with
+from parallel.train import at_least
+
+MODES = {"off": False, "checked": True, "finite": "finite"}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.set_defaults(run=run)
+    add_sizes(parser, last="4M")
+    add = parser.add_argument
+    add("-n", dest="samples", type=at_least(1), default=20, metavar="N",
+        help="samples of each; default: %(default)s")  # fmt: skip
+    add("-w", dest="warmup", type=at_least(0), default=5, metavar="N",
+        help="calls before them; default: %(default)s")  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print; the exit status."""
+    # These start MPI, which other commands must not.
+    import collectives  # noqa: PLC0415
+    from bench.checking import measured  # noqa: PLC0415
+    from bench.perf import mpi_version  # noqa: PLC0415
+
+    comm, found = collectives.world(check=False), {}
+    for num_bytes in sizes.series(options.first, options.last, options.factor):
+        found[num_bytes] = measured(num_bytes, options)
+    console = console_of(comm.rank)
+    console.print(f"{mpi_version()}, {comm.size} ranks, {options.dtype}: all-reduce, microseconds")
+    print_table(table(found), console)
+    return 0
+
+
+def table(found: Mapping[int, Sequence[float]]) -> Table:
+    """One line for each size; seconds of plan and call in each mode, in the order of `MODES`."""
+    heads = [f"{how} {mode}" for how in ("plan", "call") for mode in MODES]
+    made = table_with(numbers=["size (B)", *heads])
+    for num_bytes, seconds in found.items():
+        made.add_row(str(num_bytes), *(f"{each * 1e6:.1f}" for each in seconds))
+    return made

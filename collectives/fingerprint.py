@@ -1,0 +1,208 @@
+"""What a rank is about to call, in a message of fixed size; and in words how the ranks differ.
+
+Nothing here sends anything: `checked.py` exchanges these messages around a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class Fingerprint(NamedTuple):
+    """A call as one rank sees it.  All values are text; an empty one goes with any other.
+
+    `out`: whether a broadcast or scatter has one, since without it a header goes first.  `mode`:
+    what is checked.  `call`: its number.  `amiss`: what there is among the values that is not
+    finite.  `place`, the line of the program, and `num_calls`, how many calls there have been, are
+    told but not compared.
+    """
+
+    collective: str
+    dtype: str = ""
+    counts: str = ""
+    op: str = ""
+    root: str = ""
+    algorithm: str = ""
+    in_place: str = ""
+    layout: str = ""
+    out: str = ""
+    mode: str = ""
+    call: str = ""
+    amiss: str = ""
+    place: str = ""
+    num_calls: str = ""
+
+
+# Bytes of each in a message.
+_LENGTHS = {
+    "collective": 40,
+    "dtype": 48,
+    "counts": 64,
+    "op": 48,
+    "root": 12,
+    "algorithm": 64,
+    "in_place": 8,
+    "layout": 56,
+    "out": 12,
+    "mode": 8,
+    "call": 40,
+    "amiss": 48,
+    "place": 52,
+    "num_calls": 12,
+}
+NUM_BYTES = sum(_LENGTHS.values())
+_TOLD_ONLY = ("place", "num_calls")
+NUM_COMPARED = NUM_BYTES - sum(_LENGTHS[field] for field in _TOLD_ONLY)  # the first of them
+_SLOTS = {
+    field: slice(end - length, end)
+    for (field, length), end in zip(_LENGTHS.items(), accumulate(_LENGTHS.values()), strict=True)
+}
+
+AMISS_AT = _SLOTS["amiss"].start  # a byte that is 0 where nothing is amiss
+
+_COMPARED = [field for field in _LENGTHS if field not in ("amiss", *_TOLD_ONLY)]
+_DECIDE_ALGORITHM = ("dtype", "counts", "op", "layout")
+_NUM_DIGITS, _NUM_LAST = 12, 10
+_MOST_GROUPS, _MOST_SPANS = 4, 8
+
+
+# Messages
+
+
+def encode(fingerprint: Fingerprint) -> bytes:
+    """The message of a fingerprint."""
+    message = bytearray(NUM_BYTES)
+    for field, value in zip(_LENGTHS, fingerprint, strict=True):
+        put(message, field, value)
+    return bytes(message)
+
+
+def put(message: bytearray | memoryview, field: str, value: str) -> None:
+    """Write one field of a message; one that is too long as its ends and a digest."""
+    length = _LENGTHS[field]
+    data = value.encode()
+    if len(data) > length:
+        digest = blake2b(data, digest_size=_NUM_DIGITS // 2).hexdigest()
+        first = data[: length - _NUM_DIGITS - _NUM_LAST - 2]
+        data = b"%b~%b~%b" % (first, digest.encode(), data[-_NUM_LAST:])
+    message[_SLOTS[field]] = data.ljust(length, b"\0")
+
+
+def decode(message: bytes) -> Fingerprint:
+    """The fingerprint again."""
+    return Fingerprint(
+        *(message[slot].rstrip(b"\0").decode(errors="replace") for slot in _SLOTS.values())
+    )
+
+
+# Sentences
+
+
+def difference(ranks: Sequence[Fingerprint]) -> str | None:
+    """How the calls of the ranks differ, in a sentence; None if they agree."""
+    fields = _differing(ranks)
+    if not fields:
+        return None
+    groups = _groups(ranks, fields)
+    rest = len(groups) - _MOST_GROUPS
+    shown = groups if rest <= 0 else [*groups[: _MOST_GROUPS - 1], groups[-1]]
+    said = [_said(ranks, group, fields, not number) for number, group in enumerate(shown)]
+    if rest > 0:
+        said.append(f"and {sum(map(len, groups[_MOST_GROUPS - 1 : -1]))} other ranks differ too")
+    return f"{', '.join(said)}{_where(ranks)}"
+
+
+def not_finite(ranks: Sequence[Fingerprint], verb: str, preposition: str) -> str | None:
+    """Which ranks bring, or get, what is not a finite number, in a sentence; None if none does."""
+    amiss = [(number, rank.amiss) for number, rank in enumerate(ranks) if rank.amiss]
+    if not amiss:
+        return None
+    listed = ", ".join(f"rank {number} {verb} {what}" for number, what in amiss[:_MOST_GROUPS])
+    more = len(amiss) - _MOST_GROUPS
+    and_more = f" and {more} other ranks the like" if more > 0 else ""
+    return f"{listed}{and_more} {preposition} {ranks[0].collective}{_where(ranks)}"
+
+
+def _differing(ranks: Sequence[Fingerprint]) -> list[str]:
+    """The fields to speak of: what only follows from another difference is none."""
+    differing = [field for field in _COMPARED if len(_values(ranks, field)) > 1]
+    if "collective" in differing:
+        return ["collective"]
+    if any(field in differing for field in _DECIDE_ALGORITHM):
+        return [field for field in differing if field != "algorithm"]
+    return differing
+
+
+def _values(ranks: Sequence[Fingerprint], field: str) -> list[str]:
+    """The values of a field, each once, in rank order."""
+    return list(dict.fromkeys(filter(None, (getattr(rank, field) for rank in ranks))))
+
+
+def _groups(ranks: Sequence[Fingerprint], fields: Sequence[str]) -> list[list[int]]:
+    """The ranks that are alike in these fields, the most numerous last; those without a value none.
+
+    Of equally many those with the lowest rank come later.
+    """
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for number, rank in enumerate(ranks):
+        alike.setdefault(tuple(getattr(rank, field) for field in fields), []).append(number)
+    found = [group for values, group in alike.items() if any(values)]
+    return sorted(found, key=lambda group: (len(group), -group[0]))
+
+
+def _said(
+    ranks: Sequence[Fingerprint], group: Sequence[int], fields: Sequence[str], is_first: bool
+) -> str:
+    """What a group of ranks called; the first group with the name of the collective."""
+    one = ranks[group[0]]
+    given = [
+        (field, getattr(one, field)) for field in fields if field not in ("collective", "call")
+    ]
+    text = ", ".join(f"{field}={value}" for field, value in given if value)
+    if fields == ["collective"]:
+        text = one.collective
+    elif is_first:
+        text = f"{one.collective}({text})" if text else one.collective
+    words = [
+        _numbered(group),
+        "called" * is_first,
+        text,
+        f"in call {one.call}" * ("call" in fields),
+    ]
+    if len(_values(ranks, "place")) > 1:
+        places = _values([ranks[number] for number in group], "place")
+        words.append(f"from {' and '.join(places[:2])}{' and elsewhere' * (len(places) > 2)}")
+    return " ".join(filter(None, words))
+
+
+def _where(ranks: Sequence[Fingerprint]) -> str:
+    """The number of the call and the line of the program, as far as the ranks share them."""
+    calls, places = _values(ranks, "call"), _values(ranks, "place")
+    shared = [f"call {calls[0]}"] * (len(calls) == 1) + [f"from {places[0]}"] * (len(places) == 1)
+    return f" ({', '.join(shared)})" if shared else ""
+
+
+def _numbered(group: Sequence[int]) -> str:
+    """ "rank 2", "ranks 0, 1, 3"; of many "ranks 0-6, 9"."""
+    if len(group) == 1:
+        return f"rank {group[0]}"
+    if len(group) <= _MOST_SPANS:
+        return f"ranks {', '.join(map(str, group))}"
+    spans = [str(a) if a == b else f"{a}-{b}" for a, b in _spans(group)]
+    if len(spans) > _MOST_SPANS:
+        spans = [*spans[:_MOST_SPANS], f"... ({len(group)} in all)"]
+    return f"ranks {', '.join(spans)}"
+
+
+def _spans(group: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, last) of the runs of consecutive numbers."""
+    first = last = group[0]
+    for number in group[1:]:
+        if number != last + 1:
+            yield first, last
+            first = number
+        last = number
+    yield first, last

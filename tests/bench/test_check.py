@@ -1,0 +1,34 @@
+"""The table of what checked mode costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.check import MODES, table
+from collectives.launch import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_size_has_plan_and_call_in_every_mode() -> None:
+    made = table({8: [1e-6, 2e-6, 3e-6, 4e-6, 5e-6, 6e-6]})
+    assert [str(column.header) for column in made.columns] == [
+        "size (B)",
+        *(f"{how} {mode}" for how in ("plan", "call") for mode in MODES),
+    ]
+    assert [next(iter(column.cells)) for column in made.columns][:3] == ["8", "1.0", "2.0"]
+
+
+def test_it_runs() -> None:
+    done = launch(
+        2,
+        ["-m", "bench", "check", "-b", "8", "-e", "64K", "-f", "1024", "-n", "1", "-w", "1"],
+        timeout=60,
+        env={"PYTHONPATH": str(ROOT)},
+        capture=True,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split("|") for line in done.stdout.splitlines()]
+    sizes = [row[0].strip() for row in rows if len(row) == 7]
+    assert sizes == ["size (B)", "8", "8192", "65536"]
+    assert all(float(cell) > 0 for row in rows if row[0].strip() == "8" for cell in row)

@@ -1,0 +1,166 @@
+"""After every test nothing is left: no plan under way, no message, no tag, no page-locked memory.
+
+A plugin of pytest, which `conftest.py` registers: a test that leaves something has an error of its
+own name.  The library is watched from outside: what it makes is noted by wrapping its constructors
+here, and nothing in it counts for a test.  `tests/mpi/hygiene.py` adds what only MPI has.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+from collectives.inproc import InprocTransport, World
+from collectives.plan import Plan
+from collectives.session import Session
+from collectives.staging import PinnedMemory
+
+
+class Source(Protocol):
+    """Somebody who knows what a test may leave."""
+
+    def begin(self) -> None:
+        """A test begins: what was left by another is not its fault."""
+
+    def left(self) -> Iterable[str]:
+        """What is left, one line each.  Where ranks are processes, all of them call it."""
+
+
+class Made:
+    """What the library has made in this process since the last `begin`."""
+
+    def __init__(self) -> None:
+        self.worlds: list[World] = []
+        self.transports: list[InprocTransport] = []
+        self.sessions: list[Session] = []
+        self.buffers: list[weakref.ref[np.ndarray]] = []
+
+    def install(self) -> None:
+        """Note from now on what is made."""
+        afterwards(World, "__init__", lambda world, _: self.worlds.append(world))
+        afterwards(InprocTransport, "__init__", lambda made, _: self.transports.append(made))
+        afterwards(Session, "__init__", lambda session, _: self.sessions.append(session))
+        afterwards(PinnedMemory, "_buffer", lambda _, buffer: self._note(buffer))
+
+    def _note(self, buffer: np.ndarray) -> None:
+        """Remember the memory itself; what is handed out are views of it."""
+        while isinstance(buffer.base, np.ndarray):
+            buffer = buffer.base
+        self.buffers.append(weakref.ref(buffer))
+
+    def begin(self) -> None:
+        for made in (self.worlds, self.transports, self.sessions, self.buffers):
+            made.clear()
+
+    def left(self) -> Iterator[str]:
+        yield from self._plans()
+        yield from self._messages()
+        yield from self._tags()
+        yield from self._memory()
+
+    def _plans(self) -> Iterator[str]:
+        over = [transport for transport in self.transports if transport.world.failure is None]
+        yield from map(unfinished, plans_of(over))
+        exchanges = {id(e): e for transport in over for e in transport.pending}
+        for exchange in exchanges.values():
+            yield f"a receive: {', '.join(map(str, exchange.waiting_for()))}"
+
+    def _messages(self) -> Iterator[str]:
+        """A world that has failed, and a communicator that has, may end with messages in it."""
+        broken = {session.transport.context for session in self.sessions if is_broken(session)}
+        for world in self.worlds:
+            for (context, source, dest, tag), letters in world.mail.items():
+                if world.failure is None and context not in broken:
+                    what = f"from rank {source} to rank {dest} with tag {tag}"
+                    yield f"{len(letters)} message(s) {what}"
+
+    def _tags(self) -> Iterator[str]:
+        groups = defaultdict(list)
+        for session in self.sessions:
+            transport = session.transport
+            if isinstance(transport, InprocTransport) and transport.world.failure is None:
+                groups[id(transport.world), transport.context].append(session)
+        for sessions in groups.values():
+            if not any(map(is_broken, sessions)):
+                yield from out_of_step({s.transport.rank: numbers(s) for s in sessions})
+
+    def _memory(self) -> Iterator[str]:
+        if any(buffer() is not None for buffer in self.buffers):
+            gc.collect()  # the frames of an exception that a test has looked at
+        alive = {id(b): b.nbytes for b in (buffer() for buffer in self.buffers) if b is not None}
+        if alive:
+            yield f"{sum(alive.values())} bytes of page-locked memory"
+
+
+def afterwards(cls: type, name: str, note: Callable[[Any, Any], object]) -> None:
+    """Let `note(self, result)` follow every call of a method."""
+    method = getattr(cls, name)
+
+    def noted(self: Any, *args: Any, **named: Any) -> Any:
+        result = method(self, *args, **named)
+        note(self, result)
+        return result
+
+    setattr(cls, name, noted)
+
+
+def plans_of(transports: Iterable[Any]) -> list[Plan]:
+    """The plans that are under way, or that failed with messages on their way."""
+    plans = [plan for each in transports for plan in (*each.in_flight, *each.failed)]
+    return list({id(plan): plan for plan in plans}.values())
+
+
+def unfinished(plan: Plan) -> str:
+    return f"a plan {'under way' if plan.is_active else 'failed half-way'}: {plan.title}"
+
+
+def is_broken(session: Session) -> bool:
+    """Whether the communicator has said that it is of no more use."""
+    return session._damage is not None
+
+
+def numbers(session: Session) -> int:
+    """How many calls this rank has counted, from which tags come."""
+    return session._num_calls[0]
+
+
+def out_of_step(counted: dict[int, int]) -> Iterator[str]:
+    """Ranks of one communicator that would take different tags for their next call."""
+    if len(set(counted.values())) > 1:
+        yield f"tags out of step: calls counted by each rank: {counted}"
+
+
+MADE = Made()
+MADE.install()
+SOURCES: list[Source] = [MADE]
+
+
+def begin() -> None:
+    for source in SOURCES:
+        source.begin()
+
+
+def left() -> list[str]:
+    return [line for source in SOURCES for line in source.left()]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    begin()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        lines = left()
+        if lines:
+            pytest.fail("\n".join((f"{item.name} left", *lines)), pytrace=False)

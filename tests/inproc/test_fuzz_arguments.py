@@ -1,0 +1,72 @@
+"""No argument, however odd, reaches a message or breaks a communicator: drawn at random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import collectives
+from collectives import Communicator, arguments
+from collectives.arrays import HOST
+from collectives.inproc import InprocTransport
+from tests import fuzz
+
+SIZE = 3
+QUICK = {"deadline": None, "derandomize": True, "database": None}
+
+
+def on_threads(body: Any) -> None:
+    collectives.run(body, SIZE, timeout=20)
+
+
+@settings(max_examples=500, **QUICK)
+@given(fuzz.cases())
+def test_a_call_is_served_or_refused_by_all_ranks(case: fuzz.Case) -> None:
+    fuzz.check(case, SIZE, on_threads)
+
+
+@settings(max_examples=80, **QUICK)
+@given(st.lists(fuzz.cases(), min_size=SIZE, max_size=SIZE))
+def test_every_rank_refuses_its_own_arguments(cases: list[fuzz.Case]) -> None:
+    fuzz.check_each(cases, on_threads)
+
+
+def test_a_check_that_lets_something_through_would_be_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = fuzz.Case("all_reduce", False, {"x": fuzz.value("np.ones(6)")}, "frozen")
+    fuzz.check(case, SIZE, on_threads)
+    monkeypatch.setattr(arguments, "writable", lambda out, what: (HOST, out))
+    with pytest.raises(ValueError, match="read-only"):
+        fuzz.check(case, SIZE, on_threads)
+
+
+def test_a_refusal_after_a_message_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = fuzz.Case("barrier", False, {"timeout": fuzz.value("-1")}, None)
+    fuzz.check(case, SIZE, on_threads)
+    right = Communicator.barrier
+
+    def late(comm: Communicator, **named: Any) -> Any:
+        if isinstance(comm._session.transport, InprocTransport) and named:
+            right(comm)
+        return right(comm, **named)
+
+    monkeypatch.setattr(Communicator, "barrier", late)
+    with pytest.raises(AssertionError):
+        fuzz.check(case, SIZE, on_threads)
+
+
+def test_an_error_of_another_kind_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = fuzz.Case("barrier", False, {"timeout": fuzz.value("[]")}, None)
+    monkeypatch.setattr(arguments, "seconds", lambda timeout: timeout[0])
+    with pytest.raises(IndexError):
+        fuzz.check(case, SIZE, on_threads)
+
+
+def test_ranks_that_disagree_would_be_noticed() -> None:
+    case = fuzz.Case("all_reduce", False, {"x": fuzz.value("np.ones(3) if r else 'no'")}, None)
+    with pytest.raises(AssertionError, match="only some ranks refuse"):
+        fuzz.check(case, SIZE, on_threads)

@@ -1,0 +1,50 @@
+"""Ten thousand calls of every kind, in random order and several under way, leak nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives.launch import launch
+
+ROOT = Path(__file__).parent.parent.parent
+RANKS = 3
+WARM_UP, STEPS = 2_000, 8_800  # the first fill the caches, which are all bounded
+# From the end of the warm-up to the end.  A leak of one array of 512 bytes, or of two Python
+# objects, in every call would be twice as much.
+MOST_BYTES, MOST_BLOCKS = 2 * 2**20, 8_000
+
+pytestmark = pytest.mark.timeout(300)  # half a minute where nobody else computes
+
+
+def reports(warm_up: int, steps: int, *leak: str) -> list[dict[str, Any]]:
+    """What every rank says in the end."""
+    program = ["-m", "tests.launch.leak_program", str(warm_up), str(steps), *leak]
+    env = {"PYTHONPATH": str(ROOT)}
+    done = launch(RANKS, program, timeout=280, env=env, capture=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def growth(report: dict[str, Any], what: str) -> int:
+    samples = [sample[what] for sample in report["samples"]]
+    return int(samples[-1] - samples[0])
+
+
+def test_ten_thousand_calls_leak_nothing() -> None:
+    found = reports(WARM_UP, STEPS)
+    assert [report["rank"] for report in found] == list(range(RANKS))
+    for report in found:
+        assert report["calls"] >= 10_000 and report["left"] == []
+        assert growth(report, "bytes") < MOST_BYTES, report["samples"]
+        assert growth(report, "blocks") < MOST_BLOCKS, report["samples"]
+
+
+def test_leaks_on_purpose_are_noticed() -> None:
+    for report in reports(100, 800, "leak"):
+        text = "\n".join(report["left"])
+        assert "a request: a kept send" in text and "a communicator of ranks" in text
+        assert growth(report, "bytes") > MOST_BYTES, report["samples"]

@@ -1,0 +1,143 @@
+"""After every test under MPI nothing is left: no request, message, tag or communicator.
+
+The library's communicators are replaced by ones that note the requests made on them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from mpi4py import MPI
+
+import collectives
+from collectives.mpi import MpiTransport
+from collectives.plan import Plan
+from collectives.session import Session
+from tests.hygiene import afterwards, is_broken, numbers, out_of_step, plans_of, unfinished
+
+_requests: list[tuple[MPI.Request, str]] = []
+
+
+class Watched(MPI.Intracomm):
+    """A communicator that notes its requests."""
+
+    def Irecv(self, buf: Any, source: int, tag: int) -> MPI.Request:  # noqa: N802
+        return noted(super().Irecv(buf, source, tag), f"a receive from rank {source}")
+
+    def Isend(self, buf: Any, dest: int, tag: int) -> MPI.Request:  # noqa: N802
+        return noted(super().Isend(buf, dest, tag), f"a send to rank {dest}")
+
+    def Recv_init(self, buf: Any, source: int, tag: int) -> MPI.Prequest:  # noqa: N802
+        return noted(super().Recv_init(buf, source, tag), f"a kept receive from rank {source}")
+
+    def Send_init(self, buf: Any, dest: int, tag: int) -> MPI.Prequest:  # noqa: N802
+        return noted(super().Send_init(buf, dest, tag), f"a kept send to rank {dest}")
+
+
+def noted(request: Any, what: str) -> Any:
+    _requests.append((request, what))
+    return request
+
+
+def forget_completed() -> None:
+    """Forget the requests that are complete, and with them their buffers."""
+    _requests[:] = [(request, what) for request, what in _requests if request]
+
+
+class MadeOverMpi:
+    """What this rank has made of MPI's since the last `begin`, and the worlds, which stay."""
+
+    def __init__(self, agreement: MPI.Intracomm) -> None:
+        self.agreement = agreement
+        self.transports: list[MpiTransport] = []
+        self.sessions: list[tuple[tuple[int, ...], Session]] = []  # with their ranks of the world
+        self.known: list[Plan] = []  # unfinished when the test began
+        afterwards(MpiTransport, "__init__", lambda transport, _: self._note_transport(transport))
+        afterwards(Session, "__init__", lambda session, _: self._note_session(session))
+        self.worlds = [collectives.world(progress=progress) for progress in (None, "thread")]
+        self.lasting = list(self.transports), list(self.sessions)
+
+    def _note_transport(self, transport: MpiTransport) -> None:
+        transport.comm = Watched(transport.comm)
+        self.transports.append(transport)
+
+    def _note_session(self, session: Session) -> None:
+        if isinstance(session.transport, MpiTransport):
+            self.sessions.append((world_ranks(session.transport.comm), session))
+
+    def begin(self) -> None:
+        transports, sessions = self.lasting
+        self.transports, self.sessions = list(transports), list(sessions)
+        self.known = plans_of(transports)
+        _requests.clear()
+
+    def left(self) -> list[str]:
+        for _, session in self.sessions:
+            session.remembered.forget()  # boundedly many calls are kept by intent; all can be freed
+        forget_completed()
+        return [
+            *(unfinished(plan) for plan in plans_of(self.transports) if plan not in self.known),
+            *(f"a request: {what}" for request, what in _requests),
+            *self._communicators(),
+            *self._messages(),
+            *self._tags(),
+        ]
+
+    def _communicators(self) -> Iterator[str]:
+        for transport in self.transports:
+            if transport not in self.lasting[0] and transport.comm:
+                yield f"a communicator of ranks {list(world_ranks(transport.comm))}"
+
+    def _messages(self) -> Iterator[str]:
+        """Every message that was sent has come, if it will: all ranks have ended the test."""
+        self.agreement.Barrier()
+        for transport in self.transports:
+            if transport.comm:
+                yield from map(received, messages(transport.comm))
+
+    def _tags(self) -> Iterator[str]:
+        """The ranks of a communicator, made as the same of theirs, have counted equally far."""
+        counted: dict[tuple[Any, ...], dict[int, int | None]] = defaultdict(dict)
+        for rank, mine in enumerate(self.agreement.allgather(list(self._counts()))):
+            for key, number in mine:
+                counted[key][rank] = number
+        for key, number_of in counted.items():
+            if self.agreement.rank in key[0] and None not in number_of.values():
+                yield from out_of_step(number_of)
+
+    def _counts(self) -> Iterator[tuple[tuple[Any, ...], int | None]]:
+        """Each communicator of this rank with the calls it has counted; None if it is broken."""
+        times: dict[tuple[int, ...], int] = defaultdict(int)
+        for ranks, session in self.sessions:
+            times[ranks] += 1
+            yield (ranks, times[ranks]), None if is_broken(session) else numbers(session)
+
+
+def world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """The ranks of COMM_WORLD that a communicator is made of, in its order."""
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = group.Translate_ranks(None, world)
+    group.Free()
+    world.Free()
+    return tuple(ranks)
+
+
+def messages(comm: MPI.Intracomm) -> Iterator[tuple[MPI.Message, MPI.Status]]:
+    """The messages that nobody has received."""
+    num_looks = 0
+    while num_looks < 3:  # a look moves things along
+        status = MPI.Status()
+        message = comm.Improbe(status=status)
+        num_looks = 0 if message else num_looks + 1
+        if message:
+            yield message, status
+
+
+def received(found: tuple[MPI.Message, MPI.Status]) -> str:
+    """Take a message out of the next test's way, and say what it was."""
+    message, status = found
+    size, source, tag = status.Get_count(MPI.BYTE), status.source, status.tag
+    message.Recv([bytearray(size), MPI.BYTE])
+    return f"a message of {size} bytes from rank {source} with tag {tag}"

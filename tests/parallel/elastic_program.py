@@ -1,0 +1,101 @@
+"""Run by test_elastic.py: ranks are killed in the middle of training, or leave as agreed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import collectives
+from collectives import Communicator, PeerFailed
+from parallel import text
+from parallel.data import DataParallel
+from parallel.elastic import Elastic, ReplicasDiffer, digest
+from parallel.nn import byte_model
+
+STEPS, BATCH = 6, 24
+DEATHS = {2: 2, 0: 4}  # rank of the world: step
+FOLDER = Path(sys.argv[2])
+DATA = text.load(__file__)
+
+
+class Killed(Elastic):
+    """Dies as DEATHS says, between two sums of the backward pass."""
+
+    def __init__(self, comm: Communicator, model: Any) -> None:
+        super().__init__(comm, model)
+        self.me = comm.rank
+        self.delays: list[float] = []
+        self.failed: list[list[int]] = []
+
+    def layer_done(self, layer: str) -> None:
+        super().layer_done(layer)
+        if layer == "block1" and DEATHS.get(self.me) == self.num_steps:
+            (FOLDER / f"died-{len(self.delays)}").write_text(repr(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def step(self, *batch: Any) -> float:
+        try:
+            return super().step(*batch)
+        except PeerFailed as failure:
+            died = float((FOLDER / f"died-{len(self.delays)}").read_text())
+            self.delays.append(time.time() - died)
+            self.failed.append(list(failure.ranks))
+            raise
+
+
+def batch(step: int, rank: int, ranks: int) -> Any:
+    return text.batch(DATA, seed=0, step=step, size=BATCH, context=4, rank=rank, ranks=ranks)
+
+
+def killed(comm: Communicator) -> None:
+    strategy = Killed(comm, byte_model(context=4, hidden=32, seed=comm.rank))
+    strategy.start()
+    losses = strategy.train(STEPS, batch, BATCH, lambda step, loss: None)
+    write(
+        comm.rank,
+        losses=losses,
+        digest=digest(strategy.optimizer).hex(),
+        delays=strategy.delays,
+        failed=strategy.failed,
+        noticed=alter(strategy),
+    )
+
+
+def alter(strategy: Elastic) -> str:
+    """What is said when one rank differs in one bit."""
+    if strategy.comm.rank == 1:
+        first = strategy.model.flat_parameters["head"]
+        first[0] = np.nextafter(first[0], np.inf)
+    try:
+        strategy.check()
+    except ReplicasDiffer as differ:
+        return str(differ)
+    return ""
+
+
+def left(comm: Communicator) -> None:
+    """The reference: who is killed there leaves here, before the same step."""
+    strategy, losses = DataParallel(comm, byte_model(context=4, hidden=32)), []
+    strategy.start()
+    for step in range(STEPS):
+        if step in DEATHS.values():
+            rest = strategy.comm.split(None if DEATHS.get(comm.rank) == step else 0)
+            if rest is None:
+                return
+            strategy.comm = rest
+        losses.append(strategy.step(*batch(step, *strategy.part), BATCH))
+    write(comm.rank, losses=losses, digest=digest(strategy.optimizer).hex())
+
+
+def write(rank: int, **results: Any) -> None:
+    (FOLDER / f"{rank}.json").write_text(json.dumps({"rank": rank, **results}))
+
+
+{"killed": killed, "left": left}[sys.argv[1]](collectives.world())

@@ -1,0 +1,267 @@
+"""Training that outlives its ranks: on threads, where a death can be put anywhere, and for real."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator, PeerFailed
+from collectives.launch import launch
+from collectives.mpirun import find_mpirun
+from parallel import text
+from parallel.data import DataParallel
+from parallel.elastic import DIGEST_BYTES, Elastic, ReplicasDiffer, digest
+from parallel.nn import byte_model
+from parallel.traffic import TrafficTable
+
+ROOT = Path(__file__).parent.parent.parent
+IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
+DATA = text.load(__file__)
+RANKS, STEPS, BATCH = 4, 3, 11
+LAYERS = 4  # one broadcast each at the start, then in each step one sum each, and one of the loss
+
+
+class Fate(NamedTuple):
+    """Of one communicator: `victim` dies after its call of this number, which fails on `losers`."""
+
+    call: int
+    victim: int
+    losers: Sequence[int]
+
+
+class Died(Exception):  # noqa: N818
+    """The end of a thread that plays a rank."""
+
+
+class Mortal:
+    """A communicator of threads of which ranks die, and which tells as MPI does.
+
+    The call in which one dies may complete on some ranks and fail on others; the next fails on all.
+    """
+
+    def __init__(self, comm: Communicator, fates: Sequence[Fate | None]) -> None:
+        self.comm, self.fate, self.to_come = comm, next(iter(fates), None), fates[1:]
+        self.rank, self.size = comm.rank, comm.size
+        self.num_calls = 0
+
+    def split(self, color: int) -> Mortal:
+        return self
+
+    def free(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        def call(x: Any, **options: Any) -> Any:
+            if self.dead:
+                raise PeerFailed("somebody died", self.dead)
+            result = getattr(self.comm, name)(x, **options)
+            self.num_calls += 1
+            if self.dead == (self.rank,):
+                raise Died
+            if self.fate is not None and self.dead and self.rank in self.fate.losers:
+                if (name, self.rank) != ("broadcast", 0):  # the root's is its own
+                    result[...] = 99  # for what it has received
+                raise PeerFailed("somebody died", self.dead)
+            return result
+
+        return call
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        return (self.fate.victim,) if self.fate and self.num_calls > self.fate.call else ()
+
+    def shrink(self) -> Mortal:
+        dead = self.dead
+        alive = [rank for rank in range(self.size) if rank not in dead]
+        return Mortal(self.comm.subgroup(alive), self.to_come)
+
+
+class End(NamedTuple):
+    """What a rank holds at the end."""
+
+    losses: list[float]
+    digest: bytes
+
+
+def batch(step: int, rank: int, ranks: int) -> Any:
+    return text.batch(DATA, seed=0, step=step, size=BATCH, context=4, rank=rank, ranks=ranks)
+
+
+def model(seed: int = 0) -> Any:
+    return byte_model(context=4, dim=3, hidden=8, seed=seed)
+
+
+def elastic(*fates: Fate | None, kind: type[Elastic] = Elastic) -> list[End]:
+    """The survivors of a run in which ranks die so."""
+
+    def fn(comm: Communicator) -> End | None:
+        mortal: Any = Mortal(comm, fates)
+        try:
+            strategy = kind(mortal, model(seed=comm.rank))
+            strategy.start()
+            losses = strategy.train(STEPS, batch, BATCH, lambda step, loss: None)
+        except Died:
+            return None
+        return End(losses, digest(strategy.optimizer))
+
+    return [end for end in collectives.run(fn, size=RANKS) if end is not None]
+
+
+def leaving(*leaves: tuple[int, int]) -> End:
+    """The reference: before a step (first) a rank (second) leaves, as is agreed beforehand."""
+
+    def fn(comm: Communicator) -> End | None:
+        strategy, losses = DataParallel(comm, model()), []
+        strategy.start()
+        for step in range(STEPS + 1):
+            for _, leaver in filter(lambda leave: leave[0] == step, leaves):
+                if strategy.comm.rank == leaver:
+                    return None
+                rest = [rank for rank in range(strategy.comm.size) if rank != leaver]
+                strategy.comm = strategy.comm.subgroup(rest)
+            if step < STEPS:
+                losses.append(strategy.step(*batch(step, *strategy.part), BATCH))
+        return End(losses, digest(strategy.optimizer))
+
+    return next(end for end in collectives.run(fn, size=RANKS) if end is not None)
+
+
+def first_repeated(call: int, losers: Sequence[int]) -> int:
+    """The step from which on the others go on after a death in the call of this number."""
+    step, place = divmod(call - LAYERS, LAYERS + 1)
+    is_complete = place == LAYERS and not losers
+    return min(max(step + is_complete, 0), STEPS)
+
+
+LAST = LAYERS + STEPS * (LAYERS + 1)  # the number of the call that is the check at the end
+LOSERS = [[], [0], [0, 1, 3]]
+
+
+@pytest.mark.parametrize("losers", LOSERS, ids=str)
+@pytest.mark.parametrize("call", range(LAST + 1))
+def test_wherever_a_rank_dies_the_others_end_as_those_would_whom_it_left_there(
+    call: int, losers: list[int]
+) -> None:
+    ends = elastic(Fate(call, 2, losers))
+    assert ends == 3 * [leaving((first_repeated(call, losers), 2))]
+
+
+@pytest.mark.parametrize("losers", [[], [1], [1, 2]], ids=str)
+@pytest.mark.parametrize("call", range(8))
+def test_another_may_die_while_they_recover_or_after(call: int, losers: list[int]) -> None:
+    """Call 0 agrees on the step, call 1 compares the digests, then the step is repeated."""
+    ends = elastic(Fate(LAYERS + LAYERS + 2, 2, [1]), Fate(call, 0, losers))
+    second = 1 + (call == LAYERS + 2 and not losers) + (call > LAYERS + 2)
+    assert ends == 2 * [leaving((1, 2), (second, 0))]
+
+
+def test_the_last_one_ends_alone() -> None:
+    ends = elastic(Fate(6, 0, []), Fate(0, 0, []), Fate(1, 1, []))
+    assert ends == [leaving((0, 0), (0, 0), (0, 1))]
+
+
+def test_without_a_death_it_is_plain_data_parallelism() -> None:
+    assert elastic(None) == 4 * [leaving()]
+
+
+class Forgetful(Elastic):
+    """The negative control: it does not take the last update back."""
+
+    def _go_back(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.optimizer.steps = num_steps
+
+
+def test_an_update_that_is_not_taken_back_would_be_noticed() -> None:
+    in_the_loss = 2 * LAYERS
+    assert elastic(Fate(in_the_loss, 2, [0, 1, 3]), kind=Forgetful) != 3 * [leaving((0, 2))]
+
+
+class Altered(Elastic):
+    """The negative control: after a recovery one rank differs from the others in one bit."""
+
+    def recover(self) -> None:
+        super().recover()
+        if self.comm.rank == 1:
+            first = self.model.flat_parameters["head"]
+            first[0] = np.nextafter(first[0], np.inf)
+
+
+def test_a_rank_that_differs_in_one_bit_is_noticed() -> None:
+    with pytest.raises(ReplicasDiffer, match=r"after 3 updates .* of rank 1 \(of 3\) are not"):
+        elastic(Fate(LAYERS, 2, []), kind=Altered)
+
+
+def test_the_traffic_of_a_run_without_a_death_is_predicted() -> None:
+    def fn(comm: Communicator) -> TrafficTable | None:
+        mortal: Any = Mortal(comm, [])
+        strategy = Elastic(mortal, model())
+        with comm.record() as ledger:
+            strategy.start()
+            strategy.train(STEPS, batch, BATCH, lambda step, loss: None)
+        whole = ledger.gather()
+        return whole and TrafficTable(strategy.traffic(STEPS), whole, None, size=comm.size)
+
+    table = collectives.run(fn, size=RANKS)[0]
+    assert table is not None
+    assert "two columns compared" in table.check()
+    (check,) = (row for row in table.rows if row.phase == "check")
+    assert check.recorded.bytes == (RANKS - 1) * RANKS * DIGEST_BYTES
+
+
+# --- for real -----------------------------------------------------------------------------------
+
+
+def run(*command: str, ranks: int = 4, **options: Any) -> Any:
+    env = {"PYTHONPATH": str(ROOT)}
+    return launch(ranks, [*command], timeout=90, env=env, capture=True, **options)
+
+
+SMALL = ["--steps", "6", "--batch", "12", "--hidden", "8", "--text", __file__]
+
+
+def test_where_a_death_is_the_end_of_all_elastic_training_is_refused() -> None:
+    """MPICH, and an Open MPI that was started without fault tolerance."""
+    done = run("-m", "parallel.train", "--strategy", "elastic", *SMALL, ranks=2)
+    assert done.returncode == 2
+    assert "needs an Open MPI that was started with fault tolerance" in done.stderr
+
+
+if IS_OPEN_MPI:
+
+    @pytest.mark.timeout(240)
+    def test_two_ranks_are_killed_and_two_train_on(tmp_path: Path) -> None:
+        """Rank 2 in the midst of step 2, then rank 0 in step 4; to the last bit as if they left."""
+        (tmp_path / "killed").mkdir()
+        (tmp_path / "left").mkdir()
+        program = "tests.parallel.elastic_program"
+        killed = run("-m", program, "killed", str(tmp_path / "killed"), fault_tolerant=True)
+        assert killed.returncode == 0, killed.stderr
+        left = run("-m", program, "left", str(tmp_path / "left"))
+        assert left.returncode == 0, left.stderr
+        survivors, reference = results(tmp_path / "killed"), results(tmp_path / "left")
+        assert [end["rank"] for end in survivors] == [end["rank"] for end in reference] == [1, 3]
+        for end in survivors:
+            assert end["losses"] == reference[0]["losses"]
+            assert end["digest"] == reference[0]["digest"]
+            assert len(end["delays"]) == 2 and max(end["delays"]) < 2, "seconds until PeerFailed"
+            assert end["failed"] == [[2], [0]]
+            assert "of rank 1 (of 2) are not those of rank 0" in end["noticed"]
+
+    def test_the_training_program_tells_who_died(tmp_path: Path) -> None:
+        words = ["--strategy", "elastic", "--kill", "0:3", *SMALL]
+        done = run("-m", "parallel.train", *words, ranks=3, fault_tolerant=True)
+        assert done.returncode == 0, done.stderr
+        assert "Rank 0 (process" in done.stderr
+        assert "1 of 3 ranks died; the others ended with the same parameters" in done.stdout
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    ends = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return sorted(ends, key=lambda end: int(end["rank"]))
