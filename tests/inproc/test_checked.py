@@ -103,6 +103,15 @@ def test_asynchronous_calls_and_plans_are_told_by_their_wait(size: int) -> None:
     checked(body, size)
 
 
+def test_tags_of_fingerprints_are_nobody_elses_when_they_begin_again() -> None:
+    def body(comm: Communicator) -> set[int]:
+        comm._session.transport.num_tags = 4 * 5
+        return {comm._session.checks_tag() for _ in range(20)}
+
+    # 15 is that of blocking calls, 16 that of ranks which make a communicator.
+    assert checked(body, 1) == [{17, 18, 19}]
+
+
 def test_a_blocking_and_an_asynchronous_call_meet() -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 1:
