@@ -4,7 +4,7 @@ What MPI lets a rank know is enough.  In the v-variants with a root, a rank that
 knows its own count alone, and in an all-to-all its own row and column: their algorithms are those
 in which a rank needs no more, unless the caller names another.  The ranks then exchange their
 counts first, which the ledger shows under "counts", and for which a call that does not block waits
-as well.  So does a reduce-scatter that is given no counts.
+as well; so they do in checked mode, which compares them, and for a reduce-scatter without counts.
 """
 
 from __future__ import annotations
@@ -352,12 +352,18 @@ class Calls:
     ) -> tuple[list[int], str]:
         """Counts and algorithm of a v-variant.  `whole`: all ranks' parts, at the root."""
         session, size = self.communicator._session, self.communicator.size
-        if algorithm is not None and _name(collective, algorithm) not in _LOCAL[collective]:
+        chosen = algorithm or _LOCAL[collective][0]
+        if not self._knows_enough(collective, chosen):
             table = session.all_integers([own.array.size], "counts", session.ahead_tag())
-            return table[:, 0].tolist(), algorithm
+            return table[:, 0].tolist(), chosen
         counts = [0] * size
         counts[self.communicator.rank] = own.array.size
-        return counts if whole is None else whole.sizes, algorithm or _LOCAL[collective][0]
+        return counts if whole is None else whole.sizes, chosen
+
+    def _knows_enough(self, collective: str, algorithm: str) -> bool:
+        """Whether a rank's own counts are enough: for the algorithm, and as nobody compares."""
+        is_local = named(collective, algorithm).algorithm.name in _LOCAL[collective]
+        return is_local and not self.communicator.check
 
     def _exchanged(
         self,
@@ -373,14 +379,14 @@ class Calls:
         sent = received if in_place else read(sendbuf, size, is_sent=True)
         source, target = side(sent), side(received)
         _check_sizes(source.sizes[rank], target.sizes[rank])
-        if algorithm is not None and _name("all_to_all", algorithm) not in _LOCAL["all_to_all"]:
-            return _call("all_to_all", source, target, counts=source.sizes, algorithm=algorithm)
+        chosen = algorithm or _LOCAL["all_to_all"][0]
+        if not self._knows_enough("all_to_all", chosen):
+            return _call("all_to_all", source, target, counts=source.sizes, algorithm=chosen)
         table = [[0] * size for _ in range(size)]
         for peer in range(size):
             table[peer][rank] = target.sizes[peer]
         table[rank] = source.sizes
-        algorithm = algorithm or _LOCAL["all_to_all"][0]
-        return _call("all_to_all", source, target, counts=table, algorithm=algorithm)
+        return _call("all_to_all", source, target, counts=table, algorithm=chosen)
 
     def _result_counts(self, own: int, counts: Any, in_place: bool) -> list[int]:
         """How many elements of a reduce-scatter each rank gets."""
@@ -457,11 +463,6 @@ def _place_for(own: Side) -> Side:
     """Where to receive what is there already: there, or beside it if that is read-only."""
     array = own.array
     return Side(array if array.flags.writeable else np.empty_like(array), own.sizes)
-
-
-def _name(collective: str, algorithm: str) -> str:
-    """Of an algorithm, without its options."""
-    return named(collective, algorithm).algorithm.name
 
 
 # Refusals, in mpi4py's words where it has some

@@ -14,6 +14,7 @@ import pytest
 import collectives
 from collectives import CollectiveMismatch, CollectiveTimeout, Communicator, NotFinite
 from collectives.fingerprint import NUM_BYTES
+from tests import hygiene
 from tests.fake_device import on_device, on_host
 from tests.mismatches import MISTAKES, Mistake, make, noticed, still_works
 from tests.session_scenarios import SCENARIOS
@@ -54,23 +55,15 @@ def test_they_are_told_and_stay_in_step_where_values_are_looked_at(mistake: Mist
     checked(lambda comm: noticed(comm, mistake), 3, "finite")
 
 
-class Unnoticed(Exception):  # noqa: N818
-    """Every rank got through; raised so that the world ends with whatever is left in it."""
-
-
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_without_checking_the_same_mistake_is_not_told_so(mistake: Mistake) -> None:
-    all_are_through = threading.Barrier(2)
-
     def body(comm: Communicator) -> None:
         with np.errstate(all="ignore"):  # bytes of one dtype taken for another may be anything
             make(comm, mistake)
-        all_are_through.wait(10)
-        raise Unnoticed
 
     if mistake.alone != "noticed":
-        with pytest.raises(Unnoticed):
-            collectives.run(body, 2, check=False, timeout=20)
+        collectives.run(body, 2, check=False, timeout=20)
+        hygiene.begin()  # messages may be left that nobody expected: a mistake, but not ours
         return
     with pytest.raises((collectives.CollectiveError, ValueError)) as error:
         collectives.run(body, 2, check=False, timeout=20)

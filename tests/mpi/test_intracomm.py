@@ -592,6 +592,22 @@ def test_in_place_does_what_mpis_does(
     assert are_equal(in_place(comm), in_place(mpi_world))
 
 
+def test_checked_mode_changes_no_result(
+    mpi_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLLECTIVES_CHECK", "1")
+    comm = collectives.Intracomm(mpi_world)
+    with comm.record() as ledger:
+        for program in (script, exchanges, in_place):
+            assert are_equal(program(comm), program(mpi_world))
+    assert comm.size == 1 or any(row.collective == "check" for row in ledger.rows())
+    if comm.size > 1:
+        op = MPI.SUM if comm.rank else MPI.PROD
+        with pytest.raises(CollectiveMismatch, match="op=prod"):
+            comm.Iallreduce(np.ones(3), np.empty(3), op).Wait()
+    comm.free()
+
+
 def test_what_is_sent_may_be_read_only_and_is_not_changed(comm: collectives.Intracomm) -> None:
     word = b"collective"
     got = bytearray(len(word))
