@@ -299,6 +299,7 @@ def test_a_persistent_request_is_what_mpi_says_it_is(comm: collectives.Intracomm
     assert got == 7
     request.Start()
     request.Free()  # while it is active: it is carried to its end
+    request._operation.wait()
     comm.Barrier()
     with pytest.raises(MPI.Exception):
         request.Start()
