@@ -21,12 +21,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
+from collectives import flight as recorded
 from collectives import ranks
 from collectives.mpirun import MpiNotFound, defaults, find_mpirun, tolerance
 
@@ -36,6 +38,7 @@ TIMED_OUT = 124
 _POLL = 0.1  # seconds between two looks at the job
 _PATIENCE = 2.0  # seconds mpirun has to end the job by itself after a rank has failed
 _FAREWELL = 5.0  # seconds to the end of mpirun from the end of all programs, some of which died
+_WRITING = 1.0  # seconds the ranks have to dump what they are doing, at the job's time limit
 _GRACE = 3.0  # seconds it has, after SIGTERM, to end the ranks of this host and of others
 
 # The statuses of a job one of whose ranks was killed or crashed: of an mpirun that counts them as a
@@ -64,6 +67,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     capture: bool = False,
     fault_tolerant: bool = False,
+    flight: str | Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python *command`` on ``size`` ranks and wait for the end.
 
@@ -74,6 +78,11 @@ def launch(
     says which rank of this host was killed, or crashed.  That ends the job, unless it is
     ``fault_tolerant``: then the others go on, and the status is theirs.
 
+    ``flight`` is a directory where the ranks dump what they are doing: when a wait fails or runs
+    out of time, when this process gets SIGUSR1 (if it is in its main thread), and at the job's time
+    limit; then it also says on standard error, as ``python -m collectives.flight`` does, who waits
+    for whom.
+
     Raises MpiNotFound if there is no MPI, or none that can do it.
     """
     if size < 1 or not command:
@@ -83,6 +92,9 @@ def launch(
     program = [sys.executable, "-m", "collectives.launch", "--rank", *command]
     words = [mpirun.path, "-n", str(size), *options, *mpi_args, *program]
     notes: list[str] = []
+    extra = dict(env or {})
+    if flight is not None:
+        extra["COLLECTIVES_FLIGHT"] = str(Path(flight).absolute())
     with contextlib.ExitStack() as stack:
         board = stack.enter_context(tempfile.TemporaryDirectory(prefix="collectives-job-"))
         # Files, not pipes: a pipe would have to be read all the while, to an end that may not come.
@@ -91,16 +103,20 @@ def launch(
         )
         job = subprocess.Popen(
             [*_tether(), *words],
-            env={**defaults(mpirun), **os.environ, **(env or {}), ranks.BOARD: board},
+            env={**defaults(mpirun), **os.environ, **extra, ranks.BOARD: board},
             stdin=subprocess.DEVNULL if capture else None,
             stdout=out,
             stderr=err,
             start_new_session=True,  # Ctrl-C reaches the launcher alone; it ends the job, once
         )
-        status = TIMED_OUT
+        status, began = TIMED_OUT, time.time()
         try:
+            if flight is not None:
+                stack.enter_context(_passing_on(signal.SIGUSR1, board))
             say = notes.append if capture else _say
             status = _wait(job, board, timeout, size if fault_tolerant else None, say)
+            if status == TIMED_OUT and flight is not None and job.poll() is None:
+                say(_flights(board, Path(flight), began))
         finally:
             if status != 0 or job.poll() is None:
                 _end(job, board)
@@ -144,6 +160,42 @@ def _wait(
     if dead and not tolerant_size and status in _KILLED:
         say(_sentence(dead))
     return status
+
+
+@contextlib.contextmanager
+def _passing_on(signum: signal.Signals, board: str) -> Iterator[None]:
+    """Pass a signal on to the ranks, if this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signum, lambda *_: ranks.ask(board, signum))
+    try:
+        yield
+    finally:
+        signal.signal(signum, before)
+
+
+def _flights(board: str, directory: Path, began: float) -> str:
+    """What the ranks are doing, line by line, as they say themselves when they are asked."""
+    asked = set(ranks.ask(board, signal.SIGUSR1))
+    asked_at = time.time()
+    deadline = time.monotonic() + _WRITING
+    while asked - _fresh(directory, asked_at) and time.monotonic() < deadline:
+        time.sleep(_POLL / 10)
+    fresh = _fresh(directory, began)
+    try:
+        dumps = {rank: dump for rank, dump in recorded.read(directory).items() if rank in fresh}
+    except ValueError as error:
+        return f"{error}\n"
+    if not dumps:
+        return f"No rank has written to {directory} what it is doing.\n"
+    return "".join(f"{line}\n" for line in recorded.lines(dumps))
+
+
+def _fresh(directory: Path, since: float) -> set[int]:
+    """The ranks with a dump that is not older: the directory may hold those of another job."""
+    dumps = directory.glob("flight.*.json")
+    return {int(path.name.split(".")[1]) for path in dumps if path.stat().st_mtime >= since - 0.01}
 
 
 def _sentence(dead: ranks.Rank) -> str:
@@ -238,6 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             mpi_args=arguments.mpi_args,
             timeout=arguments.timeout,
             fault_tolerant=arguments.fault_tolerant,
+            flight=arguments.flight,
         )
     except MpiNotFound as error:
         parser.exit(2, f"{error}\n")
@@ -247,7 +300,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m collectives.launch",
-        usage="%(prog)s -n N [--timeout S] [--fault-tolerant] [--mpi-args ARGS] "
+        usage="%(prog)s -n N [--timeout S] [--flight DIR] [--fault-tolerant] "
+        "[--mpi-args ARGS] "
         "(SCRIPT | -m MODULE) [ARGS ...]",
         description="Run a Python script or module on N ranks under this environment's MPI.",
         epilog="Exit status: the job's own (not zero if any rank failed), 124 at the time limit, "
@@ -259,6 +313,12 @@ def _parser() -> argparse.ArgumentParser:
         "--mpi-args", metavar="ARGS", type=shlex.split, default=[], help="more words for mpirun"
     )
     parser.add_argument("--timeout", metavar="S", type=_seconds, help="end the job after S seconds")
+    parser.add_argument(
+        "--flight",
+        metavar="DIR",
+        type=Path,
+        help="ranks dump there what they are doing: at a failed wait, SIGUSR1, or the time limit",
+    )
     parser.add_argument(
         "--fault-tolerant",
         action="store_true",
@@ -289,7 +349,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     options = []
     while rest and rest[0].startswith("-") and rest[0] != "-m":
         option = rest.pop(0)
-        has_value = option in ("-n", "--mpi-args", "--timeout") and rest
+        has_value = option in ("-n", "--mpi-args", "--timeout", "--flight") and rest
         options.append(f"{option}={rest.pop(0)}" if has_value else option)
     return options, rest
 

@@ -131,11 +131,11 @@ class Plan:
 
     def run(self, timeout: float | None = None) -> Array | None:
         """Start and wait.  `timeout` in seconds."""
-        timeout = arguments.seconds(timeout)
         has_limit = timeout is not None or self.timeout is not None
         if has_limit or self._refusal is not None or self._in_flight:
+            limit = arguments.seconds(timeout)
             self.start()
-            return self.wait(timeout)
+            return self.wait(limit)
         # The rest is what takes small messages longer than MPI's own calls: nothing needless here.
         self._refusal = _RUNNING
         number = self._counter[0] = self._counter[0] + 1

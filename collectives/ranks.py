@@ -147,6 +147,24 @@ def _can_watch() -> bool:
     return hasattr(select, "epoll")
 
 
+def ask(board: str, signum: int) -> list[int]:
+    """Send a signal to the ranks of this host that handle it; their numbers."""
+    asked = []
+    for post in Path(board).glob("rank-*"):
+        with contextlib.suppress(OSError):  # gone already
+            rank = _rank(int(post.name.removeprefix("rank-")), board)
+            if rank is not None and _handles(rank.pid, signum):  # or it would die of it
+                os.kill(rank.pid, signum)
+                asked.append(rank.number)
+    return asked
+
+
+def _handles(pid: int, signum: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = (line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+
+
 def kill(board: str) -> None:
     """Kill what is left of a job on this host, and whatever it has started.
 

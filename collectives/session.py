@@ -116,9 +116,9 @@ class Session:
         self._num_calls[0] = max(self._num_calls[0], num_calls)
 
     def checks_tag(self) -> int:
-        """The tag of the next exchange of fingerprints."""
+        """The tag of the next exchange of fingerprints: no blocking call's, nor that of `meet`."""
         self._num_checks += 1
-        return self._tag(3, 1 + self._num_checks % (self.transport.num_tags // 4 - 1))
+        return self._tag(3, 2 + self._num_checks % (self.transport.num_tags // 4 - 2))
 
     def users_tag(self, tag: object) -> int:
         """A tag that the user names."""

@@ -72,9 +72,12 @@ def _planned(order: int) -> Call:
     def call(comm: Communicator) -> Any:
         x = [FLOATS.copy(), 2 * FLOATS]
         plans = [comm.plan.all_reduce(each) for each in x]
-        for plan in plans[::order]:
-            plan.run()
-        return [plan.free() for plan in plans]
+        try:
+            for plan in plans[::order]:
+                plan.run()
+        finally:
+            for plan in plans:
+                plan.free()
 
     return call
 

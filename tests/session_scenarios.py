@@ -155,6 +155,8 @@ def a_timeout_names_whom_it_waited_for(comm: Communicator) -> None:
     comm.barrier()
     if comm.rank == 1:
         comm.send(np.ones(1), 0)
+    if comm.rank == 0:
+        error.value.work.wait()
     comm.barrier()
 
 

@@ -35,7 +35,7 @@ def test_an_algorithm_of_ones_own_takes_fifteen_lines(tmp_path: Path) -> None:
     done = run(EXTENSION, 3, tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(EXTENSION.strip().splitlines()) <= 15
-    grid, _ = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    grid, *_ = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
     assert done.stdout.count(grid) >= 1 and done.stdout.count("[3. 3.]") == 3
 
 
@@ -43,7 +43,7 @@ def test_without_its_second_half_it_is_refused_as_shown(tmp_path: Path) -> None:
     lines = EXTENSION.splitlines()
     (second,) = (number for number, line in enumerate(lines) if "size - 1, 0, -1" in line)
     done = run("\n".join(lines[:second] + lines[second + 2 :]), 1, tmp_path)
-    _, refusal = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    _, refusal, *_ = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
     assert done.returncode != 0 and refusal in done.stderr
 
 

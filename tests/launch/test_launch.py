@@ -144,6 +144,61 @@ def test_one_failing_rank_ends_the_job(failure: str, script: Script) -> None:
     assert time.monotonic() - start < TOO_LONG / 3
 
 
+STUCK = """
+    import pathlib, sys, numpy, collectives
+    comm = collectives.world()
+    pathlib.Path(sys.argv[1], f"here.{comm.rank}").touch()
+    if comm.rank == 1:
+        comm.recv(numpy.empty(1), 0)
+    comm.all_reduce(numpy.ones(3))
+"""
+
+
+def test_at_the_time_limit_the_ranks_say_what_they_are_doing(
+    script: Script, tmp_path: Path
+) -> None:
+    (tmp_path / "flight.7.json").write_text('{"rank": 7, "calls": [], "at": ["another job"]}')
+    os.utime(tmp_path / "flight.7.json", (0, 0))
+    job = launch(2, [script(STUCK), str(tmp_path)], timeout=15, capture=True, flight=tmp_path)
+    assert job.returncode == TIMED_OUT
+    assert "all_reduce" in job.stderr and "rank 1: has not called it" in job.stderr, job.stderr
+    assert "another job" not in job.stderr
+
+
+def test_a_signal_to_the_launcher_makes_the_ranks_say_what_they_are_doing(
+    script: Script, tmp_path: Path
+) -> None:
+    program = [script(STUCK), str(tmp_path)]
+    words = ["-n", "2", f"--timeout={TOO_LONG}", "--flight", str(tmp_path), *program]
+    job = subprocess.Popen([*LAUNCH, *words])
+    try:
+        assert wait_for(tmp_path, "here.*", 2)
+        assert not list(tmp_path.glob("flight.*.json"))
+        job.send_signal(signal.SIGUSR1)
+        assert wait_for(tmp_path, "flight.*.json", 2)
+        assert job.poll() is None
+    finally:
+        job.terminate()
+        job.wait(timeout=TOO_LONG / 3)
+
+
+def wait_for(folder: Path, names: str, number: int) -> bool:
+    deadline = time.monotonic() + TOO_LONG / 3
+    while len(list(folder.glob(names))) < number:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_rank_that_would_die_of_the_question_is_not_asked(script: Script, tmp_path: Path) -> None:
+    job = launch(2, [script(DYING.format(death="", work="time.sleep(60)")), os.devnull],
+                 timeout=5, capture=True, flight=tmp_path)  # fmt: skip
+    assert job.returncode == TIMED_OUT
+    assert "No rank has written" in job.stderr
+    assert deaths(job.stderr) == []
+
+
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
 
 DYING = """

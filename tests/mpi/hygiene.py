@@ -56,7 +56,11 @@ class MadeOverMpi:
         self.known: list[Plan] = []  # unfinished when the test began
         afterwards(MpiTransport, "__init__", lambda transport, _: self._note_transport(transport))
         afterwards(Session, "__init__", lambda session, _: self._note_session(session))
-        self.worlds = [collectives.world(progress=progress) for progress in (None, "thread")]
+        self.worlds = [
+            collectives.world(progress=progress, check=check)
+            for progress in (None, "thread")
+            for check in (None, False, True, "finite")
+        ]
         self.lasting = list(self.transports), list(self.sessions)
 
     def _note_transport(self, transport: MpiTransport) -> None:

@@ -23,6 +23,12 @@ IN_PLACE = MPI.IN_PLACE
 
 
 @pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what checked mode would tell before it happens: `comm` does not check, come what may."""
+    monkeypatch.setenv("COLLECTIVES_CHECK", "0")
+
+
+@pytest.fixture
 def comm(mpi_world: MPI.Intracomm) -> Iterator[collectives.Intracomm]:
     comm = collectives.Intracomm(mpi_world)
     yield comm
@@ -312,7 +318,9 @@ def test_a_call_is_carried_on_while_nobody_waits_and_keeps_its_buffers(
     request.Wait()
 
 
-def test_a_failure_comes_out_where_it_is_waited_for(comm: collectives.Intracomm) -> None:
+def test_a_failure_comes_out_where_it_is_waited_for(
+    unchecked: None, comm: collectives.Intracomm
+) -> None:
     length = 1 if comm.rank == 0 else 2
     ours = [comm.Ibcast(np.zeros(length), algorithm="linear") for _ in range(2)]
     persistent = comm.Bcast_init(np.zeros(length), algorithm="linear")
@@ -524,7 +532,7 @@ def exchanges(comm: MPI.Intracomm, **options: Any) -> list[np.ndarray]:
 
 
 def test_vector_variants_need_to_know_no_more_than_mpi_tells_a_rank(
-    mpi_world: MPI.Intracomm, comm: collectives.Intracomm
+    unchecked: None, mpi_world: MPI.Intracomm, comm: collectives.Intracomm
 ) -> None:
     with comm.record() as ledger:
         found = exchanges(comm)

@@ -77,8 +77,9 @@ class Mortal:
         return (self.fate.victim,) if self.fate and self.num_calls > self.fate.call else ()
 
     def shrink(self) -> Mortal:
-        dead = self.dead
-        alive = [rank for rank in range(self.size) if rank not in dead]
+        if not self.dead:
+            return self
+        alive = [rank for rank in range(self.size) if rank not in self.dead]
         return Mortal(self.comm.subgroup(alive), self.to_come)
 
 
