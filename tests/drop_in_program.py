@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import time
 import unittest
 from pathlib import Path
 from types import TracebackType
@@ -84,9 +85,9 @@ def on_ours(case: type[unittest.TestCase], agreement: MPI.Intracomm) -> type[uni
 class Agreeing(unittest.TestResult):
     """Outcomes by name of the test.  After every test the ranks agree on it."""
 
-    def __init__(self, agreement: MPI.Intracomm) -> None:
+    def __init__(self, agreement: MPI.Intracomm, is_verbose: bool) -> None:
         super().__init__()
-        self.agreement = agreement
+        self.agreement, self.is_verbose = agreement, is_verbose
         self.outcomes: dict[str, str] = {}
 
     def addSuccess(self, test: unittest.TestCase) -> None:
@@ -110,11 +111,18 @@ class Agreeing(unittest.TestResult):
         if err is not None:
             self.addError(test, err)
 
+    def startTest(self, test: unittest.TestCase) -> None:
+        super().startTest(test)
+        self.started = time.perf_counter()
+
     def stopTest(self, test: unittest.TestCase) -> None:
         outcomes = self.agreement.allgather(self.outcomes.get(test.id()))
         if len(set(outcomes)) > 1 or "failed" in outcomes:
             self.outcomes[test.id()] = "failed"
             self.stop()
+        if self.is_verbose and self.agreement.rank == 0:
+            seconds = time.perf_counter() - self.started
+            print(f"{seconds:6.1f} s  {test.id()}", flush=True)
         super().stopTest(test)
 
 
@@ -129,9 +137,11 @@ def cases(names: list[str]) -> list[type[unittest.TestCase]]:
     ]
 
 
-def outcomes(tests: list[type[unittest.TestCase]], agreement: MPI.Intracomm) -> dict[str, str]:
+def outcomes(
+    tests: list[type[unittest.TestCase]], agreement: MPI.Intracomm, is_verbose: bool = False
+) -> dict[str, str]:
     """Run them all, up to the first that fails on any rank."""
-    result = Agreeing(agreement)
+    result = Agreeing(agreement, is_verbose)
     load = unittest.defaultTestLoader.loadTestsFromTestCase
     unittest.TestSuite(map(load, tests)).run(result)
     return result.outcomes
@@ -147,6 +157,7 @@ def main() -> int:
     parser.add_argument("--modules", nargs="+", default=[f"test_cco_{name}" for name in MODULES])
     parser.add_argument("--missing", choices=collective_names())
     parser.add_argument("--broken", choices=collective_names())
+    parser.add_argument("--verbose", action="store_true", help="say how long each test took")
     chosen = parser.parse_args()
     if chosen.missing:
         setattr(Tested, chosen.missing, getattr(Raising, chosen.missing))
@@ -156,7 +167,7 @@ def main() -> int:
     sys.modules["cupy"] = sys.modules["numba"] = None  # type: ignore[assignment]  # as its main does
     agreement = MPI.COMM_WORLD.Dup()
     tests = [case for case in cases(chosen.modules) if hasattr(case, "COMM")]
-    ours = outcomes([on_ours(case, agreement) for case in tests], agreement)
+    ours = outcomes([on_ours(case, agreement) for case in tests], agreement, chosen.verbose)
     # What mpi4py's own communicators skip on this MPI, ours may skip as well, and nothing else.
     plain = outcomes(tests, agreement) if skips(ours) else {}
     ok = is_good(ours, plain)
