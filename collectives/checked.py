@@ -136,10 +136,15 @@ class Numbers(Protocol):
 
 
 class Checker:
-    """What the guards of one communicator share."""
+    """What the guards of one communicator share.
+
+    `compares_place`: whether ranks must agree on being in place; not if that is the choice of a
+    layer above, which brings some ranks' data together elsewhere.
+    """
 
     def __init__(self, transport: Transport, mode: Mode, numbers: Numbers) -> None:
         self.transport, self.mode, self.numbers = transport, mode, numbers
+        self.compares_place = True
         rank, size = transport.rank, transport.size
         chosen = algorithms.info("all_gather", ALGORITHM)
         counts = (NUM_BYTES,) * size

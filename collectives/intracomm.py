@@ -46,7 +46,10 @@ class Collectives(ObjectCalls):
             raise MPI.Exception(MPI.ERR_COMM)
         if self._communicator is None:
             self._communicator = wrap(MPI.Intracomm(self))
-            self._communicator._session.thread = progress_thread()
+            session = self._communicator._session
+            session.thread = progress_thread()
+            if session.checker is not None:
+                session.checker.compares_place = False
         return self._communicator
 
     @contextmanager

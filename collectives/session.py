@@ -235,6 +235,8 @@ class Session:
         if self.checker is not None:
             what = checked.describe(collective, *arrays[1:], counts, root, op, chosen, aliasing)
             what = what._replace(**{"collective": names[0], **(says or {})})
+            if not self.checker.compares_place:
+                what = what._replace(in_place="")
         picture = partial(_picture, chosen, self.transport.rank, size, root)
         bind = partial(self._plan, names, program, buffers, arrays, op, is_kept)
         bind = partial(bind, what=what, picture=picture)
