@@ -13,11 +13,13 @@ VENV  := .venv-$(MPI)
 RUN   := $(VENV)/bin/python
 READY := $(VENV)/ready
 
-.PHONY: help demo test lint docs clean
+.PHONY: help ready demo test lint docs clean
 
 help: ## say this
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
 	@echo '  MPI=openmpi|mpich, PYTHON=python3 and ARGS="..." (for demo, test and docs) may be given.'
+
+ready: $(READY) ## only set everything up
 
 demo: $(READY) ## watch collectives at work, with every byte accounted for
 	$(RUN) -m bench demo $(ARGS)

@@ -33,7 +33,7 @@ def run_suite(
     return launch(num_ranks, [*SUITE, *what], timeout=timeout, env=env, capture=True)
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
 def test_every_mpi_test_passes(num_ranks: int) -> None:
     done = run_suite(num_ranks, str(ROOT / "tests" / "mpi"))
     output = f"{done.stdout}\n{done.stderr}"
