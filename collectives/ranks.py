@@ -1,10 +1,10 @@
 """The ranks of one job on this host: what they tell their launcher, and what it sees of them.
 
 They are not the launcher's children, so it cannot wait for them, and not every mpirun says which of
-them died.  So a rank posts its number and process on the job's board when it starts, takes that
-down when it ends in good order, and posts its status if it fails.  Whoever dies with its post still
-up was killed, or crashed.  The board is a directory that no other job has; by its name, which is in
-every rank's environment, the ranks are known too.
+them died.  So a rank puts a pipe with its process number on the job's board when it starts, holds
+it open as long as it lives, takes it down when it ends in good order, and posts its status if it
+fails.  Whoever lets go of a pipe that is still up was killed, or crashed.  The board is a directory
+that no other job has; by its name, which is in every rank's environment, the ranks are known too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def enter() -> None:
     """Post on the job's board, if there is one here, that this process is a rank."""
     if board := os.environ.get(BOARD):
         with contextlib.suppress(OSError):
-            _post(board).touch()
+            os.mkfifo(_post(board))
+            os.open(_post(board), os.O_RDWR | os.O_NONBLOCK)  # the end of the process closes it
 
 
 def leave(status: int = 0) -> None:
@@ -80,10 +81,11 @@ class Watch:
         self._ranks: dict[int, Rank | None] = {}  # by file descriptor; None: mpirun
         self._undo = contextlib.ExitStack()
         # An epoll hands over one event after the other in the order in which they happened.  After
-        # a death mpirun kills the rest, often before the launcher's turn to look has come.
+        # a death mpirun kills the rest, often before the launcher's turn to look has come.  Both
+        # see a rank die when its files are closed; its process may end after those of the others.
         self._deaths = self._undo.enter_context(select.epoll()) if _can_watch() else None
         if self._deaths is not None:
-            self._follow(self._deaths, self._open(job), None)
+            self._follow(self._deaths, os.pidfd_open(job), None)
 
     def __enter__(self) -> Watch:
         return self
@@ -124,17 +126,13 @@ class Watch:
             if pid not in self._known:
                 self._known.add(pid)
                 with contextlib.suppress(OSError):  # gone already
-                    descriptor = self._open(pid)
                     # The post may be another host's, if the board lies on a shared disk.
                     if (rank := _rank(pid, self._board)) is not None:
+                        descriptor = os.open(post, os.O_RDONLY | os.O_NONBLOCK)
                         self._follow(deaths, descriptor, rank)
 
-    def _open(self, pid: int) -> int:
-        descriptor = os.pidfd_open(pid)
-        self._undo.callback(os.close, descriptor)
-        return descriptor
-
     def _follow(self, deaths: select.epoll, descriptor: int, rank: Rank | None) -> None:
+        self._undo.callback(os.close, descriptor)
         self._ranks[descriptor] = rank
         deaths.register(descriptor, select.EPOLLIN)
 
