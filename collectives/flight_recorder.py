@@ -6,6 +6,7 @@ A dump is a JSON file, one for each rank; `python -m collectives.flight` lines t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import signal
@@ -108,9 +109,12 @@ class FlightRecorder:
         return unfinished.replace(path)
 
     def dump_if_asked(self) -> None:
-        """Dump where `listen` was told to, if it was."""
-        if self.directory is not None:
-            self.dump(self.directory)
+        """Dump where `listen` was told to, if it was.  What goes wrong here hides no failure."""
+        try:
+            if self.directory is not None:
+                self.dump(self.directory)
+        except OSError as error:
+            logging.getLogger(__name__).warning("no dump of rank %d: %s", self.rank, error)
 
     def listen(self, directory: str | Path, signum: int = signal.SIGUSR1) -> None:
         """From now on dump to this directory after a time-out or failure, and at this signal.

@@ -65,7 +65,7 @@ class MpiTransport:
         assert isinstance(largest_tag, int)
         self.num_tags = largest_tag + 1
         self.in_flight, self.failed, self.flight = _in_flight, _failed, _flight
-        members = _ranks_of_the_job(comm)
+        members = _ranks_in(MPI.COMM_WORLD, comm)
         _num_alike[members] += 1
         self.identity = members, _num_alike[members]
 
@@ -130,11 +130,7 @@ class MpiTransport:
         self._meet(deadline)  # because Shrink itself cannot time out
         comm = self.comm.Shrink()
         assert isinstance(comm, MPI.Intracomm)
-        mine, theirs = self.comm.Get_group(), comm.Get_group()
-        members = MPI.Group.Translate_ranks(theirs, range(theirs.size), mine)
-        mine.Free()
-        theirs.Free()
-        return MpiTransport(comm), list(members)
+        return MpiTransport(comm), list(_ranks_in(self.comm, comm))
 
     def _meet(self, deadline: float | None) -> None:
         """Wait until all ranks that are alive are here, on a communicator that is revoked."""
@@ -310,11 +306,11 @@ class PersistentExchange(MpiExchange):
         self._requests = ()
 
 
-def _ranks_of_the_job(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """The ranks in COMM_WORLD of a communicator's ranks."""
-    world, group = MPI.COMM_WORLD.Get_group(), comm.Get_group()
-    ranks = MPI.Group.Translate_ranks(group, range(group.size), world)
-    world.Free()
+def _ranks_in(whole: MPI.Intracomm, comm: MPI.Intracomm) -> tuple[int, ...]:
+    """The ranks that a communicator's ranks have in another one."""
+    theirs, group = whole.Get_group(), comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(group, range(group.size), theirs)
+    theirs.Free()
     group.Free()
     return tuple(ranks)
 

@@ -113,6 +113,14 @@ def test_among_many_ranks_only_those_concerned_and_the_rounds_near_are_shown() -
     assert lines[4] == "last calls of rank 0:"
 
 
+def test_a_dump_that_cannot_be_written_does_not_hide_the_time_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    assert "waited 0.1 s" in timed_out(2, tmp_path / "file")
+    assert "no dump of rank 0" in caplog.text
+
+
 def test_a_time_out_dumps_if_somebody_asked_for_it(tmp_path: Path) -> None:
     timed_out(2, tmp_path)
     dump = json.loads((tmp_path / "flight.0.json").read_text())
