@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -16,7 +16,7 @@ from collectives.arrays import Bytes
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerFailed
 from collectives.flight_recorder import FlightRecorder, Waiting
 from collectives.monitor import Counters
-from collectives.transport import Action, Parcels, back_off, wrong_length
+from collectives.transport import Action, Parcels, back_off, until, wrong_length
 
 if TYPE_CHECKING:
     from collectives.plan import Plan
@@ -39,9 +39,6 @@ _MOST_BYTES, _MEBIBYTE = 2**31 - 1, 2**20
 _FEW = 4  # up to so many requests are quicker started and waited for one by one
 _PATIENCE = 0.1  # seconds that a message called off gets to be over
 _NEWS = 1.0  # seconds that it may take to learn which ranks have failed
-
-_SPINS = 20  # a small message is there before this many questions; with more ranks than cores
-_YIELDS = 10_000  # another rank needs the processor; and nobody needs it after so long a wait
 
 # Fault tolerance (ULFM) is a matter of how Open MPI was started; MPICH has none of it.
 _FAILURES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
@@ -136,7 +133,7 @@ class MpiTransport:
         """Wait until all ranks that are alive are here, on a communicator that is revoked."""
         flag = np.ones(1, np.intc)
         try:
-            is_met = _until(self.comm.Iagree(flag).Test, deadline)
+            is_met = until(self.comm.Iagree(flag).Test, deadline)
         except MPI.Exception as error:  # that ranks have failed is known: all others are here
             is_met = error.Get_error_class() in _FAILURES
         if not is_met:
@@ -154,7 +151,7 @@ def duplicated(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport:
     """The transport of a duplicate of `comm`.  A collective call."""
     duplicate, request = comm.Idup()
     deadline = None if timeout is None else time.monotonic() + timeout
-    if not _until(request.Test, deadline):
+    if not until(request.Test, deadline):
         raise CollectiveTimeout(f"not all ranks have made this communicator within {timeout} s")
     return MpiTransport(duplicate)
 
@@ -172,7 +169,7 @@ class MpiExchange:
         self._requests: Sequence[MPI.Request] = ()
         self._statuses: list[MPI.Status] = []  # MPI adds as many as it needs
         self.starts: list[Action] = [self.start] if self._ends else []
-        self.waits: list[Action] = [partial(_until, self.test)] if self._ends else []
+        self.waits: list[Action] = [self.test] if self._ends else []
 
     def start(self) -> None:
         comm, tag, first_send = self._comm, self._tag, self._num_receives
@@ -193,7 +190,7 @@ class MpiExchange:
         return bool(is_complete)
 
     def wait(self, deadline: float | None) -> bool:
-        return _until(self.test, deadline)
+        return until(self.test, deadline)
 
     def _completed(self) -> None:
         """Check the lengths: MPI itself notices only messages that are too long."""
@@ -276,29 +273,31 @@ class PersistentExchange(MpiExchange):
         elif requests:
             self.starts = [request.Start for request in requests]
             self.waits = [self._arrival(number) for number in range(first_send)]
-            self.waits += [partial(_until, request.Test) for request in requests[first_send:]]
+            self.waits += [request.Test for request in requests[first_send:]]
 
     def start(self) -> None:
         for start in self.starts:
             start()
 
     def _arrival(self, number: int) -> Action:
-        """Waits for one message, and checks its length."""
+        """Whether one message is there; then its length is checked."""
         status = MPI.Status()
         test = partial(self._requests[number].Test, status)
         measure, datatype = status.Get_elements, self._ends[number][1][-1]
         expected = self._expected[number]
 
-        def arrive() -> None:
+        def has_arrived() -> bool:
             try:
-                _until(test)
+                if not test():
+                    return False
             except MPI.Exception as error:
                 self._explain(error, number)
                 raise
             if measure(datatype) != expected:
                 self._check_length(number, status)
+            return True
 
-        return arrive
+        return has_arrived
 
     def free(self) -> None:
         for request in self._requests:
@@ -315,26 +314,6 @@ def _ranks_in(whole: MPI.Intracomm, comm: MPI.Intracomm) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def _until(is_over: Callable[[], bool], deadline: float | None = None) -> bool:
-    """Ask until it is over; False if the deadline came first.
-
-    MPI's own wait would let in neither Ctrl-C nor any other signal.
-    """
-    for _ in range(_SPINS):
-        if is_over():
-            return True
-    num_tries = 0
-    while not is_over():
-        if deadline is not None and time.monotonic() > deadline:
-            return False
-        if num_tries < _YIELDS:
-            os.sched_yield()
-        else:
-            back_off(num_tries - _YIELDS)
-        num_tries += 1
-    return True
-
-
 def _called_off(requests: Sequence[MPI.Request], num_receives: int) -> bool:
     """Call off the receives among the requests and let all go; whether all were over by then.
 
@@ -344,7 +323,7 @@ def _called_off(requests: Sequence[MPI.Request], num_receives: int) -> bool:
         if request and not request.Get_status():
             request.Cancel()
     deadline = time.monotonic() + _PATIENCE
-    are_over = [_until(partial(_is_over, request), deadline) for request in requests]
+    are_over = [until(partial(_is_over, request), deadline) for request in requests]
     for request in requests:
         if request:
             request.Free()

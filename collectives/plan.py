@@ -18,7 +18,7 @@ from collectives.program import Combine, Message, Move, Program, Region, Step
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
 from collectives.staging import PinnedMemory
-from collectives.transport import Action, Exchange, Transport
+from collectives.transport import Action, Exchange, Transport, until
 
 _STAGE_BYTES = 4096
 _clock = time.perf_counter
@@ -149,7 +149,8 @@ class Plan:
                 break
         try:
             for action in self._script:
-                action()
+                if action() is False:
+                    until(action)
         except BaseException as error:  # noqa: BLE001 - raised again, as what it means
             failure = self._fail(error)
             raise failure from failure.__cause__

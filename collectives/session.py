@@ -193,6 +193,7 @@ class Session:
             self._overdue = None
         self.remembered.forget()
         self.transport.free()
+        self._damage = CollectiveError("this communicator was freed")
 
     # Plans
 
@@ -216,7 +217,6 @@ class Session:
         That of a blocking call is to be run by `again` or `once`.  `says`: what the ranks tell each
         other of it in checked mode, where that does not follow from the rest.
         """
-        self.check()
         dtype, size = _dtype(arrays), self.transport.size
         num_bytes = _num_bytes(counts, dtype)
         chosen = select.choose(collective, algorithm, size, num_bytes, op, self.decisions)
@@ -288,6 +288,7 @@ class Session:
 
         `what`: what the ranks tell each other before they run it, if they do.
         """
+        self.check()
         dtype = buffers.input.dtype
         if program.num_scratch:
             shape = (program.num_scratch * program.num_slots,)

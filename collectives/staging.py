@@ -6,6 +6,7 @@ No device pointer ever reaches the engine, so it works with every MPI.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from collectives.arrays import Array, Backend, Bytes
 from collectives.flight_recorder import Waiting
@@ -44,7 +45,7 @@ class StagedExchange:
         self._leaving, self._arriving = leaving, arriving
         self._is_active = False
         self.starts: list[Action] = [self.start]
-        self.waits: list[Action] = [self._wait]
+        self.waits: list[Action] = [partial(self.wait, None)]
 
     def start(self) -> None:
         self._backend.to_host(self._leaving)
@@ -56,9 +57,6 @@ class StagedExchange:
 
     def wait(self, deadline: float | None) -> bool:
         return self._landed(self._inner.wait(deadline))
-
-    def _wait(self) -> None:
-        self.wait(None)
 
     def _landed(self, is_complete: bool) -> bool:
         if is_complete and self._is_active:

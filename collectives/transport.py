@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -13,15 +14,17 @@ if TYPE_CHECKING:
     from collectives.plan import Plan
 
 Parcels = Sequence[tuple[int, Bytes]]
-Action = Callable[[], object]
+Action = Callable[[], object]  # what returns False is not done, and is asked again
+
+_YIELDS = 10_000  # offers of the processor to other ranks; who has waited so long may sleep
 
 
 class Exchange(Protocol):
     """The messages of one round, which may be started again and again.
 
     `starts` and `waits` are what to call, one after the other, to post all messages and to wait for
-    them without a limit.  Whoever does everything by these two does not use `start`, `test`, `wait`
-    in the same run.
+    them without a limit; what of `waits` returns False is called again until it does not.  Whoever
+    does everything by these two does not use `start`, `test`, `wait` in the same run.
     """
 
     starts: list[Action]
@@ -86,6 +89,23 @@ class Transport(Protocol):
 
     def free(self) -> None:
         """Give back the communicator below, if it is ours."""
+
+
+def until(is_over: Action, deadline: float | None = None) -> bool:
+    """Ask until the answer is not False; False if the deadline came first.
+
+    An engine's own wait would let in neither Ctrl-C nor any other signal.
+    """
+    num_tries = 0
+    while is_over() is False:
+        if deadline is not None and time.monotonic() > deadline:
+            return False
+        if num_tries < _YIELDS:
+            os.sched_yield()
+        else:
+            back_off(num_tries - _YIELDS)
+        num_tries += 1
+    return True
 
 
 def back_off(num_tries: int) -> None:

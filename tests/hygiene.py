@@ -121,8 +121,8 @@ def unfinished(plan: Plan) -> str:
 
 
 def is_broken(session: Session) -> bool:
-    """Whether the communicator has said that it is of no more use."""
-    return session._damage is not None
+    """Whether the communicator has said that it is of no more use, other than by its `free`."""
+    return session._damage is not None and "was freed" not in str(session._damage)
 
 
 def numbers(session: Session) -> int:

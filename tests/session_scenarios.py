@@ -249,6 +249,24 @@ def a_freed_plan_cannot_run(comm: Communicator) -> None:
         plan.run()
 
 
+def a_freed_communicator_says_so(comm: Communicator) -> None:
+    group = comm.split(0)
+    assert group is not None
+    group.all_reduce(np.ones(1))  # remembered
+    group.free()
+    calls = [
+        lambda: group.all_reduce(np.ones(1)),
+        lambda: group.broadcast(np.ones(1), async_op=True),
+        lambda: group.send_recv(np.ones(1), 0, 0),
+        lambda: group.plan.barrier(),
+        lambda: group.split(0),
+        lambda: group.subgroup(range(group.size)),
+    ]
+    for call in calls:
+        with pytest.raises(collectives.CollectiveError, match="this communicator was freed"):
+            call()
+
+
 def a_plan_of_strided_input_is_refused(comm: Communicator) -> None:
     with pytest.raises(ValueError, match="must be C-contiguous"):
         comm.plan.all_reduce(np.ones(8)[::2])
@@ -366,6 +384,7 @@ SCENARIOS = [
     a_call_that_timed_out_can_be_the_last,
     refused_calls_do_not_count,
     a_freed_plan_cannot_run,
+    a_freed_communicator_says_so,
     a_plan_of_strided_input_is_refused,
     a_failure_belongs_to_the_call_that_failed,
     arrays_of_different_kinds_travel_as_bytes,
