@@ -98,10 +98,35 @@ class Operation:
             raise MPI.Exception(_error_code(self.error))
 
 
-class Request(MPI.Grequest):
-    """A collective call under way."""
+class _Awaited:
+    """What both kinds of request do when somebody waits for their operation."""
 
-    _operation: Operation
+    _operation: Operation | None
+
+    def Wait(self, status: MPI.Status | None = None) -> Any:
+        """Wait until the call is complete, if one is under way; raises what it failed with."""
+        if self._is_active and self._operation is not None:
+            self._operation.wait()
+        with _Explained(self._operation):
+            return super().Wait(status)  # type: ignore[misc]
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """Whether no call is under way any more; raises what it failed with."""
+        with _Explained(self._operation):
+            return super().Test(status)  # type: ignore[misc, no-any-return]
+
+    def wait(self, status: MPI.Status | None = None) -> Any:
+        """The same, in the spelling of mpi4py's pickled calls; returns None."""
+        self.Wait(status)
+
+    @property
+    def _is_active(self) -> bool:
+        """Whether it was started and nobody has waited for it since."""
+        return bool(super().__bool__())  # type: ignore[misc]
+
+
+class Request(_Awaited, MPI.Grequest):
+    """A collective call under way."""
 
     @classmethod
     def of(cls, operation: Operation) -> Request:
@@ -110,24 +135,8 @@ class Request(MPI.Grequest):
         request._operation = operation
         return request
 
-    def Wait(self, status: MPI.Status | None = None) -> Any:
-        """Wait until the call is complete; raises what it failed with."""
-        if self:
-            self._operation.wait()
-        with _Explained(self._operation):
-            return super().Wait(status)
 
-    def Test(self, status: MPI.Status | None = None) -> bool:
-        """Whether the call is complete; raises what it failed with."""
-        with _Explained(self._operation):
-            return super().Test(status)
-
-    def wait(self, status: MPI.Status | None = None) -> Any:
-        """The same, in the spelling of mpi4py's pickled calls; returns None."""
-        self.Wait(status)
-
-
-class PersistentRequest(MPI.Prequest):
+class PersistentRequest(_Awaited, MPI.Prequest):
     """A collective call to be started many times.
 
     `Start` it, or `PersistentRequest.Startall` some, MPI's own among them; `MPI.Prequest.Startall`
@@ -160,11 +169,6 @@ class PersistentRequest(MPI.Prequest):
 
     __hash__ = object.__hash__
 
-    @property
-    def _is_active(self) -> bool:
-        """Whether it was started and nobody has waited for it since."""
-        return super().__bool__()
-
     def Start(self) -> None:
         """Begin a run, which reads the buffers afresh.  MPI.Exception while one is active."""
         if self._plan is None or self._is_active:
@@ -181,22 +185,6 @@ class PersistentRequest(MPI.Prequest):
         """Start all of them, MPI's own as well."""
         for request in requests:
             request.Start()
-
-    def Wait(self, status: MPI.Status | None = None) -> Any:
-        """Wait until the run is complete; returns at once if there is none."""
-        if self._is_active and self._operation is not None:
-            self._operation.wait()
-        with _Explained(self._operation):
-            return super().Wait(status)
-
-    def Test(self, status: MPI.Status | None = None) -> bool:
-        """Whether the run is complete, or there is none."""
-        with _Explained(self._operation):
-            return super().Test(status)
-
-    def wait(self, status: MPI.Status | None = None) -> Any:
-        """The same, in the spelling of mpi4py's pickled calls; returns None."""
-        self.Wait(status)
 
     def Free(self) -> None:
         """Give the plan back, as soon as a run under way is complete."""
