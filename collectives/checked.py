@@ -25,7 +25,7 @@ from collectives.errors import CollectiveError, CollectiveMismatch, NotFinite
 from collectives.fingerprint import AMISS_AT, NUM_BYTES, NUM_COMPARED, Fingerprint
 from collectives.lanes import compile_lanes
 from collectives.ledger import Recorder, Sent, finish
-from collectives.plan import Buffers, Stage, bind
+from collectives.plan import Binder, Buffers, Stage
 from collectives.program import Aliasing, Counts
 from collectives.reduction import OPERATORS, Operator, has_infinities
 from collectives.select import Choice
@@ -213,7 +213,8 @@ class Guard:
         program = self._checker.program
         scratch = HOST.empty((program.num_scratch * program.num_slots,), self._mine.dtype)
         buffers = Buffers(HOST, self._mine, self._table.reshape(-1), scratch)
-        opening, stages = bind(program, buffers, self._checker.transport, None, 0, is_kept=False)
+        transport = self._checker.transport
+        opening, stages = Binder(program, buffers, transport, None, 0, is_kept=False).bound()
         among = f"{program.num_rounds} of its check"
         return opening, [stage._replace(among=among) for stage in stages]
 

@@ -101,7 +101,8 @@ class Plan:
         self._enter = transport.flight.entries.append
         self._ledgers = () if recorder is None else recorder.ledgers
         self._num_rounds = program.num_rounds
-        self._opening, self._stages = bind(program, buffers, transport, operator, tag, is_kept)
+        binder = Binder(program, buffers, transport, operator, tag, is_kept)
+        self._opening, self._stages = binder.bound()
         self.guard, self.was_stopped = guard, False
         if guard is not None:
             self._opening, self._stages = guard.around(self._opening, self._stages)
@@ -371,20 +372,8 @@ def _do(actions: list[Action]) -> None:
         action()
 
 
-def bind(
-    program: Woven,
-    buffers: Buffers,
-    transport: Transport,
-    operator: Operator | None,
-    tag: int,
-    is_kept: bool,
-) -> tuple[list[Action], list[Stage]]:
-    """A program on arrays: what is done first, and then the stages."""
-    return _Binder(program, buffers, transport, operator, tag, is_kept).bound()
-
-
-class _Binder:
-    """Turns regions into views and actions, once for all runs."""
+class Binder:
+    """A program on arrays: turns regions into views and actions, once for all runs."""
 
     def __init__(
         self,
