@@ -79,9 +79,9 @@ def _remembering(method: Callable[Parameters, Any]) -> Callable[Parameters, Any]
     ) -> Any:
         look = None if self._is_kept else _look(x, out)
         if look is not None:
-            look = name, look, preferences(), args, *named.items()
-            if args or named:  # 1.0 and True equal 1, and are refused as a root
-                look += tuple(map(type, (*args, *named.values())))
+            look = name, look, preferences(), *map(_told, args)
+            if named:
+                look += *named, *map(_told, named.values())
             try:
                 known = self._session.remembered.calls.get(look)
             except TypeError:  # something unhashable among the arguments
@@ -92,6 +92,14 @@ def _remembering(method: Callable[Parameters, Any]) -> Callable[Parameters, Any]
         return method(self, x, *args, out=out, timeout=timeout, **named)  # type: ignore[arg-type]
 
     return call  # type: ignore[return-value]
+
+
+def _told(argument: Any) -> tuple[Any, ...]:
+    """An argument with its type, for 1.0 and True equal 1 and are refused as a root; a list, such
+    as that of counts, by its entries."""
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_told, argument))
+    return type(argument), argument
 
 
 def _look(x: Any, out: Any) -> tuple[Any, ...] | None:
@@ -516,11 +524,9 @@ class Calls:
         """Whether a call can be remembered, now that its arguments are known to be good."""
         if arrays.backend is not HOST or not (op is None or isinstance(op.function, str)):
             return False
-        if look[1][0] is None:
-            return True
-        # A result that is new every time lies elsewhere every time.
-        lies_still = self._has_out or arrays.target is None
-        return lies_still and self._session.remembered.is_repeated(look)
+        if look[1][0] is not None and not (self._has_out or arrays.target is None):
+            return False  # a result that is new every time lies elsewhere every time
+        return self._session.remembered.is_repeated(look)
 
     def _run_point_to_point(
         self,

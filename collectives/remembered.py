@@ -1,10 +1,10 @@
 """Blocking calls that come again go straight to a plan that was kept.
 
-Making a plan takes longer than running a small one.  So a small call leaves its plan behind, bound
-to arrays of the library's own; the next one like it, whatever its arrays, copies into that plan's
-input and out of its result.  A larger one that comes a second time with its arrays at the same
-addresses is bound to that memory.  No array of a caller's is kept alive: a plan touches memory only
-while it runs, and it runs for arrays that lie there.
+Making a plan takes longer than running a small one.  So a small call that comes a second time
+leaves its plan behind, bound to arrays of the library's own; the next one like it, whatever its
+arrays, copies into that plan's input and out of its result.  A larger one that comes a second time
+with its arrays at the same addresses is bound to that memory.  No array of a caller's is kept
+alive: a plan touches memory only while it runs, and it runs for arrays that lie there.
 """
 
 from __future__ import annotations
