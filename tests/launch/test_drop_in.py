@@ -53,12 +53,10 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(place.glob("mpi4py-*/test"))
 
 
-def run(
-    suite: Path, num_ranks: int, *options: str, timeout: float = 600
-) -> subprocess.CompletedProcess[str]:
+def run(suite: Path, num_ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
     env = {"PYTHONPATH": os.fspath(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [PROGRAM, os.fspath(suite), *options]
-    return launch(num_ranks, command, timeout=timeout, env=env, capture=True)
+    return launch(num_ranks, command, timeout=600, env=env, capture=True)
 
 
 @pytest.mark.parametrize("module", NUM_TESTS)
@@ -73,13 +71,13 @@ def check(done: subprocess.CompletedProcess[str], num_tests: int) -> None:
 
 
 def test_a_call_that_falls_back_to_mpi_is_noticed(suite: Path) -> None:
-    done = run(suite, 2, "--modules", "test_cco_obj", "--missing", "allgather", timeout=60)
+    done = run(suite, 2, "--modules", "test_cco_obj", "--missing", "allgather")
     assert done.returncode not in (0, TIMED_OUT)
     assert "allgather fell back to MPI" in done.stderr
     assert "mpi4py's suite FAILS" in done.stdout
 
 
 def test_a_call_that_does_the_wrong_thing_is_noticed(suite: Path) -> None:
-    done = run(suite, 2, "--modules", "test_cco_buf", "--broken", "Bcast", timeout=60)
+    done = run(suite, 2, "--modules", "test_cco_buf", "--broken", "Bcast")
     assert done.returncode not in (0, TIMED_OUT)
     assert "mpi4py's suite FAILS" in done.stdout
