@@ -526,7 +526,7 @@ class Calls:
             return False
         if look[1][0] is not None and not (self._has_out or arrays.target is None):
             return False  # a result that is new every time lies elsewhere every time
-        return self._session.remembered.is_repeated(look)
+        return self._session.remembered.wants(look)
 
     def _run_point_to_point(
         self,

@@ -26,6 +26,7 @@ COPIED_RESULT_BYTES = 256 * 1024
 _MOST_CALLS = 256
 _MOST_BYTES = 32 * 2**20
 _MOST_SEEN = 1024
+_MOST_REFUSED = 4096
 
 
 class KeptCall:
@@ -83,20 +84,30 @@ class Remembered:
         self.calls: dict[Hashable, KeptCall] = {}
         self._num_bytes = 0
         self._seen: set[Hashable] = set()
+        self._num_refused = 0
 
-    def is_repeated(self, look: Hashable) -> bool:
-        """Whether a call that looked like this was asked for before."""
-        if look in self._seen:
-            return True
-        if len(self._seen) >= _MOST_SEEN:
-            self._seen.clear()
-        self._seen.add(look)
-        return False
+    def wants(self, look: Hashable) -> bool:
+        """Whether to remember a call that looks like this: it came before, and there is room.
+
+        Those that are remembered stay until many others have found no room.  If they made it for
+        every newcomer, a program that goes round among too many calls would find none of them.
+        """
+        if look not in self._seen:
+            if len(self._seen) >= _MOST_SEEN:
+                self._seen.clear()
+            self._seen.add(look)
+            return False
+        if len(self.calls) >= _MOST_CALLS:
+            self._num_refused += 1
+            if self._num_refused < _MOST_REFUSED:
+                return False
+            self.forget()
+        return True
 
     def add(self, look: Hashable, call: KeptCall) -> None:
-        """Remember a call; when there are too many, forget all others first."""
+        """Remember a call; when they take too much memory, forget all others first."""
         self._num_bytes += call.num_bytes
-        if len(self.calls) >= _MOST_CALLS or self._num_bytes > _MOST_BYTES:
+        if self._num_bytes > _MOST_BYTES:
             self.forget()
             self._num_bytes = call.num_bytes
         self.calls[look] = call
@@ -110,7 +121,7 @@ class Remembered:
         for call in self.calls.values():
             call.plan.free()
         self.calls.clear()
-        self._num_bytes = 0
+        self._num_bytes = self._num_refused = 0
 
 
 def places(x: Array | None, out: Array | None) -> tuple[int | None, int | None]:

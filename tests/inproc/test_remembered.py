@@ -202,6 +202,32 @@ def test_the_number_of_calls_and_their_bytes_are_bounded() -> None:
     collectives.run(body, 2)
 
 
+def test_going_round_among_too_many_calls_most_find_their_plan(plans_made: list[str]) -> None:
+    num_calls, num_rounds = remembered._MOST_CALLS + 50, 10
+
+    def body(comm: Communicator) -> None:
+        for _ in range(num_rounds):
+            for length in range(1, num_calls + 1):
+                comm.all_reduce(np.ones(length, np.int8))
+
+    collectives.run(body, 1)
+    assert len(plans_made) == 2 * num_calls + (num_rounds - 2) * 50
+
+
+def test_calls_that_come_no_more_make_room_in_the_end() -> None:
+    def body(comm: Communicator) -> None:
+        for kind in (np.int8, np.uint8):
+            for _ in range(2):
+                for length in range(1, remembered._MOST_CALLS + 1):
+                    comm.all_reduce(np.ones(length, kind))
+        before = set(kept(comm))
+        for _ in range(remembered._MOST_REFUSED):
+            comm.all_reduce(np.ones(3, np.uint8))
+        assert len(kept(comm)) == 1 and not before & set(kept(comm))
+
+    collectives.run(body, 1)
+
+
 def test_bad_arguments_are_refused_also_after_good_ones() -> None:
     def body(comm: Communicator) -> None:
         x, frozen = np.ones(4), np.ones(4)
