@@ -40,6 +40,7 @@ from collectives.transport import Transport
 
 _MOST_ROWS = 16  # that a time-out shows
 _MOST_ROUNDS = 4  # that it shows before, and after
+FREED = "this communicator was freed"
 _NOTHING = Region("input", 0, 0)
 
 
@@ -193,7 +194,7 @@ class Session:
             self._overdue = None
         self.remembered.forget()
         self.transport.free()
-        self._damage = CollectiveError("this communicator was freed")
+        self._damage = CollectiveError(FREED)
 
     # Plans
 

@@ -18,7 +18,7 @@ import pytest
 
 from collectives.inproc import InprocTransport, World
 from collectives.plan import Plan
-from collectives.session import Session
+from collectives.session import FREED, Session
 from collectives.staging import PinnedMemory
 
 
@@ -122,7 +122,7 @@ def unfinished(plan: Plan) -> str:
 
 def is_broken(session: Session) -> bool:
     """Whether the communicator has said that it is of no more use, other than by its `free`."""
-    return session._damage is not None and "was freed" not in str(session._damage)
+    return session._damage is not None and str(session._damage) != FREED
 
 
 def numbers(session: Session) -> int:

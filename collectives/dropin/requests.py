@@ -99,7 +99,11 @@ class Operation:
 
 
 class _Awaited:
-    """What both kinds of request do when somebody waits for their operation."""
+    """What both kinds of request do when somebody waits for their operation.
+
+    It stands before a request of MPI, to which `super()` leads; mypy cannot know that.  Deriving it
+    from MPI.Request would tell mypy, but then Python refuses to make a PersistentRequest.
+    """
 
     _operation: Operation | None
 
