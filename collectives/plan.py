@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -121,7 +121,7 @@ class Plan:
         self._flown: list[Any] = [None, 0, 0.0, True]  # and into the flight recorder
         # What is driven by a thread is nobody else's to carry along.
         self._thread = thread
-        self._done: threading.Event | None = None
+        self._over: Future[None] | None = None
         self._in_flight = transport.in_flight if thread is None else []
 
     @property
@@ -183,7 +183,7 @@ class Plan:
             failure = self._fail(error)
             raise failure from failure.__cause__
         if self._thread is not None and self.is_active:
-            self._done = self._thread.adopt(self)
+            self._over = self._thread.adopt(self)
 
     @property
     def is_active(self) -> bool:
@@ -207,13 +207,27 @@ class Plan:
         timeout = self.timeout if timeout is None else arguments.seconds(timeout)
         if self._thread is None:
             self._wait(timeout)
-        elif self._done is not None and not self._done.wait(timeout):
-            with self._thread.lock:
-                if self._stage is not None:
-                    raise self._timed_out(timeout)
+        elif self._over is not None:
+            try:
+                self._over.result(timeout)
+            except TimeoutError:
+                with self._thread.lock:
+                    if self._stage is not None:
+                        raise self._timed_out(timeout) from None
         if self._error is not None:
             raise self._error
         return self.result
+
+    def when_over(self, action: Action) -> None:
+        """Do this when the run under way is complete or has failed; now if that has happened.
+
+        Only for a plan that a thread drives: it is this thread that does it then.
+        """
+        assert self._thread is not None, "nobody would do it"
+        if self._over is None:
+            action()
+        else:
+            self._over.add_done_callback(lambda _: action())
 
     def _wait(self, timeout: float | None) -> None:
         """Wait by going on ourselves."""
@@ -360,6 +374,10 @@ class Work:
     def test(self) -> bool:
         """Go as far as possible without waiting; whether the collective is complete."""
         return self._plan.test()
+
+    def when_over(self, action: Action) -> None:
+        """See `Plan.when_over`."""
+        self._plan.when_over(action)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until complete, and return what the blocking call would have returned."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import atexit
 import threading
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from collectives.transport import back_off
 
@@ -26,6 +27,13 @@ class Progressing(Protocol):
         """Go as far as possible without waiting; whether anything moved.  Raises nothing."""
 
 
+class Adopted(NamedTuple):
+    """A plan that the thread carries on, and what is done when it is over."""
+
+    plan: Progressing
+    over: Future[None]
+
+
 class ProgressThread:
     """Progresses what it is given until that is complete.  It sleeps when it has nothing to do.
 
@@ -34,16 +42,16 @@ class ProgressThread:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._arrivals: SimpleQueue[tuple[Progressing, threading.Event] | None] = SimpleQueue()
+        self._arrivals: SimpleQueue[Adopted | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="collectives", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # before MPI is finalized
 
-    def adopt(self, plan: Progressing) -> threading.Event:
-        """Let a plan go on; the event is set when it is complete or has failed."""
-        done = threading.Event()
-        self._arrivals.put((plan, done))
-        return done
+    def adopt(self, plan: Progressing) -> Future[None]:
+        """Let a plan go on; the future is done when the plan is complete or has failed."""
+        adopted = Adopted(plan, Future())
+        self._arrivals.put(adopted)
+        return adopted.over
 
     def stop(self) -> None:
         """End the thread, also if something is still under way."""
@@ -52,7 +60,7 @@ class ProgressThread:
         atexit.unregister(self.stop)
 
     def _work(self) -> None:
-        under_way: list[tuple[Progressing, threading.Event]] = []
+        under_way: list[Adopted] = []
         num_tries = 0
         while True:
             try:
@@ -60,6 +68,7 @@ class ProgressThread:
                 if arrival is None:
                     return
                 under_way.append(arrival)
+                del arrival  # or it would be kept for as long as the thread then sleeps
             except Empty:
                 pass
             under_way, has_moved = self._progressed(under_way)
@@ -67,16 +76,14 @@ class ProgressThread:
             if under_way and not has_moved:
                 back_off(num_tries)
 
-    def _progressed(
-        self, under_way: list[tuple[Progressing, threading.Event]]
-    ) -> tuple[list[tuple[Progressing, threading.Event]], bool]:
+    def _progressed(self, under_way: list[Adopted]) -> tuple[list[Adopted], bool]:
         """Let each go on; those that are not complete, and whether anything moved."""
         left, has_moved = [], False
-        for plan, done in under_way:
+        for adopted in under_way:
             with self.lock:
-                has_moved |= plan.progress()
-            if plan.is_active:
-                left.append((plan, done))
+                has_moved |= adopted.plan.progress()
+            if adopted.plan.is_active:
+                left.append(adopted)
             else:
-                done.set()
+                adopted.over.set_result(None)
         return left, has_moved

@@ -38,10 +38,13 @@ def needed_thread() -> ProgressThread:
 
 
 class Started(Protocol):
-    """What was started and can be asked whether it is complete: a Work, or a Plan."""
+    """What was started, and is carried on by the thread: a Work, or a Plan."""
 
     def test(self) -> bool:
         """Whether it is complete; raises what it failed with."""
+
+    def when_over(self, action: Action) -> None:
+        """Do this when it is complete or has failed; now if that has happened."""
 
 
 class Operation:
@@ -53,20 +56,24 @@ class Operation:
     def __init__(
         self, started: Started, store: Sequence[Action], release: Sequence[Action] = ()
     ) -> None:
-        self._started, self._store, self._release = started, store, list(release)
+        self._started: Started | None = started
+        self._store, self._release = store, list(release)
         self.error: BaseException | None = None
         self.is_active = True
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         self.request = MPI.Grequest.Start(self._query)
-        needed_thread().adopt(self)
+        started.when_over(self._complete)
 
-    def progress(self) -> bool:
-        """Complete the request if the call is complete.  Called by the thread alone."""
+    def _complete(self) -> None:
+        """The call is over: bring its result to its place, and complete the request."""
+        started, store = self._started, self._store
+        # What was started knows this operation; if that were mutual, both would stay for a while.
+        self._started, self._store = None, ()
+        assert started is not None, "it is over once"
         try:
-            if not self._started.test():
-                return False
-            _do(self._store)
+            started.test()
+            _do(store)
         except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever waits
             self.error = error
         with self._lock:
@@ -78,7 +85,6 @@ class Operation:
             self.error = self.error or error
         self.request.Complete()
         self._is_over.set()
-        return True
 
     def at_the_end(self, action: Action) -> None:
         """Do this when the call is complete; now if it is."""
@@ -216,7 +222,7 @@ class _Explained:
         self._operation = operation
 
     def __enter__(self) -> None:
-        pass
+        self._started, self._store = None, ()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, MPI.Exception) and self._operation is not None:

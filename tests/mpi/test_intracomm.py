@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -316,6 +318,19 @@ def test_a_call_is_carried_on_while_nobody_waits_and_keeps_its_buffers(
         pass
     assert np.array_equal(rows, np.repeat(np.arange(comm.size), 50_000))
     request.Wait()
+
+
+def test_a_call_that_is_over_keeps_no_buffer(comm: collectives.Intracomm) -> None:
+    rows = np.zeros(3 * comm.size)
+    kept = weakref.ref(rows)
+    request = comm.Iallgather(np.zeros(3), rows)
+    request.Wait()
+    del rows
+    deadline = time.monotonic() + 10  # for the thread to take its hands off
+    while kept() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    is_kept = kept() is not None
+    assert not is_kept
 
 
 def test_a_failure_comes_out_where_it_is_waited_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -54,6 +55,36 @@ def test_a_failure_in_the_thread_is_raised_by_the_wait(mpi_world: MPI.Intracomm)
             work.wait()
     assert comm.all_reduce(np.ones(3), async_op=True).wait()[0] == 2
     comm.free()
+
+
+def test_what_follows_a_run_is_done_by_the_thread_and_at_once_when_it_is_over(
+    mpi_world: MPI.Intracomm, world: Communicator
+) -> None:
+    comm, done_by = collectives.world(progress="thread"), list[str]()
+
+    def follow() -> None:
+        done_by.append(threading.current_thread().name)
+
+    if comm.rank == 0:  # without it the others cannot be over
+        mpi_world.Barrier()
+    work = comm.barrier(async_op=True)
+    if comm.rank != 0:
+        work.when_over(follow)
+        assert not done_by
+        mpi_world.Barrier()
+    work.wait()
+    deadline = time.monotonic() + 10  # those who wait are told first
+    while comm.rank != 0 and not done_by and time.monotonic() < deadline:
+        time.sleep(0.001)
+    work.when_over(follow)
+    assert done_by == ["collectives"] * (comm.rank != 0) + ["MainThread"]
+
+
+def test_what_no_thread_carries_on_has_nobody_to_do_what_follows(world: Communicator) -> None:
+    work = world.barrier(async_op=True)
+    with pytest.raises(AssertionError, match="nobody would do it"):
+        work.when_over(print)
+    work.wait()
 
 
 def has_ended_while_we_slept(comm: Communicator) -> bool:
