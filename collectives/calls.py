@@ -88,8 +88,15 @@ def _remembering(method: Callable[Parameters, Any]) -> Callable[Parameters, Any]
                 known = look = None
             if known is not None and timeout is None:
                 return self._session.again(known, x, out, None)
+        self._session.make_way(arguments.seconds(timeout))
         self._look, self._has_out = look, out is not None
-        return method(self, x, *args, out=out, timeout=timeout, **named)  # type: ignore[arg-type]
+        try:
+            return method(self, x, *args, out=out, timeout=timeout, **named)  # type: ignore[arg-type]
+        except BaseException as error:
+            kept = self._is_kept  # and a plan takes no limit when it is made
+            again = partial(call, self, x, *args, out=out, **named)
+            self._session.broke_off(error, lambda limit: again(timeout=None if kept else limit))
+            raise
 
     return call  # type: ignore[return-value]
 
@@ -702,9 +709,11 @@ class Calls:
             arguments.total_counts(table[self.rank], self.size, num_rows)
             return table
         numbers = arguments.total_counts(counts, self.size, num_rows)
-        tag = self._session.ahead_tag()
         self._look = None
-        exchanged = self._session.all_integers(numbers, "counts", tag, options.timeout)
+        says = None
+        if self._session.checker is not None:
+            says = {"collective": options.collective}
+        exchanged = self._session.announce_counts(numbers, options.timeout, says)
         return tuple(tuple(row) for row in exchanged.tolist())
 
 

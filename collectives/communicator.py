@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from collectives.plan import Plan
 from collectives.reduction import Operator, operator
 from collectives.session import Arrays
 from collectives.spec import SPECS
+from collectives.transport import deadline_in
 
 
 class Communicator(Calls):
@@ -74,9 +75,10 @@ class Communicator(Calls):
     ) -> Communicator | None:
         """One communicator for each `color`, its ranks ordered by `key`, then by rank here.
 
-        All ranks call it; `color=None` takes no part and gets None.
+        All ranks call it; `color=None` takes no part and gets None.  If it fails, and be it because
+        a rank does not call it in time (CollectiveTimeout), nothing more can be called here.
         """
-        limit = arguments.seconds(timeout)
+        limit = self._session.limit(timeout)
         chosen = -1 if color is None else arguments.small_integer(color, "color")
         if color is not None and chosen < 0:
             raise ValueError(f"color must not be negative, got {color}")
@@ -84,19 +86,25 @@ class Communicator(Calls):
         table = self._session.all_integers(mine, "split", self._session.next_tag(), limit)
         members = [rank for rank in range(self.size) if table[rank, 0] == chosen]
         members.sort(key=lambda rank: (table[rank, 1], rank))
-        transport = self._session.transport.split(None if color is None else members)
+        make = partial(self._session.transport.split, None if color is None else members)
+        transport = self._session.made("split", make, limit)
         return None if transport is None else Communicator(self._session.child(transport, members))
 
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
-        """A communicator of these ranks, in this order.  Exactly these ranks call it."""
-        limit = arguments.seconds(timeout)
+        """A communicator of these ranks, in this order.  Exactly these ranks call it.
+
+        If it fails, and be it because a rank does not call it in time (CollectiveTimeout), nothing
+        more can be called here.
+        """
+        limit = self._session.limit(timeout)
         members = [arguments.rank(rank, self.size, "an entry of ranks") for rank in ranks]
         if len(set(members)) != len(members):
             raise ValueError(f"ranks names a rank twice: {members}")
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} asks for a subgroup it is not in: {members}")
         self._session.meet(members, limit)
-        transport = self._session.transport.subgroup(members)
+        make = partial(self._session.transport.subgroup, members)
+        transport = self._session.made("subgroup", make, limit)
         return Communicator(self._session.child(transport, members))
 
     @property
@@ -112,9 +120,7 @@ class Communicator(Calls):
         2013): `python -m collectives.launch --fault-tolerant`; without it raises CollectiveError.
         Raises CollectiveTimeout if a rank is alive and does not call it within `timeout` seconds.
         """
-        limit = arguments.seconds(timeout)
-        limit = self.timeout if limit is None else limit
-        deadline = None if limit is None else time.monotonic() + limit
+        deadline = deadline_in(self._session.limit(timeout))
         transport, members = self._session.transport.shrink(deadline)
         return Communicator(self._session.child(transport, members))
 
@@ -178,7 +184,7 @@ class Communicator(Calls):
         if self.rank == 0:
             shared[:] = np.frombuffer(data, np.uint8)
         arrays = Arrays(HOST, shared if self.rank == 0 else None, shared)
-        session.collective("broadcast", arrays, shared.size, label=label).run()
+        session.part(session.collective("broadcast", arrays, shared.size, label=label))
         return shared.tobytes()
 
     # Traffic

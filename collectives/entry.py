@@ -13,7 +13,7 @@ from collectives.checked import Mode
 from collectives.communicator import Communicator
 from collectives.flight_recorder import FlightRecorder
 from collectives.inproc import InprocTransport, run_threads
-from collectives.progress import ProgressThread
+from collectives.progress import the_thread
 from collectives.session import Session
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def wrap(
     limit, mode = arguments.seconds(timeout), _mode(check)
     transport = duplicated(comm, limit)
     _listen(transport.flight)
-    thread = None if progress is None else ProgressThread()
+    thread = None if progress is None else the_thread()
     return Communicator(Session(transport, limit, thread=thread, check=mode))
 
 

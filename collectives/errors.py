@@ -13,7 +13,8 @@ class CollectiveTimeout(CollectiveError):  # noqa: N818 - the name is part of th
     """A wait outlasted its time limit.  Says which call, which round, and whom it waited for.
 
     The call is still under way and its buffers are in use.  Nothing is lost: `work.wait()` of this
-    error waits on, also where the call itself was a blocking one.
+    error waits on, also where the call itself was a blocking one.  Only where a communicator was to
+    be made (`split`, `subgroup`, `shrink`) is there no `work`, and the call is given up.
     """
 
     def __init__(self, message: str, work: Any = None) -> None:

@@ -14,10 +14,11 @@ from typing import NamedTuple
 class Fingerprint(NamedTuple):
     """A call as one rank sees it.  All values are text; an empty one goes with any other.
 
-    `out`: whether a broadcast or scatter has one, since without it a header goes first.  `mode`:
-    what is checked.  `call`: its number.  `amiss`: what there is among the values that is not
-    finite.  `place`, the line of the program, and `num_calls`, how many calls there have been, are
-    told but not compared.
+    `out`: whether a broadcast or scatter has one, since without it a header goes first.
+    `blocking`: whether the call itself waits; the messages of one that does have another tag.
+    `mode`: what is checked.  `call`: its number.  `amiss`: what there is among the values that is
+    not finite.  `place`, the line of the program, and `num_calls`, how many calls there have been,
+    are told but not compared.
     """
 
     collective: str
@@ -29,6 +30,7 @@ class Fingerprint(NamedTuple):
     in_place: str = ""
     layout: str = ""
     out: str = ""
+    blocking: str = ""
     mode: str = ""
     call: str = ""
     amiss: str = ""
@@ -47,10 +49,11 @@ _LENGTHS = {
     "in_place": 8,
     "layout": 56,
     "out": 12,
+    "blocking": 4,
     "mode": 8,
     "call": 40,
     "amiss": 48,
-    "place": 52,
+    "place": 48,
     "num_calls": 12,
 }
 NUM_BYTES = sum(_LENGTHS.values())

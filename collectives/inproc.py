@@ -147,7 +147,7 @@ class InprocTransport:
     def address(self, src: int, dst: int, tag: int) -> Address:
         return self.context, self.members[src], self.members[dst], tag
 
-    def subgroup(self, ranks: Sequence[int]) -> InprocTransport:
+    def subgroup(self, ranks: Sequence[int], deadline: float | None) -> InprocTransport:
         members = tuple(self.members[rank] for rank in ranks)
         self._num_subgroups[members] += 1
         context = (self.context, members, self._num_subgroups[members])
@@ -159,8 +159,8 @@ class InprocTransport:
         addresses = [address for exchange in self.pending for address in exchange.addresses()]
         self.world.wait_for_any(self.members[self.rank], addresses, deadline)
 
-    def split(self, ranks: Sequence[int] | None) -> InprocTransport | None:
-        return None if ranks is None else self.subgroup(ranks)
+    def split(self, ranks: Sequence[int] | None, deadline: float | None) -> InprocTransport | None:
+        return None if ranks is None else self.subgroup(ranks, deadline)
 
     can_shrink = False
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import cache, partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
@@ -16,7 +18,14 @@ from collectives.arrays import Bytes
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerFailed
 from collectives.flight_recorder import FlightRecorder, Waiting
 from collectives.monitor import Counters
-from collectives.transport import Action, Parcels, back_off, until, wrong_length
+from collectives.transport import (
+    Action,
+    Parcels,
+    back_off,
+    deadline_in,
+    until,
+    wrong_length,
+)
 
 if TYPE_CHECKING:
     from collectives.plan import Plan
@@ -72,22 +81,19 @@ class MpiTransport:
         kind = PersistentExchange if is_kept and not _is_monitored else MpiExchange
         return kind(self.comm, sends, receives, tag)
 
-    def subgroup(self, ranks: Sequence[int]) -> MpiTransport:
+    def subgroup(self, ranks: Sequence[int], deadline: float | None) -> MpiTransport:
         everyone = self.comm.Get_group()
         group = everyone.Incl(list(ranks))
-        comm = self.comm.Create_group(group)
+        comm = _limited("subgroup", partial(self.comm.Create_group, group), deadline)
         group.Free()
         everyone.Free()
         return MpiTransport(comm)
 
-    def split(self, ranks: Sequence[int] | None) -> MpiTransport | None:
+    def split(self, ranks: Sequence[int] | None, deadline: float | None) -> MpiTransport | None:
         # Unlike Create_group, Split keeps its own messages out of Open MPI's count of the user's.
-        if ranks is None:
-            self.comm.Split(MPI.UNDEFINED)
-            return None
-        comm = self.comm.Split(min(ranks), list(ranks).index(self.rank))
-        assert isinstance(comm, MPI.Intracomm)
-        return MpiTransport(comm)
+        color, key = (MPI.UNDEFINED, 0) if ranks is None else (min(ranks), ranks.index(self.rank))
+        comm = _limited("split", partial(self.comm.Split, color, key), deadline)
+        return None if ranks is None else MpiTransport(comm)
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
         back_off(num_tries)
@@ -124,9 +130,8 @@ class MpiTransport:
                 "python -m collectives.launch --fault-tolerant, or mpirun --with-ft ulfm"
             )
         self.comm.Revoke()
-        self._meet(deadline)  # because Shrink itself cannot time out
-        comm = self.comm.Shrink()
-        assert isinstance(comm, MPI.Intracomm)
+        self._meet(deadline)
+        comm: MPI.Intracomm = _limited("shrink", self.comm.Shrink, deadline)
         return MpiTransport(comm), list(_ranks_in(self.comm, comm))
 
     def _meet(self, deadline: float | None) -> None:
@@ -150,10 +155,32 @@ class MpiTransport:
 def duplicated(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport:
     """The transport of a duplicate of `comm`.  A collective call."""
     duplicate, request = comm.Idup()
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = deadline_in(timeout)
     if not until(request.Test, deadline):
         raise CollectiveTimeout(f"not all ranks have made this communicator within {timeout} s")
     return MpiTransport(duplicate)
+
+
+def _limited(what: str, call: Callable[[], Any], deadline: float | None) -> Any:
+    """Make a call of MPI's that knows no time limit and lets no signal in.
+
+    Where MPI allows it another thread does, and it stays behind if we cannot wait any longer.
+    """
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return call()
+    answer: Future[Any] = Future()
+
+    def make() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            answer.set_exception(error)
+
+    threading.Thread(target=make, name=f"collectives {what}", daemon=True).start()
+    try:
+        return answer.result(None if deadline is None else deadline - time.monotonic())
+    except TimeoutError:
+        raise CollectiveTimeout(f"{what}: not all ranks have called it in time") from None
 
 
 class MpiExchange:

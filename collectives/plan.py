@@ -18,7 +18,7 @@ from collectives.program import Combine, Message, Move, Program, Region, Step
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
 from collectives.staging import PinnedMemory
-from collectives.transport import Action, Exchange, Transport, until
+from collectives.transport import Action, Exchange, Transport, deadline_in, until
 
 _STAGE_BYTES = 4096
 _clock = time.perf_counter
@@ -194,9 +194,12 @@ class Plan:
         """Go as far as possible without waiting; whether the plan is complete."""
         if self._thread is None:
             self.progress()
+            is_over = self._stage is None
+        else:
+            is_over = self._over is None or self._over.done()
         if self._error is not None:
             raise self._error
-        return self._stage is None
+        return is_over
 
     def wait(self, timeout: float | None = None) -> Array | None:
         """Wait until complete, and return the result.
@@ -208,12 +211,7 @@ class Plan:
         if self._thread is None:
             self._wait(timeout)
         elif self._over is not None:
-            try:
-                self._over.result(timeout)
-            except TimeoutError:
-                with self._thread.lock:
-                    if self._stage is not None:
-                        raise self._timed_out(timeout) from None
+            self._wait_for_thread(self._over, self._thread, timeout)
         if self._error is not None:
             raise self._error
         return self.result
@@ -231,7 +229,7 @@ class Plan:
 
     def _wait(self, timeout: float | None) -> None:
         """Wait by going on ourselves."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_in(timeout)
         num_tries = 0
         while self._stage is not None:
             is_alone = len(self._in_flight) == 1
@@ -241,17 +239,36 @@ class Plan:
                 raise self._timed_out(timeout)
             num_tries += 1
 
+    def _wait_for_thread(
+        self, over: Future[None], thread: ProgressThread, timeout: float | None
+    ) -> None:
+        """Sleep until the thread is done with this run, unless there are plans without a thread."""
+        deadline = deadline_in(timeout)
+        is_in_time, num_tries = True, 0
+        while self._transport.in_flight and is_in_time and not over.done():
+            is_in_time = self._carry_all_along(deadline, num_tries)
+            num_tries += 1
+        try:
+            over.result(None if deadline is None else deadline - time.monotonic())
+        except TimeoutError:
+            with thread.lock:
+                if self._stage is not None:
+                    raise self._timed_out(timeout) from None
+
     def progress(self) -> bool:
         """Go as far as possible without waiting; whether anything moved.
 
-        Raises nothing: a failure is for those who wait for this plan, and others call this too.
+        Raises only KeyboardInterrupt, for whoever waits: a failure of this plan is for those who
+        wait for this one, and others call this too.
         """
         before = self._stage
         try:
             while self._stage is not None and self._stages[self._stage].exchange.test():
                 self._next_stage()
-        except BaseException as error:  # noqa: BLE001 - kept, and raised by test and wait
+        except BaseException as error:  # kept, and raised by test and wait
             self._fail(error)
+            if isinstance(error, KeyboardInterrupt):
+                raise
         return self._stage != before
 
     def free(self) -> None:
@@ -282,9 +299,14 @@ class Plan:
         If we waited for our own messages only, two ranks that wait for the same plans in different
         orders would wait for ever.
         """
-        has_moved = [plan.progress() for plan in list(self._in_flight)]
-        if not any(has_moved):
-            self._transport.pause(deadline, num_tries)
+        try:
+            has_moved = [plan.progress() for plan in list(self._transport.in_flight)]
+            if not any(has_moved):
+                self._transport.pause(deadline, num_tries)
+        except BaseException as error:
+            if self in self._transport.in_flight:
+                self._fail(error)
+            raise
         return self._stage is None or deadline is None or time.monotonic() < deadline
 
     def _next_stage(self) -> None:
@@ -319,12 +341,13 @@ class Plan:
             self._in_flight.remove(self)
         if self.guard is not None and self.guard.objection is error:
             self._stop(self.guard)
+        # Messages may still be on their way: until all are over, and be it never, the buffers must
+        # not go to anybody else.
+        self._transport.failed.append(self)
         are_over = [stage.exchange.abandon() for stage in self._stages]
         if all(are_over):
+            self._transport.failed.remove(self)
             self._let_go()
-        else:
-            # Messages may still be on their way: the buffers must never go to anybody else.
-            self._transport.failed.append(self)
         return failure
 
     def _stop(self, guard: Guard) -> None:
@@ -369,20 +392,57 @@ class Work:
     """A collective under way, returned by `async_op=True`."""
 
     def __init__(self, plan: Plan, finish: Callable[[], Any] | None = None) -> None:
-        self._plan, self._finish = plan, finish
+        self.plan, self._finish = plan, finish
 
     def test(self) -> bool:
         """Go as far as possible without waiting; whether the collective is complete."""
-        return self._plan.test()
+        return self.plan.test()
 
     def when_over(self, action: Action) -> None:
         """See `Plan.when_over`."""
-        self._plan.when_over(action)
+        self.plan.when_over(action)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until complete, and return what the blocking call would have returned."""
-        result = self._plan.wait(timeout)
+        result = self.plan.wait(timeout)
         return result if self._finish is None else self._finish()
+
+
+class Rest:
+    """A call that timed out in what goes ahead of it: what is left to do.
+
+    `go_on` makes the call again, which goes on where it was, with another time limit.
+    """
+
+    def __init__(self, go_on: Callable[[float | None], Any]) -> None:
+        self._next: Callable[[float | None], Any] | None = go_on
+        self._result: Any = None
+
+    def test(self) -> bool:
+        """Go as far as possible without waiting; whether the collective is complete."""
+        try:
+            self.wait(0)
+        except CollectiveTimeout:
+            return False
+        return True
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait until complete, and return what the blocking call would have returned."""
+        while self._next is not None:
+            self.go_on(timeout)
+        return self._result
+
+    def go_on(self, timeout: float | None) -> None:
+        """Come to the end of the call that was made: of an asynchronous one to its start."""
+        if self._next is None:
+            return
+        try:
+            self._result, self._next = self._next(timeout), None
+        except CollectiveTimeout as error:
+            self._next = error.work.wait
+            raise
+        if isinstance(self._result, Work):
+            self._next = self._result.wait
 
 
 def _do(actions: list[Action]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 from concurrent.futures import Future
+from functools import cache
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -82,8 +83,15 @@ class ProgressThread:
         for adopted in under_way:
             with self.lock:
                 has_moved |= adopted.plan.progress()
-            if adopted.plan.is_active:
+                is_active = adopted.plan.is_active  # before anybody can start it again
+            if is_active:
                 left.append(adopted)
             else:
                 adopted.over.set_result(None)
         return left, has_moved
+
+
+@cache
+def the_thread() -> ProgressThread:
+    """The one of this process, which all its communicators share."""
+    return ProgressThread()

@@ -73,7 +73,9 @@ class GuardedCall(KeptCall):
     def __call__(self, x: Array | None, out: Array | None, timeout: float | None) -> Array | None:
         guard, has_copies = self.plan.guard, self.x is not None and self.y is not None
         if guard is not None and has_copies:
-            guard.in_place(out is not None and np.may_share_memory(x, out))
+            is_read_there = x is not None and x.flags.c_contiguous  # and not from a copy
+            shares = out is not None and is_read_there and np.may_share_memory(x, out)
+            guard.in_place(shares)
         return super().__call__(x, out, timeout)
 
 

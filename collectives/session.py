@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from collectives.flight_recorder import Position
 from collectives.header import Header
 from collectives.lanes import Woven, compile_lanes
 from collectives.ledger import Ancestry, Ledger, Recorder, Sent
-from collectives.plan import Buffers, Plan
+from collectives.plan import Buffers, Plan, Rest, Work
 from collectives.program import Counts, Message, Program, Region, Step
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
@@ -36,12 +36,14 @@ from collectives.remembered import KeptCall, Remembered
 from collectives.schedule import Round, grid, incoming, outgoing
 from collectives.select import Choice
 from collectives.spec import SPECS
-from collectives.transport import Transport
+from collectives.transport import Transport, deadline_in
 
 _MOST_ROWS = 16  # that a time-out shows
 _MOST_ROUNDS = 4  # that it shows before, and after
 FREED = "this communicator was freed"
 _NOTHING = Region("input", 0, 0)
+
+Result = TypeVar("Result")
 
 
 class Arrays(NamedTuple):
@@ -74,7 +76,10 @@ class Session:
         self._num_calls = [0]  # counted by the plans of blocking calls, when they run
         self._num_messages = 0
         self._num_checks = 0
-        self._overdue: Plan | None = None  # a blocking call that timed out; the next waits for it
+        # A blocking call that timed out, with its arrays; the next waits for it.
+        self._overdue: Work | Rest | None = None
+        # What has gone ahead of a call whose own messages have not yet been prepared.
+        self._ahead: Plan | None = None
         self._damage: CollectiveError | None = None  # why nothing can be called any more
         self._num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
@@ -100,11 +105,13 @@ class Session:
 
     def next_tag(self) -> int:
         """The tag of a new call."""
+        self.make_way()
         self._num_calls[0] += 1
         return self._tag(1, self._num_calls[0])
 
     def ahead_tag(self) -> int:
         """The tag for what is sent ahead of the next call."""
+        self.make_way()
         return self._tag(2, self._num_calls[0] + 1)
 
     @property
@@ -154,15 +161,27 @@ class Session:
     def _take_turn(self, timeout: float | None) -> None:
         """A call that timed out comes first: all have the same tag."""
         self.check()
-        if self._overdue is None:
-            return
-        plan, self._overdue = self._overdue, None
+        late, self._overdue = self._overdue, None
+        limit = self.timeout if timeout is None else timeout
+        if isinstance(late, Rest):
+            late.go_on(limit)
+        elif late is not None:
+            self._complete(late, limit)
+
+    def make_way(self, timeout: float | None = None) -> None:
+        """For a call that timed out before it was numbered, as other ranks have numbered it."""
+        if isinstance(self._overdue, Rest):
+            self._take_turn(timeout)
+
+    def _complete(self, work: Work, limit: float | None) -> None:
         try:
-            plan.wait(self.timeout if timeout is None else timeout)
+            work.plan.wait(limit)
         except BaseException as error:
-            self._has_failed(plan, error)
+            if isinstance(error, CollectiveTimeout):
+                error.work = work  # which keeps the arrays
+            self._has_failed(work.plan, error)
             raise
-        plan.free()
+        work.plan.free()
 
     def _has_failed(self, plan: Plan, error: BaseException) -> None:
         """What failed half-way may leave messages that the next call would take for its own.
@@ -174,9 +193,14 @@ class Session:
         if plan.was_stopped:
             return
         if isinstance(error, CollectiveTimeout):
-            self._overdue = plan
+            self._overdue = error.work
             return
-        what = f"{plan.title} failed half-way on rank {self.transport.rank}: {error!r}"
+        self._break(plan.title, error)
+
+    def _break(self, what: str, error: BaseException) -> None:
+        """Nothing can be called any more, since this did not end as the other ranks expect."""
+        reason, *_ = f"{type(error).__name__}: {error}".splitlines()
+        what = f"{what} failed half-way on rank {self.transport.rank}: {reason}"
         self._damage = CollectiveError(f"this communicator is of no more use: {what}")
         if isinstance(error, PeerFailed):
             self._damage = error
@@ -189,12 +213,17 @@ class Session:
 
     def free(self) -> None:
         """Give back the plans of blocking calls, and the communicator below."""
-        if self._overdue is not None:
-            self._overdue.free()
-            self._overdue = None
+        plan = self._overdue.plan if isinstance(self._overdue, Work) else self._ahead
+        if plan is not None:
+            plan.progress()  # it fails if the ranks have shrunk without it
+            plan.free()
+        self._overdue = self._ahead = None
         self.remembered.forget()
-        self.transport.free()
-        self._damage = CollectiveError(FREED)
+        # MPI gives the next communicator the number of one that was freed: after a failure it might
+        # get the messages that this one has left as well.
+        if self._damage is None or isinstance(self._damage, PeerFailed):
+            self.transport.free()
+        self._damage = self._damage or CollectiveError(FREED)
 
     # Plans
 
@@ -236,11 +265,15 @@ class Session:
         if self.checker is not None:
             what = checked.describe(collective, *arrays[1:], counts, root, op, chosen, aliasing)
             what = what._replace(**{"collective": names[0], **(says or {})})
+            if tag is None:
+                what = what._replace(blocking="yes" if is_blocking else "no")
             if not self.checker.compares_place:
                 what = what._replace(in_place="")
         picture = partial(_picture, chosen, self.transport.rank, size, root)
         bind = partial(self._plan, names, program, buffers, arrays, op, is_kept)
         bind = partial(bind, what=what, picture=picture)
+        if tag is None:  # the call itself, and nothing that goes ahead of it
+            self._ahead = None
         if is_blocking:
             return bind(None, self._tag(3, 0))
         is_ahead = tag == self.ahead_tag()
@@ -346,29 +379,96 @@ class Session:
         message: NDArray[np.uint8] = np.empty(header.num_bytes(num_counts), np.uint8)
         if head is not None:
             message = header.encode(head)
-        arrays = Arrays(HOST, None if head is None else message, message)
-        self.collective(
+        plan = partial(
+            self.collective,
             "broadcast",
-            arrays,
+            Arrays(HOST, None if head is None else message, message),
             message.size,
             root=root,
             algorithm="binomial",
             label="header",
-            tag=self.ahead_tag(),
             says=says,
-        ).run(timeout)
-        return header.decode(message)
+        )
+        return header.decode(self._sent_ahead(plan, timeout))
+
+    def announce_counts(
+        self, numbers: Sequence[int], timeout: float | None, says: Mapping[str, str] | None = None
+    ) -> NDArray[np.int64]:
+        """Every rank's numbers, one row each, ahead of the next call."""
+        plan = partial(self._integers, numbers, "counts", says=says)
+        table: NDArray[np.int64] = self._sent_ahead(plan, timeout)
+        return table
+
+    def _sent_ahead(self, plan: Callable[..., Plan], timeout: float | None) -> Any:
+        """What goes ahead of a call.  One that timed out in it goes on where it was."""
+        self.check()
+        if self._ahead is not None:
+            return self._ahead.wait(timeout)
+        self._ahead = plan(tag=self.ahead_tag())
+        return self._ahead.run(timeout)
+
+    def broke_off(self, error: BaseException, again: Callable[[float | None], Any]) -> None:
+        """A call has raised this: if something went ahead of it, the others are in the midst of it.
+
+        `again`: makes the call again, with this time limit.
+        """
+        plan = self._ahead
+        if plan is None:
+            return
+        if isinstance(error, CollectiveTimeout) and plan.is_active:
+            self._overdue = error.work = Rest(partial(self._resume, again))
+            return
+        self._ahead = None
+        if not plan.was_stopped:
+            self._break(plan.title, error)
+
+    def _resume(self, again: Callable[[float | None], Any], timeout: float | None) -> Any:
+        """Wait for what goes ahead, and make the call that is then to follow."""
+        self._overdue = None  # it is its own turn
+        assert self._ahead is not None
+        try:
+            self._ahead.wait(timeout)
+        except BaseException as error:
+            self.broke_off(error, again)
+            raise
+        return again(timeout)
+
+    def part(self, plan: Plan, timeout: float | None = None) -> Any:
+        """Run a part of what only makes sense as a whole, on all ranks."""
+        try:
+            return plan.run(timeout)
+        except BaseException as error:
+            if not plan.was_stopped:
+                self._break(plan.title, error)
+            raise
+
+    def limit(self, timeout: object) -> float | None:
+        """The time limit of a call in seconds: its own, or that of all."""
+        limit = arguments.seconds(timeout)
+        return self.timeout if limit is None else limit
+
+    def made(
+        self, what: str, make: Callable[[float | None], Result], timeout: float | None
+    ) -> Result:
+        """What only MPI can make, when all ranks concerned are there."""
+        try:
+            return make(deadline_in(timeout))
+        except BaseException as error:
+            self._break(what, error)
+            raise
 
     def all_integers(
         self, numbers: Sequence[int], label: str, tag: int, timeout: float | None = None
     ) -> NDArray[np.int64]:
-        """A few integers of every rank on every rank, one row each."""
-        mine, size = np.array(numbers, np.int64), self.transport.size
-        table = np.empty((size, mine.size), np.int64)
-        counts = (int(mine.size),) * size
-        arrays = Arrays(HOST, mine, table)
-        self.collective("all_gather", arrays, counts, label=label, tag=tag).run(timeout)
+        """A few integers of every rank on every rank, one row each; a part of something."""
+        table: NDArray[np.int64] = self.part(self._integers(numbers, label, tag=tag), timeout)
         return table
+
+    def _integers(self, numbers: Sequence[int], label: str, **named: Any) -> Plan:
+        """The plan that brings a few integers of every rank to every rank."""
+        mine, size = np.array(numbers, np.int64), self.transport.size
+        arrays = Arrays(HOST, mine, np.empty((size, mine.size), np.int64))
+        return self.collective("all_gather", arrays, (mine.size,) * size, label=label, **named)
 
     def meet(self, members: Sequence[int], timeout: float | None) -> None:
         """Wait until these of our ranks are here, which make a communicator: MPI's own call to do
@@ -379,7 +479,8 @@ class Session:
         arrays, names = Arrays(HOST, None, None), ("subgroup", "dissemination")
         number = f"{self.name}s{self._num_children[tuple(members)] + 1}"
         buffers, tag = _flat(arrays, np.dtype(np.uint8)), self._tag(3, 1)
-        self._plan(names, program, buffers, arrays, None, False, number, tag).run(timeout)
+        plan = self._plan(names, program, buffers, arrays, None, False, number, tag)
+        self.part(plan, timeout)
 
     def collect(self, data: bytes) -> list[bytes] | None:
         """Every rank's bytes, on rank 0; None on the others."""
@@ -387,7 +488,7 @@ class Session:
         is_root = self.transport.rank == 0
         whole = np.empty(int(lengths.sum()), np.uint8) if is_root else None
         arrays = Arrays(HOST, np.frombuffer(data, np.uint8), whole)
-        self.collective("gather", arrays, tuple(lengths.tolist()), label="ledger").run()
+        self.part(self.collective("gather", arrays, tuple(lengths.tolist()), label="ledger"))
         if whole is None:
             return None
         return [part.tobytes() for part in np.split(whole, np.cumsum(lengths)[:-1])]

@@ -68,10 +68,10 @@ class Transport(Protocol):
     def exchange(self, sends: Parcels, receives: Parcels, tag: int, is_kept: bool) -> Exchange:
         """Prepare messages (peer, bytes); `is_kept`: they will be started many times."""
 
-    def subgroup(self, ranks: Sequence[int]) -> Transport:
+    def subgroup(self, ranks: Sequence[int], deadline: float | None) -> Transport:
         """A transport among these ranks, in this order; called by exactly these."""
 
-    def split(self, ranks: Sequence[int] | None) -> Transport | None:
+    def split(self, ranks: Sequence[int] | None, deadline: float | None) -> Transport | None:
         """The same, called by every rank with the group it goes into, or None for none."""
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
@@ -106,6 +106,11 @@ def until(is_over: Action, deadline: float | None = None) -> bool:
             back_off(num_tries - _YIELDS)
         num_tries += 1
     return True
+
+
+def deadline_in(seconds: float | None) -> float | None:
+    """The deadline (of `time.monotonic`) that a time limit sets from now on."""
+    return None if seconds is None else time.monotonic() + seconds
 
 
 def back_off(num_tries: int) -> None:

@@ -73,7 +73,11 @@ class Made:
 
     def _messages(self) -> Iterator[str]:
         """A world that has failed, and a communicator that has, may end with messages in it."""
-        broken = {session.transport.context for session in self.sessions if is_broken(session)}
+        broken = {
+            session.transport.context
+            for session in self.sessions
+            if isinstance(session.transport, InprocTransport) and is_broken(session)
+        }
         for world in self.worlds:
             for (context, source, dest, tag), letters in world.mail.items():
                 if world.failure is None and context not in broken:

@@ -136,6 +136,13 @@ MISTAKES = [
         alone="noticed",
     ),
     Mistake(
+        "a call that is started and then waited for",
+        lambda comm: comm.all_reduce(FLOATS, async_op=True).wait(),
+        _reduced(FLOATS),
+        r"called all_reduce\(blocking=no\).*, .* blocking=yes",
+        alone="noticed",
+    ),
+    Mistake(
         "another root",
         _from_rank(1),
         _from_rank(0),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,6 +212,51 @@ def a_blocking_call_that_timed_out_is_not_lost(comm: Communicator) -> None:
         assert x[0] == 1
 
 
+def calls_with_something_ahead(comm: Communicator) -> dict[str, Callable[[float | None], Any]]:
+    """Calls of which the other ranks learn more than they know, from rank 0 or from each other."""
+    whole = np.arange(float(comm.size)) if comm.rank == 0 else None
+    counts = [1] * comm.size
+    each = np.arange(float(comm.size)) + 10 * comm.rank
+    return {
+        "broadcast": lambda limit: comm.broadcast(whole, timeout=limit),
+        "scatter": lambda limit: comm.scatter(whole, timeout=limit),
+        "all_to_all": lambda limit: comm.all_to_all(each, counts=counts, timeout=limit),
+        "started": lambda limit: comm.broadcast(whole, async_op=True, timeout=limit),
+    }
+
+
+def what_timed_out_ahead_of_a_call_goes_on_and_nothing_is_mixed_up(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    rows = np.arange(float(comm.size))
+    due = {
+        "broadcast": rows,
+        "scatter": rows[comm.rank : comm.rank + 1],
+        "all_to_all": 10 * rows + comm.rank,
+        "started": rows,
+    }
+    for name in due:
+        for is_waited_for in (True, False):
+            call, came = calls_with_something_ahead(comm)[name], None
+            if comm.rank == 1:
+                with pytest.raises(collectives.CollectiveTimeout) as error:
+                    call(0.02)
+                assert not error.value.work.test()
+                comm.send(np.ones(1), 0)
+                came = error.value.work.wait(30) if is_waited_for else None
+            else:
+                if comm.rank == 0:
+                    comm.recv(np.empty(1), 1)
+                came = call(None)
+            if isinstance(came, collectives.Work):
+                came = came.wait()
+            assert comm.all_reduce(np.ones(1))[0] == comm.size
+            assert comm.all_reduce(np.ones(1), async_op=True).wait()[0] == comm.size
+            if came is None:
+                came = error.value.work.wait(30)
+            assert np.array_equal(came, due[name])
+
+
 def a_call_that_timed_out_can_be_the_last(comm: Communicator) -> None:
     group = comm.split(0)
     assert group is not None
@@ -382,6 +429,7 @@ SCENARIOS = [
     a_collective_that_timed_out_can_still_complete,
     a_time_limit_is_heeded_wherever_it_is_given,
     a_blocking_call_that_timed_out_is_not_lost,
+    what_timed_out_ahead_of_a_call_goes_on_and_nothing_is_mixed_up,
     a_call_that_timed_out_can_be_the_last,
     refused_calls_do_not_count,
     a_freed_plan_cannot_run,

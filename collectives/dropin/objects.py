@@ -122,8 +122,8 @@ class ObjectCalls(Calls):
         if numbers is not None:
             shared[:] = numbers
         arrays = Arrays(HOST, None if numbers is None else shared, shared)
-        tag = session.ahead_tag()
-        session.collective("broadcast", arrays, length, root=root, label="counts", tag=tag).run()
+        named: dict[str, Any] = {"root": root, "label": "counts", "tag": session.ahead_tag()}
+        session.part(session.collective("broadcast", arrays, length, **named))
         return [int(number) for number in shared]
 
 

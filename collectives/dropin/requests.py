@@ -10,20 +10,18 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Protocol
 
 from mpi4py import MPI
 
 from collectives.dropin.memory import Action
 from collectives.plan import Plan
-from collectives.progress import ProgressThread
+from collectives.progress import ProgressThread, the_thread
 
 
-@cache
 def progress_thread() -> ProgressThread | None:
-    """The thread of all requests of this process; None where MPI does not allow one."""
-    return ProgressThread() if MPI.Query_thread() == MPI.THREAD_MULTIPLE else None
+    """What carries requests on; None where MPI does not allow a thread."""
+    return the_thread() if MPI.Query_thread() == MPI.THREAD_MULTIPLE else None
 
 
 def needed_thread() -> ProgressThread:
@@ -67,13 +65,8 @@ class Operation:
 
     def _complete(self) -> None:
         """The call is over: bring its result to its place, and complete the request."""
-        started, store = self._started, self._store
-        # What was started knows this operation; if that were mutual, both would stay for a while.
-        self._started, self._store = None, ()
-        assert started is not None, "it is over once"
         try:
-            started.test()
-            _do(store)
+            self._bring()
         except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever waits
             self.error = error
         with self._lock:
@@ -83,8 +76,19 @@ class Operation:
             _do(release)
         except BaseException as error:  # noqa: BLE001
             self.error = self.error or error
-        self.request.Complete()
-        self._is_over.set()
+        try:
+            self.request.Complete()
+        finally:
+            self._is_over.set()
+
+    def _bring(self) -> None:
+        """Bring the result to its place, if the call has one."""
+        started, store = self._started, self._store
+        # What was started knows this operation; if that were mutual, both would stay for a while.
+        self._started, self._store = None, ()
+        assert started is not None, "it is over once"
+        started.test()
+        _do(store)
 
     def at_the_end(self, action: Action) -> None:
         """Do this when the call is complete; now if it is."""
@@ -222,7 +226,7 @@ class _Explained:
         self._operation = operation
 
     def __enter__(self) -> None:
-        self._started, self._store = None, ()
+        pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, MPI.Exception) and self._operation is not None:

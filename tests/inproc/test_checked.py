@@ -159,6 +159,17 @@ def test_what_concerns_the_root_alone_may_differ() -> None:
         checked(body, size)
 
 
+def test_being_read_from_a_copy_is_not_being_in_place_however_often_it_is_called() -> None:
+    def body(comm: Communicator) -> None:
+        for _ in range(4):
+            x = np.arange(10.0)
+            strided, out = x[::2], x[:5] if comm.rank == 0 else np.empty(5)
+            comm.all_reduce(strided, out=out)
+            assert out.tolist() == [comm.size * float(i) for i in range(0, 10, 2)]
+
+    checked(body, 3)
+
+
 def test_communicators_made_from_a_checked_one_are_checked() -> None:
     def body(comm: Communicator) -> None:
         group = comm.split(comm.rank % 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import collectives
 from collectives import CollectiveError, CollectiveTimeout, Communicator, Operator, remembered
+from collectives.inproc import InprocExchange
 from collectives.session import Session
 
 Body = Callable[[Communicator], Any]
@@ -292,6 +294,31 @@ def test_a_call_that_timed_out_completes_before_the_next_one_begins(num_before: 
     collectives.run(body, 2, timeout=20)
 
 
+def test_a_call_that_timed_out_keeps_its_arrays_until_it_is_over() -> None:
+    def body(comm: Communicator) -> None:
+        x, out = np.ones(100_000), np.zeros(100_000)
+        kept = weakref.ref(x), weakref.ref(out)
+        for _ in range(3):  # now it is bound to this memory
+            comm.all_reduce(x, out=out)
+        if comm.rank == 0:
+            for _ in range(2):
+                with pytest.raises(CollectiveTimeout):
+                    comm.all_reduce(x, out=out, timeout=0.05)
+            del x, out
+            gc.collect()
+            assert [ref() is None for ref in kept] == [False, False]
+            comm.send(np.ones(1), 1)
+        else:
+            comm.recv(np.ones(1), 0)
+            comm.all_reduce(x, out=out)
+            del x, out
+        assert comm.all_reduce(3 * np.ones(2)).tolist() == [6.0, 6.0]
+        gc.collect()
+        assert [ref() is None for ref in kept] == [True, True]
+
+    collectives.run(body, 2, timeout=20)
+
+
 def test_a_call_that_failed_half_way_ends_the_communicator_and_says_so() -> None:
     def body(comm: Communicator) -> None:
         group = comm.split(0)
@@ -306,6 +333,53 @@ def test_a_call_that_failed_half_way_ends_the_communicator_and_says_so() -> None
         assert group.all_reduce(np.ones(1))[0] == comm.size
 
     collectives.run(body, 2)
+
+
+def test_a_call_interrupted_while_it_is_called_off_keeps_its_arrays_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            failed, out = comm._session.transport.failed, np.zeros(3)
+            with pytest.raises(KeyboardInterrupt, match="the second"):
+                comm.all_reduce(np.ones(3), interrupting, out=out)
+            assert len(failed) == 1
+            failed.clear()
+        else:
+            comm.all_reduce(np.ones(3), collectives.Operator.from_function(np.add))
+
+    num_calls = 0
+
+    def interrupted(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 1:  # the first is the rehearsal
+            raise KeyboardInterrupt("the first")
+        return left
+
+    def abandoned(exchange: InprocExchange) -> bool:
+        raise KeyboardInterrupt("the second")
+
+    interrupting = collectives.Operator.from_function(interrupted)
+    monkeypatch.setattr(InprocExchange, "abandon", abandoned)
+    collectives.run(body, 2, timeout=20)
+
+
+def test_what_is_refused_after_something_went_ahead_ends_the_communicator_too() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.broadcast(np.ones(1))
+        else:
+            with pytest.raises(ValueError, match=r"the root sends float64 of shape \(1,\)"):
+                comm.broadcast(np.empty(3))
+            for call in (comm.all_reduce, comm.plan.all_reduce):
+                with pytest.raises(CollectiveError, match=r"header .* failed half-way.* x is "):
+                    call(np.ones(1))
+            comm.free()
+            with pytest.raises(CollectiveError, match=r"header .* failed half-way"):
+                comm.barrier()
+
+    collectives.run(body, 3, check=False, timeout=20)
 
 
 def test_a_call_that_timed_out_and_then_fails_ends_the_communicator_too() -> None:

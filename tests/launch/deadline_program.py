@@ -28,8 +28,15 @@ def runs(comm: Communicator) -> dict[str, Run]:
         "large": lambda: comm.all_reduce(LARGE),
         "async_op": lambda: comm.all_reduce(SMALL, async_op=True).wait(),
         "timed": lambda: comm.all_reduce(SMALL, timeout=30),
+        "among_others": lambda: carrying(comm),
         "recv": lambda: comm.recv(np.empty(1), (comm.rank + 1) % comm.size),
     }
+
+
+def carrying(comm: Communicator) -> None:
+    """Wait for the last of many calls, carrying the others along."""
+    works = [comm.all_reduce(SMALL, async_op=True) for _ in range(1000)]
+    works[-1].wait()
 
 
 def say(comm: Communicator, text: str) -> None:
@@ -116,6 +123,22 @@ def killed(comm: Communicator, what: str) -> None:
     leave()
 
 
+def made(comm: Communicator, what: str) -> None:
+    """Rank 1 comes when the others, who have sent it what they had to, do not wait any more."""
+    makers: dict[str, Run] = {
+        "split": lambda: comm.split(0, timeout=0.5),
+        "subgroup": lambda: comm.subgroup([0, 1, 2], timeout=0.5),
+    }
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(1.5)
+    seconds, _ = seconds_until(CollectiveTimeout, makers[what])
+    _, error = seconds_until(CollectiveError, lambda: comm.all_reduce(SMALL))
+    say(comm, f"CollectiveTimeout after {seconds:.2f} s, and then: {error}")
+    time.sleep(2.0)
+    leave()
+
+
 def shrink_late(comm: Communicator, _: str) -> None:
     comm.barrier()
     if comm.rank == 2:
@@ -138,6 +161,5 @@ kind, _, how = sys.argv[1].partition("_")
 if kind == "shrink":
     {"late": shrink_late, "refused": shrink_refused}[how](collectives.world(), "")
 else:
-    {"stopped": stopped, "interrupted": interrupted, "dumped": dumped, "killed": killed}[kind](
-        collectives.world(), how
-    )
+    programs = [stopped, interrupted, dumped, made, killed]
+    {program.__name__: program for program in programs}[kind](collectives.world(), how)

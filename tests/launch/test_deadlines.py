@@ -41,12 +41,21 @@ def test_a_stopped_rank_is_reported_by_the_deadline(what: str) -> None:
         assert 1.0 <= float(said[1]) < 5.0  # the limit is one second
 
 
-@pytest.mark.parametrize("what", ["call", "large", "async_op"])
+@pytest.mark.parametrize("what", ["call", "large", "async_op", "among_others"])
 def test_ctrl_c_works_inside_a_wait_without_a_limit(what: str) -> None:
     done = run(f"interrupted_{what}", 2)
     said = re.search(r"rank 0: KeyboardInterrupt after ([\d.]+) s", done.stdout)
     assert said is not None, done.stdout + done.stderr
     assert float(said[1]) < 3.0  # sent after half a second
+
+
+@pytest.mark.parametrize("what", ["split", "subgroup"])
+def test_a_communicator_that_is_not_made_in_time_is_given_up_by_all(what: str) -> None:
+    done = run(f"made_{what}", 3)
+    said = rf"rank \d: CollectiveTimeout after ([\d.]+) s, and then: .* {what} .*failed half-way"
+    seconds = re.findall(said, done.stdout)
+    assert len(seconds) == 3, done.stdout + done.stderr
+    assert all(0.5 <= float(each) < 3.0 for each in seconds), seconds
 
 
 def test_a_signal_dumps_what_every_rank_is_doing(tmp_path: Path) -> None:

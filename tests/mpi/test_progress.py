@@ -87,16 +87,64 @@ def test_what_no_thread_carries_on_has_nobody_to_do_what_follows(world: Communic
     work.wait()
 
 
+def test_the_thread_is_one_for_all_communicators(mpi_world: MPI.Intracomm) -> None:
+    num_threads, ours = threading.active_count(), collectives.world(progress="thread")
+    for _ in range(3):
+        comm = collectives.wrap(mpi_world, progress="thread")
+        assert comm._session.thread is ours._session.thread
+        comm.free()
+    assert threading.active_count() <= num_threads + 1
+
+
+def test_plans_with_and_without_a_thread_may_wait_for_each_other(world: Communicator) -> None:
+    other = collectives.world(progress="thread")
+    work = world.all_reduce(np.ones(300_000), async_op=True, algorithm="ring")
+    if world.rank % 2:
+        work.wait(30)
+        other.barrier(timeout=30)
+    else:  # sleeps until the others are here, who need our part of the all-reduce
+        other.barrier(timeout=30)
+        work.wait(30)
+
+
+class SlowToLetGo:
+    """A lock after whose release others run before whoever held it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        time.sleep(1e-4)
+
+
+def test_a_plan_that_is_over_can_be_started_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = collectives.world(progress="thread")
+    monkeypatch.setattr(comm._session.thread, "lock", SlowToLetGo())
+    x, out = np.zeros(8), np.zeros(8)
+    plan = comm.plan.all_reduce(x, out=out, algorithm="ring")
+    for number in range(50):
+        x[:] = number
+        plan.start()
+        while not plan.test():
+            pass
+        assert (out == comm.size * number).all()
+    plan.free()
+
+
 def has_ended_while_we_slept(comm: Communicator) -> bool:
     """Whether the second of three rounds, and what follows, happened without a call of ours."""
     x = np.full(300_000, 1.0)
     work = comm.all_reduce(x, async_op=True, algorithm="ring")
     deadline = time.monotonic() + 10
-    while work._plan.is_active and time.monotonic() < deadline:
+    while work.plan.is_active and time.monotonic() < deadline:
         time.sleep(0.01)
         if comm._session.thread is None and deadline - time.monotonic() < 9.5:
             break
-    has_ended = not work._plan.is_active
+    has_ended = not work.plan.is_active
     assert work.wait()[0] == comm.size
     return has_ended
 
