@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 from mpi4py import MPI
 
 from collectives.communicator import Communicator
 from collectives.dropin.objects import ObjectCalls
-from collectives.dropin.requests import progress_thread
+from collectives.dropin.requests import Operation, progress_thread, when_all_are_over
 from collectives.entry import wrap
 from collectives.ledger import Ledger
 
@@ -33,6 +34,7 @@ class Collectives(ObjectCalls):
     """The collectives of this library, under mpi4py's names, for an MPI intracommunicator."""
 
     _communicator: Communicator | None = None
+    _under_way: WeakSet[Operation] | None = None
     _is_freed = False
 
     @property
@@ -51,6 +53,12 @@ class Collectives(ObjectCalls):
             if session.checker is not None:
                 session.checker.compares_place = False
         return self._communicator
+
+    @property
+    def under_way(self) -> WeakSet[Operation]:
+        if self._under_way is None:
+            self._under_way = WeakSet()
+        return self._under_way
 
     @contextmanager
     def record(self) -> Iterator[Ledger]:
@@ -75,9 +83,10 @@ class Intracomm(Collectives, MPI.Intracomm):
     - What is not complete on return is a request of MPI, which stands in the lists of
       `MPI.Request.Waitall`, `Waitany`, `Testall` and the rest beside MPI's own.  It needs
       MPI_THREAD_MULTIPLE.  A persistent one is started by its `Start`, or by the `Startall` of its
-      class; `MPI.Prequest.Startall` cannot start it.
+      class; `MPI.Prequest.Startall` cannot start it, and a copy of its handle knows the run under
+      way only.
     - A communicator made from it is of this type too, and one with a topology of `Cartcomm`,
-      `Graphcomm` or `Distgraphcomm` here.
+      `Graphcomm` or `Distgraphcomm` here.  The first call on what `Idup` made waits for all ranks.
     - Intercommunicators, and the neighbourhood collectives of topologies, are MPI's own, untouched.
     - `record()` records what is sent; `communicator` is the library's communicator beneath.
 
@@ -127,8 +136,8 @@ class Intracomm(Collectives, MPI.Intracomm):
     def _free_duplicate(self) -> None:
         if not self or self._is_freed:
             raise MPI.Exception(MPI.ERR_COMM)
-        if self._communicator is not None:
-            self._communicator.free()
+        if self._communicator is not None:  # MPI, too, carries what is under way to its end
+            when_all_are_over(list(self.under_way), self._communicator.free)
         self._communicator, self._is_freed = None, True
 
 

@@ -297,7 +297,7 @@ def _format(buf: Any) -> MPI.Datatype:
         if code[0] == _FOREIGN_ORDER:
             raise BufferError(f"format string {code!r} with non-native byte order")
         code = code[1:]
-    return MPI.BYTE if code == "B" else _as_datatype(code)
+    return _as_datatype(code)
 
 
 def _code(buf: Any) -> str:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import wraps
+from inspect import Parameter, Signature, signature
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
@@ -25,7 +27,7 @@ from collectives.dropin.buffers import (
     is_in_place,
     one_block,
 )
-from collectives.dropin.memory import Action, Side, side, sizes
+from collectives.dropin.memory import Action, Side, do, side, sizes
 from collectives.dropin.ops import Combining, combining
 from collectives.dropin.requests import Operation, PersistentRequest, Request, needed_thread
 from collectives.labels import named
@@ -59,23 +61,25 @@ def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, A
     def blocking(self: Calls, *args: Any, **named: Any) -> None:
         call = prepare(self, *args, **named)
         try:
-            _do(call.load)
+            do(call.load)
             getattr(self.communicator, call.collective)(**call.arguments)
-            _do(call.store)
+            do(call.store)
         finally:
-            _do(call.release)
+            do(call.release)
 
     @wraps(prepare)
     def nonblocking(self: Calls, *args: Any, **named: Any) -> Request:
         needed_thread()
         call = prepare(self, *args, **named)
         try:
-            _do(call.load)
+            do(call.load)
             work = getattr(self.communicator, call.collective)(**call.arguments, async_op=True)
         except BaseException:
-            _do(call.release)
+            do(call.release)
             raise
-        return Request.of(Operation(work, call.store, call.release))
+        operation = Operation(work, call.store, call.release)
+        self.under_way.add(operation)
+        return Request.of(operation)
 
     @wraps(prepare)
     def persistent(
@@ -88,20 +92,25 @@ def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, A
         try:
             plan = getattr(self.communicator.plan, call.collective)(**call.arguments)
         except BaseException:
-            _do(call.release)
+            do(call.release)
             raise
-        return PersistentRequest(plan, call.load, call.store, call.release)
+        return PersistentRequest(plan, call.load, call.store, call.release, self.under_way)
 
     methods: tuple[Any, Any, Any] = blocking, nonblocking, persistent
-    for method, its_name in zip(methods, (name, f"I{name.lower()}", f"{name}_init"), strict=True):
+    names = name, f"I{name.lower()}", f"{name}_init"
+    answers = None, Request, PersistentRequest
+    for method, its_name, answer in zip(methods, names, answers, strict=True):
         method.__name__ = its_name
         method.__qualname__ = f"Calls.{its_name}"
+        method.__signature__ = signature(prepare).replace(return_annotation=answer)
+    persistent.__signature__ = _with_info(persistent.__signature__)  # type: ignore[attr-defined]
     return methods
 
 
-def _do(actions: tuple[Action, ...]) -> None:
-    for action in actions:
-        action()
+def _with_info(theirs: Signature) -> Signature:
+    """The signature of a persistent call, which takes hints as well."""
+    info = Parameter("info", Parameter.KEYWORD_ONLY, default=None, annotation=MPI.Info | None)
+    return theirs.replace(parameters=[*theirs.parameters.values(), info])
 
 
 class Calls:
@@ -110,6 +119,11 @@ class Calls:
     @property
     def communicator(self) -> Communicator:
         """The library's own communicator of the same ranks."""
+        raise NotImplementedError
+
+    @property
+    def under_way(self) -> WeakSet[Operation]:
+        """The operations that were started here, as long as anybody needs them."""
         raise NotImplementedError
 
     # Preparations.  As in mpi4py the receiving side is read first, and its complaint comes first.
@@ -317,7 +331,7 @@ class Calls:
     def _root(self, root: Any) -> tuple[int, bool]:
         """The root, and whether this rank is it.  Raises MPI.Exception for one that is no rank."""
         communicator = self.communicator
-        number = operator.index(root)
+        number = int(root) if isinstance(root, float) else operator.index(root)  # as mpi4py does
         if not 0 <= number < communicator.size:
             assert isinstance(self, MPI.Comm)
             self.Call_errhandler(MPI.ERR_ROOT)
@@ -415,13 +429,8 @@ def _call(collective: str, sent: Side | None, received: Side | None, **arguments
 
 def _actions(sent: Side | None, received: Side | None) -> tuple[tuple[Action, ...], ...]:
     """What is done before, after, and when all is over."""
-    nothing: tuple[Action, ...] = ()
-    return (
-        nothing if sent is None else sent.load,
-        nothing if received is None else received.store,
-        (nothing if sent is None else sent.release)
-        + (nothing if received is None else received.release),
-    )
+    release = tuple(action for side in (sent, received) if side for action in side.release)
+    return sent.load if sent else (), received.store if received else (), release
 
 
 def _reduction(

@@ -6,7 +6,7 @@ the library's own before the call, and unpacked when its result is there.  Packi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,12 @@ from collectives.dropin.buffers import Message, Part
 
 Bytes = NDArray[np.uint8]
 Action = Callable[[], object]
+
+
+def do(actions: Sequence[Action]) -> None:
+    """All of them, one after the other."""
+    for action in actions:
+        action()
 
 
 class Side(NamedTuple):

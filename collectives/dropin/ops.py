@@ -1,7 +1,8 @@
 """MPI's operations as operators of the library.
 
-Where one of ours does exactly the same on this datatype it is taken; the others, and those that
-users make, are applied by `MPI.Op.Reduce_local`, which sends nothing.
+Where one of ours does the same on this datatype it is taken; the others, and those that users
+make, are applied by `MPI.Op.Reduce_local`, which sends nothing.  Where MPI leaves open what the
+smaller or larger one is, with NaN, it is NaN here.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ def combining(op: MPI.Op, datatype: MPI.Datatype) -> Combining:
 
     Raises MPI.Exception, as MPI does, for one that has no meaning for it.
     """
+    if not isinstance(op, MPI.Op):
+        raise TypeError(
+            f"Argument 'op' has incorrect type (expected mpi4py.MPI.Op, got {type(op).__name__})"
+        )
     dtype, name = _DTYPES.get(datatype.handle), _NAMES.get(op.handle)
     if name is not None and dtype is not None and _serves(OPERATORS[name], dtype):
         return Combining(dtype, name)
@@ -59,15 +64,17 @@ def combining(op: MPI.Op, datatype: MPI.Datatype) -> Combining:
         raise MPI.Exception(MPI.ERR_OP)
     if not datatype or not datatype.size:
         raise MPI.Exception(MPI.ERR_TYPE)
+    if datatype.extent < 0:
+        raise NotImplementedError("a reduction of a datatype whose elements lie backwards")
     dtype = np.dtype((np.void, datatype.size))
     if is_plain(datatype):
         local = Local(op, datatype)
         return Combining(dtype, MpiOperator.of(op, local))
     if datatype.is_predefined:
-        unpacking = Unpacking(op, datatype)
+        unpacking = Unpacking(op, datatype, datatype)
         return Combining(dtype, MpiOperator.of(op, unpacking), (unpacking.free,))
-    kept = datatype.Dup()  # the user may free his while the call is under way
-    unpacking = Unpacking(op, kept)
+    kept = datatype.Dup()
+    unpacking = Unpacking(op, datatype, kept)
     return Combining(dtype, MpiOperator.of(op, unpacking), (unpacking.free, kept.Free))
 
 
@@ -119,10 +126,13 @@ class Local:
 
 
 class Unpacking:
-    """An operation on elements of a derived datatype, which is applied to them unpacked."""
+    """An operation on elements of a derived datatype, which is applied to them unpacked.
 
-    def __init__(self, op: MPI.Op, datatype: MPI.Datatype) -> None:
-        self.op, self.datatype = op, datatype
+    `kept`: the same datatype, for when the user has freed his while the call is under way.
+    """
+
+    def __init__(self, op: MPI.Op, datatype: MPI.Datatype, kept: MPI.Datatype) -> None:
+        self.op, self._datatype, self._kept = op, datatype, kept
         self._wholes: dict[int, tuple[Whole, Whole, Bytes, Bytes]] = {}
 
     def __call__(self, left: Array, right: Array, out: Array, /) -> None:
@@ -134,20 +144,24 @@ class Unpacking:
         left_whole, right_whole, left_bytes, right_bytes = self._wholes[count]
         left_whole.unpack(left.view(np.uint8))
         right_whole.unpack(right.view(np.uint8))
-        self.op.Reduce_local(
-            [left_bytes, count, self.datatype], [right_bytes, count, self.datatype]
-        )
+        datatype = self._datatype or self._kept  # the user's function may look at his own
+        self.op.Reduce_local([left_bytes, count, datatype], [right_bytes, count, datatype])
         right_whole.pack(out.view(np.uint8))
 
     def _room(self, count: int) -> tuple[Whole, Whole, Bytes, Bytes]:
-        """Memory for two times so many elements, from where they are counted."""
-        lower, true_extent = self.datatype.Get_true_extent()
-        if lower < 0 or self.datatype.extent < 0:
-            raise NotImplementedError("a reduction of a datatype that begins before its address")
-        room = lower + true_extent + (count - 1) * self.datatype.extent
+        """Memory for two times so many elements, the gaps behind each too; and from where in it
+        they are counted."""
+        datatype = self._kept
+        (first, extent), (true_first, true_extent) = (
+            datatype.Get_extent(),
+            datatype.Get_true_extent(),
+        )
+        start = -min(0, first, true_first)
+        stop = max(first + extent, true_first + true_extent)
+        room = start + (count - 1) * extent + stop
         buffers = [np.zeros(room, np.uint8) for _ in range(2)]
-        wholes = [Whole(self.datatype, count, 0, x) for x in buffers]
-        return wholes[0], wholes[1], buffers[0], buffers[1]
+        wholes = [Whole(datatype, count, start, x) for x in buffers]
+        return wholes[0], wholes[1], buffers[0][start:], buffers[1][start:]
 
     def free(self) -> None:
         """Give the datatypes back to MPI."""

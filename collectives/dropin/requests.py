@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from mpi4py import MPI
 
-from collectives.dropin.memory import Action
+from collectives.dropin.memory import Action, do
 from collectives.plan import Plan
 from collectives.progress import ProgressThread, the_thread
 
@@ -73,7 +76,7 @@ class Operation:
             self.is_active = False
             release, self._release = self._release, []
         try:
-            _do(release)
+            do(release)
         except BaseException as error:  # noqa: BLE001
             self.error = self.error or error
         try:
@@ -88,7 +91,7 @@ class Operation:
         self._started, self._store = None, ()
         assert started is not None, "it is over once"
         started.test()
-        _do(store)
+        do(store)
 
     def at_the_end(self, action: Action) -> None:
         """Do this when the call is complete; now if it is."""
@@ -108,6 +111,15 @@ class Operation:
             raise MPI.Exception(_error_code(self.error))
 
 
+def when_all_are_over(operations: Sequence[Operation], action: Action) -> None:
+    """Do this when all of them are complete; now if they are."""
+    if operations:
+        first, *others = operations
+        first.at_the_end(partial(when_all_are_over, others, action))
+    else:
+        action()
+
+
 class _Awaited:
     """What both kinds of request do when somebody waits for their operation.
 
@@ -121,12 +133,12 @@ class _Awaited:
         """Wait until the call is complete, if one is under way; raises what it failed with."""
         if self._is_active and self._operation is not None:
             self._operation.wait()
-        with _Explained(self._operation):
+        with _explained(self._operation):
             return super().Wait(status)  # type: ignore[misc]
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Whether no call is under way any more; raises what it failed with."""
-        with _Explained(self._operation):
+        with _explained(self._operation):
             return super().Test(status)  # type: ignore[misc, no-any-return]
 
     def wait(self, status: MPI.Status | None = None) -> Any:
@@ -168,8 +180,10 @@ class PersistentRequest(_Awaited, MPI.Prequest):
         load: Sequence[Action],
         store: Sequence[Action],
         release: Sequence[Action],
+        under_way: WeakSet[Operation],
     ) -> None:
         self._plan, self._load, self._store, self._release = plan, load, store, release
+        self._under_way = under_way
         self._operation: Operation | None = None
 
     def __bool__(self) -> bool:
@@ -187,9 +201,10 @@ class PersistentRequest(_Awaited, MPI.Prequest):
         """Begin a run, which reads the buffers afresh.  MPI.Exception while one is active."""
         if self._plan is None or self._is_active:
             raise MPI.Exception(MPI.ERR_REQUEST)
-        _do(self._load)
+        do(self._load)
         self._plan.start()
         self._operation = Operation(self._plan, self._store)
+        self._under_way.add(self._operation)
         # MPI makes a new request for every run; this object stands for each in its turn.
         run = self._operation.request
         ctypes.memmove(MPI._addressof(self), MPI._addressof(run), MPI._sizeof(run))
@@ -208,7 +223,7 @@ class PersistentRequest(_Awaited, MPI.Prequest):
             super().Free()
         actions, self._plan = (self._plan.free, *self._release), None
         if self._operation is None:
-            _do(actions)
+            do(actions)
         else:
             for action in actions:
                 self._operation.at_the_end(action)
@@ -219,20 +234,16 @@ class PersistentRequest(_Awaited, MPI.Prequest):
             self.Free()
 
 
-class _Explained:
-    """Raises in the library's own words what MPI knows as the failure of a request."""
-
-    def __init__(self, operation: Operation | None) -> None:
-        self._operation = operation
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, MPI.Exception) and self._operation is not None:
-            reason, self._operation.error = self._operation.error, None
-            if reason is not None:
-                raise reason from error
+@contextmanager
+def _explained(operation: Operation | None) -> Iterator[None]:
+    """Raise in the library's own words what MPI knows as the failure of a request."""
+    try:
+        yield
+    except MPI.Exception as error:
+        if operation is None or operation.error is None:
+            raise
+        reason, operation.error = operation.error, None
+        raise reason from error
 
 
 def _error_code(error: BaseException) -> int:
@@ -242,8 +253,3 @@ def _error_code(error: BaseException) -> int:
     code = MPI.Add_error_code(MPI.ERR_OTHER)
     MPI.Add_error_string(code, f"{type(error).__name__}: {error}"[: MPI.MAX_ERROR_STRING - 1])
     return code
-
-
-def _do(actions: Sequence[Action]) -> None:
-    for action in actions:
-        action()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.mpi
 
 COUNTS = [3, 0, 1, 5, 2, 4, 0, 7]
 IN_PLACE = MPI.IN_PLACE
+SENT = ["self", "sendbuf", "recvbuf", "op"]
 
 
 @pytest.fixture
@@ -440,6 +442,133 @@ def test_predefined_operations_do_what_mpis_do(
         each.Allreduce([x, datatype], [y, datatype], op)
         found.append(y[["value", "rank"]] if dtype.names else y)
     assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("code", "bBhHiIlLqQfdg?FD")
+def test_an_array_alone_and_one_with_its_type_speak_of_the_same(
+    mpi_world: MPI.Intracomm, comm: collectives.Intracomm, code: str
+) -> None:
+    x = numbers(5, comm.rank, code)
+    op = MPI.SUM if code in "FD" else MPI.LOR if code == "?" else MPI.MAX
+    found = []
+    for each in (comm, mpi_world):
+        for one, other in [(False, False), (False, True), (True, False)]:
+            y = np.zeros_like(x)
+            each.Allreduce([x, code] if one else x, [y, code] if other else y, op)
+            found.append(y)
+    assert all(np.array_equal(found[0], y) for y in found)
+
+
+class Odd(NamedTuple):
+    """A datatype of two numbers, of which an element is more, or begins elsewhere, than these."""
+
+    places: list[int]
+    lower: int
+    extent: int
+
+    def as_datatype(self) -> MPI.Datatype:
+        packed = MPI.DOUBLE.Create_hindexed([1, 1], self.places)
+        datatype = packed.Create_resized(self.lower, self.extent).Commit()
+        packed.Free()
+        datatype.Set_name("odd")
+        return datatype
+
+    def as_dtype(self) -> np.dtype[Any]:
+        names = ["first", "second"]
+        fields: Any = {"names": names, "formats": ["d", "d"], "offsets": self.places}
+        return np.dtype({**fields, "itemsize": self.extent})
+
+
+ODD = {
+    "room behind": Odd([0, 16], 0, 512),
+    "room before": Odd([16, 24], 0, 32),
+    "begins before its address": Odd([-8, 8], -8, 24),
+    "is longer than its extent": Odd([0, 24], 0, 16),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("name", ODD)
+def test_an_operation_of_the_users_gets_whole_elements_of_his_own_datatype(
+    comm: collectives.Intracomm, name: str, count: int
+) -> None:
+    odd, seen = ODD[name], []
+    datatype, is_simple = odd.as_datatype(), name.startswith("room")
+
+    def add(left: MPI.buffer, right: MPI.buffer, theirs: MPI.Datatype) -> None:
+        seen.append(theirs.Get_name())
+        if is_simple:
+            one, other = (np.frombuffer(x, odd.as_dtype()).copy() for x in (left, right))
+            for field in ("first", "second"):
+                other[field] += one[field]
+            right[:] = other.tobytes()  # to the last byte, as MPI allows
+
+    op = MPI.Op.Create(add, commute=True)
+    x, y = (np.zeros((count + 3) * odd.extent + 64, np.uint8) for _ in range(2))
+    x.view("d")[:] = comm.rank + 1
+    comm.Allreduce([x, (count, 1), datatype], [y, (count, 1), datatype], op)
+    assert set(seen) <= {"odd"} and any(comm.allgather(len(seen))) == (comm.size > 1)
+    if is_simple:
+        results = np.frombuffer(y, odd.as_dtype(), count, odd.extent)
+        total = comm.size * (comm.size + 1) // 2
+        assert (results["first"] == total).all() and (results["second"] == total).all()
+    op.Free()
+    datatype.Free()
+
+
+def test_elements_that_lie_backwards_are_refused_by_all_before_anything_is_sent(
+    comm: collectives.Intracomm,
+) -> None:
+    backwards = MPI.DOUBLE.Create_resized(0, -8).Commit()
+    op = MPI.Op.Create(lambda *_: None)
+    with pytest.raises(NotImplementedError, match="backwards"):
+        comm.Allreduce([np.ones(3), (1, 0), backwards], [np.ones(3), (1, 0), backwards], op)
+    comm.Barrier()
+    op.Free()
+    backwards.Free()
+
+
+@pytest.mark.parametrize("op", [None, "sum", max])
+def test_what_is_no_operation_is_refused_in_mpi4pys_words(
+    mpi_world: MPI.Intracomm, comm: collectives.Intracomm, op: Any
+) -> None:
+    said = []
+    for each in (comm, mpi_world):
+        with pytest.raises(TypeError) as error:
+            each.Allreduce(np.ones(1), np.ones(1), op)
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
+def test_a_root_may_be_what_mpi4py_takes(comm: collectives.Intracomm) -> None:
+    x = np.full(2, comm.rank)
+    comm.Bcast(x, root=0.0)  # type: ignore[arg-type]
+    assert comm.bcast(comm.rank, root=np.int8(0)) == 0 == x[0]  # type: ignore[arg-type]
+
+
+def test_calls_show_mpi4pys_arguments() -> None:
+    for name in ("Allreduce", "Iallreduce", "Allreduce_init"):
+        ours, theirs = (
+            inspect.signature(getattr(c, name)) for c in (collectives.Intracomm, MPI.Intracomm)
+        )
+        assert [*ours.parameters][:4] == [*theirs.parameters][:4] == SENT
+        assert "Prepared" not in str(ours)
+    assert "info" in inspect.signature(collectives.Intracomm.Allreduce_init).parameters
+
+
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_what_is_under_way_when_its_communicator_is_freed_completes(
+    comm: collectives.Intracomm, count: int
+) -> None:
+    x, results = np.full(count, 1.0), [np.zeros(count) for _ in range(3)]
+    other = comm.Dup()
+    started = [other.Iallreduce(x, y) for y in results[:2]]
+    persistent = other.Allreduce_init(x, results[2])
+    persistent.Start()
+    other.Free()
+    MPI.Request.Waitall([*started, persistent])
+    persistent.Free()
+    assert all((y == comm.size).all() for y in results)
 
 
 def test_an_operation_without_meaning_is_refused_as_mpi_refuses_it(
