@@ -242,18 +242,26 @@ class Plan:
     def _wait_for_thread(
         self, over: Future[None], thread: ProgressThread, timeout: float | None
     ) -> None:
-        """Sleep until the thread is done with this run, unless there are plans without a thread."""
-        deadline = deadline_in(timeout)
-        is_in_time, num_tries = True, 0
-        while self._transport.in_flight and is_in_time and not over.done():
-            is_in_time = self._carry_all_along(deadline, num_tries)
-            num_tries += 1
+        """Wait for the thread to be done with this run."""
         try:
-            over.result(None if deadline is None else deadline - time.monotonic())
+            self._sleep_until(over, deadline_in(timeout))
         except TimeoutError:
             with thread.lock:
                 if self._stage is not None:
                     raise self._timed_out(timeout) from None
+        except BaseException as error:
+            with thread.lock:
+                if self._stage is not None:
+                    self._fail(error)
+            raise
+
+    def _sleep_until(self, over: Future[None], deadline: float | None) -> None:
+        """Sleep, as long as no plan without a thread has to be carried along."""
+        is_in_time, num_tries = True, 0
+        while self._transport.in_flight and is_in_time and not over.done():
+            is_in_time = self._carry_all_along(deadline, num_tries)
+            num_tries += 1
+        over.result(None if deadline is None else deadline - time.monotonic())
 
     def progress(self) -> bool:
         """Go as far as possible without waiting; whether anything moved.

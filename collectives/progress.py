@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
@@ -82,7 +83,8 @@ class ProgressThread:
         left, has_moved = [], False
         for adopted in under_way:
             with self.lock:
-                has_moved |= adopted.plan.progress()
+                with suppress(KeyboardInterrupt):  # raised by an operator: the plan has kept it
+                    has_moved |= adopted.plan.progress()
                 is_active = adopted.plan.is_active  # before anybody can start it again
             if is_active:
                 left.append(adopted)

@@ -116,7 +116,8 @@ class Remembered:
 
     def drop(self, plan: Plan) -> None:
         """Leave a plan to whoever waits for it."""
-        self.calls = {look: call for look, call in self.calls.items() if call.plan is not plan}
+        for look in [look for look, call in self.calls.items() if call.plan is plan]:
+            self._num_bytes -= self.calls.pop(look).num_bytes
 
     def forget(self) -> None:
         """Forget all of them."""

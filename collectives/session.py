@@ -272,14 +272,16 @@ class Session:
         picture = partial(_picture, chosen, self.transport.rank, size, root)
         bind = partial(self._plan, names, program, buffers, arrays, op, is_kept)
         bind = partial(bind, what=what, picture=picture)
-        if tag is None:  # the call itself, and nothing that goes ahead of it
-            self._ahead = None
+        if tag is not None:
+            is_ahead, count = tag == self.ahead_tag(), self.num_calls
+            return bind(f"{self.name}{count + 1}a" if is_ahead else f"{self.name}{count}", tag)
         if is_blocking:
-            return bind(None, self._tag(3, 0))
-        is_ahead = tag == self.ahead_tag()
-        tag = self.next_tag() if tag is None else tag
-        count = self.num_calls
-        return bind(f"{self.name}{count + 1}a" if is_ahead else f"{self.name}{count}", tag)
+            plan = bind(None, self._tag(3, 0))
+        else:
+            tag = self.next_tag()
+            plan = bind(f"{self.name}{self.num_calls}", tag)
+        self._ahead = None  # it is followed by what it was ahead of
+        return plan
 
     def point_to_point(
         self,
@@ -415,7 +417,7 @@ class Session:
         plan = self._ahead
         if plan is None:
             return
-        if isinstance(error, CollectiveTimeout) and plan.is_active:
+        if isinstance(error, CollectiveTimeout):
             self._overdue = error.work = Rest(partial(self._resume, again))
             return
         self._ahead = None

@@ -98,10 +98,14 @@ def plans_run_many_times(comm: Communicator) -> None:
         x[...] = step + comm.rank
         assert plan.run() is y
         assert y[0] == step * comm.size + sum(range(comm.size))
+    if comm.rank != 0:
+        comm.recv(np.empty(1), 0)
     plan.start()
-    if plan.is_active:
+    if comm.rank == 0 and comm.size > 1:  # it cannot be over before the others have begun
         with pytest.raises(RuntimeError, match="already running"):
             plan.start()
+        for peer in range(1, comm.size):
+            comm.send(np.ones(1), peer)
     plan.wait()
     plan.free()
 

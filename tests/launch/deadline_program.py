@@ -21,7 +21,7 @@ Run = Callable[[], Any]
 
 def runs(comm: Communicator) -> dict[str, Run]:
     """Ways to wait for an all-reduce, all without a time limit, and for a message."""
-    plan = comm.plan.all_reduce(SMALL)
+    plan, threaded = comm.plan.all_reduce(SMALL), collectives.world(progress="thread")
     return {
         "call": lambda: comm.all_reduce(SMALL),
         "plan": plan.run,
@@ -29,6 +29,7 @@ def runs(comm: Communicator) -> dict[str, Run]:
         "async_op": lambda: comm.all_reduce(SMALL, async_op=True).wait(),
         "timed": lambda: comm.all_reduce(SMALL, timeout=30),
         "among_others": lambda: carrying(comm),
+        "thread": lambda: threaded.all_reduce(LARGE),
         "recv": lambda: comm.recv(np.empty(1), (comm.rank + 1) % comm.size),
     }
 

@@ -41,7 +41,7 @@ def test_a_stopped_rank_is_reported_by_the_deadline(what: str) -> None:
         assert 1.0 <= float(said[1]) < 5.0  # the limit is one second
 
 
-@pytest.mark.parametrize("what", ["call", "large", "async_op", "among_others"])
+@pytest.mark.parametrize("what", ["call", "large", "async_op", "among_others", "thread"])
 def test_ctrl_c_works_inside_a_wait_without_a_limit(what: str) -> None:
     done = run(f"interrupted_{what}", 2)
     said = re.search(r"rank 0: KeyboardInterrupt after ([\d.]+) s", done.stdout)
