@@ -13,7 +13,7 @@ from collectives.checked import Mode
 from collectives.communicator import Communicator
 from collectives.flight_recorder import FlightRecorder
 from collectives.inproc import InprocTransport, run_threads
-from collectives.progress import the_thread
+from collectives.progress import ProgressThread, the_thread
 from collectives.session import Session
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def world(*, progress: str | None = None, check: Check = None) -> Communicator:
     `wrap` explains.  The first is a collective call: all ranks make it.  Raises ImportError, with
     what to install, if mpi4py finds no MPI library.
     """
-    return _world(progress, _mode(check))
+    return _world(progress, mode_of(check))
 
 
 @cache
@@ -68,19 +68,30 @@ def wrap(
     """
     from mpi4py import MPI  # noqa: PLC0415
 
-    from collectives.mpi import duplicated  # noqa: PLC0415
-
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"wrap needs an mpi4py intracommunicator, not {type(comm).__name__}")
     if progress not in (None, "thread"):
         raise ValueError(f"progress must be None or 'thread', not {progress!r}")
     if progress is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError("progress='thread' needs MPI_THREAD_MULTIPLE; this MPI started without")
-    limit, mode = arguments.seconds(timeout), _mode(check)
-    transport = duplicated(comm, limit)
-    _listen(transport.flight)
+    limit, mode = arguments.seconds(timeout), mode_of(check)
     thread = None if progress is None else the_thread()
-    return Communicator(Session(transport, limit, thread=thread, check=mode))
+    return adopt(comm.Idup(), timeout=limit, thread=thread, mode=mode)
+
+
+def adopt(
+    duplicate: tuple[MPI.Intracomm, MPI.Request],
+    *,
+    timeout: float | None = None,
+    thread: ProgressThread | None = None,
+    mode: Mode | None,
+) -> Communicator:
+    """A communicator over a duplicate that is being made for the library alone."""
+    from collectives.mpi import duplicated  # noqa: PLC0415
+
+    transport = duplicated(*duplicate, timeout)
+    _listen(transport.flight)
+    return Communicator(Session(transport, timeout, thread=thread, check=mode))
 
 
 def _listen(flight: FlightRecorder) -> None:
@@ -104,7 +115,7 @@ def run(
     CollectiveMismatch if the ranks wait for each other in a circle, and CollectiveTimeout after
     `timeout` seconds.  `check`: see `wrap`.
     """
-    mode = _mode(check)
+    mode = mode_of(check)
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
 
@@ -120,7 +131,7 @@ _CHECK: dict[Mode | None, Check] = {None: False, "calls": True, "finite": "finit
 _SPELLED: dict[str, Check] = {"": False, "0": False, "1": True, "finite": "finite"}
 
 
-def _mode(check: Check) -> Mode | None:
+def mode_of(check: Check) -> Mode | None:
     """What is checked.  Raises ValueError for what is neither a choice nor left to the variable."""
     if check is None:
         spelled = os.environ.get(_VARIABLE, "")

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from collectives.communicator import Communicator
 from collectives.dropin.objects import ObjectCalls
 from collectives.dropin.requests import Operation, progress_thread, when_all_are_over
-from collectives.entry import wrap
+from collectives.entry import adopt, mode_of
 from collectives.ledger import Ledger
 
 
@@ -35,6 +35,7 @@ class Collectives(ObjectCalls):
 
     _communicator: Communicator | None = None
     _under_way: WeakSet[Operation] | None = None
+    _duplicate: tuple[MPI.Intracomm, MPI.Request] | None = None  # to be the library's, if begun
     _is_freed = False
 
     @property
@@ -47,9 +48,10 @@ class Collectives(ObjectCalls):
         if not self or self._is_freed:
             raise MPI.Exception(MPI.ERR_COMM)
         if self._communicator is None:
-            self._communicator = wrap(MPI.Intracomm(self))
+            duplicate = self._duplicate or MPI.Intracomm(self).Idup()
+            thread, mode = progress_thread(), mode_of(None)
+            self._communicator = adopt(duplicate, thread=thread, mode=mode)
             session = self._communicator._session
-            session.thread = progress_thread()
             if session.checker is not None:
                 session.checker.compares_place = False
         return self._communicator
@@ -86,7 +88,7 @@ class Intracomm(Collectives, MPI.Intracomm):
       class; `MPI.Prequest.Startall` cannot start it, and a copy of its handle knows the run under
       way only.
     - A communicator made from it is of this type too, and one with a topology of `Cartcomm`,
-      `Graphcomm` or `Distgraphcomm` here.  The first call on what `Idup` made waits for all ranks.
+      `Graphcomm` or `Distgraphcomm` here.
     - Intercommunicators, and the neighbourhood collectives of topologies, are MPI's own, untouched.
     - `record()` records what is sent; `communicator` is the library's communicator beneath.
 
@@ -112,6 +114,16 @@ class Intracomm(Collectives, MPI.Intracomm):
     Create_dist_graph = _kept(MPI.Intracomm.Create_dist_graph)
     Create_dist_graph_adjacent = _kept(MPI.Intracomm.Create_dist_graph_adjacent)
 
+    def Idup(self, info: MPI.Info | None = None) -> tuple[Intracomm, MPI.Request]:
+        """A duplicate that can be used when the request is complete."""
+        made, request = super().Idup(info)
+        made._duplicate = MPI.Intracomm(self).Idup()
+        return made, request
+
+    def Idup_with_info(self, info: MPI.Info) -> tuple[Intracomm, MPI.Request]:
+        """The same, with hints."""
+        return self.Idup(info)
+
     @classmethod
     def Create_from_group(cls, *args: Any, **named: Any) -> Any:
         """A communicator of a group, as `MPI.Intracomm.Create_from_group` makes it."""
@@ -136,6 +148,8 @@ class Intracomm(Collectives, MPI.Intracomm):
     def _free_duplicate(self) -> None:
         if not self or self._is_freed:
             raise MPI.Exception(MPI.ERR_COMM)
+        if self._duplicate is not None:
+            _ = self.communicator  # which must be there to be given back
         if self._communicator is not None:  # MPI, too, carries what is under way to its end
             when_all_are_over(list(self.under_way), self._communicator.free)
         self._communicator, self._is_freed = None, True

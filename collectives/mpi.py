@@ -152,11 +152,11 @@ class MpiTransport:
         return Counters(MPI._handleof(MPI.COMM_WORLD), MPI.COMM_WORLD.size)
 
 
-def duplicated(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport:
-    """The transport of a duplicate of `comm`.  A collective call."""
-    duplicate, request = comm.Idup()
-    deadline = deadline_in(timeout)
-    if not until(request.Test, deadline):
+def duplicated(
+    duplicate: MPI.Intracomm, request: MPI.Request, timeout: float | None
+) -> MpiTransport:
+    """The transport of what `Idup` makes, as soon as all ranks have called that."""
+    if not until(request.Test, deadline_in(timeout)):
         raise CollectiveTimeout(f"not all ranks have made this communicator within {timeout} s")
     return MpiTransport(duplicate)
 

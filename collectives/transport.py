@@ -69,7 +69,10 @@ class Transport(Protocol):
         """Prepare messages (peer, bytes); `is_kept`: they will be started many times."""
 
     def subgroup(self, ranks: Sequence[int], deadline: float | None) -> Transport:
-        """A transport among these ranks, in this order; called by exactly these."""
+        """A transport among these ranks, in this order; called by exactly these.
+
+        Raises CollectiveTimeout if they have not all called it by `deadline`.
+        """
 
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> Transport | None:
         """The same, called by every rank with the group it goes into, or None for none."""

@@ -556,6 +556,27 @@ def test_calls_show_mpi4pys_arguments() -> None:
     assert "info" in inspect.signature(collectives.Intracomm.Allreduce_init).parameters
 
 
+@pytest.mark.parametrize("with_info", [False, True])
+def test_a_call_on_what_idup_made_does_not_wait_for_the_others(
+    mpi_world: MPI.Intracomm, comm: collectives.Intracomm, with_info: bool
+) -> None:
+    made, request = comm.Idup_with_info(MPI.INFO_ENV) if with_info else comm.Idup()
+    unused, request_of_unused = comm.Idup()
+    MPI.Request.Waitall([request, request_of_unused])
+    assert type(made) is collectives.Intracomm
+    if comm.rank == 0:
+        barrier = made.Ibarrier()  # and only then may the others
+        for peer in range(1, comm.size):
+            mpi_world.send(None, peer)
+    else:
+        mpi_world.recv(source=0)
+        barrier = made.Ibarrier()
+    barrier.Wait()
+    assert made.allreduce(1) == comm.size
+    made.Free()
+    unused.Free()
+
+
 @pytest.mark.parametrize("count", [3, 100_000])
 def test_what_is_under_way_when_its_communicator_is_freed_completes(
     comm: collectives.Intracomm, count: int
