@@ -79,15 +79,17 @@ class Communicator(Calls):
         a rank does not call it in time (CollectiveTimeout), nothing more can be called here.
         """
         limit = self._session.limit(timeout)
+        deadline = deadline_in(limit)
         chosen = -1 if color is None else arguments.small_integer(color, "color")
         if color is not None and chosen < 0:
             raise ValueError(f"color must not be negative, got {color}")
         mine = (chosen, arguments.small_integer(key, "key"))
+        self._session.make_way(limit)
         table = self._session.all_integers(mine, "split", self._session.next_tag(), limit)
         members = [rank for rank in range(self.size) if table[rank, 0] == chosen]
         members.sort(key=lambda rank: (table[rank, 1], rank))
         make = partial(self._session.transport.split, None if color is None else members)
-        transport = self._session.made("split", make, limit)
+        transport = self._session.made("split", make, deadline)
         return None if transport is None else Communicator(self._session.child(transport, members))
 
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
@@ -97,14 +99,16 @@ class Communicator(Calls):
         more can be called here.
         """
         limit = self._session.limit(timeout)
+        deadline = deadline_in(limit)
         members = [arguments.rank(rank, self.size, "an entry of ranks") for rank in ranks]
         if len(set(members)) != len(members):
             raise ValueError(f"ranks names a rank twice: {members}")
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} asks for a subgroup it is not in: {members}")
+        self._session.make_way(limit)
         self._session.meet(members, limit)
         make = partial(self._session.transport.subgroup, members)
-        transport = self._session.made("subgroup", make, limit)
+        transport = self._session.made("subgroup", make, deadline)
         return Communicator(self._session.child(transport, members))
 
     @property

@@ -12,9 +12,13 @@ class CollectiveError(RuntimeError):
 class CollectiveTimeout(CollectiveError):  # noqa: N818 - the name is part of the public face
     """A wait outlasted its time limit.  Says which call, which round, and whom it waited for.
 
-    The call is still under way and its buffers are in use.  Nothing is lost: `work.wait()` of this
-    error waits on, also where the call itself was a blocking one.  Only where a communicator was to
-    be made (`split`, `subgroup`, `shrink`) is there no `work`, and the call is given up.
+    The call is still under way and its buffers are in use; where it names an earlier call, that one
+    is, and the one that raised it has not begun.  Nothing is lost: `work.wait()` of this
+    error waits on, also where the call itself was a blocking one.  A call that
+    timed out while its header or counts went ahead goes on only when `work` is waited for or
+    tested, or at the next call; a plan or a message in between does not carry it along.  Only where
+    a communicator was to be made (`split`, `subgroup`, `shrink`) is there no `work`, and the call
+    is given up.
     """
 
     def __init__(self, message: str, work: Any = None) -> None:

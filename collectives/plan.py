@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -119,10 +120,9 @@ class Plan:
         self._error: BaseException | None = None
         self._entered: list[list[Any]] = []  # into ledgers, by the run under way
         self._flown: list[Any] = [None, 0, 0.0, True]  # and into the flight recorder
-        # What is driven by a thread is nobody else's to carry along.
-        self._thread = thread
+        # What is driven by a thread is nobody else's to carry along, and not among these.
+        self._in_flight, self._thread = transport.in_flight, thread
         self._over: Future[None] | None = None
-        self._in_flight = transport.in_flight if thread is None else []
 
     @property
     def title(self) -> str:
@@ -133,7 +133,7 @@ class Plan:
     def run(self, timeout: float | None = None) -> Array | None:
         """Start and wait.  `timeout` in seconds."""
         has_limit = timeout is not None or self.timeout is not None
-        if has_limit or self._refusal is not None or self._in_flight:
+        if has_limit or self._refusal is not None or self._in_flight:  # others need us meanwhile
             limit = arguments.seconds(timeout)
             self.start()
             return self.wait(limit)
@@ -169,7 +169,8 @@ class Plan:
         if self._refusal is not None:
             raise RuntimeError(f"{self.title} {self._refusal}")
         self._refusal, self._stage = _RUNNING, 0
-        self._in_flight.append(self)
+        if self._thread is None:
+            self._in_flight.append(self)
         try:
             number = self._counter[0] = self._counter[0] + 1
             started = _clock()
@@ -258,7 +259,7 @@ class Plan:
     def _sleep_until(self, over: Future[None], deadline: float | None) -> None:
         """Sleep, as long as no plan without a thread has to be carried along."""
         is_in_time, num_tries = True, 0
-        while self._transport.in_flight and is_in_time and not over.done():
+        while self._in_flight and is_in_time and not over.done():
             is_in_time = self._carry_all_along(deadline, num_tries)
             num_tries += 1
         over.result(None if deadline is None else deadline - time.monotonic())
@@ -308,11 +309,11 @@ class Plan:
         orders would wait for ever.
         """
         try:
-            has_moved = [plan.progress() for plan in list(self._transport.in_flight)]
+            has_moved = [plan.progress() for plan in list(self._in_flight)]
             if not any(has_moved):
                 self._transport.pause(deadline, num_tries)
         except BaseException as error:
-            if self in self._transport.in_flight:
+            if self in self._in_flight:
                 self._fail(error)
             raise
         return self._stage is None or deadline is None or time.monotonic() < deadline
@@ -327,7 +328,8 @@ class Plan:
     def _end_if_over(self) -> None:
         if self._stage == len(self._stages):
             self._stage = None
-            self._in_flight.remove(self)
+            if self._thread is None:
+                self._in_flight.remove(self)
             self._end()
 
     def _end(self) -> None:
@@ -419,25 +421,33 @@ class Work:
 class Rest:
     """A call that timed out in what goes ahead of it: what is left to do.
 
-    `go_on` makes the call again, which goes on where it was, with another time limit.
+    `ahead`: what is under way.  `go_on` makes the call again, which goes on where it was, with
+    another time limit.
     """
 
-    def __init__(self, go_on: Callable[[float | None], Any]) -> None:
+    def __init__(self, ahead: Plan, go_on: Callable[[float | None], Any]) -> None:
+        self._under_way: Plan | Work | Rest = ahead
         self._next: Callable[[float | None], Any] | None = go_on
         self._result: Any = None
+        self._error: BaseException | None = None
 
     def test(self) -> bool:
         """Go as far as possible without waiting; whether the collective is complete."""
-        try:
-            self.wait(0)
-        except CollectiveTimeout:
-            return False
+        while self._next is not None:
+            if not self._under_way.test():
+                return False
+            with suppress(CollectiveTimeout):  # something else is under way now
+                self.go_on(0)
+        if self._error is not None:
+            raise self._error
         return True
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until complete, and return what the blocking call would have returned."""
         while self._next is not None:
             self.go_on(timeout)
+        if self._error is not None:
+            raise self._error
         return self._result
 
     def go_on(self, timeout: float | None) -> None:
@@ -447,10 +457,13 @@ class Rest:
         try:
             self._result, self._next = self._next(timeout), None
         except CollectiveTimeout as error:
-            self._next = error.work.wait
+            self._under_way, self._next = error.work, error.work.wait
+            raise
+        except BaseException as error:
+            self._error, self._next = error, None
             raise
         if isinstance(self._result, Work):
-            self._next = self._result.wait
+            self._under_way, self._next = self._result, self._result.wait
 
 
 def _do(actions: list[Action]) -> None:

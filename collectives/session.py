@@ -36,7 +36,7 @@ from collectives.remembered import KeptCall, Remembered
 from collectives.schedule import Round, grid, incoming, outgoing
 from collectives.select import Choice
 from collectives.spec import SPECS
-from collectives.transport import Transport, deadline_in
+from collectives.transport import Transport
 
 _MOST_ROWS = 16  # that a time-out shows
 _MOST_ROUNDS = 4  # that it shows before, and after
@@ -110,8 +110,11 @@ class Session:
         return self._tag(1, self._num_calls[0])
 
     def ahead_tag(self) -> int:
-        """The tag for what is sent ahead of the next call."""
-        self.make_way()
+        """The tag for what is sent ahead of the next call, whose turn it now is."""
+        self._take_turn(None)
+        return self._next_ahead()
+
+    def _next_ahead(self) -> int:
         return self._tag(2, self._num_calls[0] + 1)
 
     @property
@@ -215,7 +218,8 @@ class Session:
         """Give back the plans of blocking calls, and the communicator below."""
         plan = self._overdue.plan if isinstance(self._overdue, Work) else self._ahead
         if plan is not None:
-            plan.progress()  # it fails if the ranks have shrunk without it
+            if self.thread is None:
+                plan.progress()  # it fails if the ranks have shrunk without it
             plan.free()
         self._overdue = self._ahead = None
         self.remembered.forget()
@@ -223,7 +227,7 @@ class Session:
         # get the messages that this one has left as well.
         if self._damage is None or isinstance(self._damage, PeerFailed):
             self.transport.free()
-        self._damage = self._damage or CollectiveError(FREED)
+            self._damage = CollectiveError(FREED)
 
     # Plans
 
@@ -273,7 +277,7 @@ class Session:
         bind = partial(self._plan, names, program, buffers, arrays, op, is_kept)
         bind = partial(bind, what=what, picture=picture)
         if tag is not None:
-            is_ahead, count = tag == self.ahead_tag(), self.num_calls
+            is_ahead, count = tag == self._next_ahead(), self.num_calls
             return bind(f"{self.name}{count + 1}a" if is_ahead else f"{self.name}{count}", tag)
         if is_blocking:
             plan = bind(None, self._tag(3, 0))
@@ -403,10 +407,10 @@ class Session:
 
     def _sent_ahead(self, plan: Callable[..., Plan], timeout: float | None) -> Any:
         """What goes ahead of a call.  One that timed out in it goes on where it was."""
-        self.check()
         if self._ahead is not None:
             return self._ahead.wait(timeout)
-        self._ahead = plan(tag=self.ahead_tag())
+        self._take_turn(timeout)
+        self._ahead = plan(tag=self._next_ahead())
         return self._ahead.run(timeout)
 
     def broke_off(self, error: BaseException, again: Callable[[float | None], Any]) -> None:
@@ -418,7 +422,7 @@ class Session:
         if plan is None:
             return
         if isinstance(error, CollectiveTimeout):
-            self._overdue = error.work = Rest(partial(self._resume, again))
+            self._overdue = error.work = Rest(plan, partial(self._resume, again))
             return
         self._ahead = None
         if not plan.was_stopped:
@@ -450,11 +454,11 @@ class Session:
         return self.timeout if limit is None else limit
 
     def made(
-        self, what: str, make: Callable[[float | None], Result], timeout: float | None
+        self, what: str, make: Callable[[float | None], Result], deadline: float | None
     ) -> Result:
         """What only MPI can make, when all ranks concerned are there."""
         try:
-            return make(deadline_in(timeout))
+            return make(deadline)
         except BaseException as error:
             self._break(what, error)
             raise

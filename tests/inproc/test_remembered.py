@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -362,6 +363,64 @@ def test_a_call_interrupted_while_it_is_called_off_keeps_its_arrays_for_ever(
 
     interrupting = collectives.Operator.from_function(interrupted)
     monkeypatch.setattr(InprocExchange, "abandon", abandoned)
+    collectives.run(body, 2, timeout=20)
+
+
+def test_a_header_has_to_wait_for_its_turn_as_well() -> None:
+    def body(comm: Communicator) -> None:
+        x = np.arange(4.0) if comm.rank == 1 else None
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout) as error:
+                comm.all_reduce(np.ones(2), timeout=0.05)
+            for call in (comm.broadcast, comm.scatter):
+                with pytest.raises(CollectiveTimeout, match="all_reduce"):  # which is still to end
+                    call(x, root=1, timeout=0.05)
+            comm.send(np.ones(1), 1)
+            assert error.value.work.wait().tolist() == [2.0, 2.0]
+        else:
+            comm.recv(np.ones(1), 0)
+            comm.all_reduce(np.ones(2))
+        assert comm.broadcast(x, root=1).tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert comm.all_reduce(np.ones(2)).tolist() == [2.0, 2.0]
+
+    collectives.run(body, 2, timeout=20)
+
+
+def test_what_is_left_of_a_call_fails_as_often_as_it_is_waited_for() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout) as error:
+                comm.broadcast(np.empty(5), root=1, timeout=0.05)
+            comm.send(np.ones(1), 1)
+            for wait in (error.value.work.wait, error.value.work.wait, error.value.work.test):
+                with pytest.raises(ValueError, match="the root sends"):
+                    wait()
+        else:
+            comm.recv(np.ones(1), 0)
+            comm.broadcast(np.ones(4), root=1)
+
+    collectives.run(body, 2, check=False, timeout=20)
+
+
+def test_a_communicator_that_waits_for_a_rest_keeps_its_time_limit() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout) as error:
+                comm.broadcast(None, root=1, timeout=0.05)
+            makers: list[Callable[..., Any]] = [partial(comm.split, 0), partial(comm.subgroup, [0])]
+            for make in makers:
+                with pytest.raises(CollectiveTimeout, match="header"):
+                    make(timeout=0.05)
+            comm.send(np.ones(1), 1)
+            while not error.value.work.test():
+                pass
+            assert error.value.work.wait().tolist() == [1.0]
+        else:
+            comm.recv(np.ones(1), 0)
+            comm.broadcast(np.ones(1), root=1)
+        group = comm.split(0)
+        assert group is not None and group.all_reduce(np.ones(1))[0] == comm.size
+
     collectives.run(body, 2, timeout=20)
 
 

@@ -96,15 +96,18 @@ def test_the_thread_is_one_for_all_communicators(mpi_world: MPI.Intracomm) -> No
     assert threading.active_count() <= num_threads + 1
 
 
-def test_plans_with_and_without_a_thread_may_wait_for_each_other(world: Communicator) -> None:
+@pytest.mark.parametrize("limit", [None, 30])
+def test_plans_with_and_without_a_thread_may_wait_for_each_other(
+    world: Communicator, limit: float | None
+) -> None:
     other = collectives.world(progress="thread")
     work = world.all_reduce(np.ones(300_000), async_op=True, algorithm="ring")
     if world.rank % 2:
-        work.wait(30)
-        other.barrier(timeout=30)
-    else:  # sleeps until the others are here, who need our part of the all-reduce
-        other.barrier(timeout=30)
-        work.wait(30)
+        work.wait(limit)
+        other.barrier(timeout=limit)
+    else:  # waits until the others are here, who need our part of the all-reduce
+        other.barrier(timeout=limit)
+        work.wait(limit)
 
 
 class SlowToLetGo:
