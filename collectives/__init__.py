@@ -28,10 +28,11 @@ from collectives.errors import (
 )
 from collectives.ledger import Ledger, phase
 from collectives.monitor import MonitorUnavailable
-from collectives.plan import Plan, Work
+from collectives.plan import Plan
 from collectives.reduction import Operator
 from collectives.schedule import ScheduleError
 from collectives.select import choose, using
+from collectives.work import Work
 
 if TYPE_CHECKING:
     from collectives.intracomm import Intracomm

@@ -38,7 +38,7 @@ from collectives import arguments, checked, select
 from collectives.arrays import HOST, Array, Backend, backend_of_kind, num_elements
 from collectives.header import Header
 from collectives.layout import even
-from collectives.plan import Plan, Work
+from collectives.plan import Plan
 from collectives.program import Counts
 from collectives.reduction import Operator, operator
 from collectives.remembered import (
@@ -51,6 +51,7 @@ from collectives.remembered import (
 )
 from collectives.select import preferences, preferred
 from collectives.session import Arrays, Session
+from collectives.work import Work
 
 # Without `out=` a header goes ahead of these.
 _ANNOUNCED = ("broadcast", "scatter")
@@ -710,9 +711,7 @@ class Calls:
             return table
         numbers = arguments.total_counts(counts, self.size, num_rows)
         self._look = None
-        says = None
-        if self._session.checker is not None:
-            says = {"collective": options.collective}
+        says = {"collective": options.collective}
         exchanged = self._session.announce_counts(numbers, options.timeout, says)
         return tuple(tuple(row) for row in exchanged.tolist())
 

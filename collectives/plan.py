@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +18,8 @@ from collectives.program import Combine, Message, Move, Program, Region, Step
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
 from collectives.staging import PinnedMemory
-from collectives.transport import Action, Exchange, Transport, deadline_in, until
+from collectives.transport import Action, Exchange, Transport, deadline_in, do, until
+from collectives.work import Work
 
 _STAGE_BYTES = 4096
 _clock = time.perf_counter
@@ -178,7 +178,7 @@ class Plan:
             self._enter(self._flown)
             if self._recorder is not None and any(self._ledgers):
                 self._entered = self._recorder.record(number, started)
-            _do(self._opening)
+            do(self._opening)
             self._end_if_over()
         except BaseException as error:  # noqa: BLE001 - raised again, as what it means
             failure = self._fail(error)
@@ -321,7 +321,7 @@ class Plan:
     def _next_stage(self) -> None:
         """The messages of this stage are there: do what comes then."""
         assert self._stage is not None
-        _do(self._stages[self._stage].actions)
+        do(self._stages[self._stage].actions)
         self._stage += 1
         self._end_if_over()
 
@@ -396,79 +396,6 @@ class Plan:
         if self._picture is not None and position.among == str(self._num_rounds):
             picture = [self._picture(position)]
         return CollectiveTimeout("\n".join([sentence, *picture, self._flight.lines()]), Work(self))
-
-
-class Work:
-    """A collective under way, returned by `async_op=True`."""
-
-    def __init__(self, plan: Plan, finish: Callable[[], Any] | None = None) -> None:
-        self.plan, self._finish = plan, finish
-
-    def test(self) -> bool:
-        """Go as far as possible without waiting; whether the collective is complete."""
-        return self.plan.test()
-
-    def when_over(self, action: Action) -> None:
-        """See `Plan.when_over`."""
-        self.plan.when_over(action)
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait until complete, and return what the blocking call would have returned."""
-        result = self.plan.wait(timeout)
-        return result if self._finish is None else self._finish()
-
-
-class Rest:
-    """A call that timed out in what goes ahead of it: what is left to do.
-
-    `ahead`: what is under way.  `go_on` makes the call again, which goes on where it was, with
-    another time limit.
-    """
-
-    def __init__(self, ahead: Plan, go_on: Callable[[float | None], Any]) -> None:
-        self._under_way: Plan | Work | Rest = ahead
-        self._next: Callable[[float | None], Any] | None = go_on
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-    def test(self) -> bool:
-        """Go as far as possible without waiting; whether the collective is complete."""
-        while self._next is not None:
-            if not self._under_way.test():
-                return False
-            with suppress(CollectiveTimeout):  # something else is under way now
-                self.go_on(0)
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait until complete, and return what the blocking call would have returned."""
-        while self._next is not None:
-            self.go_on(timeout)
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def go_on(self, timeout: float | None) -> None:
-        """Come to the end of the call that was made: of an asynchronous one to its start."""
-        if self._next is None:
-            return
-        try:
-            self._result, self._next = self._next(timeout), None
-        except CollectiveTimeout as error:
-            self._under_way, self._next = error.work, error.work.wait
-            raise
-        except BaseException as error:
-            self._error, self._next = error, None
-            raise
-        if isinstance(self._result, Work):
-            self._under_way, self._next = self._result, self._result.wait
-
-
-def _do(actions: list[Action]) -> None:
-    for action in actions:
-        action()
 
 
 class Binder:

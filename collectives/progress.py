@@ -26,7 +26,10 @@ class Progressing(Protocol):
         """Whether there is something left to do."""
 
     def progress(self) -> bool:
-        """Go as far as possible without waiting; whether anything moved.  Raises nothing."""
+        """Go as far as possible without waiting; whether anything moved.
+
+        Raises nothing but KeyboardInterrupt.
+        """
 
 
 class Adopted(NamedTuple):

@@ -17,7 +17,8 @@ import numpy as np
 
 from collectives.arrays import Array
 from collectives.errors import CollectiveTimeout
-from collectives.plan import Plan, Work
+from collectives.plan import Plan
+from collectives.work import Work
 
 # Up to so many bytes of x and out copying is quicker than looking where they lie; and up to so many
 # of x where the result is a new array, which lies elsewhere every time.

@@ -28,7 +28,7 @@ from collectives.flight_recorder import Position
 from collectives.header import Header
 from collectives.lanes import Woven, compile_lanes
 from collectives.ledger import Ancestry, Ledger, Recorder, Sent
-from collectives.plan import Buffers, Plan, Rest, Work
+from collectives.plan import Buffers, Plan
 from collectives.program import Counts, Message, Program, Region, Step
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
@@ -37,6 +37,7 @@ from collectives.schedule import Round, grid, incoming, outgoing
 from collectives.select import Choice
 from collectives.spec import SPECS
 from collectives.transport import Transport
+from collectives.work import Rest, Work
 
 _MOST_ROWS = 16  # that a time-out shows
 _MOST_ROUNDS = 4  # that it shows before, and after
@@ -156,7 +157,7 @@ class Session:
         """Run the plan of a blocking call that is not remembered."""
         self._take_turn(timeout)
         try:
-            return plan.run(self.timeout if timeout is None else timeout)
+            return plan.run(self.limit(timeout))
         except BaseException as error:
             self._has_failed(plan, error)
             raise
@@ -165,7 +166,7 @@ class Session:
         """A call that timed out comes first: all have the same tag."""
         self.check()
         late, self._overdue = self._overdue, None
-        limit = self.timeout if timeout is None else timeout
+        limit = self.limit(timeout)
         if isinstance(late, Rest):
             late.go_on(limit)
         elif late is not None:

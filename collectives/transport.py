@@ -94,6 +94,12 @@ class Transport(Protocol):
         """Give back the communicator below, if it is ours."""
 
 
+def do(actions: Sequence[Action]) -> None:
+    """All of them, one after the other, each once."""
+    for action in actions:
+        action()
+
+
 def until(is_over: Action, deadline: float | None = None) -> bool:
     """Ask until the answer is not False; False if the deadline came first.
 

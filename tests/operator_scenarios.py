@@ -1,7 +1,8 @@
-"""Reductions by an operator that is not commutative: the product of matrices, against a serial one.
+"""Operators of a caller's own: one that fails, and one that is not commutative.
 
-An element is a 2x2 matrix of numbers modulo 2**16, packed into a uint64.  All have the determinant
-1, so no product forgets a factor or their order.
+The latter is the product of matrices, which is compared with a serial one.  An element is a 2x2
+matrix of numbers modulo 2**16, packed into a uint64.  All have the determinant 1, so no product
+forgets a factor or their order.
 """
 
 from __future__ import annotations
@@ -15,6 +16,20 @@ from collectives import Communicator, Operator
 from collectives.algorithms import info, names
 from tests.device_scenarios import ToDevice, ToHost
 from tests.scenarios import REDUCTIONS, ROOTED, Job, call, same, unchanged, variants
+
+
+def failing(error: BaseException) -> Operator:
+    """An operator that can be rehearsed once and then raises this."""
+    num_calls = 0
+
+    def fail(left: Any, right: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 1:  # the first is the rehearsal
+            raise error
+        return left
+
+    return Operator.from_function(fail)
 
 
 def multiply(left: Any, right: Any) -> Any:

@@ -55,6 +55,7 @@ FLOORS = [
         "transport",
         "staging",
         "progress",
+        "work",
         "plan",
         "checked",
     ],

@@ -27,10 +27,11 @@ from collectives.dropin.buffers import (
     is_in_place,
     one_block,
 )
-from collectives.dropin.memory import Action, Side, do, side, sizes
+from collectives.dropin.memory import Side, side, sizes
 from collectives.dropin.ops import Combining, combining
 from collectives.dropin.requests import Operation, PersistentRequest, Request, needed_thread
 from collectives.labels import named
+from collectives.transport import Action, do
 
 # Those in which a rank needs to know only what it sends and receives itself, the usual one first.
 _LOCAL = {
@@ -102,8 +103,10 @@ def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, A
     for method, its_name, answer in zip(methods, names, answers, strict=True):
         method.__name__ = its_name
         method.__qualname__ = f"Calls.{its_name}"
-        method.__signature__ = signature(prepare).replace(return_annotation=answer)
-    persistent.__signature__ = _with_info(persistent.__signature__)  # type: ignore[attr-defined]
+        its_signature = signature(prepare).replace(return_annotation=answer)
+        if method is persistent:
+            its_signature = _with_info(its_signature)
+        method.__signature__ = its_signature
     return methods
 
 

@@ -6,7 +6,6 @@ the library's own before the call, and unpacked when its result is there.  Packi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,15 +14,9 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.dropin.buffers import Message, Part
+from collectives.transport import Action
 
 Bytes = NDArray[np.uint8]
-Action = Callable[[], object]
-
-
-def do(actions: Sequence[Action]) -> None:
-    """All of them, one after the other."""
-    for action in actions:
-        action()
 
 
 class Side(NamedTuple):

@@ -13,8 +13,9 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.arrays import Array, Backend
-from collectives.dropin.memory import Action, Bytes, Whole, is_plain
+from collectives.dropin.memory import Bytes, Whole, is_plain
 from collectives.reduction import OPERATORS, Operator
+from collectives.transport import Action
 
 _NAMES = {
     MPI.SUM.handle: "sum",

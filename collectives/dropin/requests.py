@@ -17,9 +17,9 @@ from weakref import WeakSet
 
 from mpi4py import MPI
 
-from collectives.dropin.memory import Action, do
 from collectives.plan import Plan
 from collectives.progress import ProgressThread, the_thread
+from collectives.transport import Action, do
 
 
 def progress_thread() -> ProgressThread | None:

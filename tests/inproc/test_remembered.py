@@ -15,6 +15,7 @@ import collectives
 from collectives import CollectiveError, CollectiveTimeout, Communicator, Operator, remembered
 from collectives.inproc import InprocExchange
 from collectives.session import Session
+from tests.operator_scenarios import failing
 
 Body = Callable[[Communicator], Any]
 
@@ -349,19 +350,10 @@ def test_a_call_interrupted_while_it_is_called_off_keeps_its_arrays_for_ever(
         else:
             comm.all_reduce(np.ones(3), collectives.Operator.from_function(np.add))
 
-    num_calls = 0
-
-    def interrupted(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls > 1:  # the first is the rehearsal
-            raise KeyboardInterrupt("the first")
-        return left
-
     def abandoned(exchange: InprocExchange) -> bool:
         raise KeyboardInterrupt("the second")
 
-    interrupting = collectives.Operator.from_function(interrupted)
+    interrupting = failing(KeyboardInterrupt("the first"))
     monkeypatch.setattr(InprocExchange, "abandon", abandoned)
     collectives.run(body, 2, timeout=20)
 

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator
+from tests.operator_scenarios import failing
 from tests.session_scenarios import SCENARIOS, a_failure_belongs_to_the_call_that_failed
 
 pytestmark = pytest.mark.mpi
@@ -39,16 +40,8 @@ def test_only_a_thread_can_be_asked_for(mpi_world: MPI.Intracomm) -> None:
 def test_a_failure_in_the_thread_is_raised_by_the_wait(mpi_world: MPI.Intracomm) -> None:
     if mpi_world.size != 2:  # there both ranks fail in the only round
         return
-    comm, num_calls = collectives.wrap(mpi_world, progress="thread"), 0
-
-    def fail(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls > 1:  # the first is the rehearsal
-            raise ArithmeticError("on purpose")
-        return left
-
-    op = collectives.Operator.from_function(fail, commutative=True)
+    comm = collectives.wrap(mpi_world, progress="thread")
+    op = failing(ArithmeticError("on purpose"))
     work = comm.all_reduce(np.ones(3), op, async_op=True, algorithm="recursive_doubling")
     for _ in range(2):
         with pytest.raises(ArithmeticError, match="on purpose"):
