@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -182,23 +182,37 @@ class InprocExchange:
     ) -> None:
         self._transport, self._sends, self._receives, self._tag = transport, sends, receives, tag
         self._pending: list[tuple[int, Bytes]] = []
+        self._failure: CollectiveMismatch | None = None
         self.starts: list[Action] = [self.start]
         self.waits: list[Action] = [partial(self.wait, None)]
 
     def start(self) -> None:
         transport = self._transport
-        self._pending = list(self._receives)
+        self._pending, self._failure = list(self._receives), None
         transport.pending.append(self)
         for peer, data in self._sends:
             transport.world.post(transport.address(transport.rank, peer, self._tag), data)
 
     def test(self) -> bool:
-        """Take what has arrived.  Several messages from one peer come in the order posted."""
-        if self not in self._transport.pending:
-            return True
+        """Take what has arrived.  Messages from one peer go to receives in the order posted."""
+        pending, claimed = self._transport.pending, set[Address]()  # by what was posted before
+        for one in list(pending) if self in pending else ():
+            if one is self or not set(one.addresses()).isdisjoint(self.addresses()):
+                one.collect(claimed)
+                claimed.update(one.addresses())
+            if one is self:
+                break
+        if self._failure is not None:
+            self.abandon()
+            raise self._failure
+        return self not in pending
+
+    def collect(self, claimed: Container[Address]) -> None:
+        """Take what has arrived, but at these addresses: there it is for others."""
         still_pending: list[tuple[int, Bytes]] = []
         for peer, buffer in self._pending:
             is_blocked = any(peer == other for other, _ in still_pending)
+            is_blocked |= self._address(peer) in claimed
             data = None if is_blocked else self._transport.world.collect(self._address(peer))
             if data is None:
                 still_pending.append((peer, buffer))
@@ -207,7 +221,6 @@ class InprocExchange:
         self._pending = still_pending
         if not still_pending:
             self._transport.pending.remove(self)
-        return not still_pending
 
     def addresses(self) -> list[Address]:
         """Where it waits for mail."""
@@ -224,11 +237,11 @@ class InprocExchange:
         return self._transport.address(peer, self._transport.rank, self._tag)
 
     def _take(self, peer: int, data: Bytes, buffer: Bytes) -> None:
-        if data.size != buffer.size:
-            self._transport.pending.remove(self)
+        if data.size == buffer.size:
+            buffer[...] = data
+        else:
             me = self._transport.rank
-            raise CollectiveMismatch(wrong_length(me, peer, data.size, buffer.size))
-        buffer[...] = data
+            self._failure = CollectiveMismatch(wrong_length(me, peer, data.size, buffer.size))
 
     def retag(self, tag: int) -> None:
         self._tag = tag

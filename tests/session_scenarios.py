@@ -39,6 +39,20 @@ def tags_keep_messages_apart(comm: Communicator) -> None:
         work.wait()
 
 
+def receives_take_messages_in_the_order_posted(comm: Communicator) -> None:
+    """Whichever of them is asked first."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if right == comm.rank:
+        return
+    first, second = np.zeros(1), np.zeros(1)
+    works = [comm.recv(x, left, async_op=True) for x in (first, second)]
+    for value in (1.0, 2.0):
+        comm.send(np.array([value]), right)
+    while not all(work.test() for work in reversed(works)):
+        pass
+    assert (first[0], second[0]) == (1, 2)
+
+
 def split_makes_working_groups(comm: Communicator) -> None:
     group = comm.split(comm.rank % 3, key=-comm.rank)
     members = [r for r in range(comm.size) if r % 3 == comm.rank % 3][::-1]
@@ -421,6 +435,7 @@ SCENARIOS = [
     mixed_calls_in_any_sizes,
     point_to_point_both_ways,
     tags_keep_messages_apart,
+    receives_take_messages_in_the_order_posted,
     split_makes_working_groups,
     split_leaves_out_ranks_without_color,
     subgroups_may_overlap_in_time,
