@@ -17,7 +17,7 @@ import importlib
 import sys
 from types import ModuleType
 
-from bench import check, combine, demo, docs, options, overlap, speed, tune
+from bench import check, combine, demo, docs, options, overlap, speed, strategies, tune
 from collectives import algorithms
 
 
@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "docs": docs,
         "overlap": overlap,
         "speed": speed,
+        "strategies": strategies,
         "tune": tune,
     }
     for name, module in others.items():

@@ -29,6 +29,8 @@ STEPS = {"float64": 200, "float32": 20}
 # A few that differ on 2 ranks.  The best of many would be the luckiest of many.
 CONTENDERS = ("recursive_doubling", "ring", "reduce_broadcast")
 QUICK_STEPS = {"float64": 4, "float32": 2}
+MODEL = "--layers 2 --hidden 64 --context 32 --batch 32"
+BUCKETS = "--bucket-bytes 600000"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +105,8 @@ class Demo:
     ) -> tuple[int, dict[str, Any]]:
         """A training run: on 4 ranks, or serially on one."""
         command = ["-m", "parallel.train", "--strategy", strategy, "--dtype", dtype]
-        command += ["--steps", str(self.steps[dtype])]
+        command += [*MODEL.split(), "--steps", str(self.steps[dtype])]
+        command += BUCKETS.split() if strategy == "ddp" else []
         command += ["--text", self.options.text] if self.options.text is not None else []
         command += ["--no-monitor"] if is_quiet else []
         size = 1 if strategy == "serial" else 4

@@ -2,137 +2,239 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TypeAlias
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
 
 import collectives
-from collectives import Communicator
-from parallel.nn import Array, Model, cross_entropy
-from parallel.optim import Adam
-from parallel.text import Tokens
+from collectives import Communicator, Work
+from parallel import agreement
+from parallel.nn import Array
+from parallel.strategy import SMALL, Strategy
 from parallel.traffic import PredictedCall
 
-Batches: TypeAlias = Callable[[int, int, int], tuple[Tokens, Tokens]]
-"""(step, rank, number of ranks) -> this rank's rows of that step's batch."""
-
-Show: TypeAlias = Callable[[int, float], object]
-"""Called with the number of steps done and the last loss."""
+BUCKET_BYTES = 25 * 2**20
 
 
-class Serial:
-    """The whole batch on one rank: the reference that every strategy must reproduce."""
+class Finish(Protocol):
+    """What a hook returns: called when the reduced gradient is needed.
 
-    def __init__(self, model: Model, *, lr: float = 1e-3) -> None:
-        self.model = model
-        self.optimizer = Adam(model.flat_parameters, model.flat_gradients, lr=lr)
-
-    def start(self) -> None:
-        """What is to be done once, before the first step."""
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """Which part of a batch is ours: (rank, number of ranks)."""
-        return 0, 1
-
-    def train(self, steps: int, batch: Batches, total: int, show: Show) -> list[float]:
-        """So many steps, after `start`, on batches of `total` rows; their losses."""
-        losses = []
-        for step in range(steps):
-            losses.append(self.step(*batch(step, *self.part), total))
-            show(step + 1, losses[-1])
-        return losses
-
-    def step(self, inputs: Tokens, targets: Tokens, total: int) -> float:
-        """One update from this rank's rows of a batch of `total` rows; the batch's mean loss.
-
-        `inputs` (rows, context) and `targets` (rows,) are int64; the loss is in nats.
-        """
-        model = self.model
-        model.zero_gradients()
-        logits, saved = model.forward(model.xp.asarray(inputs))
-        loss, slope = cross_entropy(logits, model.xp.asarray(targets), total)
-        model.backward(slope, saved, self.layer_done)
-        self.update()
-        return float(self.whole_loss(loss)[0])
-
-    def update(self) -> None:
-        """Called when all gradients are complete."""
-        self.optimizer.step()
-
-    def layer_done(self, layer: str) -> None:
-        """Called during backward when this layer's gradients are complete."""
-
-    def whole_loss(self, loss: Array) -> Array:
-        """The loss of the whole batch, of the part of it that this rank computed (1 element)."""
-        return loss
-
-    def traffic(self, steps: int) -> list[PredictedCall]:
-        """What this strategy sends in `start` and `steps` steps."""
-        return []
-
-
-class DataParallel(Serial):
-    """The gradients of each layer are summed over the ranks as soon as backward has made them.
-
-    With n(l) the bytes of layer l, e the bytes of one element and S steps, all ranks together send
-
-    | phase          | collective | calls    | bytes a call (binomial, ring) |
-    |----------------|------------|----------|-------------------------------|
-    | start          | broadcast  | 1 per l  | (p-1) n(l)                    |
-    | backward/<l>   | all_reduce | S        | 2 (p-1) n(l)                  |
-    | loss           | all_reduce | S        | 2 (p-1) e                     |
-
-    which `traffic` says as data.  Each rank's loss is the sum over its own rows divided by the rows
-    of the whole batch, and ranks are combined by a sum: exact for uneven parts too.  Every rank
-    then makes the same update of the same parameters, so that nothing else has to be sent.  By
-    layer, in reverse, as in Li et al. 2020 (PyTorch DDP).
+    It may begin something more and return what ends that: it is called after those of all buckets.
     """
+
+    def __call__(self) -> object: ...
+
+
+class Hook(Protocol):
+    """How a bucket of gradients is summed over the ranks.
+
+    `start` begins to replace `flat`, the sum on this rank alone, by the sum over all, and returns
+    what ends it; both are called in the same order on all ranks, in the phase of the bucket.
+    `traffic` says what that sends.  A hook that keeps something from step to step makes it in
+    `allocate`, by `strategy.new("buffers", ...)`, and says how much that is.
+    """
+
+    def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Finish:
+        """Begin, without waiting if possible."""
+
+    def traffic(self, strategy: DataParallel, bucket: str) -> list[PredictedCall]:
+        """The calls of one bucket in one step, in the phase that `strategy.phase_of` names."""
+
+    def allocate(self, strategy: DataParallel) -> None:
+        """Make what is kept between steps: nothing, here."""
+        return
+
+    def state_bytes(self, strategy: DataParallel) -> int:
+        """How much that is."""
+        return 0
+
+
+class AllReduce(Hook):
+    """The sum as it is: one all-reduce a bucket, which goes on while backward does."""
+
+    def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Finish:
+        work: Work = strategy.comm.all_reduce(
+            flat, op="sum", out=flat, algorithm=strategy.algorithm, async_op=True
+        )
+        return work.wait
+
+    def traffic(self, strategy: DataParallel, bucket: str) -> list[PredictedCall]:
+        nbytes = strategy.bucket_bytes(bucket)
+        return [PredictedCall(strategy.phase_of(bucket), "all_reduce", strategy.algorithm, nbytes)]
+
+
+class DataParallel(Strategy):
+    """Gradients are summed over the ranks in buckets, while backward makes the next ones.
+
+    A bucket holds the gradients of layers that follow each other in backward, up to `bucket_bytes`,
+    or one that is larger.  With n(b) the bytes of bucket b, u units and S steps, all ranks together
+    send (ring; k micro-batches make no difference, since only the last one's backward sends)
+
+    | phase             | collective | calls | bytes a call    |
+    |-------------------|------------|-------|-----------------|
+    | start/check       | all_gather | 2     | 16 p (p-1), 32 (u + 10) p (p-1) |
+    | start/broadcast   | broadcast  | u     | (p-1) n(unit)   |
+    | backward/bucket b | all_reduce | S     | 2 (p-1) n(b)    |
+    | loss              | all_reduce | S     | 16 p log2 p (p a power of two) |
+
+    so that a rank sends 2 Psi (p-1)/p elements a step.  Each rank's loss is the sum over its own
+    rows divided by the rows of the whole batch, and ranks are combined by a sum: exact for uneven
+    parts too.  Every rank then makes the same update of the same parameters.  Li et al. 2020
+    (PyTorch DDP).
+
+    Initial values are rank 0's, whatever the others drew; shapes and dtypes must be the same.
+    `hook`: what sums a bucket instead of an all-reduce (`parallel.hooks`).  `find_unused`: a layer
+    that took no part in a step counts as zero where others had it, and is left as it is where none
+    had; one all-reduce of a byte a layer tells.  Without it NoGradient is raised.
+    """
+
+    comm: Communicator
+    must_begin_alike = False
 
     def __init__(
         self,
-        comm: Communicator,
-        model: Model,
-        *,
-        lr: float = 1e-3,
-        algorithm: str = "ring",
+        *args: Any,
+        bucket_bytes: int = BUCKET_BYTES,
+        hook: Hook | None = None,
+        find_unused: bool = False,
         broadcast_algorithm: str = "binomial",
-        phase: Callable[[str], AbstractContextManager[None]] = collectives.phase,
+        **more: Any,
     ) -> None:
-        super().__init__(model, lr=lr)
-        self.comm, self.phase = comm, phase
-        self.algorithm, self.broadcast_algorithm = algorithm, broadcast_algorithm
+        self.most_bytes, self.hook = bucket_bytes, hook or AllReduce()
+        self.find_unused, self.broadcast_algorithm = find_unused, broadcast_algorithm
+        self.is_syncing = True
+        super().__init__(*args, **more)
+
+    # What is kept
+
+    def _allocate(self) -> None:
+        """Gradients are views of buckets, so that a bucket travels without packing."""
+        sizes = self.model.sizes
+        self.buckets = dict(self._bucketed())
+        self.flats = {
+            bucket: self.new("gradients", sum(sizes[unit] for unit in units))
+            for bucket, units in self.buckets.items()
+        }
+        self.parameters = {unit: self.initial(unit, slice(0, n)) for unit, n in sizes.items()}
+        self.gradients = {}
+        for bucket, units in self.buckets.items():
+            start = 0
+            for unit in units:
+                self.gradients[unit] = self.flats[bucket][start : start + sizes[unit]]
+                start += sizes[unit]
+        self.owned, self.slopes = self.parameters, self.gradients
+        self.hook.allocate(self)
+        self.bind_all()
+
+    def _bucketed(self) -> Iterator[tuple[str, list[str]]]:
+        """Units in the order in which backward completes them, as many as fit together."""
+        done = [
+            unit for layer in reversed(self.model.layers) for unit in self.model.completes(layer)
+        ]
+        groups: list[list[str]] = []
+        for unit in done:
+            if groups and sum(map(self.nbytes, [*groups[-1], unit])) <= self.most_bytes:
+                groups[-1].append(unit)
+            else:
+                groups.append([unit])
+        return ((f"bucket{i}", units) for i, units in enumerate(groups))
 
     def start(self) -> None:
-        """Rank 0's parameters to all, whatever the others were initialised to."""
-        with self.phase("start"):
-            for flat in self.model.flat_parameters.values():
+        """Rank 0's parameters to all, whatever the others drew."""
+        super().start()
+        with self.phase("start"), collectives.phase("broadcast"):
+            for flat in self.parameters.values():
                 self.comm.broadcast(flat, root=0, out=flat, algorithm=self.broadcast_algorithm)
+        self.place.load()
 
-    @property
-    def part(self) -> tuple[int, int]:
-        return self.comm.rank, self.comm.size
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.is_syncing = False
+        try:
+            yield
+        finally:
+            self.is_syncing = True
 
-    def layer_done(self, layer: str) -> None:
-        self._sum(f"backward/{layer}", self.model.flat_gradients[layer])
+    def forward_backward(self, *batch: Any) -> float:
+        self._waiting = {bucket: set(units) for bucket, units in self.buckets.items()}
+        self._under_way: deque[tuple[str, Finish]] = deque()
+        return super().forward_backward(*batch)
 
-    def whole_loss(self, loss: Array) -> Array:
-        return self._sum("loss", loss)
+    def reduce(self, unit: str) -> None:
+        """Start a bucket's sum when the last of its gradients has come."""
+        if not self.is_syncing:
+            return
+        bucket = next(bucket for bucket, units in self.buckets.items() if unit in units)
+        self._waiting[bucket].discard(unit)
+        if not self._waiting[bucket]:
+            self._go_on(bucket, partial(self.hook.start, self, bucket, self.flats[bucket]))
 
-    def _sum(self, phase: str, x: Array) -> Array:
-        with self.phase(phase):
-            return self.comm.all_reduce(x, op="sum", out=x, algorithm=self.algorithm)
+    def finish_backward(self) -> None:
+        """End what is under way, bucket by bucket, until no hook has begun anything more."""
+        while self._under_way:
+            self._go_on(*self._under_way.popleft())
 
-    def traffic(self, steps: int) -> list[PredictedCall]:
-        """The table above, with this model's sizes."""
-        sizes = {layer: int(flat.nbytes) for layer, flat in self.model.flat_parameters.items()}
-        element = next(iter(self.model.flat_parameters.values())).dtype.itemsize
-        sums = {f"backward/{layer}": n for layer, n in sizes.items()} | {"loss": int(element)}
-        start = [
-            PredictedCall("start", "broadcast", self.broadcast_algorithm, n)
-            for n in sizes.values()
-        ]  # fmt: skip
-        return start + [
-            PredictedCall(phase, "all_reduce", self.algorithm, n, count=steps)
-            for phase, n in sums.items()
-        ]  # fmt: skip
+    def _go_on(self, bucket: str, step: Finish) -> None:
+        with collectives.phase(bucket):
+            rest = step()
+        if callable(rest):
+            self._under_way.append((bucket, rest))
+
+    def before_update(self) -> None:
+        """Which layers nobody used."""
+        if not self.find_unused:
+            return
+        used = np.array([name in self.used for name in self.model.layers], np.uint8)
+        with self.phase("unused"):
+            self.comm.all_reduce(used, op="max", out=used, algorithm=SMALL)
+        by_name = dict(zip(self.model.layers, used, strict=True))
+        self.unused = {
+            unit for unit in self.model.units
+            if not any(by_name[name] for name in self.model.layers if unit in self.model.uses(name))
+        }  # fmt: skip
+
+    def is_absent(self) -> list[bool]:
+        return [not self.find_unused and each for each in super().is_absent()]
+
+    # What it says about itself
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {
+            "bucket_bytes": self.most_bytes,
+            "hook": agreement.options_of(self.hook),
+            "find_unused": self.find_unused,
+            "broadcast_algorithm": self.broadcast_algorithm,
+        }
+
+    def buffer_bytes(self) -> int:
+        """What the hook keeps."""
+        return self.hook.state_bytes(self)
+
+    def phase_of(self, bucket: str) -> str:
+        """The phase in which a bucket is sent."""
+        return f"backward/{bucket}"
+
+    def bucket_bytes(self, bucket: str) -> int:
+        """The bytes of the gradients in a bucket."""
+        return sum(map(self.nbytes, self.buckets[bucket]))
+
+    def traffic_of_start(self) -> list[PredictedCall]:
+        algorithm = self.broadcast_algorithm
+        return [*super().traffic_of_start()] + [
+            PredictedCall("start/broadcast", "broadcast", algorithm, self.nbytes(unit))
+            for unit in self.model.units
+        ]
+
+    def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
+        calls = [call for bucket in self.buckets for call in self.hook.traffic(self, bucket)]
+        calls = [replace(call, count=call.count * steps) for call in calls]
+        if self.find_unused:
+            calls.append(
+                PredictedCall("unused", "all_reduce", SMALL, len(self.model.layers), steps)
+            )
+        return calls

@@ -6,14 +6,16 @@ import contextlib
 import hashlib
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from collectives import Communicator, PeerFailed
-from parallel.data import Batches, DataParallel, Show
-from parallel.nn import Array, Model
-from parallel.optim import Adam
+from parallel.data import AllReduce, DataParallel
+from parallel.nn import Array, Model, on_host
+from parallel.optim import Optimizer
+from parallel.strategy import Batches, Recipe, Show
 from parallel.text import Tokens
 from parallel.traffic import PredictedCall
 
@@ -24,6 +26,14 @@ class ReplicasDiffer(RuntimeError):  # noqa: N818 - as the others of its kind ar
     """Ranks that should hold the same parameters do not.  The message says which."""
 
 
+class Blocking(AllReduce):
+    """Every sum is over before the next begins, so that a failure leaves none under way."""
+
+    def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Callable[[], object]:
+        super().start(strategy, bucket, flat)()
+        return lambda: None
+
+
 class Elastic(DataParallel):
     """Data parallel over the ranks of `comm` that are alive.  It must be one that can shrink.
 
@@ -32,17 +42,25 @@ class Elastic(DataParallel):
     have computed from the same parameters.
 
     The ranks need not be at the same place when they learn of a death.  One may be waiting for the
-    last sum of a step, its parameters updated, which another has seen complete before it went on.
-    But no sum completes anywhere before all have begun it, so nobody is ahead by more than one
-    update: a copy of parameters and moments from before the last update is enough to go back.
+    last sum of a step, which another has seen complete before it updated and went on.  But no sum
+    completes anywhere before all have begun it, so nobody is ahead by more than one update: a copy
+    of parameters and moments from before the last update is enough to go back.
+
+    ValueError for float16, of which steps may be skipped.
     """
 
-    def __init__(self, comm: Communicator, model: Model, **options: Any) -> None:
+    def __init__(
+        self, comm: Communicator, model: Model, recipe: Recipe | None = None, **options: Any
+    ) -> None:
         ours = comm.split(0)
         assert ours is not None
-        super().__init__(ours, model, **options)
+        super().__init__(ours, model, recipe, hook=Blocking(), **options)
+        if self.loss_scale.is_dynamic:
+            raise ValueError("elastic training takes no float16: it counts updates as steps")
         self.num_steps = -1  # completed ones; -1 before `start`
-        self._state = self.optimizer.state()
+        self._state = self.optimizer.arrays()
+        if self.masters is not self.owned:
+            self._state += self.parameters.values()
         self._before = [array.copy() for array in self._state]  # the last update
 
     def start(self) -> None:
@@ -53,8 +71,11 @@ class Elastic(DataParallel):
             except PeerFailed:
                 self.recover()
 
-    def train(self, steps: int, batch: Batches, total: int, show: Show) -> list[float]:
+    def train(
+        self, steps: int, batch: Batches, total: int, show: Show, first: int = 0
+    ) -> list[float]:
         """As ever, whoever dies; the last loss of a step that was repeated counts."""
+        assert first == 0, "an elastic run begins at the beginning"
         losses: list[float] = []
         while True:
             try:
@@ -144,10 +165,10 @@ class Elastic(DataParallel):
                 f" (of {self.comm.size}) are not those of rank 0"
             )
 
-    def traffic(self, steps: int) -> list[PredictedCall]:
+    def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
         """Data parallel's, and the check of `finish`: of a run in which nobody dies."""
-        nbytes = DIGEST_BYTES * self.comm.size
-        return [*super().traffic(steps), PredictedCall("check", "all_gather", "ring", nbytes)]
+        check = PredictedCall("check", "all_gather", "ring", DIGEST_BYTES * self.comm.size)
+        return [*super().traffic_of_steps(steps), check]
 
 
 class Doomed(Elastic):
@@ -155,21 +176,19 @@ class Doomed(Elastic):
 
     last_step = -1
 
-    def layer_done(self, layer: str) -> None:
-        super().layer_done(layer)
+    def options(self) -> dict[str, Any]:
+        """It tells nobody what it is about to do."""
+        return super().options() | {"strategy": Elastic.__name__}
+
+    def reduce(self, unit: str) -> None:
+        super().reduce(unit)
         if self.num_steps == self.last_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def digest(optimizer: Adam) -> bytes:
-    """Of the parameters, their moments and the number of updates: DIGEST_BYTES bytes."""
+def digest(optimizer: Optimizer) -> bytes:
+    """Of the values, their moments and the number of updates: DIGEST_BYTES bytes."""
     sha = hashlib.sha256(str(optimizer.steps).encode())
-    for array in optimizer.state():
+    for array in optimizer.arrays():
         sha.update(on_host(array).tobytes())
     return sha.digest()
-
-
-def on_host(array: Array) -> np.ndarray[Any, Any]:
-    """The array in host memory; CuPy's `get` copies it there."""
-    host: np.ndarray[Any, Any] = array.get() if hasattr(array, "get") else array
-    return host

@@ -1,9 +1,15 @@
-"""Optimisers: they change parameters in place, given gradients of the same names and shapes."""
+"""Optimisers: they change values in place, given gradients under the same names.
+
+Values and states are what an update is computed in (float32 where the model computes in two bytes);
+gradients may be of a smaller dtype and scaled, as they come out of backward.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import ClassVar
 
 from array_api_compat import array_namespace
 
@@ -12,53 +18,122 @@ from parallel.nn import Array
 PIECE = 1 << 14  # elements updated at a time: with their temporaries they stay in the cache
 
 
-class Adam:
-    """Kingma & Ba 2015, algorithm 1, element by element.
+def zeros_like(x: Array) -> Array:
+    """Zeros of x's shape, dtype and device."""
+    return array_namespace(x).zeros_like(x)
 
-    `parameters` and `gradients` map the same names to arrays of the same shape, of at least one
-    dimension, and dtype; both are kept, not copied.  The two moments have the parameter's dtype.
+
+class Optimizer(ABC):
+    """Element by element, so that any part of a model can be updated without the rest.
+
+    `values`: arrays of at least one dimension by name; kept, not copied.  `new` makes the states,
+    arrays of zeros like a value.
     """
+
+    STATES: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
-        parameters: Mapping[str, Array],
-        gradients: Mapping[str, Array],
+        values: Mapping[str, Array],
         *,
         lr: float = 1e-3,
+        new: Callable[[Array], Array] = zeros_like,
+    ) -> None:
+        self.values, self.lr = dict(values), lr
+        self.steps = 0
+        self.states = {
+            state: {name: new(x) for name, x in self.values.items()} for state in self.STATES
+        }
+
+    def step(
+        self, gradients: Iterable[tuple[str, Array]] | Mapping[str, Array], scale: float = 1.0
+    ) -> None:
+        """One update from gradients that are to be multiplied by `scale` first.
+
+        What gets no gradient stays as it is.  Raises ValueError for one that belongs to nothing, or
+        has another shape than its value.
+        """
+        self.steps += 1
+        pairs = gradients.items() if isinstance(gradients, Mapping) else gradients
+        for name, gradient in pairs:
+            if name not in self.values:
+                raise ValueError(f"a gradient for {name!r}, which is not among the parameters")
+            self._update_whole(name, gradient, scale)
+
+    def _update_whole(self, name: str, gradient: Array, scale: float) -> None:
+        whole = self.values[name], *(state[name] for state in self.states.values())
+        if gradient.shape != whole[0].shape:
+            raise ValueError(f"{name!r}: a gradient {gradient.shape} for values {whole[0].shape}")
+        for start in range(0, gradient.shape[0], PIECE):
+            x, *states = (array[start : start + PIECE] for array in whole)
+            slope = gradient[start : start + PIECE]
+            slope = slope if slope.dtype == x.dtype else slope.astype(x.dtype)
+            self._update(x, slope if scale == 1 else slope * scale, *states)
+
+    @abstractmethod
+    def _update(self, x: Array, g: Array, *states: Array) -> None:
+        """Change x and its states in place.  g may not be changed."""
+
+    def arrays(self) -> list[Array]:
+        """All that an update changes, beside `steps`: the values and their states."""
+        return [*self.values.values(), *(x for s in self.states.values() for x in s.values())]
+
+
+class SGD(Optimizer):
+    """x - lr g, where g may be an average of the past: v = momentum v + g.  Polyak 1964."""
+
+    STATES = ("velocity",)
+
+    def __init__(
+        self, values: Mapping[str, Array], *, momentum: float = 0.9, **more: object
+    ) -> None:
+        super().__init__(values, **more)  # type: ignore[arg-type]
+        self.momentum = momentum
+
+    def _update(self, x: Array, g: Array, *states: Array) -> None:
+        (v,) = states
+        v *= self.momentum
+        v += g
+        x -= self.lr * v
+
+
+class Adam(Optimizer):
+    """Kingma & Ba 2015, algorithm 1.
+
+    `decay`: of the weights, apart from the gradient, in units of the rate (Loshchilov & Hutter
+    2019); 0 in Adam, 0.01 in AdamW.
+    """
+
+    STATES = ("first", "second")
+    DECAY = 0.0
+
+    def __init__(
+        self,
+        values: Mapping[str, Array],
+        *,
         betas: tuple[float, float] = (0.9, 0.999),
         epsilon: float = 1e-8,
+        decay: float | None = None,
+        **more: object,
     ) -> None:
-        if parameters.keys() != gradients.keys():
-            names = sorted(parameters.keys() ^ gradients.keys())
-            raise ValueError(f"a parameter without a gradient, or the reverse: {', '.join(names)}")
-        self.parameters, self.gradients = dict(parameters), dict(gradients)
-        self.lr, self.betas, self.epsilon = lr, betas, epsilon
-        self.steps = 0
-        self.first = {name: zeros_like(x) for name, x in self.parameters.items()}
-        self.second = {name: zeros_like(x) for name, x in self.parameters.items()}
+        super().__init__(values, **more)  # type: ignore[arg-type]
+        self.betas, self.epsilon = betas, epsilon
+        self.decay = self.DECAY if decay is None else decay
 
-    def step(self) -> None:
-        """One update of every parameter from the gradients as they stand."""
-        self.steps += 1
-        for name, x in self.parameters.items():
-            whole = x, self.gradients[name], self.first[name], self.second[name]
-            for start in range(0, x.shape[0], PIECE):
-                self._update(*(array[start : start + PIECE] for array in whole))
-
-    def state(self) -> list[Array]:
-        """All that an update changes, beside `steps`: the parameters and their moments."""
-        return [*self.parameters.values(), *self.first.values(), *self.second.values()]
-
-    def _update(self, x: Array, g: Array, m: Array, v: Array) -> None:
+    def _update(self, x: Array, g: Array, *states: Array) -> None:
+        m, v = states
         beta1, beta2 = self.betas
         m += (1 - beta1) * (g - m)
         v += (1 - beta2) * (g * g - v)
         root = array_namespace(v).sqrt(v)
         root *= 1 / math.sqrt(1 - beta2**self.steps)
         root += self.epsilon
+        if self.decay:
+            x *= 1 - self.lr * self.decay
         x -= (self.lr / (1 - beta1**self.steps)) * m / root
 
 
-def zeros_like(x: Array) -> Array:
-    """Zeros of x's shape, dtype and device."""
-    return array_namespace(x).zeros_like(x)
+class AdamW(Adam):
+    """Adam with decoupled weight decay.  Loshchilov & Hutter 2019."""
+
+    DECAY = 0.01

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 try:
@@ -61,20 +62,22 @@ def columns(traffic: TrafficTable) -> Table:
     """One row per phase and collective; rows that differ are red."""
     counts = [f"{what} {column}" for what in ("messages", "bytes") for column in "pro"]
     table = table_with("phase", "collective", numbers=["calls p", "calls r", *counts])
+    unseen = "n/a" if traffic.observed is None else ""  # of one row; their sum's has what was seen
     for row in traffic.rows:
-        table.add_row(*cells(row), style=None if row.is_equal else "bold red")
+        table.add_row(*cells(row, unseen), style=None if row.is_equal else "bold red")
     return table
 
 
-def cells(row: TrafficRow) -> list[str]:
-    """A row of the table as text; "n/a" where nothing was observed."""
+def cells(row: TrafficRow, unseen: str) -> list[str]:
+    """A row of the table as text; nothing for calls that nobody counts."""
     tallies = [row.predicted, row.recorded, row.observed]
+    calls = [row.predicted.calls, row.recorded.calls]
     counts = [
-        str(getattr(tally, what)) if tally is not None else "n/a"
+        unseen if tally is None else str(getattr(tally, what))
         for what in ("messages", "bytes")
         for tally in tallies
     ]
-    return [row.phase, row.collective, str(row.predicted.calls), str(row.recorded.calls), *counts]
+    return [row.phase, row.collective, *("" if n is None else str(n) for n in calls), *counts]
 
 
 def matrix(traffic: TrafficTable) -> Table:
@@ -83,6 +86,46 @@ def matrix(traffic: TrafficTable) -> Table:
     for src, sent in enumerate(traffic.matrix):
         table.add_row(str(src), *(str(n) for n in sent.tolist()))
     return table
+
+
+def print_accounts(ranks: Sequence[Mapping[str, Sequence[int]]], console: Console) -> None:
+    """Of each rank: what is kept at most, or moved -> bytes by formula, and counted."""
+    console.print("Bytes that each rank keeps at most: f = by formula, c = counted from the arrays")
+    names = [name for name in ranks[0] if any(any(each[name]) for each in ranks)]
+    table = table_with("rank", numbers=[f"{name} {column}" for name in names for column in "fc"])
+    for rank, each in enumerate(ranks):
+        is_equal = all(formula == counted for formula, counted in each.values())
+        numbers = [str(n) for name in names for n in each[name]]
+        table.add_row(str(rank), *numbers, style=None if is_equal else "bold red")
+    print_table(table, console)
+
+
+def print_curve(values: Sequence[float], console: Console) -> None:
+    """The values from left to right, as a picture of letters."""
+    for line in curve(values):
+        console.print(line, markup=False)
+
+
+def curve(values: Sequence[float], width: int = 64, height: int = 10) -> list[str]:
+    """Lines from top to bottom; several values in a column are averaged, NaN and inf left out."""
+    width = min(width, len(values))
+    parts = (
+        values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)
+    )
+    columns = [sum(part) / len(part) for part in parts]
+    finite = [value for value in columns if math.isfinite(value)]
+    if not finite:
+        return []
+    low, high = min(finite), max(finite)
+    places = [
+        round((value - low) / (high - low or 1) * (height - 1)) if math.isfinite(value) else None
+        for value in columns
+    ]
+    ends = {height - 1: f"{high:10.4f} |", 0: f"{low:10.4f} |"}
+    return [
+        ends.get(row, " " * 11 + "|") + "".join("*" if place == row else " " for place in places)
+        for row in reversed(range(height))
+    ]
 
 
 def table_with(*words: str, numbers: Iterable[object]) -> Table:

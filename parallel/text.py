@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from parallel.shards import span
+
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -68,15 +70,13 @@ def share(total: int, ranks: int, rank: int) -> slice:
     """
     if total < ranks:
         raise ValueError(f"a global batch of {total} cannot be divided among {ranks} ranks")
-    size, rest = divmod(total, ranks)
-    start = rank * size + min(rank, rest)
-    return slice(start, start + size + (rank < rest))
+    return span(total, ranks, rank)
 
 
 def batch(
     data: Bytes, *, seed: int, step: int, size: int, context: int, rank: int = 0, ranks: int = 1
 ) -> tuple[Tokens, Tokens]:
-    """Rank's rows of the global batch of `size`: contexts (rows, context), next bytes (rows,).
+    """Rank's rows of the global batch of `size`: bytes, and those after each, (rows, context) both.
 
     The global batch is a function of (seed, step, size) and the text, whatever `ranks` is.
     """
@@ -85,4 +85,4 @@ def batch(
     rng = np.random.default_rng([seed, step, size])
     starts = rng.integers(0, len(data) - context, size=size)[share(size, ranks, rank)]
     windows = data[starts[:, None] + np.arange(context + 1)].astype(np.int64)
-    return windows[:, :-1], windows[:, -1]
+    return windows[:, :-1], windows[:, 1:]

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,6 +24,7 @@ Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Key: TypeAlias = tuple[str, str]  # (phase, collective)
 
 OUTSIDE = "(outside every phase)"
+ALL = "(together)"
 NOT_OPENED = "not monitored"
 
 
@@ -30,25 +32,40 @@ class TrafficMismatch(Exception):  # noqa: N818 - as the others of its kind are 
     """The columns differ.  The message names every row that does."""
 
 
+POINT_TO_POINT = ("send", "send_recv")
+
+
 @dataclass(frozen=True)
 class PredictedCall:
-    """`count` calls of a collective by this algorithm, each on a whole array of `nbytes` bytes."""
+    """`count` calls of a collective by this algorithm, each on a whole array of `nbytes` bytes.
+
+    By all ranks, or in each of `groups` groups of `ranks` ranks.  A "send" is one message of that
+    size; nobody counts their calls, for every rank numbers its own.
+    """
 
     phase: str
     collective: str
     algorithm: str
     nbytes: int
     count: int = 1
+    ranks: int | None = None
+    groups: int = 1
 
     def sent(self, size: int) -> Tally:
-        """What all of `size` ranks together send in all of these calls."""
+        """What all of `size` ranks together send in all of these calls.
+
+        A call without messages (of one rank) leaves no record: it is not counted.
+        """
+        size, calls = self.ranks or size, self.count * self.groups
+        if self.collective in POINT_TO_POINT:
+            return Tally(None, calls, calls * self.nbytes)
         run = collectives.choose(self.collective, self.algorithm, size, self.nbytes)
         messages = run.algorithm.messages(p=size, n=self.nbytes, **run.options)
-        messages *= run.segments * self.count
-        total = run.algorithm.total(p=size, n=self.nbytes, **run.options) * self.count
+        messages *= run.segments * calls
+        total = run.algorithm.total(p=size, n=self.nbytes, **run.options) * calls
         if messages != int(messages) or total != int(total):
             raise ValueError(f"the formula of {self} gives a broken number for {size} ranks")
-        return Tally(self.count, int(messages), int(total))
+        return Tally(calls if messages else 0, int(messages), int(total))
 
 
 class Tally(NamedTuple):
@@ -63,6 +80,10 @@ class Tally(NamedTuple):
         calls = None if self.calls is None or other.calls is None else self.calls + other.calls
         return Tally(calls, self.messages + other.messages, self.bytes + other.bytes)
 
+    def __str__(self) -> str:
+        calls = "" if self.calls is None else f"{self.calls} calls, "
+        return f"{calls}{self.messages} messages, {self.bytes} bytes"
+
     @property
     def volume(self) -> tuple[int, int]:
         """What went over the wire: messages and bytes."""
@@ -70,7 +91,11 @@ class Tally(NamedTuple):
 
 
 class TrafficRow(NamedTuple):
-    """One row of the table; `observed` is None where MPI was not watched."""
+    """One row of the table.
+
+    `observed` is None where MPI was not watched, and in the rows of a phase whose calls may overlap
+    in time: of those it saw the sum, which has a row of its own below them.
+    """
 
     phase: str
     collective: str
@@ -80,17 +105,15 @@ class TrafficRow(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        """Whether the columns agree.  A call without messages (one rank) leaves no record."""
+        """Whether the columns agree, in calls too where both know of them."""
         tallies = [self.recorded] if self.observed is None else [self.recorded, self.observed]
-        calls = self.predicted.calls if self.predicted.messages else 0
-        same = all(tally.volume == self.predicted.volume for tally in tallies)
-        return same and self.recorded.calls == calls
+        known = {self.predicted.calls, self.recorded.calls} - {None}
+        return len(known) < 2 and all(t.volume == self.predicted.volume for t in tallies)
 
     def __str__(self) -> str:
         parts = {"predicted": self.predicted, "recorded": self.recorded, "observed": self.observed}
-        said = [f"{k} {t.messages} messages, {t.bytes} bytes" for k, t in parts.items() if t]
-        calls = f"calls {self.predicted.calls} and {self.recorded.calls}"
-        return f"{self.phase}/{self.collective}: {'; '.join(said)}; {calls}"
+        said = [f"{column} {tally}" for column, tally in parts.items() if tally is not None]
+        return f"{self.phase}/{self.collective}: {'; '.join(said)}"
 
 
 class Observed(NamedTuple):
@@ -175,11 +198,7 @@ class Witness:
 
 
 class TrafficTable:
-    """The rows, the p x p matrix of bytes, and the verdict.  Made on rank 0, of gathered columns.
-
-    ValueError if a phase is predicted to hold two kinds of collective: MPI's counters know no
-    collectives, so that the observed column could not be told apart.
-    """
+    """The rows, the p x p matrix of bytes, and the verdict; on rank 0, of gathered columns."""
 
     def __init__(
         self,
@@ -221,12 +240,8 @@ class TrafficTable:
 def predicted(calls: Iterable[PredictedCall], size: int) -> dict[Key, Tally]:
     """The sum of the predicted calls per (phase, collective)."""
     tallies: dict[Key, Tally] = {}
-    kinds: dict[str, str] = {}
     for call in calls:
         key = call.phase, call.collective
-        if kinds.setdefault(*key) != call.collective:
-            raise ValueError(f"phase {call.phase!r} holds two kinds of collective:"
-                             f" {kinds[call.phase]} and {call.collective}")  # fmt: skip
         tallies[key] = tallies.get(key, Tally()).plus(call.sent(size))
     return tallies
 
@@ -235,7 +250,9 @@ def recorded(ledger: Ledger) -> dict[Key, Tally]:
     """The ledger's messages per (phase, collective); no label is shown as `OUTSIDE`."""
     by: Any = ledger.summary(by=("phase", "collective"))
     return {
-        (phase or OUTSIDE, collective): Tally(s.calls, s.messages, s.bytes)
+        (phase or OUTSIDE, collective): Tally(
+            None if collective in POINT_TO_POINT else s.calls, s.messages, s.bytes
+        )
         for (phase, collective), s in by.items()
     }
 
@@ -243,26 +260,34 @@ def recorded(ledger: Ledger) -> dict[Key, Tally]:
 def rows_of(
     predicted: dict[Key, Tally], recorded: dict[Key, Tally], observed: Observed | None
 ) -> list[TrafficRow]:
-    """One row for whatever any column knows of, the predicted ones first."""
+    """One row for whatever any column knows of, the predicted ones first, by watched phase."""
     keys = list(predicted | recorded)
-    keys += [(phase, "?") for phase in strangers(keys, observed)]
-    seen = beside(keys, observed)
-    return [
-        TrafficRow(*key, predicted.get(key, Tally()), recorded.get(key, Tally()), seen[key])
-        for key in keys
-    ]
-
-
-def beside(keys: list[Key], observed: Observed | None) -> dict[Key, Tally | None]:
-    """What MPI saw in each phase, beside the first collective of that phase."""
+    rows = {key: (predicted.get(key, Tally()), recorded.get(key, Tally())) for key in keys}
     if observed is None:
-        return dict.fromkeys(keys)
-    first = {phase: (phase, collective) for phase, collective in reversed(keys)}
-    return {key: observed.tally(key[0]) if first[key[0]] == key else Tally(None) for key in keys}
+        return [TrafficRow(*key, *rows[key], None) for key in keys]
+    within: dict[str, list[Key]] = {}
+    for key in keys:
+        within.setdefault(watched(key[0], observed), []).append(key)
+    for phase, sent in observed.phases.items():
+        if sent.any():
+            within.setdefault(phase, [])
+    return [row for phase, keys in within.items() for row in group(phase, keys, rows, observed)]
 
 
-def strangers(keys: list[Key], observed: Observed | None) -> list[str]:
-    """Phases in which MPI saw messages that neither formula nor ledger knows of."""
-    known = {phase for phase, _ in keys}
-    phases = observed.phases if observed is not None else {}
-    return [phase for phase, sent in phases.items() if phase not in known and sent.any()]
+def watched(phase: str, observed: Observed) -> str:
+    """The watched phase in which the calls of this one were made."""
+    outer = [label for label in observed.phases if f"{phase}/".startswith(f"{label}/")]
+    return max(outer, key=len, default=OUTSIDE)
+
+
+def group(
+    phase: str, keys: list[Key], rows: dict[Key, tuple[Tally, Tally]], observed: Observed
+) -> list[TrafficRow]:
+    """The rows of one watched phase, with their sum if there are several (or none)."""
+    seen = observed.tally(phase)
+    if len(keys) == 1:
+        return [TrafficRow(*keys[0], *rows[keys[0]], seen)]
+    each = [TrafficRow(*key, *rows[key], None) for key in keys]
+    said = reduce(Tally.plus, (row.predicted for row in each), Tally())
+    sent = reduce(Tally.plus, (row.recorded for row in each), Tally())
+    return [*each, TrafficRow(phase, ALL if keys else "?", said, sent, seen)]

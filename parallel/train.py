@@ -1,13 +1,15 @@
-"""Train a small language model over bytes, and account for every byte that it sends.
+"""Train a small GPT over bytes by any of the strategies, and account for every byte that is sent.
 
-    python -m collectives.launch -n 4 -m parallel.train --strategy ddp
+    python -m collectives.launch -n 4 -m parallel.train --strategy zero2 --micro-batches 2
     python -m parallel.train --strategy serial --json serial.json
+    python -m collectives.launch -n 4 -m parallel.train --strategy ddp --hook powersgd:4
     python -m collectives.launch -n 4 --fault-tolerant -m parallel.train --strategy elastic
 
-Rank 0 prints the loss, then the traffic: predicted, recorded and observed.  The exit status is 1 if
-these differ.  A run is a function of its arguments and the text: losses repeat to the last bit.
-If ranks of an elastic run die the others go on, and no traffic is shown: the dead took with them
-what they had recorded.
+Rank 0 prints the loss, then the memory of every rank, counted and by formula, and the traffic:
+predicted, recorded and observed.  The exit status is 1 if columns differ.  A run is a function of
+its arguments and the text: losses repeat to the last bit, but for server-async, where the order in
+which ranks come decides.  If ranks of an elastic run die the others go on, and no traffic is shown:
+the dead took with them what they had recorded.
 
 Under a bare mpirun set OMP_NUM_THREADS=1, as the launcher does: otherwise every rank computes with
 as many threads as there are cores, and they stand in each other's way.
@@ -20,66 +22,25 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import collectives
 from collectives import Communicator
-from parallel import text
-from parallel.data import DataParallel, Serial
-from parallel.elastic import Doomed, Elastic
-from parallel.nn import Model, byte_model, num_elements
-from parallel.show import console_of, print_traffic, progress
-from parallel.traffic import TrafficMismatch, TrafficTable, Witness
+from parallel import checkpoint, choices, text
+from parallel.account import Account, differences, gather
+from parallel.gpt import gpt
+from parallel.precision import DTYPES
+from parallel.show import console_of, print_accounts, print_curve, print_traffic, progress
+from parallel.timeline import Timeline
+from parallel.traffic import PredictedCall, TrafficMismatch, TrafficTable, Witness
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Phase: TypeAlias = Callable[[str], AbstractContextManager[None]]
-
-
-def serial(comm: Communicator, model: Model, options: argparse.Namespace, phase: Phase) -> Serial:
-    """The reference.  ValueError on more than one rank: they would all do the same."""
-    if comm.size > 1:
-        raise ValueError(f"the serial strategy runs on one rank, not on {comm.size}")
-    return Serial(model, lr=options.lr)
-
-
-def ddp(comm: Communicator, model: Model, options: argparse.Namespace, phase: Phase) -> Serial:
-    """Data parallel.  ValueError if the algorithm does not run on so many ranks."""
-    require_algorithm(options.algorithm, comm.size)
-    return DataParallel(comm, model, lr=options.lr, algorithm=options.algorithm, phase=phase)
-
-
-def elastic(comm: Communicator, model: Model, options: argparse.Namespace, phase: Phase) -> Serial:
-    """Data parallel over the ranks that are alive.  ValueError where all must live."""
-    if not comm.can_shrink:
-        raise ValueError(
-            "the elastic strategy needs an Open MPI that was started with fault tolerance: "
-            "python -m collectives.launch --fault-tolerant"
-        )
-    for size in range(1, comm.size + 1):
-        require_algorithm(options.algorithm, size)
-    victim, last_step = options.kill
-    kind = Doomed if comm.rank == victim else Elastic
-    strategy = kind(comm, model, lr=options.lr, algorithm=options.algorithm, phase=phase)
-    if isinstance(strategy, Doomed):
-        strategy.last_step = last_step
-    return strategy
-
-
-def require_algorithm(name: str, size: int) -> None:
-    """ValueError if this algorithm of all-reduce does not run on so many ranks."""
-    if not collectives.algorithms.info("all_reduce", name).serves(size):
-        raise ValueError(f"all_reduce.{name} does not run on {size} ranks")
-
-
-STRATEGIES = {"serial": serial, "ddp": ddp, "elastic": elastic}
-
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train as told on the command line.  0, 1 if the traffic differs, 2 if the run cannot be."""
+    """Train as told on the command line.  0, 1 if columns differ, 2 if the run cannot be."""
     parse = parser()
     options = parse.parse_args(arguments)
     comm = collectives.world()
@@ -95,23 +56,50 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parse = argparse.ArgumentParser("python -m parallel.train", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
-    names = collectives.algorithms.names("all_reduce")
     add = parse.add_argument
-    add("--strategy", choices=STRATEGIES, default="ddp", help="default: %(default)s")
+    add("--strategy", choices=choices.STRATEGIES, default="ddp", help="default: %(default)s")
     add("--text", metavar="PATH", help="file or directory; default: Python's own library")
-    add("--steps", type=at_least(1), default=200, help="default: %(default)s")
-    add("--batch", type=at_least(1), default=256, help="of all ranks together; %(default)s")
-    add("--hidden", type=at_least(1), default=256, help="default: %(default)s")
-    add("--context", type=at_least(1), default=16, help="in bytes, default: %(default)s")
-    add("--dtype", choices=("float64", "float32"), default="float64", help="default: %(default)s")
+    add("--steps", type=at_least(1), default=100, help="default: %(default)s")
+    add("--batch", type=at_least(1), default=16, help="rows of all ranks together; %(default)s")
+    add("--micro-batches", type=at_least(1), default=1, metavar="K",
+        help="parts of a rank's rows, one after the other; default: %(default)s")  # fmt: skip
     add("--seed", type=at_least(0), default=0, help="default: %(default)s")
+
+    add = parse.add_argument_group("model").add_argument
+    add("--layers", type=at_least(1), default=4, help="blocks, default: %(default)s")
+    add("--hidden", type=at_least(1), default=256, help="width, default: %(default)s")
+    add("--heads", type=at_least(1), default=4, help="default: %(default)s")
+    add("--context", type=at_least(1), default=64, help="in bytes, default: %(default)s")
+    add("--tied", action="store_true", help="the head's table is the embedding's")
+    add("--recompute", action="store_true", help="keep only the input of each block")
+
+    add = parse.add_argument_group("update").add_argument
+    add("--dtype", choices=DTYPES, default="float64",
+        help="of parameters, gradients and messages; default: %(default)s")  # fmt: skip
+    add("--optimizer", choices=choices.OPTIMIZERS, default="adam", help="default: %(default)s")
     add("--lr", type=float, default=2e-3, help="default: %(default)s")
-    add("--algorithm", choices=names, default="ring", help="of all-reduce, default: %(default)s")
+    add("--clip", type=float, metavar="NORM", help="the greatest norm of the whole gradient")
+    add("--offload", metavar="PLACE", help="update in host memory (host) or on disk (disk:FOLDER)")
+
+    add = parse.add_argument_group("what some strategies take").add_argument
     add(
-        "--kill", type=rank_and_step, default=(-1, -1), metavar="RANK:STEP",
-        help="elastic only: this rank kills itself (-9) in the middle of this step",
-    )  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="write losses and traffic to FILE")
+        "--algorithm", metavar="NAME", help="of their large collectives; ring, or linear of servers"
+    )
+    add("--bucket-bytes", type=at_least(1), help="ddp: gradients that travel together")
+    add("--hook", metavar="NAME", help=f"ddp: how they do, {', '.join(choices.HOOKS)}")
+    add("--keep-after-forward", action="store_true", default=None,
+        help="zero3, hsdp: free parameters after backward only")  # fmt: skip
+    add("--group", type=at_least(1), help="hsdp, zeropp: ranks of a group")
+    add("--bound", type=at_least(0), help="server-async: steps that a worker may be ahead")
+    add("--kill", type=rank_and_step, metavar="RANK:STEP",
+        help="elastic: this rank kills itself (-9) in the middle of this step")  # fmt: skip
+
+    add = parse.add_argument_group("files").add_argument
+    add("--save", type=Path, metavar="DIR", help="save checkpoints there, one at the end")
+    add("--save-every", type=at_least(1), metavar="STEPS", help="and one after every so many steps")
+    add("--resume", type=Path, metavar="DIR", help="go on from the last checkpoint there")
+    add("--trace", type=Path, metavar="FILE", help="write a timeline, for chrome://tracing")
+    add("--json", type=Path, metavar="FILE", help="write losses, memory and traffic to FILE")
     add("--no-monitor", action="store_true", help="leave MPI's own counters alone")
     return parse
 
@@ -134,22 +122,45 @@ def rank_and_step(word: str) -> tuple[int, int]:
 
 
 class Training:
-    """One run.  ValueError if arguments, text and number of ranks do not go together."""
+    """One run.  ValueError if arguments, text, checkpoint and ranks do not go together."""
 
     def __init__(self, comm: Communicator, options: argparse.Namespace, console: Console) -> None:
         self.comm, self.options, self.console = comm, options, console
         self.text = text.load(options.text)
-        # What cannot be divided, or is too short, is refused before all else.
-        self.batch(0, comm.rank, comm.size)
+        self.check_batch()
+        choices.check_saving(options)
         self.entropy = text.unigram_entropy(self.text)
         self.witness = Witness(comm, is_wanted=not options.no_monitor)
-        self.model = byte_model(
-            context=options.context, hidden=options.hidden, seed=options.seed, dtype=options.dtype
-        )
-        make = STRATEGIES[options.strategy]
-        self.strategy = make(comm, self.model, options, self.witness.phase)
+        self.timeline = Timeline(comm, self.witness.phase)
+        self.model = gpt(
+            layers=options.layers, hidden=options.hidden, heads=options.heads,
+            context=options.context, is_tied=options.tied,
+        )  # fmt: skip
+        self.strategy = choices.make(comm, self.model, options, phase=self.timeline.phase)
+        self.first = 0 if options.resume is None else self.resume(options.resume)
         self.losses: list[float] = []
-        self.seconds = 0.0
+        self.num_saves, self.seconds = 0, 0.0
+        self.accounts: list[Account] = []
+
+    def check_batch(self) -> None:
+        """ValueError, on all ranks alike, for what cannot be divided, or is too short."""
+        o, ranks = self.options, self.comm.size
+        self.batch(0, 0, 1)
+        if o.batch < ranks * o.micro_batches:
+            raise ValueError(
+                f"a global batch of {o.batch} cannot be divided among {ranks} ranks"
+                f" with {o.micro_batches} micro-batches each"
+            )
+
+    def resume(self, root: Path) -> int:
+        """Go back to the last checkpoint: the number of steps that it has done."""
+        path = checkpoint.latest(root)
+        if path is None:
+            raise ValueError(f"no checkpoint in {root}")
+        done = checkpoint.load(self.strategy, path)
+        if done >= self.options.steps:
+            raise ValueError(f"{path} has done {done} steps already, of {self.options.steps}")
+        return done
 
     def run(self) -> TrafficTable | None:
         """Train, recording; then bring the columns together: a table on rank 0, None elsewhere.
@@ -158,46 +169,68 @@ class Training:
         """
         self.announce()
         with self.witness, self.comm.record() as ledger:
-            self.strategy.start()
+            if not self.first:
+                self.strategy.start()
             self.all_steps()
         if self.num_dead:
             return None
+        if self.options.trace is not None:
+            self.timeline.write(ledger, self.options.trace)
+        rows = len(self.batch(0, *self.strategy.part)[0]) if self.strategy.part[1] else 0
+        account = Account.of(self.strategy, rows, self.options.context)
+        self.accounts = gather(self.comm, account) or []
         whole, observed = ledger.gather(), self.witness.gather()
         if whole is None:
             return None
-        calls = self.strategy.traffic(self.options.steps)
         size, reason = self.comm.size, self.witness.reason
-        return TrafficTable(calls, whole, observed, size=size, reason=reason)
+        return TrafficTable(self.traffic(), whole, observed, size=size, reason=reason)
+
+    def traffic(self) -> list[PredictedCall]:
+        """What the run was to send."""
+        calls = self.strategy.traffic(self.options.steps - self.first, is_resumed=bool(self.first))
+        return calls + self.num_saves * checkpoint.traffic(self.strategy)
 
     def announce(self) -> None:
         """What is about to run, in one line."""
-        o, parameters = self.options, num_elements(self.model.specs())
+        o = self.options
         self.console.print(
             f"{o.strategy}, ranks {self.comm.size}, {o.dtype}, seed {o.seed}, batch {o.batch}:"
-            f" {parameters} parameters, {len(self.text)} bytes of text"
+            f" {self.model.num_parameters} parameters, {len(self.text)} bytes of text"
+            + (f", from step {self.first}" if self.first else "")
         )
 
     def all_steps(self) -> None:
         """Every step, timed together, with progress on the first rank."""
+        o = self.options
         with progress(self.console, self.options.steps) as show_done:
 
             def show(done: int, loss: float) -> None:
                 self.console.quiet = not self.is_first  # the first one may have died
                 show_done(done, loss)
+                if o.save_every is not None and done % o.save_every == 0 and done < o.steps:
+                    self.save(done)
 
-            o, began = self.options, time.perf_counter()
-            self.losses = self.strategy.train(o.steps, self.batch, o.batch, show)
+            began = time.perf_counter()
+            total = o.batch * o.context
+            self.losses = self.strategy.train(o.steps, self.batch, total, show, self.first)
             self.seconds = time.perf_counter() - began
+            if o.save is not None:
+                self.save(o.steps)
+
+    def save(self, done: int) -> None:
+        """A checkpoint after so many steps."""
+        checkpoint.save(self.strategy, self.options.save, done)
+        self.num_saves += 1
 
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all: the first of those that are alive."""
-        return self.strategy.part[0] == 0
+        return self.strategy.rank == 0
 
     @property
     def num_dead(self) -> int:
         """How many ranks have died."""
-        return self.comm.size - self.strategy.part[1]
+        return self.comm.size - self.strategy.size
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
         """A rank's rows of a step's batch.  ValueError if there are none."""
@@ -208,11 +241,13 @@ class Training:
 
     def report(self, table: TrafficTable | None) -> int:
         """Everything the first rank has to say at the end; the exit status."""
+        print_curve(self.losses, self.console)
         self.console.print(
             f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} nats per byte,"
             f" unigram entropy {self.entropy:.4f}; {self.seconds:.2f} s,"
-            f" {self.rate():.0f} tokens/s\n"
+            f" {self.rate():.0f} tokens/s"
         )
+        self.console.print("\n".join([*self.strategy.remarks(), ""]), markup=False)
         self.write_json(table)
         if table is None:
             self.console.print(
@@ -220,26 +255,40 @@ class Training:
                 " parameters, to the last bit.  What the dead have sent nobody knows: no traffic."
             )
             return 0
+        print_accounts([account.kept | account.moved for account in self.accounts], self.console)
         print_traffic(table, self.console)
+        return self.verdict(table)
+
+    def verdict(self, table: TrafficTable) -> int:
+        """Say what was compared, or what differs; the exit status."""
         try:
             self.console.print(table.check())
         except TrafficMismatch as mismatch:
             self.console.print(f"TrafficMismatch: {mismatch}", markup=False)
             return 1
+        if wrong := differences(self.accounts):
+            self.console.print("these differ: " + "; ".join(wrong), markup=False)
+            return 1
+        self.console.print("memory: formula = counted, to the byte; parameters: equal, to the bit")
         return 0
 
     def rate(self) -> float:
         """Predicted bytes per second, all ranks together."""
-        return float(self.options.batch * len(self.losses) / self.seconds)
+        steps = self.options.steps - self.first
+        return float(self.options.batch * self.options.context * steps / self.seconds)
 
     def write_json(self, table: TrafficTable | None) -> None:
-        """Arguments, losses, speed and traffic to the file named by --json, if one was."""
+        """Arguments, losses, speed, memory and traffic to the file named by --json, if one was."""
         if self.options.json is None:
             return
-        arguments = {k: v for k, v in vars(self.options).items() if k != "json"}
-        result = arguments | {"ranks": self.comm.size, "losses": self.losses} | {
-            "unigram_entropy": self.entropy, "seconds": self.seconds,
-            "tokens_per_second": self.rate(),
+        paths = {k: str(v) for k, v in vars(self.options).items() if isinstance(v, Path)}
+        result: dict[str, Any] = vars(self.options) | paths
+        result |= {"ranks": self.comm.size, "losses": self.losses, "first_step": self.first}
+        result |= {
+            "parameters": self.model.num_parameters, "unigram_entropy": self.entropy,
+            "seconds": self.seconds, "tokens_per_second": self.rate(),
+            "ranks_kept": [account.kept for account in self.accounts],
+            "ranks_moved": [account.moved for account in self.accounts],
             "traffic": None if table is None else table.as_dict(),
         }  # fmt: skip
         self.options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,10 +1,13 @@
 """Which tiers are collected: MPI's under mpirun only, the GPU's where there is a GPU.
 
+The comparison with PyTorch is collected where it is installed (the `torch` extra).
+
 In all of them nothing of the library's is left after a test (`hygiene.py`).
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,12 +26,19 @@ def has_gpu() -> bool:
         return False
 
 
+def has_torch() -> bool:
+    return find_spec("torch") is not None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(hygiene)
 
 
-def pytest_report_header() -> str:
-    return f"GPU tier: {'run' if has_gpu() else 'NOT RUN, no CuPy with a CUDA device here'}"
+def pytest_report_header() -> list[str]:
+    return [
+        f"GPU tier: {'run' if has_gpu() else 'NOT RUN, no CuPy with a CUDA device here'}",
+        f"against PyTorch: {'run' if has_torch() else 'NOT RUN, torch is not installed here'}",
+    ]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -36,4 +46,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None if config.getoption("--with-mpi") else True
     if collection_path == HERE / "gpu":
         return None if has_gpu() else True
+    if collection_path == HERE / "parallel" / "test_autograd.py":
+        return None if has_torch() else True
     return None

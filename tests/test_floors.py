@@ -76,16 +76,44 @@ FLOORS = [
         "intracomm",
     ],
 ]
-ORDER = [module for floor in FLOORS for module in floor]
-DROP_IN = {"intracomm", *(name for name in ORDER if name.startswith("dropin."))}
-FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
+STRATEGY_FLOORS = [
+    ["nn", "gpt", "precision", "shards", "text", "optim", "quantise"],
+    ["traffic", "agreement"],
+    [
+        "memory.counted",
+        "memory.formulas",
+        "memory",
+        "offload",
+        "strategy",
+        "data",
+        "hooks",
+        "zero",
+        "hsdp",
+        "zeropp",
+        "server",
+        "elastic",
+    ],
+    ["checkpoint", "account", "timeline", "show", "choices", "train", "memory.__main__"],
+]
+HOUSES = {"collectives": FLOORS, "parallel": STRATEGY_FLOORS}
+DROP_IN = {"intracomm", *(name for floor in FLOORS for name in floor if name[:7] == "dropin.")}
 MAY_USE = {"collectives": set(), "parallel": {"collectives"}, "moe": {"collectives", "parallel"}}
 PUBLIC = {"collectives"}  # `parallel` and `moe` see the package's own names and no module of it
 
 
 def name_of(path: Path) -> str:
-    parts = path.relative_to(ROOT / "collectives").with_suffix("").parts
+    _, *parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
+
+
+def house_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
+def places(house: str) -> dict[str, tuple[int, int]]:
+    """The floor of each module, and its place in the order of all."""
+    named = [(number, name) for number, floor in enumerate(HOUSES[house]) for name in floor]
+    return {name: (number, place) for place, (number, name) in enumerate(named)}
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
@@ -120,31 +148,34 @@ def is_module(name: str) -> bool:
 
 
 def breaches(path: Path) -> list[str]:
-    """Sentences on the imports of a file of `collectives` that break the order of the house."""
-    module, found = name_of(path), []
+    """Sentences on the imports of a file that break the order of its house."""
+    module, house, found = name_of(path), house_of(path), []
+    known = places(house)
+    floor, place = known[module]
     for imported, is_typing_only in imports(path):
-        if not imported.startswith("collectives"):
+        top, _, other = imported.partition(".")
+        if top != house:
             continue
-        other = imported.partition(".")[2]
-        if other not in FLOOR:
+        if other not in known:
             found.append(f"{module} imports {imported}, which is on no floor")
-        elif FLOOR[other] > FLOOR[module] or (
-            not is_typing_only and ORDER.index(other) >= ORDER.index(module)
-        ):
+        elif known[other][0] > floor or (not is_typing_only and known[other][1] >= place):
             found.append(f"{module} imports {other}, which is not below it")
     return found
 
 
-CORE = [
-    path
-    for path in sorted((ROOT / "collectives").rglob("*.py"))
-    if path != ROOT / "collectives" / "__init__.py"
-]
+def files(house: str) -> list[Path]:
+    """Its modules, but what the house itself hands out."""
+    return [path for path in sorted((ROOT / house).rglob("*.py")) if name_of(path)]
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda path: f"collectives/{name_of(path)}")
+CORE = files("collectives")
+
+
+@pytest.mark.parametrize(
+    "path", [*CORE, *files("parallel")], ids=lambda path: f"{house_of(path)}/{name_of(path)}"
+)
 def test_a_file_imports_only_what_lies_below_it(path: Path) -> None:
-    assert name_of(path) in FLOOR, f"{path.name} has no floor; give it one"
+    assert name_of(path) in places(house_of(path)), f"{path.name} has no floor; give it one"
     assert breaches(path) == []
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-EXAMPLE, EXTENSION = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXAMPLE, EXTENSION, TRAINING = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def run(example: str, num_ranks: int, tmp_path: Path) -> CompletedProcess[str]:
@@ -37,6 +37,13 @@ def test_an_algorithm_of_ones_own_takes_fifteen_lines(tmp_path: Path) -> None:
     assert len(EXTENSION.strip().splitlines()) <= 15
     grid, *_ = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
     assert done.stdout.count(grid) >= 1 and done.stdout.count("[3. 3.]") == 3
+
+
+def test_the_training_example_runs(tmp_path: Path) -> None:
+    done = run(TRAINING, 2, tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = sorted(done.stdout.strip().splitlines())
+    assert first.split()[:2] == ["0", second.split()[1]] and "'gradients': " in first
 
 
 def test_without_its_second_half_it_is_refused_as_shown(tmp_path: Path) -> None:

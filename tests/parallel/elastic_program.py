@@ -17,9 +17,11 @@ from collectives import Communicator, PeerFailed
 from parallel import text
 from parallel.data import DataParallel
 from parallel.elastic import Elastic, ReplicasDiffer, digest
-from parallel.nn import byte_model
+from parallel.gpt import gpt
+from parallel.nn import Model
+from parallel.strategy import Recipe
 
-STEPS, BATCH = 6, 24
+STEPS, BATCH, CONTEXT = 6, 24, 4
 DEATHS = {2: 2, 0: 4}  # rank of the world: step
 FOLDER = Path(sys.argv[2])
 DATA = text.load(__file__)
@@ -28,15 +30,15 @@ DATA = text.load(__file__)
 class Killed(Elastic):
     """Dies as DEATHS says, between two sums of the backward pass."""
 
-    def __init__(self, comm: Communicator, model: Any) -> None:
-        super().__init__(comm, model)
+    def __init__(self, comm: Communicator, model: Any, recipe: Recipe) -> None:
+        super().__init__(comm, model, recipe, bucket_bytes=1)
         self.me = comm.rank
         self.delays: list[float] = []
         self.failed: list[list[int]] = []
 
-    def layer_done(self, layer: str) -> None:
-        super().layer_done(layer)
-        if layer == "block1" and DEATHS.get(self.me) == self.num_steps:
+    def reduce(self, unit: str) -> None:
+        super().reduce(unit)
+        if unit == "block1" and DEATHS.get(self.me) == self.num_steps:
             (FOLDER / f"died-{len(self.delays)}").write_text(repr(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -51,13 +53,17 @@ class Killed(Elastic):
 
 
 def batch(step: int, rank: int, ranks: int) -> Any:
-    return text.batch(DATA, seed=0, step=step, size=BATCH, context=4, rank=rank, ranks=ranks)
+    return text.batch(DATA, seed=0, step=step, size=BATCH, context=CONTEXT, rank=rank, ranks=ranks)
+
+
+def model() -> Model:
+    return gpt(layers=2, hidden=32, context=CONTEXT)
 
 
 def killed(comm: Communicator) -> None:
-    strategy = Killed(comm, byte_model(context=4, hidden=32, seed=comm.rank))
+    strategy = Killed(comm, model(), Recipe(seed=comm.rank))
     strategy.start()
-    losses = strategy.train(STEPS, batch, BATCH, lambda step, loss: None)
+    losses = strategy.train(STEPS, batch, BATCH * CONTEXT, lambda step, loss: None)
     write(
         comm.rank,
         losses=losses,
@@ -71,7 +77,7 @@ def killed(comm: Communicator) -> None:
 def alter(strategy: Elastic) -> str:
     """What is said when one rank differs in one bit."""
     if strategy.comm.rank == 1:
-        first = strategy.model.flat_parameters["head"]
+        first = strategy.parameters["head"]
         first[0] = np.nextafter(first[0], np.inf)
     try:
         strategy.check()
@@ -82,7 +88,7 @@ def alter(strategy: Elastic) -> str:
 
 def left(comm: Communicator) -> None:
     """The reference: who is killed there leaves here, before the same step."""
-    strategy, losses = DataParallel(comm, byte_model(context=4, hidden=32)), []
+    strategy, losses = DataParallel(comm, model(), bucket_bytes=1), []
     strategy.start()
     for step in range(STEPS):
         if step in DEATHS.values():
@@ -90,7 +96,7 @@ def left(comm: Communicator) -> None:
             if rest is None:
                 return
             strategy.comm = rest
-        losses.append(strategy.step(*batch(step, *strategy.part), BATCH))
+        losses.append(strategy.step(*batch(step, *strategy.part), BATCH * CONTEXT))
     write(comm.rank, losses=losses, digest=digest(strategy.optimizer).hex())
 
 

@@ -1,105 +1,237 @@
-"""Data parallelism, on threads as ranks: the losses of one rank, and just the traffic it says."""
+"""Data parallelism: buckets that travel while backward runs, and layers that some do not use.
+
+What it has in common with the other strategies is tested in `test_strategies.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
 import collectives
 from collectives import Communicator
-from parallel import text
-from parallel.data import DataParallel, Serial
-from parallel.nn import Model, byte_model
-from parallel.traffic import Tally, TrafficMismatch, TrafficTable
+from parallel.data import AllReduce, DataParallel, Finish, Hook
+from parallel.elastic import Blocking
+from parallel.nn import Array, Model
+from parallel.optim import AdamW
+from parallel.strategy import Recipe, Strategy
+from parallel.traffic import PredictedCall, Tally, TrafficMismatch
+from tests.parallel.training import (
+    CONTEXT,
+    ROWS,
+    End,
+    batch,
+    model,
+    nothing,
+    serial,
+    train,
+    verdict,
+    whole,
+)
 
-STEPS, BATCH, CONTEXT = 6, 11, 4
-DATA = text.load(__file__)
-
-Rogue = Callable[[Communicator], object]
-
-
-class Run(NamedTuple):
-    """What one rank brings home; `table` on rank 0 only."""
-
-    losses: list[float]
-    parameters: dict[str, Any]
-    table: TrafficTable | None
-
-
-def model(dtype: str = "float64", seed: int = 0) -> Model:
-    return byte_model(context=CONTEXT, dim=3, hidden=8, dtype=dtype, seed=seed)
-
-
-def train(strategy: Serial, rank: int, ranks: int) -> list[float]:
-    strategy.start()
-    where = {"seed": 0, "size": BATCH, "context": CONTEXT, "rank": rank, "ranks": ranks}
-    return [
-        strategy.step(*text.batch(DATA, step=step, **where), BATCH) for step in range(STEPS)
-    ]  # fmt: skip
+TOTAL = ROWS * CONTEXT
+A_BUCKET_A_LAYER = 1  # byte
 
 
-def serial(dtype: str = "float64") -> list[float]:
-    return train(Serial(model(dtype)), 0, 1)
+def backward_order(of: Model) -> list[str]:
+    """Units in the order in which backward completes their gradients."""
+    return [unit for layer in reversed(of.layers) for unit in of.completes(layer)]
 
 
-def parallel(
-    ranks: int, *, dtype: str = "float64", algorithm: str = "ring", rogue: Rogue = lambda comm: None
-) -> list[Run]:
-    def fn(comm: Communicator) -> Run:
-        # Other ranks begin from other values: what rank 0 broadcasts is what counts.
-        strategy = DataParallel(comm, model(dtype, seed=comm.rank), algorithm=algorithm)
-        with comm.record() as ledger:
-            losses = train(strategy, comm.rank, comm.size)
-            rogue(comm)
-        whole = ledger.gather()
-        calls = strategy.traffic(STEPS)
-        table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
-        return Run(losses, strategy.model.parameters(), table)
+# Buckets
 
-    results: list[Run] = collectives.run(fn, size=ranks)
-    return results
+EMBEDDING, BLOCK, HEAD = model().sizes["embedding"], model().sizes["block0"], model().sizes["head"]
+LIMITS = {  # bytes, and the buckets that they make
+    "a byte": (A_BUCKET_A_LAYER, [["head"], ["block1"], ["block0"], ["embedding"]]),
+    "two blocks": (8 * 2 * BLOCK, [["head"], ["block1", "block0"], ["embedding"]]),
+    "a byte less": (8 * 2 * BLOCK - 1, [["head"], ["block1"], ["block0"], ["embedding"]]),
+    "embedding and block": (8 * (EMBEDDING + BLOCK), [["head", "block1"], ["block0", "embedding"]]),
+    "all": (10**9, [["head", "block1", "block0", "embedding"]]),
+}
 
 
-def table_of(runs: Sequence[Run]) -> TrafficTable:
-    assert runs[0].table is not None
-    return runs[0].table
+@pytest.mark.parametrize("limit", LIMITS)
+def test_buckets_are_filled_in_the_order_of_backward(limit: str) -> None:
+    """Up to the limit, and beyond it only by a single unit."""
+    bucket_bytes, wanted = LIMITS[limit]
+    (end,) = train(partial(DataParallel, bucket_bytes=bucket_bytes), 1, steps=0)
+    ddp = end.strategy
+    assert list(ddp.buckets.values()) == wanted
+    for bucket, units in ddp.buckets.items():
+        assert ddp.bucket_bytes(bucket) == ddp.flats[bucket].nbytes
+        assert ddp.bucket_bytes(bucket) <= bucket_bytes or len(units) == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(("dtype", "close"), [("float64", 1e-12), ("float32", 1e-5)])
-def test_losses_are_those_of_one_rank(ranks: int, dtype: str, close: float) -> None:
-    """11 rows on 2, 3, 4 and 5 ranks: every division is uneven."""
-    for run in parallel(ranks, dtype=dtype):
-        np.testing.assert_allclose(run.losses, serial(dtype), rtol=close)
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [A_BUCKET_A_LAYER, 8 * 2 * BLOCK, 10**9])
+def test_gradients_are_views_of_the_buckets_and_fill_them(bucket_bytes: int, is_tied: bool) -> None:
+    """Every unit once; of a tied model, too, where the embedding is complete after the head."""
+    of = partial(model, is_tied=is_tied)
+    (end,) = train(partial(DataParallel, bucket_bytes=bucket_bytes), 1, steps=0, of=of)
+    ddp = end.strategy
+    units = [unit for units in ddp.buckets.values() for unit in units]
+    assert units == backward_order(of()) and sorted(units) == sorted(of().units)
+    for bucket, units in ddp.buckets.items():
+        ddp.flats[bucket][...] = np.arange(ddp.flats[bucket].size)
+        seen = np.concatenate([ddp.gradients[unit] for unit in units])
+        np.testing.assert_array_equal(seen, ddp.flats[bucket])
+    assert {unit: x.size for unit, x in ddp.gradients.items()} == of().sizes
 
 
-def test_unweighted_means_would_be_noticed() -> None:
-    """The negative control: 4 ranks that each average over their own rows are not equal."""
-
-    class Unweighted(DataParallel):
-        def step(self, inputs: Any, targets: Any, total: int) -> float:
-            return super().step(inputs, targets, len(inputs) * self.comm.size)
-
-    def fn(comm: Communicator) -> list[float]:
-        return train(Unweighted(comm, model()), comm.rank, comm.size)
-
-    assert not np.allclose(collectives.run(fn, size=4)[0], serial(), rtol=1e-6)
+@pytest.mark.parametrize("bucket_bytes", [A_BUCKET_A_LAYER, 8 * 2 * BLOCK])
+def test_buckets_make_no_difference(bucket_bytes: int) -> None:
+    """To the last bit, on two ranks, where a sum has one order."""
+    few, many = (
+        train(partial(DataParallel, bucket_bytes=n), 2)[0].losses for n in (10**9, bucket_bytes)
+    )
+    assert few == many
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_all_ranks_hold_the_same_parameters_to_the_last_bit(ranks: int) -> None:
-    first, *others = parallel(ranks)
-    for other in others:
-        for name, value in first.parameters.items():
-            np.testing.assert_array_equal(value, other.parameters[name])
+# While backward runs
 
 
-def test_a_run_repeats_to_the_last_bit() -> None:
-    assert parallel(3)[0].losses == parallel(3)[0].losses
+class Observing(AllReduce):
+    """Notes when a bucket's sum begins and ends, and which gradients there are when it begins."""
 
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.complete: list[set[str]] = []
+
+    def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Finish:
+        self.events.append(f"start {bucket}")
+        self.complete.append({unit for unit, x in strategy.gradients.items() if x.any()})
+        finish = super().start(strategy, bucket, flat)
+
+        def noted() -> object:
+            self.events.append(f"finish {bucket}")
+            return finish()
+
+        return noted
+
+
+def noting_backward(of: Model, note: Callable[[str], object]) -> Model:
+    """The model, each layer of which calls `note` with its name before its backward."""
+    for name, layer in of.layers.items():
+
+        def backward(*given: Any, name: str = name, really: Any = layer.backward) -> Any:
+            note(name)
+            return really(*given)
+
+        layer.backward = backward
+    return of
+
+
+def test_a_sum_begins_before_the_backward_of_earlier_layers() -> None:
+    """As soon as its gradients are complete, and no others are; it ends after backward."""
+
+    def fn(comm: Communicator) -> tuple[list[str], list[set[str]]]:
+        hook = Observing()
+        of = noting_backward(model(), lambda layer: hook.events.append(f"backward {layer}"))
+        ddp = DataParallel(comm, of, hook=hook, bucket_bytes=8 * 2 * BLOCK)
+        ddp.start()
+        ddp.step(*batch(0, *ddp.part), TOTAL)
+        return hook.events, hook.complete
+
+    for events, complete in collectives.run(fn, size=3):
+        assert events == [
+            "backward head", "start bucket0",
+            "backward block1", "backward block0", "start bucket1",
+            "backward embedding", "start bucket2",
+            "finish bucket0", "finish bucket1", "finish bucket2",
+        ]  # fmt: skip
+        late = {"block1", "block0"}
+        assert complete == [{"head"}, {"head"} | late, {"head", "embedding"} | late]
+
+
+def gets_through(hook: type[Hook], seconds: float) -> bool:
+    """Whether rank 0 begins the last layer's backward before rank 1 has begun the first one's."""
+    is_there, is_through = threading.Event(), []
+
+    def fn(comm: Communicator) -> None:
+        def note(layer: str) -> None:
+            if (layer, comm.rank) == ("embedding", 0):
+                is_there.set()
+            if (layer, comm.rank) == ("head", 1):
+                is_through.append(is_there.wait(seconds))
+
+        ddp = DataParallel(comm, noting_backward(model(), note), hook=hook(), bucket_bytes=1)
+        ddp.start()
+        ddp.step(*batch(0, *ddp.part), TOTAL)
+
+    collectives.run(fn, size=2)
+    return is_through[0]
+
+
+def test_backward_waits_for_no_other_rank() -> None:
+    assert gets_through(AllReduce, 30)
+
+
+def test_a_backward_that_waits_would_be_noticed() -> None:
+    """The negative control: a hook that ends each sum before the next begins."""
+    assert not gets_through(Blocking, 0.1)
+
+
+# Micro-batches
+
+
+def test_no_sync_sends_nothing_and_adds_up() -> None:
+    """Two micro-batches, of which the first is whatever this rank alone has; then the sum."""
+
+    def fn(comm: Communicator) -> tuple[Any, Any, int, bool]:
+        ddp = DataParallel(comm, model())
+        ddp.start()
+        mine = batch(0, *ddp.part)
+        with comm.record() as ledger, ddp.no_sync():
+            ddp.forward_backward(*mine, TOTAL)
+        num_messages, local = len(ledger.rows()), copied(ddp.gradients)
+        ddp.forward_backward(*mine, TOTAL)
+        return local, copied(ddp.gradients), num_messages, ddp.is_syncing
+
+    ends = collectives.run(fn, size=3)
+    for _, summed, num_messages, is_syncing in ends:
+        assert num_messages == 0 and is_syncing
+        for unit in model().units:
+            wanted = 2 * sum(local[unit] for local, *_ in ends)
+            np.testing.assert_allclose(summed[unit], wanted, rtol=1e-12, atol=1e-15)
+    assert not np.array_equal(ends[0][0]["head"], ends[1][0]["head"])
+
+
+def copied(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {unit: x.copy() for unit, x in arrays.items()}
+
+
+def test_no_sync_is_over_when_a_micro_batch_fails() -> None:
+    ddp = train(DataParallel, 1, steps=0)[0].strategy
+    with pytest.raises(RuntimeError, match="enough"), ddp.no_sync():
+        raise RuntimeError("enough")
+    assert ddp.is_syncing
+
+
+def test_micro_batches_send_as_much_as_one() -> None:
+    one, four = (train(DataParallel, 3, Recipe(micro_batches=k)) for k in (1, 4))
+    verdict(four)
+    assert one[0].table is not None and four[0].table is not None
+    assert one[0].table.rows == four[0].table.rows
+    np.testing.assert_allclose(one[0].losses, four[0].losses, rtol=1e-12)
+
+
+def test_a_micro_batch_that_synchronises_would_be_noticed() -> None:
+    """The negative control."""
+
+    class Eager(DataParallel):
+        def no_sync(self) -> Any:
+            return Strategy.no_sync(self)
+
+    with pytest.raises(TrafficMismatch, match="backward/bucket0"):
+        verdict(train(Eager, 3, Recipe(micro_batches=2), steps=1))
+
+
+# Traffic
 
 SERVED = [
     (ranks, name)
@@ -110,24 +242,41 @@ SERVED = [
 
 
 @pytest.mark.parametrize(("ranks", "algorithm"), SERVED)
-def test_predicted_is_recorded(ranks: int, algorithm: str) -> None:
-    table = table_of(parallel(ranks, algorithm=algorithm))
-    assert "two columns compared" in table.check()
+def test_predicted_is_recorded_by_every_algorithm(ranks: int, algorithm: str) -> None:
+    ends = train(partial(DataParallel, algorithm=algorithm, bucket_bytes=9000), ranks, steps=2)
+    assert "two columns compared" in verdict(ends)
+    np.testing.assert_allclose(ends[0].losses, serial().losses[:2], rtol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", ["linear", "scatter_all_gather"])
+def test_initial_values_may_be_sent_by_another_algorithm(algorithm: str) -> None:
+    verdict(train(partial(DataParallel, broadcast_algorithm=algorithm), 3, steps=1))
 
 
 def test_the_rows_are_the_docstrings() -> None:
-    table = table_of(parallel(4))
-    layers = model().flat_parameters
-    volumes = {(row.phase, row.collective): row.recorded for row in table.rows}
-    nbytes = {name: flat.nbytes for name, flat in layers.items()}
-    wanted = {("start", "broadcast"): Tally(4, 4 * 3, 3 * sum(nbytes.values()))}
-    wanted |= {
-        (f"backward/{name}", "all_reduce"): Tally(STEPS, STEPS * 24, STEPS * 6 * n)
-        for name, n in nbytes.items()
+    p, steps, of = 4, 3, model()
+    end = train(partial(DataParallel, bucket_bytes=8 * 2 * BLOCK), p, steps=steps)[0]
+    assert end.table is not None
+    u, psi = len(of.units), of.num_parameters
+    checks = (16 + 32 * (u + 10)) * p * (p - 1)
+    wanted = {
+        ("start/check", "all_gather"): Tally(2, 2 * p * (p - 1), checks),
+        ("start/broadcast", "broadcast"): Tally(u, u * (p - 1), (p - 1) * 8 * psi),
+        ("loss", "all_reduce"): Tally(steps, steps * p * 2, steps * 16 * p * 2),  # log2 p is 2
     }
-    wanted[("loss", "all_reduce")] = Tally(STEPS, STEPS * 24, STEPS * 6 * 8)
-    assert volumes == wanted
-    assert table.matrix.sum() == sum(tally.bytes for tally in wanted.values())
+    for number, n in enumerate([HEAD, 2 * BLOCK, EMBEDDING]):
+        sums = Tally(steps, steps * 2 * p * (p - 1), steps * 2 * (p - 1) * 8 * n)
+        wanted[f"backward/bucket{number}", "all_reduce"] = sums
+    assert {(row.phase, row.collective): row.recorded for row in end.table.rows} == wanted
+    assert end.table.matrix.sum() == sum(tally.bytes for tally in wanted.values())
+
+
+def test_the_default_hook_is_an_all_reduce_a_bucket() -> None:
+    end, _ = train(partial(DataParallel, algorithm="swing", bucket_bytes=1), 2, steps=0)
+    ddp = end.strategy
+    assert type(ddp.hook) is AllReduce and ddp.hook.state_bytes(ddp) == 0 == ddp.buffer_bytes()
+    wanted = PredictedCall("backward/bucket1", "all_reduce", "swing", 8 * BLOCK)
+    assert ddp.hook.traffic(ddp, "bucket1") == [wanted]
 
 
 def one_message(comm: Communicator, nbytes: int) -> None:
@@ -138,21 +287,169 @@ def one_message(comm: Communicator, nbytes: int) -> None:
         comm.recv(np.zeros(nbytes, np.uint8), 0)
 
 
-def outside(comm: Communicator) -> None:
-    one_message(comm, 1)
+def outside(ddp: DataParallel) -> None:
+    one_message(ddp.comm, 1)
 
 
-def in_a_phase(comm: Communicator) -> None:
+def in_a_phase(ddp: DataParallel) -> None:
+    with collectives.phase("backward/bucket0"):
+        one_message(ddp.comm, 8)
+
+
+def without_bytes(ddp: DataParallel) -> None:
     with collectives.phase("loss"):
-        one_message(comm, 8)
+        one_message(ddp.comm, 0)
 
 
-def an_extra_call(comm: Communicator) -> None:
+def an_extra_call(ddp: DataParallel) -> None:
     with collectives.phase("loss"):
-        comm.all_reduce(np.zeros(1), algorithm="ring")
+        ddp.comm.all_reduce(np.zeros(2), algorithm="recursive_doubling")
 
 
-@pytest.mark.parametrize("rogue", [outside, in_a_phase, an_extra_call])
-def test_a_rogue_message_is_noticed(rogue: Rogue) -> None:
-    with pytest.raises(TrafficMismatch, match=r"loss|outside every phase"):
-        table_of(parallel(3, rogue=rogue)).check()
+ROGUES = {
+    outside: "outside every phase",
+    in_a_phase: "backward/bucket0/send: predicted 0 calls, 0 messages, 0 bytes",
+    without_bytes: "loss/send: predicted 0 calls, 0 messages, 0 bytes; recorded 1 messages",
+    an_extra_call: "loss/all_reduce: predicted 1 calls, .* recorded 2 calls",
+}
+
+
+@pytest.mark.parametrize("rogue", ROGUES)
+def test_a_rogue_message_is_noticed(rogue: Any) -> None:
+    with pytest.raises(TrafficMismatch, match=ROGUES[rogue]):
+        verdict(train(DataParallel, 3, steps=1, after=rogue))
+
+
+# Initial values
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_all_begin_with_the_values_of_rank_0(dtype: str) -> None:
+    """Whatever the others drew; their master copies too."""
+
+    def make(comm: Communicator, *_: Any) -> DataParallel:
+        return DataParallel(comm, model(), Recipe(dtype=dtype, seed=7 + comm.rank))
+
+    ends = train(make, 4, steps=0)
+    for unit in model().units:
+        drawn = model().draw(unit, 7).astype(dtype)
+        for end in ends:
+            assert end.strategy.parameters[unit].tobytes() == drawn.tobytes()
+            np.testing.assert_array_equal(end.strategy.masters[unit], drawn)
+
+
+# Layers that take no part
+
+
+class Routed(Model):
+    """Leaves out one layer, or none, as `skipped` says."""
+
+    def __init__(self) -> None:
+        super().__init__(model().layers)
+        self.skipped = ""
+
+    def route(self) -> list[str]:
+        return [name for name in self.layers if name != self.skipped]
+
+
+def routed(*by_step: Any, ranks: int, dtype: str = "float64", **options: Any) -> list[End]:
+    """Steps in each of which some ranks leave a layer out: {rank: layer}, others leave out none."""
+
+    def make(comm: Communicator, *_: Any) -> DataParallel:
+        of = Routed()
+        ddp = DataParallel(
+            comm, of, Recipe(dtype=dtype, optimizer=AdamW), find_unused=True, **options
+        )
+        really, steps = ddp.step, iter(by_step)
+
+        def step(*given: Any) -> float:
+            of.skipped = next(steps).get(comm.rank, "")
+            return really(*given)
+
+        ddp.step = step
+        return ddp
+
+    return train(make, ranks, steps=len(by_step))
+
+
+def by_hand(*by_step: dict[int, str], ranks: int) -> tuple[list[float], dict[str, Any]]:
+    """What `routed` should find: one rank adds up what each of them contributes."""
+    of = Routed()
+    reference, losses = Strategy(None, of, Recipe(optimizer=AdamW)), []
+    for number, skipped in enumerate(by_step):
+        for gradient in reference.gradients.values():
+            gradient[...] = 0
+        losses.append(0.0)
+        for rank in range(ranks):
+            of.skipped = skipped.get(rank, "")
+            losses[-1] += reference.forward_backward(*batch(number, rank, ranks), TOTAL)
+        reference.update()
+    return losses, reference.parameters
+
+
+@pytest.mark.parametrize("bucket_bytes", [A_BUCKET_A_LAYER, 10**9])
+def test_a_layer_that_some_ranks_do_not_use_counts_as_zero_there(bucket_bytes: int) -> None:
+    by_step = [{0: "block0"}, {}, {1: "block1", 2: "block0"}, {0: "block1", 2: "block1"}]
+    ends = routed(*by_step, ranks=3, bucket_bytes=bucket_bytes)
+    losses, parameters = by_hand(*by_step, ranks=3)
+    np.testing.assert_allclose(ends[0].losses, losses, rtol=1e-12)
+    for unit, x in whole(ends).items():
+        np.testing.assert_allclose(x, parameters[unit], rtol=0, atol=1e-9)
+    assert "two columns compared" in verdict(ends)
+
+
+def bits(end: End, unit: str) -> list[bytes]:
+    """A unit's parameters, master copy and states."""
+    ddp = end.strategy
+    arrays = [ddp.parameters[unit], ddp.masters[unit]]
+    return [x.tobytes() for x in (*arrays, *(flat[unit] for flat in ddp.optimizer.states.values()))]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_a_layer_that_no_rank_used_is_left_as_it_is(dtype: str) -> None:
+    """Not even its weights decay, and its averages are not forgotten; the others go on."""
+    nobody = dict.fromkeys(range(3), "block1")
+    once, twice = routed({}, ranks=3, dtype=dtype), routed({}, nobody, ranks=3, dtype=dtype)
+    assert any(once[0].strategy.optimizer.states["first"]["block1"])
+    for before, after in zip(once, twice, strict=True):
+        assert bits(before, "block1") == bits(after, "block1")
+        for unit in ("embedding", "block0", "head"):
+            assert all(x != y for x, y in zip(bits(before, unit), bits(after, unit), strict=True))
+    assert "two columns compared" in verdict(twice)
+    row = next(row for row in twice[0].table.rows if row.phase == "unused")
+    assert row.recorded.calls == 2
+
+
+def test_an_update_of_what_nobody_used_would_be_noticed() -> None:
+    """The negative control: it is used by one of three, and so changed on all."""
+    once = routed({}, ranks=3)
+    twice = routed({}, {1: "block1", 2: "block1"}, ranks=3)
+    for before, after in zip(once, twice, strict=True):
+        assert bits(before, "block1") != bits(after, "block1")
+
+
+def test_a_layer_that_was_unused_once_may_be_used_again() -> None:
+    nobody = dict.fromkeys(range(2), "block1")
+    ends, before = routed({}, nobody, {}, ranks=2), routed({}, nobody, ranks=2)
+    assert bits(ends[0], "block1") != bits(before[0], "block1")
+    assert not ends[0].strategy.unused
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_to_be_used_by_one_micro_batch_is_enough(find_unused: bool) -> None:
+    """The last one leaves the block out, but not the first one."""
+
+    class Once(Model):
+        def route(self) -> list[str]:
+            return next(routes)
+
+    def fn(comm: Communicator) -> Any:
+        ddp = DataParallel(comm, Once(model().layers), two, find_unused=find_unused)
+        before = ddp.parameters["block1"].copy()
+        ddp.start()
+        ddp.train(1, batch, TOTAL, nothing)
+        return ddp.unused, np.array_equal(ddp.parameters["block1"], before)
+
+    two, every = Recipe(micro_batches=2), list(model().layers)
+    routes: Iterator[list[str]] = iter([every, [x for x in every if x != "block1"]])
+    assert collectives.run(fn, size=1) == [(set(), False)]

@@ -1,177 +1,687 @@
-"""Layers: every derivative against finite differences, and what a model is made of."""
+"""Layers: what they compute, every derivative against finite differences, and what a model is."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+import parallel.nn
+from parallel.memory import Memory
 from parallel.nn import (
+    CausalAttention,
     Embedding,
-    Flatten,
     Gelu,
     Layer,
     LayerNorm,
     Linear,
     Model,
+    Residual,
     Sequential,
     Spec,
-    byte_model,
+    Unembedding,
     cross_entropy,
-    mlp_block,
+    product,
 )
+from parallel.precision import dtype_of
+from tests.parallel.models import CLOSE, Bound, Values, alone, bound, in_float32, numerical
 
-STEP = 1e-6
-CLOSE = 1e-7  # of a central difference with this step, on values near 1, in float64
-RNG = np.random.default_rng(7)
-
-Values = np.ndarray[Any, np.dtype[np.float64]]
-
-
-def numerical(f: Callable[[], float], x: Values) -> Values:
-    """df/dx by central differences; x is changed in place and put back."""
-    slope = np.zeros_like(x)
-    for i in np.ndindex(x.shape):
-        kept = x[i]
-        x[i] = kept + STEP
-        above = f()
-        x[i] = kept - STEP
-        slope[i] = (above - f()) / (2 * STEP)
-        x[i] = kept
-    return slope
+DTYPES = ["float64", "float32", "bfloat16", "float16"]
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # the most that a number changes, relatively
 
 
-def check_gradients(layer: Layer, x: Values) -> None:
-    """Input's and parameters' derivatives of a random weighting of the outputs."""
-    model = Model({"only": layer}, seed=3)
-    weights = RNG.standard_normal(model.forward(x)[0].shape)
+class Case(NamedTuple):
+    """A layer, and the shape of an input that it takes: of tokens if there are so many."""
+
+    make: Callable[[], Layer]
+    shape: tuple[int, ...]
+    tokens: int = 0
+
+    def input(self, dtype: str = "float64", seed: int = 1) -> Values:
+        rng = np.random.default_rng(seed)
+        if self.tokens:
+            return rng.integers(0, self.tokens, self.shape)
+        return rng.standard_normal(self.shape).astype(dtype_of(dtype))
+
+    def slope(self, dtype: str = "float64") -> Values:
+        """Some derivative by the output."""
+        _, shape = self.make().kept(self.shape, 8)
+        return np.random.default_rng(2).standard_normal(shape).astype(dtype_of(dtype))
+
+
+def mlp() -> dict[str, Layer]:
+    return {"up": Linear(5, 7), "gelu": Gelu(), "down": Linear(7, 5)}
+
+
+CASES = {
+    "embedding": Case(lambda: Embedding(6, 5, 3), (3, 4), tokens=6),  # shorter than its context
+    "linear": Case(lambda: Linear(5, 4), (2, 3, 5)),
+    "linear of vectors": Case(lambda: Linear(5, 4), (3, 5)),
+    "unembedding": Case(lambda: Unembedding(5, 7), (2, 3, 5)),
+    "gelu": Case(Gelu, (2, 3, 5)),
+    "norm": Case(lambda: LayerNorm(5), (2, 3, 5)),
+    "attention": Case(lambda: CausalAttention(2), (2, 4, 18)),
+    "attention of one head": Case(lambda: CausalAttention(1), (2, 4, 9)),
+    "attention to itself": Case(lambda: CausalAttention(2), (2, 1, 12)),
+    "sequential": Case(lambda: Sequential(mlp()), (2, 3, 5)),
+    "residual": Case(lambda: Residual(mlp()), (2, 3, 5)),
+    "nested": Case(
+        lambda: Sequential({"norm": LayerNorm(5), "mlp": Residual(mlp()), "out": Linear(5, 2)}),
+        (2, 3, 5),
+    ),
+}
+WITH_PARAMETERS = [name for name, case in CASES.items() if case.make().specs()]
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_small_dtype = pytest.mark.parametrize("dtype", ROUNDING)
+
+
+# Derivatives
+
+
+def check_gradients(layer: Layer, x: Values, dy: Values) -> None:
+    """Input's and parameters' derivatives of the output weighted by dy."""
+    lone = alone(layer)
 
     def loss() -> float:
-        return float(np.sum(weights * model.forward(x)[0]))
+        return float(np.sum(dy * layer.forward(x)[0]))
 
-    dx = model.backward(weights, model.forward(x)[1])
-    if dx is not None:
+    dx = layer.backward(dy, layer.forward(x)[1])
+    if x.dtype.kind == "f":
         np.testing.assert_allclose(dx, numerical(loss, x), rtol=CLOSE, atol=CLOSE)
-    for name, value in model.parameters().items():
-        slope = model.gradients()[name]
-        np.testing.assert_allclose(slope, numerical(loss, value), rtol=CLOSE, atol=CLOSE)
+    for name, slope in lone.named_gradients().items():
+        wanted = numerical(loss, lone.named_values()[name])
+        np.testing.assert_allclose(slope, wanted, rtol=CLOSE, atol=CLOSE, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "layer", [Linear(5, 4), Gelu(), LayerNorm(5), mlp_block(5, 7), Sequential({"a": Linear(5, 5)})]
-)
-def test_gradients(layer: Layer) -> None:
-    check_gradients(layer, RNG.standard_normal((3, 5)))
+@each_case
+def test_gradients_are_finite_differences(case: Case) -> None:
+    check_gradients(case.make(), case.input(), case.slope())
 
 
-def test_embedding_gradient() -> None:
-    check_gradients(Embedding(6, 2), np.array([[0, 3, 3], [5, 0, 3]]))
+class Off(Sequential):
+    """Backward is wrong by a ten-thousandth: for the input, or for the parameters."""
 
+    def __init__(self, layer: Layer, is_for_input: bool) -> None:
+        super().__init__({"layer": layer})
+        self.is_for_input = is_for_input
 
-def test_flatten_gradient() -> None:
-    check_gradients(Flatten(), RNG.standard_normal((2, 3, 2)))
-
-
-def test_a_wrong_backward_is_noticed() -> None:
-    """The negative control: the check can fail."""
-
-    class Wrong(Linear):
-        def backward(self, dy: Any, saved: Any) -> Any:
+    def backward(self, dy: Any, saved: Any) -> Any:
+        if self.is_for_input:
             return super().backward(dy, saved) * (1 + 1e-4)
+        dx = super().backward(dy * (1 + 1e-4), saved)
+        return dx if dx is None else dx / (1 + 1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.tokens])
+def test_a_wrong_derivative_by_the_input_is_noticed(name: str) -> None:
+    """The negative control: the check can fail, for every layer."""
+    wrong = Off(CASES[name].make(), is_for_input=True)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check_gradients(wrong, CASES[name].input(), CASES[name].slope())
+
+
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_a_wrong_derivative_by_a_parameter_is_noticed(name: str) -> None:
+    wrong = Off(CASES[name].make(), is_for_input=False)
+    with pytest.raises(AssertionError, match="layer"):
+        check_gradients(wrong, CASES[name].input(), CASES[name].slope())
+
+
+@each_case
+def test_backward_adds_and_changes_nothing_else(case: Case) -> None:
+    lone = alone(layer := case.make())
+    x, dy = case.input(), case.slope()
+    held = [x, dy, *lone.values.values()]
+    before = [array.copy() for array in held]
+    _, saved = layer.forward(x)
+    first = layer.backward(dy, saved)
+    once = {unit: slope.copy() for unit, slope in lone.gradients.items()}
+    np.testing.assert_array_equal(layer.backward(dy, saved), first)
+    for unit, slope in lone.gradients.items():
+        assert slope.any()
+        np.testing.assert_array_equal(slope, 2 * once[unit])
+    for array, copy in zip(held, before, strict=True):
+        np.testing.assert_array_equal(array, copy)
+
+
+@each_case
+def test_several_batches_may_be_under_way(case: Case) -> None:
+    lone, other = alone(layer := case.make()), alone(again := case.make())
+    dy, batches = case.slope(), [case.input(seed=1), case.input(seed=2)]
+    kept = [layer.forward(x)[1] for x in batches]
+    for x, saved in zip(batches, kept, strict=True):
+        np.testing.assert_array_equal(
+            layer.backward(dy, saved), again.backward(dy, again.forward(x)[1])
+        )
+    for unit, slope in lone.gradients.items():
+        np.testing.assert_array_equal(slope, other.gradients[unit])
+
+
+@each_dtype
+@each_case
+def test_a_batch_of_no_rows_adds_nothing(case: Case, dtype: str) -> None:
+    lone = alone(layer := case.make(), dtype)
+    y, saved = layer.forward(case.input(dtype)[:0])
+    dx = layer.backward(y, saved)
+    assert y.shape == case.slope()[:0].shape
+    assert dx is None or dx.shape == (0, *case.shape[1:])
+    assert not any(slope.any() for slope in lone.gradients.values())
+
+
+# What layers compute
+
+
+def plain_attention(x: Values, heads: int) -> Values:
+    """One row after the other, one head after the other, one position after the other."""
+    batch, context, dim = x.shape[0], x.shape[1], x.shape[2] // 3
+    y, width = np.zeros((batch, context, dim)), dim // heads
+    for b, head, t in np.ndindex(batch, heads, context):
+        of = [
+            slice(part * dim + head * width, part * dim + (head + 1) * width) for part in range(3)
+        ]
+        query, keys, values = x[b, t, of[0]], x[b, : t + 1, of[1]], x[b, : t + 1, of[2]]
+        powers = np.exp(keys @ query / math.sqrt(width))
+        y[b, t, of[0]] = powers @ values / powers.sum()
+    return y
+
+
+def plain_norm(x: Values, gain: Values, bias: Values) -> Values:
+    mean = x.mean(axis=-1)[..., None]
+    return (x - mean) / np.sqrt(x.var(axis=-1)[..., None] + 1e-5) * gain + bias
+
+
+def plain_gelu(x: float) -> float:
+    return x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+PLAIN: dict[str, Callable[..., Values]] = {
+    "embedding": lambda x, token, position: np.array(
+        [[token[t] + position[i] for i, t in enumerate(row)] for row in x]
+    ),
+    "linear": lambda x, weight, bias: np.einsum("bci,io->bco", x, weight) + bias,
+    "unembedding": lambda x, table: np.einsum("bci,oi->bco", x, table),
+    "gelu": lambda x: np.vectorize(plain_gelu)(x),
+    "norm": plain_norm,
+    "attention": lambda x: plain_attention(x, 2),
+    "attention of one head": lambda x: plain_attention(x, 1),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_forward_is_the_plain_formula(name: str) -> None:
+    lone, x = alone(layer := CASES[name].make()), CASES[name].input()
+    parameters = {key.removeprefix("only."): v for key, v in lone.named_values().items()}
+    wanted = PLAIN[name](x, **parameters)
+    np.testing.assert_allclose(layer.forward(x)[0], wanted, rtol=1e-13, atol=1e-14)
+
+
+def test_a_residual_adds_what_is_inside_to_its_input() -> None:
+    layer, inner, x = Residual(mlp()), Sequential(mlp()), CASES["residual"].input()
+    alone(layer), alone(inner)
+    np.testing.assert_array_equal(layer.forward(x)[0], x + inner.forward(x)[0])
+
+
+def check_causal(context: int = 5) -> None:
+    """No position changes when a later one does; those from there on do."""
+    attention, x = CausalAttention(2), np.random.default_rng(5).standard_normal((2, context, 12))
+    before, _ = attention.forward(x)
+    for t in range(context):
+        changed = x.copy()
+        changed[:, t] += 1
+        after, _ = attention.forward(changed)
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        assert (after[:, t:] != before[:, t:]).all()
+
+
+def test_attention_looks_back_only() -> None:
+    check_causal()
+
+
+def test_a_look_ahead_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: attention whose softmax goes over all positions."""
+
+    def softmax(scores: Values) -> Values:
+        powers = np.exp(scores)
+        return powers / powers.sum(axis=-1, keepdims=True)
+
+    monkeypatch.setattr(parallel.nn, "causal_softmax", softmax)
+    with pytest.raises(AssertionError):
+        check_causal()
+
+
+def test_attention_of_large_scores_does_not_overflow() -> None:
+    y, saved = CausalAttention(1).forward(np.full((1, 3, 3), 1e3))
+    np.testing.assert_array_equal(y, 1e3)
+    assert np.isfinite(CausalAttention(1).backward(y, saved)).all()
+
+
+def test_more_tokens_than_positions_are_refused() -> None:
+    for context in (1, 4):
+        alone(layer := Embedding(6, context, 3))
+        layer.forward(np.zeros((2, context), np.int64))
+        words = f"{context + 1} tokens in a row, and positions for {context}"
+        with pytest.raises(ValueError, match=words):
+            layer.forward(np.zeros((2, context + 1), np.int64))
+
+
+# Numbers of two bytes
+
+
+@each_dtype
+@each_case
+def test_everything_stays_in_the_dtype(case: Case, dtype: str) -> None:
+    lone = alone(layer := case.make(), dtype)
+    y, saved = layer.forward(case.input(dtype))
+    dx = layer.backward(case.slope(dtype), saved)
+    assert y.dtype == dtype_of(dtype)
+    assert dx is None or dx.dtype == dtype_of(dtype)
+    assert all(slope.dtype == dtype_of(dtype) for slope in lone.gradients.values())
+
+
+def both(case: Case, dtype: str) -> tuple[list[Values], list[Values]]:
+    """Output and derivatives in two bytes; and the same from the same numbers in float32."""
+
+    def all_of(lone: Bound, x: Values, dy: Values) -> list[Values]:
+        y, saved = lone.whole.forward(x)
+        dx = lone.whole.backward(dy, saved)
+        return [y, *([] if dx is None else [dx]), *lone.gradients.values()]
+
+    x, dy = case.input(dtype), case.slope(dtype)
+    small = alone(case.make(), dtype)
+    wide = in_float32(case.make(), small)
+    x32 = x if case.tokens else x.astype(np.float32)
+    return all_of(small, x, dy), all_of(wide, x32, dy.astype(np.float32))
+
+
+LONG = {  # long enough for sums in two bytes to go astray
+    "embedding": Case(lambda: Embedding(6, 30, 3), (40, 30), tokens=6),
+    "linear": Case(lambda: Linear(300, 41), (30, 300)),
+    "unembedding": Case(lambda: Unembedding(300, 41), (30, 300)),
+    "gelu": Case(Gelu, (50, 30)),
+}
+TWICE = {  # these keep numbers that they then compute with
+    "norm": Case(lambda: LayerNorm(300), (30, 300)),
+    "attention": Case(lambda: CausalAttention(2), (3, 50, 48)),
+}
+
+
+@each_small_dtype
+@pytest.mark.parametrize("name", LONG)
+def test_results_are_float32s_rounded_once(name: str, dtype: str) -> None:
+    """To the last bit."""
+    for small, wide in zip(*both(LONG[name], dtype), strict=True):
+        np.testing.assert_array_equal(small, wide.astype(small.dtype))
+
+
+@each_small_dtype
+def test_a_second_rounding_is_noticed(dtype: str) -> None:
+    """The negative control: a product that is rounded before the bias is added."""
+
+    class Twice(Linear):
+        def forward(self, x: Any) -> Any:
+            return product(x, self.value["weight"]) + self.value["bias"], x
+
+    (small, *_), (wide, *_) = both(LONG["linear"]._replace(make=lambda: Twice(300, 41)), dtype)
+    assert 0.1 < np.mean(small != wide.astype(small.dtype)) < 0.9
+
+
+@each_small_dtype
+def test_a_norm_rounds_its_normal_vectors_beside_its_results(dtype: str) -> None:
+    case = TWICE["norm"]
+    lone = alone(layer := case.make(), dtype)
+    gain, bias = (v.astype(np.float32) for v in lone.named_values().values())
+    x, dy = case.input(dtype).astype(np.float32), case.slope(dtype).astype(np.float32)
+    centred = x - x.mean(axis=-1, keepdims=True)
+    inverse = 1 / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + np.float32(1e-5))
+    normal = (centred * inverse).astype(dtype_of(dtype)).astype(np.float32)
+    y, saved = layer.forward(case.input(dtype))
+    np.testing.assert_array_equal(y, (normal * gain + bias).astype(y.dtype))
+    d = dy * gain
+    slope = d - d.mean(axis=-1, keepdims=True) - normal * (d * normal).mean(axis=-1, keepdims=True)
+    dx = layer.backward(case.slope(dtype), saved)
+    assert_rounded_once(dx, inverse * slope)
+    assert_rounded_once(lone.named_gradients()["only.gain"], (dy * normal).sum(axis=0))
+    assert_rounded_once(lone.named_gradients()["only.bias"], dy.sum(axis=0))
+
+
+@each_small_dtype
+def test_attention_rounds_its_chances_beside_its_results(dtype: str) -> None:
+    """One head, whose formula is short."""
+    x = np.random.default_rng(3).standard_normal((1, 40, 30)).astype(dtype_of(dtype))
+    dy = np.random.default_rng(4).standard_normal((1, 40, 10)).astype(dtype_of(dtype))
+    q, k, v = np.split(x[0].astype(np.float64), 3, axis=-1)
+    scores = np.where(np.tri(40) > 0, q @ k.T / math.sqrt(10), -np.inf)
+    powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    y, saved = CausalAttention(1).forward(x)
+    chances = saved[1][0, 0].astype(np.float64)
+    assert_rounded_once(saved[1][0, 0], powers / powers.sum(axis=-1, keepdims=True))
+    assert_rounded_once(y[0], chances @ v)
+    d = dy[0].astype(np.float64)
+    slope = d @ v.T
+    slope = (slope - (slope * chances).sum(axis=-1, keepdims=True)) * chances / math.sqrt(10)
+    wanted = np.concatenate([slope @ k, slope.T @ q, chances.T @ d], axis=-1)
+    assert_rounded_once(CausalAttention(1).backward(dy, saved)[0], wanted)
+
+
+def assert_rounded_once(small: Values, wanted: Values) -> None:
+    """Within half a step of the dtype, but for what float32 itself may be off."""
+    error = np.abs(small.astype(np.float64) - wanted)
+    half = ROUNDING[small.dtype.name]
+    least = 2.0**-25 if small.dtype == np.float16 else 0.0  # half a step of its smallest numbers
+    assert (error <= half * np.abs(wanted) + least + 1e-6 * np.abs(wanted).max()).all()
+
+
+@each_small_dtype
+@pytest.mark.parametrize("case", (CASES | LONG | TWICE).values())
+def test_two_bytes_are_close_to_float32(case: Case, dtype: str) -> None:
+    for small, wide in zip(*both(case, dtype), strict=True):
+        error = np.abs(small.astype(np.float32) - wide).max()
+        assert error <= 4 * ROUNDING[dtype] * np.abs(wide).max()
+
+
+@each_small_dtype
+def test_gradients_add_up_in_their_dtype(dtype: str) -> None:
+    """A sum that is not representable is rounded: 256 + 1 in bfloat16, 2048 + 1 in float16."""
+    lone = alone(layer := Linear(1, 1), dtype)
+    large = 1 / ROUNDING[dtype]
+    for dy in (large, 1.0):
+        _, saved = layer.forward(np.zeros((1, 1), dtype_of(dtype)))
+        layer.backward(np.full((1, 1), dy, dtype_of(dtype)), saved)
+    assert lone.named_gradients()["only.bias"] == large
+
+
+# Memory
+
+
+@each_dtype
+@each_case
+def test_kept_is_what_forward_hands_out(case: Case, dtype: str) -> None:
+    check_kept(case.make(), case.input(dtype), dtype)
+
+
+def check_kept(layer: Layer, x: Values, dtype: str) -> None:
+    """By formula, and counted from the arrays that are alive, each memory once."""
+    alone(layer, dtype)
+    y, saved = layer.forward(x)
+    memory = Memory()
+    memory.count("activations", saved)
+    nbytes, shape = layer.kept(x.shape, dtype_of(dtype).itemsize)
+    assert (nbytes, shape) == (memory.now["activations"], y.shape)
+
+
+def test_kept_in_numbers() -> None:
+    """Two rows of three positions, four wide, in float16."""
+    assert Embedding(9, 3, 4).kept((2, 3), 2) == (0, (2, 3, 4))
+    assert Linear(4, 5).kept((2, 3, 4), 2) == (2 * 24, (2, 3, 5))
+    assert LayerNorm(4).kept((2, 3, 4), 2) == (2 * 24 + 4 * 6, (2, 3, 4))
+    assert CausalAttention(2).kept((2, 3, 12), 2) == (2 * 72 + 2 * 2 * 2 * 9, (2, 3, 4))
+
+
+def test_one_array_more_is_noticed() -> None:
+    """The negative control: a layer that keeps its output too."""
+
+    class Hoarder(Gelu):
+        def forward(self, x: Any) -> Any:
+            y, saved = super().forward(x)
+            return y, (saved, y)
 
     with pytest.raises(AssertionError):
-        check_gradients(Wrong(5, 4), RNG.standard_normal((3, 5)))
+        check_kept(Hoarder(), CASES["gelu"].input(), "float64")
 
 
-def test_cross_entropy_and_its_gradient() -> None:
-    logits, targets = RNG.standard_normal((4, 6)), np.array([0, 5, 2, 2])
-    loss, slope = cross_entropy(logits, targets, 4)
-    chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    assert loss[0] == pytest.approx(-np.mean(np.log(chances[np.arange(4), targets])), rel=1e-14)
-    wanted = numerical(lambda: float(cross_entropy(logits, targets, 4)[0][0]), logits)
+# The loss
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+def test_cross_entropy_and_its_gradient(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    logits, targets = rng.standard_normal((*shape, 6)), rng.integers(0, 6, shape)
+    loss, slope = cross_entropy(logits, targets, 10)
+    chances = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    true = np.take_along_axis(chances, targets[..., None], axis=-1)
+    assert loss == pytest.approx(-np.sum(np.log(true)) / 10, rel=1e-14)
+    wanted = numerical(lambda: cross_entropy(logits, targets, 10)[0], logits)
     np.testing.assert_allclose(slope, wanted, rtol=CLOSE, atol=CLOSE)
 
 
+def test_scale_is_of_the_gradient_only() -> None:
+    logits, targets = np.random.default_rng(0).standard_normal((4, 6)), np.array([0, 5, 2, 2])
+    loss, slope = cross_entropy(logits, targets, 4)
+    scaled_loss, scaled = cross_entropy(logits, targets, 4, 1024.0)
+    assert scaled_loss == loss
+    np.testing.assert_array_equal(scaled, 1024 * slope)  # a power of two changes no digit
+
+
 def test_parts_of_a_batch_add_up_to_the_whole() -> None:
-    logits, targets = RNG.standard_normal((7, 6)), RNG.integers(0, 6, 7)
-    loss, slope = cross_entropy(logits, targets, 7)
-    parts = [cross_entropy(logits[s], targets[s], 7) for s in (slice(0, 5), slice(5, 7))]
-    assert sum(p[0][0] for p in parts) == pytest.approx(loss[0], rel=1e-14)
-    np.testing.assert_allclose(np.concatenate([p[1] for p in parts]), slope, rtol=1e-14)
+    rng = np.random.default_rng(0)
+    logits, targets = rng.standard_normal((7, 3, 6)), rng.integers(0, 6, (7, 3))
+    loss, slope = cross_entropy(logits, targets, 21)
+    parts = [cross_entropy(logits[s], targets[s], 21) for s in (slice(0, 5), slice(5, 7))]
+    assert sum(part for part, _ in parts) == pytest.approx(loss, rel=1e-14)
+    np.testing.assert_array_equal(np.concatenate([part for _, part in parts]), slope)
 
 
 def test_large_logits_do_not_overflow() -> None:
     loss, slope = cross_entropy(np.array([[1e4, 0.0]]), np.array([1]), 1)
-    assert loss[0] == 1e4 and np.isfinite(slope).all()
+    assert loss == 1e4
+    np.testing.assert_array_equal(slope, [[1, -1]])
 
 
-def test_whole_model_gradients() -> None:
-    """The real model, small, along random directions in all parameters of each layer."""
-    model = byte_model(context=3, dim=2, hidden=4, seed=1)
-    tokens, targets = RNG.integers(0, 256, (5, 3)), RNG.integers(0, 256, 5)
-
-    def loss() -> float:
-        return float(cross_entropy(model.forward(tokens)[0], targets, 5)[0][0])
-
-    logits, saved = model.forward(tokens)
-    model.backward(cross_entropy(logits, targets, 5)[1], saved)
-    for layer, flat in model.flat_parameters.items():
-        way = RNG.standard_normal(flat.shape)
-        flat += STEP * way
-        above = loss()
-        flat -= 2 * STEP * way
-        below = loss()
-        flat += STEP * way
-        slope = float(way @ model.flat_gradients[layer])
-        assert (above - below) / (2 * STEP) == pytest.approx(slope, rel=1e-5, abs=1e-8), layer
+@each_dtype
+def test_no_rows_have_no_loss(dtype: str) -> None:
+    none = np.zeros((0, 3, 6), dtype_of(dtype))
+    loss, slope = cross_entropy(none, np.zeros((0, 3), np.int64), 5)
+    assert loss == 0 and slope.shape == none.shape and slope.dtype == none.dtype
 
 
-def test_backward_adds() -> None:
-    model = byte_model(context=3, dim=2, hidden=4)
-    logits, saved = model.forward(RNG.integers(0, 256, (5, 3)))
-    model.backward(logits, saved)
-    once = {name: slope.copy() for name, slope in model.gradients().items()}
-    model.backward(logits, saved)
-    for name, slope in model.gradients().items():
-        np.testing.assert_array_equal(slope, 2 * once[name])
-    model.zero_gradients()
-    assert not any(slope.any() for slope in model.gradients().values())
+@each_small_dtype
+def test_the_loss_of_two_bytes_is_float32s(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    logits, targets = rng.standard_normal((9, 50)), rng.integers(0, 50, 9)
+    small = logits.astype(dtype_of(dtype))
+    loss, slope = cross_entropy(small, targets, 9, 256.0)
+    wanted, wide = cross_entropy(small.astype(np.float32), targets, 9, 256.0)
+    assert loss == wanted
+    np.testing.assert_array_equal(slope, wide.astype(small.dtype))
 
 
-def test_layers_report_in_reverse_when_their_gradients_are_complete() -> None:
-    model = byte_model(context=3, dim=2, hidden=4)
-    logits, saved = model.forward(RNG.integers(0, 256, (5, 3)))
-    seen: dict[str, Values] = {}
-    model.backward(logits, saved, lambda name: seen.update({name: model.flat_gradients[name] + 0}))
-    assert list(seen) == ["head", "block1", "block0", "embedding"]
-    for name, slope in seen.items():
-        np.testing.assert_array_equal(slope, model.flat_gradients[name])
-        assert slope.any()
+# Initial values
 
 
-def test_names_and_views() -> None:
-    model = byte_model(context=3, dim=2, hidden=4, dtype="float32")
-    assert list(model.flat_parameters) == ["embedding", "block0", "block1", "head"]
-    assert list(model.parameters()) == list(model.gradients())
-    assert model.parameters()["block0.up.weight"].shape == (4, 4)
-    for name, value in model.parameters().items():
-        assert value.dtype == np.float32
-        assert np.shares_memory(value, model.flat_parameters[name.partition(".")[0]])
-
-
-def test_initial_values_depend_on_seed_and_name_alone() -> None:
+def test_a_draw_depends_on_seed_and_name_alone() -> None:
     spec = Spec((3, 2), spread=2.0, centre=1.0)
-    np.testing.assert_array_equal(spec.draw(5, "a"), spec.draw(5, "a"))
-    assert not np.array_equal(spec.draw(5, "a"), spec.draw(5, "b"))
-    assert not np.array_equal(spec.draw(5, "a"), spec.draw(6, "a"))
-    small, large = (byte_model(blocks=n, seed=5).parameters() for n in (1, 3))
-    for name, value in small.items():
-        np.testing.assert_array_equal(value, large[name])
+    drawn = spec.draw(5, "a")
+    np.random.default_rng(5).standard_normal(9)
+    np.testing.assert_array_equal(spec.draw(5, "a"), drawn)
+    assert drawn.shape == (3, 2) and drawn.dtype == np.float64
+    others = [spec.draw(5, "b"), spec.draw(6, "a"), spec.draw(5, "aa")]
+    assert all((other != drawn).all() for other in others)
 
 
-def test_the_first_guess_is_nearly_uniform() -> None:
-    logits, _ = byte_model().forward(RNG.integers(0, 256, (64, 16)))
-    loss, _ = cross_entropy(logits, RNG.integers(0, 256, 64), 64)
-    assert loss[0] == pytest.approx(np.log(256), abs=0.1)
+def test_a_draw_has_the_spread_and_centre() -> None:
+    drawn = Spec((200, 200), spread=2.0, centre=1.0).draw(0, "a")
+    assert drawn.mean() == pytest.approx(1, abs=0.05) and drawn.std() == pytest.approx(2, abs=0.05)
+    np.testing.assert_array_equal(Spec((3,), centre=1.0).draw(0, "a"), 1)
+
+
+# Models
+
+
+def embedding() -> Embedding:
+    return Embedding(6, 4, 3)
+
+
+def head() -> Sequential:
+    return Sequential({"norm": LayerNorm(3), "out": Unembedding(3, 6)})
+
+
+def four_layers(ties: dict[str, str] | None = None) -> Model:
+    layers = {"first": embedding(), "gelu": Gelu(), "mid": Linear(3, 3), "last": head()}
+    return Model(layers, ties)
+
+
+UNTIED = four_layers()
+TIED = four_layers({"last.out.table": "first.token"})
+NEIGHBOURS = Model({"first": embedding(), "last": head()}, {"last.out.table": "first.token"})
+WITHOUT = Model(  # tied, and nothing of its own is left
+    {"first": embedding(), "mid": Linear(3, 3), "last": Unembedding(3, 6)},
+    {"last.table": "first.token"},
+)
+BACKWARDS = four_layers({"first.token": "last.out.table"})
+MODELS = [UNTIED, TIED, NEIGHBOURS, WITHOUT, BACKWARDS]
+
+
+@pytest.mark.parametrize(("model", "wanted"), [
+    (UNTIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
+    (TIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last", "first")}),
+    (NEIGHBOURS, {"first": ("first",), "last": ("last", "first")}),
+    (WITHOUT, {"first": ("first",), "mid": ("mid",), "last": ("first",)}),
+    (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ("last",)}),
+])  # fmt: skip
+def test_the_units_that_a_layer_uses(model: Model, wanted: dict[str, tuple[str, ...]]) -> None:
+    assert {layer: model.uses(layer) for layer in model.layers} == wanted
+    assert model.uses(None) == ()
+
+
+@pytest.mark.parametrize(("model", "wanted"), [
+    (UNTIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
+    (TIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
+    (NEIGHBOURS, {"first": ("first",), "last": ("last",)}),
+    (WITHOUT, {"first": ("first",), "mid": ("mid",), "last": ()}),
+    (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ()}),
+])  # fmt: skip
+def test_a_gradient_is_complete_at_the_first_layer_that_uses_it(
+    model: Model, wanted: dict[str, tuple[str, ...]]
+) -> None:
+    assert {layer: model.completes(layer) for layer in model.layers} == wanted
+
+
+@pytest.mark.parametrize(("model", "wanted"), [
+    (UNTIED, {"first": 1, "mid": 1, "last": 1}),
+    (TIED, {"first": 2, "mid": 1, "last": 1}),
+    (NEIGHBOURS, {"first": 1, "last": 1}),
+    (WITHOUT, {"first": 2, "mid": 1}),
+    (BACKWARDS, {"first": 1, "mid": 1, "last": 2}),
+])  # fmt: skip
+def test_how_often_a_unit_is_gathered(model: Model, wanted: dict[str, int]) -> None:
+    assert model.times_gathered() == wanted
+
+
+def test_the_order_of_layers() -> None:
+    names = list(UNTIED.layers)
+    assert [UNTIED.after(name) for name in names] == ["gelu", "mid", "last", None]
+    assert [UNTIED.before(name) for name in names] == [None, "first", "gelu", "mid"]
+    assert UNTIED.route() == names
+
+
+def random_model(rng: np.random.Generator) -> Model:
+    """Layers in a row, some without parameters, with ties in both directions."""
+    kinds = rng.integers(0, 4, rng.integers(2, 8))
+    layers: dict[str, Layer] = {f"l{i}": Linear(2, 2) if k else Gelu() for i, k in enumerate(kinds)}
+    names = [name for name, layer in layers.items() if layer.specs()]
+    tied = [name for name in names if rng.random() < 0.4][: len(names) - 1]
+    free = [name for name in names if name not in tied]
+    return Model(layers, {f"{name}.weight": f"{rng.choice(free)}.weight" for name in tied})
+
+
+@pytest.mark.parametrize("model", [*MODELS, *map(random_model, np.random.default_rng(0).spawn(60))])
+def test_gathered_and_completed_as_a_pass_does_it(model: Model) -> None:
+    """Both ways through the layers, holding what a layer and the next one use."""
+    for names in (list(model.layers), list(reversed(model.layers))):
+        times: Counter[str] = Counter()
+        held: set[str] = set()
+        for layer, following in zip(names, [*names[1:], None], strict=True):
+            wanted = {*model.uses(layer), *model.uses(following)}
+            times.update(wanted - held)
+            held = (held | wanted) - ({*model.uses(layer)} - {*model.uses(following)})
+        assert times == Counter(model.times_gathered()) and not held
+    open_until = {unit: layer for layer in reversed(model.layers) for unit in model.uses(layer)}
+    completed = {unit: layer for layer in model.layers for unit in model.completes(layer)}
+    assert completed == open_until and set(completed) == set(model.units)
+    names = list(model.layers)
+    for i, layer in enumerate(names, start=1):
+        used = {unit: None for name in names[:i] for unit in model.uses(name)}
+        assert model.used_until(layer) == list(used)
+
+
+@pytest.mark.parametrize("ties", [
+    {"last.out.tabel": "first.token"}, {"last.out.table": "first.tokens"},
+    {"last.out.table": "frist.token"}, {"last.out.table": "first.position"},
+    {"last.out.table": "last.out.table"},
+    {"last.out.table": "first.token", "first.token": "last.out.table"},
+])  # fmt: skip
+def test_a_tie_of_what_is_not_there_is_refused(ties: dict[str, str]) -> None:
+    here, there = next(iter(ties.items()))
+    with pytest.raises(ValueError, match=f"'{here}' cannot be tied to '{there}'"):
+        four_layers(ties)
+
+
+def test_a_unit_is_the_parameters_one_after_the_other() -> None:
+    model = TIED
+    assert model.sizes == {"first": 6 * 3 + 4 * 3, "mid": 3 * 3 + 3, "last": 3 + 3}
+    assert model.num_parameters == 48
+    assert list(model.units["last"]) == ["norm.gain", "norm.bias"]
+    flats = {unit: np.arange(size) for unit, size in model.sizes.items()}
+    views = model.named(flats)
+    assert list(views) == [
+        "first.token", "first.position", "mid.weight", "mid.bias",
+        "last.norm.gain", "last.norm.bias",
+    ]  # fmt: skip
+    np.testing.assert_array_equal(views["first.position"], np.arange(18, 30).reshape(4, 3))
+    np.testing.assert_array_equal(views["mid.bias"], [9, 10, 11])
+    views["mid.bias"][0] = 99
+    assert flats["mid"][9] == 99
+
+
+def test_a_draw_of_a_unit_is_the_draws_of_its_parameters() -> None:
+    drawn = UNTIED.named({unit: UNTIED.draw(unit, 3) for unit in UNTIED.units})
+    for name, value in drawn.items():
+        unit, _, key = name.partition(".")
+        np.testing.assert_array_equal(value, UNTIED.units[unit][key].draw(3, name))
+
+
+def test_layers_work_on_the_arrays_they_are_bound_to() -> None:
+    """Tied ones on the same."""
+    model, values, slopes = bound(four_layers(TIED.ties))
+    first, last = model.layers["first"], model.layers["last"]
+    assert isinstance(last, Sequential)
+    for tables, flat in (
+        ([first.value["token"], last.layers["out"].value["table"]], values["first"]),
+        ([first.gradient["token"], last.layers["out"].gradient["table"]], slopes["first"]),
+    ):
+        for table in tables:
+            table[2, 1] += 1
+            assert np.shares_memory(table, flat) and table.shape == (6, 3)
+        np.testing.assert_array_equal(tables[0], tables[1])
+    assert slopes["first"][2 * 3 + 1] == 2  # from both
+
+
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_an_unbound_layer_cannot_be_used(name: str) -> None:
+    case = CASES[name]
+    lone = alone(layer := case.make())
+    x, dy = case.input(), case.slope()
+    _, saved = layer.forward(x)
+    lone.model.bind("only", lone.values)
+    layer.forward(x)
+    with pytest.raises(KeyError):  # there are values, but no gradients
+        layer.backward(dy, saved)
+    lone.model.unbind("only")
+    for use in (lambda: layer.forward(x), lambda: layer.backward(dy, saved)):
+        with pytest.raises(KeyError):
+            use()
+
+
+def test_a_tied_layer_needs_both_units() -> None:
+    model, values, _ = bound(four_layers(TIED.ties))
+    x = np.zeros((1, 2, 3))
+    model.bind("last", {"last": values["last"]})
+    with pytest.raises(KeyError, match="table"):
+        model.layers["last"].forward(x)
+    model.bind("last", {unit: values[unit] for unit in model.uses("last")})
+    model.layers["last"].forward(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from collectives import MonitorUnavailable
+import collectives
+from collectives import Communicator, MonitorUnavailable
 from parallel.show import print_traffic
 from parallel.traffic import (
+    ALL,
     OUTSIDE,
     Observed,
     PredictedCall,
@@ -20,6 +23,7 @@ from parallel.traffic import (
     TrafficMismatch,
     TrafficTable,
     Witness,
+    watched,
 )
 
 # Two ranks: a ring all-reduce of 10 bytes is 2(p-1) = 2 messages and 10 bytes from each.
@@ -54,8 +58,9 @@ def test_two_columns_are_called_two() -> None:
 
 
 def test_nothing_is_sent_by_one_rank_alone() -> None:
+    """What sends nothing leaves no record, and is not counted."""
     alone = TrafficTable(CALLS, ledger({}, np.zeros((1, 1))), None, size=1)
-    assert alone.rows[0].predicted == Tally(3, 0, 0)
+    assert alone.rows[0].predicted == Tally(0, 0, 0)
     alone.check()
 
 
@@ -90,9 +95,207 @@ def test_calls_of_one_phase_add_up() -> None:
     assert table(calls).rows[0].predicted == Tally(4, 16, 68)
 
 
-def test_a_phase_holds_one_kind_of_collective() -> None:
-    with pytest.raises(ValueError, match="phase 'loss' holds two kinds of collective"):
-        table([*CALLS, PredictedCall("loss", "broadcast", "binomial", 8)])
+# Predicted calls
+
+
+def test_calls_of_several_groups() -> None:
+    """Two groups of three: a ring sends 2 (p-1) p messages and 2 (p-1) n bytes in each."""
+    call = PredictedCall("p", "all_reduce", "ring", 12, count=5, ranks=3, groups=2)
+    assert call.sent(6) == Tally(2 * 5, 2 * 5 * 12, 2 * 5 * 48)
+
+
+def test_groups_of_one_send_nothing() -> None:
+    assert PredictedCall("p", "all_reduce", "ring", 12, 5, ranks=1, groups=6).sent(6) == Tally()
+
+
+@pytest.mark.parametrize("collective", ["send", "send_recv"])
+def test_messages_from_one_to_another(collective: str) -> None:
+    """Their calls nobody counts, for the two ends number their own."""
+    call = PredictedCall("p", collective, "point_to_point", 12, count=5)
+    assert call.sent(3) == Tally(None, 5, 60)
+    assert PredictedCall("p", collective, "", 12, count=5, groups=2).sent(4) == Tally(None, 10, 120)
+
+
+def test_a_formula_for_even_blocks_only_is_refused() -> None:
+    """Ten bytes on three ranks, by an algorithm whose formula is exact for multiples of three."""
+    with pytest.raises(
+        ValueError, match=r"the formula of PredictedCall\(.*\) gives a broken number"
+    ):
+        PredictedCall("p", "reduce_scatter", "recursive_halving", 10).sent(3)
+
+
+LARGE = 1 << 22  # bytes: in more messages than the schedule has
+
+
+def test_predictions_are_what_is_recorded() -> None:
+    """Groups, messages, uneven parts and calls of one phase that overlap, on threads as ranks."""
+    calls = [
+        PredictedCall("step/a", "all_reduce", "ring", 40),
+        PredictedCall("step/b", "all_gather", "ring", 8 * 5),
+        PredictedCall("groups", "all_reduce", "recursive_doubling", 24, 2, ranks=2, groups=2),
+        PredictedCall("alone", "all_reduce", "ring", 24, 2, ranks=1, groups=4),
+        PredictedCall("line", "send", "", 16, 3),
+        PredictedCall("circle", "send_recv", "", 8, 4),
+        PredictedCall("in segments", "all_reduce", "ring", LARGE),
+    ]
+
+    def fn(comm: Communicator) -> TrafficTable | None:
+        pairs, alone = comm.split(comm.rank % 2, 0), comm.split(comm.rank, 0)
+        with comm.record() as ledger:
+            exchange(comm, pairs, alone)
+        whole = ledger.gather()
+        return None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
+
+    made = collectives.run(fn, size=4)[0]
+    assert made is not None and "predicted = recorded" in made.check()
+    assert len(made.rows) == len(calls)
+
+
+def exchange(comm: Communicator, pairs: Communicator, alone: Communicator) -> None:
+    """The calls of the test above, on four ranks."""
+    phase, rank = collectives.phase, comm.rank
+    with phase("step"):
+        with phase("a"):
+            work = comm.all_reduce(np.ones(5), algorithm="ring", async_op=True)
+        with phase("b"):
+            comm.all_gather(np.ones(2 if rank == 0 else 1), counts=(2, 1, 1, 1), algorithm="ring")
+        work.wait()
+    for group, label, algorithm in (
+        (pairs, "groups", "recursive_doubling"),
+        (alone, "alone", "ring"),
+    ):
+        with phase(label):
+            for _ in range(2):
+                group.all_reduce(np.ones(3), algorithm=algorithm)
+    with phase("line"):
+        if rank > 0:
+            comm.recv(np.ones(2), rank - 1)
+        if rank < 3:
+            comm.send(np.ones(2), rank + 1)
+    with phase("circle"):
+        comm.send_recv(np.ones(1), (rank + 1) % 4, (rank - 1) % 4)
+    with phase("in segments"):
+        comm.all_reduce(np.ones(LARGE, np.uint8), algorithm="ring")
+
+
+# Several rows of one watched phase
+
+# Two kinds of collective in one phase, of which the first is nested and may still go on.
+BACKWARD = [
+    PredictedCall("backward/bucket0", "all_reduce", "ring", 10, count=3),
+    PredictedCall("backward", "broadcast", "binomial", 8, count=2),
+]
+BACKWARD_RECORDED = {
+    ("backward/bucket0", "all_reduce"): Tally(3, 12, 60),
+    ("backward", "broadcast"): Tally(2, 2, 16),
+}  # fmt: skip
+BACKWARD_MATRIX = np.array([[0, 46], [30, 0]])
+BACKWARD_SEEN = np.array([[[0, 8], [6, 0]], BACKWARD_MATRIX])
+
+
+def backward(
+    calls: list[PredictedCall] = BACKWARD,
+    recorded: dict[tuple[str, str], Tally] = BACKWARD_RECORDED,
+    observed: dict[str, Any] | None = None,
+) -> TrafficTable:
+    seen = Observed({"backward": BACKWARD_SEEN} if observed is None else observed)
+    return TrafficTable(calls, ledger(recorded, BACKWARD_MATRIX), seen, size=2)
+
+
+def test_rows_of_one_phase_have_a_sum_that_was_observed() -> None:
+    made = backward()
+    assert [(row.phase, row.collective) for row in made.rows] == [
+        ("backward/bucket0", "all_reduce"), ("backward", "broadcast"), ("backward", ALL),
+    ]  # fmt: skip
+    *parts, whole = made.rows
+    assert [row.observed for row in parts] == [None, None]
+    assert whole.predicted == whole.recorded == Tally(5, 14, 76)
+    assert whole.observed == Tally(None, 14, 76)
+    assert made.check() == "predicted = recorded = observed by MPI, to the byte"
+
+
+def test_a_single_row_needs_no_sum() -> None:
+    """Nested or not."""
+    for phase in ("loss", "loss/deep/er"):
+        calls = [PredictedCall(phase, "all_reduce", "ring", 10, count=3)]
+        made = table(calls, {(phase, "all_reduce"): Tally(3, 12, 60)}, {"loss": SEEN})
+        assert [row.observed for row in made.rows] == [Tally(None, 12, 60)]
+        made.check()
+
+
+def test_rows_without_observation_have_no_sum() -> None:
+    made = TrafficTable(BACKWARD, ledger(BACKWARD_RECORDED, BACKWARD_MATRIX), None, size=2)
+    assert len(made.rows) == 2 and "two columns compared" in made.check()
+
+
+@pytest.mark.parametrize("key", BACKWARD_RECORDED)
+@pytest.mark.parametrize("more", [Tally(1, 0, 0), Tally(0, 1, 0), Tally(0, 0, 1)])
+def test_a_part_that_differs(key: tuple[str, str], more: Tally) -> None:
+    """Its own row says so, and where it is not only calls the sum does too."""
+    made = backward(recorded=BACKWARD_RECORDED | {key: BACKWARD_RECORDED[key].plus(more)})
+    assert made.rows[-1].recorded == made.rows[-1].predicted.plus(more)
+    with pytest.raises(TrafficMismatch, match="/".join(key)):
+        made.check()
+
+
+def test_parts_that_differ_and_add_up_to_what_was_observed() -> None:
+    swapped = dict(zip(BACKWARD_RECORDED, reversed(BACKWARD_RECORDED.values()), strict=True))
+    made = backward(recorded=swapped)
+    assert made.rows[-1].is_equal
+    with pytest.raises(TrafficMismatch, match="bucket0/all_reduce"):
+        made.check()
+
+
+@pytest.mark.parametrize("what", [0, 1])
+def test_a_sum_that_differs(what: int) -> None:
+    """MPI saw a message or a byte more."""
+    seen = BACKWARD_SEEN.copy()
+    seen[what, 0, 1] += 1
+    with pytest.raises(TrafficMismatch, match=r"backward/\(together\)"):
+        backward(observed={"backward": seen}).check()
+
+
+def test_a_label_belongs_to_the_longest_watched_phase_it_lies_in() -> None:
+    labels = ["backward", "backward/bucket0", "backward/bucket0/x", "backwards", "back", OUTSIDE]
+    observed = Observed(dict.fromkeys(("backward", "backward/bucket0", "loss"), SEEN))
+    assert [watched(label, observed) for label in labels] == [
+        "backward", "backward/bucket0", "backward/bucket0", OUTSIDE, OUTSIDE, OUTSIDE,
+    ]  # fmt: skip
+
+
+def test_what_no_watched_phase_holds_is_compared_with_what_left_outside() -> None:
+    none = np.zeros_like(BACKWARD_SEEN)
+    made = backward(observed={OUTSIDE: BACKWARD_SEEN, "loss": none})
+    assert [(row.phase, row.collective) for row in made.rows][-1] == (OUTSIDE, ALL)
+    made.check()
+    with pytest.raises(TrafficMismatch, match="outside every phase"):
+        backward(observed={OUTSIDE: none, "loss": BACKWARD_SEEN}).check()
+
+
+def test_messages_beside_calls_in_one_phase() -> None:
+    """Of the messages nobody knows the calls, and so of the sum."""
+    calls = [*CALLS, PredictedCall("loss", "send", "", 5, 2)]
+    made = table(calls, RECORDED | {("loss", "send"): Tally(1, 2, 10)}, {"loss": SEEN + SENT})
+    assert [row.predicted.calls for row in made.rows] == [3, None, None]
+    assert [row.recorded.calls for row in made.rows] == [3, None, None]
+    assert all(row.is_equal for row in made.rows)
+    calls[-1] = PredictedCall("loss", "send", "", 5, 1)
+    with pytest.raises(TrafficMismatch, match=r"loss/send: .*\nloss/\(together\)"):
+        table(calls, RECORDED | {("loss", "send"): Tally(1, 2, 10)}, {"loss": SEEN + SENT}).check()
+
+
+SENT = np.array([[[0, 2], [0, 0]], [[0, 10], [0, 0]]])
+
+
+def test_calls_without_messages_beside_others_in_one_phase() -> None:
+    """In groups of one rank nothing is sent: neither the row nor the sum counts on it."""
+    calls = [*CALLS, PredictedCall("loss", "broadcast", "binomial", 8, 4, ranks=1, groups=2)]
+    made = table(calls, observed={"loss": SEEN})
+    assert [row.predicted for row in made.rows] == [Tally(3, 12, 60), Tally(), Tally(3, 12, 60)]
+    made.check()
+
+
+# What is shown
 
 
 def printed(made: TrafficTable) -> str:
@@ -105,20 +308,65 @@ def printed(made: TrafficTable) -> str:
 def test_print_is_plain_where_there_is_no_terminal() -> None:
     text = printed(table(observed={"loss": SEEN}))
     assert text.isascii()
-    line = next(line for line in text.splitlines() if "all_reduce" in line)
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == ["loss", "all_reduce", "3", "3", "12", "12", "12", "60", "60", "60"]
+    assert cells(text, "all_reduce") == [
+        "loss", "all_reduce", "3", "3", "12", "12", "12", "60", "60", "60",
+    ]  # fmt: skip
+
+
+def cells(text: str, word: str) -> list[str]:
+    """Of the first row that holds this word."""
+    line = next(line for line in text.splitlines() if word in line)
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_print_says_why_nothing_was_observed() -> None:
     text = printed(table(reason="MPICH has no monitoring"))
     assert "observed: n/a (MPICH has no monitoring)" in text
+    assert cells(text, "all_reduce")[4:] == ["12", "12", "n/a", "60", "60", "n/a"]
+
+
+def test_print_leaves_to_the_sum_what_was_seen_of_it() -> None:
+    text = printed(backward())
+    assert "n/a" not in text
+    assert cells(text, "bucket0")[2:] == ["3", "3", "12", "12", "", "60", "60", ""]
+    assert cells(text, ALL)[2:] == ["5", "5", "14", "14", "14", "76", "76", "76"]
+
+
+def test_rows_that_differ_are_red() -> None:
+    out = io.StringIO()
+    calls = [*CALLS, PredictedCall("other", "all_reduce", "ring", 10)]
+    print_traffic(table(calls), Console(file=out, force_terminal=True, color_system="standard"))
+    red = [line for line in out.getvalue().splitlines() if "\x1b[1;31m" in line]
+    assert len(red) == 1 and "other" in red[0]
+
+
+def test_print_has_no_calls_where_nobody_counts_them() -> None:
+    calls = [PredictedCall("loss", "send", "", 5, 2)]
+    made = table(calls, {("loss", "send"): Tally(1, 2, 10)}, {"loss": SENT})
+    assert cells(printed(made), "send") == ["loss", "send", "", "", *["2"] * 3, *["10"] * 3]
+
+
+def test_a_mismatch_says_the_numbers() -> None:
+    calls = [PredictedCall("loss", "send", "", 5, 3), *CALLS]
+    with pytest.raises(TrafficMismatch) as raised:
+        table(calls, {("loss", "send"): Tally(1, 2, 10)}).check()
+    assert str(raised.value).splitlines()[1:] == [
+        "loss/send: predicted 3 messages, 15 bytes; recorded 2 messages, 10 bytes",
+        "loss/all_reduce: predicted 3 calls, 12 messages, 60 bytes;"
+        " recorded 0 calls, 0 messages, 0 bytes",
+    ]
 
 
 def test_as_dict_holds_plain_numbers() -> None:
     said = table(observed={"loss": SEEN}).as_dict()
     assert said["matrix"] == [[0, 30], [30, 0]] and said["not_observed"] is None
     assert said["rows"][0]["observed"] == {"calls": None, "messages": 12, "bytes": 60}
+    *parts, whole = json.loads(json.dumps(backward().as_dict()))["rows"]
+    assert [part["observed"] for part in parts] == [None, None]
+    assert whole["collective"] == ALL and whole["observed"]["bytes"] == 76
+
+
+# The witness
 
 
 class Counted(NamedTuple):
@@ -138,7 +386,7 @@ class Counted(NamedTuple):
         self.bytes[1] += nbytes
 
 
-def watched() -> tuple[Witness, Counted]:
+def watching() -> tuple[Witness, Counted]:
     """A witness on rank 0 of 2, whose counters do not begin at zero."""
     counted = Counted([5, 5], [500, 500])
     comm: Any = SimpleNamespace(rank=0, size=2, counters=lambda: counted, reduce=lambda x, **_: x)
@@ -146,7 +394,7 @@ def watched() -> tuple[Witness, Counted]:
 
 
 def test_a_witness_adds_up_the_visits_of_a_phase() -> None:
-    witness, mpi = watched()
+    witness, mpi = watching()
     with witness:
         for nbytes in (10, 20):
             with witness.phase("loss"):
@@ -159,7 +407,7 @@ def test_a_witness_adds_up_the_visits_of_a_phase() -> None:
 
 
 def test_a_witness_sees_what_leaves_between_phases() -> None:
-    witness, mpi = watched()
+    witness, mpi = watching()
     mpi.send(7)
     with witness:
         with witness.phase("loss"):

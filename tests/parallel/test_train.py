@@ -1,4 +1,4 @@
-"""The training program, on threads as ranks: what it shows, writes and returns."""
+"""The training program, on threads as ranks: what it shows, writes, refuses and returns."""
 
 from __future__ import annotations
 
@@ -6,117 +6,545 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import collectives
 from collectives import Communicator
-from parallel import text
+from parallel import choices, offload, text
 from parallel.data import DataParallel
+from parallel.hooks import Compressed, Int8Blocks, PowerSGD
 from parallel.show import console_of
-from parallel.train import Training, parser
+from parallel.strategy import Strategy
+from parallel.train import Training, main, parser
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = argparse.__file__  # a hundred thousand bytes or so, quickly read
-SMALL = ["--text", TEXT, "--hidden", "8", "--context", "4", "--batch", "9", "--steps", "3"]
+SMALL = (
+    "--text", TEXT, "--layers", "1", "--hidden", "8", "--heads", "2",
+    "--context", "4", "--batch", "9", "--steps", "3",
+)  # fmt: skip
 
 
-def options_of(*words: str) -> argparse.Namespace:
-    return parser().parse_args(words)
+class Run(NamedTuple):
+    """Of a whole run, on rank 0."""
+
+    status: int
+    said: str
+    losses: list[float]
+    training: Training
 
 
-def training(*words: str, comm: Communicator) -> Training:
-    return Training(comm, options_of(*words), console_of(comm.rank))
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the program on so many ranks, with a small model; later words outweigh earlier ones."""
+
+    def run(*words: str | Path, ranks: int = 2) -> Run:
+        def fn(comm: Communicator) -> Any:
+            training = training_of(comm, *words)
+            table = training.run()
+            return training, training.report(table) if training.is_first else None
+
+        training, status = collectives.run(fn, size=ranks)[0]
+        return Run(status, capsys.readouterr().out, training.losses, training)
+
+    return run
 
 
-def losses(*words: str, ranks: int) -> list[float]:
-    """Rank 0's, of a whole run."""
-
-    def fn(comm: Communicator) -> list[float]:
-        run = training(*words, comm=comm)
-        run.run()
-        return run.losses
-
-    return list(collectives.run(fn, size=ranks)[0])
+def training_of(comm: Communicator, *words: str | Path) -> Training:
+    options = parser().parse_args([*SMALL, *map(str, words)])
+    return Training(comm, options, console_of(comm.rank))
 
 
-def status(*words: str, ranks: int) -> int | None:
-    """Rank 0's exit status, after a whole run and its report."""
+# Every strategy
 
-    def fn(comm: Communicator) -> int | None:
-        run = training(*words, comm=comm)
-        table = run.run()
-        return None if table is None else run.report(table)
-
-    return collectives.run(fn, size=ranks)[0]
+OTHER_RANKS = {"serial": 1, "hsdp": 4, "zeropp": 4}  # 3 otherwise
+ON_THREADS = [name for name in choices.STRATEGIES if name != "elastic"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "steps", "close"), [("float64", 200, 1e-9), ("float32", 20, 1e-5)]
-)
-def test_four_ranks_train_as_one_does(dtype: str, steps: int, close: float) -> None:
-    words = [
-        "--text",
-        TEXT,
-        "--hidden",
-        "64",
-        "--batch",
-        "50",
-        "--steps",
-        str(steps),
-        "--dtype",
-        dtype,
-    ]
-    one = losses("--strategy", "serial", *words, ranks=1)
-    np.testing.assert_allclose(losses(*words, ranks=4), one, rtol=close)
-
-
-def test_the_model_learns_more_than_the_frequencies_of_bytes() -> None:
-    last = losses("--hidden", "64", "--batch", "64", ranks=1)[-20:]
-    assert np.mean(last) < text.unigram_entropy(text.load()) - 0.4
-
-
-def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "run.json"
-    assert status(*SMALL, "--json", str(file), ranks=2) == 0
-    said = capsys.readouterr().out
+@pytest.mark.parametrize("strategy", ON_THREADS)
+def test_every_strategy_accounts_for_all_it_sends_and_keeps(run: Any, strategy: str) -> None:
+    ranks = OTHER_RANKS.get(strategy, 3)
+    done = run("--strategy", strategy, ranks=ranks)
+    assert done.status == 0
+    size, entropy = done.training.model.num_parameters, text.unigram_entropy(text.load(TEXT))
     for words in (
-        "step     3",
-        "unigram entropy",
+        f"{strategy}, ranks {ranks}, float64, seed 0, batch 9: {size} parameters",
+        "step     1  loss 5.",
+        "step     3  loss 5.",
+        f"unigram entropy {entropy:.4f}",
         "tokens/s",
-        "backward/block1",
-        "predicted = rec",
+        "f = by formula, c = counted",
+        "p = predicted, r = recorded, o = observed by MPI",
+        "predicted = recorded, to the byte; two columns compared",
+        "memory: formula = counted, to the byte; parameters: equal, to the bit",
     ):
-        assert words in said
+        assert words in done.said
+
+
+EXACT = ["server-sync", "ddp", "zero1", "zero2", "zero3", "hsdp"]
+
+
+def test_losses_are_those_of_the_serial_program(run: Any) -> None:
+    words = ["--micro-batches", "2", "--clip", "0.5", "--tied", "--recompute"]
+    serial = run("--strategy", "serial", *words, ranks=1)
+    for strategy in EXACT:
+        done = run("--strategy", strategy, *words)
+        np.testing.assert_allclose(done.losses, serial.losses, rtol=1e-12)
+
+
+def test_the_model_learns_more_than_the_frequencies_of_bytes(run: Any) -> None:
+    words = ["--hidden", "32", "--context", "8", "--batch", "32", "--steps", "90", "--lr", "2e-2"]
+    done = run("--strategy", "serial", *words, ranks=1)
+    assert np.mean(done.losses[-20:]) < text.unigram_entropy(text.load(TEXT)) - 0.4
+
+
+def test_a_model_that_hardly_moves_learns_less_than_that(run: Any) -> None:
+    """The negative control."""
+    done = run("--strategy", "serial", "--steps", "40", "--lr", "1e-6", ranks=1)
+    assert np.mean(done.losses[-20:]) > text.unigram_entropy(text.load(TEXT))
+
+
+# What differs is status 1
+
+
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The strategy does not predict that it sends its loss."""
+    monkeypatch.setattr(DataParallel, "traffic_of_loss", lambda self, steps: [])
+
+
+def more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that it keeps a byte that nobody sees."""
+    monkeypatch.setattr(DataParallel, "buffer_bytes", lambda self: 1)
+
+
+def other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's differ in one bit in the end."""
+    really = DataParallel.train
+
+    def train(self: DataParallel, *given: Any) -> list[float]:
+        losses = really(self, *given)
+        if self.rank == 1:
+            first = self.parameters["block0"]
+            first[-1] = np.nextafter(first[-1], np.inf)
+        return losses
+
+    monkeypatch.setattr(DataParallel, "train", train)
+
+
+def more_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes from the disk, for which the formula has a byte more."""
+    really = offload.moved_by_load
+
+    def moved_by_load(*given: Any) -> dict[str, int]:
+        return really(*given) | {offload.READ: 1}
+
+    monkeypatch.setattr(offload, "moved_by_load", moved_by_load)
+
+
+DIFFERENCES = {
+    unsaid: "TrafficMismatch: predicted, recorded and observed differ:\n"
+    "loss/all_reduce: predicted 0 calls, 0 messages, 0 bytes; recorded 3 calls, 6 messages, 96",
+    more_memory: "these differ: buffers of rank 0: 1 by formula, 0 counted; buffers of rank 1: 1",
+    other_parameters: "these differ: parameters of block0 on ranks 0 and 1",
+    more_moved: "these differ: read from disk of rank 0: ",
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_what_differs_is_said_and_status_1(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, difference: Any
+) -> None:
+    difference(monkeypatch)
+    done = run("--offload", f"disk:{tmp_path}")
+    assert done.status == 1
+    assert DIFFERENCES[difference] in done.said
+    assert "equal, to the bit" not in done.said
+
+
+# Files
+
+
+def test_json_holds_arguments_losses_memory_and_traffic(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    done = run("--strategy", "zero1", "--json", file, "--offload", "host", ranks=3)
     written = json.loads(file.read_text())
-    assert len(written["losses"]) == written["steps"] == 3
+    assert written["losses"] == done.losses and len(done.losses) == written["steps"] == 3
+    assert (written["strategy"], written["ranks"], written["first_step"]) == ("zero1", 3, 0)
+    assert (written["json"], written["text"], written["seed"]) == (str(file), TEXT, 0)
     assert written["unigram_entropy"] == text.unigram_entropy(text.load(TEXT))
-    assert {row["phase"] for row in written["traffic"]["rows"]} >= {"start", "loss"}
-    assert np.shape(written["traffic"]["matrix"]) == (2, 2)
+    assert written["tokens_per_second"] == pytest.approx(3 * 9 * 4 / written["seconds"])
+
+    psi = written["parameters"]
+    assert psi == done.training.model.num_parameters
+    kept, moved = written["ranks_kept"], written["ranks_moved"]
+    assert len(kept) == len(moved) == 3
+    assert all(rank["parameters"] == [8 * psi, 8 * psi] for rank in kept)
+    assert sum(rank["optimizer, elsewhere"][1] for rank in kept) == 2 * 8 * psi
+    assert set(moved[0]) == {offload.TO_HOST, offload.TO_DEVICE}
+
+    traffic = written["traffic"]
+    assert traffic["not_observed"] == "threads of one process have no MPI to count their messages"
+    assert np.sum(traffic["matrix"]) == sum(row["recorded"]["bytes"] for row in traffic["rows"])
+    assert all(row["predicted"] == row["recorded"] for row in traffic["rows"])
+    phases = {row["phase"] for row in traffic["rows"]}
+    assert phases >= {"start/check", "reduce/head", "update/head", "loss"}
 
 
-def test_traffic_that_differs_is_status_1(
+def test_an_asynchronous_worker_processes_a_part_of_the_batch(run: Any, tmp_path: Path) -> None:
+    """Three steps of 36 bytes are as many whoever counts the losses, of which there are six."""
+    file = tmp_path / "run.json"
+    done = run("--strategy", "server-async", "--json", file, ranks=3)
+    written = json.loads(file.read_text())
+    assert len(done.losses) == 6
+    assert written["tokens_per_second"] * written["seconds"] == pytest.approx(3 * 36)
+
+
+def test_trace_is_one_file_with_all_calls_and_phases_of_every_rank(
+    run: Any, tmp_path: Path
+) -> None:
+    """All bytes that were sent are in it, and each call within a phase."""
+    file, traffic = tmp_path / "trace.json", tmp_path / "run.json"
+    words = ["--strategy", "zero2", "--micro-batches", "2", "--trace", file, "--json", traffic]
+    assert run(*words, ranks=3).status == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2}
+    matrix = json.loads(traffic.read_text())["traffic"]["matrix"]
+    for rank in range(3):
+        mine = [event for event in events if event["pid"] == rank and event["ph"] == "X"]
+        calls = [event for event in mine if event["tid"] == 0]
+        spans = [event for event in mine if event["tid"] == 1]
+        assert sum(call["args"]["bytes"] for call in calls) == sum(matrix[rank])
+        names = [span["name"] for span in spans]
+        often = {"start": 1, "forward": 6, "backward": 6, "update": 3, "loss": 3}
+        assert {name: names.count(name) for name in names} == often
+        for call in calls:
+            assert any(
+                call["cat"].partition("/")[0] == span["name"]
+                and span["ts"] <= call["ts"] <= span["ts"] + span["dur"]
+                for span in spans
+            )
+
+
+# Checkpoints
+
+RESUMED = [
+    ("ddp", 2),
+    ("ddp --dtype float16 --clip 1", 2),
+    ("server-sync --dtype float16", 2),
+    ("zero3 --optimizer adamw --tied --offload host", 3),
+]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), RESUMED)
+def test_a_resumed_run_goes_on_exactly(run: Any, tmp_path: Path, strategy: str, ranks: int) -> None:
+    """Losses of steps 5 and 6, and what is saved, are to the last bit those of a run of 6."""
+    words, whole_path, path = ["--strategy", *strategy.split()], tmp_path / "a", tmp_path / "b"
+    whole = run(*words, "--steps", "6", "--save", whole_path, ranks=ranks)
+    first = run(*words, "--steps", "4", "--save", path, ranks=ranks)
+    rest = run(*words, "--steps", "6", "--save", path, "--resume", path, ranks=ranks)
+    assert [whole.status, first.status, rest.status] == [0, 0, 0]
+    assert first.losses + rest.losses == whole.losses
+    assert "from step 4" in rest.said and "from step" not in whole.said
+    assert "start" in first.said and "start" not in rest.said  # nothing is sent for that
+    for part in (whole_path / "step-00000006").glob("*.safetensors"):
+        one, other = (load_file(root / "step-00000006" / part.name) for root in (whole_path, path))
+        assert {name: x.tobytes() for name, x in one.items()} == {
+            name: x.tobytes() for name, x in other.items()
+        }
+
+
+def test_a_loss_scale_that_is_forgotten_would_be_noticed(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The negative control: updates are skipped for overflows that have been dealt with."""
+    words = ["--dtype", "float16", "--steps"]
+    run(*words, "2", "--save", tmp_path)
+    resume = Training.resume
+
+    def forgetting(self: Training, root: Path) -> int:
+        done = resume(self, root)
+        self.strategy.loss_scale.value = 2.0**40
+        return done
+
+    monkeypatch.setattr(Training, "resume", forgetting)
+    rest, whole = run(*words, "4", "--resume", tmp_path), run(*words, "4")
+    assert rest.status == 0 and rest.losses != whole.losses[2:]
+
+
+def test_save_every_keeps_one_after_every_so_many_steps(run: Any, tmp_path: Path) -> None:
+    done = run("--steps", "5", "--save", tmp_path, "--save-every", "2")
+    names = [f"step-{step:08d}" for step in (2, 4, 5)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert done.status == 0  # what all three sent is predicted
+    (row,) = (line for line in done.said.splitlines() if line.startswith("| save "))
+    assert row.split("|")[3:5] == ["       9 ", "       9 "]  # three stages each
+
+
+def test_another_strategy_may_go_on(run: Any, tmp_path: Path) -> None:
+    whole = run("--steps", "6", ranks=3)
+    run("--steps", "3", "--strategy", "zero3", "--save", tmp_path, ranks=4)
+    rest = run("--steps", "6", "--strategy", "zero1", "--resume", tmp_path, ranks=2)
+    assert rest.status == 0
+    np.testing.assert_allclose(rest.losses, whole.losses[3:], rtol=1e-12)
+
+
+# Options
+
+
+def taken(done: Run) -> Strategy:
+    assert done.status == 0
+    return done.training.strategy
+
+
+def test_hook(run: Any) -> None:
+    plain = run()
+    hooks = {
+        "float16": Compressed,
+        "bfloat16": Compressed,
+        "int8": Int8Blocks,
+        "powersgd:2": PowerSGD,
+    }
+    for word, kind in hooks.items():
+        done = run("--hook", word)
+        assert type(taken(done).hook) is kind
+        assert done.losses != plain.losses
+        np.testing.assert_allclose(done.losses, plain.losses, rtol=2e-2)
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_offload(run: Any, tmp_path: Path, place: str) -> None:
+    """Updates elsewhere make no difference; what they move is shown."""
+    word = f"disk:{tmp_path}" if place == "disk" else place
+    done = run("--strategy", "zero3", "--offload", word)
+    assert done.losses == run("--strategy", "zero3").losses
+    assert "master, elsewhere f" in done.said and "parameters f" in done.said
+    assert ("written to disk c" in done.said) == (place == "disk")
+    if place == "disk":
+        assert taken(done).place.moved["written to disk"] > 0
+
+
+def test_clip(run: Any) -> None:
+    """By so much that a step is as small as one without a rate."""
+    plain, clipped = (
+        run("--optimizer", "sgd", "--lr", "0.5", *words).losses
+        for words in ([], ["--clip", "1e-9"])
+    )
+    still = run("--optimizer", "sgd", "--lr", "0").losses
+    np.testing.assert_allclose(clipped, still, rtol=1e-9)
+    assert not np.allclose(plain, still, rtol=1e-4)
+
+
+def test_recompute(run: Any) -> None:
+    plain, again = run("--layers", "2"), run("--layers", "2", "--recompute")
+    assert plain.losses == again.losses
+    assert (taken(plain).num_recomputed, taken(again).num_recomputed) == (0, 2 * 3)
+    assert taken(again).memory.peak["activations"] < taken(plain).memory.peak["activations"]
+
+
+def test_tied(run: Any) -> None:
+    plain, tied = taken(run()).model, taken(run("--tied")).model
+    assert plain.num_parameters - tied.num_parameters == 256 * 8
+
+
+def test_group(run: Any) -> None:
+    assert taken(run("--strategy", "hsdp")).mesh.group == 2
+    for strategy in ("hsdp", "zeropp"):
+        assert taken(run("--strategy", strategy, "--group", "1")).mesh.group == 1
+
+
+def test_keep_after_forward(run: Any) -> None:
+    for strategy in ("zero3", "hsdp"):
+        freed, kept = (
+            run("--strategy", strategy, *words) for words in ([], ["--keep-after-forward"])
+        )
+        assert (taken(freed).keep_after_forward, taken(kept).keep_after_forward) == (False, True)
+        assert freed.losses == kept.losses
+
+
+def test_bound(run: Any) -> None:
+    assert taken(run("--strategy", "server-async", ranks=3)).bound is None
+    bounded = taken(run("--strategy", "server-async", "--bound", "0", ranks=3))
+    assert bounded.bound == 0
+    assert max(each.updates for each in bounded.staleness) <= 1
+
+
+def test_bucket_bytes_and_algorithm(run: Any) -> None:
+    ddp = taken(run("--bucket-bytes", "1", "--algorithm", "recursive_doubling"))
+    assert list(ddp.buckets.values()) == [["head"], ["block0"], ["embedding"]]
+    assert ddp.algorithm == "recursive_doubling"
+
+
+def test_options_have_their_defaults(run: Any) -> None:
+    ddp = taken(run())
+    assert (type(ddp).__name__, ddp.algorithm, ddp.recipe.micro_batches) == (
+        "DataParallel",
+        "ring",
+        1,
+    )
+    assert taken(run("--strategy", "server-sync")).algorithm == "linear"
+
+
+# Algorithms
+
+
+@pytest.mark.parametrize(("strategy", "algorithm"), [
+    ("server-sync", "binomial"), ("zero1", "direct"), ("hsdp", "circulant"), ("zeropp", "bruck"),
+])  # fmt: skip
+def test_traffic_of_another_algorithm_is_predicted(run: Any, strategy: str, algorithm: str) -> None:
+    assert taken(run("--strategy", strategy, "--algorithm", algorithm)).algorithm == algorithm
+
+
+def test_every_strategy_says_what_its_algorithm_is_of() -> None:
+    """Those that take one at all: all but the one that sends nothing."""
+    for strategy in choices.STRATEGIES:
+        options = parser().parse_args(["--strategy", strategy])
+        assert bool(choices.large_collectives(options, 4)) == (strategy != "serial")
+
+
+# Refusals
+
+REFUSED: dict[str, tuple[list[str], int, str]] = {
+    "rows": (["--batch", "2"], 3, "a global batch of 2 cannot be divided among 3 ranks with 1 m"),
+    "micro-batches": (
+        ["--micro-batches", "5"], 2,
+        "a global batch of 9 cannot be divided among 2 ranks with 5 micro-batches each",
+    ),
+    "serial": (["--strategy", "serial"], 2, "the serial strategy runs on one rank, not on 2"),
+    "elastic": (["--strategy", "elastic"], 2, "needs an Open MPI that was started with fault tol"),
+    "no text": (["--text", "/no/such/text"], 1, "no text in /no/such/text"),
+    "context": (["--context", "1000000"], 2, "too short for a context of 1000000"),
+    "heads": (["--heads", "3"], 2, "3 heads do not divide a width of 8"),
+    "hook of zero1": (
+        ["--strategy", "zero1", "--hook", "int8"], 2, "the strategy zero1 takes no --hook",
+    ),
+    "several": (
+        ["--bound", "1", "--keep-after-forward"], 2,
+        "the strategy ddp takes no --bound, --keep-after-forward",
+    ),
+    "kill": (["--kill", "1:1"], 2, "the strategy ddp takes no --kill"),
+    "hook": (["--hook", "int4"], 2, "no hook 'int4'; there are float16, bfloat16, int8, powersgd"),
+    "hook's rank": (["--hook", "powersgd:x"], 2, "no hook 'powersgd:x'"),
+    "hook's rank 0": (["--hook", "powersgd:0"], 2, "approximated with rank 1 or more, not 0"),
+    "place": (["--offload", "moon"], 2, "no place 'moon' to offload to; there are host and disk:F"),
+    "folder": (["--offload", "disk:"], 2, "no place 'disk:' to offload to"),
+    "algorithm": (["--algorithm", "rang"], 2, "unknown algorithm 'rang' for all_reduce; known"),
+    "algorithm's ranks": (["--algorithm", "swing"], 3, "all_reduce.swing does not run on 3 ranks"),
+    "algorithm of both": (
+        ["--strategy", "zero2", "--algorithm", "bruck"], 2,
+        "unknown algorithm 'bruck' for reduce_scatter",
+    ),
+    "algorithm of the servers": (
+        ["--strategy", "server-sync", "--algorithm", "scatter_all_gather"], 2,
+        "unknown algorithm 'scatter_all_gather' for reduce",
+    ),
+    "algorithm of groups": (
+        ["--strategy", "hsdp", "--algorithm", "swing", "--group", "4"], 4,
+        "all_reduce.swing does not run on 1 ranks",
+    ),
+    "algorithm by which ranks differ": (
+        ["--algorithm", "one_shot"], 3, "by all_reduce.one_shot ranks get other last bits",
+    ),
+    "algorithm of nothing": (
+        ["--strategy", "serial", "--algorithm", "ring"], 1,
+        "the strategy serial takes no --algorithm",
+    ),
+    "group": (
+        ["--strategy", "hsdp", "--group", "2"], 3, "3 ranks cannot be divided into groups of 2",
+    ),
+    "save": (["--save-every", "1"], 2, "--save-every needs --save"),
+    "save, asynchronous": (
+        ["--strategy", "server-async", "--save", "x", "--save-every", "1"], 2,
+        "server-async saves at the end only",
+    ),
+    "save, elastic": (
+        ["--strategy", "elastic", "--save", "x"], 2, "the elastic strategy takes no --save",
+    ),
+    "no checkpoint": (["--resume", "/no/such/checkpoint"], 2, "no checkpoint in /no/such/checkp"),
+}  # fmt: skip
+
+
+def sentences(*words: str | Path, ranks: int) -> list[str]:
+    """What each rank raises before anything is sent; the program has not begun."""
+
+    def fn(comm: Communicator) -> str:
+        try:
+            training_of(comm, *words)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return list(collectives.run(fn, size=ranks))
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused_on_all_ranks(what: str) -> None:
+    words, ranks, sentence = REFUSED[what]
+    said = sentences(*words, ranks=ranks)
+    assert said == ranks * [said[0]]
+    assert sentence in said[0]
+
+
+def test_what_is_over_cannot_be_resumed(run: Any, tmp_path: Path) -> None:
+    run("--save", tmp_path)
+    said = sentences("--resume", tmp_path, ranks=2)
+    assert said == 2 * [f"{tmp_path / 'step-00000003'} has done 3 steps already, of 3"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(run: Any, tmp_path: Path) -> None:
+    run("--save", tmp_path)
+    first, second = sentences("--resume", tmp_path, "--hidden", "4", "--steps", "5", ranks=2)
+    assert first == second
+    assert "shapes: ['embedding.token', [256, 8]] in the checkpoint" in first
+
+
+UNDERSTOOD = [["--steps", "0"], ["--batch", "x"], ["--strategy", "other"], ["--kill", "2"]]
+
+
+@pytest.mark.parametrize("words", UNDERSTOOD, ids=" ".join)
+def test_what_is_not_understood_is_status_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parser().parse_args(words)
+    assert end.value.code == 2
+    assert f"argument {words[0]}" in capsys.readouterr().err
+
+
+# As a program
+
+
+def statuses(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[Any]:
+    """What `main` returns, or exits with, on each of two ranks."""
+    world = threading.local()
+
+    def fn(comm: Communicator) -> Any:
+        world.comm = comm
+        try:
+            return main([*SMALL, *words])
+        except SystemExit as end:
+            return end.code
+
+    monkeypatch.setattr(collectives, "world", lambda: world.comm)
+    return list(collectives.run(fn, size=2))
+
+
+def test_main_is_status_0_1_or_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(DataParallel, "traffic", lambda self, steps: [])
-    assert status(*SMALL, ranks=2) == 1
-    assert "TrafficMismatch" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "ranks", "sentence"),
-    [
-        (["--batch", "2"], 3, "a global batch of 2 cannot be divided among 3 ranks"),
-        (["--strategy", "serial"], 2, "the serial strategy runs on one rank, not on 2"),
-        (["--text", "/no/such/text"], 1, "no text in /no/such/text"),
-        (["--text", __file__, "--context", "1000000"], 1, "too short for a context of 1000000"),
-    ],
-)
-def test_refusals(words: list[str], ranks: int, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        losses(*words, ranks=ranks)
+    """The first rank's tells, and it alone speaks."""
+    assert statuses(monkeypatch) == [0, 0]
+    assert capsys.readouterr().out.count("predicted = recorded") == 1
+    assert statuses(monkeypatch, "--heads", "3") == [2, 2]
+    said = "python -m parallel.train: 3 heads do not divide a width of 8\n"
+    assert capsys.readouterr().err == said
+    more_memory(monkeypatch)
+    assert statuses(monkeypatch) == [1, 0]
 
 
 def test_without_rich_one_sentence_says_what_to_install() -> None:

@@ -1,0 +1,184 @@
+"""Training strategies side by side: what each sends, keeps and takes, and whether it is exact.
+
+1. Every strategy in float16 on the largest number of ranks: bytes sent per rank and step over
+   2 Psi, memory per rank over 16 Psi, seconds per step, all counted in the run; the columns of the
+   table in Rajbhandari et al. 2020.  Psi is the number of parameters.
+2. Every strategy on every number of ranks, in float64 and float32: the largest difference of its
+   losses from those of one rank on the same batches.
+
+Each run compares its traffic (predicted, recorded, and with Open MPI observed), its memory (by
+formula, counted) and the parameters of its ranks; the exit status is 1 if anything is unequal or
+too far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+from bench.jobs import Jobs, has_mpi
+from bench.verdict import largest_difference
+from collectives.monitor import MPIRUN_ARGS
+from collectives.mpirun import find_mpirun
+from parallel.show import console_of, print_table, table_with
+
+STEPS = {"float64": (100, 1e-9), "float32": (20, 1e-5)}  # so many, and so close
+RANKS = (1, 2, 3, 4, 5, 8)
+PRICE = 5  # steps of which traffic, memory and time are told
+
+
+class Kind(NamedTuple):
+    """A strategy with its options; `is_exact`: whether its losses are to be those of one rank."""
+
+    name: str
+    words: Sequence[str]
+    is_exact: bool = True
+
+
+KINDS = (
+    Kind("server-sync", ["--strategy", "server-sync"]),
+    Kind("server-async", ["--strategy", "server-async", "--bound", "2"], is_exact=False),
+    Kind("ddp", ["--strategy", "ddp"]),
+    Kind("ddp, float16 hook", ["--strategy", "ddp", "--hook", "float16"], is_exact=False),
+    Kind("ddp, int8 hook", ["--strategy", "ddp", "--hook", "int8"], is_exact=False),
+    Kind("ddp, PowerSGD 4", ["--strategy", "ddp", "--hook", "powersgd:4"], is_exact=False),
+    Kind("zero1", ["--strategy", "zero1"]),
+    Kind("zero2", ["--strategy", "zero2"]),
+    Kind("zero3", ["--strategy", "zero3"]),
+    Kind("zero3, kept", ["--strategy", "zero3", "--keep-after-forward"]),
+    Kind("zero3, host", ["--strategy", "zero3", "--offload", "host"]),
+    Kind("hsdp", ["--strategy", "hsdp"]),
+    Kind("zeropp", ["--strategy", "zeropp"], is_exact=False),
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    add = parser.add_argument
+    parser.set_defaults(run=run)
+    add("--only", action="append", choices=[kind.name for kind in KINDS], metavar="STRATEGY",
+        help="this one, and others that are named so; default: all")  # fmt: skip
+    add("--ranks", type=numbers, default=RANKS, metavar="N,N", help="default: 1,2,3,4,5,8")
+    add("--layers", default="2", help="blocks of the model, default: %(default)s")
+    add("--hidden", default="32", help="its width, default: %(default)s")
+    add("--micro-batches", default="1", metavar="K", help="default: %(default)s")
+    add("--text", metavar="PATH", help="file or directory to learn; default: Python's own library")
+    add("--timeout", type=float, default=300.0, metavar="S",
+        help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="write all results to FILE")
+    add("--price-only", action="store_true", help="only the first table")
+
+
+def numbers(word: str) -> tuple[int, ...]:
+    """An argument's type: "2,4"."""
+    return tuple(int(each) for each in word.split(","))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Both tables.  0, 1 if something differs, 2 if there is no MPI."""
+    console = console_of(0)
+    if not has_mpi(console):
+        return 2
+    with TemporaryDirectory() as folder:
+        jobs = Jobs(console, Path(folder), options.timeout)
+        is_good = Strategies(options, jobs).run()
+    if options.json is not None:
+        options.json.write_text(json.dumps(jobs.results, indent=1) + "\n")
+    failed = [name for name, status in jobs.statuses.items() if status]
+    said = f"failed: {'; '.join(failed)}" if failed else f"all {len(jobs.statuses)} jobs ended well"
+    console.print(f"{said}: traffic, memory and parameters compared in each", markup=False)
+    return 0 if is_good and not failed else 1
+
+
+class Strategies:
+    """The jobs, one after the other, and what they found."""
+
+    def __init__(self, options: argparse.Namespace, jobs: Jobs) -> None:
+        self.options, self.jobs = options, jobs
+        self.kinds = [each for each in KINDS if not options.only or each.name in options.only]
+        is_watched = find_mpirun().vendor == "openmpi"
+        self.mpi_args = MPIRUN_ARGS if is_watched else ()
+
+    def run(self) -> bool:
+        """Whether all losses are near enough."""
+        self.price(max(self.options.ranks))
+        found = [self.equality(dtype) for dtype in STEPS if not self.options.price_only]
+        return all(found)
+
+    def train(self, kind: Kind, ranks: int, dtype: str, steps: int) -> dict[str, Any]:
+        """What a run says of itself; nothing if it failed."""
+        o = self.options
+        command = ["-m", "parallel.train", *kind.words, "--dtype", dtype, "--steps", str(steps)]
+        command += ["--layers", o.layers, "--hidden", o.hidden, "--context", "16", "--batch", "19"]
+        command += ["--micro-batches", o.micro_batches]
+        command += ["--text", o.text] if o.text is not None else []
+        name = f"{kind.name} {dtype} on {ranks}"
+        return self.jobs.run(name, ranks, command, self.mpi_args, is_quiet=True)[1]
+
+    def price(self, ranks: int) -> None:
+        """The first table."""
+        table = table_with("strategy", numbers=["sent / 2 Psi", "kept / 16 Psi", "ms a step"])
+        for kind in self.kinds:
+            if result := self.train(kind, ranks, "float16", PRICE):
+                table.add_row(kind.name, *(f"{number:.3f}" for number in costs(result)))
+        self.show(f"Psi parameters in float16 on {ranks} ranks, per rank (mean) and step", table)
+
+    def equality(self, dtype: str) -> bool:
+        """The second table, of one dtype."""
+        steps, close = STEPS[dtype]
+        serial = self.train(Kind("serial", ["--strategy", "serial"]), 1, dtype, steps)
+        table = table_with("strategy", numbers=[f"{n} ranks" for n in self.options.ranks])
+        is_good = True
+        for kind in self.kinds:
+            if kind.is_exact:
+                found = [
+                    distance(self.train(kind, ranks, dtype, steps), serial)
+                    for ranks in self.options.ranks
+                ]
+                is_near = all(each <= close for each in found)
+                words = [f"{each:.1e}" for each in found]
+                table.add_row(kind.name, *words, style=None if is_near else "bold red")
+                is_good &= is_near
+        self.show(f"{dtype}: largest relative difference of {steps} losses, at most {close}", table)
+        return is_good
+
+    def show(self, title: str, table: Table) -> None:
+        """A table under its title."""
+        self.jobs.title(title)
+        print_table(table, self.jobs.console)
+
+
+def costs(result: dict[str, Any]) -> tuple[float, float, float]:
+    """Of a rank, on average: bytes sent in a step over 2 Psi elements', memory, milliseconds.
+
+    Of the traffic what was sent in steps, large and small; of the memory what a rank keeps from
+    step to step, wherever that is.
+    """
+    psi, ranks = result["parameters"], result["ranks"]
+    steps = result["steps"] * ranks
+    sent = sum(
+        row["recorded"]["bytes"] for row in result["traffic"]["rows"]
+        if row["collective"] != "(together)" and not row["phase"].startswith("start")
+    )  # fmt: skip
+    kept = sum(
+        counted for rank in result["ranks_kept"] for name, (_, counted) in rank.items()
+        if name.partition(",")[0] in ("parameters", "gradients", "optimizer", "master")
+    )  # fmt: skip
+    return (
+        sent / steps / (2 * psi * 2), kept / ranks / (16 * psi),
+        1e3 * result["seconds"] / result["steps"],
+    )  # fmt: skip
+
+
+def distance(result: dict[str, Any], serial: dict[str, Any]) -> float:
+    """The largest relative difference of the losses; NaN, which is never near, without a result."""
+    if not result or not serial or len(result["losses"]) != len(serial["losses"]):
+        return float(np.nan)
+    return largest_difference(result["losses"], serial["losses"])

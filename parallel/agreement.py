@@ -1,0 +1,70 @@
+"""Before the first step: whether all ranks train the same model in the same way."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from collectives import Communicator
+from parallel.nn import Spec
+from parallel.traffic import PredictedCall
+
+DIGEST = 32  # bytes
+Digests = dict[str, bytes]
+
+
+class ModelsDiffer(ValueError):  # noqa: N818 - as the others of its kind are named
+    """Ranks begin with different models or options.  The message says which, of which ranks."""
+
+
+def digest(*told: Any) -> bytes:
+    """Of what can be told in words, and of arrays on the host: DIGEST bytes."""
+    sha = hashlib.sha256()
+    for each in told:
+        sha.update(each.tobytes() if isinstance(each, np.ndarray) else repr(each).encode())
+    return sha.digest()
+
+
+def shapes_of(specs: Mapping[str, Spec]) -> list[Any]:
+    """The names and shapes of a unit's parameters."""
+    return [(name, spec.shape) for name, spec in specs.items()]
+
+
+def options_of(thing: object) -> list[Any]:
+    """What an optimizer or a hook was told, and what it is."""
+    plain = {k: v for k, v in vars(thing).items() if isinstance(v, (bool, int, float, str, tuple))}
+    return [type(thing).__name__, sorted(plain.items())]
+
+
+def check_alike(comm: Communicator, units: Digests, options: Digests) -> None:
+    """Raise ModelsDiffer, on all ranks, unless all bring the same.  All ranks call this."""
+    both = units | {f"option {name}": each for name, each in options.items()}
+    counts = comm.all_gather(np.array([[len(units), len(options)]]), algorithm="ring")
+    if (counts[:, 0] != counts[0, 0]).any():
+        raise ModelsDiffer(f"ranks have models of {counts[:, 0].tolist()} layers")
+    if (counts[:, 1] != counts[0, 1]).any():
+        raise ModelsDiffer("ranks train by different strategies, with different options")
+    mine = np.frombuffer(b"".join(both.values()), np.uint8)
+    table = comm.all_gather(mine[None], algorithm="ring").reshape(comm.size, -1, DIGEST)
+    differs = (table != table[0]).any(axis=2)
+    said = [
+        f"{name} of {ranks_in_words(differs[:, i])}"
+        for i, name in enumerate(both) if differs[:, i].any()
+    ]  # fmt: skip
+    if said:
+        raise ModelsDiffer(f"these are not as on rank 0: {', '.join(said)}")
+
+
+def traffic(phase: str, size: int, num_units: int, num_options: int) -> list[PredictedCall]:
+    """What `check_alike` sends among so many ranks."""
+    calls = [16 * size, DIGEST * (num_units + num_options) * size]
+    return [PredictedCall(phase, "all_gather", "ring", n) for n in calls]
+
+
+def ranks_in_words(is_one: Any) -> str:
+    """ "rank 1", "ranks 0, 2": those for which the entry is true."""
+    ranks = [str(rank) for rank in np.flatnonzero(is_one)]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

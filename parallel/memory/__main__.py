@@ -1,0 +1,108 @@
+"""A table of what each strategy keeps on every rank, for a model of any size.
+
+    python -m parallel.memory --params 7.5e9 --ranks 64
+
+Parameters, gradients and optimizer states, in GB (10^9 bytes), by the formulas of `states` and
+`offloaded`: of rank 0, which has no less than any other.  Activations and whole units that come and
+go depend on the model, and are not in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
+
+from parallel.data import DataParallel
+from parallel.memory import offloaded, share, states
+from parallel.offload import TO_DEVICE, TO_HOST, moved_by_update
+from parallel.optim import SGD, Adam, Optimizer
+from parallel.precision import DTYPES, dtype_of
+from parallel.strategy import Strategy
+from parallel.zero import Zero1, Zero2, Zero3
+
+MOST = 10**18  # parameters, or ranks
+STRATEGIES: dict[str, type[Strategy]] = {
+    "data parallel": DataParallel, "ZeRO-1": Zero1, "ZeRO-2": Zero2, "ZeRO-3": Zero3,
+}  # fmt: skip
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adam": Adam, "sgd": SGD}
+KEPT = ("parameters", "gradients", "master", "optimizer")
+MOVED = (TO_HOST, TO_DEVICE)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table that the command line asks for."""
+    options = parser().parse_args(arguments)
+    from parallel.show import console_of, print_table, table_with  # noqa: PLC0415 - needs rich
+
+    console = console_of(0)
+    console.print(
+        f"GB per rank of {options.ranks}: {options.params} parameters in {options.dtype},"
+        f" {options.optimizer}"
+    )
+    table = table_with("strategy", numbers=[*KEPT, "in all", "on host", *MOVED])
+    for name, numbers in rows(options):
+        table.add_row(name, *map(gigabytes, numbers))
+    print_table(table, console)
+    console.print("offload: updates in host memory; to and from there goes so much in each")
+    return 0
+
+
+def rows(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
+    """Name and bytes by column: of each strategy, then with updates made in host memory."""
+    for is_offloaded in (False, True):
+        for name, strategy in STRATEGIES.items():
+            yield name + ", offload" * is_offloaded, row(options, strategy.divided, is_offloaded)
+
+
+def row(options: argparse.Namespace, divided: frozenset[str], is_offloaded: bool) -> list[int]:
+    """What a rank keeps: by category, in all, and on the host; and what an update moves."""
+    dtype, num_states = dtype_of(options.dtype), len(OPTIMIZERS[options.optimizer].STATES)
+    part = share([options.params], options.ranks, 0)
+    kept = states(
+        options.params, part, dtype,
+        divided=divided, num_states=num_states, is_offloaded=is_offloaded,
+    )  # fmt: skip
+    updated = part if "optimizer" in divided else options.params
+    there = offloaded(updated, dtype, num_states=num_states)
+    moved = moved_by_update(updated, dtype, num_states)
+    elsewhere = [sum(there.values()), *(moved[column] for column in MOVED)]
+    by_category = [kept[category] for category in KEPT]
+    return [*by_category, sum(by_category), *(n * is_offloaded for n in elsewhere)]
+
+
+def gigabytes(nbytes: int) -> str:
+    """In units of 10^9 bytes, with three significant digits."""
+    if nbytes == 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(nbytes / 1e9))
+    return f"{nbytes / 1e9:.{max(digits, 0)}f}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parse = argparse.ArgumentParser("python -m parallel.memory", description=__doc__)
+    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parse.add_argument
+    add("--params", type=whole_number, required=True, help="of the model, such as 7.5e9")
+    add("--ranks", type=whole_number, default=1, help="default: %(default)s")
+    add("--dtype", choices=DTYPES, default="float16", help="of the model, default: %(default)s")
+    add("--optimizer", choices=OPTIMIZERS, default="adam", help="default: %(default)s")
+    return parse
+
+
+def whole_number(word: str) -> int:
+    """An argument's type: "64", or "7.5e9"; exactly, and from 1 on."""
+    try:
+        value = Decimal(word)
+    except InvalidOperation:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number") from None
+    if not value.is_finite() or not 1 <= value <= MOST or value != int(value):
+        raise argparse.ArgumentTypeError(f"{word} is not a whole number from 1 to {MOST:.0e}")
+    return int(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Models bound to arrays of their own, and derivatives to compare theirs with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from parallel.nn import Layer, Model, Sequential
+from parallel.precision import dtype_of
+
+Values: TypeAlias = np.ndarray[Any, Any]
+
+STEP = 1e-6
+CLOSE = 1e-7  # of a central difference with this step, on values near 1, in float64
+
+
+class Bound(NamedTuple):
+    """A model, and the flat arrays that all its layers work on."""
+
+    model: Model
+    values: dict[str, Values]
+    gradients: dict[str, Values]
+
+    @property
+    def whole(self) -> Sequential:
+        """All layers as one."""
+        return Sequential(self.model.layers)
+
+    def named_values(self) -> dict[str, Values]:
+        return self.model.named(self.values)
+
+    def named_gradients(self) -> dict[str, Values]:
+        return self.model.named(self.gradients)
+
+
+def bound(model: Model, dtype: str = "float64", seed: int = 7) -> Bound:
+    """With random values everywhere: in the biases too, which begin at zero."""
+    rng, values = np.random.default_rng(seed), {}
+    for unit, size in model.sizes.items():
+        drawn = model.draw(unit, seed) + 0.3 * rng.standard_normal(size)
+        values[unit] = drawn.astype(dtype_of(dtype))
+    gradients = {unit: np.zeros_like(x) for unit, x in values.items()}
+    for layer in model.layers:
+        model.bind(layer, values, gradients)
+    return Bound(model, values, gradients)
+
+
+def alone(layer: Layer, dtype: str = "float64", seed: int = 7) -> Bound:
+    """A model of this layer alone, which is named "only"."""
+    return bound(Model({"only": layer}), dtype, seed)
+
+
+def in_float32(layer: Layer, like: Bound) -> Bound:
+    """A layer with the values of `like`, which are of two bytes, but in float32."""
+    made = alone(layer, "float32")
+    for unit, x in like.values.items():
+        made.values[unit][...] = x
+    return made
+
+
+# Derivatives
+
+
+def numerical(f: Callable[[], float], x: Values) -> Values:
+    """df/dx by central differences; x is changed in place and put back."""
+    slope = np.zeros_like(x)
+    for i in np.ndindex(x.shape):
+        way = np.zeros_like(x)
+        way[i] = 1
+        slope[i] = along(f, x, way)
+    return slope
+
+
+def along(f: Callable[[], float], x: Values, way: Values) -> float:
+    """The derivative of f along a direction in x."""
+    with moved(x, STEP * way):
+        above = f()
+    with moved(x, -STEP * way):
+        below = f()
+    return (above - below) / (2 * STEP)
+
+
+@contextmanager
+def moved(x: Values, by: Values) -> Iterator[None]:
+    """x + by in x's place."""
+    kept = x.copy()
+    x += by
+    try:
+        yield
+    finally:
+        x[...] = kept

@@ -1,0 +1,672 @@
+"""Checkpoints: going on to the last bit, under other ranks too, and whoever dies while saving."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import collectives
+from collectives import Communicator
+from collectives.launch import launch
+from parallel import checkpoint, text
+from parallel.checkpoint import LoadFailed, SaveFailed, latest, load, save
+from parallel.data import DataParallel
+from parallel.gpt import gpt
+from parallel.hsdp import Hsdp
+from parallel.offload import Disk, Host
+from parallel.optim import SGD, AdamW
+from parallel.server import ServerSync
+from parallel.strategy import Recipe, Strategy
+from parallel.traffic import TrafficMismatch, TrafficTable
+from parallel.zero import Zero1, Zero2, Zero3
+from parallel.zeropp import ZeroPlusPlus
+
+ROOT = Path(__file__).parent.parent.parent
+DATA = np.frombuffer(bytes(range(256)) * 8, np.uint8)
+CONTEXT, BATCH = 4, 11
+
+
+def reference(comm: Communicator, *args: Any) -> Strategy:
+    return Strategy(None, *args)
+
+
+def in_pairs(kind: Any) -> Any:
+    return partial(kind, group=2)
+
+
+def make(comm: Communicator, kind: Any = Zero3, hidden: int = 6, **recipe: Any) -> Any:
+    """Units of 1560, 510 and 1548 elements, which 4, 5 and 8 ranks divide unevenly."""
+    return kind(comm, gpt(layers=1, hidden=hidden, heads=2, context=CONTEXT), Recipe(**recipe))
+
+
+def batch(step: int, rank: int, ranks: int) -> Any:
+    where = {"rank": rank, "ranks": ranks}
+    return text.batch(DATA, seed=0, step=step, size=BATCH, context=CONTEXT, **where)
+
+
+def train(strategy: Strategy, steps: int, first: int = 0) -> list[float]:
+    return strategy.train(steps, batch, BATCH * CONTEXT, lambda step, loss: None, first)
+
+
+class State(NamedTuple):
+    """What a rank holds, copied."""
+
+    arrays: dict[str, tuple[slice, np.ndarray]]  # by name, and which elements of the unit
+    parameters: dict[str, tuple[slice, np.ndarray]]
+    numbers: tuple[float, ...]
+
+
+def state(strategy: Strategy) -> State:
+    scale, units = strategy.loss_scale, strategy.model.units
+    return State(
+        {
+            name: (strategy.own(unit), flat.copy())
+            for unit in units
+            for name, flat in checkpoint.arrays_of(strategy, unit).items()
+        },
+        {unit: (strategy.held(unit), strategy.parameters[unit].copy()) for unit in units},
+        (strategy.optimizer.steps, strategy.num_skipped, scale.value, scale.num_good),
+    )
+
+
+def bits(state: State) -> Any:
+    """To compare to the last bit, NaNs and signs of zeros too."""
+    held = {k: (x.dtype, x.tobytes()) for d in state[:2] for k, (_, x) in d.items()}
+    return held, state.numbers
+
+
+def whole(states: list[State]) -> dict[str, tuple[Any, bytes]]:
+    """The arrays that all ranks hold together.  Where several hold the same it must be the same."""
+    found: dict[str, np.ndarray] = {}
+    for name, (_, first) in states[0].arrays.items():
+        size = max(state.arrays[name][0].stop for state in states)
+        found[name] = np.full(size, np.nan, first.dtype)
+    for st in states:
+        for name, (part, x) in st.arrays.items():
+            there = found[name][part]
+            assert (np.isnan(there) | (there == x)).all(), f"ranks differ in {name}"
+            found[name][part] = x
+    return {name: (x.dtype, x.tobytes()) for name, x in found.items()}
+
+
+def on_ranks(size: int, fn: Callable[[Communicator], Any]) -> list[Any]:
+    return list(collectives.run(fn, size=size))
+
+
+def errors(size: int, fn: Callable[[Communicator], Any]) -> list[str]:
+    """What every rank raises.  All must."""
+
+    def caught(comm: Communicator) -> str:
+        with pytest.raises((SaveFailed, LoadFailed)) as raised:
+            fn(comm)
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    return on_ranks(size, caught)
+
+
+def saved(
+    root: Path, size: int = 3, *, step: int = 1, trained: int = 0, **options: Any
+) -> list[State]:
+    """A checkpoint in `root`, after so many real steps, and what its ranks held."""
+
+    def fn(comm: Communicator) -> State:
+        strategy = make(comm, **options)
+        strategy.start()
+        train(strategy, trained)
+        save(strategy, root, step)
+        return state(strategy)
+
+    return on_ranks(size, fn)
+
+
+def loaded(path: Path, size: int = 3, **options: Any) -> list[State]:
+    """What ranks hold that have other values, each its own, and then load."""
+
+    def fn(comm: Communicator) -> State:
+        strategy = make(comm, seed=1 + comm.rank, **options)
+        load(strategy, path)
+        return state(strategy)
+
+    return on_ranks(size, fn)
+
+
+# --- going on -----------------------------------------------------------------------------------
+
+KINDS = {
+    "reference": (reference, 1),
+    "ddp": (DataParallel, 3),
+    "zero1": (Zero1, 3),
+    "zero2": (Zero2, 2),
+    "zero3": (Zero3, 4),
+    "hsdp": (in_pairs(Hsdp), 4),
+    "zeropp": (in_pairs(ZeroPlusPlus), 4),
+    "server": (ServerSync, 3),
+}
+CASES = [
+    *((name, "float16") for name in KINDS), ("reference", "float32"), ("ddp", "float64"),
+    ("zero1", "bfloat16"), ("zero2", "float64"), ("zero3", "float32"), ("hsdp", "bfloat16"),
+]  # fmt: skip
+
+
+def begun(comm: Communicator, kind: Any, dtype: str, seed: int = 0, **recipe: Any) -> Any:
+    """Before training.  In float16 the gradients of steps 1 and 4 overflow, and are not used."""
+    strategy = make(comm, kind, dtype=dtype, seed=seed, clip=0.5, optimizer=AdamW, **recipe)
+    really, scale = strategy.sum_of_squares, strategy.loss_scale
+
+    def sum_of_squares() -> float:
+        done = strategy.optimizer.steps + strategy.num_skipped
+        return really() + (np.inf if done in (1, 4) else 0.0)
+
+    if scale.is_dynamic:
+        scale.value = 8.0 if seed else 1024.0
+        scale.interval, strategy.sum_of_squares = 2, sum_of_squares
+    strategy.start()
+    return strategy
+
+
+def interrupted(
+    root: Path, kind: Any, size: int, dtype: str, spoil: Any = None, **recipe: Any
+) -> tuple[Any, Any]:
+    """Losses and all bits after 5 steps: at a stretch, and loaded after 3."""
+
+    def at_a_stretch(comm: Communicator) -> Any:
+        strategy = begun(comm, kind, dtype, **recipe)
+        train(strategy, 3)
+        save(strategy, root, 3)
+        if dtype == "float16":
+            assert state(strategy).numbers == (2, 1, 512.0, 1), "nothing here is zero"
+        losses = train(strategy, 5, first=3)
+        return losses, bits(state(strategy))
+
+    def resumed(comm: Communicator) -> Any:
+        strategy = begun(comm, kind, dtype, seed=1, **recipe)
+        step = load(strategy, root / "step-00000003")
+        if spoil is not None:
+            spoil(strategy)
+        return train(strategy, 5, first=step), bits(state(strategy))
+
+    return on_ranks(size, at_a_stretch), on_ranks(size, resumed)
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_training_goes_on_to_the_last_bit(tmp_path: Path, name: str, dtype: str) -> None:
+    one, other = interrupted(tmp_path, *KINDS[name], dtype)
+    assert one == other
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_wherever_updates_are_made_it_does(tmp_path: Path, dtype: str) -> None:
+    for place in (Host, partial(Disk, tmp_path / "states")):
+        one, other = interrupted(tmp_path / str(place), Zero2, 2, dtype, place=place)
+        assert one == other
+
+
+def forget_steps(strategy: Strategy) -> None:
+    strategy.optimizer.steps = 0
+
+
+def forget_a_moment(strategy: Strategy) -> None:
+    strategy.optimizer.states["second"]["head"][-1:] = 0
+
+
+def forget_the_masters(strategy: Strategy) -> None:
+    for unit, master in strategy.masters.items():
+        master[...] = strategy.owned[unit].astype(np.float32)
+
+
+def forget_the_good_steps(strategy: Strategy) -> None:
+    strategy.loss_scale.num_good = 1 - strategy.loss_scale.num_good
+
+
+FORGET = [forget_steps, forget_a_moment, forget_the_masters, forget_the_good_steps]
+
+
+@pytest.mark.parametrize("spoil", FORGET)
+def test_whatever_were_forgotten_would_be_noticed(tmp_path: Path, spoil: Any) -> None:
+    one, other = interrupted(tmp_path, Zero2, 2, "float16", spoil)
+    assert one != other
+
+
+def test_loading_fills_the_arrays_that_are_there(tmp_path: Path) -> None:
+    saved(tmp_path, dtype="float16", kind=Zero1)
+
+    def fn(comm: Communicator) -> None:
+        strategy = make(comm, Zero1, dtype="float16")
+        strategy.start()
+        memory = strategy.memory
+        before = dict(memory.now), dict(memory.peak), memory.most
+        arrays = [checkpoint.arrays_of(strategy, unit) for unit in strategy.model.units]
+        load(strategy, tmp_path / "step-00000001")
+        assert (dict(memory.now), dict(memory.peak), memory.most) == before
+        for unit, were in zip(strategy.model.units, arrays, strict=True):
+            now = checkpoint.arrays_of(strategy, unit)
+            assert all(now[name] is x for name, x in were.items())
+
+    on_ranks(3, fn)
+
+
+# --- other strategies, other ranks --------------------------------------------------------------
+
+MOVES = [
+    ("zero3", 8, "ddp", 3, "float64"), ("ddp", 3, "zero3", 5, "bfloat16"),
+    ("hsdp", 4, "zero1", 3, "float16"), ("zero1", 2, "hsdp", 4, "bfloat16"),
+    ("reference", 1, "zero2", 5, "float32"), ("zero2", 4, "reference", 1, "bfloat16"),
+    ("zero3", 2, "zero3", 3, "float16"), ("server", 2, "zero3", 3, "float16"),
+    ("zeropp", 4, "server", 3, "float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "ranks", "other", "others", "dtype"), MOVES)
+def test_any_ranks_load_what_any_ranks_saved(
+    tmp_path: Path, one: str, ranks: int, other: str, others: int, dtype: str
+) -> None:
+    before = saved(tmp_path, ranks, trained=1, kind=KINDS[one][0], dtype=dtype)
+    after = loaded(tmp_path / "step-00000001", others, kind=KINDS[other][0], dtype=dtype)
+    assert whole(after) == whole(before)
+    assert {st.numbers for st in after} == {before[0].numbers}
+    values = whole_parameters(before)
+    for st in after:
+        for unit, (part, x) in st.parameters.items():
+            assert x.tobytes() == values[unit][part].tobytes()
+
+
+def whole_parameters(states: list[State]) -> dict[str, np.ndarray]:
+    found = {}
+    for unit, (_, x) in states[0].parameters.items():
+        size = max(st.parameters[unit][0].stop for st in states)
+        found[unit] = np.empty(size, x.dtype)
+        for st in states:
+            found[unit][st.parameters[unit][0]] = st.parameters[unit][1]
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_element_is_written_once(tmp_path: Path, name: str) -> None:
+    kind, size = KINDS[name]
+    states = saved(tmp_path, size, trained=1, kind=kind)
+    files = [*(tmp_path / "step-00000001").glob("*.safetensors")]
+    assert len(files) == size
+    sizes = [sum(x.size for x in safetensors.numpy.load_file(file).values()) for file in files]
+    elements = sum(len(data) // 8 for _, data in whole(states).values())
+    assert sum(sizes) == elements
+    if name != "server":
+        assert max(sizes) - min(sizes) <= 9, "three arrays of three units, divided evenly"
+
+
+# --- what is not whole --------------------------------------------------------------------------
+
+
+def part(path: Path, rank: int, ranks: int = 3) -> Path:
+    return path / f"rank-{rank}-of-{ranks}.safetensors"
+
+
+def remove(path: Path) -> None:
+    part(path, 1).unlink()
+
+
+def truncate(path: Path) -> None:
+    data = part(path, 1).read_bytes()
+    part(path, 1).write_bytes(data[:-8])
+
+
+def garble(path: Path) -> None:
+    data = part(path, 1).read_bytes()
+    part(path, 1).write_bytes(data[:8] + b"\xff" + data[9:])
+
+
+def repeat(path: Path) -> None:
+    shutil.copy(part(path, 0), part(path, 1))
+
+
+def exchange_steps(path: Path) -> None:
+    edit(part(path, 1), lambda tensors, about: about.update(step="7"))
+
+
+def leave_one_out(path: Path) -> None:
+    edit(part(path, 1), lambda tensors, about: (tensors.pop("head.first"), about.pop("head.first")))
+
+
+def halve(path: Path) -> None:
+    def change(tensors: dict[str, Any], about: dict[str, str]) -> None:
+        tensors["head.first"] = tensors["head.first"].astype(np.float32)
+
+    edit(part(path, 1), change)
+
+
+def edit(file: Path, change: Callable[[dict[str, Any], dict[str, str]], Any]) -> None:
+    tensors = safetensors.numpy.load_file(file)
+    with safetensors.safe_open(file, framework="numpy") as opened:
+        about = opened.metadata()
+    change(tensors, about)
+    safetensors.numpy.save_file(tensors, file, metadata=about)
+
+
+def break_the_description(path: Path) -> None:
+    (path / "checkpoint.json").write_text('{"step": 1,')
+
+
+def remove_the_description(path: Path) -> None:
+    (path / "checkpoint.json").unlink()
+
+
+FAULTS = {
+    remove: "rank-1-of-3.safetensors",
+    truncate: "rank-1-of-3.safetensors is broken",
+    garble: "rank-1-of-3.safetensors is broken",
+    repeat: "elements 0 to 520 of embedding.values are there twice",
+    exchange_steps: "rank-1-of-3.safetensors is not of step 1",
+    leave_one_out: r"elements \d+ to \d+ of head.first are missing",
+    halve: "head.first is F32, not F64",
+    break_the_description: "checkpoint.json is broken",
+    remove_the_description: "there is no checkpoint in",
+}
+
+
+def refused(path: Path, size: int = 2, **options: Any) -> str:
+    """What all ranks say who try to load; they hold then what they held before."""
+
+    def fn(comm: Communicator) -> None:
+        strategy = make(comm, **options)
+        strategy.start()
+        before = bits(state(strategy))
+        try:
+            load(strategy, path)
+        finally:
+            assert bits(state(strategy)) == before
+
+    (said,) = set(errors(size, fn))
+    assert said.startswith(f"LoadFailed: loading {path.name} failed: ranks 0, 1: ")
+    return said
+
+
+@pytest.mark.parametrize("spoil", FAULTS)
+def test_what_is_broken_is_noticed_before_anything_is_changed(tmp_path: Path, spoil: Any) -> None:
+    saved(tmp_path)
+    path = tmp_path / "step-00000001"
+    spoil(path)
+    with pytest.raises(AssertionError, match=FAULTS[spoil]):
+        raise AssertionError(refused(path))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"hidden": 8}, "shapes: ['embedding.token', [256, 6]] in the checkpoint"),
+        ({"dtype": "float32"}, "dtype: float64 in the checkpoint, float32 here"),
+        ({"optimizer": SGD}, "states: first in the checkpoint, velocity here"),
+    ],
+)
+def test_what_is_of_something_else_is_refused(
+    tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    saved(tmp_path)
+    assert said in refused(tmp_path / "step-00000001", **options)
+
+
+def test_where_there_is_no_checkpoint_this_is_said(tmp_path: Path) -> None:
+    assert latest(tmp_path / "nowhere") is None
+    assert f"there is no checkpoint in {tmp_path / 'nowhere'}" in refused(tmp_path / "nowhere")
+
+
+def test_one_rank_that_cannot_read_is_enough(tmp_path: Path) -> None:
+    """As on a machine that has another disk: all refuse, and say whose fault it is."""
+    saved(tmp_path / "here")
+
+    def fn(comm: Communicator) -> None:
+        strategy = make(comm)
+        load(strategy, tmp_path / ("there" if comm.rank == 1 else "here") / "step-00000001")
+
+    (said,) = set(errors(3, fn))
+    assert "loading step-00000001 failed: rank 1: there is no checkpoint in" in said
+
+
+# --- what is refused when saving ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [{"step": -1}, {"step": 1, "keep": 0}], ids=str)
+def test_bad_arguments_are_refused_before_any_message(
+    tmp_path: Path, arguments: dict[str, int]
+) -> None:
+    def fn(comm: Communicator) -> None:
+        strategy = make(comm)
+        with comm.record() as ledger:
+            if comm.rank == 0:  # alone: nobody waits for the others
+                with pytest.raises(ValueError, match="cannot save step"):
+                    save(strategy, tmp_path, **arguments)
+        assert not list(ledger.rows())
+
+    on_ranks(2, fn)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
+    before = saved(tmp_path)
+    (said,) = set(errors(3, lambda comm: save(make(comm), tmp_path, 1)))
+    assert "saving step 1 failed: rank 0: this step has been saved already" in said
+    assert whole(loaded(tmp_path / "step-00000001")) == whole(before)
+
+
+def test_ranks_that_save_different_steps_all_hear_of_it(tmp_path: Path) -> None:
+    (said,) = set(errors(3, lambda comm: save(make(comm), tmp_path, 5 + (comm.rank == 1))))
+    assert "ranks 0, 2: saving step 5; rank 1: saving step 6" in said
+    assert latest(tmp_path) is None and not list(tmp_path.iterdir())
+
+
+def test_without_safetensors_it_is_said_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    (said,) = set(errors(2, lambda comm: save(make(comm), tmp_path, 1)))
+    assert "pip install safetensors" in said
+
+
+# --- those that are kept ------------------------------------------------------------------------
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    strategy = make(None, kind=reference)  # type: ignore[arg-type]
+    for step in (3, 20, 100):
+        save(strategy, tmp_path, step)
+    save(strategy, tmp_path, 7, keep=3)
+    names = ["step-00000007", "step-00000020", "step-00000100"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert latest(tmp_path) == tmp_path / "step-00000100"
+    assert save(strategy, tmp_path, 10**8, keep=1) == latest(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-100000000"]
+
+
+# --- one fails, or dies, while saving -----------------------------------------------------------
+
+WHO_FAILS = {"prepare": 0, "write_part": 1, "finish": 0, "forget": 0}
+
+
+@pytest.mark.parametrize("stage", WHO_FAILS)
+def test_if_one_fails_all_do_and_what_was_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    before = saved(tmp_path)
+    stop(monkeypatch, stage)
+    (said,) = set(errors(3, lambda comm: save(make(comm), tmp_path, 2)))
+    assert "SaveFailed: saving step 2 failed: rank" in said
+    assert f"rank {WHO_FAILS[stage]}: [Errno 28] no room" in said
+    assert whole(loaded(tmp_path / "step-00000001")) == whole(before)
+    monkeypatch.undo()
+    saved(tmp_path, step=3)
+    assert not list(tmp_path.glob(".*")) and latest(tmp_path) == tmp_path / "step-00000003"
+
+
+def test_what_is_not_whole_is_not_put_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if rank 1's file system were another one."""
+    really = checkpoint.write_part
+
+    def write_part(strategy: Strategy, folder: Path, step: int) -> None:
+        if strategy.rank != 1:
+            really(strategy, folder, step)
+
+    monkeypatch.setattr(checkpoint, "write_part", write_part)
+    (said,) = set(errors(3, lambda comm: save(make(comm), tmp_path, 2)))
+    assert "saving step 2 failed: rank 0: No such file" in said and "rank-1-of-3" in said
+    assert not list(tmp_path.iterdir())
+
+
+def stop(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """A disk that is full when this stage begins; of writing, for one rank alone."""
+    really = getattr(checkpoint, stage)
+
+    def full(*args: Any) -> None:
+        if stage == "write_part" and args[0].rank != WHO_FAILS[stage]:
+            return really(*args)
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(checkpoint, stage, full)
+
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+import collectives
+from parallel import checkpoint
+from tests.parallel.test_checkpoint import make
+
+def at_last(file):
+    if comm.rank == 1 and file.name.startswith("rank-1"):
+        os.truncate(file, 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(file)
+
+comm, root = collectives.world(), Path(sys.argv[1])
+strategy = make(comm)
+checkpoint.save(strategy, root, 1)
+sync, checkpoint.sync = checkpoint.sync, at_last
+checkpoint.save(strategy, root, 2)
+"""
+
+
+def test_a_rank_that_is_killed_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    """For real: rank 1 of an MPI job dies when a part of its file is written."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    root = tmp_path / "root"
+    env = {"PYTHONPATH": str(ROOT)}
+    done = launch(2, [str(program), str(root)], timeout=60, env=env, capture=True)
+    assert done.returncode and "Rank 1 (process" in done.stderr, done.stderr
+    assert (root / ".unfinished-step-00000002" / "rank-1-of-2.safetensors").stat().st_size == 1000
+    assert latest(root) == root / "step-00000001"
+    initial = on_ranks(2, lambda comm: state(make(comm)))
+    assert whole(loaded(root / "step-00000001", 2)) == whole(initial)
+    saved(root, 2, step=2)
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000001", "step-00000002"]
+    assert len([*(root / "step-00000002").iterdir()]) == 3
+
+
+ANYWHERE = '''
+import os, shutil, signal, sys
+from pathlib import Path
+from parallel import checkpoint
+from parallel.strategy import Recipe
+from tests.parallel.test_checkpoint import make, reference
+
+def die_at(number):
+    """Of the lines that run, each counted once."""
+    seen = set()
+    def trace(frame, event, arg):
+        if frame.f_code.co_filename not in (checkpoint.__file__, shutil.__file__):
+            return None
+        if event == "line":
+            seen.add((frame.f_code.co_filename, frame.f_lineno))
+            if len(seen) > number:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+    return trace
+
+root, step = Path(sys.argv[1]), Path(sys.argv[1], "step-00000002")
+strategy = make(None, kind=reference)
+checkpoint.save(strategy, root, 1)
+(root / ".unfinished-step-00000009" / "something").mkdir(parents=True)
+lines = before = after = torn = 0
+while True:
+    child = os.fork()
+    if child == 0:
+        sys.settrace(die_at(lines))
+        checkpoint.save(strategy, root, 2, keep=1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    newest = checkpoint.latest(root)
+    assert newest in (root / "step-00000001", step), newest
+    checkpoint.load(strategy, newest)
+    if status == 0:
+        break
+    assert status == signal.SIGKILL, status
+    torn += any((root / ".unfinished-step-00000002").glob("rank*"))
+    before, after = before + (newest != step), after + (newest == step)
+    if newest == step:
+        checkpoint.save(strategy, root, 3)
+        assert not list(root.glob(".*"))
+        shutil.rmtree(root)
+        checkpoint.save(strategy, root, 1)
+    lines += 1
+assert [path.name for path in root.iterdir()] == ["step-00000002"]
+print(before, after, torn)
+'''
+
+
+def test_wherever_it_is_killed_a_whole_checkpoint_is_there(tmp_path: Path) -> None:
+    """At each line of saving and of removing, one after the other."""
+    command = [sys.executable, "-c", ANYWHERE, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    before, after, torn = map(int, done.stdout.split())
+    assert before > 80 and after > 5 and torn > 20
+
+
+# --- traffic ------------------------------------------------------------------------------------
+
+
+def table(size: int, kind: Any, root: Path) -> tuple[TrafficTable, TrafficTable]:
+    """Of a save and a load; and the control, in which the load is not predicted."""
+
+    def fn(comm: Communicator) -> Any:
+        strategy = make(comm, kind)
+        with comm.record() as ledger:
+            strategy.start()
+            train(strategy, 2)
+            save(strategy, root, 2)
+            train(strategy, 3, load(strategy, root / "step-00000002"))
+        whole = ledger.gather()
+        if whole is None:
+            return None
+        calls = [*strategy.traffic(3), *checkpoint.traffic(strategy)]
+        loads = checkpoint.traffic(strategy, "load")
+        return [TrafficTable(c, whole, None, size=size) for c in ([*calls, *loads], calls)]
+
+    return on_ranks(size, fn)[0]
+
+
+@pytest.mark.parametrize(("kind", "size"), [(DataParallel, 3), (Zero2, 4), (Zero1, 1)])
+def test_what_it_sends_is_predicted(tmp_path: Path, kind: Any, size: int) -> None:
+    right, control = table(size, kind, tmp_path)
+    assert "two columns compared" in right.check()
+    if size > 1:
+        with pytest.raises(TrafficMismatch, match="load/all_gather: predicted 0 calls"):
+            control.check()
+
+
+def test_the_description_can_be_read_by_people(tmp_path: Path) -> None:
+    saved(tmp_path, step=2, optimizer=partial(AdamW, lr=0.01))
+    about = json.loads((tmp_path / "step-00000002" / "checkpoint.json").read_text())
+    assert about["step"] == 2 and about["ranks"] == 3 and about["dtype"] == ["float64"]
+    assert about["optimizer"]["class"] == "AdamW" and about["optimizer"]["lr"] == 0.01
+    assert about["shapes"][0] == ["embedding.token", [256, 6]]

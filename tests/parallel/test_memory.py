@@ -1,0 +1,414 @@
+"""What a rank keeps: predicted by formula, and counted from the arrays that are alive."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator
+from parallel import SGD, Adam, DataParallel, Recipe, Strategy, Zero1, Zero2, Zero3, gpt, text
+from parallel.hsdp import Hsdp
+from parallel.memory import CATEGORIES, num_own, offloaded, predicted, share, states
+from parallel.memory.__main__ import gigabytes, main
+from parallel.nn import Array, Model
+from parallel.precision import dtype_of
+from parallel.server import ServerSync
+from parallel.zeropp import ZeroPlusPlus
+
+ROOT = Path(__file__).parents[2]
+CONTEXT, ROWS = 3, 7  # rows of the whole batch: an uneven one for 2, 3, 4 and 5 ranks
+TEXT = np.arange(256, dtype=np.uint8)
+
+Make = Callable[[Any, Model, Recipe], Strategy]
+
+
+def serial(comm: Communicator | None, model: Model, recipe: Recipe) -> Strategy:
+    return Strategy(None, model, recipe)
+
+
+# Each with the numbers of ranks on which it is tried.
+STRATEGIES: dict[str, tuple[Make, tuple[int, ...]]] = {
+    "ddp": (DataParallel, (1, 2, 3, 4, 5)),
+    "zero1": (Zero1, (1, 2, 3, 4, 5)),
+    "zero2": (Zero2, (1, 2, 3, 4, 5)),
+    "zero3": (Zero3, (1, 2, 3, 4, 5)),
+    "zero3-keep": (partial(Zero3, keep_after_forward=True), (1, 2, 3, 4, 5)),
+    "hsdp": (Hsdp, (4,)),
+    "zeropp": (ZeroPlusPlus, (4,)),
+    "server": (ServerSync, (3,)),
+}
+
+
+class Case(NamedTuple):
+    """What memory depends on beside the strategy."""
+
+    dtype: str
+    recompute: tuple[str, ...]
+    is_tied: bool
+    micro_batches: int
+    hidden: int = 6
+
+    def model(self) -> Model:
+        return gpt(layers=2, hidden=self.hidden, heads=2, context=CONTEXT, is_tied=self.is_tied)
+
+    def recipe(self, **more: Any) -> Recipe:
+        more |= {"recompute": self.recompute, "micro_batches": self.micro_batches}
+        return Recipe(self.dtype, **more)
+
+
+DTYPES = "float64", "float32", "float16"
+RECOMPUTE = (), ("block0",), ("embedding", "block0", "block1", "head")
+CASES = [
+    Case(DTYPES[i], RECOMPUTE[j], (i + j) % 2 == 1, 1 if (i - j) % 3 == 1 else 3)
+    for i in range(3)
+    for j in range(3)
+]
+MIXED = Case("float16", ("block1",), is_tied=True, micro_batches=3)
+
+
+def batch(step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
+    return text.batch(TEXT, seed=0, step=step, size=ROWS, context=CONTEXT, rank=rank, ranks=ranks)
+
+
+def trained(make: Make, comm: Communicator | None, case: Case, **more: Any) -> Strategy:
+    """A strategy that has done one step."""
+    strategy = make(comm, case.model(), case.recipe(**more))
+    strategy.start()
+    strategy.train(1, batch, ROWS * CONTEXT, lambda *done: None)
+    return strategy
+
+
+def counted(strategy: Strategy) -> dict[str, int]:
+    return {category: strategy.memory.peak[category] for category in CATEGORIES}
+
+
+def formula(strategy: Strategy, more_rows: int = 0) -> dict[str, int]:
+    rows = len(batch(0, *strategy.part)[0])
+    return predicted(strategy, rows + more_rows, CONTEXT)
+
+
+# Every strategy
+
+
+def check(make: Make, size: int, cases: list[Case]) -> None:
+    """Predicted is counted, category by category, on every rank."""
+
+    def both(comm: Communicator) -> list[tuple[Case, dict[str, int], dict[str, int]]]:
+        done = [trained(make, comm, case) for case in cases]
+        return [(case, formula(s), counted(s)) for case, s in zip(cases, done, strict=True)]
+
+    for rank, found in enumerate(collectives.run(both, size=size)):
+        for case, ours, theirs in found:
+            assert ours == theirs, f"rank {rank} of {size}, {case}"
+
+
+def test_the_cases_have_every_pair_of_choices() -> None:
+    choices = DTYPES, RECOMPUTE, (False, True), (1, 3)
+    for i, j in combinations(range(4), 2):
+        assert {(case[i], case[j]) for case in CASES} == set(product(choices[i], choices[j]))
+
+
+def test_every_category_of_one_rank_is_what_the_formula_says() -> None:
+    check(serial, 1, CASES)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [(name, size) for name, (_, sizes) in STRATEGIES.items() for size in sizes]
+)
+def test_every_category_is_what_the_formula_says(name: str, size: int) -> None:
+    """Two cases for each number of ranks, others for each strategy; together all of them."""
+    first = 2 * size + list(STRATEGIES).index(name)
+    check(STRATEGIES[name][0], size, [CASES[(first + k) % len(CASES)] for k in range(2)])
+
+
+@pytest.mark.parametrize("make", [DataParallel, Zero1, Zero2, Zero3])
+def test_the_optimizer_says_how_many_states_there_are(make: Make) -> None:
+    def optimizer_bytes(comm: Communicator, optimizer: Any) -> int:
+        strategy = trained(make, comm, MIXED, optimizer=optimizer)
+        assert formula(strategy) == counted(strategy)
+        return counted(strategy)["optimizer"]
+
+    adam, sgd = (
+        collectives.run(partial(optimizer_bytes, optimizer=x), size=3) for x in (Adam, SGD)
+    )
+    assert adam == [2 * n for n in sgd]
+
+
+# It would be noticed
+
+
+class HoardsGradients(Zero2):
+    """Does not free what has been reduced."""
+
+    def reduce(self, unit: str) -> None:
+        self.hoard = [*getattr(self, "hoard", []), self.whole_gradients[unit]]
+        super().reduce(unit)
+
+
+class HoardsParameters(Zero3):
+    """Does not free what has been used."""
+
+    def _release(self, layer: str, following: str | None) -> None:
+        self.hoard = [*getattr(self, "hoard", []), *self.whole.values()]
+        super()._release(layer, following)
+
+
+class HoardsActivations(Strategy):
+    """Does not free what backward has used."""
+
+    def _backward_of(self, name: str, dy: Array, saved: Any) -> Array:
+        self.hoard = [*getattr(self, "hoard", []), saved]
+        return super()._backward_of(name, dy, saved)
+
+
+class CopiesMasters(Strategy):
+    """Keeps copies that it does not need."""
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        self.hoard = [self.new("master", 1)]
+
+
+@pytest.mark.parametrize(
+    ("make", "category"),
+    [
+        (HoardsGradients, "buffers"),
+        (HoardsParameters, "buffers"),
+        (HoardsActivations, "activations"),
+        (CopiesMasters, "master"),
+    ],
+)
+def test_what_is_kept_for_too_long_is_noticed(make: Make, category: str) -> None:
+    def differing(comm: Communicator) -> set[str]:
+        strategy = trained(make, comm, MIXED)
+        ours, theirs = formula(strategy), counted(strategy)
+        assert theirs[category] > ours[category]
+        return {name for name in CATEGORIES if ours[name] != theirs[name]}
+
+    assert collectives.run(differing, size=1) == [{category}]
+
+
+def test_a_wrong_formula_is_noticed() -> None:
+    """Every argument of it matters, on a rank whose shards are smaller than another's."""
+
+    def wrong_ones(comm: Communicator) -> list[str]:
+        strategy = trained(Zero2, comm, MIXED)
+        counts, whole = counted(strategy), strategy.model.num_parameters
+        right: dict[str, Any] = {
+            "whole": whole, "own": num_own(strategy), "dtype": strategy.dtype,
+            "divided": Zero2.divided, "num_states": 2, "is_offloaded": False,
+        }  # fmt: skip
+        wrong = {
+            "whole": whole + 1, "own": share(strategy.model.sizes.values(), 4, 0),
+            "dtype": dtype_of("float32"), "divided": Zero1.divided, "num_states": 1,
+            "is_offloaded": True,
+        }  # fmt: skip
+        assert states(**right).items() <= counts.items()
+        assert formula(strategy, more_rows=3)["activations"] > counts["activations"]
+        return [x for x in right if states(**right | {x: wrong[x]}).items() <= counts.items()]
+
+    assert collectives.run(wrong_ones, size=4)[3] == []
+
+
+# Of a model that nobody has in memory
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 64])
+def test_shares_are_as_even_as_units_allow_and_make_up_the_whole(ranks: int) -> None:
+    sizes = [1, 5, 64, 1000]
+    shares = [share(sizes, ranks, rank) for rank in range(ranks)]
+    assert sum(shares) == sum(sizes)
+    assert shares == sorted(shares, reverse=True)
+    assert max(shares) - min(shares) <= len(sizes)
+
+
+def test_what_a_rank_owns_is_its_share() -> None:
+    """Of all ranks, of its group of them, or everything."""
+
+    def check(comm: Communicator) -> None:
+        model, (rank, size) = MIXED.model(), (comm.rank, comm.size)
+        sizes = model.sizes.values()
+        assert num_own(Zero1(comm, model)) == share(sizes, size, rank)
+        assert num_own(Hsdp(comm, model, group=2)) == share(sizes, 2, rank % 2)
+        assert num_own(DataParallel(comm, model)) == share(sizes, 1, 0) == sum(sizes)
+
+    collectives.run(check, size=4)
+
+
+def in_all(params: float, ranks: int, strategy: type[Strategy], dtype: str = "float16") -> int:
+    own = share([int(params)], ranks, 0)
+    return sum(states(int(params), own, dtype_of(dtype), divided=strategy.divided).values())
+
+
+def test_the_numbers_of_the_zero_paper() -> None:
+    """Rajbhandari et al. 2020, figure 1: 7.5e9 parameters on 64 ranks; bytes, exactly."""
+    found = [in_all(7.5e9, 64, strategy) for strategy in (DataParallel, Zero1, Zero2, Zero3)]
+    assert found == [120_000_000_000, 31_406_250_000, 16_640_625_000, 1_875_000_000]
+
+
+def test_two_well_known_models() -> None:
+    gpt2 = states(int(1.5e9), int(1.5e9), dtype_of("float16"))
+    assert (gpt2["parameters"], sum(gpt2.values())) == (3e9, 24e9)
+    gpt3 = states(int(175e9), int(175e9), dtype_of("float32"))
+    assert gpt3 == {"parameters": 700e9, "gradients": 700e9, "optimizer": 1400e9, "master": 0}
+
+
+def test_what_is_offloaded_is_what_the_device_no_longer_keeps() -> None:
+    psi, part = 7_500_000_001, share([7_500_000_001], 64, 0)
+    for dtype in map(dtype_of, ("bfloat16", "float16", "float32", "float64")):
+        here = states(psi, part, dtype, divided=Zero2.divided)
+        left = states(psi, part, dtype, divided=Zero2.divided, is_offloaded=True)
+        there = offloaded(part, dtype)
+        assert there["master"] == part * max(4, dtype.itemsize)  # there they are always copies
+        assert here == left | {"optimizer": there["optimizer"], "master": here["master"]}
+        assert here["master"] in (0, there["master"])
+
+
+# What the system's allocator knows
+
+
+def numpys() -> int:
+    """The bytes of all NumPy arrays that are alive, by tracemalloc."""
+    of_numpy = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
+    return sum(x.size for x in tracemalloc.take_snapshot().filter_traces([of_numpy]).traces)
+
+
+@pytest.fixture
+def traced() -> Any:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("make", [serial, DataParallel, Zero1, Zero2, Zero3])
+def test_nothing_is_alive_after_a_step_but_what_is_counted(make: Make) -> None:
+    """To the byte.  (Calls of up to 16 KiB that come again are remembered; here there are none.)"""
+    large = MIXED._replace(dtype="float32", hidden=32, is_tied=False)
+
+    def uncounted(comm: Communicator) -> int:
+        before = numpys()
+        strategy = trained(make, comm, large)
+        assert min(map(strategy.nbytes, strategy.model.units)) > 16 * 1024
+        return numpys() - before - sum(strategy.memory.now.values())
+
+    assert collectives.run(uncounted, size=1) == [0]
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("case", [*CASES[::4], MIXED], ids=str)
+def test_nothing_is_alive_between_forward_and_backward_but_what_is_counted(case: Case) -> None:
+    """And the logits, with which backward begins."""
+    seen: list[tuple[int, int]] = []
+
+    class Watched(Strategy):
+        def _forward(self, x: Array, kept: dict[str, Any]) -> Array:
+            before = numpys()
+            logits = super()._forward(x, kept)
+            seen.append((numpys() - before, self.memory.now["activations"] + logits.nbytes))
+            return logits
+
+    trained(lambda comm, *more: Watched(None, *more), None, case)
+    assert len(seen) == case.micro_batches
+    assert all(alive == count for alive, count in seen)
+
+
+@pytest.mark.usefixtures("traced")
+def test_an_array_that_nobody_counts_is_noticed() -> None:
+    class Secretive(Strategy):
+        def after_update(self) -> None:
+            self.secret = np.zeros(3)
+
+    before = numpys()
+    strategy = trained(lambda comm, *more: Secretive(None, *more), None, MIXED)
+    assert numpys() - before - sum(strategy.memory.now.values()) == 3 * 8
+
+
+# The command line
+
+
+def table(capsys: Any, *arguments: str) -> dict[str, dict[str, str]]:
+    """What is printed: by row and column."""
+    assert main(list(arguments)) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    head, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return {name: dict(zip(head[1:], numbers, strict=True)) for name, *numbers in body}
+
+
+def test_the_table_has_the_papers_numbers(capsys: Any) -> None:
+    rows = table(capsys, "--params", "7.5e9", "--ranks", "64")
+    want = {"data parallel": "120", "ZeRO-1": "31.4", "ZeRO-2": "16.6", "ZeRO-3": "1.88"}
+    assert {name: rows[name]["in all"] for name in want} == want
+    offload = rows["ZeRO-2, offload"]
+    psi = 7.5  # and an N-th of it 0.1172: two bytes of each parameter cross each way
+    assert offload["to host"] == offload["to device"] == f"{2 * psi / 64:.3f}" == "0.234"
+    assert offload["on host"] == f"{12 * psi / 64:.2f}"
+    assert offload["master"] == offload["optimizer"] == rows["ZeRO-2"]["on host"] == "0"
+
+
+def test_the_table_has_two_well_known_models(capsys: Any) -> None:
+    gpt2 = table(capsys, "--params", "1500000000")["data parallel"]
+    assert (gpt2["parameters"], gpt2["in all"]) == ("3.00", "24.0")
+    gpt3 = table(capsys, "--params", "175e9", "--dtype", "float32")["data parallel"]
+    assert list(gpt3.values())[:5] == ["700", "700", "0", "1400", "2800"]
+    sgd = table(capsys, "--params", "175e9", "--dtype", "float32", "--optimizer", "sgd")
+    assert sgd["data parallel"]["in all"] == "2100"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [
+        (0, "0"), (1, "0.00000000100"), (1_875_000_000, "1.88"), (31_406_250_000, "31.4"),
+        (999_000_000, "0.999"), (120_000_000_000, "120"), (2_800_000_000_000, "2800"),
+    ],
+)  # fmt: skip
+def test_three_significant_digits(nbytes: int, words: str) -> None:
+    assert gigabytes(nbytes) == words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--ranks", "64"], "required: --params"),
+        (["--params", "many"], "--params: 'many' is not a number"),
+        (["--params", "1.5"], "--params: 1.5 is not a whole number from 1 to 1e+18"),
+        (["--params", "nan"], "--params: nan is not a whole number"),
+        (["--params", "1e999999999"], "--params: 1e999999999 is not a whole number"),
+        (["--params", "9", "--ranks", "0"], "--ranks: 0 is not a whole number from 1"),
+        (["--params", "9", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        (["--params", "9", "--optimizer", "lion"], "--optimizer: invalid choice: 'lion'"),
+    ],
+)
+def test_bad_arguments_are_refused(capsys: Any, arguments: list[str], sentence: str) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        main(arguments)
+    assert refusal.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def run_python(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_the_module_runs_and_warns_of_nothing() -> None:
+    said = run_python("-m", "parallel.memory", "--params", "7.5e9", "--ranks", "64")
+    assert "31.4" in said
+
+
+def test_importing_it_needs_no_rich() -> None:
+    program = "import sys; sys.modules['rich'] = None; from parallel import memory"
+    assert not run_python("-c", program)

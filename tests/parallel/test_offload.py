@@ -1,0 +1,509 @@
+"""Updates in host memory and on disk: the same bits, and every byte that crosses accounted for."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import re
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from array_api_compat import numpy as host
+
+import collectives
+from collectives import Communicator
+from collectives.arrays import register_backend
+from parallel import Adam, DataParallel, Recipe, Strategy, Zero1, Zero2, Zero3, gpt, text
+from parallel.memory import CATEGORIES, Memory, predicted, predicted_there
+from parallel.nn import Array, Model
+from parallel.offload import (
+    READ,
+    TO_DEVICE,
+    TO_HOST,
+    WRITTEN,
+    Device,
+    Disk,
+    Host,
+    moved_by_load,
+    moved_by_update,
+    predicted_moves,
+)
+from parallel.precision import dtype_of, master_dtype
+from tests.fake_device import FakeBackend
+
+CONTEXT, ROWS, STEPS = 3, 7, 2
+TEXT = np.arange(256, dtype=np.uint8)
+
+Make = Callable[[Any, Model, Recipe], Strategy]
+
+
+def serial(comm: Communicator | None, model: Model, recipe: Recipe) -> Strategy:
+    return Strategy(None, model, recipe)
+
+
+def batch(step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
+    return text.batch(TEXT, seed=0, step=step, size=ROWS, context=CONTEXT, rank=rank, ranks=ranks)
+
+
+def trained(make: Make, comm: Communicator | None, **recipe: Any) -> tuple[Strategy, list[float]]:
+    """A strategy that has done its steps, and their losses."""
+    model = gpt(layers=1, hidden=6, heads=2, context=CONTEXT)
+    strategy = make(comm, model, Recipe(micro_batches=2, clip=0.5, **recipe))
+    strategy.start()
+    return strategy, strategy.train(STEPS, batch, ROWS * CONTEXT, lambda *done: None)
+
+
+def bits(strategy: Strategy, losses: list[float]) -> list[bytes]:
+    """Of the losses, the parameters, and what the optimizer keeps."""
+    arrays = [*strategy.parameters.values(), *strategy.optimizer.arrays()]
+    return [np.array(losses).tobytes(), *(bare(x).tobytes() for x in arrays)]
+
+
+def accounts(strategy: Strategy) -> None:
+    """What is kept here and there, and what was moved, are what the formulas say."""
+    there, rows = strategy.place.memory.peak, len(batch(0, *strategy.part)[0])
+    here = {category: strategy.memory.peak[category] for category in CATEGORIES}
+    assert here == predicted(strategy, rows, CONTEXT)
+    assert predicted_there(strategy) == {x: there[x] for x in predicted_there(strategy)}
+    assert predicted_moves(strategy) == strategy.place.moved
+
+
+# A device that is not there
+
+
+class FakeArray:
+    """A device's array: the host sees neither its elements nor gets them by mistake.
+
+    Mixing it with NumPy's arrays, and every implicit conversion, raises TypeError, as CuPy's do.
+    """
+
+    __array_ufunc__ = None  # so NumPy's operators do not take it either
+
+    def __init__(self, memory: np.ndarray, base: FakeArray | None = None) -> None:
+        self._memory, self.base = memory, base
+
+    shape = property(lambda self: self._memory.shape)
+    dtype = property(lambda self: self._memory.dtype)
+    size = property(lambda self: self._memory.size)
+    ndim = property(lambda self: self._memory.ndim)
+    nbytes = property(lambda self: self._memory.nbytes)
+    T = property(lambda self: wrap(self._memory.T, self))
+    device = "fake"
+
+    def __array__(self, *args: Any, **more: Any) -> np.ndarray:
+        raise TypeError("implicit conversion to a NumPy array")
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        return FAKE
+
+    def astype(self, dtype: Any) -> FakeArray:
+        return FakeArray(self._memory.astype(dtype))
+
+    def reshape(self, *shape: int) -> FakeArray:
+        return wrap(self._memory.reshape(*shape), self)
+
+    def __getitem__(self, index: Any) -> FakeArray:
+        return wrap(self._memory[index], self)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._memory[index] = on_device_only(value)
+
+    def __iter__(self) -> Iterator[FakeArray]:
+        return (self[i] for i in range(len(self._memory)))
+
+    def __float__(self) -> float:
+        return float(self._memory)  # of one element
+
+    # The two ways that are meant
+
+    def get(self, *, out: np.ndarray | None = None) -> np.ndarray:
+        out = np.empty(self.shape, self.dtype) if out is None else out
+        assert out.shape == self.shape and out.dtype == self.dtype and type(out) is np.ndarray
+        crossed()["get"] += out.nbytes
+        out[...] = self._memory
+        return out
+
+    def set(self, values: np.ndarray) -> None:
+        assert values.shape == self.shape and values.dtype == self.dtype
+        crossed()["set"] += values.nbytes
+        self._memory[...] = values
+
+
+CROSSED: defaultdict[int, Counter[str]] = defaultdict(Counter)
+
+
+def crossed() -> Counter[str]:
+    """The bytes that this rank, a thread, has brought over, by way."""
+    return CROSSED[threading.get_ident()]
+
+
+def on_device_only(x: Any) -> Any:
+    """What the device computes with; TypeError for an array that is on the host."""
+    if isinstance(x, np.ndarray):
+        raise TypeError("an array of NumPy's among the device's")
+    if isinstance(x, list | tuple):
+        return type(x)(map(on_device_only, x))
+    return bare(x)
+
+
+def bare(x: Any) -> Any:
+    """The test's own way to look into it."""
+    return x._memory if isinstance(x, FakeArray) else x
+
+
+def wrap(result: Any, *operands: Any) -> FakeArray:
+    """On the device; a view of the operand whose memory it is in, if of any."""
+    for x in operands:
+        if isinstance(x, FakeArray) and np.may_share_memory(result, x._memory):
+            return FakeArray(result, x.base or x)
+    return FakeArray(np.asarray(result))
+
+
+def on_device(function: Callable[..., Any]) -> Callable[..., FakeArray]:
+    def call(*operands: Any, **options: Any) -> FakeArray:
+        options.pop("device", None)
+        return wrap(function(*map(on_device_only, operands), **options), *operands)
+
+    return call
+
+
+def reflected(function: Callable[..., Any]) -> Callable[..., FakeArray]:
+    return lambda self, other: on_device(function)(other, self)
+
+
+def in_place(function: Callable[..., Any]) -> Callable[..., FakeArray]:
+    def call(self: FakeArray, other: Any) -> FakeArray:
+        function(self._memory, on_device_only(other))
+        return self
+
+    return call
+
+
+for name in ("matmul", "pow", "neg", "eq", "ge"):
+    setattr(FakeArray, f"__{name}__", on_device(getattr(operator, name)))
+for name in ("add", "sub", "mul", "truediv"):
+    setattr(FakeArray, f"__{name}__", on_device(getattr(operator, name)))
+    setattr(FakeArray, f"__r{name}__", reflected(getattr(operator, name)))
+    setattr(FakeArray, f"__i{name}__", in_place(getattr(operator, f"i{name}")))
+
+
+class FakeNamespace:
+    """The functions of the array API, on the device."""
+
+    __name__ = "fake"  # array_api_compat tells namespaces apart by it
+
+    def __getattr__(self, name: str) -> Any:
+        return on_device(getattr(host, name))
+
+    def asarray(self, x: Any, **options: Any) -> FakeArray:
+        crossed()["asarray"] += x.nbytes if isinstance(x, np.ndarray) else 0
+        return FakeArray(np.array(x, **options))
+
+
+FAKE = FakeNamespace()
+
+
+class Backend(FakeBackend):
+    """By which the library sends these arrays."""
+
+    name = kind = "fake, with arithmetic"
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return FakeArray(np.empty(shape, dtype))
+
+    def contiguous(self, x: Any) -> Any:
+        same = np.ascontiguousarray(x._memory)
+        return x if same is x._memory else FakeArray(same)
+
+
+register_backend(FakeArray, Backend())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mix", [operator.add, operator.matmul, np.add, np.dot])
+def test_the_fake_device_does_not_mix_with_the_host(mix: Any) -> None:
+    """Else the tests below would show nothing."""
+    here, there = np.ones(3), FakeArray(np.ones(3))
+    for pair in ((here, there), (there, here)):
+        with pytest.raises(TypeError):
+            mix(*pair)
+    for way in (np.asarray, lambda x: here.__setitem__(slice(None), x)):
+        with pytest.raises(TypeError):
+            way(there)
+    with pytest.raises(TypeError):
+        there[...] = here
+
+
+# The same bits
+
+
+def places(folder: Path) -> list[Any]:
+    return [Device, Host, partial(Disk, folder)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        ("float64", 1), ("float64", 3), ("float32", 3),
+        ("float16", 1), ("float16", 3), ("bfloat16", 3),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [DataParallel, Zero1, Zero2, Zero3])
+def test_every_place_gives_the_same_bits(make: Make, dtype: str, size: int, tmp_path: Path) -> None:
+    """And keeps and moves what is predicted; nothing between device and host, which are one."""
+
+    def run(comm: Communicator, place: Any) -> list[bytes]:
+        strategy, losses = trained(make, comm, dtype=dtype, place=place)
+        accounts(strategy)
+        assert strategy.place.moved[TO_HOST] == strategy.place.moved[TO_DEVICE] == 0
+        return bits(strategy, losses)
+
+    def runs(comm: Communicator) -> list[list[bytes]]:
+        return [run(comm, place) for place in places(tmp_path)]
+
+    for on_device, in_host_memory, on_disk in collectives.run(runs, size=size):
+        assert on_device == in_host_memory == on_disk
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("make", "size"), [(serial, 1), (DataParallel, 3), (Zero1, 3), (Zero2, 3), (Zero3, 3)]
+)
+def test_all_that_crosses_is_counted(make: Make, size: int, dtype: str, tmp_path: Path) -> None:
+    """A device's arrays: training is as on the host, and nothing else goes to and fro.
+
+    But the parameters that a rank begins with, the tokens of each step, and, where all of the
+    parameters are to be the same on all ranks, these once for their digest.
+    """
+
+    def check(comm: Communicator) -> None:
+        reference = bits(*trained(make, comm, dtype=dtype))
+        for place in places(tmp_path):
+            crossed().clear()
+            strategy, losses = trained(make, comm, dtype=dtype, xp=FAKE, place=place)
+            accounts(strategy)
+            assert strategy.place.is_crossing is (place is not Device)
+            assert bits(strategy, losses) == reference
+            tokens = STEPS * sum(x.nbytes for x in batch(0, *strategy.part))
+            given = strategy.memory.peak["parameters"] + tokens
+            moved = strategy.place.moved
+            is_looked_at = make in (Zero1, Zero2)
+            looked_at = is_looked_at * strategy.memory.peak["parameters"]
+            ways = {"get": moved[TO_HOST] + looked_at, "set": moved[TO_DEVICE], "asarray": given}
+            assert crossed() == Counter(ways)
+
+    collectives.run(check, size=size)
+
+
+class FetchesTwice(Host):
+    """Counts half of what it moves."""
+
+    def _on_host(self, x: Array) -> Array:
+        x.get(out=np.empty(x.shape, x.dtype))
+        return super()._on_host(x)
+
+
+class ForgetsToSendBack(Host):
+    """Leaves the parameters as they are."""
+
+    def _send_back(self, master: Array, x: Array) -> None:
+        pass
+
+
+def test_a_place_that_does_not_tell_is_noticed() -> None:
+    crossed().clear()
+    strategy, _ = trained(serial, None, dtype="float16", xp=FAKE, place=FetchesTwice)
+    assert crossed()["get"] == 2 * strategy.place.moved[TO_HOST] > 0
+
+
+def test_parameters_that_are_not_sent_back_are_noticed() -> None:
+    right = bits(*trained(serial, None, dtype="float16"))
+    assert bits(*trained(serial, None, dtype="float16", place=ForgetsToSendBack)) != right
+
+
+# What is kept, and moved
+
+
+def test_masters_elsewhere_are_copies_and_on_the_device_only_of_another_dtype(
+    tmp_path: Path,
+) -> None:
+    def is_kept_twice(place: Any, dtype: str) -> bool:
+        strategy, _ = trained(serial, None, dtype=dtype, place=place)
+        mine, theirs = strategy.owned["block0"], strategy.masters["block0"]
+        assert np.shares_memory(mine, theirs) is (strategy.masters is strategy.owned)
+        assert sum(strategy.place.memory.peak[x] for x in ("master", "optimizer")) > 0
+        return strategy.masters is not strategy.owned
+
+    for dtype in ("float64", "float32", "float16"):
+        kept = [is_kept_twice(place, dtype) for place in places(tmp_path)]
+        assert kept == [dtype == "float16", True, True]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "update", "load"),
+    [("float16", (2, 2, 12, 12), (2, 0, 0, 4)), ("float64", (8, 8, 24, 24), (8, 0, 0, 8))],
+)
+def test_bytes_moved_for_each_element(dtype: str, update: Any, load: Any) -> None:
+    """ZeRO-Offload's numbers: 2 Psi/N each way in float16, of which 12 Psi/N are kept there."""
+    columns = TO_HOST, TO_DEVICE, READ, WRITTEN
+    assert moved_by_update(10, dtype_of(dtype)) == {
+        x: 10 * n for x, n in zip(columns, update, strict=True)
+    }
+    assert moved_by_load(10, dtype_of(dtype)) == {
+        x: 10 * n for x, n in zip(columns, load, strict=True)
+    }
+
+
+def test_one_buffer_holds_what_comes_and_goes() -> None:
+    """As large as the largest part of a unit that the rank updates, whatever the others are."""
+
+    def found(comm: Communicator) -> tuple[int, int]:
+        strategy, _ = trained(Zero2, comm, dtype="float16", xp=FAKE, place=Host)
+        parts = [x.shape[0] for x in strategy.owned.values()]
+        assert min(parts) < max(parts)
+        return strategy.place.memory.peak["buffers"], 2 * max(parts)
+
+    assert all(kept == largest for kept, largest in collectives.run(found, size=3))
+
+
+def test_a_skipped_update_moves_nothing(tmp_path: Path) -> None:
+    model = gpt(layers=1, hidden=6, heads=2, context=CONTEXT)
+    recipe = Recipe("float16", place=partial(Disk, tmp_path), xp=FAKE)
+    strategy = Strategy(None, model, recipe)
+    before = Counter(strategy.place.moved)
+    strategy.loss_scale.value = 2.0**40
+    strategy.step(*batch(0, 0, 1), ROWS * CONTEXT)
+    assert (strategy.num_skipped, strategy.num_updates) == (1, 0)
+    assert strategy.place.moved == before == predicted_moves(strategy)
+    strategy.num_updates += 1
+    assert all(n < predicted_moves(strategy)[x] for x, n in before.items())
+
+
+@pytest.mark.parametrize("xp", [host, FAKE])
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_what_has_no_slope_is_left_alone_and_not_moved(xp: Any, dtype: str, tmp_path: Path) -> None:
+    here = dtype_of(dtype)
+    for place in places(tmp_path):
+        it, owned = place(Memory(), 0), {unit: xp.zeros(4, dtype=here) for unit in "ab"}
+        optimizer = Adam(it.masters_of(owned, master_dtype(here)), new=it.zeros)
+        before = Counter(it.moved)
+        it.update(optimizer, {"b": xp.ones(4, dtype=here)}, 1.0)
+        assert not bare(owned["a"]).any() and bare(owned["b"]).all()
+        gone, one = it.moved - before, Counter(moved_by_update(4, here))
+        assert gone == Counter({x: one[x] for x in it.COLUMNS if xp is FAKE or "disk" in x})
+
+
+def test_parameters_that_somebody_else_has_changed_are_loaded(tmp_path: Path) -> None:
+    for place, xp in [(p, xp) for p in places(tmp_path) for xp in (host, FAKE)]:
+        it, owned = place(Memory(), 0), {"a": xp.zeros(4, dtype=np.dtype(np.float16))}
+        masters = it.masters_of(owned, np.dtype(np.float32))
+        owned["a"] += 3
+        assert not bare(masters["a"]).any()
+        it.load()
+        assert (bare(masters["a"]) == 3).all()
+
+
+# On disk
+
+
+def on_disk(folder: Path, sizes: dict[str, int], kind: type[Disk] = Disk) -> tuple[Disk, Adam]:
+    """A place with units of these sizes in float32, and an optimizer."""
+    place = kind(folder, Memory(), 5)
+    owned = {unit: np.zeros(size, np.float32) for unit, size in sizes.items()}
+    return place, Adam(place.masters_of(owned, np.dtype(np.float32)), new=place.zeros)
+
+
+def update(place: Disk, optimizer: Adam) -> None:
+    place.update(optimizer, {unit: x + 1 for unit, x in place.owned.items()}, 1.0)
+
+
+def test_each_unit_and_state_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """With what is in memory, and with nothing for a unit of which the rank updates nothing."""
+    place, optimizer = on_disk(tmp_path / "new" / "folder", {"a": 7, "b/../c": 5, "none": 0})
+    update(place, optimizer)
+    assert place.folder.parent == tmp_path / "new" / "folder"
+    assert place.folder.name.startswith("rank5-")
+    kept = [place.masters, *optimizer.states.values()]
+    for kind, arrays in zip(("master", "state1", "state2"), kept, strict=True):
+        for unit, name in (("a", "a"), ("b/../c", "b%2F..%2Fc")):
+            on_file = np.fromfile(place.folder / f"{name}.{kind}", np.float32)
+            assert on_file.all() and np.array_equal(on_file, arrays[unit])
+    assert len(list(place.folder.iterdir())) == 6
+
+
+def test_files_are_removed_by_close_and_training_can_go_on(tmp_path: Path) -> None:
+    place, optimizer = on_disk(tmp_path, {"a": 7})
+    update(place, optimizer)
+    (tmp_path / "of somebody else").touch()
+    place.close()
+    place.close()
+    assert [x.name for x in tmp_path.iterdir()] == ["of somebody else"]
+    before = place.owned["a"].copy()
+    update(place, optimizer)
+    assert (place.owned["a"] != before).all()
+
+
+def test_files_are_removed_with_the_strategy(tmp_path: Path) -> None:
+    strategy, _ = trained(serial, None, place=partial(Disk, tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1
+    del strategy
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_and_runs_that_share_a_folder_do_not_meet(tmp_path: Path) -> None:
+    places = [on_disk(tmp_path, {"a": 7})[0] for _ in range(3)]
+    assert len({place.folder for place in places}) == len(list(tmp_path.iterdir())) == 3
+
+
+def test_no_room_is_told_at_once(tmp_path: Path) -> None:
+    """And not by a signal, when what is not there is written to."""
+    with pytest.raises(OSError, match=r"too large|No space"):
+        Disk(tmp_path, Memory(), 0)._zeros("a", 2**60, np.dtype(np.float32))
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="file"):
+        Disk(tmp_path / "file", Memory(), 0)
+
+
+def resident(folder: Path) -> int:
+    """The bytes of mapped files in a folder that this process holds in memory."""
+    found, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-", line):
+            is_ours = str(folder) in line
+        elif is_ours and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+class HoldsOn(Disk):
+    """Lets nothing go."""
+
+    def _end(self, arrays: list[Array]) -> None:
+        pass
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is resident")
+@pytest.mark.parametrize("kind", [Disk, HoldsOn])
+def test_one_unit_at_a_time_is_held_in_memory(kind: type[Disk], tmp_path: Path) -> None:
+    mib, seen = 2**20, []
+
+    class Watched(kind):  # type: ignore[misc,valid-type]
+        def _end(self, arrays: list[Array]) -> None:
+            seen.append(resident(tmp_path))
+            super()._end(arrays)
+
+    place, optimizer = on_disk(tmp_path, dict.fromkeys("abc", mib // 4), Watched)
+    assert seen == ([mib] * 3 if kind is Disk else [mib, 2 * mib, 3 * mib])
+    seen.clear()
+    update(place, optimizer)
+    assert seen == ([3 * mib] * 3 if kind is Disk else [5 * mib, 7 * mib, 9 * mib])
+    assert resident(tmp_path) == (0 if kind is Disk else 9 * mib)

@@ -1,0 +1,161 @@
+"""Eight bits and a scale a block: exact sizes, bounded errors, and nothing infinite is hidden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from parallel.quantise import BLOCK, dequantise, num_blocks, quantise, quantised_bytes
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+SIZES = [0, 1, 3, 255, 256, 257, 1001]
+
+# A float64, x / scale and int8 * scale are rounded to float32: 2**-24 of at most 127 steps each,
+# beside the half step of the rounding to int8.
+HALF = 0.5 + 3 * 127 * 2.0**-24
+
+
+def numbers(size: int, dtype: Any = np.float32) -> Any:
+    return np.random.default_rng(size).standard_normal(size).astype(dtype)
+
+
+def there_and_back(x: Any, block: int = BLOCK) -> Any:
+    return dequantise(quantise(x, block), len(x), block)
+
+
+def scale_of_each(packed: Any, size: int, block: int = BLOCK) -> Any:
+    return packed[size:].copy().view(np.float32).repeat(block)[:size]
+
+
+@pytest.mark.parametrize("block", [1, 7, 256])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_byte_an_element_and_four_a_block(size: int, block: int) -> None:
+    packed = quantise(numbers(size), block)
+    whole, rest = divmod(size, block)
+    assert packed.dtype == np.uint8
+    assert packed.shape == (quantised_bytes(size, block),) == (size + 4 * (whole + (rest > 0)),)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_no_element_moves_by_more_than_half_a_scale(size: int, dtype: Any) -> None:
+    x = numbers(size, dtype)
+    packed = quantise(x)
+    back = dequantise(packed, size)
+    assert back.dtype == np.float32 and back.shape == (size,)
+    error = np.abs(back.astype(np.float64) - x.astype(np.float64))
+    assert np.all(error <= HALF * scale_of_each(packed, size))
+
+
+def test_half_a_scale_is_reached() -> None:
+    """The bound is not a loose one: 126.5 steps are half-way between two of them."""
+    assert there_and_back(np.array([127, 126.5], np.float32))[1] == 126
+
+
+def test_to_the_nearest_and_halves_to_even() -> None:
+    x = np.array([127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49, 0.51], np.float32)
+    np.testing.assert_array_equal(there_and_back(x), [127, 0, 2, 2, 0, -2, -2, 0, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("unit", [2.0**-8, 1.0, 4.0])
+def test_whole_numbers_of_a_scale_come_back_as_they_were(dtype: Any, unit: float) -> None:
+    x = np.arange(-127, 128).astype(dtype) * dtype(unit)
+    np.testing.assert_array_equal(there_and_back(x), x.astype(np.float32))
+
+
+def test_the_same_numbers_give_the_same_bytes() -> None:
+    x = numbers(1001)
+    np.testing.assert_array_equal(quantise(x), quantise(x.copy()))
+
+
+def test_the_input_is_not_modified() -> None:
+    x = numbers(512)
+    before = x.copy()
+    packed = quantise(x)
+    kept = packed.copy()
+    dequantise(packed, 512)
+    np.testing.assert_array_equal(x, before)
+    np.testing.assert_array_equal(packed, kept)
+
+
+def test_zeros_have_scale_zero() -> None:
+    packed = quantise(np.zeros(300, np.float32))
+    assert not packed.any()
+    assert not dequantise(packed, 300).any()
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_with_an_infinity_comes_out_as_nan(bad: float, dtype: Any) -> None:
+    """And the blocks beside it as if it were not there."""
+    x = numbers(700, dtype)
+    x[300] = bad
+    back = there_and_back(x)
+    assert np.isnan(back[256:512]).all()
+    np.testing.assert_array_equal(back[:256], there_and_back(x[:256]))
+    np.testing.assert_array_equal(back[512:], there_and_back(x[512:]))
+
+
+def test_what_float32_cannot_hold_is_infinite() -> None:
+    assert np.isnan(there_and_back(np.array([1e39, 1.0]))).all()
+
+
+@pytest.mark.parametrize("peak", ["max", "smallest_normal", "smallest_subnormal"])
+def test_at_the_ends_of_the_range(peak: str) -> None:
+    """The greatest number stays finite, and what is next to nothing moves by next to nothing."""
+    x = np.array([getattr(np.finfo(np.float32), peak), 0], np.float32)
+    packed = quantise(x)
+    error = np.abs(dequantise(packed, 2) - x).astype(np.float64)
+    assert np.all(error <= HALF * scale_of_each(packed, 2))
+
+
+def test_a_large_number_costs_its_own_block_only() -> None:
+    """Block by block the others keep their digits; with one scale for all they become zero."""
+    x = numbers(1024)
+    x[0] = 1e4
+    in_blocks, in_one = there_and_back(x), there_and_back(x, block=1024)
+    small = np.abs(x[256:])
+    assert np.abs(in_blocks[256:] - x[256:]).max() < small.max() / 127
+    assert not in_one[256:].any()
+
+
+def test_a_block_may_be_longer_than_the_array() -> None:
+    """It takes no memory for what is not there."""
+    x = numbers(5)
+    np.testing.assert_array_equal(there_and_back(x, block=1 << 60), there_and_back(x))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_scales_may_lie_at_odd_addresses(size: int) -> None:
+    """In a message that holds several arrays, one after the other."""
+    x = numbers(size)
+    message = np.concatenate([np.zeros(1, np.uint8), quantise(x)])
+    np.testing.assert_array_equal(dequantise(message[1:], size), there_and_back(x))
+
+
+@pytest.mark.parametrize("x", [np.arange(3), np.ones(3, bool), np.ones(3, np.complex64)])
+def test_only_floating_point_numbers(x: Any) -> None:
+    with pytest.raises(TypeError, match=f"{x.dtype} cannot"):
+        quantise(x)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_only_flat_arrays(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="a flat array can be quantised"):
+        quantise(np.ones(shape, np.float32))
+
+
+def test_a_block_has_elements() -> None:
+    with pytest.raises(ValueError, match="one element or more, not 0"):
+        num_blocks(3, 0)
+
+
+def test_another_number_of_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 elements are 7 bytes, not an array of shape \(8,\)"):
+        dequantise(quantise(numbers(4)), 3)
+    with pytest.raises(TypeError, match="uint8, not int8"):
+        dequantise(quantise(numbers(4)).view(np.int8), 4)

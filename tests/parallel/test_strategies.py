@@ -1,0 +1,383 @@
+"""Every strategy: the losses of one rank, the same parameters everywhere, and what it costs.
+
+The strategies that round what they send, or let ranks run ahead, have tests of their own beside.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator
+from parallel.agreement import ModelsDiffer
+from parallel.data import DataParallel
+from parallel.hooks import Int8Blocks
+from parallel.hsdp import Hsdp
+from parallel.nn import Linear, Model
+from parallel.optim import SGD, Adam, AdamW
+from parallel.server import ServerAsync, ServerSync
+from parallel.strategy import NoGradient, Recipe, Strategy
+from parallel.traffic import TrafficMismatch
+from parallel.zero import Zero1, Zero2, Zero3
+from parallel.zeropp import ZeroPlusPlus
+from tests.parallel.training import (
+    CONTEXT,
+    ROWS,
+    Make,
+    batch,
+    model,
+    nothing,
+    serial,
+    train,
+    verdict,
+    whole,
+)
+
+EXACT: dict[str, Make] = {
+    "server-sync": ServerSync,
+    "ddp": DataParallel,
+    "ddp, a bucket a layer": partial(DataParallel, bucket_bytes=1),
+    "zero1": Zero1,
+    "zero2": Zero2,
+    "zero3": Zero3,
+    "zero3, kept": partial(Zero3, keep_after_forward=True),
+    "hsdp": Hsdp,
+    "hsdp, groups of one": partial(Hsdp, group=1),
+}
+ALL = EXACT | {"zeropp": ZeroPlusPlus}
+RANKS = [1, 2, 3, 4, 5, 8]
+LONG = {"float64": (100, 1e-9), "float32": (20, 1e-5)}  # so many steps, and how close
+
+exact = pytest.mark.parametrize("name", EXACT)
+every = pytest.mark.parametrize("name", ALL)
+
+
+# Losses and parameters
+
+
+@exact
+@pytest.mark.parametrize("ranks", RANKS)
+def test_losses_are_those_of_one_rank(name: str, ranks: int) -> None:
+    recipe = Recipe(micro_batches=2, clip=0.5)
+    ends = train(EXACT[name], ranks, recipe)
+    for end in ends:
+        np.testing.assert_allclose(end.losses, serial(recipe).losses, rtol=1e-12)
+    for unit, x in whole(ends).items():
+        np.testing.assert_allclose(x, whole([serial(recipe)])[unit], rtol=0, atol=1e-9)
+
+
+@exact
+@pytest.mark.parametrize("dtype", LONG)
+def test_they_stay_those_of_one_rank(name: str, dtype: str) -> None:
+    steps, close = LONG[dtype]
+    recipe = Recipe(dtype=dtype)
+    ends = train(EXACT[name], 3, recipe, steps=steps, of=small)
+    reference = serial(recipe, steps=steps, of=small)
+    np.testing.assert_allclose(ends[0].losses, reference.losses, rtol=close)
+
+
+def small() -> Model:
+    return model(layers=1)
+
+
+def test_a_gradient_that_is_not_summed_would_be_noticed() -> None:
+    """The negative control."""
+
+    class Alone(Zero2):
+        def reduce_scatter(self, unit: str, whole: Any) -> Any:
+            return whole[self.own(unit)]
+
+    assert not np.allclose(train(Alone, 3)[0].losses, serial().losses, rtol=1e-6)
+
+
+def test_a_mean_over_uneven_parts_would_be_noticed() -> None:
+    """The negative control: ranks that each average over their own rows."""
+
+    class Unweighted(DataParallel):
+        def step(self, inputs: Any, targets: Any, total: int) -> float:
+            return super().step(inputs, targets, inputs.size * self.size)
+
+    assert not np.allclose(train(Unweighted, 4)[0].losses, serial().losses, rtol=1e-6)
+
+
+@every
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+def test_all_ranks_hold_the_same_parameters_to_the_last_bit(name: str, dtype: str) -> None:
+    """`whole` compares what several ranks hold."""
+    whole(train(ALL[name], 4, Recipe(dtype=dtype, optimizer=AdamW)))
+
+
+def test_parameters_that_differ_would_be_noticed() -> None:
+    ends = train(Zero1, 2)
+    ends[1].held["head"][1][0] += 1e-12
+    with pytest.raises(AssertionError):
+        whole(ends)
+
+
+@every
+def test_a_run_repeats_to_the_last_bit(name: str) -> None:
+    first, second = (train(ALL[name], 3)[0].losses for _ in range(2))
+    assert first == second
+
+
+@every
+def test_two_bytes_train_nearly_as_four(name: str) -> None:
+    for dtype, close in (("float16", 2e-3), ("bfloat16", 2e-2)):
+        losses = train(ALL[name], 4, Recipe(dtype=dtype), steps=6)[0].losses
+        np.testing.assert_allclose(
+            losses, serial(Recipe(dtype="float32"), steps=6).losses, rtol=close
+        )
+
+
+@exact
+def test_layers_may_be_computed_twice_instead_of_kept(name: str) -> None:
+    """To the last bit the same, with as many forwards more."""
+    kept, again = (train(EXACT[name], 2, Recipe(recompute=names)) for names in ((), ("block1",)))
+    assert kept[0].losses == again[0].losses
+    assert (kept[0].strategy.num_recomputed, again[0].strategy.num_recomputed) == (0, 4)
+    assert again[0].memory["activations"] < kept[0].memory["activations"]
+
+
+@exact
+def test_more_micro_batches_than_rows_leave_some_empty(name: str) -> None:
+    """11 rows for 4 ranks, 2 or 3 each, in 3 micro-batches."""
+    recipe = Recipe(micro_batches=3)
+    np.testing.assert_allclose(train(EXACT[name], 4, recipe)[0].losses, serial().losses, rtol=1e-12)
+
+
+# What it costs
+
+
+@every
+@pytest.mark.parametrize("ranks", RANKS)
+def test_predicted_is_recorded(name: str, ranks: int) -> None:
+    assert "two columns compared" in verdict(train(ALL[name], ranks, steps=2))
+
+
+VARIANTS = {
+    "micro-batches, clipped": (Recipe(micro_batches=3, clip=0.1), model),
+    "float32": (Recipe(dtype="float32", optimizer=SGD), model),
+    "float16": (Recipe(dtype="float16"), model),
+    "bfloat16, recomputed": (Recipe(dtype="bfloat16", recompute=("block0", "block1")), model),
+    "tied": (Recipe(micro_batches=2), partial(model, is_tied=True)),
+    "tied neighbours": (Recipe(), partial(model, is_tied=True, layers=1)),
+}
+
+
+@every
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_predicted_is_recorded_and_memory_is_counted(name: str, variant: str) -> None:
+    recipe, of = VARIANTS[variant]
+    ends = train(ALL[name], 4, recipe, of=of, steps=2)
+    verdict(ends)
+    for end in ends:
+        for category, (formula, counted) in end.memory.items():
+            assert formula == counted, category
+
+
+@every
+def test_what_was_lent_is_given_back(name: str) -> None:
+    strategy = train(ALL[name], 3)[0].strategy
+    assert strategy.memory.now["activations"] == 0
+    assert strategy.memory.now["buffers"] == 0
+    assert strategy.memory.peak["activations"] > 0
+
+
+def extra(strategy: Strategy) -> None:
+    """A call that nobody predicted."""
+    with collectives.phase("loss"):
+        assert strategy.comm is not None
+        strategy.comm.all_reduce(np.zeros(1), algorithm="ring")
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_a_rogue_call_is_noticed(name: str) -> None:
+    with pytest.raises(TrafficMismatch, match="loss"):
+        verdict(train(ALL[name], 3, after=extra))
+
+
+def bytes_of(name: str, ranks: int, **recipe: Any) -> float:
+    """What a rank sends in a step on average, in units of the parameters; no small messages."""
+    strategy = train(ALL[name], ranks, Recipe(**recipe), steps=1)[0].strategy
+    calls = strategy.traffic_of_steps(1)
+    whole_model = strategy.model.num_parameters * strategy.dtype.itemsize
+    return float(sum(call.sent(ranks).bytes for call in calls) / ranks / whole_model)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_formulas_of_the_papers(ranks: int, k: int) -> None:
+    """Psi elements times these, times (N-1)/N: Rajbhandari et al. 2020, with k micro-batches."""
+    times = {"ddp": 2, "zero1": 2, "zero2": k + 1, "zero3": 3 * k, "zero3, kept": 2 * k}
+    for name, multiple in times.items():
+        found = bytes_of(name, ranks, micro_batches=k)
+        assert found == pytest.approx(multiple * (ranks - 1) / ranks, rel=1e-12), name
+
+
+def test_the_formula_of_hierarchical_sharding() -> None:
+    """3 Psi (g-1)/g within a group and 2 Psi/g (G-1)/G between groups."""
+    assert bytes_of("hsdp", 8) == pytest.approx(3 * 3 / 4 + 2 / 4 * 1 / 2, rel=1e-12)
+
+
+# Overflow
+
+
+@every
+def test_a_step_that_overflows_is_skipped_everywhere(name: str) -> None:
+    """The scale begins so high that the first steps overflow; it is halved until one does not."""
+
+    def with_high_scale(*given: Any) -> Strategy:
+        strategy = ALL[name](*given)
+        strategy.loss_scale.value = 2.0**40
+        return strategy
+
+    ends = train(with_high_scale, 3, Recipe(dtype="float16"), steps=40)
+    verdict(ends)
+    skipped = {end.strategy.num_skipped for end in ends}
+    assert len(skipped) == 1 and 0 < skipped.pop() < 40
+    assert {end.strategy.loss_scale.value for end in ends} == {ends[0].strategy.loss_scale.value}
+    assert np.isfinite(ends[0].losses).all() and ends[0].losses[-1] < ends[0].losses[0]
+
+
+# Misuse
+
+
+def outcome(
+    make: Make, ranks: int, of: Any = lambda rank: model(), recipe: Any = lambda rank: Recipe()
+) -> list[str]:
+    """What every rank raises."""
+
+    def fn(comm: Communicator) -> str:
+        try:
+            strategy = make(comm, of(comm.rank), recipe(comm.rank))
+            strategy.start()
+            strategy.train(1, batch, ROWS * CONTEXT, nothing)
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return list(collectives.run(fn, size=ranks))
+
+
+@every
+def test_models_of_other_shapes_are_refused_on_all_ranks(name: str) -> None:
+    """Rank 1's head is of another width."""
+
+    def of(rank: int) -> Model:
+        layers = model().layers | {"head": Linear(6, 256 + (rank == 1))}
+        return Model(layers)
+
+    said = outcome(ALL[name], 3, of)
+    assert said == 3 * ["ModelsDiffer: these are not as on rank 0: head of rank 1"]
+
+
+@every
+def test_models_of_other_sizes_are_refused_on_all_ranks(name: str) -> None:
+    said = outcome(ALL[name], 3, lambda rank: model(layers=1 + (rank == 2)))
+    assert said == 3 * ["ModelsDiffer: ranks have models of [3, 3, 4] layers"]
+
+
+def test_initial_values_that_differ_are_refused_where_nobody_sends_them() -> None:
+    seeds = {0: 0, 1: 5, 2: 5}
+    for kind in (Zero1, Zero2, Zero3, Hsdp, ZeroPlusPlus):
+        said = outcome(kind, 3, lambda _: model(), lambda rank: Recipe(seed=seeds[rank]))
+        assert set(said) == {said[0]}
+        assert "not as on rank 0: embedding of ranks 1, 2, block0 of ranks 1, 2" in said[0]
+
+
+def test_rank_0_gives_initial_values_where_it_sends_them() -> None:
+    for kind in (DataParallel, ServerSync):
+        ends = outcome(kind, 3, lambda _: model(), lambda rank: Recipe(seed=rank))
+        assert ends == 3 * [""]
+
+
+OTHER = {
+    "micro_batches": Recipe(micro_batches=2),
+    "clip": Recipe(clip=1.0),
+    "dtype": Recipe(dtype="float32"),
+    "optimizer": Recipe(optimizer=partial(Adam, lr=0.1)),
+}
+
+
+@every
+@pytest.mark.parametrize("option", OTHER)
+def test_options_that_differ_are_refused_on_all_ranks(name: str, option: str) -> None:
+    """Or the ranks would make different calls, and wait for each other for ever."""
+    said = outcome(ALL[name], 3, recipe=lambda rank: OTHER[option] if rank == 2 else Recipe())
+    assert set(said) == {said[0]}
+    assert said[0].startswith("ModelsDiffer: these are not as on rank 0: ")
+    assert said[0].endswith(f"option {option} of rank 2")
+
+
+DIFFERENT = {
+    "bucket_bytes": lambda comm, *given: DataParallel(comm, *given, bucket_bytes=1 + comm.rank),
+    "find_unused": lambda comm, *given: DataParallel(comm, *given, find_unused=comm.rank > 0),
+    "hook": lambda comm, *given: DataParallel(comm, *given, hook=Int8Blocks(8 + comm.rank)),
+    "keep_after_forward": lambda comm, *given: Zero3(
+        comm, *given, keep_after_forward=comm.rank > 0
+    ),
+    "group": lambda comm, *given: Hsdp(comm, *given, group=2 if comm.rank < 2 else 4),
+    "block": lambda comm, *given: ZeroPlusPlus(comm, *given, block=8 + comm.rank),
+    "algorithm": lambda comm, *given: Zero1(
+        comm, *given, algorithm="direct" if comm.rank else "ring"
+    ),
+    "bound": lambda comm, *given: ServerAsync(comm, *given, bound=comm.rank),
+    "strategy": lambda comm, *given: (Zero2 if comm.rank else Zero1)(comm, *given),
+}
+
+
+@pytest.mark.parametrize("option", DIFFERENT)
+def test_other_options_of_a_strategy_are_refused_on_all_ranks(option: str) -> None:
+    said = outcome(DIFFERENT[option], 4)
+    assert set(said) == {said[0]} and f"option {option} of rank" in said[0]
+
+
+def test_other_strategies_are_refused_on_all_ranks() -> None:
+    def make(comm: Communicator, *given: Any) -> Strategy:
+        return (Zero1 if comm.rank else Zero3)(comm, *given)
+
+    assert outcome(make, 2) == 2 * [
+        "ModelsDiffer: ranks train by different strategies, with different options"
+    ]
+
+
+class Skipping(Model):
+    """Leaves out a layer on some rank."""
+
+    def __init__(self, skipped: str) -> None:
+        super().__init__(model().layers)
+        self.skipped = skipped
+
+    def route(self) -> list[str]:
+        return [name for name in self.layers if name != self.skipped]
+
+
+@every
+def test_a_layer_without_gradient_is_refused_on_all_ranks(name: str) -> None:
+    said = outcome(ALL[name], 3, lambda rank: Skipping("block1" if rank else ""))
+    assert said == 3 * ["NoGradient: no gradient in this step for block1 (on ranks 1, 2)"]
+
+
+@every
+def test_a_layer_that_one_micro_batch_uses_has_a_gradient(name: str) -> None:
+    class Sometimes(Skipping):
+        def route(self) -> list[str]:
+            self.skipped = "" if self.skipped else "block1"
+            return super().route()
+
+    steps = train(ALL[name], 2, Recipe(micro_batches=2), of=lambda: Sometimes(""), steps=2)
+    assert len(steps[0].losses) == 2
+
+
+@pytest.mark.parametrize("kind", [Hsdp, ZeroPlusPlus])
+def test_groups_that_do_not_divide_the_ranks_are_refused(kind: Any) -> None:
+    said = outcome(partial(kind, group=2), 3, lambda _: model())
+    assert said == 3 * ["ValueError: 3 ranks cannot be divided into groups of 2"]
+
+
+def test_the_errors_are_value_errors() -> None:
+    assert issubclass(ModelsDiffer, ValueError) and issubclass(NoGradient, ValueError)

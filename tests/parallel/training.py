@@ -1,0 +1,111 @@
+"""A small model trained by any strategy on threads as ranks, and what each rank brings home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import collectives
+from collectives import Communicator
+from parallel import text
+from parallel.gpt import gpt
+from parallel.memory import predicted
+from parallel.nn import Model
+from parallel.strategy import Recipe, Strategy
+from parallel.traffic import TrafficTable
+
+ROWS, CONTEXT = 11, 4  # 11 rows on 2, 3, 4, 5 and 8 ranks: every division is uneven
+DATA = text.load(__file__)
+
+Make = Callable[..., Strategy]
+Values = dict[str, np.ndarray]
+
+
+class End(NamedTuple):
+    """Of one rank; `table` on rank 0 only."""
+
+    losses: list[float]
+    held: dict[str, tuple[slice, np.ndarray]]  # parameters, and which elements of the unit
+    strategy: Any
+    memory: dict[str, tuple[int, int]]  # by formula, and counted
+    table: TrafficTable | None
+
+
+def model(*, is_tied: bool = False, layers: int = 2) -> Model:
+    """Units whose sizes 3, 4, 5 and 8 ranks divide unevenly."""
+    return gpt(layers=layers, hidden=6, heads=2, context=CONTEXT, is_tied=is_tied)
+
+
+def batch(step: int, rank: int, ranks: int) -> Any:
+    where = {"size": ROWS, "context": CONTEXT, "rank": rank, "ranks": ranks}
+    return text.batch(DATA, seed=0, step=step, **where)
+
+
+def nothing(*_: object) -> None:
+    """Does nothing."""
+
+
+def train(
+    make: Make,
+    ranks: int,
+    recipe: Recipe | None = None,
+    *,
+    steps: int = 4,
+    of: Callable[[], Model] = model,
+    after: Callable[[Any], object] = nothing,
+) -> list[End]:
+    """Every rank's end of so many steps; `after` may do more, while all is recorded."""
+
+    def fn(comm: Communicator) -> End:
+        strategy = make(comm, of(), recipe or Recipe())
+        with comm.record() as ledger:
+            strategy.start()
+            losses = strategy.train(steps, batch, ROWS * CONTEXT, nothing)
+            after(strategy)
+        whole = ledger.gather()
+        calls = strategy.traffic(steps)
+        table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
+        return End(losses, held_by(strategy), strategy, kept_by(strategy), table)
+
+    ends: list[End] = collectives.run(fn, size=ranks)
+    return ends
+
+
+def held_by(strategy: Strategy) -> dict[str, tuple[slice, np.ndarray]]:
+    return {unit: (strategy.held(unit), x.copy()) for unit, x in strategy.parameters.items()}
+
+
+def kept_by(strategy: Strategy) -> dict[str, tuple[int, int]]:
+    """Memory by formula, and the most that was counted."""
+    rows = len(batch(0, *strategy.part)[0])
+    formula, counted = predicted(strategy, rows, CONTEXT), strategy.memory.peak
+    return {name: (formula[name], counted[name]) for name in formula | counted}
+
+
+@cache
+def serial(recipe: Recipe | None = None, steps: int = 4, **options: Any) -> End:
+    """One rank."""
+    (end,) = train(lambda _, *given: Strategy(None, *given), 1, recipe, steps=steps, **options)
+    return end
+
+
+def whole(ends: list[End]) -> Values:
+    """The parameters that all ranks hold together; AssertionError if two hold different bits."""
+    found = {unit: np.zeros(n) for unit, n in ends[0].strategy.model.sizes.items()}
+    known = {unit: np.zeros(x.size, bool) for unit, x in found.items()}
+    for end in ends:
+        for unit, (part, x) in end.held.items():
+            before = found[unit][part][known[unit][part]]
+            np.testing.assert_array_equal(x[known[unit][part]].astype(float), before)
+            found[unit][part], known[unit][part] = x, True
+    assert all(each.all() for each in known.values())
+    return found
+
+
+def verdict(ends: list[End]) -> str:
+    """Of the comparison of predicted and recorded traffic."""
+    assert ends[0].table is not None
+    return ends[0].table.check()
