@@ -1,8 +1,8 @@
 """Training strategies side by side: what each sends, keeps and takes, and whether it is exact.
 
-1. Every strategy in float16 on the largest number of ranks: bytes sent per rank and step over
-   2 Psi, memory per rank over 16 Psi, seconds per step, all counted in the run; the columns of the
-   table in Rajbhandari et al. 2020.  Psi is the number of parameters.
+1. Every strategy in float16 on the largest number of ranks: bytes sent by a rank in a step over
+   those of 2 Psi elements, memory per rank over 16 Psi bytes, time per step, all counted in the
+   run: the columns of the table in Rajbhandari et al. 2020.  Psi is the number of parameters.
 2. Every strategy on every number of ranks, in float64 and float32: the largest difference of its
    losses from those of one rank on the same batches.
 
@@ -27,10 +27,13 @@ from bench.jobs import Jobs, has_mpi
 from bench.verdict import largest_difference
 from collectives.monitor import MPIRUN_ARGS
 from collectives.mpirun import find_mpirun
+from parallel.hsdp import group_size
 from parallel.show import console_of, print_table, table_with
+from parallel.traffic import ALL as TOGETHER
 
 STEPS = {"float64": (100, 1e-9), "float32": (20, 1e-5)}  # so many, and so close
 RANKS = (1, 2, 3, 4, 5, 8)
+KEPT = "parameters", "gradients", "optimizer", "master"
 PRICE = 5  # steps of which traffic, memory and time are told
 
 
@@ -64,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.set_defaults(run=run)
     add("--only", action="append", choices=[kind.name for kind in KINDS], metavar="STRATEGY",
-        help="this one, and others that are named so; default: all")  # fmt: skip
+        help="this one; may be given several times; default: all")  # fmt: skip
     add("--ranks", type=numbers, default=RANKS, metavar="N,N", help="default: 1,2,3,4,5,8")
     add("--layers", default="2", help="blocks of the model, default: %(default)s")
     add("--hidden", default="32", help="its width, default: %(default)s")
@@ -124,7 +127,8 @@ class Strategies:
 
     def price(self, ranks: int) -> None:
         """The first table."""
-        table = table_with("strategy", numbers=["sent / 2 Psi", "kept / 16 Psi", "ms a step"])
+        heads = ["sent / 2 Psi", "between groups", "kept / 16 Psi", "at most", "ms a step"]
+        table = table_with("strategy", numbers=heads)
         for kind in self.kinds:
             if result := self.train(kind, ranks, "float16", PRICE):
                 table.add_row(kind.name, *(f"{number:.3f}" for number in costs(result)))
@@ -155,25 +159,41 @@ class Strategies:
         print_table(table, self.jobs.console)
 
 
-def costs(result: dict[str, Any]) -> tuple[float, float, float]:
-    """Of a rank, on average: bytes sent in a step over 2 Psi elements', memory, milliseconds.
+class Costs(NamedTuple):
+    """Of a rank: bytes sent in a step, on average, over those of 2 Psi elements, and of these what
+    leaves its group; bytes kept from step to step, on average and at most, over 16 Psi;
+    milliseconds a step, the median.
+    """
 
-    Of the traffic what was sent in steps, large and small; of the memory what a rank keeps from
-    step to step, wherever that is.
+    sent: float
+    between: float
+    kept: float
+    most: float
+    milliseconds: float
+
+
+def costs(result: dict[str, Any]) -> Costs:
+    """What a run of `parallel.train` says.
+
+    Of the traffic what was sent in steps, large and small; of the memory what is kept wherever that
+    is.  Groups are those of hierarchical sharding.
     """
     psi, ranks = result["parameters"], result["ranks"]
-    steps = result["steps"] * ranks
-    sent = sum(
+    in_steps = [
         row["recorded"]["bytes"] for row in result["traffic"]["rows"]
-        if row["collective"] != "(together)" and not row["phase"].startswith("start")
-    )  # fmt: skip
-    kept = sum(
-        counted for rank in result["ranks_kept"] for name, (_, counted) in rank.items()
-        if name.partition(",")[0] in ("parameters", "gradients", "optimizer", "master")
-    )  # fmt: skip
-    return (
-        sent / steps / (2 * psi * 2), kept / ranks / (16 * psi),
-        1e3 * result["seconds"] / result["steps"],
+        if row["collective"] != TOGETHER and not row["phase"].startswith("start")
+    ]  # fmt: skip
+    matrix = np.array(result["traffic"]["matrix"])
+    group = np.arange(ranks) // group_size(ranks)
+    leaving = matrix[group[:, None] != group[None, :]].sum() / max(matrix.sum(), 1)
+    kept = [
+        sum(counted for name, (_, counted) in rank.items() if name.partition(",")[0] in KEPT)
+        for rank in result["ranks_kept"]
+    ]
+    sent = sum(in_steps) / (result["steps"] * ranks * 2 * psi * 2)
+    return Costs(
+        sent, sent * leaving, sum(kept) / ranks / (16 * psi), max(kept) / (16 * psi),
+        1e3 * result["seconds_per_step"],
     )  # fmt: skip
 
 

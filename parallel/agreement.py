@@ -1,18 +1,21 @@
-"""Before the first step: whether all ranks train the same model in the same way."""
+"""Whether all ranks train the same model in the same way; and all hear of what fails on some."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 
 from collectives import Communicator
-from parallel.nn import Spec
+from parallel.nn import Layer, Spec
 from parallel.traffic import PredictedCall
 
 DIGEST = 32  # bytes
+REPORT = np.dtype([("doing", "S64"), ("why", "S448")])  # of a rank: why it failed, or nothing
+PLAIN = bool, int, float, str, tuple
 Digests = dict[str, bytes]
 
 
@@ -35,8 +38,16 @@ def shapes_of(specs: Mapping[str, Spec]) -> list[Any]:
 
 def options_of(thing: object) -> list[Any]:
     """What an optimizer or a hook was told, and what it is."""
-    plain = {k: v for k, v in vars(thing).items() if isinstance(v, (bool, int, float, str, tuple))}
-    return [type(thing).__name__, sorted(plain.items())]
+    told = {k: v for k, v in vars(thing).items() if isinstance(v, (*PLAIN, np.dtype))}
+    return [type(thing).__name__, sorted(told.items())]
+
+
+def layers_of(layers: Mapping[str, Layer]) -> list[Any]:
+    """What they are, what they were told, and so on inside."""
+    return [
+        [name, options_of(layer), layers_of(getattr(layer, "layers", {}))]
+        for name, layer in layers.items()
+    ]
 
 
 def check_alike(comm: Communicator, units: Digests, options: Digests) -> None:
@@ -55,7 +66,42 @@ def check_alike(comm: Communicator, units: Digests, options: Digests) -> None:
         for i, name in enumerate(both) if differs[:, i].any()
     ]  # fmt: skip
     if said:
-        raise ModelsDiffer(f"these are not as on rank 0: {', '.join(said)}")
+        what = "shapes or initial values of layers, or options, differ from rank 0's"
+        raise ModelsDiffer(f"{what}: {', '.join(said)}")
+
+
+@contextmanager
+def together(
+    comm: Communicator | None,
+    phase: Callable[[str], AbstractContextManager[None]],
+    label: str,
+    doing: str,
+    failure: type[Exception],
+) -> Iterator[None]:
+    """What fails inside on some ranks is raised on all, after all have come to the end.
+
+    `doing`: in words what it is, the same on all ranks.  The reports are sent in phase `label`.
+    """
+    why, cause = "", None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+        why, cause = str(error) or repr(error), error
+    reports = np.array([(doing.encode(), why.encode())], REPORT)
+    if comm is not None:
+        with phase(label):
+            table = comm.all_gather(reports.view(np.uint8)[None], algorithm="ring")
+        reports = table.view(REPORT)[:, 0]
+    if (reports["doing"] != reports["doing"][0]).any():
+        raise failure(f"ranks do not do the same: {by_rank(reports['doing'])}")
+    if reports["why"].any():
+        raise failure(f"{doing} failed: {by_rank(reports['why'])}") from cause
+
+
+def by_rank(texts: np.ndarray[Any, Any]) -> str:
+    """What ranks say, unless it is nothing: "rank 1: this; ranks 0, 2: that"."""
+    said = [text for text in dict.fromkeys(texts.tolist()) if text]
+    return "; ".join(f"{ranks_in_words(texts == x)}: {x.decode(errors='ignore')}" for x in said)
 
 
 def traffic(phase: str, size: int, num_units: int, num_options: int) -> list[PredictedCall]:

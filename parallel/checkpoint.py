@@ -23,10 +23,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from array_api_compat import array_namespace, to_device
 
-from parallel.agreement import ranks_in_words
+from parallel.agreement import REPORT, together
 from parallel.nn import Array
 from parallel.precision import master_dtype
 from parallel.shards import span
@@ -37,7 +36,6 @@ ABOUT = "checkpoint.json"
 VALUES = "values"  # what is kept of a unit beside the states of the optimizer
 UNFINISHED = ".unfinished-"  # begins the name of what is no checkpoint yet, or no longer
 STAGES = {"save": 3, "load": 2}
-REPORT = np.dtype([("doing", "S64"), ("why", "S448")])  # of a rank: why it failed, or nothing
 
 
 class SaveFailed(OSError):  # noqa: N818 - as the others of its kind are named
@@ -61,12 +59,12 @@ def save(strategy: Strategy, root: str | Path, step: int, keep: int | None = Non
     unfinished = place.with_name(UNFINISHED + place.name)
     doing, is_first = f"saving step {step}", strategy.rank == 0
     try:
-        with together(strategy, "save", doing, SaveFailed):
+        with together(strategy.comm, strategy.phase, "save", doing, SaveFailed):
             if is_first:
                 prepare(unfinished, place)
-        with together(strategy, "save", doing, SaveFailed):
+        with together(strategy.comm, strategy.phase, "save", doing, SaveFailed):
             write_part(strategy, unfinished, step)
-        with together(strategy, "save", doing, SaveFailed):
+        with together(strategy.comm, strategy.phase, "save", doing, SaveFailed):
             if is_first:
                 finish(strategy, unfinished, place, step)
                 forget(place, keep)
@@ -80,15 +78,15 @@ def save(strategy: Strategy, root: str | Path, step: int, keep: int | None = Non
 def load(strategy: Strategy, path: str | Path) -> int:
     """Go on from the checkpoint in this directory, filling arrays in place; the steps done.
 
-    All ranks call this, after `start` or instead of it.  LoadFailed on all ranks, with nothing
-    changed, if one finds it incomplete, or of another model, dtype or kind of optimizer.  The
-    optimizer's rates and the like stay those of the recipe.
+    All ranks call this, and `resume` of the strategy or `start` before it.  LoadFailed on all
+    ranks, with nothing changed, if one finds it incomplete, or of another model, dtype or kind of
+    optimizer.  The optimizer's rates and the like stay those of the recipe.
     """
     path = Path(path)
-    with together(strategy, "load", f"loading {path.name}", LoadFailed):
+    with together(strategy.comm, strategy.phase, "load", f"loading {path.name}", LoadFailed):
         checkpoint = Checkpoint(path)
         checkpoint.check(strategy)
-    with together(strategy, "load", f"loading {path.name}", LoadFailed):
+    with together(strategy.comm, strategy.phase, "load", f"loading {path.name}", LoadFailed):
         checkpoint.fill(strategy)
     return int(checkpoint.about["step"])
 
@@ -102,33 +100,6 @@ def traffic(strategy: Strategy, phase: str = "save") -> list[PredictedCall]:
     """What one "save" or "load" sends: after each of its stages every rank says how it went."""
     nbytes = REPORT.itemsize * strategy.size
     return [PredictedCall(phase, "all_gather", "ring", nbytes, STAGES[phase])]
-
-
-@contextlib.contextmanager
-def together(
-    strategy: Strategy, phase: str, doing: str, failure: type[Exception]
-) -> Iterator[None]:
-    """What fails inside on some ranks is raised on all, after all have come to the end."""
-    why, cause = "", None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
-        why, cause = str(error) or repr(error), error
-    reports = np.array([(doing.encode(), why.encode())], REPORT)
-    if strategy.comm is not None:
-        with strategy.phase(phase):
-            table = strategy.comm.all_gather(reports.view(np.uint8)[None], algorithm="ring")
-        reports = table.view(REPORT)[:, 0]
-    if (reports["doing"] != reports["doing"][0]).any():
-        raise failure(f"ranks do not do the same: {by_rank(reports['doing'])}")
-    if reports["why"].any():
-        raise failure(f"{doing} failed: {by_rank(reports['why'])}") from cause
-
-
-def by_rank(texts: np.ndarray[Any, Any]) -> str:
-    """What ranks say, unless it is nothing: "rank 1: this; ranks 0, 2: that"."""
-    said = [text for text in dict.fromkeys(texts.tolist()) if text]
-    return "; ".join(f"{ranks_in_words(texts == x)}: {x.decode(errors='ignore')}" for x in said)
 
 
 # Writing
@@ -280,7 +251,12 @@ def reading(path: Path) -> Iterator[None]:
 def complete(root: Path) -> list[Path]:
     """The checkpoints in `root`, by their steps."""
     steps = [p for p in root.glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
-    return sorted((p for p in steps if (p / ABOUT).is_file()), key=lambda p: int(p.name[5:]))
+    return sorted((p for p in steps if (p / ABOUT).is_file()), key=steps_of)
+
+
+def steps_of(path: Path) -> int:
+    """How many steps a checkpoint has done."""
+    return int(path.name.removeprefix("step-"))
 
 
 # What both need

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import collectives
+from array_api_compat import numpy as numpy_namespace
+
 from collectives import Communicator
 from parallel.data import DataParallel, Hook
 from parallel.elastic import Doomed, Elastic
 from parallel.hooks import Compressed, Int8Blocks, PowerSGD
-from parallel.hsdp import Hsdp, group_size
+from parallel.hsdp import Hsdp
 from parallel.offload import Device, Disk, Host, Place
 from parallel.optim import SGD, Adam, AdamW
 from parallel.server import ServerAsync, ServerSync
@@ -73,14 +74,15 @@ def make(comm: Communicator, model: Model, options: argparse.Namespace, **more: 
     if strangers := sorted(given.keys() - set(own)):
         words = ", ".join("--" + name.replace("_", "-") for name in strangers)
         raise ValueError(f"the strategy {options.strategy} takes no {words}")
+    if options.algorithm is not None and options.strategy == "serial":
+        raise ValueError("the strategy serial takes no --algorithm")
     if options.algorithm is not None:
-        require_algorithm(options, comm.size)
         more["algorithm"] = options.algorithm
     if options.strategy == "elastic":
         given.setdefault("kill", (-1, -1))
     if "hook" in given:
         given["hook"] = hook(given["hook"])  # one of each rank's own, for it may keep a state
-    return kind(comm, model, recipe(model, options), **given, **more)
+    return kind(comm, model, recipe(comm, model, options), **given, **more)
 
 
 def check_saving(options: argparse.Namespace) -> None:
@@ -89,48 +91,13 @@ def check_saving(options: argparse.Namespace) -> None:
         raise ValueError("--save-every needs --save, which says where")
     if options.save_every is not None and options.strategy == "server-async":
         raise ValueError("server-async saves at the end only: until then no two ranks are in step")
+    if (options.hook or "").startswith("powersgd") and (options.save or options.resume):
+        raise ValueError("powersgd takes no --save or --resume: what it remembers is not saved")
     if options.strategy == "elastic" and (options.save or options.resume):
         raise ValueError("the elastic strategy takes no --save or --resume")
 
 
-def require_algorithm(options: argparse.Namespace, size: int) -> None:
-    """ValueError if a collective has no such algorithm, or it does not do on so many ranks."""
-    if not (collectives_of := large_collectives(options, size)):
-        raise ValueError(f"the strategy {options.strategy} takes no --algorithm")
-    for collective, sizes in collectives_of.items():
-        info = collectives.algorithms.info(collective, options.algorithm)
-        if wrong := [n for n in sizes if not info.serves(n)]:
-            raise ValueError(f"{collective}.{options.algorithm} does not run on {wrong[0]} ranks")
-        if not info.is_bitwise:
-            raise ValueError(
-                f"by {collective}.{options.algorithm} ranks get other last bits,"
-                " and so parameters that differ"
-            )
-
-
-def large_collectives(options: argparse.Namespace, size: int) -> dict[str, Iterable[int]]:
-    """What --algorithm is of, each with the numbers of ranks that call it together."""
-    match options.strategy:
-        case "server-sync":
-            return {"broadcast": [size], "reduce": [size]}
-        case "server-async":
-            return {"broadcast": [size]}
-        case "ddp":
-            return {"all_reduce": [size]}
-        case "elastic":
-            return {"all_reduce": range(1, size + 1)}
-        case "zero1" | "zero2" | "zero3":
-            return {"reduce_scatter": [size], "all_gather": [size]}
-        case "hsdp":
-            group = group_size(size, options.group)
-            groups = size // group
-            return {"reduce_scatter": [group], "all_gather": [group], "all_reduce": [groups]}
-        case "zeropp":
-            return {"all_gather": [size, group_size(size, options.group)]}
-    return {}
-
-
-def recipe(model: Model, options: argparse.Namespace) -> Recipe:
+def recipe(comm: Communicator, model: Model, options: argparse.Namespace) -> Recipe:
     """What does not depend on the strategy."""
     blocks = [name for name in model.layers if name.startswith("block")]
     return Recipe(
@@ -141,7 +108,19 @@ def recipe(model: Model, options: argparse.Namespace) -> Recipe:
         recompute=blocks if options.recompute else (),
         seed=options.seed,
         place=place(options.offload),
+        xp=namespace(options.device, comm.rank),
     )
+
+
+def namespace(device: str, rank: int) -> Any:
+    """Where arrays are: NumPy's namespace, or ("cuda") CuPy's, with a GPU for each rank in turn."""
+    if device == "cpu":
+        return numpy_namespace
+    import cupy  # noqa: PLC0415 - only who asks for a GPU needs it
+    from array_api_compat import cupy as cupy_namespace  # noqa: PLC0415
+
+    cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
+    return cupy_namespace
 
 
 def hook(word: str) -> Hook:

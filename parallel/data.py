@@ -77,15 +77,14 @@ class DataParallel(Strategy):
 
     | phase             | collective | calls | bytes a call    |
     |-------------------|------------|-------|-----------------|
-    | start/check       | all_gather | 2     | 16 p (p-1), 32 (u + 10) p (p-1) |
     | start/broadcast   | broadcast  | u     | (p-1) n(unit)   |
     | backward/bucket b | all_reduce | S     | 2 (p-1) n(b)    |
-    | loss              | all_reduce | S     | 16 p log2 p (p a power of two) |
+    | unused            | all_reduce | S     | u p log2 p, with `find_unused` |
 
-    so that a rank sends 2 Psi (p-1)/p elements a step.  Each rank's loss is the sum over its own
-    rows divided by the rows of the whole batch, and ranks are combined by a sum: exact for uneven
-    parts too.  Every rank then makes the same update of the same parameters.  Li et al. 2020
-    (PyTorch DDP).
+    beside what all strategies send; that is 2 Psi (p-1)/p elements a rank and step.  Each rank's
+    loss is the sum over its own rows divided by the rows of the whole batch, and ranks are combined
+    by a sum: exact for uneven parts too.  Every rank then makes the same update of the same
+    parameters.  Li et al. 2020 (PyTorch DDP).
 
     Initial values are rank 0's, whatever the others drew; shapes and dtypes must be the same.
     `hook`: what sums a bucket instead of an all-reduce (`parallel.hooks`).  `find_unused`: a layer
@@ -95,6 +94,7 @@ class DataParallel(Strategy):
 
     comm: Communicator
     must_begin_alike = False
+    large = ("all_reduce",)
 
     def __init__(
         self,
@@ -108,6 +108,8 @@ class DataParallel(Strategy):
         self.most_bytes, self.hook = bucket_bytes, hook or AllReduce()
         self.find_unused, self.broadcast_algorithm = find_unused, broadcast_algorithm
         self.is_syncing = True
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes is at least 1, not {bucket_bytes}")
         super().__init__(*args, **more)
 
     # What is kept

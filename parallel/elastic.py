@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,10 @@ class Elastic(DataParallel):
         if self.masters is not self.owned:
             self._state += self.parameters.values()
         self._before = [array.copy() for array in self._state]  # the last update
+
+    def calls_of_many(self) -> dict[str, Collection[int]]:
+        """Any number of ranks may be left."""
+        return dict.fromkeys(self.large, range(1, self.size + 1))
 
     def start(self) -> None:
         while self.num_steps < 0:

@@ -6,6 +6,7 @@ A group is the ranks of a host, as a rule, so that what is gathered does not lea
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import collectives
@@ -70,16 +71,23 @@ class Grouped(Zero3):
 class Hsdp(Grouped):
     """ZeRO-3 within each group of g ranks; between the G groups gradients are summed once a step.
 
-    | phase          | collective     | calls                    | bytes a call             |
-    |----------------|----------------|--------------------------|--------------------------|
-    | forward/unit   | all_gather     | k a group, micro-batches | (g-1) n(unit)            |
-    | backward/unit  | all_gather     | k a group                | (g-1) n(unit)            |
-    | backward/unit  | reduce_scatter | k a group                | (g-1) n(unit)            |
-    | replicate/unit | all_reduce     | one for each shard       | 2 (G-1) n(shard)         |
+    In S steps of k micro-batches
 
-    In a step a rank sends 3 k Psi (g-1)/g elements within its group and 2 Psi/g (G-1)/G out of it.
+    | phase          | collective     | calls           | bytes a call      |
+    |----------------|----------------|-----------------|-------------------|
+    | forward/unit   | all_gather     | k S a group     | (g-1) n(unit)     |
+    | backward/unit  | all_gather     | k S a group     | (g-1) n(unit)     |
+    | backward/unit  | reduce_scatter | k S a group     | (g-1) n(unit)     |
+    | replicate/unit | all_reduce     | S of each shard | 2 (G-1) n(shard)  |
+
+    and the norm, within each group.  In a step a rank sends 3 k Psi (g-1)/g elements within its
+    group and 2 Psi/g (G-1)/G out of it.
     With one group it is ZeRO-3, with groups of one rank data parallelism.
     """
+
+    def calls_of_many(self) -> dict[str, Collection[int]]:
+        calls: dict[str, Collection[int]] = {"all_reduce": (self.mesh.groups,)}
+        return calls | dict.fromkeys(self.large, (self.mesh.group,))
 
     @property
     def shard_comm(self) -> Communicator:

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import ClassVar
 
+import numpy as np
 from array_api_compat import array_namespace
 
 from parallel.nn import Array
 
 PIECE = 1 << 14  # elements updated at a time: with their temporaries they stay in the cache
+
+
+def pieces(*arrays: Array) -> Iterator[list[Array]]:
+    """The same elements of each of these arrays: all at once on a GPU, else as the cache holds."""
+    size = arrays[0].shape[0]
+    step = PIECE if isinstance(arrays[0], np.ndarray) else max(size, 1)
+    for start in range(0, size, step):
+        yield [x[start : start + step] for x in arrays]
 
 
 def zeros_like(x: Array) -> Array:
@@ -61,14 +70,12 @@ class Optimizer(ABC):
             self._update_whole(name, gradient, scale)
 
     def _update_whole(self, name: str, gradient: Array, scale: float) -> None:
-        whole = self.values[name], *(state[name] for state in self.states.values())
-        if gradient.shape != whole[0].shape:
-            raise ValueError(f"{name!r}: a gradient {gradient.shape} for values {whole[0].shape}")
-        for start in range(0, gradient.shape[0], PIECE):
-            x, *states = (array[start : start + PIECE] for array in whole)
-            slope = gradient[start : start + PIECE]
+        x, states = self.values[name], [state[name] for state in self.states.values()]
+        if gradient.shape != x.shape:
+            raise ValueError(f"{name!r}: a gradient {gradient.shape} for values {x.shape}")
+        for part, slope, *others in pieces(x, gradient, *states):
             slope = slope if slope.dtype == x.dtype else slope.astype(x.dtype)
-            self._update(x, slope if scale == 1 else slope * scale, *states)
+            self._update(part, slope if scale == 1 else slope * scale, *others)
 
     @abstractmethod
     def _update(self, x: Array, g: Array, *states: Array) -> None:

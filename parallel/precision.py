@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+SMALLEST = 2.0**-14  # scales of a loss: with less, no gradient would be a normal float16
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -28,8 +29,9 @@ def master_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 class LossScale:
     """By what the loss is multiplied before backward, so that small gradients survive in float16.
 
-    It is halved, and the update skipped, when a gradient overflows; and doubled after `interval`
-    updates without.  Micikevicius et al. 2018.  Other dtypes have range enough: the scale stays 1.
+    It is halved, and the update skipped, when a gradient overflows, and doubled after `interval`
+    updates without; where halving could help no more FloatingPointError is raised.  Micikevicius et
+    al. 2018.  Other dtypes have range enough: the scale stays 1.
     """
 
     def __init__(
@@ -44,6 +46,10 @@ class LossScale:
         if not self.is_dynamic:
             return True
         if not is_finite:
+            if self.value <= SMALLEST:
+                raise FloatingPointError(
+                    f"gradients are not finite with the loss scaled by {self.value:g} either"
+                )
             self.value, self.num_good = self.value / 2, 0
             return False
         self.num_good += 1

@@ -36,6 +36,7 @@ class ParameterServer(Strategy):
     comm: Communicator
     divided: ClassVar[frozenset[str]] = frozenset({"optimizer", "master"})
     must_begin_alike = False
+    large: ClassVar[tuple[str, ...]] = ("broadcast",)
 
     def __init__(self, *args: Any, algorithm: str = "linear", **more: Any) -> None:
         super().__init__(*args, algorithm=algorithm, **more)
@@ -69,19 +70,19 @@ class ServerSync(ParameterServer):
 
     | phase                | collective | calls           | bytes a call            |
     |----------------------|------------|-----------------|-------------------------|
-    | start/check          | all_gather | 2               | 16 p (p-1), 32 (u + 6) p (p-1) |
     | start/broadcast/unit | broadcast  | 1               | (p-1) n(unit)           |
     | data                 | broadcast  | S               | 16 (p-1): r and c       |
     | data                 | scatter    | S               | 16 c (r - r0)           |
     | reduce/unit          | reduce     | S               | (p-1) n(unit)           |
     | norm                 | broadcast  | S, float16 only | 8 (p-1)                 |
     | update/unit          | broadcast  | updates         | (p-1) n(unit)           |
-    | loss                 | all_reduce | S               | 16 p log2 p (p a power of two) |
 
-    so that in a step the server sends (p-1) Psi elements, and each worker Psi.  A step whose
-    gradient overflowed is no update: no parameters are sent.  The norm tells the workers of that.
+    beside what all strategies send.  In a step the server sends (p-1) Psi elements, and each worker
+    Psi.  A step whose gradient overflowed is no update: no parameters are sent.  The norm tells the
+    workers of that.
     """
 
+    large = "broadcast", "reduce"
     shape = 0, 0  # of the batches so far: rows and tokens in each; all are alike
 
     def start(self) -> None:
@@ -142,7 +143,7 @@ class ServerSync(ParameterServer):
 
     def sum_of_squares(self) -> float:
         """The server's; the workers hear of it if their loss scale depends on it."""
-        found = np.array([super().sum_of_squares()])
+        found = np.array([super().sum_of_squares()], np.float64)
         if self.loss_scale.is_dynamic:
             with self.phase("norm"):
                 self.comm.broadcast(found, root=SERVER, out=found, algorithm="linear")
@@ -207,7 +208,7 @@ class ServerAsync(ParameterServer):
 
     | phase              | collective | messages  | bytes                     |
     |--------------------|------------|-----------|---------------------------|
-    | start/check        | all_gather | 2 calls   | (16 + 32 (u + 7)) p (p-1) |
+    | start/check        | all_gather | 2 calls   | (16 + 32 (u + 8)) p (p-1) |
     | async/pull/workerW | send       | S u       | S n(model)                |
     | async/push/workerW | send       | S (u + 1) | S (n(model) + 16)         |
     | finish/unit        | broadcast  | 1 call    | (p-1) n(unit)             |

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
@@ -18,7 +18,7 @@ from parallel.agreement import ranks_in_words
 from parallel.memory import Memory
 from parallel.nn import Array, Model, cross_entropy, on_host
 from parallel.offload import Device, Place
-from parallel.optim import PIECE, Adam, Optimizer
+from parallel.optim import Adam, Optimizer, pieces
 from parallel.precision import LossScale, dtype_of, master_dtype
 from parallel.shards import span
 from parallel.text import Tokens
@@ -54,10 +54,18 @@ class Recipe:
     optimizer: Callable[..., Optimizer] = Adam
     micro_batches: int = 1
     clip: float | None = None
-    recompute: Container[str] = ()
+    recompute: Collection[str] = ()
     seed: int = 0
     xp: Any = host
     place: Callable[[Memory, int], Place] = Device
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise ValueError(f"there is at least one micro-batch, not {self.micro_batches}")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"clip is a norm above 0, or None; not {self.clip}")
+        if isinstance(self.recompute, str):
+            raise ValueError(f"recompute is several names, not one: [{self.recompute!r}]")
 
 
 class Strategy:
@@ -71,10 +79,19 @@ class Strategy:
 
     `whole` are the arrays that layers work on, `parameters` and `gradients` what this rank keeps of
     them, and `owned` and `slopes` the parts of these that it updates.  They are the same here.
+
+    All strategies check before the first step that ranks agree, and tell each other the loss: with
+    u units and o options, those of `options`, S steps and q = log2 p (for p a power of two)
+
+    | phase       | collective | calls | bytes a call                    |
+    |-------------|------------|-------|---------------------------------|
+    | start/check | all_gather | 2     | 16 p (p-1), 32 (u + o) p (p-1)  |
+    | loss        | all_reduce | S     | 16 p q                          |
     """
 
     divided: ClassVar[frozenset[str]] = frozenset()  # categories of memory that ranks divide
     must_begin_alike: ClassVar[bool] = True  # in their initial values too
+    large: ClassVar[tuple[str, ...]] = ()  # the collectives that `algorithm` is of
 
     def __init__(
         self,
@@ -87,6 +104,7 @@ class Strategy:
     ) -> None:
         self.comm, self.model, self.recipe = comm, model, recipe or Recipe()
         self.algorithm, self.phase = algorithm, phase
+        self._check_arguments()
         self.xp, self.dtype = self.recipe.xp, dtype_of(self.recipe.dtype)
         self.memory, self.loss_scale = Memory(), LossScale(self.dtype)
         self.num_updates = self.num_skipped = self.num_recomputed = 0
@@ -94,6 +112,18 @@ class Strategy:
         self.unused: set[str] = set()  # units that took part in it on no rank, and are not updated
         self._allocate()
         self.optimizer = self._make_optimizer()
+
+    def _check_arguments(self) -> None:
+        """ValueError for what no such model or number of ranks can do."""
+        if unknown := [name for name in self.recipe.recompute if name not in self.model.layers]:
+            raise ValueError(f"there is no layer {unknown[0]!r} to recompute")
+        for collective, ranks in self.calls_of_many().items():
+            for size in ranks:
+                check_algorithm(collective, self.algorithm, size)
+
+    def calls_of_many(self) -> dict[str, Collection[int]]:
+        """The collectives that `algorithm` is of, with how many ranks may call each together."""
+        return dict.fromkeys(self.large, (self.size,))
 
     @property
     def rank(self) -> int:
@@ -153,6 +183,10 @@ class Strategy:
 
     def start(self) -> None:
         """What is to be done once, before the first step."""
+        self.check_models()
+
+    def resume(self) -> None:
+        """What is to be done instead if `checkpoint.load` gives the parameters."""
         self.check_models()
 
     def before_forward(self, layer: str) -> None:
@@ -367,6 +401,7 @@ class Strategy:
             "micro_batches": self.recipe.micro_batches,
             "clip": self.recipe.clip,
             "optimizer": agreement.options_of(self.optimizer),
+            "layers": agreement.layers_of(self.model.layers),
         }
 
     # What it says about itself
@@ -383,16 +418,20 @@ class Strategy:
         return said
 
     def traffic(self, steps: int, *, is_resumed: bool = False) -> list[PredictedCall]:
-        """What this strategy sends in `start`, unless the run was resumed, and in so many steps.
+        """What this strategy sends in `start`, or in `resume`, and in so many steps.
 
         Updates that an overflow prevented are known after the run, and counted as they were.
         """
         if self.comm is None:
             return []
-        start = [] if is_resumed else self.traffic_of_start()
+        start = self.traffic_of_check() if is_resumed else self.traffic_of_start()
         return [*start, *self.traffic_of_steps(steps), *self.traffic_of_loss(steps)]
 
     def traffic_of_start(self) -> list[PredictedCall]:
+        """What `start` sends."""
+        return self.traffic_of_check()
+
+    def traffic_of_check(self) -> list[PredictedCall]:
         """The check that all ranks begin with the same model."""
         num_units, num_options = len(self.model.units), len(self.options())
         return agreement.traffic("start/check", self.size, num_units, num_options)
@@ -434,8 +473,14 @@ class Strategy:
 
 def squares(x: Array) -> float:
     """The sum of the squares of a flat array's elements, in float64."""
-    total = 0.0
-    for start in range(0, x.shape[0], PIECE):
-        piece = x[start : start + PIECE].astype(np.float64)
-        total += float(piece @ piece)
-    return total
+    wide = (piece.astype(np.float64) for (piece,) in pieces(x))
+    return sum((float(piece @ piece) for piece in wide), 0.0)
+
+
+def check_algorithm(collective: str, name: str, size: int) -> None:
+    """ValueError unless so many ranks can call it, and all get the same bits by it."""
+    chosen = collectives.choose(collective, name, size, 0).algorithm
+    if not chosen.is_bitwise:
+        raise ValueError(
+            f"by {collective}.{name} ranks get other last bits, and so parameters that differ"
+        )

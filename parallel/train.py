@@ -21,13 +21,18 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
+
+import mpi4py.run
 
 import collectives
 from collectives import Communicator
-from parallel import checkpoint, choices, text
+from parallel import agreement, checkpoint, choices, text
 from parallel.account import Account, differences, gather
 from parallel.gpt import gpt
 from parallel.precision import DTYPES
@@ -46,10 +51,22 @@ def main(arguments: list[str] | None = None) -> int:
     comm = collectives.world()
     try:
         training = Training(comm, options, console_of(comm.rank))
-    except ValueError as error:
+    except ValueError as error:  # which all ranks have
         parse.exit(2, f"{parse.prog}: {error}\n" if comm.rank == 0 else None)
-    table = training.run()
+    with ending_all():
+        table = training.run()
     return training.report(table) if training.is_first else 0
+
+
+@contextmanager
+def ending_all() -> Iterator[None]:
+    """What fails on one rank ends the job: the others would wait for it for ever."""
+    try:
+        yield
+    except BaseException as error:
+        if "mpi4py.MPI" in sys.modules:
+            mpi4py.run.set_abort_status(error)  # heeded when Python ends
+        raise
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
     add("--optimizer", choices=choices.OPTIMIZERS, default="adam", help="default: %(default)s")
     add("--lr", type=float, default=2e-3, help="default: %(default)s")
     add("--clip", type=float, metavar="NORM", help="the greatest norm of the whole gradient")
+    add("--device", choices=("cpu", "cuda"), default="cpu",
+        help="where the model is; cuda takes CuPy; default: %(default)s")  # fmt: skip
     add("--offload", metavar="PLACE", help="update in host memory (host) or on disk (disk:FOLDER)")
 
     add = parse.add_argument_group("what some strategies take").add_argument
@@ -126,24 +145,46 @@ class Training:
 
     def __init__(self, comm: Communicator, options: argparse.Namespace, console: Console) -> None:
         self.comm, self.options, self.console = comm, options, console
-        self.text = text.load(options.text)
-        self.check_batch()
-        choices.check_saving(options)
-        self.entropy = text.unigram_entropy(self.text)
         self.witness = Witness(comm, is_wanted=not options.no_monitor)
         self.timeline = Timeline(comm, self.witness.phase)
+        with self.together("reading the text and the options"):
+            self.text = text.load(options.text)
+            self.check()
+        self.compare()
+        self.entropy = text.unigram_entropy(self.text)
         self.model = gpt(
             layers=options.layers, hidden=options.hidden, heads=options.heads,
             context=options.context, is_tied=options.tied,
         )  # fmt: skip
-        self.strategy = choices.make(comm, self.model, options, phase=self.timeline.phase)
-        self.first = 0 if options.resume is None else self.resume(options.resume)
+        with self.together("preparing the strategy"):
+            self.strategy = choices.make(comm, self.model, options, phase=self.timeline.phase)
+        self.first = 0
         self.losses: list[float] = []
         self.num_saves, self.seconds = 0, 0.0
+        self.times: list[float] = []
         self.accounts: list[Account] = []
 
+    def together(self, doing: str) -> AbstractContextManager[None]:
+        """ValueError on all ranks for what fails inside on one."""
+        return agreement.together(self.comm, collectives.phase, "prepare", doing, ValueError)
+
+    def compare(self) -> None:
+        """ModelsDiffer, which is a ValueError, unless all ranks have the same text and options."""
+        told = {name: agreement.digest(value) for name, value in vars(self.options).items()}
+        texts = {"text": agreement.digest(self.text)}
+        agreement.check_alike(self.comm, texts, told | {"length": agreement.digest(len(self.text))})
+
+    def check(self) -> None:
+        """ValueError for what cannot be divided, is too short or could not be saved."""
+        self.check_batch()
+        choices.check_saving(self.options)
+        if self.options.save is not None:
+            self.options.save.mkdir(parents=True, exist_ok=True)
+        if self.options.resume is not None:
+            self.checkpoint()
+
     def check_batch(self) -> None:
-        """ValueError, on all ranks alike, for what cannot be divided, or is too short."""
+        """ValueError for what cannot be divided, or is too short."""
         o, ranks = self.options, self.comm.size
         self.batch(0, 0, 1)
         if o.batch < ranks * o.micro_batches:
@@ -152,15 +193,23 @@ class Training:
                 f" with {o.micro_batches} micro-batches each"
             )
 
-    def resume(self, root: Path) -> int:
-        """Go back to the last checkpoint: the number of steps that it has done."""
-        path = checkpoint.latest(root)
+    def begin(self) -> None:
+        """From the initial values, or from the last checkpoint if the run is to go on."""
+        if self.options.resume is None:
+            self.strategy.start()
+            return
+        self.strategy.resume()
+        self.first = checkpoint.load(self.strategy, self.checkpoint())
+        self.console.print(f"from step {self.first} on")
+
+    def checkpoint(self) -> Path:
+        """What to go on from.  ValueError if there is nothing, or nothing left to do."""
+        path = checkpoint.latest(self.options.resume)
         if path is None:
-            raise ValueError(f"no checkpoint in {root}")
-        done = checkpoint.load(self.strategy, path)
-        if done >= self.options.steps:
+            raise ValueError(f"no checkpoint in {self.options.resume}")
+        if (done := checkpoint.steps_of(path)) >= self.options.steps:
             raise ValueError(f"{path} has done {done} steps already, of {self.options.steps}")
-        return done
+        return path
 
     def run(self) -> TrafficTable | None:
         """Train, recording; then bring the columns together: a table on rank 0, None elsewhere.
@@ -169,8 +218,7 @@ class Training:
         """
         self.announce()
         with self.witness, self.comm.record() as ledger:
-            if not self.first:
-                self.strategy.start()
+            self.begin()
             self.all_steps()
         if self.num_dead:
             return None
@@ -187,8 +235,10 @@ class Training:
 
     def traffic(self) -> list[PredictedCall]:
         """What the run was to send."""
-        calls = self.strategy.traffic(self.options.steps - self.first, is_resumed=bool(self.first))
-        return calls + self.num_saves * checkpoint.traffic(self.strategy)
+        is_resumed = self.options.resume is not None
+        calls = self.strategy.traffic(self.options.steps - self.first, is_resumed=is_resumed)
+        loads = is_resumed * checkpoint.traffic(self.strategy, "load")
+        return calls + loads + self.num_saves * checkpoint.traffic(self.strategy)
 
     def announce(self) -> None:
         """What is about to run, in one line."""
@@ -196,7 +246,6 @@ class Training:
         self.console.print(
             f"{o.strategy}, ranks {self.comm.size}, {o.dtype}, seed {o.seed}, batch {o.batch}:"
             f" {self.model.num_parameters} parameters, {len(self.text)} bytes of text"
-            + (f", from step {self.first}" if self.first else "")
         )
 
     def all_steps(self) -> None:
@@ -205,6 +254,7 @@ class Training:
         with progress(self.console, self.options.steps) as show_done:
 
             def show(done: int, loss: float) -> None:
+                self.times.append(time.perf_counter())
                 self.console.quiet = not self.is_first  # the first one may have died
                 show_done(done, loss)
                 if o.save_every is not None and done % o.save_every == 0 and done < o.steps:
@@ -273,9 +323,14 @@ class Training:
         return 0
 
     def rate(self) -> float:
-        """Predicted bytes per second, all ranks together."""
+        """Tokens per second, all ranks together."""
         steps = self.options.steps - self.first
         return float(self.options.batch * self.options.context * steps / self.seconds)
+
+    def seconds_per_step(self) -> float:
+        """The median time from the end of a step to that of the next."""
+        gaps = [end - start for start, end in pairwise(self.times)]
+        return median(gaps or [self.seconds])
 
     def write_json(self, table: TrafficTable | None) -> None:
         """Arguments, losses, speed, memory and traffic to the file named by --json, if one was."""
@@ -286,7 +341,8 @@ class Training:
         result |= {"ranks": self.comm.size, "losses": self.losses, "first_step": self.first}
         result |= {
             "parameters": self.model.num_parameters, "unigram_entropy": self.entropy,
-            "seconds": self.seconds, "tokens_per_second": self.rate(),
+            "seconds": self.seconds, "seconds_per_step": self.seconds_per_step(),
+            "tokens_per_second": self.rate(),
             "ranks_kept": [account.kept for account in self.accounts],
             "ranks_moved": [account.moved for account in self.accounts],
             "traffic": None if table is None else table.as_dict(),

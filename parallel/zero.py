@@ -1,7 +1,9 @@
 """ZeRO: ranks divide what data parallelism keeps on every one of them.
 
-Rajbhandari et al. 2020.  Each of n ranks owns one n-th of every unit of the model, updates it, and
-sends it where it is needed.  Psi is the number of parameters.
+Rajbhandari et al. 2020.  Each of p ranks owns one p-th of every unit of the model, updates it, and
+sends it where it is needed.  Psi is the number of parameters.  The tables are of S steps of k
+micro-batches, of which no update was skipped: bytes a call by all ranks together (ring), beside
+what all strategies send (`Strategy`).
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ class Arrival(Protocol):
 class Zero1(Strategy):
     """Optimizer states are divided: stage 1.
 
-    | phase        | collective     | calls   | bytes a call, all ranks |
-    |--------------|----------------|---------|-------------------------|
-    | reduce/unit  | reduce_scatter | steps   | (p-1) n(unit)           |
-    | update/unit  | all_gather     | updates | (p-1) n(unit)           |
+    | phase        | collective     | calls | bytes a call                              |
+    |--------------|----------------|-------|-------------------------------------------|
+    | reduce/unit  | reduce_scatter | S     | (p-1) n(unit)                             |
+    | update/unit  | all_gather     | S     | (p-1) n(unit)                             |
+    | norm         | all_reduce     | S     | 8 p log2 p, with clipping, and in float16 |
 
     A rank sends 2 Psi (p-1)/p elements a step, whatever the number of micro-batches.
     """
 
     comm: Communicator
     divided: ClassVar[frozenset[str]] = frozenset({"optimizer", "master"})
+    large = "reduce_scatter", "all_gather"
 
     @property
     def shard_comm(self) -> Communicator:
@@ -112,12 +116,13 @@ class Zero1(Strategy):
 class Zero2(Zero1):
     """Gradients are divided too: stage 2.  A whole one lives while its layer's backward runs.
 
-    | phase         | collective     | calls           | bytes a call, all ranks |
-    |---------------|----------------|-----------------|-------------------------|
-    | backward/unit | reduce_scatter | k micro-batches | (p-1) n(unit)           |
-    | update/unit   | all_gather     | updates         | (p-1) n(unit)           |
+    | phase         | collective     | calls | bytes a call  |
+    |---------------|----------------|-------|---------------|
+    | backward/unit | reduce_scatter | k S   | (p-1) n(unit) |
+    | update/unit   | all_gather     | S     | (p-1) n(unit) |
 
-    A rank sends (k + 1) Psi (p-1)/p elements a step.
+    and the norm.  A rank sends (k + 1) Psi (p-1)/p elements a step.  Backward goes on when a unit's
+    gradient has been reduced, so that never more than one layer's is whole.
     """
 
     divided: ClassVar[frozenset[str]] = Zero1.divided | {"gradients"}
@@ -125,19 +130,16 @@ class Zero2(Zero1):
     def _allocate(self) -> None:
         sizes = self.model.sizes
         self.parameters = {unit: self.initial(unit, slice(0, n)) for unit, n in sizes.items()}
+        self.owned = {unit: x[self.own(unit)] for unit, x in self.parameters.items()}
         self.whole = self.parameters
         self.whole_gradients: dict[str, Array] = {}
         self._allocate_gradients()
 
     def _allocate_gradients(self) -> None:
-        """Of the own part alone; which is the whole of `parameters`, or a part of it."""
-        sizes = {unit: self.own(unit).stop - self.own(unit).start for unit in self.model.units}
+        """Of the own part alone."""
+        sizes = {unit: shards.length(self.own(unit)) for unit in self.model.units}
         self.gradients = {unit: self.new("gradients", n) for unit, n in sizes.items()}
         self.slopes = self.gradients
-        if "parameters" in self.divided:
-            self.owned = self.parameters
-        else:
-            self.owned = {unit: x[self.own(unit)] for unit, x in self.parameters.items()}
 
     def before_forward(self, layer: str) -> None:
         self.model.bind(layer, self.whole)
@@ -183,14 +185,14 @@ class Zero2(Zero1):
 class Zero3(Zero2):
     """Parameters are divided too: stage 3.  A layer's are gathered before it runs, and then freed.
 
-    | phase         | collective     | calls           | bytes a call, all ranks |
-    |---------------|----------------|-----------------|-------------------------|
-    | forward/unit  | all_gather     | k micro-batches | (p-1) n(unit)           |
-    | backward/unit | all_gather     | k micro-batches | (p-1) n(unit)           |
-    | backward/unit | reduce_scatter | k micro-batches | (p-1) n(unit)           |
+    | phase         | collective     | calls | bytes a call  |
+    |---------------|----------------|-------|---------------|
+    | forward/unit  | all_gather     | k S   | (p-1) n(unit) |
+    | backward/unit | all_gather     | k S   | (p-1) n(unit) |
+    | backward/unit | reduce_scatter | k S   | (p-1) n(unit) |
 
-    A rank sends 3 k Psi (p-1)/p elements a step; 2 k with `keep_after_forward`, which frees after
-    backward only.  While a layer runs the next one's parameters are on their way.
+    and the norm.  A rank sends 3 k Psi (p-1)/p elements a step; 2 k with `keep_after_forward`,
+    which frees after backward only.  While a layer runs the next one's parameters are on their way.
     """
 
     divided: ClassVar[frozenset[str]] = Zero2.divided | {"parameters"}
@@ -203,6 +205,7 @@ class Zero3(Zero2):
         self.whole, self.whole_gradients = {}, {}
         self._works: dict[str, Arrival] = {}
         self.parameters = {unit: self.initial(unit, self.own(unit)) for unit in self.model.units}
+        self.owned = self.parameters
         self._allocate_gradients()
 
     def before_forward(self, layer: str) -> None:

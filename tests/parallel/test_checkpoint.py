@@ -18,7 +18,6 @@ import safetensors.numpy
 
 import collectives
 from collectives import Communicator
-from collectives.launch import launch
 from parallel import checkpoint, text
 from parallel.checkpoint import LoadFailed, SaveFailed, latest, load, save
 from parallel.data import DataParallel
@@ -532,44 +531,6 @@ def stop(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
     monkeypatch.setattr(checkpoint, stage, full)
-
-
-PROGRAM = """
-import os, signal, sys
-from pathlib import Path
-import collectives
-from parallel import checkpoint
-from tests.parallel.test_checkpoint import make
-
-def at_last(file):
-    if comm.rank == 1 and file.name.startswith("rank-1"):
-        os.truncate(file, 1000)
-        os.kill(os.getpid(), signal.SIGKILL)
-    sync(file)
-
-comm, root = collectives.world(), Path(sys.argv[1])
-strategy = make(comm)
-checkpoint.save(strategy, root, 1)
-sync, checkpoint.sync = checkpoint.sync, at_last
-checkpoint.save(strategy, root, 2)
-"""
-
-
-def test_a_rank_that_is_killed_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    """For real: rank 1 of an MPI job dies when a part of its file is written."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    root = tmp_path / "root"
-    env = {"PYTHONPATH": str(ROOT)}
-    done = launch(2, [str(program), str(root)], timeout=60, env=env, capture=True)
-    assert done.returncode and "Rank 1 (process" in done.stderr, done.stderr
-    assert (root / ".unfinished-step-00000002" / "rank-1-of-2.safetensors").stat().st_size == 1000
-    assert latest(root) == root / "step-00000001"
-    initial = on_ranks(2, lambda comm: state(make(comm)))
-    assert whole(loaded(root / "step-00000001", 2)) == whole(initial)
-    saved(root, 2, step=2)
-    assert sorted(path.name for path in root.iterdir()) == ["step-00000001", "step-00000002"]
-    assert len([*(root / "step-00000002").iterdir()]) == 3
 
 
 ANYWHERE = '''

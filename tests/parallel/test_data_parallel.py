@@ -239,13 +239,25 @@ SERVED = [
     for name in collectives.algorithms.names("all_reduce")
     if collectives.algorithms.info("all_reduce", name).serves(ranks)
 ]
+IS_BITWISE = {
+    name: collectives.algorithms.info("all_reduce", name).is_bitwise for _, name in SERVED
+}
 
 
-@pytest.mark.parametrize(("ranks", "algorithm"), SERVED)
+@pytest.mark.parametrize(
+    ("ranks", "algorithm"), [(ranks, name) for ranks, name in SERVED if IS_BITWISE[name]]
+)
 def test_predicted_is_recorded_by_every_algorithm(ranks: int, algorithm: str) -> None:
     ends = train(partial(DataParallel, algorithm=algorithm, bucket_bytes=9000), ranks, steps=2)
     assert "two columns compared" in verdict(ends)
     np.testing.assert_allclose(ends[0].losses, serial().losses[:2], rtol=1e-12)
+    whole(ends)
+
+
+@pytest.mark.parametrize("algorithm", [name for name in IS_BITWISE if not IS_BITWISE[name]])
+def test_algorithms_by_which_parameters_would_differ_are_refused(algorithm: str) -> None:
+    with pytest.raises(ValueError, match=f"by all_reduce.{algorithm} ranks get other last bits"):
+        train(partial(DataParallel, algorithm=algorithm), 2, steps=0)
 
 
 @pytest.mark.parametrize("algorithm", ["linear", "scatter_all_gather"])
@@ -254,15 +266,18 @@ def test_initial_values_may_be_sent_by_another_algorithm(algorithm: str) -> None
 
 
 def test_the_rows_are_the_docstrings() -> None:
-    p, steps, of = 4, 3, model()
-    end = train(partial(DataParallel, bucket_bytes=8 * 2 * BLOCK), p, steps=steps)[0]
+    """Those of `DataParallel`, and of `Strategy`, of which it is one."""
+    p, q, steps, of = 4, 2, 3, model()  # q is log2 p
+    make = partial(DataParallel, bucket_bytes=8 * 2 * BLOCK, find_unused=True)
+    end = train(make, p, steps=steps)[0]
     assert end.table is not None
-    u, psi = len(of.units), of.num_parameters
-    checks = (16 + 32 * (u + 10)) * p * (p - 1)
+    u, o, psi = len(of.units), len(end.strategy.options()), of.num_parameters
+    checks = (16 + 32 * (u + o)) * p * (p - 1)
     wanted = {
         ("start/check", "all_gather"): Tally(2, 2 * p * (p - 1), checks),
         ("start/broadcast", "broadcast"): Tally(u, u * (p - 1), (p - 1) * 8 * psi),
-        ("loss", "all_reduce"): Tally(steps, steps * p * 2, steps * 16 * p * 2),  # log2 p is 2
+        ("unused", "all_reduce"): Tally(steps, steps * p * q, steps * u * p * q),
+        ("loss", "all_reduce"): Tally(steps, steps * p * q, steps * 16 * p * q),
     }
     for number, n in enumerate([HEAD, 2 * BLOCK, EMBEDDING]):
         sums = Tally(steps, steps * 2 * p * (p - 1), steps * 2 * (p - 1) * 8 * n)
@@ -344,8 +359,8 @@ def test_all_begin_with_the_values_of_rank_0(dtype: str) -> None:
 class Routed(Model):
     """Leaves out one layer, or none, as `skipped` says."""
 
-    def __init__(self) -> None:
-        super().__init__(model().layers)
+    def __init__(self, ties: Any = None) -> None:
+        super().__init__(model().layers, ties)
         self.skipped = ""
 
     def route(self) -> list[str]:
@@ -433,6 +448,21 @@ def test_a_layer_that_was_unused_once_may_be_used_again() -> None:
     ends, before = routed({}, nobody, {}, ranks=2), routed({}, nobody, ranks=2)
     assert bits(ends[0], "block1") != bits(before[0], "block1")
     assert not ends[0].strategy.unused
+
+
+def test_what_another_layer_uses_is_not_unused() -> None:
+    """No rank used block0, but block1 did, which has its weights from there."""
+
+    def fn(comm: Communicator) -> Any:
+        of = Routed({"block1.mlp.up.weight": "block0.mlp.up.weight"})
+        of.skipped = "block0"
+        ddp = DataParallel(comm, of, find_unused=True)
+        ddp.start()
+        before = ddp.parameters["block0"].copy()
+        ddp.step(*batch(0, *ddp.part), TOTAL)
+        return ddp.unused, np.array_equal(ddp.parameters["block0"], before)
+
+    assert collectives.run(fn, size=2) == [(set(), False)] * 2
 
 
 @pytest.mark.parametrize("find_unused", [False, True])

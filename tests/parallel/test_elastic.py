@@ -1,10 +1,11 @@
-"""Training that outlives its ranks: on threads, where a death can be put anywhere, and for real."""
+"""Training that outlives its ranks, on threads: a death can be put anywhere.
+
+`tests/launch/test_elastic.py` kills ranks for real.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,8 +14,6 @@ import pytest
 
 import collectives
 from collectives import Communicator, PeerFailed
-from collectives.launch import launch
-from collectives.mpirun import find_mpirun
 from parallel import text
 from parallel.data import DataParallel
 from parallel.elastic import DIGEST_BYTES, Elastic, ReplicasDiffer, digest
@@ -23,8 +22,6 @@ from parallel.nn import Model
 from parallel.strategy import Recipe
 from parallel.traffic import TrafficTable
 
-ROOT = Path(__file__).parent.parent.parent
-IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
 DATA = text.load(__file__)
 RANKS, STEPS, BATCH, CONTEXT = 4, 3, 11, 4
 LAYERS = 4  # one broadcast each at the start, then in each step one sum each, and one of the loss
@@ -221,55 +218,3 @@ def test_the_traffic_of_a_run_without_a_death_is_predicted() -> None:
     assert "two columns compared" in table.check()
     (check,) = (row for row in table.rows if row.phase == "check")
     assert check.recorded.bytes == (RANKS - 1) * RANKS * DIGEST_BYTES
-
-
-# --- for real -----------------------------------------------------------------------------------
-
-
-def run(*command: str, ranks: int = 4, **options: Any) -> Any:
-    env = {"PYTHONPATH": str(ROOT)}
-    return launch(ranks, [*command], timeout=90, env=env, capture=True, **options)
-
-
-SMALL = ["--steps", "6", "--batch", "12", "--hidden", "8", "--text", __file__]
-
-
-def test_where_a_death_is_the_end_of_all_elastic_training_is_refused() -> None:
-    """MPICH, and an Open MPI that was started without fault tolerance."""
-    done = run("-m", "parallel.train", "--strategy", "elastic", *SMALL, ranks=2)
-    assert done.returncode == 2
-    assert "needs an Open MPI that was started with fault tolerance" in done.stderr
-
-
-if IS_OPEN_MPI:
-
-    @pytest.mark.timeout(240)
-    def test_two_ranks_are_killed_and_two_train_on(tmp_path: Path) -> None:
-        """Rank 2 in the midst of step 2, then rank 0 in step 4; to the last bit as if they left."""
-        (tmp_path / "killed").mkdir()
-        (tmp_path / "left").mkdir()
-        program = "tests.parallel.elastic_program"
-        killed = run("-m", program, "killed", str(tmp_path / "killed"), fault_tolerant=True)
-        assert killed.returncode == 0, killed.stderr
-        left = run("-m", program, "left", str(tmp_path / "left"))
-        assert left.returncode == 0, left.stderr
-        survivors, reference = results(tmp_path / "killed"), results(tmp_path / "left")
-        assert [end["rank"] for end in survivors] == [end["rank"] for end in reference] == [1, 3]
-        for end in survivors:
-            assert end["losses"] == reference[0]["losses"]
-            assert end["digest"] == reference[0]["digest"]
-            assert len(end["delays"]) == 2 and max(end["delays"]) < 2, "seconds until PeerFailed"
-            assert end["failed"] == [[2], [0]]
-            assert "of rank 1 (of 2) are not those of rank 0" in end["noticed"]
-
-    def test_the_training_program_tells_who_died(tmp_path: Path) -> None:
-        words = ["--strategy", "elastic", "--kill", "0:3", *SMALL]
-        done = run("-m", "parallel.train", *words, ranks=3, fault_tolerant=True)
-        assert done.returncode == 0, done.stderr
-        assert "Rank 0 (process" in done.stderr
-        assert "1 of 3 ranks died; the others ended with the same parameters" in done.stdout
-
-
-def results(folder: Path) -> list[dict[str, Any]]:
-    ends = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return sorted(ends, key=lambda end: int(end["rank"]))

@@ -479,13 +479,13 @@ def test_the_rows_are_those_of_the_docstrings() -> None:
     ):
         for unit, n in units.items():
             rows[f"{phase}/{unit}", collective] = Tally(times, times * 3, times * 3 * n)
-    assert recorded(train(ServerSync, p)) == start(6) | rows
+    assert recorded(train(ServerSync, p)) == start(7) | rows
 
     rows = {(f"finish/{unit}", "broadcast"): Tally(1, 3, 3 * n) for unit, n in units.items()}
     for w in (1, 2, 3):
         rows[f"async/pull/worker{w}", "send"] = Tally(None, STEPS * u, STEPS * psi)
         rows[f"async/push/worker{w}", "send"] = Tally(None, STEPS * (u + 1), STEPS * (psi + 16))
-    assert recorded(train(ServerAsync, p)) == start(7) | rows
+    assert recorded(train(ServerAsync, p)) == start(8) | rows
 
 
 def recorded(runs: list[Run]) -> dict[tuple[str, str], Tally]:

@@ -15,7 +15,8 @@ import collectives
 from collectives import Communicator
 from parallel.agreement import ModelsDiffer
 from parallel.data import DataParallel
-from parallel.hooks import Int8Blocks
+from parallel.gpt import gpt
+from parallel.hooks import Compressed
 from parallel.hsdp import Hsdp
 from parallel.nn import Linear, Model
 from parallel.optim import SGD, Adam, AdamW
@@ -49,6 +50,7 @@ EXACT: dict[str, Make] = {
     "hsdp, groups of one": partial(Hsdp, group=1),
 }
 ALL = EXACT | {"zeropp": ZeroPlusPlus}
+DIFFER = "shapes or initial values of layers, or options, differ from rank 0's"
 RANKS = [1, 2, 3, 4, 5, 8]
 LONG = {"float64": (100, 1e-9), "float32": (20, 1e-5)}  # so many steps, and how close
 
@@ -272,7 +274,7 @@ def test_models_of_other_shapes_are_refused_on_all_ranks(name: str) -> None:
         return Model(layers)
 
     said = outcome(ALL[name], 3, of)
-    assert said == 3 * ["ModelsDiffer: these are not as on rank 0: head of rank 1"]
+    assert said == 3 * [f"ModelsDiffer: {DIFFER}: head of rank 1, option layers of rank 1"]
 
 
 @every
@@ -286,7 +288,7 @@ def test_initial_values_that_differ_are_refused_where_nobody_sends_them() -> Non
     for kind in (Zero1, Zero2, Zero3, Hsdp, ZeroPlusPlus):
         said = outcome(kind, 3, lambda _: model(), lambda rank: Recipe(seed=seeds[rank]))
         assert set(said) == {said[0]}
-        assert "not as on rank 0: embedding of ranks 1, 2, block0 of ranks 1, 2" in said[0]
+        assert f"{DIFFER}: embedding of ranks 1, 2, block0 of ranks 1, 2" in said[0]
 
 
 def test_rank_0_gives_initial_values_where_it_sends_them() -> None:
@@ -309,14 +311,16 @@ def test_options_that_differ_are_refused_on_all_ranks(name: str, option: str) ->
     """Or the ranks would make different calls, and wait for each other for ever."""
     said = outcome(ALL[name], 3, recipe=lambda rank: OTHER[option] if rank == 2 else Recipe())
     assert set(said) == {said[0]}
-    assert said[0].startswith("ModelsDiffer: these are not as on rank 0: ")
+    assert said[0].startswith(f"ModelsDiffer: {DIFFER}: ")
     assert said[0].endswith(f"option {option} of rank 2")
 
 
 DIFFERENT = {
     "bucket_bytes": lambda comm, *given: DataParallel(comm, *given, bucket_bytes=1 + comm.rank),
     "find_unused": lambda comm, *given: DataParallel(comm, *given, find_unused=comm.rank > 0),
-    "hook": lambda comm, *given: DataParallel(comm, *given, hook=Int8Blocks(8 + comm.rank)),
+    "hook": lambda comm, *given: DataParallel(
+        comm, *given, hook=Compressed("bfloat16" if comm.rank else "float16")
+    ),
     "keep_after_forward": lambda comm, *given: Zero3(
         comm, *given, keep_after_forward=comm.rank > 0
     ),
@@ -334,6 +338,56 @@ DIFFERENT = {
 def test_other_options_of_a_strategy_are_refused_on_all_ranks(option: str) -> None:
     said = outcome(DIFFERENT[option], 4)
     assert set(said) == {said[0]} and f"option {option} of rank" in said[0]
+
+
+@every
+def test_layers_that_compute_otherwise_are_refused_on_all_ranks(name: str) -> None:
+    """The heads of attention show in no shape."""
+
+    def of(rank: int) -> Model:
+        return gpt(layers=1, hidden=6, heads=3 if rank == 1 else 2, context=CONTEXT)
+
+    assert outcome(ALL[name], 3, of) == 3 * [f"ModelsDiffer: {DIFFER}: option layers of rank 1"]
+
+
+def test_a_resumed_run_is_compared_too() -> None:
+    def fn(comm: Communicator) -> None:
+        Zero2(comm, model(), Recipe(clip=1.0 + comm.rank)).resume()
+
+    with pytest.raises(ModelsDiffer, match=r"option clip of ranks 1, 2"):
+        collectives.run(fn, size=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"micro_batches": 0}, "at least one micro-batch, not 0"),
+        ({"clip": 0.0}, "clip is a norm above 0, or None; not 0.0"),
+        ({"clip": float("nan")}, "not nan"),
+        ({"recompute": "block1"}, r"several names, not one: \['block1'\]"),
+        ({"recompute": ["block9"]}, "there is no layer 'block9' to recompute"),
+        ({"dtype": "int8"}, "not in 'int8'"),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused(options: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Strategy(None, model(), Recipe(**options))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (partial(DataParallel, algorithm="one_shot"), "all_reduce.one_shot ranks get other last"),
+        (partial(DataParallel, algorithm="bruck"), "bruck"),
+        (partial(DataParallel, bucket_bytes=0), "bucket_bytes is at least 1, not 0"),
+        (partial(Zero3, algorithm="recursive_halving(radix=2)"), "radix"),
+        (partial(Hsdp, group=2, algorithm="swing"), "swing"),
+        (partial(ServerSync, algorithm="ring"), "ring"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(make: Make, sentence: str) -> None:
+    said = outcome(make, 6)
+    assert set(said) == {said[0]} and said[0].startswith("ValueError") and sentence in said[0]
 
 
 def test_other_strategies_are_refused_on_all_ranks() -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,6 +180,7 @@ def test_json_holds_arguments_losses_memory_and_traffic(run: Any, tmp_path: Path
     assert (written["json"], written["text"], written["seed"]) == (str(file), TEXT, 0)
     assert written["unigram_entropy"] == text.unigram_entropy(text.load(TEXT))
     assert written["tokens_per_second"] == pytest.approx(3 * 9 * 4 / written["seconds"])
+    assert 0 < written["seconds_per_step"] < written["seconds"]
 
     psi = written["parameters"]
     assert psi == done.training.model.num_parameters
@@ -251,7 +253,8 @@ def test_a_resumed_run_goes_on_exactly(run: Any, tmp_path: Path, strategy: str, 
     assert [whole.status, first.status, rest.status] == [0, 0, 0]
     assert first.losses + rest.losses == whole.losses
     assert "from step 4" in rest.said and "from step" not in whole.said
-    assert "start" in first.said and "start" not in rest.said  # nothing is sent for that
+    assert "| load " in rest.said and "| load " not in whole.said
+    assert "start/broadcast" not in rest.said  # of what is loaded
     for part in (whole_path / "step-00000006").glob("*.safetensors"):
         one, other = (load_file(root / "step-00000006" / part.name) for root in (whole_path, path))
         assert {name: x.tobytes() for name, x in one.items()} == {
@@ -265,25 +268,29 @@ def test_a_loss_scale_that_is_forgotten_would_be_noticed(
     """The negative control: updates are skipped for overflows that have been dealt with."""
     words = ["--dtype", "float16", "--steps"]
     run(*words, "2", "--save", tmp_path)
-    resume = Training.resume
+    begin = Training.begin
 
-    def forgetting(self: Training, root: Path) -> int:
-        done = resume(self, root)
-        self.strategy.loss_scale.value = 2.0**40
-        return done
+    def forgetting(self: Training) -> None:
+        begin(self)
+        self.strategy.loss_scale.value = 2.0**40 if self.first else 2.0**16
 
-    monkeypatch.setattr(Training, "resume", forgetting)
+    monkeypatch.setattr(Training, "begin", forgetting)
     rest, whole = run(*words, "4", "--resume", tmp_path), run(*words, "4")
     assert rest.status == 0 and rest.losses != whole.losses[2:]
 
 
-def test_save_every_keeps_one_after_every_so_many_steps(run: Any, tmp_path: Path) -> None:
-    done = run("--steps", "5", "--save", tmp_path, "--save-every", "2")
-    names = [f"step-{step:08d}" for step in (2, 4, 5)]
+@pytest.mark.parametrize(("steps", "saved"), [(5, [2, 4, 5]), (4, [2, 4])])
+def test_save_every_keeps_one_after_every_so_many_steps(
+    run: Any, tmp_path: Path, steps: int, saved: list[int]
+) -> None:
+    """And one at the end, once."""
+    done = run("--steps", str(steps), "--save", tmp_path, "--save-every", "2")
+    names = [f"step-{step:08d}" for step in saved]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert done.status == 0  # what all three sent is predicted
+    assert done.status == 0  # what all of them sent is predicted
     (row,) = (line for line in done.said.splitlines() if line.startswith("| save "))
-    assert row.split("|")[3:5] == ["       9 ", "       9 "]  # three stages each
+    stages = str(3 * len(saved))
+    assert [cell.strip() for cell in row.split("|")[3:5]] == [stages, stages]
 
 
 def test_another_strategy_may_go_on(run: Any, tmp_path: Path) -> None:
@@ -400,13 +407,6 @@ def test_traffic_of_another_algorithm_is_predicted(run: Any, strategy: str, algo
     assert taken(run("--strategy", strategy, "--algorithm", algorithm)).algorithm == algorithm
 
 
-def test_every_strategy_says_what_its_algorithm_is_of() -> None:
-    """Those that take one at all: all but the one that sends nothing."""
-    for strategy in choices.STRATEGIES:
-        options = parser().parse_args(["--strategy", strategy])
-        assert bool(choices.large_collectives(options, 4)) == (strategy != "serial")
-
-
 # Refusals
 
 REFUSED: dict[str, tuple[list[str], int, str]] = {
@@ -434,7 +434,7 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "place": (["--offload", "moon"], 2, "no place 'moon' to offload to; there are host and disk:F"),
     "folder": (["--offload", "disk:"], 2, "no place 'disk:' to offload to"),
     "algorithm": (["--algorithm", "rang"], 2, "unknown algorithm 'rang' for all_reduce; known"),
-    "algorithm's ranks": (["--algorithm", "swing"], 3, "all_reduce.swing does not run on 3 ranks"),
+    "algorithm's ranks": (["--algorithm", "swing"], 3, "all_reduce by swing serves an even number"),
     "algorithm of both": (
         ["--strategy", "zero2", "--algorithm", "bruck"], 2,
         "unknown algorithm 'bruck' for reduce_scatter",
@@ -445,7 +445,7 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     ),
     "algorithm of groups": (
         ["--strategy", "hsdp", "--algorithm", "swing", "--group", "4"], 4,
-        "all_reduce.swing does not run on 1 ranks",
+        "all_reduce by swing serves an even number of ranks only, not 1",
     ),
     "algorithm by which ranks differ": (
         ["--algorithm", "one_shot"], 3, "by all_reduce.one_shot ranks get other last bits",
@@ -465,16 +465,22 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "save, elastic": (
         ["--strategy", "elastic", "--save", "x"], 2, "the elastic strategy takes no --save",
     ),
+    "save, PowerSGD": (
+        ["--hook", "powersgd:2", "--save", "x"], 2, "powersgd takes no --save or --resume",
+    ),
     "no checkpoint": (["--resume", "/no/such/checkpoint"], 2, "no checkpoint in /no/such/checkp"),
 }  # fmt: skip
 
 
-def sentences(*words: str | Path, ranks: int) -> list[str]:
-    """What each rank raises before anything is sent; the program has not begun."""
+Words = Callable[[int], Sequence[str | Path]]
+
+
+def sentences(words: Words, ranks: int) -> list[str]:
+    """What each rank raises; the words of each are its own."""
 
     def fn(comm: Communicator) -> str:
         try:
-            training_of(comm, *words)
+            training_of(comm, *words(comm.rank)).run()
         except ValueError as error:
             return str(error)
         return ""
@@ -485,22 +491,36 @@ def sentences(*words: str | Path, ranks: int) -> list[str]:
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_is_refused_on_all_ranks(what: str) -> None:
     words, ranks, sentence = REFUSED[what]
-    said = sentences(*words, ranks=ranks)
+    said = sentences(lambda _: words, ranks)
     assert said == ranks * [said[0]]
     assert sentence in said[0]
 
 
+def test_what_one_rank_alone_cannot_do_is_refused_on_all() -> None:
+    said = sentences(lambda rank: ["--text", "/no/such/text"] if rank == 1 else [], 3)
+    assert said == 3 * [said[0]]
+    assert "failed: rank 1: no text in /no/such/text" in said[0]
+
+
+@pytest.mark.parametrize(("option", "value"), [("lr", "0.1"), ("seed", "1"), ("text", __file__)])
+def test_ranks_that_are_told_different_things_are_refused(option: str, value: str) -> None:
+    said = sentences(lambda rank: [f"--{option}", value] if rank == 2 else [], 3)
+    assert said == 3 * [said[0]]
+    assert f"{option} of rank 2" in said[0]
+
+
 def test_what_is_over_cannot_be_resumed(run: Any, tmp_path: Path) -> None:
     run("--save", tmp_path)
-    said = sentences("--resume", tmp_path, ranks=2)
-    assert said == 2 * [f"{tmp_path / 'step-00000003'} has done 3 steps already, of 3"]
+    said = sentences(lambda _: ["--resume", tmp_path], 2)
+    assert said == 2 * [said[0]]
+    assert f"{tmp_path / 'step-00000003'} has done 3 steps already, of 3" in said[0]
 
 
 def test_a_checkpoint_of_another_model_is_refused(run: Any, tmp_path: Path) -> None:
     run("--save", tmp_path)
-    first, second = sentences("--resume", tmp_path, "--hidden", "4", "--steps", "5", ranks=2)
-    assert first == second
-    assert "shapes: ['embedding.token', [256, 8]] in the checkpoint" in first
+    said = sentences(lambda _: ["--resume", tmp_path, "--hidden", "4", "--steps", "5"], 2)
+    assert said == 2 * [said[0]]
+    assert "shapes: ['embedding.token', [256, 8]] in the checkpoint" in said[0]
 
 
 UNDERSTOOD = [["--steps", "0"], ["--batch", "x"], ["--strategy", "other"], ["--kill", "2"]]

@@ -1,0 +1,259 @@
+"""The strategies command: its arithmetic, what it takes for too far, and one small run."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from bench import strategies
+from bench.__main__ import main, parser
+from bench.strategies import KINDS, Strategies, costs, distance, numbers
+from collectives.mpirun import MpiNotFound, find_mpirun
+from parallel.choices import STRATEGIES
+
+IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
+TEXT = argparse.__file__
+
+
+# Words
+
+
+def test_numbers():
+    assert numbers("4") == (4,)
+    assert numbers("1,2,8") == (1, 2, 8)
+    with pytest.raises(ValueError, match="invalid literal"):
+        numbers("2,x")
+
+
+def test_what_is_not_a_number_or_a_strategy_is_refused(capsys):
+    for words in (["--ranks", "2,x"], ["--only", "zero4"]):
+        with pytest.raises(SystemExit):
+            parser().parse_args(["strategies", *words])
+        assert f"argument {words[0]}" in capsys.readouterr().err
+
+
+def test_every_strategy_is_there_that_needs_no_fault_tolerance():
+    named = {kind.words[1] for kind in KINDS}
+    assert named == set(STRATEGIES) - {"serial", "elastic"}
+    assert len({kind.name for kind in KINDS}) == len(KINDS)
+
+
+# Costs
+
+
+def row(phase, nbytes, collective="all_reduce"):
+    return {"phase": phase, "collective": collective, "recorded": {"bytes": nbytes}}
+
+
+# Every rank sends to the next one; half of that leaves the pairs 0, 1 and 2, 3.
+RING = [[0, 7, 0, 0], [0, 0, 7, 0], [0, 0, 0, 7], [7, 0, 0, 0]]
+
+
+def result(**changes):
+    """Of 100 parameters on 4 ranks in 5 steps of 2 seconds in all."""
+    made = {
+        "parameters": 100, "ranks": 4, "steps": 5, "seconds": 2.0, "seconds_per_step": 0.3,
+        "traffic": {"matrix": RING, "rows": [
+            row("start/check", 999, "all_gather"),
+            row("start/broadcast", 999, "broadcast"),
+            row("start", 1998, "(together)"),
+            row("backward/head", 3000),
+            row("backward/block0", 1000),
+            row("backward", 4000, "(together)"),
+            row("loss", 400),
+        ]},
+        "ranks_kept": [
+            {
+                "parameters": [0, 200], "gradients": [0, 100], "optimizer": [0, 60],
+                "master": [0, 40], "activations": [0, 10**6], "buffers": [0, 10**6],
+            },
+            {"parameters": [0, 200], "optimizer, elsewhere": [0, 500]},
+            {"parameters": [0, 300], "master, elsewhere": [0, 200], "buffers, elsewhere": [0, 9]},
+            {"gradients": [0, 0]},
+        ],
+    }  # fmt: skip
+    return made | changes
+
+
+def test_costs_of_a_rank():
+    """4400 bytes in steps: 220 of a rank in a step, over 400; 1600 bytes kept: 400, over 1600."""
+    assert costs(result()) == (220 / 400, 110 / 400, 400 / 1600, 700 / 1600, 300.0)
+
+
+def test_what_stays_in_a_group_does_not_leave_it():
+    pairs = [[0, 7, 0, 0], [7, 0, 0, 0], [0, 0, 0, 7], [0, 0, 7, 0]]
+    traffic = result()["traffic"] | {"matrix": pairs}
+    assert costs(result(traffic=traffic)).between == 0
+
+
+def test_data_parallelism_costs_what_the_paper_says():
+    """2 Psi (p-1)/p elements of two bytes in a step, and 16 Psi bytes of memory."""
+    p, psi, steps = 4, 100, 5
+    kept = {
+        "parameters": [0, 200],
+        "gradients": [0, 200],
+        "optimizer": [0, 800],
+        "master": [0, 400],
+    }
+    sent = row("backward/bucket0", steps * 2 * (p - 1) * 2 * psi)
+    found = costs(result(traffic={"rows": [sent], "matrix": RING}, ranks_kept=[kept] * p))
+    assert (found.sent, found.kept, found.most) == ((p - 1) / p, 1.0, 1.0)
+
+
+# Distances
+
+
+def losses(*values):
+    return {"losses": list(values)}
+
+
+def test_distance_is_relative_and_the_largest():
+    assert distance(losses(5.0, 4.0), losses(5.0, 4.0)) == 0
+    assert distance(losses(5.5, 4.0), losses(5.0, 4.0)) == pytest.approx(0.1)
+    assert distance(losses(5.0, 3.0), losses(5.0, 4.0)) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("ours", "serial"), [
+    ({}, losses(5.0)), (losses(5.0), {}), (losses(5.0), losses(5.0, 4.0)),
+    (losses(math.nan, 4.0), losses(5.0, 4.0)), (losses(5.0), losses(math.nan)),
+])  # fmt: skip
+def test_what_cannot_be_compared_is_never_near(ours, serial):
+    found = distance(ours, serial)
+    assert math.isnan(found) and not found <= 1e9
+
+
+# The jobs
+
+
+class Told:
+    """Jobs that are not run: what each would find is known."""
+
+    def __init__(self, found):
+        self.found, self.ran = found, []
+        self.console = Console(file=io.StringIO(), width=200)
+
+    def title(self, text):
+        self.console.print(text)
+
+    def run(self, name, size, command, mpi_args, *, is_quiet):
+        self.ran.append((name, size, command, tuple(mpi_args)))
+        return 0, self.found(name)
+
+    @property
+    def said(self):
+        return self.console.file.getvalue()
+
+
+def compare(found, *words):
+    """Whether it is good, and the jobs."""
+    jobs = Told(found)
+    options = parser().parse_args(["strategies", "--ranks", "1,3", *words])
+    return Strategies(options, jobs).run(), jobs
+
+
+ONLY = ["--only", "zero2", "--only", "ddp"]
+
+
+def alike(name):
+    return result() | losses(5.0, 4.0)
+
+
+def test_all_runs_are_compared_with_one_rank():
+    is_good, jobs = compare(alike, *ONLY)
+    assert is_good
+    assert [name for name, *_ in jobs.ran] == [
+        "ddp float16 on 3", "zero2 float16 on 3",
+        "serial float64 on 1", "ddp float64 on 1", "ddp float64 on 3",
+        "zero2 float64 on 1", "zero2 float64 on 3",
+        "serial float32 on 1", "ddp float32 on 1", "ddp float32 on 3",
+        "zero2 float32 on 1", "zero2 float32 on 3",
+    ]  # fmt: skip
+    wanted = "| zero2    |        0.550 |          0.275 |         0.250 |   0.438 |   300.000 |"
+    assert wanted in jobs.said
+    assert jobs.said.count("0.0e+00") == 8
+
+
+@pytest.mark.parametrize("bad", [5.0 + 1e-7, math.nan, None])
+def test_one_run_that_is_too_far_or_missing_is_enough(bad):
+    """The negative control; the last of all that are compared in float64."""
+
+    def found(name):
+        odd = {} if bad is None else result() | losses(bad, 4.0)
+        return odd if name == "zero2 float64 on 3" else alike(name)
+
+    is_good, jobs = compare(found, *ONLY)
+    assert not is_good
+    assert ("2.0e-08" if bad and bad > 0 else "nan") in jobs.said
+
+
+def test_in_float32_losses_may_be_further_apart():
+    def found(name):
+        return result() | losses(5.0 + 1e-5 * ("zero2 float32" in name), 4.0)
+
+    assert compare(found, *ONLY)[0]
+
+
+def test_those_that_round_what_they_send_are_not_compared():
+    _, jobs = compare(alike, "--only", "ddp, int8 hook")
+    assert [name for name, *_ in jobs.ran] == [
+        "ddp, int8 hook float16 on 3", "serial float64 on 1", "serial float32 on 1",
+    ]  # fmt: skip
+
+
+def test_options_reach_the_training_program():
+    _, jobs = compare(
+        alike, "--price-only", "--only", "zero3, kept", "--text", "a", "--layers", "7"
+    )
+    ((name, size, command, mpi_args),) = jobs.ran
+    assert (name, size) == ("zero3, kept float16 on 3", 3)
+    assert command[:4] == ["-m", "parallel.train", "--strategy", "zero3"]
+    for pair in (["--layers", "7"], ["--text", "a"], ["--dtype", "float16"], ["--steps", "5"]):
+        assert pair[1] == command[command.index(pair[0]) + 1]
+    assert bool(mpi_args) == IS_OPEN_MPI
+
+
+def test_a_job_without_a_result_has_no_row():
+    _, jobs = compare(lambda name: {} if "ddp" in name else alike(name), "--price-only", *ONLY)
+    assert "zero2" in jobs.said and "ddp" not in jobs.said
+
+
+# For real
+
+
+def run(*words):
+    return main(["strategies", "--ranks", "2", "--price-only", "--timeout", "60", *words])
+
+
+def test_one_small_run(tmp_path, capsys):
+    """Data parallelism on two ranks sends Psi elements a rank and step, and 16 bytes of loss."""
+    file = tmp_path / "all.json"
+    assert run("--only", "ddp", "--text", TEXT, "--layers", "1", "--json", str(file)) == 0
+    said = capsys.readouterr().out
+    assert "all 1 jobs ended well: traffic, memory and parameters compared in each" in said
+    (found,) = json.loads(file.read_text()).values()
+    cost = costs(found)
+    assert cost.sent == pytest.approx(1 / 2 + 16 / (4 * found["parameters"]), rel=1e-12)
+    assert cost.kept == cost.most == 1 and cost.milliseconds > 0
+    assert (found["traffic"]["not_observed"] is None) == IS_OPEN_MPI
+    assert f"| ddp      |        {cost.sent:.3f} |          0.000 |         1.000 |" in said
+
+
+def test_a_run_that_fails_is_status_1(capsys):
+    assert run("--only", "ddp", "--text", "/no/such/text") == 1
+    said = capsys.readouterr().out
+    assert "no text in /no/such/text" in said
+    assert "failed: ddp float16 on 2: traffic" in said
+
+
+def test_without_mpi_it_is_said_what_to_install(monkeypatch, capsys):
+    def find_none():
+        raise MpiNotFound("install one of these")
+
+    monkeypatch.setattr("bench.jobs.find_mpirun", find_none)
+    assert strategies.run(parser().parse_args(["strategies"])) == 2
+    assert "install one of these" in capsys.readouterr().out

@@ -1,0 +1,74 @@
+"""Training that outlives its ranks, which are killed for real.
+
+On threads (`tests/parallel/test_elastic.py`) a death can be put anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives.launch import launch
+from collectives.mpirun import find_mpirun
+
+ROOT = Path(__file__).parent.parent.parent
+IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
+
+
+def run(*command: str, ranks: int = 4, **options: Any) -> Any:
+    env = {"PYTHONPATH": str(ROOT)}
+    return launch(ranks, [*command], timeout=90, env=env, capture=True, **options)
+
+
+SMALL = ["--layers", "1", "--hidden", "8", "--steps", "6", "--batch", "12", "--text", __file__]
+
+
+def test_where_a_death_is_the_end_of_all_elastic_training_is_refused() -> None:
+    """MPICH, and an Open MPI that was started without fault tolerance."""
+    done = run("-m", "parallel.train", "--strategy", "elastic", *SMALL, ranks=2)
+    assert done.returncode == 2
+    assert "needs an Open MPI that was started with fault tolerance" in done.stderr
+
+
+if IS_OPEN_MPI:
+
+    @pytest.mark.timeout(240)
+    def test_two_ranks_are_killed_and_two_train_on(tmp_path: Path) -> None:
+        """Rank 2 in the midst of step 2, then rank 0 in step 4; to the last bit as if they left."""
+        (tmp_path / "killed").mkdir()
+        (tmp_path / "left").mkdir()
+        program = "tests.launch.elastic_program"
+        killed = run("-m", program, "killed", str(tmp_path / "killed"), fault_tolerant=True)
+        assert killed.returncode == 0, killed.stderr
+        left = run("-m", program, "left", str(tmp_path / "left"))
+        assert left.returncode == 0, left.stderr
+        survivors, reference = results(tmp_path / "killed"), results(tmp_path / "left")
+        assert [end["rank"] for end in survivors] == [end["rank"] for end in reference] == [1, 3]
+        for end in survivors:
+            assert end["losses"] == reference[0]["losses"]
+            assert end["digest"] == reference[0]["digest"]
+            assert len(end["delays"]) == 2 and max(end["delays"]) < 2, "seconds until PeerFailed"
+            assert end["failed"] == [[2], [0]]
+            assert "of rank 1 (of 2) are not those of rank 0" in end["noticed"]
+
+    def test_the_training_program_tells_who_died() -> None:
+        words = ["--strategy", "elastic", "--kill", "0:3", *SMALL]
+        done = run("-m", "parallel.train", *words, ranks=3, fault_tolerant=True)
+        assert done.returncode == 0, done.stderr
+        assert "Rank 0 (process" in done.stderr
+        assert "1 of 3 ranks died; the others ended with the same parameters" in done.stdout
+
+    def test_where_nobody_dies_the_training_program_accounts_for_all_that_was_sent() -> None:
+        words = ["--strategy", "elastic", *SMALL]
+        done = run("-m", "parallel.train", *words, ranks=3, fault_tolerant=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "predicted = recorded, to the byte" in done.stdout
+        assert "parameters: equal, to the bit" in done.stdout
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    ends = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return sorted(ends, key=lambda end: int(end["rank"]))

@@ -1,0 +1,65 @@
+"""Every strategy over MPI: predicted = recorded, and under Open MPI = observed.
+
+`strategies_program.py` runs them one after the other in the same processes, each as the training
+program does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from collectives.launch import launch
+from collectives.monitor import MPIRUN_ARGS
+from collectives.mpirun import find_mpirun
+from parallel.choices import STRATEGIES
+from tests.launch.strategies_program import EXACT, ROUNDED
+
+ROOT = Path(__file__).parent.parent.parent
+IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
+EQUAL = (
+    "predicted = recorded = observed by MPI, to the byte"
+    if IS_OPEN_MPI
+    else "predicted = recorded, to the byte; two columns compared, for MPI was not observed"
+)
+DIFFERENT = "predicted, recorded and observed differ:"
+UNPREDICTED = (
+    "(outside every phase)/send: predicted 0 calls, 0 messages, 0 bytes; recorded 1 messages"
+)
+UNRECORDED = "recorded 0 calls, 0 messages, 0 bytes; observed 1 messages, 5 bytes"
+
+
+def test_all_strategies_are_there() -> None:
+    """But the one that needs no other rank, and the one that needs fault tolerance."""
+    run = {words.split()[0] for words in (*EXACT, *ROUNDED)}
+    assert run == set(STRATEGIES) - {"serial", "elastic"}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_every_strategy_sends_and_keeps_what_it_says_and_trains_as_one_rank(
+    num_ranks: int,
+) -> None:
+    """Parameters of all ranks are equal, too.  In the end messages that nobody said are noticed."""
+    done = launch(
+        num_ranks,
+        ["-m", "tests.launch.strategies_program"],
+        mpi_args=MPIRUN_ARGS if IS_OPEN_MPI else (),
+        env={"PYTHONPATH": str(ROOT)},
+        timeout=100,
+        capture=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    num_strategies = len(EXACT) + len(ROUNDED)
+    assert lines[:num_strategies] == [
+        *(f"{words}: {EQUAL}; losses of one rank" for words in EXACT),
+        *(f"{words}: {EQUAL}" for words in ROUNDED),
+    ]
+    unpredicted, said, unrecorded, *rest = lines[num_strategies:]
+    assert unpredicted == f"unpredicted: {DIFFERENT}" and said.startswith(UNPREDICTED)
+    if IS_OPEN_MPI:
+        assert unrecorded == f"unrecorded: {DIFFERENT}" and rest[0].endswith(UNRECORDED)
+        assert rest[1:] == ["the matrix of bytes recorded is not the one observed"]
+    else:  # only MPI itself could tell
+        assert unrecorded == f"unrecorded: {EQUAL}" and not rest
