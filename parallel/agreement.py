@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator
-from parallel.nn import Layer, Spec
+from parallel.nn import Spec
 from parallel.traffic import PredictedCall
 
 DIGEST = 32  # bytes
@@ -40,14 +40,6 @@ def options_of(thing: object) -> list[Any]:
     """What an optimizer or a hook was told, and what it is."""
     told = {k: v for k, v in vars(thing).items() if isinstance(v, (*PLAIN, np.dtype))}
     return [type(thing).__name__, sorted(told.items())]
-
-
-def layers_of(layers: Mapping[str, Layer]) -> list[Any]:
-    """What they are, what they were told, and so on inside."""
-    return [
-        [name, options_of(layer), layers_of(getattr(layer, "layers", {}))]
-        for name, layer in layers.items()
-    ]
 
 
 def check_alike(comm: Communicator, units: Digests, options: Digests) -> None:

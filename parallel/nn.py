@@ -75,6 +75,10 @@ class Layer(ABC):
         layer before counts where it is kept.
         """
 
+    def likeness(self) -> list[Any]:
+        """What must be the same on all ranks and shows in no parameter's shape, as can be told."""
+        return [type(self).__name__]
+
 
 class Embedding(Layer):
     """Tokens (batch, up to context) integers -> vectors (..., dim): token's + position's.
@@ -234,6 +238,9 @@ class CausalAttention(Layer):
         super().__init__()
         self.heads = heads
 
+    def likeness(self) -> list[Any]:
+        return [*super().likeness(), self.heads]
+
     def forward(self, x: Array) -> tuple[Array, Any]:
         q, k, v = self._split(x)
         chances = narrow(causal_softmax(wide(q) @ transposed(wide(k)) * self._scale(q)), x.dtype)
@@ -282,6 +289,10 @@ class Sequential(Layer):
     def specs(self) -> dict[str, Spec]:
         inner = ((name, layer.specs()) for name, layer in self.layers.items())
         return {f"{name}.{key}": spec for name, specs in inner for key, spec in specs.items()}
+
+    def likeness(self) -> list[Any]:
+        inner = [[name, *layer.likeness()] for name, layer in self.layers.items()]
+        return [*super().likeness(), inner]
 
     def bind(self, values: dict[str, Array], gradients: dict[str, Array]) -> None:
         for name, layer in self.layers.items():

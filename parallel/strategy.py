@@ -401,7 +401,7 @@ class Strategy:
             "micro_batches": self.recipe.micro_batches,
             "clip": self.recipe.clip,
             "optimizer": agreement.options_of(self.optimizer),
-            "layers": agreement.layers_of(self.model.layers),
+            "layers": [[name, *x.likeness()] for name, x in self.model.layers.items()],
         }
 
     # What it says about itself

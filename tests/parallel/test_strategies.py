@@ -274,7 +274,7 @@ def test_models_of_other_shapes_are_refused_on_all_ranks(name: str) -> None:
         return Model(layers)
 
     said = outcome(ALL[name], 3, of)
-    assert said == 3 * [f"ModelsDiffer: {DIFFER}: head of rank 1, option layers of rank 1"]
+    assert said == 3 * [f"ModelsDiffer: {DIFFER}: head of rank 1"]
 
 
 @every
