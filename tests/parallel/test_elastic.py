@@ -62,7 +62,10 @@ class Mortal:
             if self.dead:
                 raise PeerFailed("somebody died", self.dead)
             is_async = options.pop("async_op", False)
-            result = getattr(self.comm, name)(x, **options)
+            try:
+                result = getattr(self.comm, name)(x, **options)
+            except PeerFailed as failure:  # of all threads: one has raised, and nobody can recover
+                raise Died from failure
             self.num_calls += 1
             if self.dead == (self.rank,):
                 raise Died
