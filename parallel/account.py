@@ -6,13 +6,13 @@ parameters: columns that must be equal like those of the traffic.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from collectives import Communicator
+from parallel import agreement, shards
 from parallel.memory import predicted, predicted_there
 from parallel.nn import on_host
 from parallel.offload import predicted_moves
@@ -42,7 +42,7 @@ class Account(NamedTuple):
         digests = {}
         for unit, x in strategy.parameters.items():
             part = strategy.held(unit)
-            digests[unit] = part.start, part.stop, hashlib.sha256(on_host(x).tobytes()).hexdigest()
+            digests[unit] = part.start, part.stop, agreement.digest(on_host(x)).hex()
         return cls(kept, pairs(predicted_moves(strategy), place.moved), digests)
 
 
@@ -65,8 +65,7 @@ def gather_json(comm: Communicator, value: Any) -> list[Any] | None:
     every = comm.gather(np.frombuffer(mine, np.uint8), counts=sizes)
     if every is None:
         return None
-    ends = np.cumsum(sizes)
-    return [json.loads(bytes(every[end - n : end])) for end, n in zip(ends, sizes, strict=True)]
+    return [json.loads(bytes(each)) for each in shards.split(every, sizes)]
 
 
 def differences(accounts: list[Account]) -> list[str]:

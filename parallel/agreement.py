@@ -103,6 +103,6 @@ def traffic(phase: str, size: int, num_units: int, num_options: int) -> list[Pre
 
 
 def ranks_in_words(is_one: Any) -> str:
-    """ "rank 1", "ranks 0, 2": those for which the entry is true."""
+    """Those for which the entry is true: "rank 1", "ranks 0, 2"."""
     ranks = [str(rank) for rank in np.flatnonzero(is_one)]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

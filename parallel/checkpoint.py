@@ -23,12 +23,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, to_device
+from array_api_compat import array_namespace
 
 from parallel.agreement import REPORT, together
-from parallel.nn import Array
+from parallel.nn import Array, on_host
 from parallel.precision import master_dtype
-from parallel.shards import span
+from parallel.shards import length, span
 from parallel.strategy import Strategy
 from parallel.traffic import PredictedCall
 
@@ -120,10 +120,10 @@ def write_part(strategy: Strategy, folder: Path, step: int) -> None:
     about, tensors = {"step": str(step)}, {}
     for unit in strategy.model.units:
         own = strategy.own(unit)
-        part = span(own.stop - own.start, replicas, which)
+        part = span(length(own), replicas, which)
         for name, flat in arrays_of(strategy, unit).items():
             about[name] = str(own.start + part.start)
-            tensors[name] = to_device(flat[part], "cpu")
+            tensors[name] = on_host(flat[part])
     file = folder / file_name(strategy.rank, strategy.size)
     library().numpy.save_file(tensors, file, metadata=about)
     sync(file)

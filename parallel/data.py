@@ -13,7 +13,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator, Work
-from parallel import agreement
+from parallel import agreement, shards
 from parallel.nn import Array
 from parallel.strategy import SMALL, Strategy
 from parallel.traffic import PredictedCall
@@ -125,11 +125,9 @@ class DataParallel(Strategy):
         self.parameters = {unit: self.initial(unit, slice(0, n)) for unit, n in sizes.items()}
         self.gradients = {}
         for bucket, units in self.buckets.items():
-            start = 0
-            for unit in units:
-                self.gradients[unit] = self.flats[bucket][start : start + sizes[unit]]
-                start += sizes[unit]
-        self.owned, self.slopes = self.parameters, self.gradients
+            views = shards.split(self.flats[bucket], [sizes[unit] for unit in units])
+            self.gradients |= zip(units, views, strict=True)
+        self.own_parameters, self.own_gradients = self.parameters, self.gradients
         self.hook.allocate(self)
         self.bind_all()
 

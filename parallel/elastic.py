@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import signal
 from collections.abc import Callable, Collection
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator, PeerFailed
+from parallel import agreement
 from parallel.data import AllReduce, DataParallel
 from parallel.nn import Array, Model, on_host
 from parallel.optim import Optimizer
@@ -19,7 +19,7 @@ from parallel.strategy import Batches, Recipe, Show
 from parallel.text import Tokens
 from parallel.traffic import PredictedCall
 
-DIGEST_BYTES = hashlib.sha256().digest_size
+DIGEST_BYTES = agreement.DIGEST
 
 
 class ReplicasDiffer(RuntimeError):  # noqa: N818 - as the others of its kind are named
@@ -59,7 +59,7 @@ class Elastic(DataParallel):
             raise ValueError("elastic training takes no float16: it counts updates as steps")
         self.num_steps = -1  # completed ones; -1 before `start`
         self._state = self.optimizer.arrays()
-        if self.masters is not self.owned:
+        if self.masters is not self.own_parameters:
             self._state += self.parameters.values()
         self._before = [array.copy() for array in self._state]  # the last update
 
@@ -192,7 +192,4 @@ class Doomed(Elastic):
 
 def digest(optimizer: Optimizer) -> bytes:
     """Of the values, their moments and the number of updates: DIGEST_BYTES bytes."""
-    sha = hashlib.sha256(str(optimizer.steps).encode())
-    for array in optimizer.arrays():
-        sha.update(on_host(array).tobytes())
-    return sha.digest()
+    return agreement.digest(optimizer.steps, *map(on_host, optimizer.arrays()))

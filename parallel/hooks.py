@@ -244,19 +244,19 @@ class PowerSGD(Steps):
             yield all_reduce(strategy, flat)
             return
         xp, scale = array_namespace(flat), strategy.loss_scale.value
-        slopes = {name: flat[m.part].reshape(m.rows, m.columns) for name, m in matrices.items()}
+        gradients = {name: flat[m.part].reshape(m.rows, m.columns) for name, m in matrices.items()}
         left, lefts = self._factors(strategy, {name: m.rows for name, m in matrices.items()})
         right, rights = self._factors(strategy, {name: m.columns for name, m in matrices.items()})
         rest = xp.concat([flat[:0], *(flat[part] for part in others)])
 
-        for name, slope in slopes.items():
-            self._begin(name, slope, scale, lefts[name])
+        for name, gradient in gradients.items():
+            self._begin(name, gradient, scale, lefts[name])
         yield from [all_reduce(strategy, x) for x in (left, rest) if x.shape[0]]
-        for name, slope in slopes.items():
-            self._project(name, slope, scale, lefts[name], rights[name])
+        for name, gradient in gradients.items():
+            self._project(name, gradient, scale, lefts[name], rights[name])
         yield all_reduce(strategy, right)
-        for name, slope in slopes.items():
-            self._end(name, slope, lefts[name], rights[name])
+        for name, gradient in gradients.items():
+            self._end(name, gradient, lefts[name], rights[name])
         for part, piece in zip(
             others, shards.split(rest, list(map(shards.length, others))), strict=True
         ):
@@ -269,24 +269,24 @@ class PowerSGD(Steps):
         flat = strategy.xp.empty(size, dtype=master_dtype(strategy.dtype))
         return flat, split_flat(flat, specs)
 
-    def _whole(self, name: str, slope: Array, scale: float) -> Array:
+    def _whole(self, name: str, gradient: Array, scale: float) -> Array:
         """This rank's gradient, in the loss's scale, with what it has lost so far."""
-        whole = slope.astype(self.bases[name].dtype)
+        whole = gradient.astype(self.bases[name].dtype)
         if self.error_feedback:
             whole += scale * self.errors[name]
         return whole
 
     @silently
-    def _begin(self, name: str, slope: Array, scale: float, left: Array) -> None:
+    def _begin(self, name: str, gradient: Array, scale: float, left: Array) -> None:
         """P of this rank."""
-        whole = self._whole(name, slope, scale)
+        whole = self._whole(name, gradient, scale)
         left[...] = whole @ self.bases[name]
         left += 0 * array_namespace(whole).sum(whole)  # NaN, also if Q has a 0 where an inf is
 
     @silently
-    def _project(self, name: str, slope: Array, scale: float, left: Array, right: Array) -> None:
+    def _project(self, name: str, gradient: Array, scale: float, left: Array, right: Array) -> None:
         """From the sum of all P (`left`, made orthonormal), Q of this rank, and what that loses."""
-        xp, whole = array_namespace(slope), self._whole(name, slope, scale)
+        xp, whole = array_namespace(gradient), self._whole(name, gradient, scale)
         is_finite = xp.all(xp.isfinite(left))
         left[...] = orthonormal(left)
         right[...] = whole.T @ left
@@ -296,13 +296,13 @@ class PowerSGD(Steps):
             error[...] = xp.where(is_finite, whole / scale, error)
 
     @silently
-    def _end(self, name: str, slope: Array, left: Array, right: Array) -> None:
+    def _end(self, name: str, gradient: Array, left: Array, right: Array) -> None:
         """From P and the sum of all Q, the sum of all gradients, and where to begin the next time.
 
         A direction in which there was nothing to send is kept: there may be something later.
         """
-        xp, basis = array_namespace(slope), self.bases[name]
-        put(slope, left @ right.T)
+        xp, basis = array_namespace(gradient), self.bases[name]
+        put(gradient, left @ right.T)
         lengths = xp.sqrt(xp.sum(right.astype(np.float64) ** 2, axis=0))
         is_good = xp.isfinite(lengths) & (lengths > 0)
         basis[...] = xp.where(is_good, right / xp.where(is_good, lengths, 1.0), basis)

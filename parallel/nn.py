@@ -134,10 +134,10 @@ class Linear(Layer):
         return narrow(y, x.dtype).reshape(*x.shape[:-1], self.outputs), x
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        slopes = rows_of(dy)
-        self.gradient["weight"] += product(rows_of(saved).T, slopes)
-        self.gradient["bias"] += sum_of_rows(slopes)
-        return product(slopes, self.value["weight"].T).reshape(saved.shape)
+        dys = rows_of(dy)
+        self.gradient["weight"] += product(rows_of(saved).T, dys)
+        self.gradient["bias"] += sum_of_rows(dys)
+        return product(dys, self.value["weight"].T).reshape(saved.shape)
 
     def kept(self, shape: Shape, width: int) -> tuple[int, Shape]:
         return width * math.prod(shape), (*shape[:-1], self.outputs)
@@ -162,9 +162,9 @@ class Unembedding(Layer):
         return logits.reshape(*x.shape[:-1], self.tokens), x
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        slopes = rows_of(dy)
-        self.gradient["table"] += product(slopes.T, rows_of(saved))
-        return product(slopes, self.value["table"]).reshape(saved.shape)
+        dys = rows_of(dy)
+        self.gradient["table"] += product(dys.T, rows_of(saved))
+        return product(dys, self.value["table"]).reshape(saved.shape)
 
     def kept(self, shape: Shape, width: int) -> tuple[int, Shape]:
         return width * math.prod(shape), (*shape[:-1], self.tokens)
@@ -250,11 +250,12 @@ class CausalAttention(Layer):
         x, chances = saved
         (q, k, v), xp = self._split(x), array_namespace(x)
         dy = xp.permute_dims(dy.reshape(*dy.shape[:2], *q.shape[1::2]), (0, 2, 1, 3))
-        slope = wide(dy) @ transposed(wide(v))
-        slope -= xp.sum(slope * chances, axis=-1, keepdims=True)
-        slope *= wide(chances) * self._scale(q)
-        parts = slope @ wide(k), transposed(slope) @ wide(q), transposed(wide(chances)) @ wide(dy)
-        return xp.concat([narrow(self._join(part), x.dtype) for part in parts], axis=-1)
+        dscores = wide(dy) @ transposed(wide(v))
+        dscores -= xp.sum(dscores * chances, axis=-1, keepdims=True)
+        dscores *= wide(chances) * self._scale(q)
+        dq, dk = dscores @ wide(k), transposed(dscores) @ wide(q)
+        dv = transposed(wide(chances)) @ wide(dy)
+        return xp.concat([narrow(self._join(part), x.dtype) for part in (dq, dk, dv)], axis=-1)
 
     def _split(self, x: Array) -> tuple[Array, Array, Array]:
         """Queries, keys and values, each (batch, heads, context, dim / heads)."""
@@ -470,8 +471,8 @@ def cross_entropy(
     sums = xp.sum(powers, axis=-1, keepdims=True)
     truth = one_hot(xp.reshape(targets, (-1,)), flat.shape[-1], flat.dtype)
     loss = xp.sum(xp.log(sums) - xp.sum(truth * shifted, axis=-1, keepdims=True))
-    slope = (powers / sums - truth) * (scale / total)
-    return float(loss) / total, narrow(slope, logits.dtype).reshape(logits.shape)
+    dlogits = (powers / sums - truth) * (scale / total)
+    return float(loss) / total, narrow(dlogits, logits.dtype).reshape(logits.shape)
 
 
 def causal_softmax(scores: Array) -> Array:

@@ -73,8 +73,8 @@ class Place(Protocol):
     def load(self) -> None:
         """Make the masters what `owned` is by now, for somebody else has changed it."""
 
-    def update(self, optimizer: Optimizer, slopes: Mapping[str, Array], factor: float) -> None:
-        """One step over the masters, which `owned` then follows in all units that had slopes."""
+    def update(self, optimizer: Optimizer, gradients: Mapping[str, Array], factor: float) -> None:
+        """One step over the masters, which `owned` then follows in all units that had gradients."""
 
 
 class Device:
@@ -102,10 +102,10 @@ class Device:
             for unit, master in self.masters.items():
                 master[...] = self.owned[unit]
 
-    def update(self, optimizer: Optimizer, slopes: Mapping[str, Array], factor: float) -> None:
-        optimizer.step(slopes, factor)
+    def update(self, optimizer: Optimizer, gradients: Mapping[str, Array], factor: float) -> None:
+        optimizer.step(gradients, factor)
         if self.masters is not self.owned:
-            for unit in slopes:
+            for unit in gradients:
                 self.owned[unit][...] = self.masters[unit]
 
 
@@ -153,14 +153,14 @@ class Host:
             master[...] = self._on_host(self.owned[unit])
             self._end([master])
 
-    def update(self, optimizer: Optimizer, slopes: Mapping[str, Array], factor: float) -> None:
-        optimizer.step(self._in_turn(slopes), factor)
+    def update(self, optimizer: Optimizer, gradients: Mapping[str, Array], factor: float) -> None:
+        optimizer.step(self._in_turn(gradients), factor)
 
-    def _in_turn(self, slopes: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+    def _in_turn(self, gradients: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
         """Each unit's gradient on the host; whoever asks for the next one has updated this one."""
-        for unit, slope in slopes.items():
+        for unit, gradient in gradients.items():
             self._begin(self._kept[unit])
-            yield unit, self._on_host(slope)
+            yield unit, self._on_host(gradient)
             self._send_back(self.masters[unit], self.owned[unit])
             self._end(self._kept[unit])
 

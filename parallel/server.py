@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from collectives import CollectiveTimeout, Communicator, Work
 from parallel import shards
 from parallel.strategy import Batches, NoGradient, Show, Strategy, squares
 from parallel.text import Tokens, share
-from parallel.traffic import PredictedCall, Tally
+from parallel.traffic import PredictedCall, PredictedScatter
 
 SERVER = 0
 PAUSE = 5e-4  # seconds that the asynchronous server sleeps when nothing has come
@@ -48,11 +47,6 @@ class ParameterServer(Strategy):
     def own(self, unit: str) -> slice:
         """All of it on the server, nothing on the others."""
         return slice(0, self.model.sizes[unit] if self.rank == SERVER else 0)
-
-    def _allocate(self) -> None:
-        super()._allocate()
-        self.owned = {unit: x[self.own(unit)] for unit, x in self.parameters.items()}
-        self.slopes = {unit: x[self.own(unit)] for unit, x in self.gradients.items()}
 
     def broadcast_parameters(self) -> None:
         """The server's, to all."""
@@ -167,17 +161,6 @@ class ServerSync(ParameterServer):
         ]
         norm = PredictedCall("norm", "broadcast", "linear", 8, steps)
         return calls + [norm] * self.loss_scale.is_dynamic
-
-
-@dataclass(frozen=True)
-class PredictedScatter(PredictedCall):
-    """A linear scatter of uneven parts: the root sends all but the `kept` bytes of its own."""
-
-    kept: int = 0
-
-    def sent(self, size: int) -> Tally:
-        calls, nbytes = self.count, self.nbytes - self.kept
-        return Tally(calls, calls * (size - 1), calls * nbytes) if size > 1 else Tally()
 
 
 class Staleness(NamedTuple):

@@ -78,7 +78,8 @@ class Strategy:
     are called for the same layers in the same order on every rank.
 
     `whole` are the arrays that layers work on, `parameters` and `gradients` what this rank keeps of
-    them, and `owned` and `slopes` the parts of these that it updates.  They are the same here.
+    them, and `own_parameters` and `own_gradients` the parts of these that it updates (`own`): here
+    these are all the same.
 
     All strategies check before the first step that ranks agree, and tell each other the loss: with
     u units and o options, those of `options`, S steps and q = log2 p (for p a power of two)
@@ -142,11 +143,12 @@ class Strategy:
         sizes = self.model.sizes
         self.parameters = {unit: self.initial(unit, slice(0, n)) for unit, n in sizes.items()}
         self.gradients = {unit: self.new("gradients", n) for unit, n in sizes.items()}
-        self.owned, self.slopes = self.parameters, self.gradients
+        self.own_parameters = {unit: x[self.own(unit)] for unit, x in self.parameters.items()}
+        self.own_gradients = {unit: x[self.own(unit)] for unit, x in self.gradients.items()}
         self.bind_all()
 
     def own(self, unit: str) -> slice:
-        """The elements of a unit that this rank updates: what `owned` and `slopes` are of it."""
+        """The elements of a unit that this rank updates."""
         return slice(0, self.model.sizes[unit])
 
     def held(self, unit: str) -> slice:
@@ -174,9 +176,9 @@ class Strategy:
         return self.memory.count("parameters", self.xp.asarray(values))
 
     def _make_optimizer(self) -> Optimizer:
-        """Over `owned`, or over copies of them: in the dtype of updates, or at another place."""
+        """Over the own parameters, or copies: in the dtype of updates, or at another place."""
         self.place = self.recipe.place(self.memory, self.rank)
-        self.masters = self.place.masters_of(self.owned, master_dtype(self.dtype))
+        self.masters = self.place.masters_of(self.own_parameters, master_dtype(self.dtype))
         return self.recipe.optimizer(self.masters, new=self.place.zeros)
 
     # What a strategy adds
@@ -208,10 +210,10 @@ class Strategy:
         """Every layer's backward is over."""
 
     def before_update(self) -> None:
-        """All micro-batches are over; `slopes` must be complete when this returns."""
+        """All micro-batches are over; `own_gradients` must be complete when this returns."""
 
     def after_update(self) -> None:
-        """`owned` has been updated."""
+        """`own_parameters` has been updated."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients are only added up; for all micro-batches but the last."""
@@ -270,10 +272,11 @@ class Strategy:
         kept: dict[str, Any] = {}
         with self.phase("forward"):
             logits = self._forward(self.xp.asarray(inputs), kept)
-        loss, slope = cross_entropy(logits, self.xp.asarray(targets), total, self.loss_scale.value)
+        truth, scale = self.xp.asarray(targets), self.loss_scale.value
+        loss, dlogits = cross_entropy(logits, truth, total, scale)
         del logits
         with self.phase("backward"):
-            self._backward(slope, kept)
+            self._backward(dlogits, kept)
         return loss
 
     def _forward(self, x: Array, kept: dict[str, Any]) -> Array:
@@ -330,7 +333,7 @@ class Strategy:
         if self.recipe.clip is not None:
             norm = math.sqrt(squares) * factor
             factor *= self.recipe.clip / max(norm, self.recipe.clip)
-        used = {unit: x for unit, x in self.slopes.items() if unit not in self.unused}
+        used = {unit: x for unit, x in self.own_gradients.items() if unit not in self.unused}
         self.place.update(self.optimizer, used, factor)
         self.after_update()
 
@@ -348,7 +351,7 @@ class Strategy:
 
     def sum_of_squares(self) -> float:
         """Of the whole gradient as backward made it; not finite if it is not.  0 if unused."""
-        return sum(map(squares, self.slopes.values())) if self.needs_norm else 0.0
+        return sum(map(squares, self.own_gradients.values())) if self.needs_norm else 0.0
 
     def sum_small(self, phase: str, numbers: list[float], comm: Communicator | None = None) -> Any:
         """The sums over ranks of a few numbers, in float64."""

@@ -68,6 +68,17 @@ class PredictedCall:
         return Tally(calls if messages else 0, int(messages), int(total))
 
 
+@dataclass(frozen=True)
+class PredictedScatter(PredictedCall):
+    """A linear scatter of uneven parts: the root sends all but the `kept` bytes of its own."""
+
+    kept: int = 0
+
+    def sent(self, size: int) -> Tally:
+        calls, nbytes = self.count, self.nbytes - self.kept
+        return Tally(calls, calls * (size - 1), calls * nbytes) if size > 1 else Tally()
+
+
 class Tally(NamedTuple):
     """Calls (None where nobody can know), messages and bytes."""
 

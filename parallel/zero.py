@@ -61,11 +61,6 @@ class Zero1(Strategy):
     def own(self, unit: str) -> slice:
         return shards.span(self.model.sizes[unit], self.shard_comm.size, self.shard_comm.rank)
 
-    def _allocate(self) -> None:
-        super()._allocate()
-        self.owned = {unit: x[self.own(unit)] for unit, x in self.parameters.items()}
-        self.slopes = {unit: x[self.own(unit)] for unit, x in self.gradients.items()}
-
     def before_update(self) -> None:
         with self.phase("reduce"):
             for unit, gradient in self.gradients.items():
@@ -130,7 +125,7 @@ class Zero2(Zero1):
     def _allocate(self) -> None:
         sizes = self.model.sizes
         self.parameters = {unit: self.initial(unit, slice(0, n)) for unit, n in sizes.items()}
-        self.owned = {unit: x[self.own(unit)] for unit, x in self.parameters.items()}
+        self.own_parameters = {unit: x[self.own(unit)] for unit, x in self.parameters.items()}
         self.whole = self.parameters
         self.whole_gradients: dict[str, Array] = {}
         self._allocate_gradients()
@@ -139,7 +134,7 @@ class Zero2(Zero1):
         """Of the own part alone."""
         sizes = {unit: shards.length(self.own(unit)) for unit in self.model.units}
         self.gradients = {unit: self.new("gradients", n) for unit, n in sizes.items()}
-        self.slopes = self.gradients
+        self.own_gradients = self.gradients
 
     def before_forward(self, layer: str) -> None:
         self.model.bind(layer, self.whole)
@@ -205,7 +200,7 @@ class Zero3(Zero2):
         self.whole, self.whole_gradients = {}, {}
         self._works: dict[str, Arrival] = {}
         self.parameters = {unit: self.initial(unit, self.own(unit)) for unit in self.model.units}
-        self.owned = self.parameters
+        self.own_parameters = self.parameters
         self._allocate_gradients()
 
     def before_forward(self, layer: str) -> None:

@@ -221,7 +221,7 @@ def forget_a_moment(strategy: Strategy) -> None:
 
 def forget_the_masters(strategy: Strategy) -> None:
     for unit, master in strategy.masters.items():
-        master[...] = strategy.owned[unit].astype(np.float32)
+        master[...] = strategy.own_parameters[unit].astype(np.float32)
 
 
 def forget_the_good_steps(strategy: Strategy) -> None:

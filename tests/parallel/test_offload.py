@@ -334,10 +334,10 @@ def test_masters_elsewhere_are_copies_and_on_the_device_only_of_another_dtype(
 ) -> None:
     def is_kept_twice(place: Any, dtype: str) -> bool:
         strategy, _ = trained(serial, None, dtype=dtype, place=place)
-        mine, theirs = strategy.owned["block0"], strategy.masters["block0"]
-        assert np.shares_memory(mine, theirs) is (strategy.masters is strategy.owned)
+        mine, theirs = strategy.own_parameters["block0"], strategy.masters["block0"]
+        assert np.shares_memory(mine, theirs) is (strategy.masters is strategy.own_parameters)
         assert sum(strategy.place.memory.peak[x] for x in ("master", "optimizer")) > 0
-        return strategy.masters is not strategy.owned
+        return strategy.masters is not strategy.own_parameters
 
     for dtype in ("float64", "float32", "float16"):
         kept = [is_kept_twice(place, dtype) for place in places(tmp_path)]
@@ -364,7 +364,7 @@ def test_one_buffer_holds_what_comes_and_goes() -> None:
 
     def found(comm: Communicator) -> tuple[int, int]:
         strategy, _ = trained(Zero2, comm, dtype="float16", xp=FAKE, place=Host)
-        parts = [x.shape[0] for x in strategy.owned.values()]
+        parts = [x.shape[0] for x in strategy.own_parameters.values()]
         assert min(parts) < max(parts)
         return strategy.place.memory.peak["buffers"], 2 * max(parts)
 
