@@ -45,6 +45,11 @@ class Mesh:
         assert inner is not None and outer is not None
         self.inner, self.outer = inner, outer
 
+    def free(self) -> None:
+        """Give both communicators back to MPI.  All ranks call this."""
+        self.inner.free()
+        self.outer.free()
+
 
 class Grouped(Zero3):
     """ZeRO-3 of ranks that form a mesh: `group` neighbours are the ranks of a host, as a rule.
@@ -63,6 +68,9 @@ class Grouped(Zero3):
     ) -> None:
         self.mesh = Mesh(comm, group)
         super().__init__(comm, model, recipe, **more)
+
+    def close(self) -> None:
+        self.mesh.free()
 
     def options(self) -> dict[str, Any]:
         return super().options() | {"group": self.mesh.group}

@@ -22,7 +22,7 @@ from parallel.optim import Adam, Optimizer, pieces
 from parallel.precision import LossScale, dtype_of, master_dtype
 from parallel.shards import span
 from parallel.text import Tokens
-from parallel.traffic import PredictedCall
+from parallel.traffic import PredictedCall, sends_alike
 
 Batches: TypeAlias = Callable[[int, int, int], tuple[Tokens, Tokens]]
 """(step, rank, number of ranks) -> this rank's rows of that step's batch."""
@@ -120,7 +120,12 @@ class Strategy:
             raise ValueError(f"there is no layer {unknown[0]!r} to recompute")
         for collective, ranks in self.calls_of_many().items():
             for size in ranks:
-                check_algorithm(collective, self.algorithm, size)
+                check_algorithm(collective, self.algorithm, size, self.uneven(size))
+
+    def uneven(self, size: int) -> str | None:
+        """A unit that so many ranks, and all, cannot divide into equal parts, if there is one."""
+        sizes = self.model.sizes.items()
+        return next((unit for unit, n in sizes if n % size or n % self.size), None)
 
     def calls_of_many(self) -> dict[str, Collection[int]]:
         """The collectives that `algorithm` is of, with how many ranks may call each together."""
@@ -190,6 +195,9 @@ class Strategy:
     def resume(self) -> None:
         """What is to be done instead if `checkpoint.load` gives the parameters."""
         self.check_models()
+
+    def close(self) -> None:
+        """Give back to MPI what the strategy made there.  All ranks call this, at the end."""
 
     def before_forward(self, layer: str) -> None:
         """The layer's parameters are about to be used."""
@@ -480,10 +488,18 @@ def squares(x: Array) -> float:
     return sum((float(piece @ piece) for piece in wide), 0.0)
 
 
-def check_algorithm(collective: str, name: str, size: int) -> None:
-    """ValueError unless so many ranks can call it, and all get the same bits by it."""
+def check_algorithm(collective: str, name: str, size: int, uneven: str | None) -> None:
+    """ValueError unless so many ranks can call it, and all get the same bits by it.
+
+    And if it has no formula for the parts of `uneven`, a unit that they cannot divide equally.
+    """
     chosen = collectives.choose(collective, name, size, 0).algorithm
     if not chosen.is_bitwise:
         raise ValueError(
             f"by {collective}.{name} ranks get other last bits, and so parameters that differ"
+        )
+    if uneven is not None and not sends_alike(collective, name, size):
+        raise ValueError(
+            f"by {collective}.{name} some blocks are sent more often than others: no formula says"
+            f" what {size} ranks send of {uneven}, which they cannot divide equally"
         )

@@ -8,7 +8,7 @@ are equal, or `TrafficTable.check` raises.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ class TrafficMismatch(Exception):  # noqa: N818 - as the others of its kind are 
 
 
 POINT_TO_POINT = ("send", "send_recv")
+OF_VECTORS = ("broadcast", "reduce", "all_reduce")  # cut by the algorithm, if at all
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,26 @@ class PredictedScatter(PredictedCall):
     def sent(self, size: int) -> Tally:
         calls, nbytes = self.count, self.nbytes - self.kept
         return Tally(calls, calls * (size - 1), calls * nbytes) if size > 1 else Tally()
+
+
+def sends_alike(collective: str, algorithm: str, size: int) -> bool:
+    """Whether so many ranks together send every part of the whole equally often.
+
+    What they send is then proportional to the whole, into whatever parts it is divided; otherwise
+    the formulas hold for equal parts only.
+    """
+    chosen = collectives.choose(collective, algorithm, size, 0)
+    if collective in OF_VECTORS and chosen.algorithm.pieces(p=size, **chosen.options) == 1:
+        return True  # blocks are whole vectors
+    times = Counter(
+        block
+        for rank in range(size)
+        for operations in chosen.algorithm.schedule(rank, size, **chosen.options)
+        for sent in operations
+        if sent.kind == "send"
+        for block in sent.blocks
+    )
+    return len(set(times.values())) <= 1
 
 
 class Tally(NamedTuple):

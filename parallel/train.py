@@ -55,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         parse.exit(2, f"{parse.prog}: {error}\n" if comm.rank == 0 else None)
     with ending_all():
         table = training.run()
+        training.strategy.close()
     return training.report(table) if training.is_first else 0
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator
+from collectives import CollectiveError, Communicator
 from parallel.agreement import ModelsDiffer
 from parallel.data import DataParallel
 from parallel.gpt import gpt
@@ -388,6 +388,51 @@ def test_recipes_that_cannot_work_are_refused(options: Any, sentence: str) -> No
 def test_arguments_that_cannot_work_are_refused(make: Make, sentence: str) -> None:
     said = outcome(make, 6)
     assert set(said) == {said[0]} and said[0].startswith("ValueError") and sentence in said[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (partial(ZeroPlusPlus, algorithm="recursive_doubling"), "all_gather.recursive_doubling"),
+        (partial(ServerAsync, algorithm="scatter_all_gather"), "broadcast.scatter_all_gather"),
+    ],
+)
+def test_algorithms_without_a_formula_for_uneven_parts_are_refused(make: Make, name: str) -> None:
+    assert set(outcome(make, 5)) == {
+        f"ValueError: by {name} some blocks are sent more often than others: no formula says what"
+        " 5 ranks send of head, which they cannot divide equally"
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_algorithms_that_need_equal_parts_serve_units_that_have_them(ranks: int) -> None:
+    def even() -> Model:
+        return gpt(layers=1, hidden=8, heads=2, context=CONTEXT)
+
+    verdict(train(partial(ZeroPlusPlus, algorithm="gather_broadcast"), ranks, of=even))
+
+
+def test_algorithms_that_need_equal_parts_would_miss_the_formula_otherwise() -> None:
+    """Were they not refused."""
+
+    class Unchecked(ZeroPlusPlus):
+        def calls_of_many(self) -> dict[str, Any]:
+            return {}
+
+    with pytest.raises(TrafficMismatch, match="forward/block0/all_gather: predicted"):
+        verdict(train(partial(Unchecked, algorithm="gather_broadcast"), 8))
+
+
+def test_a_closed_strategy_has_freed_its_groups_and_nothing_else() -> None:
+    def fn(comm: Communicator) -> int:
+        strategy = Hsdp(comm, model(), group=2)
+        strategy.close()
+        for group in (strategy.mesh.inner, strategy.mesh.outer):
+            with pytest.raises(CollectiveError, match="freed"):
+                group.barrier()
+        return int(comm.all_reduce(np.ones(1, np.int64))[0])
+
+    assert collectives.run(fn, size=4) == [4] * 4
 
 
 def test_other_strategies_are_refused_on_all_ranks() -> None:

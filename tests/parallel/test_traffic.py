@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 import collectives
-from collectives import Communicator, MonitorUnavailable
+from collectives import Communicator, MonitorUnavailable, algorithms
+from parallel import shards
 from parallel.show import print_traffic
 from parallel.traffic import (
     ALL,
@@ -23,6 +24,7 @@ from parallel.traffic import (
     TrafficMismatch,
     TrafficTable,
     Witness,
+    sends_alike,
     watched,
 )
 
@@ -432,3 +434,51 @@ def test_a_witness_without_counters_says_why() -> None:
 def test_a_witness_may_be_unwanted() -> None:
     comm: Any = SimpleNamespace(rank=0, size=2)
     assert Witness(comm, is_wanted=False).reason == "not monitored"
+
+
+DIVIDED = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
+
+
+def recorded_bytes(collective: str, algorithm: str, size: int, num_bytes: int) -> int:
+    """What so many ranks send of so many bytes, which they divide as evenly as possible."""
+    counts = shards.counts(num_bytes, size)
+
+    def fn(comm: Communicator) -> int:
+        x = np.zeros(num_bytes, np.uint8)
+        calls = {
+            "all_gather": lambda: comm.all_gather(
+                x[: counts[comm.rank]], counts=counts, algorithm=algorithm
+            ),
+            "reduce_scatter": lambda: comm.reduce_scatter(x, counts=counts, algorithm=algorithm),
+            "all_reduce": lambda: comm.all_reduce(x, algorithm=algorithm),
+            "broadcast": lambda: comm.broadcast(x, out=x, algorithm=algorithm),
+            "reduce": lambda: comm.reduce(x, algorithm=algorithm),
+        }
+        with comm.record() as ledger:
+            calls[collective]()
+        return sum(row.bytes for row in ledger.rows())
+
+    return sum(collectives.run(fn, size=size))
+
+
+def formula_holds(collective: str, algorithm: str, size: int, num_bytes: int) -> bool:
+    call = PredictedCall("", collective, algorithm, num_bytes)
+    try:
+        predicted = call.sent(size).bytes
+    except ValueError:  # not a whole number
+        return False
+    return predicted == recorded_bytes(collective, algorithm, size, num_bytes)
+
+
+@pytest.mark.parametrize("size", [3, 4, 5, 6])
+@pytest.mark.parametrize("collective", DIVIDED)
+def test_who_sends_alike_has_a_formula_for_uneven_parts_and_nobody_else(
+    collective: str, size: int
+) -> None:
+    """Of all algorithms; those that do not have one for even parts."""
+    for name in algorithms.names(collective):
+        if not algorithms.info(collective, name).serves(size):
+            continue
+        uneven = [formula_holds(collective, name, size, n) for n in range(size + 1, 2 * size)]
+        assert all(uneven) is sends_alike(collective, name, size), name
+        assert formula_holds(collective, name, size, 2 * size), name
