@@ -1,6 +1,7 @@
 """Run by test_strategies.py: every strategy in one process, each as the training program runs it.
 
-Rank 0 prints a line for each: what was compared.  The first that differs ends the job.
+Rank 0 prints a line for each: what was compared.  The first that differs ends the job.  Arguments
+are options of the training program, for all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CLOSE = {"float64": 1e-12, "float16": 1e-5}  # of the losses, relative
 
 def training(comm: Communicator, words: str, kind: Callable[..., Training] = Training) -> Training:
     """A run of the program, which is not heard."""
-    options = parser().parse_args([*SMALL, "--strategy", *words.split()])
+    options = parser().parse_args([*SMALL, *sys.argv[1:], "--strategy", *words.split()])
     return kind(comm, options, Console(file=io.StringIO()))
 
 

@@ -41,9 +41,14 @@ def test_every_strategy_sends_and_keeps_what_it_says_and_trains_as_one_rank(
     num_ranks: int,
 ) -> None:
     """Parameters of all ranks are equal, too.  In the end messages that nobody said are noticed."""
+    run_every_strategy(num_ranks)
+
+
+def run_every_strategy(num_ranks: int, *options: str) -> None:
+    """With these options of the training program."""
     done = launch(
         num_ranks,
-        ["-m", "tests.launch.strategies_program"],
+        ["-m", "tests.launch.strategies_program", *options],
         mpi_args=MPIRUN_ARGS if IS_OPEN_MPI else (),
         env={"PYTHONPATH": str(ROOT)},
         timeout=100,

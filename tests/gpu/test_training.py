@@ -1,0 +1,50 @@
+"""Training on a GPU: the losses of the host, the same traffic, and every byte that crosses."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from array_api_compat import cupy as on_gpu
+
+import collectives
+from collectives import Communicator
+from parallel import DataParallel, Zero1, Zero2, Zero3
+from parallel.offload import TO_DEVICE, TO_HOST, Device, Disk, Host
+from tests.launch.test_strategies import run_every_strategy
+from tests.parallel.test_offload import Make, accounts, serial, trained
+
+pytestmark = pytest.mark.gpu
+CLOSE = {"float64": 1e-9, "float32": 1e-5, "float16": 1e-3}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_strategy_over_mpi(num_ranks: int) -> None:
+    """As in host memory: exact traffic and memory, equal parameters, the losses of one rank."""
+    run_every_strategy(num_ranks, "--device", "cuda")
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize(
+    ("make", "size"), [(serial, 1), (DataParallel, 3), (Zero1, 3), (Zero2, 3), (Zero3, 3)]
+)
+def test_losses_are_those_of_the_host_wherever_updates_are_made(
+    make: Make, size: int, dtype: str, tmp_path: Path
+) -> None:
+    """And what is kept and what crosses is what was predicted."""
+
+    def check(comm: Communicator) -> None:
+        _, wanted = trained(make, comm, dtype=dtype)
+        places: list[Any] = [Device, Host, partial(Disk, tmp_path)]
+        for place in places:
+            strategy, losses = trained(make, comm, dtype=dtype, xp=on_gpu, place=place)
+            np.testing.assert_allclose(losses, wanted, rtol=CLOSE[dtype])
+            accounts(strategy)
+            crossed = strategy.place.moved[TO_HOST], strategy.place.moved[TO_DEVICE]
+            assert all(crossed) is (place is not Device)
+            assert all(hasattr(x, "get") for x in strategy.parameters.values())
+
+    collectives.run(check, size=size)
