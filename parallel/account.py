@@ -32,8 +32,8 @@ class Account(NamedTuple):
     parameters: dict[str, tuple[int, int, str]]
 
     @classmethod
-    def of(cls, strategy: Strategy, rows: int, context: int) -> Account:
-        """After steps on batches of so many rows of this rank's own, of `context` tokens each."""
+    def of(cls, strategy: Strategy, updates: int, rows: int, context: int) -> Account:
+        """After so many updates, of batches of `rows` rows of this rank's own, `context` tokens."""
         place = strategy.place
         kept = pairs(predicted(strategy, rows, context), strategy.memory.peak)
         there = pairs(predicted_there(strategy), place.memory.peak)
@@ -43,7 +43,7 @@ class Account(NamedTuple):
         for unit, x in strategy.parameters.items():
             part = strategy.held(unit)
             digests[unit] = part.start, part.stop, agreement.digest(on_host(x)).hex()
-        return cls(kept, pairs(predicted_moves(strategy), place.moved), digests)
+        return cls(kept, pairs(predicted_moves(strategy, updates), place.moved), digests)
 
 
 def pairs(formula: Any, counted: Any) -> dict[str, Pair]:

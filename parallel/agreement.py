@@ -15,7 +15,7 @@ from parallel.traffic import PredictedCall
 
 DIGEST = 32  # bytes
 REPORT = np.dtype([("doing", "S64"), ("why", "S448")])  # of a rank: why it failed, or nothing
-PLAIN = bool, int, float, str, tuple
+PLAIN = bool, int, float, str, type(None), np.dtype
 Digests = dict[str, bytes]
 
 
@@ -38,8 +38,17 @@ def shapes_of(specs: Mapping[str, Spec]) -> list[Any]:
 
 def options_of(thing: object) -> list[Any]:
     """What an optimizer or a hook was told, and what it is."""
-    told = {k: v for k, v in vars(thing).items() if isinstance(v, (*PLAIN, np.dtype))}
+    told = {name: plain(value) for name, value in vars(thing).items()}
     return [type(thing).__name__, sorted(told.items())]
+
+
+def plain(value: object) -> Any:
+    """A value as it reads alike on all ranks; of an array or an object only what it is."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, list | tuple):
+        return tuple(map(plain, value))
+    return value if isinstance(value, PLAIN) else type(value).__name__
 
 
 def check_alike(comm: Communicator, units: Digests, options: Digests) -> None:
@@ -79,7 +88,7 @@ def together(
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
         why, cause = str(error) or repr(error), error
-    reports = np.array([(doing.encode(), why.encode())], REPORT)
+    reports = np.array([(doing.encode(), why.encode(errors="replace"))], REPORT)
     if comm is not None:
         with phase(label):
             table = comm.all_gather(reports.view(np.uint8)[None], algorithm="ring")

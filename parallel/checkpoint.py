@@ -55,7 +55,7 @@ def save(strategy: Strategy, root: str | Path, step: int, keep: int | None = Non
     """
     if step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"cannot save step {step} and keep {keep}: at least 0 and 1")
-    place = Path(root, f"step-{step:08d}")
+    place = place_of(root, step)
     unfinished = place.with_name(UNFINISHED + place.name)
     doing, is_first = f"saving step {step}", strategy.rank == 0
     try:
@@ -89,6 +89,11 @@ def load(strategy: Strategy, path: str | Path) -> int:
     with together(strategy.comm, strategy.phase, "load", f"loading {path.name}", LoadFailed):
         checkpoint.fill(strategy)
     return int(checkpoint.about["step"])
+
+
+def place_of(root: str | Path, step: int) -> Path:
+    """The directory of the checkpoint after so many steps."""
+    return Path(root, f"step-{step:08d}")
 
 
 def latest(root: str | Path) -> Path | None:

@@ -66,8 +66,11 @@ STRATEGIES: dict[str, tuple[Make, tuple[str, ...]]] = {
 }
 
 
-def make(comm: Communicator, model: Model, options: argparse.Namespace, **more: Any) -> Strategy:
-    """The strategy that the options name.  ValueError for options that do not go with it."""
+def maker(comm: Communicator, model: Model, options: argparse.Namespace) -> Callable[..., Strategy]:
+    """What makes the strategy that the options name; called by all ranks, for it may talk to them.
+
+    Nothing is sent here.  ValueError for options that do not go with the strategy.
+    """
     kind, own = STRATEGIES[options.strategy]
     known = {name for _, names in STRATEGIES.values() for name in names}
     given = {name: getattr(options, name) for name in known if getattr(options, name) is not None}
@@ -77,12 +80,12 @@ def make(comm: Communicator, model: Model, options: argparse.Namespace, **more: 
     if options.algorithm is not None and options.strategy == "serial":
         raise ValueError("the strategy serial takes no --algorithm")
     if options.algorithm is not None:
-        more["algorithm"] = options.algorithm
+        given["algorithm"] = options.algorithm
     if options.strategy == "elastic":
         given.setdefault("kill", (-1, -1))
     if "hook" in given:
         given["hook"] = hook(given["hook"])  # one of each rank's own, for it may keep a state
-    return kind(comm, model, recipe(comm, model, options), **given, **more)
+    return partial(kind, comm, model, recipe(comm, model, options), **given)
 
 
 def check_saving(options: argparse.Namespace) -> None:

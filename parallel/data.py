@@ -15,7 +15,7 @@ import collectives
 from collectives import Communicator, Work
 from parallel import agreement, shards
 from parallel.nn import Array
-from parallel.strategy import SMALL, Strategy
+from parallel.strategy import SMALL, Run, Strategy
 from parallel.traffic import PredictedCall
 
 BUCKET_BYTES = 25 * 2**20
@@ -72,14 +72,15 @@ class DataParallel(Strategy):
     """Gradients are summed over the ranks in buckets, while backward makes the next ones.
 
     A bucket holds the gradients of layers that follow each other in backward, up to `bucket_bytes`,
-    or one that is larger.  With n(b) the bytes of bucket b, u units and S steps, all ranks together
-    send (ring; k micro-batches make no difference, since only the last one's backward sends)
+    or one that is larger.  With n(b) the bytes of bucket b, u units in l layers, and S steps, all
+    ranks together send (ring; k micro-batches make no difference: only the last one's backward
+    sends)
 
     | phase             | collective | calls | bytes a call    |
     |-------------------|------------|-------|-----------------|
     | start/broadcast   | broadcast  | u     | (p-1) n(unit)   |
     | backward/bucket b | all_reduce | S     | 2 (p-1) n(b)    |
-    | unused            | all_reduce | S     | u p log2 p, with `find_unused` |
+    | unused            | all_reduce | S     | l p log2 p, with `find_unused` |
 
     beside what all strategies send; that is 2 Psi (p-1)/p elements a rank and step.  Each rank's
     loss is the sum over its own rows divided by the rows of the whole batch, and ranks are combined
@@ -154,11 +155,11 @@ class DataParallel(Strategy):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        self.is_syncing = False
+        before, self.is_syncing = self.is_syncing, False
         try:
             yield
         finally:
-            self.is_syncing = True
+            self.is_syncing = before
 
     def forward_backward(self, *batch: Any) -> float:
         self._waiting = {bucket: set(units) for bucket, units in self.buckets.items()}
@@ -230,11 +231,8 @@ class DataParallel(Strategy):
             for unit in self.model.units
         ]
 
-    def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
+    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
         calls = [call for bucket in self.buckets for call in self.hook.traffic(self, bucket)]
-        calls = [replace(call, count=call.count * steps) for call in calls]
-        if self.find_unused:
-            calls.append(
-                PredictedCall("unused", "all_reduce", SMALL, len(self.model.layers), steps)
-            )
-        return calls
+        calls = [replace(call, count=call.count * run.steps) for call in calls]
+        unused = PredictedCall("unused", "all_reduce", SMALL, len(self.model.layers), run.steps)
+        return calls + [unused] * self.find_unused

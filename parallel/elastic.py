@@ -15,7 +15,7 @@ from parallel import agreement
 from parallel.data import AllReduce, DataParallel
 from parallel.nn import Array, Model, on_host
 from parallel.optim import Optimizer
-from parallel.strategy import Batches, Recipe, Show
+from parallel.strategy import Batches, Recipe, Run, Show
 from parallel.text import Tokens
 from parallel.traffic import PredictedCall
 
@@ -169,10 +169,10 @@ class Elastic(DataParallel):
                 f" (of {self.comm.size}) are not those of rank 0"
             )
 
-    def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
+    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
         """Data parallel's, and the check of `finish`: of a run in which nobody dies."""
         check = PredictedCall("check", "all_gather", "ring", DIGEST_BYTES * self.comm.size)
-        return [*super().traffic_of_steps(steps), check]
+        return [*super().traffic_of_steps(run), check]
 
 
 class Doomed(Elastic):

@@ -12,7 +12,7 @@ from typing import Any
 import collectives
 from collectives import Communicator
 from parallel.nn import Model
-from parallel.strategy import Recipe
+from parallel.strategy import Recipe, Run
 from parallel.traffic import PredictedCall
 from parallel.zero import Zero3
 
@@ -66,14 +66,19 @@ class Grouped(Zero3):
         group: int | None = None,
         **more: Any,
     ) -> None:
-        self.mesh = Mesh(comm, group)
+        self.group = group_size(comm.size, group)
         super().__init__(comm, model, recipe, **more)
+
+    def _allocate(self) -> None:
+        """The mesh too, after all arguments have been checked: ranks make it together."""
+        self.mesh = Mesh(self.comm, self.group)
+        super()._allocate()
 
     def close(self) -> None:
         self.mesh.free()
 
     def options(self) -> dict[str, Any]:
-        return super().options() | {"group": self.mesh.group}
+        return super().options() | {"group": self.group}
 
 
 class Hsdp(Grouped):
@@ -94,8 +99,8 @@ class Hsdp(Grouped):
     """
 
     def calls_of_many(self) -> dict[str, Collection[int]]:
-        calls: dict[str, Collection[int]] = {"all_reduce": (self.mesh.groups,)}
-        return calls | dict.fromkeys(self.large, (self.mesh.group,))
+        calls: dict[str, Collection[int]] = {"all_reduce": (self.size // self.group,)}
+        return calls | dict.fromkeys(self.large, (self.group,))
 
     @property
     def shard_comm(self) -> Communicator:
@@ -113,11 +118,11 @@ class Hsdp(Grouped):
                         gradient, op="sum", out=gradient, algorithm=self.algorithm
                     )
 
-    def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
-        width, groups = self.dtype.itemsize, self.mesh.groups
-        return super().traffic_of_steps(steps) + [
+    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
+        width, calls, groups = self.dtype.itemsize, run.steps, self.mesh.groups
+        return super().traffic_of_steps(run) + [
             PredictedCall(
-                f"replicate/{unit}", "all_reduce", self.algorithm, width * n, steps, ranks=groups
+                f"replicate/{unit}", "all_reduce", self.algorithm, width * n, calls, ranks=groups
             )
             for unit in self.model.units
             for n in self.counts(unit)

@@ -248,10 +248,10 @@ def moved_by_load(own: int, dtype: np.dtype[Any]) -> dict[str, int]:
     return {TO_HOST: parameters, TO_DEVICE: 0, READ: 0, WRITTEN: masters}
 
 
-def predicted_moves(strategy: Strategy) -> dict[str, int]:
-    """`strategy.place.moved`, if all its updates were of all units."""
+def predicted_moves(strategy: Strategy, updates: int) -> dict[str, int]:
+    """`strategy.place.moved` after so many updates, if all were of all units."""
     place, own = strategy.place, num_own(strategy)
     update = moved_by_update(own, strategy.dtype, len(strategy.optimizer.STATES))
     load = moved_by_load(own, strategy.dtype)
-    moved = {x: strategy.num_updates * update[x] + place.num_loads * load[x] for x in place.COLUMNS}
+    moved = {x: updates * update[x] + place.num_loads * load[x] for x in place.COLUMNS}
     return {x: 0 if x in CROSSING and not place.is_crossing else n for x, n in moved.items()}

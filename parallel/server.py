@@ -17,7 +17,7 @@ import numpy as np
 import collectives
 from collectives import CollectiveTimeout, Communicator, Work
 from parallel import shards
-from parallel.strategy import Batches, NoGradient, Show, Strategy, squares
+from parallel.strategy import Batches, NoGradient, Run, Show, Strategy, squares
 from parallel.text import Tokens, share
 from parallel.traffic import PredictedCall, PredictedScatter
 
@@ -150,14 +150,17 @@ class ServerSync(ParameterServer):
     def traffic_of_start(self) -> list[PredictedCall]:
         return [*super().traffic_of_start(), *self.each_unit("start/broadcast", "broadcast", 1)]
 
-    def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
-        rows, context = self.shape
+    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
+        """ValueError if the shape of batches is not said."""
+        if run.batch is None:
+            raise ValueError("the server sends batches: say how many rows of how many tokens")
+        steps, (rows, context) = run.steps, run.batch
         row, kept = 2 * 8 * context, shards.counts(rows, self.size)[SERVER]
         calls = [
             PredictedCall("data", "broadcast", "linear", 16, steps),
             PredictedScatter("data", "scatter", "linear", row * rows, steps, kept=row * kept),
             *self.each_unit("reduce", "reduce", steps),
-            *self.each_unit("update", "broadcast", self.num_updates),
+            *self.each_unit("update", "broadcast", run.updates),
         ]
         norm = PredictedCall("norm", "broadcast", "linear", 8, steps)
         return calls + [norm] * self.loss_scale.is_dynamic
@@ -217,7 +220,6 @@ class ServerAsync(ParameterServer):
             raise ValueError(f"bound is a number of steps, at least 0, or None; not {bound}")
         self.bound = bound
         self.staleness: list[Staleness] = []
-        self.num_runs = 0  # of `train`
         self._expected: dict[int, Expected] = {}
         self._pulled: dict[int, int] = {}  # what each worker has: after so many updates
         super().__init__(*args, **more)
@@ -249,7 +251,6 @@ class ServerAsync(ParameterServer):
                 losses = self._work(first, steps, batch, show)
         with self.phase("finish"):
             self.broadcast_parameters()
-        self.num_runs += 1
         return losses
 
     @contextmanager
@@ -362,9 +363,13 @@ class ServerAsync(ParameterServer):
         )
         return [*super().remarks(), said]
 
-    def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
-        """Of `steps` steps of every worker, and the ends of as many runs as there were."""
-        sizes = [self.nbytes(unit) for unit in self.model.units]
+    def updates_in(self, steps: int) -> int:
+        """One for each push."""
+        return steps * max(self.size - 1, 1)
+
+    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
+        """Of so many steps of every worker, and of the end."""
+        steps, sizes = run.steps, [self.nbytes(unit) for unit in self.model.units]
         return [
             *(
                 PredictedCall(f"async/{what}/worker{worker}", "send", "point_to_point", n, steps)
@@ -372,7 +377,7 @@ class ServerAsync(ParameterServer):
                 for what, sent in {"pull": sizes, "push": [16, *sizes]}.items()
                 for n in sent
             ),
-            *self.each_unit("finish", "broadcast", self.num_runs),
+            *self.each_unit("finish", "broadcast", 1),
         ]
 
     def traffic_of_loss(self, steps: int) -> list[PredictedCall]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from array_api_compat import numpy as host
@@ -66,6 +66,14 @@ class Recipe:
             raise ValueError(f"clip is a norm above 0, or None; not {self.clip}")
         if isinstance(self.recompute, str):
             raise ValueError(f"recompute is several names, not one: [{self.recompute!r}]")
+
+
+class Run(NamedTuple):
+    """Of which traffic is predicted.  `batch`: see `Strategy.traffic`."""
+
+    steps: int
+    updates: int
+    batch: tuple[int, int] | None = None
 
 
 class Strategy:
@@ -166,7 +174,7 @@ class Strategy:
         return self.rank, self.size
 
     def bind_all(self) -> None:
-        """Let every layer work on whole parameters and gradients, from now on."""
+        """Let every layer work on whole parameters and gradients, whoever it worked for before."""
         for layer in self.model.layers:
             self.model.bind(layer, self.parameters, self.gradients)
 
@@ -250,6 +258,7 @@ class Strategy:
         `inputs` and `targets` (rows, context) are int64; the loss is in nats.  Raises NoGradient,
         on all ranks, if a layer of some rank took no part.
         """
+        self.bind_all()
         for flat in self.gradients.values():
             flat[...] = 0
         self.used.clear()
@@ -412,7 +421,8 @@ class Strategy:
             "micro_batches": self.recipe.micro_batches,
             "clip": self.recipe.clip,
             "optimizer": agreement.options_of(self.optimizer),
-            "layers": [[name, *x.likeness()] for name, x in self.model.layers.items()],
+            "layers": [[name, *x.likeness()] for name, x in self.model.layers.items()]
+            + sorted(map(list, self.model.ties.items())),
         }
 
     # What it says about itself
@@ -428,15 +438,31 @@ class Strategy:
             said.append(f"{self.num_skipped} updates skipped, loss scale {self.loss_scale.value:g}")
         return said
 
-    def traffic(self, steps: int, *, is_resumed: bool = False) -> list[PredictedCall]:
-        """What this strategy sends in `start`, or in `resume`, and in so many steps.
+    def traffic(
+        self,
+        steps: int,
+        *,
+        batch: tuple[int, int] | None = None,
+        skipped: int = 0,
+        is_resumed: bool = False,
+    ) -> list[PredictedCall]:
+        """What this strategy sends in `start`, or in `resume`, and in one `train` of so many steps.
 
-        Updates that an overflow prevented are known after the run, and counted as they were.
+        `batch`: the rows of all ranks together, and the tokens in each; who sends batches must be
+        told.  `skipped`: how many updates an overflow prevents, which only a run can tell.
+        ValueError if there are as many in a dtype that skips none.
         """
+        if skipped and not self.loss_scale.is_dynamic:
+            raise ValueError(f"in {self.dtype.name} all updates are made, {skipped} were not")
         if self.comm is None:
             return []
+        run = Run(steps, self.updates_in(steps) - skipped, batch)
         start = self.traffic_of_check() if is_resumed else self.traffic_of_start()
-        return [*start, *self.traffic_of_steps(steps), *self.traffic_of_loss(steps)]
+        return [*start, *self.traffic_of_steps(run), *self.traffic_of_loss(steps)]
+
+    def updates_in(self, steps: int) -> int:
+        """How many so many steps make, unless a gradient overflows."""
+        return steps
 
     def traffic_of_start(self) -> list[PredictedCall]:
         """What `start` sends."""
@@ -447,7 +473,7 @@ class Strategy:
         num_units, num_options = len(self.model.units), len(self.options())
         return agreement.traffic("start/check", self.size, num_units, num_options)
 
-    def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
+    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
         """What distinguishes the strategy."""
         return []
 

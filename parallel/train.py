@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -135,6 +136,11 @@ def at_least(least: int) -> Callable[[str], int]:
     return integer
 
 
+def can_be_written(path: Path) -> bool:
+    """Whether there can be a file of that name."""
+    return os.access(path if path.exists() else path.parent, os.W_OK) and not path.is_dir()
+
+
 def rank_and_step(word: str) -> tuple[int, int]:
     """An argument's type: "2:50" is rank 2 and step 50."""
     rank, step = word.split(":")
@@ -158,10 +164,11 @@ class Training:
             context=options.context, is_tied=options.tied,
         )  # fmt: skip
         with self.together("preparing the strategy"):
-            self.strategy = choices.make(comm, self.model, options, phase=self.timeline.phase)
-        self.first = 0
+            make = choices.maker(comm, self.model, options)
+        with self.together("preparing the strategy"):
+            self.strategy = make(phase=self.timeline.phase)
         self.losses: list[float] = []
-        self.num_saves, self.seconds = 0, 0.0
+        self.seconds, self.skipped_before = 0.0, 0
         self.times: list[float] = []
         self.accounts: list[Account] = []
 
@@ -176,13 +183,33 @@ class Training:
         agreement.check_alike(self.comm, texts, told | {"length": agreement.digest(len(self.text))})
 
     def check(self) -> None:
-        """ValueError for what cannot be divided, is too short or could not be saved."""
+        """ValueError for what cannot be divided, is too short or could not be written."""
         self.check_batch()
         choices.check_saving(self.options)
-        if self.options.save is not None:
-            self.options.save.mkdir(parents=True, exist_ok=True)
-        if self.options.resume is not None:
-            self.checkpoint()
+        is_resumed = self.options.resume is not None
+        self.first = checkpoint.steps_of(self.checkpoint()) if is_resumed else 0
+        self.saves = self.steps_to_save()
+        self.check_files()
+
+    def steps_to_save(self) -> list[int]:
+        """After how many steps there is to be a checkpoint."""
+        o = self.options
+        if o.save is None:
+            return []
+        often = range(self.first + 1, o.steps) if o.save_every is not None else ()
+        return [*(step for step in often if step % o.save_every == 0), o.steps]
+
+    def check_files(self) -> None:
+        """ValueError for what would be lost at the end: there already, or nowhere to go."""
+        o = self.options
+        if o.save is not None:
+            o.save.mkdir(parents=True, exist_ok=True)
+        for place in (checkpoint.place_of(o.save, step) for step in self.saves):
+            if place.exists():
+                raise ValueError(f"there is a checkpoint already where one is to be: {place}")
+        for path in (o.trace, o.json):
+            if self.comm.rank == 0 and path is not None and not can_be_written(path):
+                raise ValueError(f"{path} cannot be written")
 
     def check_batch(self) -> None:
         """ValueError for what cannot be divided, or is too short."""
@@ -200,7 +227,8 @@ class Training:
             self.strategy.start()
             return
         self.strategy.resume()
-        self.first = checkpoint.load(self.strategy, self.checkpoint())
+        checkpoint.load(self.strategy, self.checkpoint())
+        self.skipped_before = self.strategy.num_skipped
         self.console.print(f"from step {self.first} on")
 
     def checkpoint(self) -> Path:
@@ -226,7 +254,8 @@ class Training:
         if self.options.trace is not None:
             self.timeline.write(ledger, self.options.trace)
         rows = len(self.batch(0, *self.strategy.part)[0]) if self.strategy.part[1] else 0
-        account = Account.of(self.strategy, rows, self.options.context)
+        updates = self.strategy.updates_in(self.options.steps - self.first) - self.skipped
+        account = Account.of(self.strategy, updates, rows, self.options.context)
         self.accounts = gather(self.comm, account) or []
         whole, observed = ledger.gather(), self.witness.gather()
         if whole is None:
@@ -236,10 +265,18 @@ class Training:
 
     def traffic(self) -> list[PredictedCall]:
         """What the run was to send."""
-        is_resumed = self.options.resume is not None
-        calls = self.strategy.traffic(self.options.steps - self.first, is_resumed=is_resumed)
+        o, is_resumed = self.options, self.options.resume is not None
+        calls = self.strategy.traffic(
+            o.steps - self.first, batch=(o.batch, o.context), skipped=self.skipped,
+            is_resumed=is_resumed,
+        )  # fmt: skip
         loads = is_resumed * checkpoint.traffic(self.strategy, "load")
-        return calls + loads + self.num_saves * checkpoint.traffic(self.strategy)
+        return calls + loads + len(self.saves) * checkpoint.traffic(self.strategy)
+
+    @property
+    def skipped(self) -> int:
+        """The updates of this run that an overflow prevented: what nobody can know before."""
+        return self.strategy.num_skipped - self.skipped_before
 
     def announce(self) -> None:
         """What is about to run, in one line."""
@@ -258,7 +295,7 @@ class Training:
                 self.times.append(time.perf_counter())
                 self.console.quiet = not self.is_first  # the first one may have died
                 show_done(done, loss)
-                if o.save_every is not None and done % o.save_every == 0 and done < o.steps:
+                if done in self.saves and done < o.steps:
                     self.save(done)
 
             began = time.perf_counter()
@@ -271,7 +308,6 @@ class Training:
     def save(self, done: int) -> None:
         """A checkpoint after so many steps."""
         checkpoint.save(self.strategy, self.options.save, done)
-        self.num_saves += 1
 
     @property
     def is_first(self) -> bool:
@@ -299,7 +335,12 @@ class Training:
             f" {self.rate():.0f} tokens/s"
         )
         self.console.print("\n".join([*self.strategy.remarks(), ""]), markup=False)
+        status = self.report_bytes(table)
         self.write_json(table)
+        return status
+
+    def report_bytes(self, table: TrafficTable | None) -> int:
+        """Memory and traffic; the exit status."""
         if table is None:
             self.console.print(
                 f"{self.num_dead} of {self.comm.size} ranks died; the others ended with the same"

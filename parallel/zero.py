@@ -14,7 +14,7 @@ import collectives
 from collectives import Communicator, Work
 from parallel import shards
 from parallel.nn import Array
-from parallel.strategy import SMALL, Strategy
+from parallel.strategy import SMALL, Run, Strategy
 from parallel.traffic import PredictedCall
 
 
@@ -101,10 +101,10 @@ class Zero1(Strategy):
         norm = PredictedCall("norm", "all_reduce", SMALL, 8, steps, **self.groups)
         return super().traffic_of_loss(steps) + [norm] * self.needs_norm
 
-    def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
+    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
         return [
-            *self.each_unit("reduce", "reduce_scatter", steps),
-            *self.each_unit("update", "all_gather", self.num_updates),
+            *self.each_unit("reduce", "reduce_scatter", run.steps),
+            *self.each_unit("update", "all_gather", run.updates),
         ]
 
 
@@ -136,6 +136,9 @@ class Zero2(Zero1):
         self.gradients = {unit: self.new("gradients", n) for unit, n in sizes.items()}
         self.own_gradients = self.gradients
 
+    def bind_all(self) -> None:
+        """Each is bound while it runs."""
+
     def before_forward(self, layer: str) -> None:
         self.model.bind(layer, self.whole)
 
@@ -157,11 +160,10 @@ class Zero2(Zero1):
     def before_update(self) -> None:
         """The gradients have been reduced as they came."""
 
-    def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
-        k = self.recipe.micro_batches
+    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
         return [
-            *self.each_unit("backward", "reduce_scatter", k * steps),
-            *self.each_unit("update", "all_gather", self.num_updates),
+            *self.each_unit("backward", "reduce_scatter", self.recipe.micro_batches * run.steps),
+            *self.each_unit("update", "all_gather", run.updates),
         ]
 
     def open_gradients(self, layer: str) -> list[str]:
@@ -248,15 +250,15 @@ class Zero3(Zero2):
     def after_update(self) -> None:
         """Nobody needs the new parameters before the next forward."""
 
-    def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
+    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
         """A unit that several layers use is gathered anew for each, unless they are neighbours."""
-        k, gathers = self.recipe.micro_batches, self.model.times_gathered()
+        calls, gathers = self.recipe.micro_batches * run.steps, self.model.times_gathered()
         forward = dict.fromkeys(gathers, 1) if self.keep_after_forward else gathers
         backward = {} if self.keep_after_forward else gathers
         return [
-            *self.each_unit("forward", "all_gather", k * steps, forward),
-            *self.each_unit("backward", "all_gather", k * steps, backward),
-            *self.each_unit("backward", "reduce_scatter", k * steps),
+            *self.each_unit("forward", "all_gather", calls, forward),
+            *self.each_unit("backward", "all_gather", calls, backward),
+            *self.each_unit("backward", "reduce_scatter", calls),
         ]
 
     def options(self) -> dict[str, Any]:

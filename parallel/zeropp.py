@@ -17,6 +17,7 @@ from parallel import shards
 from parallel.hsdp import Grouped
 from parallel.nn import Array
 from parallel.quantise import BLOCK, dequantise, quantise, quantised_bytes
+from parallel.strategy import Run
 from parallel.traffic import PredictedCall
 from parallel.zero import Arrival
 
@@ -60,12 +61,14 @@ class ZeroPlusPlus(Grouped):
     """
 
     def __init__(self, *args: Any, block: int = BLOCK, **more: Any) -> None:
+        if more.get("keep_after_forward"):
+            raise ValueError("ZeRO++ keeps a part of the parameters: it has no keep_after_forward")
         self.block = block
         self.secondary: dict[str, Array] = {}
         super().__init__(*args, **more)
 
     def calls_of_many(self) -> dict[str, Collection[int]]:
-        return {"all_gather": (self.size, self.mesh.group)}
+        return {"all_gather": (self.size, self.group)}
 
     def options(self) -> dict[str, Any]:
         return super().options() | {"block": self.block}
@@ -153,9 +156,9 @@ class ZeroPlusPlus(Grouped):
         parts = zip(shards.split(packed, sizes), counts, strict=True)
         return [dequantise(part, n, self.block) for part, n in parts]
 
-    def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
+    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
         """A unit that several layers use is gathered within the group from the second time on."""
-        return [call for unit in self.model.units for call in self._traffic_of(unit, steps)]
+        return [call for unit in self.model.units for call in self._traffic_of(unit, run.steps)]
 
     def _traffic_of(self, unit: str, steps: int) -> Iterator[PredictedCall]:
         mesh, ring = self.mesh, self.algorithm

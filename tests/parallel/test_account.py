@@ -19,16 +19,19 @@ from parallel.strategy import Recipe
 from parallel.zero import Zero1, Zero3
 from tests.parallel.training import CONTEXT, End, batch, model, train
 
+STEPS = 2
+
 # One rank's
 
 
 def account_of(end: End) -> Account:
     strategy = end.strategy
-    return Account.of(strategy, len(batch(0, *strategy.part)[0]), CONTEXT)
+    updates = strategy.updates_in(STEPS) - strategy.num_skipped
+    return Account.of(strategy, updates, len(batch(0, *strategy.part)[0]), CONTEXT)
 
 
 def accounts(make: Any, ranks: int, **recipe: Any) -> list[Account]:
-    return [account_of(end) for end in train(make, ranks, Recipe(**recipe), steps=2)]
+    return [account_of(end) for end in train(make, ranks, Recipe(**recipe), steps=STEPS)]
 
 
 def test_memory_is_by_formula_and_counted() -> None:

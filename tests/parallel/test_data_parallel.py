@@ -212,6 +212,15 @@ def test_no_sync_is_over_when_a_micro_batch_fails() -> None:
     assert ddp.is_syncing
 
 
+def test_no_sync_inside_no_sync_ends_with_the_outer_one() -> None:
+    ddp = train(DataParallel, 1, steps=0)[0].strategy
+    with ddp.no_sync():
+        with ddp.no_sync():
+            pass
+        assert not ddp.is_syncing
+    assert ddp.is_syncing
+
+
 def test_micro_batches_send_as_much_as_one() -> None:
     one, four = (train(DataParallel, 3, Recipe(micro_batches=k)) for k in (1, 4))
     verdict(four)

@@ -97,7 +97,7 @@ def add(
                 named = model.named(strategy.gradients)
                 sums.append({name: x.astype(np.float64) for name, x in named.items()})
         whole = ledger.gather()
-        calls = strategy.traffic(steps)
+        calls = strategy.traffic(steps, skipped=strategy.num_skipped)
         table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
         return Run(sums, strategy, table)
 
@@ -549,7 +549,8 @@ def train(
             losses = strategy.train(steps, batch, ROWS * CONTEXT, lambda *_: None)
         whole = ledger.gather()
         if whole is not None:
-            TrafficTable(strategy.traffic(steps), whole, None, size=comm.size).check()
+            calls = strategy.traffic(steps, skipped=strategy.num_skipped)
+            TrafficTable(calls, whole, None, size=comm.size).check()
         return Trained(np.array(losses), strategy)
 
     return collectives.run(rank, size=size)

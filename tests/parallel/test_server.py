@@ -18,7 +18,7 @@ from parallel.gpt import gpt
 from parallel.nn import Model
 from parallel.optim import SGD
 from parallel.server import ServerAsync, ServerSync, Staleness
-from parallel.strategy import Batches, Recipe, Strategy
+from parallel.strategy import Batches, Recipe, Run, Strategy
 from parallel.traffic import PredictedCall, Tally, TrafficMismatch, TrafficTable
 
 ROWS, CONTEXT, STEPS = 11, 3, 4  # 11 rows on 2, 3, 4 and 5 ranks: every division is uneven
@@ -29,7 +29,7 @@ LONG = 30.0  # seconds: more than anything here takes
 Make = Callable[..., Strategy]
 
 
-class Run(NamedTuple):
+class End(NamedTuple):
     """What one rank brings home; `ledger` and `table` on rank 0 only."""
 
     losses: list[float]
@@ -65,10 +65,10 @@ def train(
     batches: Callable[[Communicator], Batches] = lambda comm: batch,
     before: Callable[[Any], object] = nothing,
     after: Callable[[Any], object] = nothing,
-) -> list[Run]:
+) -> list[End]:
     """Every rank's run; each draws other initial values: it is the server's that count."""
 
-    def fn(comm: Communicator) -> Run:
+    def fn(comm: Communicator) -> End:
         own = recipe or Recipe()
         strategy = make(comm, model(), Recipe(**{**vars(own), "seed": own.seed + comm.rank}))
         digests: list[bytes] = []
@@ -80,11 +80,11 @@ def train(
             )
             after(strategy)
         whole = ledger.gather()
-        calls = strategy.traffic(steps)
+        calls = strategy.traffic(steps, batch=(ROWS, CONTEXT), skipped=strategy.num_skipped)
         table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
-        return Run(losses, digests, strategy, whole, table)
+        return End(losses, digests, strategy, whole, table)
 
-    runs: list[Run] = collectives.run(fn, size=ranks)
+    runs: list[End] = collectives.run(fn, size=ranks)
     return runs
 
 
@@ -106,13 +106,13 @@ def serial(
     return losses, digest(strategy)
 
 
-def checked(runs: list[Run]) -> str:
+def checked(runs: list[End]) -> str:
     """The verdict on the traffic."""
     assert runs[0].table is not None
     return runs[0].table.check()
 
 
-def sent(runs: list[Run], phase: str) -> dict[int, int]:
+def sent(runs: list[End], phase: str) -> dict[int, int]:
     """Bytes that each rank sent in phases that begin so."""
     assert runs[0].ledger is not None
     nbytes: Counter[int] = Counter()
@@ -488,7 +488,7 @@ def test_the_rows_are_those_of_the_docstrings() -> None:
     assert recorded(train(ServerAsync, p)) == start(8) | rows
 
 
-def recorded(runs: list[Run]) -> dict[tuple[str, str], Tally]:
+def recorded(runs: list[End]) -> dict[tuple[str, str], Tally]:
     """What the ledger says; calls of sends, which nobody predicts, are left out."""
     assert runs[0].table is not None
     return {
@@ -518,7 +518,12 @@ def test_a_second_run_goes_on_and_is_predicted_too(make: Make) -> None:
             strategy.start()
             for first in (0, STEPS):
                 losses = strategy.train(first + STEPS, batch, TOTAL, nothing, first)
-        whole, calls = ledger.gather(), strategy.traffic(2 * STEPS)
+        whole, again = ledger.gather(), Run(STEPS, STEPS, (ROWS, CONTEXT))
+        calls = [
+            *strategy.traffic(STEPS, batch=(ROWS, CONTEXT)),
+            *strategy.traffic_of_steps(again),
+            *strategy.traffic_of_loss(STEPS),
+        ]
         if whole is not None:
             TrafficTable(calls, whole, None, size=comm.size).check()
         return losses
@@ -544,10 +549,10 @@ def test_a_scatter_of_even_parts_would_be_noticed() -> None:
     """The negative control of the scatter's own formula: 4 of 11 rows stay on the server."""
 
     class Even(ServerSync):
-        def traffic_of_steps(self, steps: int) -> list[PredictedCall]:
+        def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
             n = 16 * CONTEXT * 12
-            kept = [c for c in super().traffic_of_steps(steps) if c.collective != "scatter"]
-            return [*kept, PredictedCall("data", "scatter", "linear", n, steps)]
+            kept = [c for c in super().traffic_of_steps(run) if c.collective != "scatter"]
+            return [*kept, PredictedCall("data", "scatter", "linear", n, run.steps)]
 
     with pytest.raises(TrafficMismatch, match="data/scatter"):
         checked(train(Even, 3))

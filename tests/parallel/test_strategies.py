@@ -17,11 +17,11 @@ from parallel.agreement import ModelsDiffer
 from parallel.data import DataParallel
 from parallel.gpt import gpt
 from parallel.hooks import Compressed
-from parallel.hsdp import Hsdp
+from parallel.hsdp import Hsdp, Mesh
 from parallel.nn import Linear, Model
 from parallel.optim import SGD, Adam, AdamW
 from parallel.server import ServerAsync, ServerSync
-from parallel.strategy import NoGradient, Recipe, Strategy
+from parallel.strategy import NoGradient, Recipe, Run, Strategy
 from parallel.traffic import TrafficMismatch
 from parallel.zero import Zero1, Zero2, Zero3
 from parallel.zeropp import ZeroPlusPlus
@@ -135,6 +135,15 @@ def test_two_bytes_train_nearly_as_four(name: str) -> None:
         )
 
 
+def test_strategies_may_take_turns_with_a_model() -> None:
+    """Each works on arrays of its own, to the last bit as if it had the model alone."""
+    shared, total = model(), ROWS * CONTEXT
+    pair = [Strategy(None, shared) for _ in range(2)]
+    losses = [[one.step(*batch(step, 0, 1), total) for one in pair] for step in range(3)]
+    alone = Strategy(None, model()).train(3, batch, total, nothing)
+    assert losses == [[loss, loss] for loss in alone]
+
+
 @exact
 def test_layers_may_be_computed_twice_instead_of_kept(name: str) -> None:
     """To the last bit the same, with as many forwards more."""
@@ -158,6 +167,41 @@ def test_more_micro_batches_than_rows_leave_some_empty(name: str) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_predicted_is_recorded(name: str, ranks: int) -> None:
     assert "two columns compared" in verdict(train(ALL[name], ranks, steps=2))
+
+
+@pytest.mark.parametrize("name", [*ALL, "server-async"])
+def test_traffic_is_known_before_a_run(name: str) -> None:
+    def fn(comm: Communicator) -> bool:
+        strategy = (ALL | {"server-async": ServerAsync})[name](comm, model())
+        before = strategy.traffic(2, batch=(ROWS, CONTEXT))
+        strategy.start()
+        strategy.train(2, batch, ROWS * CONTEXT, nothing)
+        return before == strategy.traffic(2, batch=(ROWS, CONTEXT))
+
+    assert collectives.run(fn, size=4) == [True] * 4
+
+
+@pytest.mark.parametrize("make", [Zero1, Zero2, ServerSync])
+def test_an_update_that_was_not_made_is_noticed(make: Any) -> None:
+    """Were the number of updates read off the run, the columns would be equal."""
+
+    class Lazy(make):  # type: ignore[misc]
+        def update(self) -> None:
+            if self.num_updates == 0:
+                super().update()
+
+    with pytest.raises(TrafficMismatch, match="update/block0"):
+        verdict(train(Lazy, 3))
+
+
+def test_what_no_run_can_do_is_not_predicted() -> None:
+    def fn(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match="in float64 all updates are made, 1 were not"):
+            Zero1(comm, model()).traffic(3, skipped=1)
+        with pytest.raises(ValueError, match="say how many rows of how many tokens"):
+            ServerSync(comm, model()).traffic(3)
+
+    collectives.run(fn, size=2)
 
 
 VARIANTS = {
@@ -205,7 +249,7 @@ def test_a_rogue_call_is_noticed(name: str) -> None:
 def bytes_of(name: str, ranks: int, **recipe: Any) -> float:
     """What a rank sends in a step on average, in units of the parameters; no small messages."""
     strategy = train(ALL[name], ranks, Recipe(**recipe), steps=1)[0].strategy
-    calls = strategy.traffic_of_steps(1)
+    calls = strategy.traffic_of_steps(Run(1, 1, (ROWS, CONTEXT)))
     whole_model = strategy.model.num_parameters * strategy.dtype.itemsize
     return float(sum(call.sent(ranks).bytes for call in calls) / ranks / whole_model)
 
@@ -340,6 +384,33 @@ def test_other_options_of_a_strategy_are_refused_on_all_ranks(option: str) -> No
     assert set(said) == {said[0]} and f"option {option} of rank" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_alike"),
+    [
+        ({"betas": [0.9, 0.999]}, {"betas": (0.9, 0.999)}, True),
+        ({"betas": [0.9, 0.999]}, {"betas": [0.5, 0.999]}, False),
+        ({"lr": 0.1}, {"lr": np.float64(0.1)}, True),
+        ({"lr": np.float32(0.1)}, {"lr": np.float32(0.2)}, False),
+    ],
+)
+def test_options_of_an_optimizer_are_compared_however_they_are_written(
+    ours: Any, theirs: Any, is_alike: bool
+) -> None:
+    said = outcome(
+        DataParallel, 2,
+        recipe=lambda rank: Recipe(optimizer=partial(Adam, **(theirs if rank else ours))),
+    )  # fmt: skip
+    assert said == 2 * ["" if is_alike else f"ModelsDiffer: {DIFFER}: option optimizer of rank 1"]
+
+
+def test_ties_that_differ_are_refused_on_all_ranks() -> None:
+    def of(rank: int) -> Model:
+        layers = {name: Linear(3, 3) for name in "abc"}
+        return Model(layers, ties={"c.weight": f"{'ab'[rank]}.weight"})
+
+    assert outcome(Zero3, 2, of) == 2 * [f"ModelsDiffer: {DIFFER}: option layers of rank 1"]
+
+
 @every
 def test_layers_that_compute_otherwise_are_refused_on_all_ranks(name: str) -> None:
     """The heads of attention show in no shape."""
@@ -383,6 +454,7 @@ def test_recipes_that_cannot_work_are_refused(options: Any, sentence: str) -> No
         (partial(Zero3, algorithm="recursive_halving(radix=2)"), "radix"),
         (partial(Hsdp, group=2, algorithm="swing"), "swing"),
         (partial(ServerSync, algorithm="ring"), "ring"),
+        (partial(ZeroPlusPlus, keep_after_forward=True), "it has no keep_after_forward"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(make: Make, sentence: str) -> None:
@@ -421,6 +493,14 @@ def test_algorithms_that_need_equal_parts_would_miss_the_formula_otherwise() -> 
 
     with pytest.raises(TrafficMismatch, match="forward/block0/all_gather: predicted"):
         verdict(train(partial(Unchecked, algorithm="gather_broadcast"), 8))
+
+
+def test_what_is_refused_has_made_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("parallel.hsdp.Mesh", lambda *given: made.append(given) or Mesh(*given))
+    assert "layer 'x'" in outcome(Hsdp, 2, recipe=lambda rank: Recipe(recompute=["x"]))[0]
+    assert not made
+    assert outcome(Hsdp, 2) == ["", ""] and len(made) == 2
 
 
 def test_a_closed_strategy_has_freed_its_groups_and_nothing_else() -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -468,6 +469,8 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "save, PowerSGD": (
         ["--hook", "powersgd:2", "--save", "x"], 2, "powersgd takes no --save or --resume",
     ),
+    "trace": (["--trace", "/no/such/folder/x.json"], 2, "/no/such/folder/x.json cannot be written"),
+    "json": (["--json", "/"], 2, "/ cannot be written"),
     "no checkpoint": (["--resume", "/no/such/checkpoint"], 2, "no checkpoint in /no/such/checkp"),
 }  # fmt: skip
 
@@ -507,6 +510,38 @@ def test_ranks_that_are_told_different_things_are_refused(option: str, value: st
     said = sentences(lambda rank: [f"--{option}", value] if rank == 2 else [], 3)
     assert said == 3 * [said[0]]
     assert f"{option} of rank 2" in said[0]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "hsdp", "zeropp"])
+def test_a_rank_that_cannot_prepare_stops_the_others(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they would divide into groups first, and wait for it."""
+
+    def namespace(device: str, rank: int) -> Any:
+        if rank == 1:
+            raise ImportError("no GPU here")
+
+    monkeypatch.setattr(choices, "namespace", namespace)
+    assert sentences(lambda _: ["--strategy", strategy], 4) == 4 * [
+        "preparing the strategy failed: rank 1: no GPU here"
+    ]
+
+
+def test_a_failure_without_words_in_utf_8_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "namespace", Mock(side_effect=OSError("folder \udcff")))
+    assert sentences(lambda _: [], 2) == 2 * ["preparing the strategy failed: ranks 0, 1: folder ?"]
+
+
+@pytest.mark.parametrize("words", [["--steps", "3"], ["--steps", "4", "--save-every", "3"]])
+def test_a_checkpoint_that_is_there_is_not_made_again(
+    run: Any, tmp_path: Path, words: list[str]
+) -> None:
+    """Said before the first step, not after the last."""
+    run("--save", tmp_path)
+    (said, _) = sentences(lambda _: ["--save", tmp_path, *words], 2)
+    there = tmp_path / "step-00000003"
+    assert said.endswith(f"there is a checkpoint already where one is to be: {there}")
 
 
 def test_what_is_over_cannot_be_resumed(run: Any, tmp_path: Path) -> None:
