@@ -346,6 +346,7 @@ class Model:
         self.units = {name: specs for name, specs in named.items() if specs}
         self.sizes = {unit: num_elements(specs) for unit, specs in self.units.items()}
         self._owners = {name: self._owners_of(name) for name in self.layers}
+        self.worked_on: object = None  # the parameters of the strategy that made the last step
 
     def _check_ties(self) -> None:
         shapes = {

@@ -258,7 +258,9 @@ class Strategy:
         `inputs` and `targets` (rows, context) are int64; the loss is in nats.  Raises NoGradient,
         on all ranks, if a layer of some rank took no part.
         """
-        self.bind_all()
+        if self.model.worked_on is not self.parameters:  # but on another strategy's
+            self.model.worked_on = self.parameters
+            self.bind_all()
         for flat in self.gradients.values():
             flat[...] = 0
         self.used.clear()

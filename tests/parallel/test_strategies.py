@@ -135,13 +135,23 @@ def test_two_bytes_train_nearly_as_four(name: str) -> None:
         )
 
 
-def test_strategies_may_take_turns_with_a_model() -> None:
+@pytest.mark.parametrize("kind", [Strategy, DataParallel, Zero1, Zero3])
+def test_strategies_may_take_turns_with_a_model(kind: Any) -> None:
     """Each works on arrays of its own, to the last bit as if it had the model alone."""
-    shared, total = model(), ROWS * CONTEXT
-    pair = [Strategy(None, shared) for _ in range(2)]
-    losses = [[one.step(*batch(step, 0, 1), total) for one in pair] for step in range(3)]
-    alone = Strategy(None, model()).train(3, batch, total, nothing)
-    assert losses == [[loss, loss] for loss in alone]
+
+    def fn(comm: Communicator) -> tuple[list[float], list[float]]:
+        shared, alone = model(), kind(comm, model())
+        ours, seed = kind(comm, shared), Recipe(seed=1)
+        others = Strategy(None, shared, seed), Zero2(comm, shared, seed)
+        losses = []
+        for step in range(4):
+            losses += ours.train(step + 1, batch, ROWS * CONTEXT, nothing, step)
+            for each in others:
+                each.train(1, batch, ROWS * CONTEXT, nothing)
+        return losses, alone.train(4, batch, ROWS * CONTEXT, nothing)
+
+    ((found, wanted),) = collectives.run(fn, size=1)
+    assert found == wanted
 
 
 @exact
