@@ -30,14 +30,24 @@ def gpt(
     """Tokens (batch, up to `context`) in 0..255 -> logits of the next ones (batch, context, 256).
 
     Units: "embedding", "block0", ..., "head".  `is_tied`: the head's table is the embedding's.
-    ValueError if `heads` does not divide `hidden`.
+    ValueError for less than no layers, or less than one of `hidden`, `heads` and `context`, and if
+    `heads` does not divide `hidden`.
     """
-    if heads < 1 or hidden % heads:
+    check_at_least(0, layers=layers)
+    check_at_least(1, hidden=hidden, heads=heads, context=context)
+    if hidden % heads:
         raise ValueError(f"{heads} heads do not divide a width of {hidden}")
     named: dict[str, Layer] = {"embedding": Embedding(BYTES, context, hidden)}
     named |= {f"block{i}": block(hidden, heads, layers) for i in range(layers)}
     named["head"] = Sequential({"norm": LayerNorm(hidden), "out": Unembedding(hidden, BYTES)})
     return Model(named, {"head.out.table": "embedding.token"} if is_tied else None)
+
+
+def check_at_least(least: int, **sizes: int) -> None:
+    """ValueError for one of these sizes that is less."""
+    for name, size in sizes.items():
+        if size < least:
+            raise ValueError(f"{name} is {size}: it must be at least {least}")
 
 
 def block(hidden: int, heads: int, layers: int) -> Sequential:

@@ -32,11 +32,19 @@ def zeros_like(x: Array) -> Array:
     return array_namespace(x).zeros_like(x)
 
 
+def check(name: str, option: float, below: float = math.inf, *, may_be_zero: bool = True) -> None:
+    """ValueError unless this option is from 0 to below `below`, and so a finite number."""
+    if not 0 <= option < below or (option == 0 and not may_be_zero):
+        least = "at least" if may_be_zero else "more than"
+        most = "finite" if below == math.inf else f"less than {below:g}"
+        raise ValueError(f"{name} is {option}: it must be {least} 0 and {most}")
+
+
 class Optimizer(ABC):
     """Element by element, so that any part of a model can be updated without the rest.
 
     `values`: arrays of at least one dimension by name; kept, not copied.  `new` makes the states,
-    arrays of zeros like a value.
+    arrays of zeros like a value.  ValueError unless `lr` is finite and at least 0.
     """
 
     STATES: ClassVar[tuple[str, ...]] = ()
@@ -48,6 +56,7 @@ class Optimizer(ABC):
         lr: float = 1e-3,
         new: Callable[[Array], Array] = zeros_like,
     ) -> None:
+        check("lr", lr)
         self.values, self.lr = dict(values), lr
         self.steps = 0
         self.states = {
@@ -87,13 +96,17 @@ class Optimizer(ABC):
 
 
 class SGD(Optimizer):
-    """x - lr g, where g may be an average of the past: v = momentum v + g.  Polyak 1964."""
+    """x - lr g, where g may be an average of the past: v = momentum v + g.  Polyak 1964.
+
+    ValueError unless `momentum` is at least 0 and less than 1.
+    """
 
     STATES = ("velocity",)
 
     def __init__(
         self, values: Mapping[str, Array], *, momentum: float = 0.9, **more: object
     ) -> None:
+        check("momentum", momentum, below=1)
         super().__init__(values, **more)  # type: ignore[arg-type]
         self.momentum = momentum
 
@@ -108,7 +121,8 @@ class Adam(Optimizer):
     """Kingma & Ba 2015, algorithm 1.
 
     `decay`: of the weights, apart from the gradient, in units of the rate (Loshchilov & Hutter
-    2019); 0 in Adam, 0.01 in AdamW.
+    2019); 0 in Adam, 0.01 in AdamW.  ValueError unless both `betas` are at least 0 and less than 1,
+    `epsilon` is finite and more than 0, and `decay` is finite and at least 0.
     """
 
     STATES = ("first", "second")
@@ -123,9 +137,17 @@ class Adam(Optimizer):
         decay: float | None = None,
         **more: object,
     ) -> None:
-        super().__init__(values, **more)  # type: ignore[arg-type]
         self.betas, self.epsilon = betas, epsilon
         self.decay = self.DECAY if decay is None else decay
+        self._check_options()
+        super().__init__(values, **more)  # type: ignore[arg-type]
+
+    def _check_options(self) -> None:
+        beta1, beta2 = self.betas
+        check("the first of betas", beta1, below=1)
+        check("the second of betas", beta2, below=1)
+        check("epsilon", self.epsilon, may_be_zero=False)
+        check("decay", self.decay)
 
     def _update(self, x: Array, g: Array, *states: Array) -> None:
         m, v = states

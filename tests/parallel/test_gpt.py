@@ -193,7 +193,22 @@ def test_a_tied_head_uses_the_embeddings_unit() -> None:
     }
 
 
-@pytest.mark.parametrize("heads", [0, 3, 8])
+@pytest.mark.parametrize(
+    ("name", "size", "least"),
+    [
+        ("layers", -1, 0), ("hidden", 0, 1), ("hidden", -6, 1), ("heads", 0, 1), ("heads", -2, 1),
+        ("context", 0, 1), ("context", -3, 1),
+    ],
+)  # fmt: skip
+def test_sizes_that_make_no_model_are_refused(name: str, size: int, least: int) -> None:
+    """And the least that does make one is not."""
+    with pytest.raises(ValueError, match=f"^{name} is {size}: it must be at least {least}$"):
+        gpt(**SMALL | {name: size})
+    ones = {"layers": 1, "hidden": 1, "heads": 1, "context": 1}
+    assert gpt(**ones | {name: least}).num_parameters > 0
+
+
+@pytest.mark.parametrize("heads", [3, 8])
 def test_heads_must_divide_the_width(heads: int) -> None:
     with pytest.raises(ValueError, match=f"{heads} heads do not divide a width of 4"):
         gpt(hidden=4, heads=heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import operator
 import re
 import threading
@@ -471,6 +472,52 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="file"):
         Disk(tmp_path / "file", Memory(), 0)
+
+
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes]]:
+    """The file of every mapped array that is written to the disk, and what is in it then."""
+    seen, really = [], np.memmap.flush
+
+    def flush(x: np.memmap) -> None:
+        seen.append((Path(str(x.filename)).name, x.tobytes()))
+        really(x)
+
+    monkeypatch.setattr(np.memmap, "flush", flush)
+    return seen
+
+
+class WritesNothing(Disk):
+    """Lets go of what it has not written: the system may write it at some time, or never."""
+
+    def _end(self, arrays: list[Array]) -> None:
+        for x in arrays:
+            if x.size:
+                x.base.madvise(mmap.MADV_DONTNEED)
+
+
+@pytest.mark.parametrize("kind", [Disk, WritesNothing])
+def test_a_unit_is_written_to_the_disk_as_soon_as_it_is_updated(
+    kind: type[Disk], tmp_path: Path, flushed: list[tuple[str, bytes]]
+) -> None:
+    """Each of its files once, as it then is; and the masters when they are made."""
+    before = []
+
+    class Watched(kind):  # type: ignore[misc,valid-type]
+        def _begin(self, arrays: list[Array]) -> None:
+            before.append(len(flushed))
+            super()._begin(arrays)
+
+    place, optimizer = on_disk(tmp_path, {"a": 7, "none": 0, "b": 5}, Watched)
+    made = [name for name, _ in flushed]
+    flushed.clear()
+    update(place, optimizer)
+    if kind is WritesNothing:  # the negative control
+        assert not made and not flushed
+        return
+    assert made == ["a.master", "b.master"] and before == [0, 3, 3]
+    files = [f"{unit}.{what}" for unit in "ab" for what in ("master", "state1", "state2")]
+    assert flushed == [(name, (place.folder / name).read_bytes()) for name in files]
 
 
 def resident(folder: Path) -> int:

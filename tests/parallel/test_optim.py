@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,40 @@ def test_steps_are_the_papers(name: str, shape: tuple[int, ...]) -> None:
     assert optimizer.steps == NUM_STEPS
 
 
+MANY_STEPS = 120  # after which Adam's corrections for the beginning of its means still tell
+
+
+def after_many_steps(name: str, kind: type[Optimizer]) -> tuple[float, float]:
+    """Where one number is then: by the class, and by the paper."""
+    _, scalar, options = PAPERS[name]
+    slopes = np.random.default_rng(6).standard_normal(MANY_STEPS).tolist()
+    x = np.ones(1)
+    optimizer = kind({"x": x}, **options)
+    for slope in slopes:
+        optimizer.step({"x": np.array([slope])})
+    return x[0], scalar(1.0, slopes, **options)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_many_steps_are_the_papers_too(name: str) -> None:
+    found, wanted = after_many_steps(name, PAPERS[name][0])
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("most", [50, 100])
+@pytest.mark.parametrize("name", ["adam", "adam with decay", "adamw"])
+def test_steps_that_are_not_counted_would_be_noticed(name: str, most: int) -> None:
+    """The negative control: the count of steps stands still from there on."""
+
+    class StandsStill(PAPERS[name][0]):  # type: ignore[misc]
+        def _update(self, *arrays: Any) -> None:
+            self.steps = min(self.steps, most)
+            super()._update(*arrays)
+
+    found, wanted = after_many_steps(name, StandsStill)
+    assert found != pytest.approx(wanted, rel=1e-6)
+
+
 def test_the_papers_differ() -> None:
     """The negative control: each option tells, so that no two of them could be mixed up."""
     slopes = np.random.default_rng(1).standard_normal(NUM_STEPS).tolist()
@@ -108,6 +143,53 @@ def test_a_gradient_of_zero_changes_nothing(kind: type[Optimizer]) -> None:
     for _ in range(3):
         optimizer.step({"x": np.zeros(3)})
     np.testing.assert_array_equal(x, 1)
+
+
+# Options
+
+LR = "lr is {}: it must be at least 0 and finite"
+BETA = "the {} of betas is {}: it must be at least 0 and less than 1"
+EPSILON = "epsilon is {}: it must be more than 0 and finite"
+MOMENTUM = "momentum is {}: it must be at least 0 and less than 1"
+DECAY = "decay is {}: it must be at least 0 and finite"
+NAN, INF = math.nan, math.inf
+REFUSED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
+    *((kind, {"lr": x}, LR.format(x)) for kind in (SGD, Adam, AdamW) for x in (-1, NAN, INF, -INF)),
+    *((SGD, {"momentum": x}, MOMENTUM.format(x)) for x in (-0.1, 1, 1.5, NAN, INF)),
+    *((Adam, {"betas": (x, 0.9)}, BETA.format("first", x)) for x in (-0.1, 1.0, 2.0, NAN, INF)),
+    *((Adam, {"betas": (0.9, x)}, BETA.format("second", x)) for x in (-0.1, 1.0, 2.0, NAN, INF)),
+    *((Adam, {"epsilon": x}, EPSILON.format(x)) for x in (-1, 0, NAN, INF)),
+    *((AdamW, {"decay": x}, DECAY.format(x)) for x in (-0.1, NAN, INF)),
+    (AdamW, {"betas": (1.0, 0.9)}, BETA.format("first", 1.0)),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "said"), REFUSED)
+def test_options_without_a_meaning_are_refused(
+    kind: type[Optimizer], options: dict[str, Any], said: str
+) -> None:
+    """At once, before any state is made."""
+    made: list[Any] = []
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        kind({"x": np.ones(1)}, new=made.append, **options)
+    assert not made
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (SGD, {"lr": 0.0, "momentum": 0.0}), (SGD, {"lr": 1e3, "momentum": 0.999999}),
+        (Adam, {"lr": 0, "betas": (0, 0), "epsilon": 1e-300, "decay": 0}),
+        (AdamW, {"lr": 1e3, "betas": (0.999999, 0.999999), "epsilon": 1e3, "decay": 1e3}),
+    ],
+)  # fmt: skip
+def test_options_at_the_edge_have_a_meaning(kind: type[Optimizer], options: dict[str, Any]) -> None:
+    """The negative control: not everything is refused."""
+    x = np.ones(2)
+    optimizer = kind({"x": x}, **options)
+    for _ in range(3):
+        optimizer.step({"x": np.ones(2)})
+    assert np.isfinite(x).all() and (x == 1).all() == (options["lr"] == 0)
 
 
 # Scale

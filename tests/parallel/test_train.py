@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -19,8 +20,10 @@ from safetensors.numpy import load_file
 import collectives
 from collectives import Communicator
 from parallel import choices, offload, text
+from parallel.checkpoint import ABOUT, Checkpoint
 from parallel.data import DataParallel
 from parallel.hooks import Compressed, Int8Blocks, PowerSGD
+from parallel.precision import LossScale
 from parallel.show import console_of
 from parallel.strategy import Strategy
 from parallel.train import Training, main, parser
@@ -244,14 +247,45 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), RESUMED)
-def test_a_resumed_run_goes_on_exactly(run: Any, tmp_path: Path, strategy: str, ranks: int) -> None:
-    """Losses of steps 5 and 6, and what is saved, are to the last bit those of a run of 6."""
-    words, whole_path, path = ["--strategy", *strategy.split()], tmp_path / "a", tmp_path / "b"
+HALF = "--dtype float16"
+
+
+@pytest.fixture
+def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float16 losses are scaled so much that the first gradients are too large."""
+    scale = partial(LossScale, initial=2.0**18)
+    monkeypatch.setattr("parallel.strategy.LossScale", scale)
+
+
+overflows = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+
+def whole_and_resumed(run: Any, words: list[str], folder: Path, ranks: int) -> tuple[Run, Run, Run]:
+    """Six steps at a stretch, saved below `folder` in "a"; four, and the last two, in "b"."""
+    whole_path, path = folder / "a", folder / "b"
     whole = run(*words, "--steps", "6", "--save", whole_path, ranks=ranks)
     first = run(*words, "--steps", "4", "--save", path, ranks=ranks)
     rest = run(*words, "--steps", "6", "--save", path, "--resume", path, ranks=ranks)
     assert [whole.status, first.status, rest.status] == [0, 0, 0]
+    return whole, first, rest
+
+
+def check_halved(run: Run) -> None:
+    """Some of its updates were skipped, and the loss scale halved as often, and some were made."""
+    strategy = run.training.strategy
+    assert 0 < strategy.num_skipped < len(run.losses)
+    assert strategy.loss_scale.value == 2.0 ** (18 - strategy.num_skipped)
+
+
+@overflows
+@pytest.mark.usefixtures("overflowing")
+@pytest.mark.parametrize(("strategy", "ranks"), RESUMED)
+def test_a_resumed_run_goes_on_exactly(run: Any, tmp_path: Path, strategy: str, ranks: int) -> None:
+    """Losses of steps 5 and 6, and what is saved, are to the last bit those of a run of 6."""
+    words, whole_path, path = ["--strategy", *strategy.split()], tmp_path / "a", tmp_path / "b"
+    whole, first, rest = whole_and_resumed(run, words, tmp_path, ranks)
+    if HALF in strategy:
+        check_halved(first)
     assert first.losses + rest.losses == whole.losses
     assert "from step 4" in rest.said and "from step" not in whole.said
     assert "| load " in rest.said and "| load " not in whole.said
@@ -261,23 +295,30 @@ def test_a_resumed_run_goes_on_exactly(run: Any, tmp_path: Path, strategy: str, 
         assert {name: x.tobytes() for name, x in one.items()} == {
             name: x.tobytes() for name, x in other.items()
         }
+    one, other = (root / "step-00000006" / ABOUT for root in (whole_path, path))
+    assert one.read_text() == other.read_text()
 
 
+@overflows
+@pytest.mark.usefixtures("overflowing")
+@pytest.mark.parametrize(("strategy", "ranks"), [x for x in RESUMED if HALF in x[0]])
 def test_a_loss_scale_that_is_forgotten_would_be_noticed(
-    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strategy: str, ranks: int
 ) -> None:
     """The negative control: updates are skipped for overflows that have been dealt with."""
-    words = ["--dtype", "float16", "--steps"]
-    run(*words, "2", "--save", tmp_path)
-    begin = Training.begin
+    fill = Checkpoint.fill
 
-    def forgetting(self: Training) -> None:
-        begin(self)
-        self.strategy.loss_scale.value = 2.0**40 if self.first else 2.0**16
+    def forgetting(self: Checkpoint, strategy: Strategy) -> None:
+        before = dict(vars(strategy.loss_scale))
+        fill(self, strategy)
+        vars(strategy.loss_scale).update(before)
 
-    monkeypatch.setattr(Training, "begin", forgetting)
-    rest, whole = run(*words, "4", "--resume", tmp_path), run(*words, "4")
-    assert rest.status == 0 and rest.losses != whole.losses[2:]
+    monkeypatch.setattr(Checkpoint, "fill", forgetting)
+    words = ["--strategy", *strategy.split()]
+    whole, first, rest = whole_and_resumed(run, words, tmp_path, ranks)
+    check_halved(first)
+    assert first.losses == whole.losses[:4] and rest.losses[0] == whole.losses[4]
+    assert rest.losses[1] != whole.losses[5]
 
 
 @pytest.mark.parametrize(("steps", "saved"), [(5, [2, 4, 5]), (4, [2, 4])])
