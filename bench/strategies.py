@@ -1,8 +1,9 @@
 """Training strategies side by side: what each sends, keeps and takes, and whether it is exact.
 
 1. Every strategy in float16 on the largest number of ranks: bytes sent by a rank in a step over
-   those of 2 Psi elements, memory per rank over 16 Psi bytes, time per step, all counted in the
-   run: the columns of the table in Rajbhandari et al. 2020.  Psi is the number of parameters.
+   those of 2 Psi elements, and of these what leaves its group, memory per rank over 16 Psi bytes,
+   time per step, all counted in the run: the columns of the table in Rajbhandari et al. 2020.  Psi
+   is the number of parameters.  What is sent once in a run, whatever its steps, is left out.
 2. Every strategy on every number of ranks, in float64 and float32: the largest difference of its
    losses from those of one rank on the same batches.
 
@@ -29,12 +30,15 @@ from collectives.monitor import MPIRUN_ARGS
 from collectives.mpirun import find_mpirun
 from parallel.hsdp import group_size
 from parallel.show import console_of, print_table, table_with
-from parallel.traffic import ALL as TOGETHER
+from parallel.traffic import Int64
+from parallel.train import at_least
 
 STEPS = {"float64": (100, 1e-9), "float32": (20, 1e-5)}  # so many, and so close
 RANKS = (1, 2, 3, 4, 5, 8)
 KEPT = "parameters", "gradients", "optimizer", "master"
 PRICE = 5  # steps of which traffic, memory and time are told
+BATCH = 19  # rows of all ranks together: of 2 to 8 ranks none can divide it equally
+ONCE = "start", "finish"  # outermost phases of what is sent before all steps or after them
 
 
 class Kind(NamedTuple):
@@ -65,13 +69,13 @@ KINDS = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options."""
     add = parser.add_argument
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, refuse=parser.error)
     add("--only", action="append", choices=[kind.name for kind in KINDS], metavar="STRATEGY",
         help="this one; may be given several times; default: all")  # fmt: skip
     add("--ranks", type=numbers, default=RANKS, metavar="N,N", help="default: 1,2,3,4,5,8")
     add("--layers", default="2", help="blocks of the model, default: %(default)s")
     add("--hidden", default="32", help="its width, default: %(default)s")
-    add("--micro-batches", default="1", metavar="K", help="default: %(default)s")
+    add("--micro-batches", type=at_least(1), default=1, metavar="K", help="default: %(default)s")
     add("--text", metavar="PATH", help="file or directory to learn; default: Python's own library")
     add("--timeout", type=float, default=300.0, metavar="S",
         help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
@@ -80,12 +84,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def numbers(word: str) -> tuple[int, ...]:
-    """An argument's type: "2,4"."""
-    return tuple(int(each) for each in word.split(","))
+    """An argument's type: "2,4", each at least 1."""
+    return tuple(map(at_least(1), word.split(",")))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Both tables.  0, 1 if something differs, 2 if there is no MPI."""
+    """Both tables.  0, 1 if something differs, 2 if there is no MPI or a job would be refused."""
+    refuse_batch(options)
     console = console_of(0)
     if not has_mpi(console):
         return 2
@@ -98,6 +103,16 @@ def run(options: argparse.Namespace) -> int:
     said = f"failed: {'; '.join(failed)}" if failed else f"all {len(jobs.statuses)} jobs ended well"
     console.print(f"{said}: traffic, memory and parameters compared in each", markup=False)
     return 0 if is_good and not failed else 1
+
+
+def refuse_batch(options: argparse.Namespace) -> None:
+    """End, before any job, if `parallel.train` would refuse the batch; say on how many ranks."""
+    parts = options.micro_batches
+    if too_many := [str(ranks) for ranks in options.ranks if ranks * parts > BATCH]:
+        options.refuse(
+            f"a global batch of {BATCH} cannot be divided among {', '.join(too_many)} ranks"
+            f" with {parts} micro-batches each"
+        )
 
 
 class Strategies:
@@ -119,8 +134,8 @@ class Strategies:
         """What a run says of itself; nothing if it failed."""
         o = self.options
         command = ["-m", "parallel.train", *kind.words, "--dtype", dtype, "--steps", str(steps)]
-        command += ["--layers", o.layers, "--hidden", o.hidden, "--context", "16", "--batch", "19"]
-        command += ["--micro-batches", o.micro_batches]
+        command += ["--layers", o.layers, "--hidden", o.hidden, "--context", "16"]
+        command += ["--batch", str(BATCH), "--micro-batches", str(o.micro_batches)]
         command += ["--text", o.text] if o.text is not None else []
         name = f"{kind.name} {dtype} on {ranks}"
         return self.jobs.run(name, ranks, command, self.mpi_args, is_quiet=True)[1]
@@ -179,22 +194,24 @@ def costs(result: dict[str, Any]) -> Costs:
     is.  Groups are those of hierarchical sharding.
     """
     psi, ranks = result["parameters"], result["ranks"]
-    in_steps = [
-        row["recorded"]["bytes"] for row in result["traffic"]["rows"]
-        if row["collective"] != TOGETHER and not row["phase"].startswith("start")
-    ]  # fmt: skip
-    matrix = np.array(result["traffic"]["matrix"])
+    sent = sent_in_steps(result["traffic"]["matrices"], ranks)
     group = np.arange(ranks) // group_size(ranks)
-    leaving = matrix[group[:, None] != group[None, :]].sum() / max(matrix.sum(), 1)
+    leaving = sent[group[:, None] != group[None, :]]
+    whole = result["steps"] * ranks * 2 * psi * 2  # 2 Psi of two bytes, all ranks and steps
     kept = [
         sum(counted for name, (_, counted) in rank.items() if name.partition(",")[0] in KEPT)
         for rank in result["ranks_kept"]
     ]
-    sent = sum(in_steps) / (result["steps"] * ranks * 2 * psi * 2)
     return Costs(
-        sent, sent * leaving, sum(kept) / ranks / (16 * psi), max(kept) / (16 * psi),
-        1e3 * result["seconds_per_step"],
+        float(sent.sum() / whole), float(leaving.sum() / whole), sum(kept) / ranks / (16 * psi),
+        max(kept) / (16 * psi), 1e3 * result["seconds_per_step"],
     )  # fmt: skip
+
+
+def sent_in_steps(matrices: dict[str, Any], ranks: int) -> Int64:
+    """Bytes from row to column, of all phases but those that a run goes through once."""
+    each = [np.array(matrix) for phase, matrix in matrices.items() if phase not in ONCE]
+    return sum(each, np.zeros((ranks, ranks), np.int64))
 
 
 def distance(result: dict[str, Any], serial: dict[str, Any]) -> float:

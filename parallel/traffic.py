@@ -244,6 +244,7 @@ class TrafficTable:
         self.size, self.observed = size, observed
         self.reason = reason if observed is None else None
         self.matrix: Int64 = ledger.matrix()
+        self.matrices = matrices(ledger)
         self.rows = rows_of(predicted(calls, size), recorded(ledger), observed)
 
     def check(self) -> str:
@@ -260,13 +261,17 @@ class TrafficTable:
         return "predicted = recorded = observed by MPI, to the byte"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: rows as nested dictionaries, the matrix as lists, why nothing was observed."""
+        """For JSON: rows as nested dictionaries, matrices as lists, why nothing was observed."""
         rows = [
             {name: value._asdict() if isinstance(value, Tally) else value
              for name, value in row._asdict().items()}
             for row in self.rows
         ]  # fmt: skip
-        return {"rows": rows, "matrix": self.matrix.tolist(), "not_observed": self.reason}
+        parts = {phase: matrix.tolist() for phase, matrix in self.matrices.items()}
+        return {
+            "rows": rows, "matrix": self.matrix.tolist(), "matrices": parts,
+            "not_observed": self.reason,
+        }  # fmt: skip
 
 
 def predicted(calls: Iterable[PredictedCall], size: int) -> dict[Key, Tally]:
@@ -287,6 +292,14 @@ def recorded(ledger: Ledger) -> dict[Key, Tally]:
         )
         for (phase, collective), s in by.items()
     }
+
+
+def matrices(ledger: Ledger) -> dict[str, Int64]:
+    """Of each outermost phase p x p bytes recorded, from row to column; no label is `OUTSIDE`."""
+    found: dict[str, Int64] = defaultdict(lambda: np.zeros((ledger.size, ledger.size), np.int64))
+    for row in ledger.rows():
+        found[row.phase.partition("/")[0] or OUTSIDE][row.src, row.dst] += row.bytes
+    return dict(found)
 
 
 def rows_of(

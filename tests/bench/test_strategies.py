@@ -6,15 +6,18 @@ import argparse
 import io
 import json
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from bench import strategies
 from bench.__main__ import main, parser
-from bench.strategies import KINDS, Strategies, costs, distance, numbers
+from bench.strategies import BATCH, KINDS, Strategies, costs, distance, numbers, refuse_batch
 from collectives.mpirun import MpiNotFound, find_mpirun
 from parallel.choices import STRATEGIES
+from parallel.train import Training
 
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
 TEXT = argparse.__file__
@@ -31,10 +34,44 @@ def test_numbers():
 
 
 def test_what_is_not_a_number_or_a_strategy_is_refused(capsys):
-    for words in (["--ranks", "2,x"], ["--only", "zero4"]):
+    for words in (
+        ["--ranks", "2,x"], ["--ranks", "0"], ["--ranks", "2,-1"], ["--micro-batches", "0"],
+        ["--only", "zero4"],
+    ):  # fmt: skip
         with pytest.raises(SystemExit):
             parser().parse_args(["strategies", *words])
         assert f"argument {words[0]}" in capsys.readouterr().err
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_before_any_job(monkeypatch, capsys):
+    """It names the ranks for which there are too few rows, and no others."""
+    monkeypatch.setattr("bench.strategies.Jobs", None)  # cannot be made
+    with pytest.raises(SystemExit) as stop:
+        main(["strategies", "--ranks", "1,2,8", "--micro-batches", "12"])
+    assert stop.value.code == 2
+    wanted = "a global batch of 19 cannot be divided among 2, 8 ranks with 12 micro-batches each"
+    assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 19, 20])
+@pytest.mark.parametrize("parts", [1, 2, 6, 9, 10, 19, 20])
+def test_what_is_refused_is_what_every_job_would_refuse(ranks, parts):
+    """No more and no less: at the last number that is possible, too, and the first that is not."""
+    words = ["strategies", "--ranks", str(ranks), "--micro-batches", str(parts)]
+    job = SimpleNamespace(
+        options=SimpleNamespace(batch=BATCH, micro_batches=parts),
+        comm=SimpleNamespace(size=ranks), batch=lambda *_: None,
+    )  # fmt: skip
+    ours = fails(SystemExit, refuse_batch, parser().parse_args(words))
+    assert ours == fails(ValueError, Training.check_batch, job)
+
+
+def fails(failure, function, *arguments):
+    try:
+        function(*arguments)
+    except failure:
+        return True
+    return False
 
 
 def test_every_strategy_is_there_that_needs_no_fault_tolerance():
@@ -46,27 +83,34 @@ def test_every_strategy_is_there_that_needs_no_fault_tolerance():
 # Costs
 
 
-def row(phase, nbytes, collective="all_reduce"):
-    return {"phase": phase, "collective": collective, "recorded": {"bytes": nbytes}}
+def matrix(links):
+    """Of four ranks: the bytes of each link (from, to)."""
+    made = np.zeros((4, 4), int)
+    for (src, dst), nbytes in links.items():
+        made[src, dst] = nbytes
+    return made.tolist()
 
 
-# Every rank sends to the next one; half of that leaves the pairs 0, 1 and 2, 3.
-RING = [[0, 7, 0, 0], [0, 0, 7, 0], [0, 0, 0, 7], [7, 0, 0, 0]]
+def ring(nbytes):
+    """Every rank sends to the next one; half of that leaves the pairs 0, 1 and 2, 3."""
+    return matrix({(rank, (rank + 1) % 4): nbytes for rank in range(4)})
+
+
+def doubling(nbytes):
+    """Every rank exchanges with the other one of its pair, then with one of the other pair."""
+    return matrix({(rank, rank ^ bit): nbytes for rank in range(4) for bit in (1, 2)})
+
+
+STAR = matrix({(0, rank): 999 for rank in (1, 2, 3)})  # two of its three links leave the pairs
 
 
 def result(**changes):
     """Of 100 parameters on 4 ranks in 5 steps of 2 seconds in all."""
     made = {
         "parameters": 100, "ranks": 4, "steps": 5, "seconds": 2.0, "seconds_per_step": 0.3,
-        "traffic": {"matrix": RING, "rows": [
-            row("start/check", 999, "all_gather"),
-            row("start/broadcast", 999, "broadcast"),
-            row("start", 1998, "(together)"),
-            row("backward/head", 3000),
-            row("backward/block0", 1000),
-            row("backward", 4000, "(together)"),
-            row("loss", 400),
-        ]},
+        "traffic": {"matrices": {
+            "start": STAR, "backward": ring(1000), "loss": doubling(50), "finish": STAR,
+        }},
         "ranks_kept": [
             {
                 "parameters": [0, 200], "gradients": [0, 100], "optimizer": [0, 60],
@@ -86,13 +130,31 @@ def test_costs_of_a_rank():
 
 
 def test_what_stays_in_a_group_does_not_leave_it():
-    pairs = [[0, 7, 0, 0], [7, 0, 0, 0], [0, 0, 0, 7], [0, 0, 7, 0]]
-    traffic = result()["traffic"] | {"matrix": pairs}
-    assert costs(result(traffic=traffic)).between == 0
+    pairs = matrix({(0, 1): 7, (1, 0): 7, (2, 3): 7, (3, 2): 7})
+    found = costs(result(traffic={"matrices": {"start": STAR, "forward": pairs}}))
+    assert (found.sent, found.between) == (28 / (5 * 4 * 400), 0)
+
+
+@pytest.mark.parametrize("once", ["start", "finish"])
+def test_what_is_sent_once_does_not_count(once):
+    """However much that is; in a phase of any other name it does."""
+    matrices = result()["traffic"]["matrices"]
+    same = costs(result(traffic={"matrices": matrices | {once: ring(10**6)}}))
+    assert same == costs(result())
+    more = costs(result(traffic={"matrices": matrices | {f"{once}ed": ring(2000)}}))
+    assert (more.sent, more.between) == (620 / 400, 310 / 400)
+
+
+def test_one_rank_sends_nothing():
+    found = costs(result(ranks=1, traffic={"matrices": {}}))
+    assert (found.sent, found.between) == (0, 0)
 
 
 def test_data_parallelism_costs_what_the_paper_says():
-    """2 Psi (p-1)/p elements of two bytes in a step, and 16 Psi bytes of memory."""
+    """2 Psi (p-1)/p elements of two bytes in a step, half of them out of pairs; 16 Psi of memory.
+
+    What the broadcast of initial values adds to the whole run leaves the pairs in another measure.
+    """
     p, psi, steps = 4, 100, 5
     kept = {
         "parameters": [0, 200],
@@ -100,9 +162,12 @@ def test_data_parallelism_costs_what_the_paper_says():
         "optimizer": [0, 800],
         "master": [0, 400],
     }
-    sent = row("backward/bucket0", steps * 2 * (p - 1) * 2 * psi)
-    found = costs(result(traffic={"rows": [sent], "matrix": RING}, ranks_kept=[kept] * p))
-    assert (found.sent, found.kept, found.most) == ((p - 1) / p, 1.0, 1.0)
+    sent = ring(steps * 2 * (p - 1) * 2 * psi // p)
+    found = costs(
+        result(traffic={"matrices": {"start": STAR, "backward": sent}}, ranks_kept=[kept] * p)
+    )
+    assert (found.sent, found.between) == ((p - 1) / p, 0.375)
+    assert (found.kept, found.most) == (1.0, 1.0)
 
 
 # Distances
@@ -207,12 +272,16 @@ def test_those_that_round_what_they_send_are_not_compared():
 
 def test_options_reach_the_training_program():
     _, jobs = compare(
-        alike, "--price-only", "--only", "zero3, kept", "--text", "a", "--layers", "7"
-    )
+        alike, "--price-only", "--only", "zero3, kept", "--text", "a", "--layers", "7",
+        "--micro-batches", "6",
+    )  # fmt: skip
     ((name, size, command, mpi_args),) = jobs.ran
     assert (name, size) == ("zero3, kept float16 on 3", 3)
     assert command[:4] == ["-m", "parallel.train", "--strategy", "zero3"]
-    for pair in (["--layers", "7"], ["--text", "a"], ["--dtype", "float16"], ["--steps", "5"]):
+    for pair in (
+        ["--layers", "7"], ["--text", "a"], ["--dtype", "float16"], ["--steps", "5"],
+        ["--batch", "19"], ["--micro-batches", "6"],
+    ):  # fmt: skip
         assert pair[1] == command[command.index(pair[0]) + 1]
     assert bool(mpi_args) == IS_OPEN_MPI
 
@@ -229,18 +298,38 @@ def run(*words):
     return main(["strategies", "--ranks", "2", "--price-only", "--timeout", "60", *words])
 
 
-def test_one_small_run(tmp_path, capsys):
-    """Data parallelism on two ranks sends Psi elements a rank and step, and 16 bytes of loss."""
-    file = tmp_path / "all.json"
-    assert run("--only", "ddp", "--text", TEXT, "--layers", "1", "--json", str(file)) == 0
+@pytest.fixture
+def run_of(tmp_path):
+    """What a strategy's run on so many ranks says of itself, and what it costs."""
+
+    def run_of(name, ranks):
+        file = tmp_path / "all.json"
+        words = ["--ranks", str(ranks), "--text", TEXT, "--layers", "1", "--json", str(file)]
+        assert run("--only", name, *words) == 0
+        (found,) = json.loads(file.read_text()).values()
+        return found, costs(found)
+
+    return run_of
+
+
+def test_one_small_run(run_of, capsys):
+    """By ring among four ranks in pairs; 16 bytes of loss to the own pair, and to the other one."""
+    found, cost = run_of("ddp", 4)
     said = capsys.readouterr().out
     assert "all 1 jobs ended well: traffic, memory and parameters compared in each" in said
-    (found,) = json.loads(file.read_text()).values()
-    cost = costs(found)
-    assert cost.sent == pytest.approx(1 / 2 + 16 / (4 * found["parameters"]), rel=1e-12)
+    loss = 16 / (4 * found["parameters"])
+    assert cost.sent == pytest.approx(3 / 4 + 2 * loss, rel=1e-12)
+    assert cost.between == pytest.approx(3 / 8 + loss, rel=1e-12)
     assert cost.kept == cost.most == 1 and cost.milliseconds > 0
     assert (found["traffic"]["not_observed"] is None) == IS_OPEN_MPI
-    assert f"| ddp      |        {cost.sent:.3f} |          0.000 |         1.000 |" in said
+    assert f"| ddp      |        {cost.sent:.3f} |          {cost.between:.3f} |" in said
+
+
+def test_an_asynchronous_server_costs_the_same_in_any_number_of_steps(run_of):
+    """A worker pulls and pushes Psi elements, and 16 bytes; the last broadcast is of no step."""
+    found, cost = run_of("server-async", 2)
+    assert np.sum(found["traffic"]["matrices"]["finish"]) == 2 * found["parameters"]
+    assert cost.sent == pytest.approx((4 + 16 / found["parameters"]) / 8, rel=1e-12)
 
 
 def test_a_run_that_fails_is_status_1(capsys):

@@ -37,7 +37,7 @@ SEEN = np.array([[[0, 6], [6, 0]], MATRIX])
 
 def ledger(tallies: dict[tuple[str, str], Tally], matrix: Any = MATRIX) -> Any:
     """A gathered ledger with this summary."""
-    return SimpleNamespace(summary=lambda by: tallies, matrix=lambda: matrix)
+    return SimpleNamespace(summary=lambda by: tallies, matrix=lambda: matrix, rows=list)
 
 
 def table(
@@ -151,6 +151,8 @@ def test_predictions_are_what_is_recorded() -> None:
     made = collectives.run(fn, size=4)[0]
     assert made is not None and "predicted = recorded" in made.check()
     assert len(made.rows) == len(calls)
+    assert set(made.matrices) == {call.phase.partition("/")[0] for call in calls} - {"alone"}
+    assert np.array_equal(sum(made.matrices.values()), made.matrix)
 
 
 def exchange(comm: Communicator, pairs: Communicator, alone: Communicator) -> None:
@@ -366,6 +368,18 @@ def test_as_dict_holds_plain_numbers() -> None:
     *parts, whole = json.loads(json.dumps(backward().as_dict()))["rows"]
     assert [part["observed"] for part in parts] == [None, None]
     assert whole["collective"] == ALL and whole["observed"]["bytes"] == 76
+
+
+def test_matrices_are_of_outermost_phases() -> None:
+    """Bytes of inner phases are in them; a label that only begins alike is another phase."""
+    sent = [("start/a", 0, 1, 3), ("start/b/c", 0, 1, 4), ("start", 1, 0, 5), ("", 1, 0, 6)]
+    sent += [("starting", 0, 1, 7)]
+    rows = [SimpleNamespace(phase=p, src=s, dst=d, bytes=n) for p, s, d, n in sent]
+    known: Any = SimpleNamespace(**vars(ledger({})) | {"rows": lambda: rows, "size": 2})
+    said = TrafficTable([], known, None, size=2).as_dict()["matrices"]
+    assert json.loads(json.dumps(said)) == {
+        "start": [[0, 7], [5, 0]], OUTSIDE: [[0, 0], [6, 0]], "starting": [[0, 7], [0, 0]],
+    }  # fmt: skip
 
 
 # The witness
