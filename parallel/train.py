@@ -186,8 +186,8 @@ class Training:
         """ValueError for what cannot be divided, is too short or could not be written."""
         self.check_batch()
         choices.check_saving(self.options)
-        is_resumed = self.options.resume is not None
-        self.first = checkpoint.steps_of(self.checkpoint()) if is_resumed else 0
+        self.source = self.checkpoint()
+        self.first = 0 if self.source is None else checkpoint.steps_of(self.source)
         self.saves = self.steps_to_save()
         self.check_files()
 
@@ -223,16 +223,18 @@ class Training:
 
     def begin(self) -> None:
         """From the initial values, or from the last checkpoint if the run is to go on."""
-        if self.options.resume is None:
+        if self.source is None:
             self.strategy.start()
             return
         self.strategy.resume()
-        checkpoint.load(self.strategy, self.checkpoint())
+        checkpoint.load(self.strategy, self.source)
         self.skipped_before = self.strategy.num_skipped
         self.console.print(f"from step {self.first} on")
 
-    def checkpoint(self) -> Path:
-        """What to go on from.  ValueError if there is nothing, or nothing left to do."""
+    def checkpoint(self) -> Path | None:
+        """What to go on from, if so asked.  ValueError if it is not there, or has nothing to do."""
+        if self.options.resume is None:
+            return None
         path = checkpoint.latest(self.options.resume)
         if path is None:
             raise ValueError(f"no checkpoint in {self.options.resume}")
@@ -265,7 +267,7 @@ class Training:
 
     def traffic(self) -> list[PredictedCall]:
         """What the run was to send."""
-        o, is_resumed = self.options, self.options.resume is not None
+        o, is_resumed = self.options, self.source is not None
         calls = self.strategy.traffic(
             o.steps - self.first, batch=(o.batch, o.context), skipped=self.skipped,
             is_resumed=is_resumed,
