@@ -163,9 +163,9 @@ class Training:
             layers=options.layers, hidden=options.hidden, heads=options.heads,
             context=options.context, is_tied=options.tied,
         )  # fmt: skip
-        with self.together("preparing the strategy"):
+        with self.together("preparing the strategy"):  # in two parts: what one rank may fail at
             make = choices.maker(comm, self.model, options)
-        with self.together("preparing the strategy"):
+        with self.together("preparing the strategy"):  # and what all of them make together
             self.strategy = make(phase=self.timeline.phase)
         self.losses: list[float] = []
         self.seconds, self.skipped_before = 0.0, 0
