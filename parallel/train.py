@@ -163,9 +163,10 @@ class Training:
             layers=options.layers, hidden=options.hidden, heads=options.heads,
             context=options.context, is_tied=options.tied,
         )  # fmt: skip
-        with self.together("preparing the strategy"):  # in two parts: what one rank may fail at
+        # In two parts: who fails in the first does not come to the groups made in the second.
+        with self.together("preparing the strategy"):
             make = choices.maker(comm, self.model, options)
-        with self.together("preparing the strategy"):  # and what all of them make together
+        with self.together("preparing the strategy"):
             self.strategy = make(phase=self.timeline.phase)
         self.losses: list[float] = []
         self.seconds, self.skipped_before = 0.0, 0
