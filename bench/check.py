@@ -16,6 +16,7 @@ from rich.table import Table
 
 from bench import sizes
 from bench.options import add_sizes
+from collectives.reduction import operator
 from parallel.show import console_of, print_table, table_with
 from parallel.train import at_least
 
@@ -34,16 +35,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print.  0, or 2 if it cannot be measured."""
     # These start MPI, which other commands must not.
     import collectives  # noqa: PLC0415
     from bench.checking import measured  # noqa: PLC0415
     from bench.perf import mpi_version  # noqa: PLC0415
 
-    comm, found = collectives.world(check=False), {}
-    for num_bytes in sizes.series(options.first, options.last, options.factor):
-        found[num_bytes] = measured(num_bytes, options)
+    comm = collectives.world(check=False)
     console = console_of(comm.rank)
+    try:
+        operator("sum", "all_reduce").check(options.dtype)
+        series = sizes.series(options.first, options.last, options.factor)
+    except (TypeError, ValueError) as error:
+        console.print(f"bench: {error}", markup=False)
+        comm.barrier()  # let rank 0 say it before the launcher ends the job
+        return 2
+    found = {num_bytes: measured(num_bytes, options) for num_bytes in series}
     console.print(f"{mpi_version()}, {comm.size} ranks, {options.dtype}: all-reduce, microseconds")
     print_table(table(found), console)
     return 0

@@ -1,14 +1,16 @@
-"""How fast arrays are combined in this process: NumPy's functions, and what the library uses.
+"""How fast arrays are combined in this process: by NumPy's functions, and by compiled kernels.
 
 GB/s are bytes of the result per second, of `left = left + right` on arrays that stay in the cache:
-the best of some samples, which take turns.
+the best of some samples, which take turns.  Programs on MPI use the kernels for all dtypes; ranks
+that are threads use them for the two-byte ones.  Where there is no kernel both use NumPy.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from rich.console import Console
@@ -17,11 +19,13 @@ from rich.table import Table
 from bench import sizes
 from bench.options import dtype_of
 from bench.oracle import Array
-from collectives import halves
-from collectives.arrays import HOST, BinaryFunction
+from collectives import kernels
+from collectives.half_precision import COMBINE
 from collectives.reduction import OPERATORS
 from parallel.show import print_table, table_with
 from parallel.train import at_least
+
+Prepare = Callable[[Array, Array], Callable[[], object]]  # what combines these two in place
 
 DTYPES = ["float32", "float64", "float16", "bfloat16"]
 OPS = ["sum", "max"]
@@ -40,38 +44,58 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print; the exit status."""
-    table = table_with("dtype", "op", numbers=["size (B)", "NumPy GB/s", "ours GB/s", "ours/NumPy"])
-    for num_bytes in sizes.series(options.first, options.last, 2):
+    """Measure and print.  0, or 2 if there are no such sizes."""
+    console = Console()
+    try:
+        series = sizes.series(options.first, options.last, 2)
+    except ValueError as error:
+        console.print(f"bench: {error}", markup=False)
+        return 2
+    rates = ["size (B)", "NumPy GB/s", "kernel GB/s", "kernel/NumPy"]
+    table = table_with("dtype", "op", numbers=rates)
+    for num_bytes in series:
         for dtype in DTYPES:
             for op in OPS:
                 _add_row(table, dtype, op, num_bytes, options.samples)
-    print_table(table, Console())
+    print_table(table, console)
     return 0
 
 
 def _add_row(table: Table, name: str, op: str, num_bytes: int, samples: int) -> None:
-    """One line; where the library uses NumPy's function itself there is nothing to compare."""
+    """One line; without a rate of the kernel where there is none."""
     dtype, function = dtype_of(name), str(OPERATORS[op].function)
-    numpys, ours = halves.numpys(function), HOST.binary(function, dtype_of(name))
     shape = (2, num_bytes // dtype.itemsize)
     left, right = np.random.default_rng(0).standard_normal(shape).astype(dtype)
-    found = [numpys] if ours is numpys else [numpys, ours]
+    address = kernels.combine(function, dtype)
+    found = [_numpys(function)] + ([] if address is None else [_kernel(address)])
     rates = [num_bytes / seconds / 1e9 for seconds in times(found, left, right, samples)]
-    ratio = f"{rates[1] / rates[0]:.2f}" if ours is not numpys else "the same"
-    table.add_row(name, op, str(num_bytes), f"{rates[0]:.2f}", f"{rates[-1]:.2f}", ratio)
+    rates += [rates[1] / rates[0]] if address is not None else []
+    words = [f"{rate:.2f}" for rate in rates] + ["-"] * (3 - len(rates))
+    table.add_row(name, op, str(num_bytes), *words)
 
 
-def times(
-    functions: Sequence[BinaryFunction], left: Array, right: Array, samples: int
-) -> list[float]:
-    """The least seconds that each function took in place, with the same operands every time."""
-    taken = [[_seconds(function, left.copy(), right) for function in functions]
-             for _ in range(samples)]  # fmt: skip
+def _numpys(function: str) -> Prepare:
+    return lambda left, right: partial(kernels.numpys(function), left, right, left)
+
+
+def _kernel(address: int) -> Prepare:
+    """Called as a program does it, which knows where its arrays are."""
+
+    def prepare(left: Array, right: Array) -> Callable[[], object]:
+        at = left.ctypes.data
+        return partial(COMBINE(address), at, at, right.ctypes.data, left.size)
+
+    return prepare
+
+
+def times(found: Sequence[Prepare], left: Array, right: Array, samples: int) -> list[float]:
+    """The least seconds that each took in place, with the same operands every time."""
+    taken = [[_seconds(prepare, left.copy(), right) for prepare in found] for _ in range(samples)]
     return [min(column) for column in zip(*taken, strict=True)]
 
 
-def _seconds(function: BinaryFunction, left: Array, right: Array) -> float:
+def _seconds(prepare: Prepare, left: Array, right: Array) -> float:
+    run = prepare(left, right)
     begin = time.perf_counter()
-    function(left, right, left)
+    run()
     return time.perf_counter() - begin

@@ -1,70 +1,94 @@
-"""Who is measured side by side: our plans, our one-shot call, MPI's own call, and others."""
+"""Who is measured side by side: our plans, our calls, MPI's own call, and others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from bench.case import CALL, GLOO, MEMCPY, NATIVE, PLAN, Buffers, Case
+from bench.case import (
+    CALL,
+    FRESH,
+    GLOO,
+    MEMCPY,
+    NATIVE,
+    NATIVE_FRESH,
+    PLAN,
+    Buffers,
+    Case,
+)
+from bench.fresh import Fresh
 from bench.oracle import Array
+from bench.ways import WAYS, Contender, nothing
 from collectives import Communicator, select
 from collectives.calls import Calls
-from collectives.reduction import is_bfloat16, operator
+from collectives.dropin.ops import OPERATIONS
+from collectives.kernels import is_bfloat16
+from collectives.reduction import operator
 from collectives.spec import SPECS
 
-_OPS = {
-    "sum": MPI.SUM,
-    "prod": MPI.PROD,
-    "min": MPI.MIN,
-    "max": MPI.MAX,
-    "and": MPI.BAND,
-    "or": MPI.BOR,
-    "xor": MPI.BXOR,
-}
 _OPS_OF_BOOL = {"min": MPI.LAND, "max": MPI.LOR, "and": MPI.LAND, "or": MPI.LOR, "xor": MPI.LXOR}
-
-
-class Contender(NamedTuple):
-    """One way to do a case.  `result`: where this rank finds its result, None if it gets none."""
-
-    run: Callable[[], Any]
-    free: Callable[[], None]
-    result: Array | None
 
 
 def contender(comm: Communicator, case: Case, buffers: Buffers, name: str) -> Contender:
     """The contender of this name, an algorithm's or one in `case`.  All ranks make the same."""
-    others = {NATIVE: _native, MEMCPY: _memcpy, GLOO: _gloo}
-    if name in others:
-        return others[name](case, buffers)
+    if name in _OTHERS:
+        return _OTHERS[name](case, buffers)
+    if name in WAYS:
+        return WAYS[name](comm, buffers)
+    if name == FRESH:
+        return _fresh(comm.all_reduce, case, buffers)
     if name == CALL:
         # As a program makes it; like MPI's own it is told where the result goes.
         return Contender(_method(comm, case, buffers), nothing, buffers.y)
-    algorithm = None if name == PLAN else name
-    plan = _method(comm.plan, case, buffers, algorithm=algorithm)()
+    named = {} if name == PLAN else {"algorithm": name}
+    plan = _method(comm.plan, case, buffers, **named)()
     return Contender(plan.run, plan.free, buffers.y)
 
 
 def algorithm_of(case: Case, name: str) -> str | None:
     """The algorithm behind a contender's name; None where others choose their own."""
-    if name not in (PLAN, CALL):
-        return None if name in (NATIVE, MEMCPY, GLOO) else name
+    if name in _OTHERS or name in WAYS:
+        return None
+    if name not in (PLAN, CALL, FRESH):
+        return name
     op = operator(case.op, case.collective) if SPECS[case.collective].is_reduction else None
     return select.choose(case.collective, None, case.size, case.num_bytes, op).label
 
 
 def _method(comm: Calls, case: Case, buffers: Buffers, **more: Any) -> Callable[[], Any]:
-    """The collective's method with all its arguments."""
-    arrays = {} if case.collective == "barrier" else {"x": buffers.x, "out": buffers.y}
-    return partial(getattr(comm, case.collective), **arrays, **case.settings, **more)
+    """The collective's method with its arrays, and no argument that has its default."""
+    method = getattr(comm, case.collective)
+    defaults = {"op": "sum", "root": 0}
+    more |= {name: value for name, value in case.settings.items() if value != defaults[name]}
+    if case.collective == "barrier":
+        return partial(method, **more)
+    x, y = buffers[:2]
+    if more:
+        return lambda: method(x, out=y, **more)
+    return lambda: method(x, out=y)  # quicker than a partial with keywords
 
 
-def nothing() -> None:
-    """For what has nothing to free."""
+def _fresh(call: Callable[[Array], Array], case: Case, buffers: Buffers) -> Contender:
+    """A sum of all ranks' arrays, which makes the array for its result itself."""
+    assert (case.collective, case.op) == ("all_reduce", "sum")
+    assert buffers.x is not None and buffers.y is not None
+    return Contender(Fresh(call, buffers.x, buffers.y), nothing, buffers.y)
+
+
+def _native_fresh(case: Case, buffers: Buffers) -> Contender:
+    """The MPI library's own, with a new array for the result of every call."""
+
+    def call(x: Array) -> Array:
+        result = np.empty_like(x)
+        world.Allreduce(x, result)
+        return result
+
+    world = MPI.COMM_WORLD
+    return _fresh(call, case, buffers)
 
 
 def _memcpy(case: Case, buffers: Buffers) -> Contender:
@@ -96,7 +120,7 @@ def native_lacks(case: Case) -> str | None:
 
 
 def _ops(case: Case) -> dict[str, MPI.Op]:
-    return _OPS_OF_BOOL if case.dtype.kind == "b" else _OPS
+    return _OPS_OF_BOOL if case.dtype.kind == "b" else OPERATIONS
 
 
 def _native(case: Case, buffers: Buffers) -> Contender:
@@ -143,3 +167,6 @@ def _native_call(case: Case, send: Any, receive: Any) -> Callable[[], None]:
         "barrier": world.Barrier,
     }
     return calls[case.collective]
+
+
+_OTHERS = {NATIVE: _native, NATIVE_FRESH: _native_fresh, MEMCPY: _memcpy, GLOO: _gloo}

@@ -20,6 +20,7 @@ from typing import Any
 
 from bench import verdict
 from bench.jobs import Jobs, has_mpi
+from bench.options import output, seconds
 from bench.verdict import TOLERANCES, Verdict
 from collectives.monitor import MPIRUN_ARGS
 from collectives.mpirun import find_mpirun
@@ -38,9 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.set_defaults(run=run)
     add("--text", metavar="PATH", help="file or directory to learn; default: Python's own library")
-    add("--timeout", type=float, default=120.0, metavar="S",
+    add("--timeout", type=seconds, default=120.0, metavar="S",
         help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="write all results to FILE")
+    add("--json", type=output, metavar="FILE", help="write all results to FILE")
     add("--quick", action="store_true", help="a few sizes and steps, to try the demo itself")
 
 

@@ -1,4 +1,8 @@
-"""Write docs/algorithms.md, and the table in README.md, from the registry of algorithms."""
+"""Write docs/algorithms.md, and the tables in README.md.
+
+The tables of algorithms come from the registry.  Those of speed come from files that
+`python -m bench speed --json FILE` wrote, one for each MPI; they stay as they are without files.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from bench import published
+from bench.published import markdown
 from collectives import algorithms
 from collectives.algorithms import Algorithm
 from collectives.algorithms.sources import SOURCES
@@ -17,7 +23,7 @@ from collectives.spec import SPECS
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = "python -m bench docs"
 POWERS_OF_TWO = [1 << k for k in range(7)]
-BEGIN, END = "<!-- algorithms:begin -->", "<!-- algorithms:end -->"
+OVERVIEW = "algorithms"  # the section of README.md
 
 INTRODUCTION = f"""\
 # Algorithms
@@ -67,11 +73,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if files are stale")
     parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR",
         help="where README.md and docs/ are; default: this repository")  # fmt: skip
+    parser.add_argument("--speed", nargs="+", type=published.result, default=[], metavar="FILE",
+        help="what bench speed --json wrote, for each MPI: its tables in README.md")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write what is not up to date, or with --check say so; the exit status."""
-    stale = [(path, text) for path, text in wanted(options.root) if read(path) != text]
+    """Write what is not up to date, or with --check say so; the exit status.
+
+    2 if it is impossible, or if the files of speed do not go together.
+    """
+    try:
+        if not options.root.is_dir():
+            raise ValueError(f"there is no folder {options.root}")
+        files = list(wanted(options.root, options.speed))
+        stale = [(path, text) for path, text in files if read(path) != text]
+    except ValueError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
     for path, text in stale:
         if options.check:
             print(f"{path} is out of date; run {COMMAND}", file=sys.stderr)
@@ -81,12 +99,23 @@ def run(options: argparse.Namespace) -> int:
     return 1 if options.check and stale else 0
 
 
-def wanted(root: Path) -> Iterator[tuple[Path, str]]:
-    """The files as they should be: path and text."""
+def wanted(root: Path, speed: Sequence[published.Result] = ()) -> Iterator[tuple[Path, str]]:
+    """The files as they should be: path and text.  `speed`: runs of the speed command."""
     yield root / "docs" / "algorithms.md", document()
-    readme = root / "README.md"
-    if BEGIN in read(readme):
-        yield readme, with_section(read(readme), overview())
+    readme, sections = root / "README.md", {OVERVIEW: overview()}
+    if speed:
+        sections |= published.sections(speed)
+    text = read(readme)
+    for name, section in sections.items():
+        if markers(name)[0] in text:
+            text = with_section(text, name, section)
+    if text:
+        yield readme, text
+
+
+def markers(name: str) -> tuple[str, str]:
+    """What stands before and after a generated section."""
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
 
 
 def read(path: Path) -> str:
@@ -94,19 +123,20 @@ def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def with_section(text: str, section: str) -> str:
+def with_section(text: str, name: str, section: str) -> str:
     """`text` with what stands between the markers replaced.  ValueError if the end is missing."""
-    marked = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    begin, end = markers(name)
+    marked = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if not marked.search(text):
-        raise ValueError(f"{BEGIN} is not followed by {END}")
-    return marked.sub(lambda _: f"{BEGIN}\n{section}\n{END}", text)
+        raise ValueError(f"{begin} is not followed by {end}")
+    return marked.sub(lambda _: f"{begin}\n{section}\n{end}", text)
 
 
 def overview() -> str:
     """All algorithms in one small table."""
     rows = [(collective, ", ".join(f"`{name}`" for name in algorithms.names(collective)))
             for collective in algorithms.collectives()]  # fmt: skip
-    return table(["collective", "algorithms"], [(f"`{c}`", names) for c, names in rows])
+    return markdown(["collective", "algorithms"], [], [(f"`{c}`", names) for c, names in rows])
 
 
 def document() -> str:
@@ -134,7 +164,7 @@ def costs(entries: list[Algorithm]) -> str:
          entry.restrictions, met(entry), entry.source]
         for entry in entries
     ]  # fmt: skip
-    return table(head, rows)
+    return markdown(head, [], rows)
 
 
 def signature(entry: Algorithm, options: Mapping[str, int] | None = None) -> str:
@@ -173,9 +203,3 @@ def first_line(docstring: str | None) -> str:
 def code(formula: object) -> str:
     """A formula as Markdown code, in which a bar would end the cell; a dash if there is none."""
     return "-" if formula is None else f"`{formula}`".replace("|", "\\|")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

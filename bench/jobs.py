@@ -17,6 +17,12 @@ from collectives.mpirun import MpiNotFound, find_mpirun
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def environment() -> dict[str, str]:
+    """With which ranks import from this tree, and from where the user has said."""
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def has_mpi(console: Console) -> bool:
     """Whether there is an MPI to start jobs with; if not, what to install is said."""
     try:
@@ -56,13 +62,12 @@ class Jobs:
         """
         self.console.print("$ " + shlex.join(shown(size, command, mpi_args)), markup=False)
         path = self.folder / f"{name}.json"
-        paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
         done = launch(
             size,
             [*command, json_option, str(path)],
             mpi_args=mpi_args,
             timeout=self.timeout,
-            env={"PYTHONPATH": os.pathsep.join(paths)},
+            env=environment(),
             capture=is_quiet,
         )
         if is_quiet and done.returncode:

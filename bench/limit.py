@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from bench.case import CALL, MEMCPY, PLAN
-from bench.goals import Timed
 from bench.sizes import text
+from bench.timed import Timed
 from collectives import select
 
 

@@ -6,6 +6,7 @@ Nothing here starts MPI, so that the command line can be read without it.
 from __future__ import annotations
 
 import argparse
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from bench import sizes
 from collectives import labels
 from collectives.reduction import operators
 from collectives.spec import SPECS
-from parallel.train import at_least
+from parallel.train import at_least, can_be_written
 
 
 def add_options(parser: argparse.ArgumentParser, collective: str) -> None:
     """The options that have a meaning for this collective."""
-    parser.set_defaults(run=run, collective=collective, op="sum", root=0, dtype=np.dtype("uint8"))
+    parser.set_defaults(run=run, collective=collective, op="sum", root=0, dtype=np.dtype("uint8"),
+        device="cpu")  # fmt: skip
     add = parser.add_argument
     if collective != "barrier":
         add_sizes(parser)
@@ -36,6 +38,9 @@ def add_options(parser: argparse.ArgumentParser, collective: str) -> None:
     add("--algorithm", dest="names", action="append", type=partial(algorithm, collective),
         metavar="NAME", help="as the library takes it, such as 'bruck(radix=4)'; "
         "may be repeated; default: all that can run")  # fmt: skip
+    if collective != "barrier":
+        add("--device", choices=("cpu", "cuda"), default="cpu",
+            help="where arrays are; cuda takes CuPy; default: %(default)s")  # fmt: skip
     add("--native", action="store_true", help="measure the MPI library's own call as well")
     add("--call", action="store_true", help="measure our one-shot call as well as the plans")
     add("-J", dest="json", type=Path, metavar="FILE", help="write everything to FILE")
@@ -47,7 +52,7 @@ def _add_effort(parser: argparse.ArgumentParser) -> None:
         help="samples of each contender; default: %(default)s")  # fmt: skip
     add("-w", dest="warmup", type=at_least(0), default=5, metavar="N",
         help="calls before them; default: %(default)s")  # fmt: skip
-    add("--seconds", type=float, default=5.0, metavar="S",
+    add("--seconds", type=seconds, default=5.0, metavar="S",
         help="after which a size gets no more samples; default: %(default)s")  # fmt: skip
 
 
@@ -69,6 +74,20 @@ def algorithm(collective: str, text: str) -> str:
         return labels.named(collective, text).label
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def seconds(text: str) -> float:
+    """An argument's type: a positive time, which ends."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
+    return float(text)
+
+
+def output(text: str) -> Path:
+    """An argument's type: a file that can be written.  For commands that are not run under MPI."""
+    if not can_be_written(path := Path(text)):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    return path
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

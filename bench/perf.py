@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
@@ -24,10 +25,13 @@ from bench.contenders import algorithm_of, contender, native_lacks
 from bench.report import Measurement, Row
 from bench.side_by_side import outcomes
 from bench.timing import Effort
-from collectives import Communicator, algorithms, arguments, select
+from collectives import Communicator, ScheduleError, algorithms, arguments, select
+from collectives.arrays import HOST, Backend, backend_of_kind
 from collectives.reduction import operator
 from collectives.spec import SPECS
+from parallel import agreement, choices
 from parallel.show import console_of, print_table
+from parallel.train import can_be_written
 
 
 def run(options: argparse.Namespace) -> int:
@@ -42,7 +46,7 @@ def measured(comm: Communicator, options: argparse.Namespace, console: Console) 
     """The whole benchmark, with everything that rank 0 prints and writes; the exit status."""
     try:
         benchmark = Benchmark(comm, options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ScheduleError) as error:
         console.print(f"bench: {error}", markup=False)
         return 2
     rows = benchmark.report(console)
@@ -53,15 +57,28 @@ def measured(comm: Communicator, options: argparse.Namespace, console: Console) 
 
 
 class Benchmark:
-    """One collective at every size.  TypeError or ValueError if the options do not go together."""
+    """One collective at every size.
+
+    TypeError or ValueError if the options do not go together, and ScheduleError if an algorithm
+    that was registered is wrong on so many ranks.
+    """
 
     def __init__(self, comm: Communicator, options: argparse.Namespace) -> None:
         self.comm, self.options = comm, options
-        self.cases = cases(comm, options)
+        if options.native and options.device != "cpu":
+            raise ValueError("--native: the MPI library's own call gets no arrays of a GPU")
+        self.cases = cases(comm, options, backend(comm, options.device))
         wanted = options.names or every_algorithm(options.collective, comm.size)
         self.names = list(dict.fromkeys(wanted))
         for name in self.names:
             select.check(options.collective, name, comm.size)
+            for case in self.cases:
+                check_schedule(case, name)
+        check_output(options.json)
+        if options.native and not options.dtype.isnative:
+            raise ValueError(
+                f"--native: MPI has no numbers of another byte order ({options.dtype.str})"
+            )
         self.lacking = native_lacks(self.cases[0]) if options.native else None
         self.names += [CALL] * options.call
         self.names += [NATIVE] * (options.native and self.lacking is None)
@@ -74,6 +91,7 @@ class Benchmark:
             "ranks": case.size,
             "mpi": mpi_version(),
             "dtype": case.dtype.name,
+            "arrays": case.backend.kind,
             **case.settings,
             "samples": self.options.samples,
             "warmup": self.options.warmup,
@@ -120,19 +138,42 @@ class Benchmark:
         return [report.measurement(case, algorithm, *outcome) for algorithm, outcome in both]
 
 
-def cases(comm: Communicator, options: argparse.Namespace) -> list[Case]:
+def backend(comm: Communicator, device: str) -> Backend:
+    """What serves arrays on this device.  ValueError on all ranks if one has none."""
+    with agreement.together(comm, collectives.phase, "prepare", "preparing the device", ValueError):
+        choices.namespace(device, comm.rank)
+        return backend_of_kind({"cpu": "numpy", "cuda": "cupy"}[device])
+
+
+def cases(comm: Communicator, options: argparse.Namespace, backend: Backend = HOST) -> list[Case]:
     """What to measure, by size.  Sizes are rounded up to equal blocks, so some may coincide."""
     collective, dtype = options.collective, options.dtype
     root = arguments.rank(options.root, comm.size, "root")
     if SPECS[collective].is_reduction:
         operator(options.op, collective).check(dtype)
-    make = partial(Case, collective, comm.rank, comm.size, dtype=dtype, op=options.op, root=root)
+    make = partial(
+        Case, collective, comm.rank, comm.size,
+        dtype=dtype, op=options.op, root=root, backend=backend,
+    )  # fmt: skip
     if collective == "barrier":
         return [make(0)]
     num_blocks = comm.size if collective in SPLITS | JOINS else 1
     wanted = sizes.series(options.first, options.last, options.factor)
     counts = (sizes.whole_blocks(size, dtype.itemsize, num_blocks) for size in wanted)
     return [make(count) for count in dict.fromkeys(counts)]
+
+
+def check_schedule(case: Case, name: str) -> None:
+    """Raise ValueError or ScheduleError if an algorithm cannot run this case after all."""
+    algorithm, options, *_ = select.choose(case.collective, name, case.size, case.num_bytes)
+    root = case.root if SPECS[case.collective].is_rooted else None
+    algorithm.schedule(case.rank, case.size, root, **options)
+
+
+def check_output(path: Path | None) -> None:
+    """Raise ValueError, on every rank, if rank 0 cannot write this file."""
+    if path is not None and not MPI.COMM_WORLD.bcast(can_be_written(path)):
+        raise ValueError(f"{path} cannot be written")
 
 
 def every_algorithm(collective: str, size: int) -> list[str]:

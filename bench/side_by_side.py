@@ -8,8 +8,8 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from bench.case import Buffers, Case, num_wrong, prepare
-from bench.contenders import Contender
 from bench.timing import SMALL, Effort, times
+from bench.ways import Contender
 
 
 class Outcome(NamedTuple):

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse(text: str) -> int:
-    """The number of bytes that `text` means.  An argparse type: refuses with one sentence."""
+    """The number of bytes that `text` means.  An argparse type: refuses with one sentence.
+
+    No more than this machine has: a system that promises memory it has not would end the process.
+    """
     digits, unit = text[:-1], text[-1:].upper()
     if unit.isdigit():
         digits, unit = text, ""
     if unit not in _UNITS or not digits.isdecimal() or int(digits) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 8, 64K, 64M or 1G")
-    return int(digits) * _UNITS[unit]
+    if (number := int(digits) * _UNITS[unit]) > memory():
+        raise argparse.ArgumentTypeError(f"{text} is more than the {memory()} bytes of memory here")
+    return number
+
+
+def memory() -> int:
+    """The bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def text(num_bytes: int) -> str:

@@ -1,11 +1,16 @@
 """Is it as fast as is demanded?  Every goal, beside the MPI library that it runs under.
 
-Three jobs on two cores, in at most six minutes: 2 ranks, 4 ranks, and 2 ranks beside PyTorch's
-Gloo, which is left out where torch is not installed.  All contenders of a case take turns on the
-same buffers, in float32, out of place (a broadcast in place), with the input overwritten before;
-medians, of which the slowest rank's counts.  "plan" is comm.plan.X(...).run, "call" is
-comm.X(x, out=y), both by the algorithm that the library selects.  A ratio is the other's time over
-ours: above 1 ours is faster.
+It starts its own jobs, for two cores and about ten minutes: the collectives on 2 ranks and the
+all-reduce on 4 ("pair", "crowd"); other ways to make a small all-reduce ("ways"), among them those
+of the drop-in ("mpi4py"); PyTorch's Gloo ("gloo"), which is left out where torch is not installed;
+an all-reduce beside a sleep and beside a Python loop ("overlap"); and fresh processes ("start").
+
+All contenders of a case take turns, in float32, out of place (a broadcast in place), with the
+input overwritten before; medians, of which the slowest rank's counts.  Below 64 KiB a sample is 200
+calls after a barrier.  "plan" is comm.plan.X(...).run, "call" is comm.X(x, out=y), both by the
+algorithm that the library selects.  "fresh" calls get another x every time and make a new array for
+the result: comm.all_reduce(x), beside MPI's Allreduce(x, np.empty_like(x)).  A ratio is the other's
+time over ours: above 1 ours is faster.
 
 A goal that is missed is told and is no failure.  The exit status is 1 if anything is wrong or could
 not be measured, 2 if there is no MPI.
@@ -23,30 +28,45 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench import goals
-from bench.case import MEMCPY
-from bench.goals import OURS, RANKS, WITH_GLOO, Finding, Overhead, Timed, Times
+from bench import goals, overlap, speed_tables, starting
+from bench.goals import OVERLAP, RANKS, WITH_GLOO, Finding
 from bench.jobs import Jobs, has_mpi
-from bench.limit import Limit
-from bench.report import times_faster, us
-from bench.sizes import text
-from collectives.mpirun import find_mpirun
-from parallel.show import console_of, print_table, table_with
+from bench.measures import ALONE, AT_ONCE, BESIDE, IN_TURN
+from bench.options import output, seconds
+from bench.overlap import Overlap
+from bench.timed import Timed, Times
+from parallel.show import console_of
 
 NO_TORCH = "torch is not installed"
+NOT_CHOSEN = "not chosen by --job"
+START = "start"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
     parser.set_defaults(run=run)
-    add("--timeout", type=float, default=300.0, metavar="S",
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    names = [*RANKS, START]
+    add("--timeout", type=seconds, default=600.0, metavar="S",
         help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="write everything to FILE")
+    add("--json", type=output, metavar="FILE", help="write everything to FILE")
+    add("--job", dest="jobs", action="append", choices=names, metavar="NAME",
+        help=f"only this one of {', '.join(names)}; may be repeated")  # fmt: skip
+    add("--effort", type=positive, default=1.0, metavar="X",
+        help="X times the usual seconds for each case; 0.1 takes about two minutes")  # fmt: skip
     add("--quick", action="store_true", help="a few sizes and samples, to try the command itself")
+
+
+def positive(word: str) -> float:
+    """An argument's type: a number greater than 0."""
+    try:
+        value = float(word)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number greater than 0")
+    return value
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,141 +76,106 @@ def run(options: argparse.Namespace) -> int:
         return 2
     with TemporaryDirectory() as folder:
         jobs = Jobs(console, Path(folder), options.timeout)
-        reasons = run_jobs(jobs, is_quick=options.quick)
-    is_open_mpi, times = find_mpirun().vendor == "openmpi", times_of(jobs.results)
-    demands = goals.demands(is_open_mpi=is_open_mpi, is_quick=options.quick)
-    found = [goals.finding(demand, times, reasons) for demand in demands]
+        reasons = run_jobs(jobs, options)
+        start = {} if is_left_out(START, options) else start_times(jobs, is_quick=options.quick)
+    cores, times = os.cpu_count() or 1, times_of(jobs.results)
+    wanted = goals.goals(is_quick=options.quick)
+    found = [goals.finding(goal, times, reasons, cores) for goal in wanted]
     jobs.title(f"Speed, measured in {time.perf_counter() - began:.0f} s")
-    show(found, times, jobs.results, console)
+    speed_tables.show(found, times, start, jobs.results, console)
     if options.json is not None:
-        options.json.write_text(json.dumps(as_dict(found, times, jobs), indent=1) + "\n")
+        result = as_dict(found, times, start, jobs)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(any(jobs.statuses.values()))
 
 
 # The jobs, and what they found
 
 
-def run_jobs(jobs: Jobs, *, is_quick: bool) -> dict[str, str]:
+def run_jobs(jobs: Jobs, options: argparse.Namespace) -> dict[str, str]:
     """Run them; why a job's times are missing or worth nothing, for those of which they are."""
     reasons: dict[str, str] = {}
     for name, ranks in RANKS.items():
-        if name == WITH_GLOO and find_spec("torch") is None:
+        if is_left_out(name, options):
+            reasons[name] = NOT_CHOSEN
+        elif name == WITH_GLOO and find_spec("torch") is None:
             reasons[name] = NO_TORCH
-            continue
-        command = ["-m", "bench.sweep", name, *["--quick"] * is_quick]
-        status, result = jobs.run(name, ranks, command)
-        if status:
-            reasons[name] = failure(status, result)
+        else:
+            status, result = jobs.run(name, ranks, command(name, options))
+            if status:
+                reasons[name] = failure(status, result)
     return reasons
+
+
+def is_left_out(job: str, options: argparse.Namespace) -> bool:
+    """Whether the user has chosen others."""
+    return options.jobs is not None and job not in options.jobs
+
+
+def command(job: str, options: argparse.Namespace) -> list[str]:
+    """What its ranks run."""
+    if job != OVERLAP:
+        quick = ["--quick"] * options.quick
+        return ["-m", "bench.sweep", job, "--effort", f"{options.effort:g}", *quick]
+    size = goals.QUICK_MOST if options.quick else 64 << 20
+    beside = [word for name in ("sleep", "loop") for word in ("--beside", name)]
+    samples = max(3, round((1 if options.quick else 12) * options.effort))
+    return ["-m", "bench", "overlap", "--size", str(size), "-n", str(samples), *beside]
 
 
 def failure(status: int, result: Mapping[str, Any]) -> str:
     """What is wrong with a job that failed."""
     wrong = sum(sum(case["wrong"].values()) for case in result.get("cases", []))
+    wrong += sum(way["wrong"] for way in result.get("ways", []))
     return f"{wrong} elements were wrong" if wrong else f"exit status {status}"
+
+
+def start_times(jobs: Jobs, *, is_quick: bool) -> dict[str, dict[str, float]]:
+    """Median seconds of imports in fresh processes, and of first calls in fresh jobs."""
+    found = {"1 process": starting.imports(starting.QUICK if is_quick else starting.IMPORTS)}
+    for ranks in starting.RANKS:
+        names = [
+            f"{START} {ranks} {number}"
+            for number in range(starting.QUICK if is_quick else starting.JOBS)
+        ]
+        each = [jobs.run(name, ranks, ["-m", "bench.starting"])[1] for name in names]
+        if all(each):
+            found[f"{ranks} rank" + "s" * (ranks > 1)] = starting.medians(each)
+    return found
 
 
 def times_of(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str, int], Timed]:
     """Every case of every job."""
-    return {
+    found = {
         (job, case["collective"], case["size"]): Timed(**case)
         for job, result in results.items()
         for case in result.get("cases", [])
     }
+    overlapped = results.get(OVERLAP) or {}
+    for way in overlap.ways(overlapped):
+        if way.progress == "thread" and way.slices == 1:
+            timed = of_way(way, overlapped["size"])
+            found[OVERLAP, way.beside, timed.size] = timed
+    return found
 
 
-def limit_of(times: Times) -> Limit | None:
-    """Of the case in which a copy was timed, if it was."""
-    for (job, *_), timed in times.items():
-        if MEMCPY in timed.seconds:
-            return Limit(RANKS[job], timed)
-    return None
+def of_way(way: Overlap, size: int) -> Timed:
+    """An overlap as a case, whose contenders are its parts."""
+    seconds = {ALONE: way.all_reduce, BESIDE: way.other}
+    seconds |= {IN_TURN: way.in_turn, AT_ONCE: way.at_once}
+    return Timed(way.beside, size, "", seconds, {AT_ONCE: way.wrong}, cores=1.0)
 
 
-# What is shown of it
-
-
-def show(
-    found: Sequence[Finding], times: Times, results: Mapping[str, Any], console: Console
-) -> None:
-    """The goals, and the medians that they are judged by."""
-    mpi = next((result["mpi"] for result in results.values() if result), "no MPI")
-    console.print(f"{mpi}, {os.cpu_count()} cores, float32, out of place; ratios: its time / ours")
-    print_table(goal_table(found), console)
-    console.print(
-        "\nMedians, of the slowest rank; sizes are those of the whole vector; cores: the fraction "
-        "of them that the ranks used (MPI's ranks wait busily, Gloo's sleep)"
-    )
-    print_table(median_table(times), console)
-    if (limit := limit_of(times)) is not None:
-        console.print("\n" + "\n".join(limit.lines()))
-
-
-def goal_table(found: Sequence[Finding]) -> Table:
-    """One line for each goal; those missed in red."""
-    table = table_with("what", "sizes", "plan ratio", "call ratio", "target", "met: plan / call",
-        numbers=())  # fmt: skip
-    for each in found:
-        is_good = each.reason is None and all(each.met.values())
-        table.add_row(*cells(each), style=None if is_good else "bold red")
-    return table
-
-
-def cells(each: Finding) -> list[str]:
-    """A line of the table as text."""
-    demand, sizes = each.demand, list(map(text, each.demand.sizes))
-    values = [_value(each, name) for name in OURS]
-    span = sizes[0] if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    return [demand.what, span, *values, demand.target, met_in_words(each)]
-
-
-def _value(each: Finding, name: str) -> str:
-    found = each.found.get(name)
-    if found is None:
-        return "-"
-    return f"+{us(found)} us" if isinstance(each.demand, Overhead) else f"{found:.3f}"
-
-
-def met_in_words(each: Finding) -> str:
-    """By the plan, and by the call; "-" where it is not judged."""
-    if each.reason is not None:
-        return f"not measured: {each.reason}"
-    words = {True: "yes", False: "NO", None: "-"}
-    return " / ".join(words[each.met.get(name)] for name in OURS)
-
-
-def median_table(times: Times) -> Table:
-    """Every case, beside each that it was timed with."""
-    table = table_with("collective", "algorithm", "beside", numbers=["ranks", "size", "its us",
-        "plan us", "ratio", "call us", "ratio", "cores", "wrong"])  # fmt: skip
-    for (job, collective, size), timed in times.items():
-        for other in [name for name in timed.seconds if name not in OURS]:
-            ours = [each for name in OURS for each in _beside(timed, other, name)]
-            numbers = [str(RANKS[job]), text(size), us(timed.seconds[other]), *ours]
-            checks = [f"{timed.cores:.2f}", str(sum(timed.wrong.values()))]
-            table.add_row(collective, timed.algorithm, other, *numbers, *checks)
-    return table
-
-
-def _beside(timed: Timed, other: str, name: str) -> tuple[str, str]:
-    """The time of one of ours, and the other's over it."""
-    seconds = timed.seconds[name]
-    return us(seconds), times_faster(timed.seconds[other] / seconds)
-
-
-def as_dict(found: Sequence[Finding], times: Times, jobs: Jobs) -> dict[str, Any]:
+def as_dict(
+    found: Sequence[Finding], times: Times, start: Mapping[str, Any], jobs: Jobs
+) -> dict[str, Any]:
     """Everything, for JSON; times in seconds."""
-    limit = limit_of(times)
+    limit = speed_tables.limit_of(times)
     return {
-        "goals": [goal_dict(each) for each in found],
+        "mpi": speed_tables.mpi_of(jobs.results),
+        "goals": [speed_tables.goal_dict(each) for each in found],
         "limit": None if limit is None else limit.as_dict(),
+        "start": start,
         "jobs": jobs.results,
         "statuses": jobs.statuses,
     }
-
-
-def goal_dict(each: Finding) -> dict[str, Any]:
-    """One goal: numbers, and the words of the table."""
-    demand = each.demand
-    words = {"what": demand.what, "sizes": list(demand.sizes), "target": demand.target}
-    return words | {"found": each.found, "met": each.met, "reason": each.reason}

@@ -25,9 +25,11 @@ import numpy as np
 from rich.table import Table
 
 from bench.jobs import Jobs, has_mpi
+from bench.options import output, seconds
 from bench.verdict import largest_difference
 from collectives.monitor import MPIRUN_ARGS
 from collectives.mpirun import find_mpirun
+from parallel import train
 from parallel.hsdp import group_size
 from parallel.show import console_of, print_table, table_with
 from parallel.traffic import Int64
@@ -73,13 +75,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--only", action="append", choices=[kind.name for kind in KINDS], metavar="STRATEGY",
         help="this one; may be given several times; default: all")  # fmt: skip
     add("--ranks", type=numbers, default=RANKS, metavar="N,N", help="default: 1,2,3,4,5,8")
-    add("--layers", default="2", help="blocks of the model, default: %(default)s")
-    add("--hidden", default="32", help="its width, default: %(default)s")
+    add("--layers", type=at_least(1), default=2, help="blocks of the model, default: %(default)s")
+    add("--hidden", type=at_least(1), default=32, help="its width, default: %(default)s")
     add("--micro-batches", type=at_least(1), default=1, metavar="K", help="default: %(default)s")
     add("--text", metavar="PATH", help="file or directory to learn; default: Python's own library")
-    add("--timeout", type=float, default=300.0, metavar="S",
+    add("--timeout", type=seconds, default=300.0, metavar="S",
         help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="write all results to FILE")
+    add("--json", type=output, metavar="FILE", help="write all results to FILE")
     add("--price-only", action="store_true", help="only the first table")
 
 
@@ -91,6 +93,7 @@ def numbers(word: str) -> tuple[int, ...]:
 def run(options: argparse.Namespace) -> int:
     """Both tables.  0, 1 if something differs, 2 if there is no MPI or a job would be refused."""
     refuse_batch(options)
+    refuse_width(options)
     console = console_of(0)
     if not has_mpi(console):
         return 2
@@ -115,6 +118,13 @@ def refuse_batch(options: argparse.Namespace) -> None:
         )
 
 
+def refuse_width(options: argparse.Namespace) -> None:
+    """End, before any job, if `parallel.train` would refuse the model."""
+    heads = train.parser().get_default("heads")
+    if options.hidden % heads:
+        options.refuse(f"{heads} heads do not divide a width of {options.hidden}")
+
+
 class Strategies:
     """The jobs, one after the other, and what they found."""
 
@@ -134,7 +144,7 @@ class Strategies:
         """What a run says of itself; nothing if it failed."""
         o = self.options
         command = ["-m", "parallel.train", *kind.words, "--dtype", dtype, "--steps", str(steps)]
-        command += ["--layers", o.layers, "--hidden", o.hidden, "--context", "16"]
+        command += ["--layers", str(o.layers), "--hidden", str(o.hidden), "--context", "16"]
         command += ["--batch", str(BATCH), "--micro-batches", str(o.micro_batches)]
         command += ["--text", o.text] if o.text is not None else []
         name = f"{kind.name} {dtype} on {ranks}"

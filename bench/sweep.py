@@ -27,17 +27,18 @@ import collectives
 from bench import goals, sizes
 from bench.case import JOINS, PLAN, SPLITS, Case, in_place, out_of_place
 from bench.contenders import algorithm_of, contender
-from bench.goals import RANKS, Timed
-from bench.perf import mpi_version
+from bench.goals import OVERLAP, RANKS
+from bench.perf import check_output, mpi_version
 from bench.side_by_side import outcomes
-from bench.timing import Effort
+from bench.timed import ENOUGH, Timed, less_disturbed
+from bench.timing import FEWEST, Effort
 from collectives import Communicator
 from parallel.show import console_of
 
 FP32 = np.dtype("float32")
-QUICK = Effort(warmup=1, samples=3, seconds=1.0)
-ENOUGH = 0.97  # of the cores
-AGAIN = 40.0  # seconds for what is timed once more
+QUICK = Effort(warmup=1, samples=FEWEST, seconds=1.0)
+AGAIN = 60.0  # seconds for what is timed once more
+CALLS = 200  # that make a sample of a small case: reading the clock takes as long as a call
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,7 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
     comm = collectives.world()
     if comm.size != RANKS[options.job]:
         parse.error(f"{options.job} wants {RANKS[options.job]} ranks, not {comm.size}")
-    found = Sweep(comm, options.job, is_quick=options.quick).run()
+    try:
+        check_output(options.json)
+    except ValueError as error:
+        parse.error(str(error))
+    found = Sweep(comm, options.job, options.effort, is_quick=options.quick).run()
     if comm.rank == 0:
         result = {"mpi": mpi_version(), "cases": [timed._asdict() for timed in found]}
         options.json.write_text(json.dumps(result))
@@ -59,20 +64,21 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parse = argparse.ArgumentParser("python -m bench.sweep", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
-    parse.add_argument("job", choices=RANKS)
+    parse.add_argument("job", choices=sorted(RANKS.keys() - {OVERLAP}))
     parse.add_argument("--json", type=Path, required=True, metavar="FILE", help="for the times")
     parse.add_argument("--quick", action="store_true", help="a few sizes and samples")
+    parse.add_argument("--effort", type=float, default=1.0, metavar="X",
+        help="X times the usual seconds for each case")  # fmt: skip
     return parse
 
 
 class Sweep:
     """The cases of a job, one after the other."""
 
-    def __init__(self, comm: Communicator, job: str, *, is_quick: bool) -> None:
-        self.comm, self.is_quick = comm, is_quick
-        is_open_mpi = MPI.get_vendor()[0] == "Open MPI"
-        demands = goals.demands(is_open_mpi=is_open_mpi, is_quick=is_quick)
-        self.cases = goals.cases(demands, job)
+    def __init__(self, comm: Communicator, job: str, share: float, *, is_quick: bool) -> None:
+        """`share`: of the usual seconds for each case."""
+        self.comm, self.share, self.is_quick = comm, share, is_quick
+        self.cases = goals.cases(goals.goals(is_quick=is_quick), job)
 
     def run(self) -> list[Timed]:
         """All of them, and once more those that were disturbed."""
@@ -87,11 +93,11 @@ class Sweep:
 
     def repeat(self, found: dict[tuple[str, int], Timed]) -> None:
         """Time the disturbed cases again while there is time, the worst first."""
-        end = time.perf_counter() + AGAIN
+        end = time.perf_counter() + AGAIN * self.share
         for cores, key in sorted((timed.cores, key) for key, timed in found.items()):
             if cores >= ENOUGH or not MPI.COMM_WORLD.bcast(time.perf_counter() < end):
                 return
-            found[key] = goals.less_disturbed(found[key], self.timed(*key))
+            found[key] = less_disturbed(found[key], self.timed(*key))
 
     def timed(self, collective: str, size: int) -> Timed:
         """One case: all contenders side by side."""
@@ -103,16 +109,18 @@ class Sweep:
         assert buffers is not None, "only a barrier has no buffers"
         made = [contender(comm, case, buffers, name) for name in names]
         watch = Watch()
-        found = outcomes(case, buffers, made, QUICK if self.is_quick else effort(size))
+        spent = QUICK if self.is_quick else effort(size, len(names), self.share)
+        found = outcomes(case, buffers, made, spent)
         seconds = {name: each.seconds for name, each in zip(names, found, strict=True)}
         wrong = {name: each.wrong or 0 for name, each in zip(names, found, strict=True)}
         label = algorithm_of(case, PLAN) or ""
         return Timed(collective, size, label, seconds, wrong, watch.cores())
 
 
-def effort(size: int) -> Effort:
+def effort(size: int, num_contenders: int, share: float) -> Effort:
     """Large cases get more time, for their medians to be of enough samples."""
-    return Effort(warmup=5, samples=1000, seconds=1.0 + 5.0 * size / (64 << 20))
+    seconds = num_contenders * (0.35 + 1.6 * size / (64 << 20))
+    return Effort(warmup=5, samples=1000, seconds=share * seconds, calls=CALLS)
 
 
 class Watch:

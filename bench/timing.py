@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from bench.fresh import Fresh
 from bench.oracle import Array
+from collectives.arrays import backend_of
 
 SMALL = 64 << 10  # bytes below which the calls are too short to be timed one by one
 BLOCK_CALLS = 40  # calls that are timed together then
@@ -21,11 +23,15 @@ Run = Callable[[], Any]
 
 
 class Effort(NamedTuple):
-    """Calls before, samples of each contender, and seconds after which fewer samples must do."""
+    """Calls before, samples of each contender, and seconds after which fewer samples must do.
+
+    `calls`: those that make one sample where the calls are small.
+    """
 
     warmup: int
     samples: int
     seconds: float
+    calls: int = BLOCK_CALLS
 
 
 def times(runs: Sequence[Run], x: Array | None, *, is_small: bool, effort: Effort) -> list[float]:
@@ -37,13 +43,13 @@ def times(runs: Sequence[Run], x: Array | None, *, is_small: bool, effort: Effor
     for _ in range(effort.warmup):
         for run in runs:
             _single(run, x)
-    sample = _block if is_small else _single
+    calls = effort.calls if is_small else 1
     taken: list[list[float]] = [[] for _ in runs]
     turns, shuffle = list(range(len(runs))), Random(0).shuffle  # the same on every rank
     for _ in _rounds(effort):
         shuffle(turns)
         for turn in turns:
-            taken[turn].append(sample(runs[turn], x))
+            taken[turn].append(_sample(runs[turn], x, calls))
     mine = np.array([median(each) for each in taken])
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, mine, MPI.MAX)
     return list(mine.tolist())
@@ -58,14 +64,23 @@ def _rounds(effort: Effort) -> Iterator[int]:
         yield number
 
 
-def _block(run: Run, x: Array | None) -> float:
+def _sample(run: Run, x: Array | None, calls: int) -> float:
+    """Seconds of a call: of a large one alone, of a small one in the mean over many."""
+    if calls == 1:
+        return _single(run, x)
+    return _block(run, x, calls)
+
+
+def _block(run: Run, x: Array | None, calls: int) -> float:
     """Many calls one after the other, on zeros: those stay zeros, however often they are added."""
+    if isinstance(run, Fresh):
+        return _fresh(run, run.inputs(calls))
     _overwrite(x, 0)
     MPI.COMM_WORLD.Barrier()
     begin = time.perf_counter()
-    for _ in range(BLOCK_CALLS):
+    for _ in range(calls):
         run()
-    return (time.perf_counter() - begin) / BLOCK_CALLS
+    return (time.perf_counter() - begin) / calls
 
 
 def _single(run: Run, x: Array | None) -> float:
@@ -73,6 +88,10 @@ def _single(run: Run, x: Array | None) -> float:
 
     What nobody has written since the last call would come from the other rank's cache.
     """
+    if isinstance(run, Fresh):
+        (x,) = inputs = run.inputs(1)
+        _overwrite(x, 1)
+        return _fresh(run, inputs)
     _overwrite(x, 1)
     MPI.COMM_WORLD.Barrier()
     begin = time.perf_counter()
@@ -80,6 +99,20 @@ def _single(run: Run, x: Array | None) -> float:
     return time.perf_counter() - begin
 
 
+def _fresh(run: Fresh, inputs: Sequence[Array]) -> float:
+    """One call on each of the inputs; all results are kept."""
+    call, results = run.call, list[Array]()
+    keep = results.append
+    MPI.COMM_WORLD.Barrier()
+    begin = time.perf_counter()
+    for x in inputs:
+        keep(call(x))
+    taken = time.perf_counter() - begin
+    run.results = results
+    return taken / len(inputs)
+
+
 def _overwrite(x: Array | None, value: int) -> None:
     if x is not None:
         x.fill(value)
+        backend_of(x).synchronize()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bench.options import add_sizes
+from bench.options import add_sizes, seconds
 from collectives import algorithms
 
 
@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add_sizes(parser, last="16M")
-    add("--seconds", type=float, default=120.0, metavar="S",
+    add("--seconds", type=seconds, default=120.0, metavar="S",
         help="about how long it may take in all; default: %(default)s")  # fmt: skip
     add("--collective", dest="collectives", action="append", choices=algorithms.collectives(),
         metavar="NAME", help="measure this one; may be repeated; default: all")  # fmt: skip

@@ -17,12 +17,12 @@ import collectives
 from bench import ranking, sizes
 from bench.case import Case, in_place, out_of_place
 from bench.contenders import contender
-from bench.perf import cases, every_algorithm, mpi_version
+from bench.perf import cases, check_output, check_schedule, every_algorithm, mpi_version
 from bench.ranking import HOPELESS, Times
 from bench.report import times_faster, us
 from bench.side_by_side import outcomes
 from bench.timing import Effort
-from collectives import Communicator, algorithms
+from collectives import Communicator, ScheduleError, algorithms
 from collectives.decisions import Decisions, Measured
 from collectives.select import choose
 from parallel.show import console_of, print_table, table_with
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         known = earlier(comm, options)
         tuner = Tuner(comm, options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ScheduleError) as error:
         console.print(f"bench: {error}", markup=False)
         status = 2
     else:
@@ -55,13 +55,18 @@ def earlier(comm: Communicator, options: argparse.Namespace) -> Decisions:
     has_folder, has_file = MPI.COMM_WORLD.bcast((path.parent.is_dir(), path.exists()))
     if not has_folder:
         raise ValueError(f"there is no folder {path.parent}")
+    check_output(path)
     if has_file:
         comm.load_decisions(path)
     return comm.decisions or Decisions({})
 
 
 class Tuner:
-    """Every collective at every size.  TypeError or ValueError if the options do not fit."""
+    """Every collective at every size.
+
+    TypeError or ValueError if the options do not fit, and ScheduleError if an algorithm that was
+    registered is wrong on so many ranks.
+    """
 
     def __init__(self, comm: Communicator, options: argparse.Namespace) -> None:
         if comm.size == 1:
@@ -71,6 +76,10 @@ class Tuner:
             collective: cases(comm, argparse.Namespace(**vars(options), collective=collective))
             for collective in options.collectives or algorithms.collectives()
         }
+        for case in (each for its_cases in self.cases.values() for each in its_cases):
+            for name in every_algorithm(case.collective, case.size):
+                if not algorithms.info(case.collective, name).is_built_in:
+                    check_schedule(case, name)
         self._num_left = sum(map(len, self.cases.values()))
         self._end = time.perf_counter() + options.seconds
 

@@ -9,7 +9,7 @@
 
     comm = collectives.Intracomm(comm)         # an mpi4py communicator with our collectives
 
-Importing this module imports neither mpi4py nor CuPy; naming `Intracomm` imports mpi4py.
+Importing this module imports neither mpi4py, CuPy nor numba; naming `Intracomm` imports mpi4py.
 """
 
 from __future__ import annotations

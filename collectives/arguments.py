@@ -126,7 +126,7 @@ def small_integer(value: object, what: str) -> int:
 def aliasing(
     backend: Backend, source: Array | None, result: Array | None
 ) -> int | Literal["none", "odd"]:
-    """Where the output lies in memory relative to the input; see `compile_program`."""
+    """Where the output lies in memory relative to the input; see `compile_lane`."""
     if source is None or result is None:
         return "none"
     if source is result:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import halves
+from collectives import half_precision
 
 Array = Any  # a NumPy or CuPy array; the two share no base class
 Bytes = NDArray[np.uint8]
@@ -108,11 +108,11 @@ class NumpyBackend:
         dst[...] = src
 
     def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
-        return halves.binary(function, dtype) if isinstance(function, str) else function
+        return half_precision.binary(function, dtype) if isinstance(function, str) else function
 
     def divide(self, x: Array, divisor: int) -> None:
         if x.dtype.itemsize == 2:
-            halves.divide(x, divisor)
+            half_precision.divide(x, divisor)
         else:
             np.divide(x, divisor, out=x)
 
@@ -217,6 +217,20 @@ class CupyBackend:
     def synchronize(self) -> None:
         with self.device:
             self.cupy.cuda.get_current_stream().synchronize()
+
+
+class Arrays(NamedTuple):
+    """The checked arrays of a call: where it reads and where it writes, if this rank does."""
+
+    backend: Backend
+    source: Array | None
+    target: Array | None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of both."""
+        like = self.target if self.source is None else self.source
+        return np.dtype(np.uint8) if like is None else like.dtype
 
 
 HOST = NumpyBackend()

@@ -21,45 +21,55 @@ call that fails half-way, because an operator raises or the ranks' calls do not 
 of its communicator: every later one raises CollectiveError, which says so.  CuPy arrays are sent
 through page-locked host memory and combined on the GPU.
 
-Calls that come again are quick, because their plans are kept (`remembered.py`): those of a few KiB
-always, larger ones if `out` is given and the arrays lie where they lay.
+A call that looks like one that was made before goes straight to its execution (`call_cache.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple, ParamSpec
 
-import numpy as np
 from numpy import ndarray
 
 from collectives import arguments, checked, select
-from collectives.arrays import HOST, Array, Backend, backend_of_kind, num_elements
+from collectives.arrays import HOST, Array, Arrays, Backend, backend_of_kind, num_elements
+from collectives.call_cache import MISFIT, NeverQuick
 from collectives.header import Header
 from collectives.layout import even
-from collectives.plan import Plan
-from collectives.program import Counts
+from collectives.placement import Counts
 from collectives.reduction import Operator, operator
-from collectives.remembered import (
-    COPIED_BYTES,
-    COPIED_RESULT_BYTES,
-    GuardedCall,
-    KeptCall,
-    borrowed,
-    places,
-)
+from collectives.run_pool import ends_of
+from collectives.runs import Run
 from collectives.select import preferences, preferred
-from collectives.session import Arrays, Session
-from collectives.work import Work
+from collectives.session import Session, Turn
+from collectives.work import Steps
 
 # Without `out=` a header goes ahead of these.
 _ANNOUNCED = ("broadcast", "scatter")
-_GIVEN = {True: {"out": "given"}, False: {"out": "not given"}}
+
+
+class Ready(NamedTuple):
+    """A call whose arguments are checked and whose arrays are known.
+
+    `counts`: see `compile_lane`.  `answer`: what the call returns.  `has_out`: whether the caller
+    gave an array for the result.
+    """
+
+    arrays: Arrays
+    counts: Counts
+    answer: Array | None
+    has_out: bool
+    root: int = 0
+    op: Operator | None = None
+
+
+Announced = Callable[[Turn], Generator[Run, None, Ready]]
+"""A call of which ranks learn more than they know: what goes ahead of it, and then what it is."""
 
 
 class Options(NamedTuple):
-    """What every collective takes, checked."""
+    """What every call takes, checked."""
 
     collective: str
     algorithm: str | None
@@ -70,34 +80,46 @@ class Options(NamedTuple):
 Parameters = ParamSpec("Parameters")
 
 
-def _remembering(method: Callable[Parameters, Any]) -> Callable[Parameters, Any]:
-    """A collective whose calls, when they come again, go straight to their plans."""
-    name = method.__name__
+def _collective(method: Callable[Parameters, Any]) -> Callable[Parameters, Any]:
+    """A collective, from the method that checks what is particular to it.
+
+    A call that looks like one that was made before goes straight to its execution.
+    """
+    name = method.__name__.removeprefix("_")
 
     @wraps(method)
     def call(
-        self: Calls, x: Any = None, *args: Any, out: Any = None, timeout: Any = None, **named: Any
+        self: Calls,
+        x: Any = None,
+        *args: Any,
+        out: Any = None,
+        algorithm: Any = None,
+        async_op: Any = False,
+        timeout: Any = None,
+        **named: Any,
     ) -> Any:
-        look = None if self._is_kept else _look(x, out)
-        if look is not None:
-            look = name, look, preferences(), *map(_told, args)
-            if named:
-                look += *named, *map(_told, named.values())
-            try:
-                known = self._session.remembered.calls.get(look)
-            except TypeError:  # something unhashable among the arguments
-                known = look = None
-            if known is not None and timeout is None:
-                return self._session.again(known, x, out, None)
-        self._session.make_way(arguments.seconds(timeout))
-        self._look, self._has_out = look, out is not None
+        if timeout is not None:
+            timeout = arguments.seconds(timeout)
+        look: Any = name, async_op, out is None, algorithm, preferences()
+        if args or named:
+            look += *map(_told, args), *named, *map(_told, named.values())
+        quick = self._quick.quick_calls
         try:
-            return method(self, x, *args, out=out, timeout=timeout, **named)  # type: ignore[arg-type]
-        except BaseException as error:
-            kept = self._is_kept  # and a plan takes no limit when it is made
-            again = partial(call, self, x, *args, out=out, **named)
-            self._session.broke_off(error, lambda limit: again(timeout=None if kept else limit))
-            raise
+            cached = quick.latest.get(look)
+        except TypeError:  # something unhashable among the arguments
+            cached = look = None
+        if cached is not None:
+            answer = cached(x, out, timeout)
+            if answer is not MISFIT:
+                return answer
+        look = None if look is None else _with_form(look, x, out)
+        if look is not None and (other := quick.find(look)) is not None and other is not cached:
+            answer = other(x, out, timeout)
+            if answer is not MISFIT:
+                return answer
+        options = self._options(name, algorithm, async_op, timeout)
+        found = method(self, x, *args, out=out, **named)  # type: ignore[arg-type]
+        return self._perform(options, found, look)
 
     return call  # type: ignore[return-value]
 
@@ -110,45 +132,25 @@ def _told(argument: Any) -> tuple[Any, ...]:
     return type(argument), argument
 
 
-def _look(x: Any, out: Any) -> tuple[Any, ...] | None:
-    """What the arrays of calls have in common that can share a plan; None if they can share none.
-
-    The first of it is None if the plan can copy from and to the arrays wherever they lie, and else
-    tells where they do.
-    """
-    num_bytes, limit = 0, COPIED_RESULT_BYTES
-    form = likeness = None
-    if x is not None:
-        if type(x) is not ndarray:
-            return None
-        form, num_bytes = (x.shape, x.dtype), x.nbytes
-    if out is not None:
-        if type(out) is not ndarray or not out.flags.carray:
-            return None
-        likeness, num_bytes, limit = (out.shape, out.dtype), num_bytes + out.nbytes, COPIED_BYTES
-    if num_bytes <= limit:
-        return None, form, likeness
-    if x is not None and not (x.flags.c_contiguous and x.flags.aligned):
-        return None
-    return places(x, out), form, likeness
+def _with_form(look: tuple[Any, ...], x: Any, out: Any) -> tuple[Any, ...] | None:
+    """How a call looks, with the form of its arrays; None where calls on such are not cached."""
+    like = out if x is None else x
+    if type(like) is ndarray:
+        return look, like.shape, like.dtype
+    return (look,) if like is None else None
 
 
 class Calls:
-    """The calls of a communicator.  What becomes of the plan that each makes is `_finish`'s."""
-
-    _is_kept = False
+    """The calls of a communicator.  What becomes of each is `_perform`'s."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._quick: Session | NeverQuick = session
         self.rank, self.size = session.transport.rank, session.transport.size
-        # Of the call being made: what it looks like, if it can be remembered, and whether it has
-        # an array for its result.
-        self._look: tuple[Any, ...] | None = None
-        self._has_out = False
 
     # Collectives
 
-    @_remembering
+    @_collective
     def broadcast(
         self,
         x: Array | None = None,
@@ -165,16 +167,11 @@ class Calls:
         the others the shape and dtype, and is checked against the `x` they passed.  With `out=` on
         every rank no header is sent.
         """
-        options = self._options("broadcast", algorithm, async_op, timeout)
         root = arguments.rank(root, self.size, "root")
         prepare = self._to_broadcast if self.rank == root else self._to_be_broadcast
-        arrays = prepare(x, out, root, options)
-        assert arrays.target is not None
-        given = x if out is None else out
-        answer = arrays.target if given is None else given
-        return self._run(options, arrays, int(arrays.target.size), root=root, answer=answer)
+        return prepare(x, out, root)
 
-    @_remembering
+    @_collective
     def scatter(
         self,
         x: Array | None = None,
@@ -192,14 +189,12 @@ class Calls:
         tells the other ranks shape, dtype and counts.  With `out=` on every rank no header is sent;
         then the parts must be equal, or every rank must pass `counts`.
         """
-        options = self._options("scatter", algorithm, async_op, timeout)
         root = arguments.rank(root, self.size, "root")
         given = None if counts is None else arguments.row_counts(counts, self.size)
         prepare = self._to_scatter if self.rank == root else self._to_be_scattered
-        arrays, numbers = prepare(x, out, given, root, options)
-        return self._run(options, arrays, _elements(numbers, arrays.target), root=root)
+        return prepare(x, out, given, root)
 
-    @_remembering
+    @_collective
     def gather(
         self,
         x: Array,
@@ -216,17 +211,16 @@ class Calls:
         Rank r brings `counts[r]` rows; without `counts` all bring equally many.  0-d arrays become
         the entries of a vector.  `out` matters on the root only.
         """
-        options = self._options("gather", algorithm, async_op, timeout)
         root = arguments.rank(root, self.size, "root")
         backend, source = self._readable(x)
         numbers, shape = self._joined_rows(source, counts)
         target = None
         if self.rank == root:
             target = arguments.result(out, backend, shape, source.dtype)
-        arrays = Arrays(backend, source, target)
-        return self._run(options, arrays, _elements(numbers, source), root=root)
+        arrays, elements = Arrays(backend, source, target), _elements(numbers, source)
+        return Ready(arrays, elements, target, out is not None, root)
 
-    @_remembering
+    @_collective
     def reduce(
         self,
         x: Array,
@@ -242,13 +236,12 @@ class Calls:
 
         `out` matters on the root only.
         """
-        options = self._options("reduce", algorithm, async_op, timeout)
         root = arguments.rank(root, self.size, "root")
         has_result = self.rank == root
         out = out if has_result else None
-        return self._reduced(options, x, op, out, root=root, has_result=has_result)
+        return self._reduced("reduce", x, op, out, root=root, has_result=has_result)
 
-    @_remembering
+    @_collective
     def reduce_scatter(
         self,
         x: Array,
@@ -264,16 +257,15 @@ class Calls:
 
         Without `counts` the rows are divided as evenly as possible, larger parts first.
         """
-        options = self._options("reduce_scatter", algorithm, async_op, timeout)
         backend, source = self._readable(x)
         numbers = self._divided_rows(source, counts, "reduce_scatter")
         shape = (numbers[self.rank], *source.shape[1:])
         target = arguments.result(out, backend, shape, source.dtype)
-        arrays = Arrays(backend, source, target)
-        combine = _checked(options, op, backend, source)
-        return self._run(options, arrays, _elements(numbers, source), op=combine)
+        arrays, elements = Arrays(backend, source, target), _elements(numbers, source)
+        combine = _checked("reduce_scatter", op, backend, source)
+        return Ready(arrays, elements, target, out is not None, op=combine)
 
-    @_remembering
+    @_collective
     def all_gather(
         self,
         x: Array,
@@ -289,13 +281,13 @@ class Calls:
         Rank r brings `counts[r]` rows; without `counts` all bring equally many.  0-d arrays become
         the entries of a vector.
         """
-        options = self._options("all_gather", algorithm, async_op, timeout)
         backend, source = self._readable(x)
         numbers, shape = self._joined_rows(source, counts)
         target = arguments.result(out, backend, shape, source.dtype)
-        return self._run(options, Arrays(backend, source, target), _elements(numbers, source))
+        arrays, elements = Arrays(backend, source, target), _elements(numbers, source)
+        return Ready(arrays, elements, target, out is not None)
 
-    @_remembering
+    @_collective
     def all_reduce(
         self,
         x: Array,
@@ -307,10 +299,9 @@ class Calls:
         timeout: float | None = None,
     ) -> Any:
         """The element-wise combination of every rank's `x`, on every rank."""
-        options = self._options("all_reduce", algorithm, async_op, timeout)
-        return self._reduced(options, x, op, out)
+        return self._reduced("all_reduce", x, op, out)
 
-    @_remembering
+    @_collective
     def scan(
         self,
         x: Array,
@@ -325,10 +316,9 @@ class Calls:
 
         `op` may not be avg.
         """
-        options = self._options("scan", algorithm, async_op, timeout)
-        return self._reduced(options, x, op, out)
+        return self._reduced("scan", x, op, out)
 
-    @_remembering
+    @_collective
     def exscan(
         self,
         x: Array,
@@ -343,10 +333,9 @@ class Calls:
 
         `op` may not be avg.  `out` is checked on rank 0 too, and left as it is.
         """
-        options = self._options("exscan", algorithm, async_op, timeout)
-        return self._reduced(options, x, op, out, has_result=self.rank > 0)
+        return self._reduced("exscan", x, op, out, has_result=self.rank > 0)
 
-    @_remembering
+    @_collective
     def all_to_all(
         self,
         x: Array,
@@ -364,16 +353,15 @@ class Calls:
         can an `out` of too few or too many rows be refused); or a p x p table,
         the same on every rank, of rows from source to destination (nothing is exchanged).
         """
-        options = self._options("all_to_all", algorithm, async_op, timeout)
         backend, source = self._readable(x)
         if out is not None:  # how many rows will come is not always known yet
             num_rows = arguments.rows(arguments.writable(out, "out")[1], "all_to_all")
             arguments.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
-        table = self._count_table(source, counts, options)
-        num_rows = sum(row[self.rank] for row in table)
-        target = arguments.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
-        elements = tuple(_elements(row, source) for row in table)
-        return self._run(options, Arrays(backend, source, target), elements)
+        table = self._count_table(source, counts)
+        if table is not None:
+            return self._exchanged(backend, source, out, table)
+        own = arguments.total_counts(counts, self.size, arguments.rows(source, "all_to_all"))
+        return partial(self._after_counts, backend, source, out, own)
 
     def barrier(
         self,
@@ -385,7 +373,7 @@ class Calls:
         """Return when every rank has called it."""
         return self._barrier(algorithm=algorithm, async_op=async_op, timeout=timeout)
 
-    @_remembering
+    @_collective
     def _barrier(
         self,
         x: None = None,
@@ -396,8 +384,7 @@ class Calls:
         timeout: float | None = None,
     ) -> Any:
         """A barrier, which is remembered as well."""
-        options = self._options("barrier", algorithm, async_op, timeout)
-        return self._run(options, Arrays(HOST, None, None), (0,) * self.size)
+        return Ready(Arrays(HOST, None, None), (0,) * self.size, None, False)
 
     # Point to point
 
@@ -457,7 +444,7 @@ class Calls:
         }
         return self._run_point_to_point(options, Arrays(backend, array, target), tag, **ends)
 
-    # From checked arguments to a plan
+    # From checked arguments to runs
 
     def _options(
         self, collective: str, algorithm: str | None, async_op: bool, timeout: float | None
@@ -473,68 +460,42 @@ class Calls:
         """An array to read from, C-contiguous: itself or a copy."""
         return arguments.readable(x)
 
-    def _run(
-        self,
-        options: Options,
-        arrays: Arrays,
-        counts: Counts,
-        *,
-        root: int = 0,
-        op: Operator | None = None,
-        answer: Array | None = None,
+    def _perform(
+        self, options: Options, found: Ready | Announced, look: tuple[Any, ...] | None
     ) -> Any:
-        """Make the plan and finish.  `answer`: what it returns if that is not the target."""
-        session, answer = self._session, arrays.target if answer is None else answer
-        make = partial(
-            session.collective,
+        """Make the call, or only begin it if it is asynchronous.
+
+        `look`: how it looks, if one like it can go straight to its execution next time.
+        """
+        steps = partial(self._steps, options, found, look)
+        if options.async_op:
+            return self._session.started(steps, options.timeout)
+        return self._session.call(steps, options.timeout)
+
+    def _steps(self, options: Options, found: Ready | Announced, look: Any, turn: Turn) -> Steps:
+        """All the runs of a call."""
+        ready = found if isinstance(found, Ready) else (yield from found(turn))
+        session, spec = self._session, self._spec(options, ready, turn.is_blocking)
+        is_plain = look is not None and isinstance(found, Ready)
+        if is_plain and session.can_cache(look, spec, ready.arrays):
+            yield from session.cached(look, spec, ready.arrays, turn)
+        else:
+            yield from session.perform(spec, ready.arrays, turn)
+        return ready.answer
+
+    def _spec(self, options: Options, ready: Ready, is_blocking: bool | None) -> Any:
+        """The call in the form in which it is compiled, kept and compared."""
+        has_out = {True: "given", False: "not given"}[ready.has_out]
+        return self._session.spec(
             options.collective,
-            counts=counts,
-            root=root,
-            op=op,
+            ready.arrays,
+            ready.counts,
+            root=ready.root,
+            op=ready.op,
             algorithm=options.algorithm,
-            says=_GIVEN[self._has_out] if options.collective in _ANNOUNCED else None,
+            is_blocking=is_blocking,
+            out=has_out if options.collective in _ANNOUNCED else "",
         )
-        if not self._is_kept and not options.async_op:
-            make = partial(make, is_blocking=True)
-            return self._run_blocking(make, arrays, answer, op, options.timeout)
-        plan = make(arrays, is_kept=self._is_kept)
-        plan.result = answer
-        return self._finish(plan, options)
-
-    def _run_blocking(
-        self,
-        make: Callable[..., Plan],
-        arrays: Arrays,
-        answer: Array | None,
-        op: Operator | None,
-        timeout: float | None,
-    ) -> Any:
-        """Run a blocking call, and remember it if it may come again in the same form."""
-        remembered, (look, self._look) = self._session.remembered, (self._look, None)
-        call = None if look is None else remembered.calls.get(look)
-        if call is None and look is not None and self._is_memorable(look, arrays, op):
-            if look[1][0] is None:
-                x, y = (None if array is None else np.empty_like(array) for array in arrays[1:])
-                plan = make(Arrays(HOST, x, y), is_kept=True)
-            else:
-                x = y = None
-                plan = make(Arrays(HOST, *map(borrowed, arrays[1:])), is_kept=True)
-            kind = KeptCall if self._session.checker is None else GuardedCall
-            call = kind(plan, x, y, has_result=arrays.target is not None)
-            remembered.add(look, call)
-        if call is not None:
-            return self._session.again(call, arrays.source, answer, timeout)
-        plan = make(arrays)
-        plan.result = answer
-        return self._session.once(plan, timeout)
-
-    def _is_memorable(self, look: tuple[Any, ...], arrays: Arrays, op: Operator | None) -> bool:
-        """Whether a call can be remembered, now that its arguments are known to be good."""
-        if arrays.backend is not HOST or not (op is None or isinstance(op.function, str)):
-            return False
-        if look[1][0] is not None and not (self._has_out or arrays.target is None):
-            return False  # a result that is new every time lies elsewhere every time
-        return self._session.remembered.wants(look)
 
     def _run_point_to_point(
         self,
@@ -545,39 +506,36 @@ class Calls:
         dest: int | None = None,
         source: int | None = None,
     ) -> Any:
+        """Send and receive."""
         tag, name = self._session.users_tag(tag), options.collective
-        plan = self._session.point_to_point(name, arrays, tag, dest, source, self._is_kept)
-        return self._finish(plan, options)
 
-    def _finish(self, plan: Plan, options: Options) -> Any:
-        """Run the plan: to its end, or, if asynchronous, only its start."""
-        if options.timeout is not None:
-            plan.timeout = options.timeout
-        if not options.async_op:
-            return plan.run()
-        plan.start()
-        return Work(plan)
+        def steps() -> Steps:
+            yield self._session.runs.message(ends_of(name, arrays, dest, source), arrays, tag)
+            return arrays.target
+
+        return self._session.message(steps(), options.timeout, options.async_op)
 
     # What single collectives need
 
     def _reduced(
         self,
-        options: Options,
+        collective: str,
         x: object,
         op: str | Operator,
         out: Array | None,
         *,
         root: int = 0,
         has_result: bool = True,
-    ) -> Any:
+    ) -> Ready:
         """A reduction of whole vectors.  `has_result`: whether this rank gets the result."""
         backend, source = self._readable(x)
         target = None
         if has_result or out is not None:
             target = arguments.result(out, backend, tuple(source.shape), source.dtype)
-        arrays = Arrays(backend, source, target if has_result else None)
-        combine = _checked(options, op, backend, source)
-        return self._run(options, arrays, int(source.size), root=root, op=combine)
+        target = target if has_result else None
+        combine = _checked(collective, op, backend, source)
+        arrays = Arrays(backend, source, target)
+        return Ready(arrays, int(source.size), target, out is not None, root, combine)
 
     def _peer(self, peer: object) -> int:
         number = arguments.rank(peer, self.size, "peer")
@@ -585,42 +543,45 @@ class Calls:
             raise ValueError(f"rank {number} would wait for itself; send_recv can serve that")
         return number
 
-    def _to_broadcast(self, x: object, out: Array | None, root: int, options: Options) -> Arrays:
-        """The arrays of a broadcast's root, which announces what comes unless all have `out`."""
+    def _to_broadcast(self, x: object, out: Array | None, root: int) -> Ready | Announced:
+        """A broadcast's root, which announces what comes unless all have `out`."""
         backend, source = self._readable(x)
         if out is not None:
             target = arguments.result(out, backend, tuple(source.shape), source.dtype)
-            return Arrays(backend, source, target)
+            return Ready(Arrays(backend, source, target), int(source.size), out, True, root)
         head = Header(backend.kind, source.dtype, tuple(source.shape))
-        self._announce(head, root, 0, options, source)
-        return Arrays(backend, source, source)
 
-    def _to_be_broadcast(self, x: object, out: Array | None, root: int, options: Options) -> Arrays:
-        """The arrays of another rank: `out`, `x` if it is what the header says, or a new one."""
+        def announced(turn: Turn) -> Generator[Run, None, Ready]:
+            yield from self._announce("broadcast", head, root, 0, turn, source)
+            return Ready(Arrays(backend, source, source), int(source.size), x, False, root)
+
+        return announced
+
+    def _to_be_broadcast(self, x: object, out: Array | None, root: int) -> Ready | Announced:
+        """Another rank: `out`, `x` if it is what the header says, or a new array is filled."""
         if out is not None:
             backend, target = arguments.writable(out, "out")
-            return Arrays(backend, None, target)
+            return Ready(Arrays(backend, None, target), int(target.size), target, True, root)
         given = None if x is None else arguments.writable(x, "x")
-        head = self._announce(None, root, 0, options, None if given is None else given[1])
-        if given is None:
-            return _new(head, head.shape)
-        backend, target = given
-        if target.dtype != head.dtype or tuple(target.shape) != head.shape:
-            raise ValueError(
-                f"x is {target.dtype} of shape {tuple(target.shape)}, "
-                f"the root sends {head.dtype} of shape {head.shape}"
-            )
-        return Arrays(backend, None, target)
+        like = None if given is None else given[1]
+
+        def announced(turn: Turn) -> Generator[Run, None, Ready]:
+            head = yield from self._announce("broadcast", None, root, 0, turn, like)
+            arrays = _new(head, head.shape) if given is None else Arrays(given[0], None, given[1])
+            target: Array = arrays.target
+            if target.dtype != head.dtype or tuple(target.shape) != head.shape:
+                raise ValueError(
+                    f"x is {target.dtype} of shape {tuple(target.shape)}, "
+                    f"the root sends {head.dtype} of shape {head.shape}"
+                )
+            return Ready(arrays, int(target.size), target, False, root)
+
+        return announced
 
     def _to_scatter(
-        self,
-        x: object,
-        out: Array | None,
-        counts: tuple[int, ...] | None,
-        root: int,
-        options: Options,
-    ) -> tuple[Arrays, tuple[int, ...]]:
-        """The arrays of a scatter's root, and the rows of every rank."""
+        self, x: object, out: Array | None, counts: tuple[int, ...] | None, root: int
+    ) -> Ready | Announced:
+        """A scatter's root."""
         backend, source = self._readable(x)
         numbers = self._divided_rows(source, counts, "scatter")
         if out is not None and counts is None and len(set(numbers)) > 1:
@@ -630,50 +591,54 @@ class Calls:
             )
         shape = (numbers[self.rank], *source.shape[1:])
         target = arguments.result(out, backend, shape, source.dtype)
-        if out is None:
-            head = Header(backend.kind, source.dtype, tuple(source.shape), numbers)
-            self._announce(head, root, self.size, options, source, numbers)
-        return Arrays(backend, source, target), numbers
+        arrays, elements = Arrays(backend, source, target), _elements(numbers, source)
+        ready = Ready(arrays, elements, target, out is not None, root)
+        if out is not None:
+            return ready
+        head = Header(backend.kind, source.dtype, tuple(source.shape), numbers)
+
+        def announced(turn: Turn) -> Generator[Run, None, Ready]:
+            yield from self._announce("scatter", head, root, self.size, turn, source, numbers)
+            return ready
+
+        return announced
 
     def _to_be_scattered(
-        self,
-        x: object,
-        out: Array | None,
-        counts: tuple[int, ...] | None,
-        root: int,
-        options: Options,
-    ) -> tuple[Arrays, tuple[int, ...]]:
-        """The arrays of another rank, which learns the rows from the root unless it has `out`."""
+        self, x: object, out: Array | None, counts: tuple[int, ...] | None, root: int
+    ) -> Ready | Announced:
+        """Another rank, which learns the rows from the root unless it has `out`."""
         if out is not None:
             backend, target = arguments.writable(out, "out")
             own = arguments.rows(target, "scatter")
             numbers = (own,) * self.size if counts is None else counts
             if numbers[self.rank] != own:
                 raise ValueError(f"out has {own} rows, counts gives {numbers[self.rank]}")
-            return Arrays(backend, None, target), numbers
-        head = self._announce(None, root, self.size, options, counts=counts)
-        if counts is not None and counts != head.counts:
-            raise ValueError(f"counts is {counts} here and {head.counts} at the root")
-        return _new(head, (head.counts[self.rank], *head.shape[1:])), head.counts
+            elements = _elements(numbers, target)
+            return Ready(Arrays(backend, None, target), elements, target, True, root)
+
+        def announced(turn: Turn) -> Generator[Run, None, Ready]:
+            head = yield from self._announce("scatter", None, root, self.size, turn, None, counts)
+            if counts is not None and counts != head.counts:
+                raise ValueError(f"counts is {counts} here and {head.counts} at the root")
+            arrays = _new(head, (head.counts[self.rank], *head.shape[1:]))
+            elements = _elements(head.counts, arrays.target)
+            return Ready(arrays, elements, arrays.target, False, root)
+
+        return announced
 
     def _announce(
         self,
+        collective: str,
         head: Header | None,
         root: int,
         num_counts: int,
-        options: Options,
+        turn: Turn,
         like: Array | None = None,
         counts: Sequence[int] | None = None,
-    ) -> Header:
-        """The root's header; a call that needs one is not remembered.
-
-        `like` and `counts`: what this rank expects.
-        """
-        self._look = None
-        says = None
-        if self._session.checker is not None:
-            says = checked.announced(options.collective, like, counts)
-        return self._session.announce(head, root, num_counts, options.timeout, says)
+    ) -> Steps:
+        """The root's header.  `like` and `counts`: what this rank expects."""
+        says = checked.announced(collective, like, counts)
+        return self._session.announce(head, root, num_counts, turn, says)
 
     def _divided_rows(
         self, x: Array, counts: Sequence[int] | None, collective: str
@@ -698,22 +663,38 @@ class Calls:
             )
         return numbers, (sum(numbers), *x.shape[1:])
 
-    def _count_table(
-        self, x: Array, counts: object, options: Options
-    ) -> tuple[tuple[int, ...], ...]:
-        """The rows from every rank to every rank, exchanged if only this rank's are given."""
+    def _count_table(self, x: Array, counts: object) -> tuple[tuple[int, ...], ...] | None:
+        """The rows from every rank to every rank; None if only this rank's are given."""
         num_rows = arguments.rows(x, "all_to_all")
         if counts is None:
             return (even(num_rows, self.size),) * self.size
-        if arguments.is_table(counts):
-            table = arguments.count_table(counts, self.size)
-            arguments.total_counts(table[self.rank], self.size, num_rows)
-            return table
-        numbers = arguments.total_counts(counts, self.size, num_rows)
-        self._look = None
-        says = {"collective": options.collective}
-        exchanged = self._session.announce_counts(numbers, options.timeout, says)
-        return tuple(tuple(row) for row in exchanged.tolist())
+        if not arguments.is_table(counts):
+            return None
+        table = arguments.count_table(counts, self.size)
+        arguments.total_counts(table[self.rank], self.size, num_rows)
+        return table
+
+    def _exchanged(
+        self,
+        backend: Backend,
+        source: Array,
+        out: Array | None,
+        table: tuple[tuple[int, ...], ...],
+    ) -> Ready:
+        """An all-to-all of which all counts are known."""
+        num_rows = sum(row[self.rank] for row in table)
+        target = arguments.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
+        elements = tuple(_elements(row, source) for row in table)
+        return Ready(Arrays(backend, source, target), elements, target, out is not None)
+
+    def _after_counts(
+        self, backend: Backend, source: Array, out: Array | None, own: Sequence[int], turn: Turn
+    ) -> Generator[Run, None, Ready]:
+        """An all-to-all of which the ranks exchange their counts first."""
+        says = {"collective": "all_to_all"}
+        exchanged = yield from self._session.table(own, "counts", turn, says=says)
+        table = tuple(tuple(row) for row in exchanged.tolist())
+        return self._exchanged(backend, source, out, table)
 
 
 def _new(head: Header, shape: tuple[int, ...]) -> Arrays:
@@ -728,9 +709,9 @@ def _elements(counts: Sequence[int], x: Array) -> tuple[int, ...]:
     return tuple(count * per_row for count in counts)
 
 
-def _checked(options: Options, op: str | Operator, backend: Backend, x: Array) -> Operator:
+def _checked(collective: str, op: str | Operator, backend: Backend, x: Array) -> Operator:
     """The operator, which must suit the collective and the array."""
-    chosen = operator(op, options.collective)
+    chosen = operator(op, collective)
     chosen.check(x.dtype)
     chosen.rehearse(backend, x)
     return chosen

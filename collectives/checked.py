@@ -1,11 +1,11 @@
 """Checked mode: the ranks tell each other what they are about to call, and stop where they differ.
 
-A guard stands around a plan's own messages.  Before them every rank gets every rank's fingerprint,
-so that all see the same and say the same; where something differs nothing of the call is sent.
-In the mode "finite" values are looked at as well: those that are brought before anything is sent,
-and afterwards those that a reduction has made.
+Before a call's own messages every rank gets from every rank 16 bytes, a digest of the call as that
+rank sees it.  Where digests differ the ranks tell each other all of it.  All then see the same and
+say the same, and nothing of the call is sent.  In the mode "finite" values are looked at as well:
+those that are brought before anything is sent, and afterwards those that a reduction has made.
 
-Fingerprints have a schedule of their own, the same whatever the call, and numbers of their own: on
+What is told has a schedule of its own, the same whatever the call, and numbers of its own: on
 every rank the n-th call that is started meets the n-th of the others, however they are made.
 """
 
@@ -13,24 +13,26 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives import algorithms, fingerprint
-from collectives.arrays import HOST, Array, Backend, num_elements
+from collectives.arrays import HOST, Array, Arrays, Backend, Bytes, num_elements
 from collectives.errors import CollectiveError, CollectiveMismatch, NotFinite
-from collectives.fingerprint import AMISS_AT, NUM_BYTES, NUM_COMPARED, Fingerprint
-from collectives.lanes import compile_lanes
-from collectives.ledger import Recorder, Sent, finish
-from collectives.plan import Binder, Buffers, Stage
-from collectives.program import Aliasing, Counts
+from collectives.fingerprint import AMISS, Digest, Fingerprint
+from collectives.ledger import Ancestry, Recorder
+from collectives.placement import Counts
+from collectives.program import CallSpec, compile_call
 from collectives.reduction import OPERATORS, Operator, has_infinities
-from collectives.select import Choice
+from collectives.runs import Run
 from collectives.spec import SPECS
-from collectives.transport import Action, Exchange, Transport
+from collectives.transport import Operands
+from collectives.work import Owner as Caller
+from collectives.work import Steps, Work, break_off
 
 Mode = Literal["calls", "finite"]
 LABEL, ALGORITHM = "check", "bruck"  # in the ledger; it serves any p in log p rounds
@@ -42,31 +44,28 @@ _LIKE_ANY_OTHER = ("exscan", "barrier")  # in place or not: it concerns not ever
 # What a call looks like
 
 
-def describe(
-    collective: str,
-    source: Array | None,
-    target: Array | None,
-    counts: Counts | None,
-    root: int,
-    op: Operator | None = None,
-    chosen: Choice | None = None,
-    aliasing: Aliasing | None = None,
-) -> Fingerprint:
-    """What all ranks must agree on, as far as this one knows it."""
-    spec, like = SPECS[collective], source if target is None or source is not None else target
-    shape = None if like is None else tuple(like.shape)
+@lru_cache(maxsize=1024)
+def describe(spec: CallSpec, has_both: bool) -> Fingerprint:
+    """What all ranks must agree on, as far as this one knows it.
+
+    `has_both`: whether this rank has an input and an output that are not empty.
+    """
+    kind, shape = SPECS[spec.collective], spec.shape
     layout = "" if shape is None else str(shape)
-    if shape is not None and not spec.has_pieces:  # these join or divide rows
+    if shape is not None and not kind.has_pieces:  # these join or divide rows
         layout = f"({', '.join(['*', *map(str, shape[1:])])})"
+    is_whole = kind.has_pieces or shape is None
     return Fingerprint(
-        collective,
-        dtype="" if like is None else str(like.dtype),
-        counts="" if spec.has_pieces or shape is None else _rows(counts, num_elements(shape[1:])),
-        op="" if op is None else _operator(op),
-        root=str(root) if spec.is_rooted else "",
-        algorithm="" if chosen is None else _algorithm(chosen),
-        in_place="" if spec.is_rooted else _in_place(collective, source, target, aliasing),
+        spec.label or spec.collective,
+        dtype="" if shape is None else str(spec.dtype),
+        counts="" if is_whole else _rows(spec.counts, num_elements((shape or ())[1:])),
+        op="" if spec.op is None else _operator(spec.op),
+        root=str(spec.root) if kind.is_rooted else "",
+        algorithm=_algorithm(spec),
+        in_place="" if kind.is_rooted else _in_place(spec, has_both),
         layout=layout,
+        out=spec.out,
+        blocking=spec.blocking,
     )
 
 
@@ -86,9 +85,9 @@ def _operator(op: Operator) -> str:
     return f"{op.name} of the caller's, {'' if op.is_commutative else 'not '}commutative"
 
 
-def _algorithm(chosen: Choice) -> str:
-    options = ", ".join(f"{name}={value}" for name, value in chosen.options.items())
-    return f"{chosen.algorithm.name}({options})" if options else chosen.algorithm.name
+def _algorithm(spec: CallSpec) -> str:
+    options = ", ".join(f"{name}={value}" for name, value in spec.options)
+    return f"{spec.algorithm.name}({options})" if options else spec.algorithm.name
 
 
 def announced(collective: str, like: Array | None, counts: Sequence[int] | None) -> dict[str, str]:
@@ -96,203 +95,253 @@ def announced(collective: str, like: Array | None, counts: Sequence[int] | None)
 
     `like` and `counts`: what this rank knows of the root's array and its rows, if anything.
     """
-    known = describe(collective, like, None, None, 0)
+    layout = "" if like is None else str(tuple(like.shape))
+    if like is not None and not SPECS[collective].has_pieces:
+        layout = f"({', '.join(['*', *map(str, like.shape[1:])])})"
     return {
         "collective": collective,
-        "dtype": known.dtype,
+        "dtype": "" if like is None else str(like.dtype),
         "counts": "" if counts is None else _rows(tuple(counts), 1),
         "algorithm": "",
-        "layout": known.layout,
+        "layout": layout,
         "out": "not given",
     }
 
 
-def _in_place(
-    collective: str, source: Array | None, target: Array | None, aliasing: Aliasing | None
-) -> str:
+def _in_place(spec: CallSpec, has_both: bool) -> str:
     """An array without elements is in no place."""
-    if collective in _LIKE_ANY_OTHER or aliasing is None or source is None or target is None:
+    if spec.collective in _LIKE_ANY_OTHER or not has_both:
         return ""
-    if not source.size or not target.size:
-        return ""
-    return "no" if aliasing == "none" else "yes"
+    return "no" if spec.aliasing == "none" else "yes"
 
 
 # What is exchanged
 
 
-class Numbers(Protocol):
-    """Who numbers the calls of the communicator."""
+class Owner(Caller, Protocol):
+    """Whose calls are compared: a session."""
+
+    ancestry: Ancestry
 
     @property
     def num_calls(self) -> int:
-        """How many there have been."""
+        """How many calls there have been."""
+
+    @property
+    def checks(self) -> NDArray[np.int64]:
+        """How many comparisons there have been."""
+
+    @property
+    def checks_tags(self) -> range:
+        """The tags that they have in turns."""
+
+    def next_number(self) -> int:
+        """The number of a new call."""
 
     def catch_up(self, num_calls: int) -> None:
         """There have been so many on another rank."""
 
-    def checks_tag(self) -> int:
-        """The tag of the next exchange of fingerprints."""
 
+class Compared:
+    """A call that the ranks compare, before a run and with messages of this tag.
 
-class Checker:
-    """What the guards of one communicator share.
-
-    `compares_place`: whether ranks must agree on being in place; not if that is the choice of a
-    layer above, which brings some ranks' data together elsewhere.
-    """
-
-    def __init__(self, transport: Transport, mode: Mode, numbers: Numbers) -> None:
-        self.transport, self.mode, self.numbers = transport, mode, numbers
-        self.compares_place = True
-        rank, size = transport.rank, transport.size
-        chosen = algorithms.info("all_gather", ALGORITHM)
-        counts = (NUM_BYTES,) * size
-        self.program = compile_lanes(chosen, rank, size, 0, counts, (), "none", 1)
-
-    def sent(self) -> Sent:
-        """What each exchange sends."""
-        return tuple(self.program.sent())
-
-
-class Guard:
-    """The exchanges around the messages of one plan, for all its runs.
-
-    `source` and `result`: what is looked at in the mode "finite", `result` where a reduction makes
-    it.  `objection`: what all ranks raise; `has_passed`: whether the call's own messages were begun
-    by then.
+    `says`: what of its fingerprint does not follow from the spec.
     """
 
     def __init__(
-        self,
-        checker: Checker,
-        what: Fingerprint,
-        backend: Backend,
-        source: Array | None,
-        result: Array | None,
-        recorder: Recorder,
-        counter: list[int] | None,
+        self, spec: CallSpec, arrays: Arrays, run: Run, tag: int, says: Mapping[str, str]
     ) -> None:
-        self._checker, self._backend, self._recorder = checker, backend, recorder
-        self._is_strict = checker.mode == "finite"
-        self._source, self._result = _watched(source), _watched(result)
-        self._makes_result = bool(what.op)
-        self._has_place = bool(what.in_place)
-        self._counter = counter  # what numbers the runs, if they are not numbered from 1
-        self._num_runs = 0
-        self._entered: list[list[Any]] = []
-        size = checker.transport.size
-        self._mine = np.zeros(NUM_BYTES, np.uint8)
-        self._table = np.empty((size, NUM_BYTES), np.uint8)
-        self._message = memoryview(self._mine)  # type: ignore[arg-type]
-        self._message[:] = fingerprint.encode(what._replace(mode=checker.mode))
-        self.num_bytes = self._mine.nbytes + self._table.nbytes
-        self._before: list[Exchange] = []
-        self._after: list[Exchange] = []
+        self.spec, self.arrays, self.says, self.tag = spec, arrays, says, tag
+        self.name, self.title, self.number = run.name, run.title, run.number
+        self.place = "" if spec.blocking == "yes" else _place()
+
+    def fingerprint(self, compares_place: bool) -> Fingerprint:
+        """What is compared, but for values."""
+        source, target = self.arrays.source, self.arrays.target
+        has_both = source is not None and target is not None and bool(source.size and target.size)
+        found = describe(self.spec, has_both)._replace(
+            call=self.name.removesuffix("a"), **self.says
+        )
+        return found if compares_place else found._replace(in_place="")
+
+
+class Checker:
+    """Compares the calls of one communicator.
+
+    `compares_place`: whether ranks must agree on being in place; not if that is the choice of a
+    layer above, which brings some ranks' data together elsewhere.  `objection`: what all ranks
+    have raised last, together.
+    """
+
+    def __init__(self, owner: Owner, mode: Mode) -> None:
+        self._owner, self.mode = owner, mode
+        self.compares_place = True
         self.objection: CollectiveError | None = None
-        self.has_passed = False
 
-    def around(
-        self, opening: list[Action], stages: list[Stage]
-    ) -> tuple[list[Action], list[Stage]]:
-        """What a plan does, with the exchanges before it, and after it if results are looked at."""
-        first, before = self._exchange()
-        self._before = [stage.exchange for stage in before]
-        _end(first, before).extend([self._judge, *opening])
-        stages = [*before, *stages]
-        if self._is_strict and self._makes_result:
-            again, after = self._exchange()
-            self._after = [stage.exchange for stage in after]
-            _end(again, after).append(self._judge_result)
-            _end(first, stages).extend([self._tell_result, *again])
-            stages += after
-        return [self._tell, *first], stages
+    def before(self, call: Compared) -> Steps:
+        """All ranks see the same and go on, or raise the same."""
+        amiss = self._amiss(call, call.arrays.source)
+        ranks = yield from self._told(call, amiss)
+        if ranks:
+            self._judge(ranks)
 
-    def _exchange(self) -> tuple[list[Action], list[Stage]]:
-        """Every rank's message to every rank, bound."""
-        program = self._checker.program
-        scratch = HOST.empty((program.num_scratch * program.num_slots,), self._mine.dtype)
-        buffers = Buffers(HOST, self._mine, self._table.reshape(-1), scratch)
-        transport = self._checker.transport
-        opening, stages = Binder(program, buffers, transport, None, 0, is_kept=False).bound()
-        among = f"{program.num_rounds} of its check"
-        return opening, [stage._replace(among=among) for stage in stages]
+    def after(self, call: Compared) -> Steps:
+        """The same for the values that a reduction has made, if they are looked at."""
+        if self.mode == "finite" and call.spec.op is not None:
+            amiss = self._amiss(call, call.arrays.target)
+            ranks = yield from self._told(call, amiss)
+            if ranks:
+                self._object(ranks, NotFinite, fingerprint.not_finite(ranks, "gets", "from"))
 
-    def in_place(self, is_in_place: bool) -> None:
-        """What the next run is, where the plan itself cannot know."""
-        if self._has_place:
-            fingerprint.put(self._message, "in_place", "yes" if is_in_place else "no")
+    def _told(self, call: Compared, amiss: str) -> Steps:
+        """The fingerprints of all ranks; none if their digests say that they are alike."""
+        mine = self._mine(call)._replace(amiss=amiss)
+        digest = AMISS if amiss else self.digest(call).numbered(call.number)
+        told = yield from self._exchanged(np.array(digest, np.uint64).view(np.uint8), call)
+        if not amiss and (told == told[0]).all():
+            return []
+        return (yield from self._all_told(call, mine))
 
-    def _tell(self) -> None:
-        """Our fingerprint, as it is in this run."""
-        self._num_runs += 1
-        self.has_passed = False
-        number = self._recorder.number(self._run_number()).removesuffix("a")  # or goes ahead of it
-        fingerprint.put(self._message, "call", number)
-        fingerprint.put(self._message, "place", _place())
-        fingerprint.put(self._message, "num_calls", str(self._checker.numbers.num_calls))
-        self._put_amiss(self._source)
-        self._number(self._before)
-        if self._is_strict:  # also where nothing comes after: ranks that differ stay in step
-            self._number(self._after)
-        self._enter()
+    def digest(self, call: Compared) -> Digest:
+        """That of a call, but for its number."""
+        found = call.fingerprint(self.compares_place)
+        unnumbered = found.call.removesuffix(str(call.number))
+        return fingerprint.digest(found._replace(call=unnumbered, mode=self.mode))
 
-    def _number(self, exchanges: Sequence[Exchange]) -> None:
-        tag = self._checker.numbers.checks_tag()
-        for exchange in exchanges:
-            exchange.retag(tag)
+    def _all_told(self, call: Compared, mine: Fingerprint) -> Steps:
+        """The fingerprints of all ranks."""
+        place = call.place or _place()
+        mine = mine._replace(place=place)
+        message = np.frombuffer(fingerprint.encode(mine), np.uint8)
+        told = yield from self._exchanged(message, call)
+        return [fingerprint.decode(row.tobytes()) for row in told]
 
-    def _judge(self) -> None:
-        """All ranks see the same fingerprints; they go on, or raise the same."""
-        finish(self._entered, time.perf_counter())
-        if not self._are_alike():
-            self._object(CollectiveMismatch, fingerprint.difference(self._ranks()))
-            self._object(NotFinite, fingerprint.not_finite(self._ranks(), "brings", "to"))
-        self.has_passed = True
+    def differ(self, call: Compared) -> Steps:
+        """Some digests are not alike: raise, on all ranks, how the calls differ, if they do."""
+        self._judge((yield from self._all_told(call, self._mine(call))))
 
-    def _tell_result(self) -> None:
-        self._put_amiss(self._result)
-        self._enter()
+    def _mine(self, call: Compared) -> Fingerprint:
+        """What this rank has to tell of a call that starts now."""
+        found = call.fingerprint(self.compares_place)
+        return found._replace(mode=self.mode, num_calls=str(self._owner.num_calls))
 
-    def _judge_result(self) -> None:
-        finish(self._entered, time.perf_counter())
-        if not self._are_alike():
-            self._object(NotFinite, fingerprint.not_finite(self._ranks(), "gets", "from"))
+    def _judge(self, ranks: Sequence[Fingerprint]) -> None:
+        self._object(ranks, CollectiveMismatch, fingerprint.difference(ranks))
+        self._object(ranks, NotFinite, fingerprint.not_finite(ranks, "brings", "to"))
 
-    def _enter(self) -> None:
-        """Into the ledgers: what we tell is sent as well."""
-        self._entered = []
-        if any(self._recorder.ledgers):
-            self._entered = self._recorder.record(self._run_number(), time.perf_counter())
+    def steps(self, call: Compared) -> CheckedSteps:
+        """What goes before a cached call that looks like this."""
+        return CheckedSteps(self, self._owner, call)
 
-    def _run_number(self) -> int:
-        return self._num_runs if self._counter is None else self._counter[0]
+    def _exchanged(self, mine: Bytes, call: Compared) -> Steps:
+        """Every rank's message on every rank, one row each."""
+        table = np.empty((self._owner.transport.size, mine.size), np.uint8)
+        number = self._owner.num_calls
+        named = partial(_name, call.name)
+        run = exchange(self._owner, mine, table.reshape(-1), call, named, number)
+        run.part_of = call.title
+        yield run
+        return table
 
-    def _put_amiss(self, array: Array | None) -> None:
-        if self._is_strict:
-            fingerprint.put(self._message, "amiss", _amiss(self._backend, array))
+    def _amiss(self, call: Compared, array: Array | None) -> str:
+        """The first value that is not finite, and where it is, if that is looked for."""
+        if self.mode != "finite":
+            return ""
+        return _amiss(call.arrays.backend, _watched(array))
 
-    def _are_alike(self) -> bool:
-        """Whether there is nothing to look at more closely, found out quickly."""
-        if self._message[AMISS_AT]:
-            return False
-        mine, told = self._mine[:NUM_COMPARED].tobytes(), self._table.tobytes()
-        return all(told.startswith(mine, start) for start in range(0, len(told), NUM_BYTES))
-
-    def _ranks(self) -> list[Fingerprint]:
-        return [fingerprint.decode(row.tobytes()) for row in self._table]
-
-    def _object(self, kind: type[CollectiveError], sentence: str | None) -> None:
+    def _object(
+        self, ranks: Sequence[Fingerprint], kind: type[CollectiveError], sentence: str | None
+    ) -> None:
         """Raise, on all ranks, which count their calls alike from then on."""
         if sentence is not None:
-            self._checker.numbers.catch_up(max(int(rank.num_calls) for rank in self._ranks()))
+            self._owner.catch_up(max(int(rank.num_calls) for rank in ranks))
             self.objection = kind(sentence)
             raise self.objection
 
 
-def _end(opening: list[Action], stages: Sequence[Stage]) -> list[Action]:
-    """What is done last."""
-    return stages[-1].actions if stages else opening
+@lru_cache(maxsize=64)
+def _exchange(size: int, num_bytes: int) -> CallSpec:
+    """The call by which ranks tell each other so many bytes."""
+    algorithm = algorithms.info("all_gather", ALGORITHM)
+    options = tuple(algorithm.options.items())
+    bytes_each = (num_bytes,) * size
+    return CallSpec("all_gather", algorithm, options, 1, ALGORITHM, np.dtype(np.uint8), bytes_each)
+
+
+def _name(name: str, _: int) -> str:
+    return name
+
+
+def exchange(
+    owner: Owner,
+    mine: Bytes,
+    table: Bytes,
+    call: Compared,
+    named: Callable[[int], str],
+    number: int,
+) -> Run:
+    """The run that brings every rank's message to every rank."""
+    transport = owner.transport
+    program = compile_call(_exchange(transport.size, mine.size), transport.rank, transport.size)
+    operands = Operands(HOST, mine, table, np.empty(program.num_scratch, np.uint8))
+    execution = transport.execution(program, operands, call.tag)
+    recorder = Recorder((LABEL, ALGORITHM), named, program.sent, owner.ancestry, transport.rank)
+    run = Run(transport, program, execution, recorder)
+    run.number, run.is_ahead, run.among = number, True, f"{program.num_rounds} of its check"
+    return run
+
+
+class CheckedSteps:
+    """The comparison before a cached call: its digests, exchanged by compiled code.
+
+    `call`: the first that looked so, from which the others differ in their numbers.
+    """
+
+    def __init__(self, checker: Checker, owner: Owner, call: Compared) -> None:
+        self._checker, self._owner = checker, owner
+        self._spec, self._says = call.spec, call.says
+        self._has_result = call.arrays.target is not None
+        self._digest = checker.digest(call)
+        self._mine = np.zeros(2, np.uint64)
+        self._table = np.zeros((owner.transport.size, 2), np.uint64)
+        mine, table = self._mine.view(np.uint8), self._table.reshape(-1).view(np.uint8)
+        self._arrays = mine, table
+        self._run = exchange(owner, mine, table, call, str, 0)
+        self._execution = self._run.reusable
+        log, tags = self._run.log, owner.checks_tags
+        self._execution.accept(log, self._run.key, owner.checks, mine, table, tags)
+        self._answer = 0
+
+    def are_alike(self, number: int, patience: int) -> bool:
+        """Whether all ranks have told, by now, that they make this call; else see `steps`."""
+        mine, (own, table) = self._mine, self._arrays
+        mine[0], mine[1] = self._digest.numbered(number)
+        execution = self._execution
+        try:
+            self._answer = execution.loop.run(execution.at, id(own), id(table), patience)
+            if self._answer:
+                return False
+        except BaseException as error:
+            work = Work.of(self._owner, self._run, own, table)
+            work.is_blocking = True
+            break_off(work, self._run, error)
+            raise
+        return bool(table.tobytes() == own.tobytes() * len(self._table))
+
+    def steps(self, run: Run, x: Array | None, out: Array | None) -> Steps:
+        """The rest of a call of which it is not known whether all are alike."""
+        execution, checker = self._execution, self._checker
+        if self._answer:
+            execution.began(self._answer)
+            self._run.has_begun()
+            yield self._run
+        run.number = self._owner.next_number()
+        if not (self._table == self._mine).all():
+            call = Compared(self._spec, Arrays(HOST, x, out), run, execution.tag, self._says)
+            yield from checker.differ(call)
+        run.reusable.place(x, out)
+        yield run
+        return out if self._has_result else None
 
 
 def _watched(array: Array | None) -> Array | None:
@@ -312,7 +361,7 @@ def _amiss(backend: Backend, array: Array | None) -> str:
 
 def _place() -> str:
     """The line of the program that makes the call: the first outside this package."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 
 from collectives import algorithms, arguments
-from collectives.arrays import HOST, Array, Backend
-from collectives.calls import Calls, Options
+from collectives.arrays import HOST, Array, Arrays, Backend
+from collectives.call_cache import NeverQuick
+from collectives.calls import Announced, Calls, Options, Ready
 from collectives.decisions import Decisions
 from collectives.explanation import Explanation, explain
 from collectives.ledger import Ledger
 from collectives.monitor import Counters, MonitorUnavailable
 from collectives.plan import Plan
 from collectives.reduction import Operator, operator
-from collectives.session import Arrays
+from collectives.session import Session, Turn
 from collectives.spec import SPECS
 from collectives.transport import deadline_in
+from collectives.work import Steps
 
 
 class Communicator(Calls):
@@ -84,8 +86,7 @@ class Communicator(Calls):
         if color is not None and chosen < 0:
             raise ValueError(f"color must not be negative, got {color}")
         mine = (chosen, arguments.small_integer(key, "key"))
-        self._session.make_way(limit)
-        table = self._session.all_integers(mine, "split", self._session.next_tag(), limit)
+        table = self._session.all_integers(mine, "split", limit)
         members = [rank for rank in range(self.size) if table[rank, 0] == chosen]
         members.sort(key=lambda rank: (table[rank, 1], rank))
         make = partial(self._session.transport.split, None if color is None else members)
@@ -105,7 +106,6 @@ class Communicator(Calls):
             raise ValueError(f"ranks names a rank twice: {members}")
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} asks for a subgroup it is not in: {members}")
-        self._session.make_way(limit)
         self._session.meet(members, limit)
         make = partial(self._session.transport.subgroup, members)
         transport = self._session.made("subgroup", make, deadline)
@@ -149,16 +149,19 @@ class Communicator(Calls):
         algorithm or operator that cannot serve is refused as the call would refuse it.
         """
         algorithms.names(collective)
-        num_bytes, combine = 0, None
+        num_bytes, combine, dtype = 0, None, np.dtype(np.uint8)
+        backend: Backend = HOST
         if collective != "barrier":
-            _, array = arguments.readable(x)
+            backend, array = arguments.readable(x)
+            dtype = array.dtype
             num_parts = self.size if collective in ("gather", "all_gather") else 1
             num_bytes = int(array.size) * array.dtype.itemsize * num_parts
             if SPECS[collective].is_reduction:
                 combine = operator(op, collective)
                 combine.check(array.dtype)
         decisions = self._session.decisions
-        return explain(collective, algorithm, self.size, num_bytes, combine, decisions)
+        found = explain(collective, algorithm, self.size, num_bytes, combine, decisions)
+        return found._replace(run_by=self._session.run_by(backend, combine, dtype))
 
     @property
     def decisions(self) -> Decisions | None:
@@ -178,17 +181,18 @@ class Communicator(Calls):
         if problem:
             raise ValueError(problem)
         self._session.decisions = Decisions.from_json(text)
-        self._session.remembered.forget()  # what they would run was decided before
+        self._session.cache.forget()  # what they would run was decided before
 
     def _from_rank_0(self, data: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""
         session, label = self._session, "decisions"
-        lengths = session.all_integers([len(data)], label, session.next_tag())
+        lengths = session.all_integers([len(data)], label)
         shared = np.empty(int(lengths[0, 0]), np.uint8)
         if self.rank == 0:
             shared[:] = np.frombuffer(data, np.uint8)
         arrays = Arrays(HOST, shared if self.rank == 0 else None, shared)
-        session.part(session.collective("broadcast", arrays, shared.size, label=label))
+        spec = session.spec("broadcast", arrays, shared.size, label=label)
+        session.part(partial(session.perform, spec, arrays))
         return shared.tobytes()
 
     # Traffic
@@ -197,11 +201,8 @@ class Communicator(Calls):
     def record(self) -> Iterator[Ledger]:
         """Record what this communicator, and those made from it, send inside the block."""
         ledger = Ledger(self.rank, self.size, collect=self._session.collect)
-        self._session.ledgers.append(ledger)
-        try:
+        with self._session.recording(ledger):
             yield ledger
-        finally:
-            self._session.ledgers.remove(ledger)
 
     def counters(self) -> Counters:
         """The MPI library's own count of this process's messages, by rank of COMM_WORLD.
@@ -217,7 +218,9 @@ class Communicator(Calls):
 class Planner(Calls):
     """The calls of a communicator, which return a `Plan` instead of running it."""
 
-    _is_kept = True
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._quick = NeverQuick()
 
     def _options(
         self, collective: str, algorithm: str | None, async_op: bool, timeout: float | None
@@ -232,8 +235,29 @@ class Planner(Calls):
             raise ValueError("a plan reads x where it lies at every run; x must be C-contiguous")
         return backend, array
 
-    def _finish(self, plan: Plan, options: Options) -> Any:
+    def _perform(
+        self, options: Options, found: Ready | Announced, look: tuple[Any, ...] | None
+    ) -> Plan:
+        plan: Plan = self._session.call(partial(self._planned, options, found), None)
         return plan
+
+    def _planned(self, options: Options, found: Ready | Announced, turn: Turn) -> Steps:
+        """The plan, after what is needed to know of it."""
+        ready = found if isinstance(found, Ready) else (yield from found(turn))
+        spec = self._spec(options, ready, is_blocking=False)
+        return self._session.plan(spec, ready.arrays, ready.answer, turn)
+
+    def _run_point_to_point(
+        self,
+        options: Options,
+        arrays: Arrays,
+        tag: int,
+        *,
+        dest: int | None = None,
+        source: int | None = None,
+    ) -> Plan:
+        session, name = self._session, options.collective
+        return session.message_plan(name, arrays, session.users_tag(tag), dest, source)
 
 
 def _read(path: Path) -> tuple[str, str]:

@@ -75,7 +75,12 @@ class Decisions:
         nearest = self._nearest(size)
         return self.measured[nearest[0]].machine if nearest else Machine()
 
-    def ranked(self, collective: str, size: int, num_bytes: int) -> Iterator[tuple[str, str]]:
+    def limits(self, collective: str) -> set[float]:
+        """The sizes at which its rows end."""
+        tables = [found.tables.get(collective, ()) for found in self.measured.values()]
+        return {row.largest for rows in tables for row in rows}
+
+    def ranked(self, collective: str, size: int, num_bytes: float) -> Iterator[tuple[str, str]]:
         """Algorithms, best first, and in words where each stands; some may not be able to serve.
 
         Where `size` ranks were not measured the nearest number that was comes first.
@@ -97,7 +102,7 @@ class Decisions:
         return sorted(self.measured, key=distance)
 
 
-def extent(largest: float, num_bytes: int, limits: Iterable[float]) -> str:
+def extent(largest: float, num_bytes: float, limits: Iterable[float]) -> str:
     """In words the sizes up to `largest`, from the one of the `limits` below `num_bytes` on."""
     below = max((limit for limit in limits if limit < num_bytes), default=None)
     words = [] if below is None else [f"above {below}"]

@@ -30,7 +30,12 @@ def world(*, progress: str | None = None, check: Check = None) -> Communicator:
     `wrap` explains.  The first is a collective call: all ranks make it.  Raises ImportError, with
     what to install, if mpi4py finds no MPI library.
     """
-    return _world(progress, mode_of(check))
+    mode = mode_of(check)
+    made = _world(progress, mode)
+    if made._session.is_freed:
+        _world.cache_clear()
+        made = _world(progress, mode)
+    return made
 
 
 @cache
@@ -115,14 +120,20 @@ def run(
     CollectiveMismatch if the ranks wait for each other in a circle, and CollectiveTimeout after
     `timeout` seconds.  `check`: see `wrap`.
     """
-    mode = mode_of(check)
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
+    mode, limit, num_ranks = mode_of(check), arguments.seconds(timeout), _num_ranks(size)
+    if not callable(fn):
+        raise TypeError(f"fn must be a function of a communicator, not {fn!r}")
 
     def body(transport: InprocTransport) -> Result:
         return fn(Communicator(Session(transport, check=mode)))
 
-    return run_threads(body, size, timeout)
+    return run_threads(body, num_ranks, limit)
+
+
+def _num_ranks(size: object) -> int:
+    if (number := arguments.integer(size, "size")) < 1:
+        raise ValueError(f"size must be at least 1, got {number}")
+    return number
 
 
 _VARIABLE = "COLLECTIVES_CHECK"

@@ -30,7 +30,8 @@ class Explanation(NamedTuple):
     """What a call would run, and why.
 
     `num_bytes`: the n of the formulas.  `chosen`: the algorithm as a caller names it.  `reason`:
-    who or what chose it.  `candidates`: all that could run, by predicted time.  The prediction
+    who or what chose it.  `run_by`: what runs the program, and why it is not compiled code if it is
+    not.  `candidates`: all that could run, by predicted time.  The prediction
     decides nothing: a measured table does, or a built-in rule.
     """
 
@@ -41,12 +42,14 @@ class Explanation(NamedTuple):
     reason: str
     candidates: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
+    run_by: str = ""
 
     def __str__(self) -> str:
         width = max(len(label) for label, _ in (*self.candidates, *self.rejected))
         lines = [
             f"{self.collective} of {self.num_bytes} bytes on {self.size} ranks: {self.chosen}",
             f"why: {self.reason}",
+            *([f"run by: {self.run_by}"] if self.run_by else []),
             f"  {'algorithm':{width}}  predicted us",
         ]
         for label, seconds in self.candidates:

@@ -58,13 +58,32 @@ _LENGTHS = {
 }
 NUM_BYTES = sum(_LENGTHS.values())
 _TOLD_ONLY = ("place", "num_calls")
-NUM_COMPARED = NUM_BYTES - sum(_LENGTHS[field] for field in _TOLD_ONLY)  # the first of them
 _SLOTS = {
     field: slice(end - length, end)
     for (field, length), end in zip(_LENGTHS.items(), accumulate(_LENGTHS.values()), strict=True)
 }
 
-AMISS_AT = _SLOTS["amiss"].start  # a byte that is 0 where nothing is amiss
+DIGEST_BYTES = 16
+_WORD = 2**64
+
+
+class Digest(NamedTuple):
+    """Two words that stand for all that is compared of a call, but for its number."""
+
+    first: int
+    second: int
+
+    def numbered(self, number: int) -> Digest:
+        """That of the call of this number."""
+        return Digest((self.first + number) % _WORD, self.second)
+
+
+AMISS = Digest(_WORD - 1, _WORD - 1)  # of a call that brings, or has made, what is not finite
+
+_SLOTS = {
+    field: slice(end - length, end)
+    for (field, length), end in zip(_LENGTHS.items(), accumulate(_LENGTHS.values()), strict=True)
+}
 
 _COMPARED = [field for field in _LENGTHS if field not in ("amiss", *_TOLD_ONLY)]
 _DECIDE_ALGORITHM = ("dtype", "counts", "op", "layout")
@@ -83,7 +102,14 @@ def encode(fingerprint: Fingerprint) -> bytes:
     return bytes(message)
 
 
-def put(message: bytearray | memoryview, field: str, value: str) -> None:
+def digest(fingerprint: Fingerprint) -> Digest:
+    """What ranks compare first: equal if all that is compared is equal."""
+    compared = "\0".join(getattr(fingerprint, field) for field in _COMPARED)
+    found = blake2b(compared.encode(), digest_size=DIGEST_BYTES).digest()
+    return Digest(*(int.from_bytes(half, "little") for half in (found[:8], found[8:])))
+
+
+def put(message: bytearray, field: str, value: str) -> None:
     """Write one field of a message; one that is too long as its ends and a digest."""
     length = _LENGTHS[field]
     data = value.encode()

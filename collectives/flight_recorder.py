@@ -16,13 +16,21 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from weakref import ReferenceType, ref
+
+import numpy as np
 
 NUM_CALLS = 256
+WORDS = 4  # of an entry
+UNDER_WAY, COMPLETE, FAILED = 1, 2, 3  # states of a call
+_STATES = {UNDER_WAY: "under way", COMPLETE: "complete", FAILED: "failed"}
+_NUM_OVER = 16  # communicators that were freed, whose calls are still known
 
 _PACKAGE = os.path.dirname(__file__)
-_clock = time.perf_counter
 
 
 class Waiting(NamedTuple):
@@ -47,39 +55,105 @@ class Position(NamedTuple):
     waiting_for: list[Waiting]
 
 
-class Flying(Protocol):
-    """What is to be known of a plan under way."""
+class Run(Protocol):
+    """A program that may be under way."""
 
     def position(self) -> Position:
-        """Where it stands."""
+        """Where the run under way stands."""
 
 
-class Callsign(Protocol):
-    """What is to be known of a call, besides."""
+Describe = Callable[[int], dict[str, Any]]
+"""Of a run: its number in words, its collective, its algorithm, the bytes sent."""
 
-    communicator: tuple[tuple[int, ...], int]  # its ranks in the job; which one of the same ranks
 
-    def describe(self, number: int) -> dict[str, Any]:
-        """The call's number in words, its collective, its algorithm, the bytes sent."""
+class CallLog:
+    """The last calls of one communicator, as integers that compiled code can write.
+
+    `words`: how many calls were entered, then for each of the last ones the number that stands for
+    its program, the number of the run, when it began (nanoseconds) and its state.  `members`: the
+    ranks of the job that take part; `ordinal`: which one of the communicators of these ranks.
+    """
+
+    def __init__(self, members: tuple[int, ...], ordinal: int) -> None:
+        self.members, self.ordinal = members, ordinal
+        self.words = np.zeros(1 + NUM_CALLS * WORDS, np.int64)
+        self._entries = self.words[1:].reshape(NUM_CALLS, WORDS)
+        self._runs: dict[int, tuple[Describe, ReferenceType[Run]]] = {}
+        self._next_key, self._most_runs = 0, 2 * NUM_CALLS
+
+    def introduce(self, describe: Describe, run: Run) -> int:
+        """The number that stands for a program in the entries.  The log keeps no run alive."""
+        if len(self._runs) >= self._most_runs:
+            self._forget()
+        self._next_key += 1
+        self._runs[self._next_key] = describe, ref(run)
+        return self._next_key
+
+    def _forget(self) -> None:
+        """Forget the programs that no entry names and that nobody can run any more."""
+        named = set(self._entries[:, 0].tolist())
+        for key, (_, run) in list(self._runs.items()):
+            if key not in named and run() is None:
+                del self._runs[key]
+        self._most_runs = len(self._runs) + 2 * NUM_CALLS
+
+    def enter(self, key: int, number: int) -> int:
+        """A run has begun; where its entry is."""
+        at = int(self.words[0]) % NUM_CALLS
+        self.words[0] += 1
+        self._entries[at] = key, number, time.perf_counter_ns(), UNDER_WAY
+        return at
+
+    def leave(self, at: int, key: int, number: int, state: int) -> None:
+        """A run is over, unless its entry has gone to another since."""
+        if self._entries[at, 0] == key and self._entries[at, 1] == number:
+            self._entries[at, 3] = state
+
+    def calls(self, now: int) -> list[tuple[int, dict[str, Any]]]:
+        """When each began, and what there is to say of it."""
+        entries = [entry for entry in self._entries.tolist() if entry[0] in self._runs]
+        return [(entry[2], self._call(entry, now)) for entry in entries]
+
+    def _call(self, entry: list[int], now: int) -> dict[str, Any]:
+        key, number, started, state = entry
+        describe, reference = self._runs[key]
+        run = reference()
+        if state == UNDER_WAY and run is None:
+            state = FAILED  # nobody can bring it to its end
+        call = {"members": self.members, "ordinal": self.ordinal, **describe(number)}
+        call |= {"seconds_ago": (now - started) * 1e-9, "state": _STATES[state]}
+        if run is not None and state == UNDER_WAY:
+            call |= run.position()._asdict()
+        return call
 
 
 class FlightRecorder:
-    """What one rank called lately, in all its communicators.
-
-    `rank` and `size` are those of the job.  An entry is [callsign, number, started, state]; the
-    state is the plan while it is under way, then True if it completed and None if it failed.
-    """
+    """What one rank called lately, in all its communicators.  `rank` and `size`: of the job."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.entries: deque[list[Any]] = deque(maxlen=NUM_CALLS)
+        self.logs: list[CallLog] = []
+        self._over: deque[CallLog] = deque(maxlen=_NUM_OVER)
         self.directory: Path | None = None
         self._thread = threading.get_ident()
 
+    def log(self, members: tuple[int, ...], ordinal: int) -> CallLog:
+        """The log of a new communicator."""
+        self.logs.append(CallLog(members, ordinal))
+        return self.logs[-1]
+
+    def close(self, log: CallLog) -> None:
+        """A communicator was freed; its log stays until some others were."""
+        if log in self.logs:
+            self.logs.remove(log)
+            self._over.append(log)
+
     def calls(self) -> list[dict[str, Any]]:
         """The last calls, the latest at the end."""
-        now = _clock()
-        return [_call(entry, now) for entry in self.entries.copy() if entry[0] is not None]
+        now = time.perf_counter_ns()
+        found = [each for log in (*self._over, *self.logs) for each in log.calls(now)]
+        found.sort(key=itemgetter(0))
+        return [call for _, call in found[-NUM_CALLS:]]
 
     def lines(self, most: int = 8) -> str:
         """The last few calls in words, the latest first."""
@@ -145,19 +219,6 @@ class FlightRecorder:
             for line in lines
             if not line.filename.startswith((_PACKAGE, "<frozen"))
         ]
-
-
-def _call(entry: list[Any], now: float) -> dict[str, Any]:
-    callsign, number, started, state = entry
-    members, ordinal = callsign.communicator
-    call = {"members": members, "ordinal": ordinal, **callsign.describe(number)}
-    call |= {"seconds_ago": now - started, "state": _STATES.get(state, "under way")}
-    if call["state"] == "under way":
-        call |= state.position()._asdict()
-    return call
-
-
-_STATES = {True: "complete", None: "failed"}
 
 
 def _line(call: dict[str, Any]) -> str:

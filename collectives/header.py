@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveMismatch
-from collectives.reduction import is_bfloat16
+from collectives.kernels import is_bfloat16
 
 NUM_BYTES = 256
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from collectives.arrays import Bytes
@@ -23,10 +22,13 @@ from collectives.errors import (
     PeerFailed,
 )
 from collectives.flight_recorder import FlightRecorder, Waiting
-from collectives.transport import Action, Parcels, wrong_length
+from collectives.interpreter import Interpreted
+from collectives.program import Program
+from collectives.staging import Staged
+from collectives.transport import Execution, Operands, wrong_length
 
 if TYPE_CHECKING:
-    from collectives.plan import Plan
+    from collectives.work import Work
 
 _GRACE = 5.0  # seconds that the other ranks have to end when one has failed
 
@@ -116,6 +118,8 @@ class InprocTransport:
     """
 
     num_tags = 1 << 30
+    patience = 0.0
+    why_interpreted = "the ranks are threads"
 
     def __init__(
         self,
@@ -128,9 +132,9 @@ class InprocTransport:
         self.world, self.members, self.context = world, tuple(members), context
         self.rank, self.size = rank, len(members)
         # What a rank has under way, in all its communicators.
-        self.in_flight: list[Plan] = parent.in_flight if parent else []
-        self.failed: list[Plan] = parent.failed if parent else []
-        self.pending: list[InprocExchange] = parent.pending if parent else []
+        self.in_flight: list[Work] = parent.in_flight if parent else []
+        self.failed: list[Any] = parent.failed if parent else []
+        self.pending: list[ThreadMessages] = parent.pending if parent else []
         self.flight: FlightRecorder = (
             parent.flight if parent else FlightRecorder(rank, len(members))
         )
@@ -138,11 +142,14 @@ class InprocTransport:
         self._num_alike: Counter[tuple[int, ...]] = parent._num_alike if parent else Counter()
         self._num_alike[self.members] += 1
         self.identity = self.members, self._num_alike[self.members]
+        self.log = self.flight.log(*self.identity)
 
-    def exchange(
-        self, sends: Parcels, receives: Parcels, tag: int, is_kept: bool
-    ) -> InprocExchange:
-        return InprocExchange(self, sends, receives, tag)
+    def execution(self, program: Program, operands: Operands, tag: int) -> Execution:
+        kind = Interpreted if operands.backend.is_host else Staged
+        return kind(program, operands, self.messages(tag))
+
+    def messages(self, tag: int) -> ThreadMessages:
+        return ThreadMessages(self, tag)
 
     def address(self, src: int, dst: int, tag: int) -> Address:
         return self.context, self.members[src], self.members[dst], tag
@@ -156,7 +163,7 @@ class InprocTransport:
         )
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
-        addresses = [address for exchange in self.pending for address in exchange.addresses()]
+        addresses = [address for messages in self.pending for address in messages.addresses()]
         self.world.wait_for_any(self.members[self.rank], addresses, deadline)
 
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> InprocTransport | None:
@@ -171,29 +178,28 @@ class InprocTransport:
         raise CollectiveError("threads of one process fail together: there is nothing to shrink to")
 
     def free(self) -> None:
-        """Nothing to give back: the mailboxes go with the world."""
+        """The mailboxes go with the world."""
+        self.flight.close(self.log)
 
 
-class InprocExchange:
-    """The messages of one round between threads."""
+class ThreadMessages:
+    """The messages of an execution between threads."""
 
-    def __init__(
-        self, transport: InprocTransport, sends: Parcels, receives: Parcels, tag: int
-    ) -> None:
-        self._transport, self._sends, self._receives, self._tag = transport, sends, receives, tag
-        self._pending: list[tuple[int, Bytes]] = []
+    def __init__(self, transport: InprocTransport, tag: int) -> None:
+        self._transport, self.tag = transport, tag
+        self._pending: dict[int, tuple[int, Bytes]] = {}  # receives, by slot
         self._failure: CollectiveMismatch | None = None
-        self.starts: list[Action] = [self.start]
-        self.waits: list[Action] = [partial(self.wait, None)]
 
-    def start(self) -> None:
+    def receive(self, slot: int, peer: int, data: Bytes) -> None:
+        if not self._pending:
+            self._transport.pending.append(self)
+        self._pending[slot] = peer, data
+
+    def send(self, slot: int, peer: int, data: Bytes) -> None:
         transport = self._transport
-        self._pending, self._failure = list(self._receives), None
-        transport.pending.append(self)
-        for peer, data in self._sends:
-            transport.world.post(transport.address(transport.rank, peer, self._tag), data)
+        transport.world.post(transport.address(transport.rank, peer, self.tag), data)
 
-    def test(self) -> bool:
+    def test(self, slots: range, num_receives: int) -> bool:
         """Take what has arrived.  Messages from one peer go to receives in the order posted."""
         pending, claimed = self._transport.pending, set[Address]()  # by what was posted before
         for one in list(pending) if self in pending else ():
@@ -205,17 +211,17 @@ class InprocExchange:
         if self._failure is not None:
             self.abandon()
             raise self._failure
-        return self not in pending
+        return not any(slot in self._pending for slot in slots[:num_receives])
 
     def collect(self, claimed: Container[Address]) -> None:
         """Take what has arrived, but at these addresses: there it is for others."""
-        still_pending: list[tuple[int, Bytes]] = []
-        for peer, buffer in self._pending:
-            is_blocked = any(peer == other for other, _ in still_pending)
+        still_pending: dict[int, tuple[int, Bytes]] = {}
+        for slot, (peer, buffer) in self._pending.items():
+            is_blocked = any(peer == other for other, _ in still_pending.values())
             is_blocked |= self._address(peer) in claimed
             data = None if is_blocked else self._transport.world.collect(self._address(peer))
             if data is None:
-                still_pending.append((peer, buffer))
+                still_pending[slot] = peer, buffer
             else:
                 self._take(peer, data, buffer)
         self._pending = still_pending
@@ -224,17 +230,10 @@ class InprocExchange:
 
     def addresses(self) -> list[Address]:
         """Where it waits for mail."""
-        return [self._address(peer) for peer, _ in self._pending]
-
-    def wait(self, deadline: float | None) -> bool:
-        world, rank = self._transport.world, self._transport.members[self._transport.rank]
-        while not self.test():
-            if not world.wait_for_any(rank, self.addresses(), deadline):
-                return False
-        return True
+        return [self._address(peer) for peer, _ in self._pending.values()]
 
     def _address(self, peer: int) -> Address:
-        return self._transport.address(peer, self._transport.rank, self._tag)
+        return self._transport.address(peer, self._transport.rank, self.tag)
 
     def _take(self, peer: int, data: Bytes, buffer: Bytes) -> None:
         if data.size == buffer.size:
@@ -243,19 +242,14 @@ class InprocExchange:
             me = self._transport.rank
             self._failure = CollectiveMismatch(wrong_length(me, peer, data.size, buffer.size))
 
-    def retag(self, tag: int) -> None:
-        self._tag = tag
-
     def waiting_for(self) -> list[Waiting]:
-        return [Waiting(peer, is_receive=True) for peer, _ in self._pending]
+        return [Waiting(peer, is_receive=True) for peer, _ in self._pending.values()]
 
     def abandon(self) -> bool:
+        self._pending = {}
         if self in self._transport.pending:
             self._transport.pending.remove(self)
         return True  # what may yet come stays in the mailbox: only `test` writes into the buffers
-
-    def free(self) -> None:
-        """Nothing is held."""
 
 
 def run_threads(

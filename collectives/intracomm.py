@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
-from weakref import WeakSet
 
 from mpi4py import MPI
 
 from collectives.communicator import Communicator
 from collectives.dropin.objects import ObjectCalls
-from collectives.dropin.requests import Operation, progress_thread, when_all_are_over
+from collectives.dropin.requests import GRACE, Operation, progress_thread, when_all_are_over
 from collectives.entry import adopt, mode_of
 from collectives.ledger import Ledger
 
@@ -34,7 +33,6 @@ class Collectives(ObjectCalls):
     """The collectives of this library, under mpi4py's names, for an MPI intracommunicator."""
 
     _communicator: Communicator | None = None
-    _under_way: WeakSet[Operation] | None = None
     _duplicate: tuple[MPI.Intracomm, MPI.Request] | None = None  # to be the library's, if begun
     _is_freed = False
 
@@ -44,23 +42,21 @@ class Collectives(ObjectCalls):
 
         All that it can do, such as `explain` and `load_decisions`, holds for the calls made here.
         """
+        made = self._communicator
+        return self._make() if made is None else made
+
+    def _make(self) -> Communicator:
         assert isinstance(self, MPI.Intracomm)
         if not self or self._is_freed:
             raise MPI.Exception(MPI.ERR_COMM)
-        if self._communicator is None:
-            duplicate = self._duplicate or MPI.Intracomm(self).Idup()
-            thread, mode = progress_thread(), mode_of(None)
-            self._communicator = adopt(duplicate, thread=thread, mode=mode)
-            session = self._communicator._session
-            if session.checker is not None:
-                session.checker.compares_place = False
-        return self._communicator
-
-    @property
-    def under_way(self) -> WeakSet[Operation]:
-        if self._under_way is None:
-            self._under_way = WeakSet()
-        return self._under_way
+        duplicate = self._duplicate or MPI.Intracomm(self).Idup()
+        made = adopt(duplicate, thread=progress_thread(), mode=mode_of(None))
+        self._communicator, self.under_way = made, set[Operation]()
+        session = made._session
+        session.thread_delay = GRACE
+        if session.checker is not None:
+            session.checker.compares_place = False
+        return made
 
     @contextmanager
     def record(self) -> Iterator[Ledger]:

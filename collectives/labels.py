@@ -8,10 +8,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from collectives import algorithms
-from collectives.algorithms import Algorithm
+from collectives.algorithms import Algorithm, registry
 
 _CALL = re.compile(r"([^()]+)(?:\(([^()]*)\)\s*)?")
 _OPTION = re.compile(r"\s*(\w+)\s*=\s*(-?\d+)\s*", re.ASCII)
+_MOST_DIGITS = 1000  # with many more Python converts no text into an int
 
 
 class Named(NamedTuple):
@@ -33,6 +34,11 @@ def named(collective: str, text: str) -> Named:
     """The algorithm that a text names.  TypeError if it is no text, ValueError if there is none."""
     if not isinstance(text, str):
         raise TypeError(f"algorithm must be a name or None, not {text!r}")
+    return _named(collective, text, registry.generation())
+
+
+@lru_cache(maxsize=256)
+def _named(collective: str, text: str, generation: int) -> Named:
     name, given = _parsed(text)
     algorithm = algorithms.info(collective, name)
     algorithm.check_options(given)
@@ -40,7 +46,6 @@ def named(collective: str, text: str) -> Named:
     return Named(algorithm, given, f"{name}({', '.join(listed)})" if listed else name)
 
 
-@lru_cache(maxsize=256)
 def _parsed(text: str) -> tuple[str, dict[str, int]]:
     call = _CALL.fullmatch(text)
     if call is None:
@@ -52,5 +57,7 @@ def _parsed(text: str) -> tuple[str, dict[str, int]]:
             raise ValueError(f"algorithm {text!r}: {part.strip()!r} is not like 'segments=8'")
         if option[1] in given:
             raise ValueError(f"algorithm {text!r} gives {option[1]} twice")
+        if len(option[2]) > _MOST_DIGITS:
+            raise ValueError(f"algorithm {call[1].strip()!r}: {option[1]} is too large")
         given[option[1]] = int(option[2])
     return call[1].strip(), given

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple, cast
 
 from collectives.algorithms import Algorithm
-from collectives.program import Aliasing, Counts, Program, compiled
+from collectives.placement import Aliasing, Counts, Lane, compile_lane
 from collectives.schedule import outgoing
 from collectives.spec import SPECS
 
@@ -27,28 +27,20 @@ SEGMENT_BYTES = 512 * 1024  # of one message; two or three of these fit into a c
 WIDTH = 3  # lanes under way at a time
 
 
-class Woven:
-    """The program of each lane.  Each begins `stride` elements behind the one before.
+class Lanes:
+    """The lanes of one rank.  Each begins `stride` elements behind the one before.
 
     `copies_input`: they must run on a copy of the input, because the output would destroy it.
-    `num_slots`: how many lanes need scratch at the same time, at most `num_scratch` elements each.
+    `num_slots`: how many lanes are under way at the same time, and need at most `num_scratch`
+    elements of scratch each.
     """
 
-    def __init__(
-        self, lanes: Sequence[Program], stride: int = 0, copies_input: bool = False
-    ) -> None:
+    def __init__(self, lanes: Sequence[Lane], stride: int = 0, copies_input: bool = False) -> None:
         self.lanes, self.stride, self.copies_input = lanes, stride, copies_input
         self.num_rounds = len(lanes[0].steps)
         self.num_slots = min(WIDTH, len(lanes))
         self.num_scratch = max(lane.num_scratch for lane in lanes)
         self.events = list(order(len(lanes), self.num_rounds))
-
-    def sent(self) -> list[tuple[int, int, int, int]]:
-        """(round, destination, elements, segments) of what the schedule sends."""
-        messages = zip(*(lane.sent() for lane in self.lanes), strict=True)
-        return [
-            (*each[0][:2], sum(count for _, _, count in each), len(self.lanes)) for each in messages
-        ]
 
 
 class Event(NamedTuple):
@@ -74,41 +66,38 @@ def order(num_lanes: int, num_rounds: int) -> Iterator[Event]:
             waiting.appendleft((lane, number + 1))
 
 
-@lru_cache(maxsize=1024)
 def num_lanes(
     algorithm: Algorithm, size: int, num_bytes: int, options: tuple[tuple[str, int], ...] = ()
 ) -> int:
-    """Into how many lanes all ranks cut `num_bytes` (the n of the formulas).
-
-    One, unless the algorithm reduces, has no segments of its own, and sends blocks that stay in one
-    piece when each of them is cut.
-    """
-    collective = algorithm.collective
-    if not SPECS[collective].is_reduction or num_bytes <= SEGMENT_BYTES:
+    """Into how many lanes all ranks cut `num_bytes` (the n of the formulas)."""
+    if num_bytes <= SEGMENT_BYTES or not SPECS[algorithm.collective].is_reduction:
         return 1
-    if "segments" in algorithm.options or size == 1:
-        return 1
-    num_blocks = algorithm.case(size, **dict(options)).num_pieces
-    if not SPECS[collective].has_pieces:
-        if not _sends_single_blocks(algorithm, size, options):
-            return 1
-        num_blocks = size
-    return -(-num_bytes // (SEGMENT_BYTES * num_blocks))
+    num_blocks = _num_divisible(algorithm, size, options)
+    return -(-num_bytes // (SEGMENT_BYTES * num_blocks)) if num_blocks else 1
 
 
 @lru_cache(maxsize=256)
-def _sends_single_blocks(
+def _num_divisible(
     algorithm: Algorithm, size: int, options: tuple[tuple[str, int], ...]
-) -> bool:
-    return all(
+) -> int | None:
+    """Into how many blocks a reduction cuts n, if lanes can cut each of them further.
+
+    None if it has segments of its own, or blocks that would not stay in one piece.
+    """
+    if "segments" in algorithm.options or size == 1:
+        return None
+    num_pieces = algorithm.case(size, **dict(options)).num_pieces
+    if SPECS[algorithm.collective].has_pieces:
+        return num_pieces
+    sends_single_blocks = num_pieces == 1 and all(
         len(op.blocks) == 1
         for rank in range(size)
         for operations in algorithm.schedule(rank, size, None, **dict(options))
         for op in outgoing(operations)
     )
+    return size if sends_single_blocks else None
 
 
-@lru_cache(maxsize=256)
 def compile_lanes(
     algorithm: Algorithm,
     rank: int,
@@ -118,24 +107,25 @@ def compile_lanes(
     options: tuple[tuple[str, int], ...],
     aliasing: Aliasing,
     num_lanes: int,
-) -> Woven:
-    """The programs of one rank; the arguments are those of `compile_program`."""
-    compiled_for = partial(compiled, algorithm, rank, size, root, options=options)
-    whole = compiled_for(counts, aliasing=aliasing)
+) -> Lanes:
+    """The lanes of one rank; the arguments are those of `compile_lane`."""
+    compiled = partial(compile_lane, algorithm, rank, size, root, options=options)
+    whole = compiled(counts, aliasing=aliasing)
     if num_lanes == 1:
-        return Woven((whole,), copies_input=whole.copies_input)
+        return Lanes((whole,), copies_input=whole.copies_input)
     aliasing = "none" if whole.copies_input else aliasing
     blocks = (counts,) if isinstance(counts, int) else cast("tuple[int, ...]", counts)  # no table
     stride = -(-max(blocks) // num_lanes)
 
-    def lane(start: int) -> Program:
-        parts = tuple(_part(count, start, stride) for count in blocks)
+    @cache  # most lanes are alike
+    def lane(*parts: int) -> Lane:
         if isinstance(counts, int):
-            return compiled_for(parts[0], aliasing=aliasing)
-        return compiled_for(counts, aliasing=aliasing, parts=parts)
+            return compiled(parts[0], aliasing=aliasing)
+        return compiled(counts, aliasing=aliasing, parts=parts)
 
-    lanes = tuple(lane(number * stride) for number in range(num_lanes))
-    return Woven(lanes, stride, whole.copies_input)
+    starts = [number * stride for number in range(num_lanes)]
+    lanes = [lane(*(_part(count, start, stride) for count in blocks)) for start in starts]
+    return Lanes(lanes, stride, whole.copies_input)
 
 
 def _part(count: int, start: int, stride: int) -> int:

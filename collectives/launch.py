@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import io
 import math
+import operator
 import os
 import runpy
 import shlex
@@ -29,7 +30,7 @@ from types import FrameType
 from typing import IO, NoReturn
 
 from collectives import flight as recorded
-from collectives import ranks
+from collectives import rank, ranks
 from collectives.mpirun import MpiNotFound, defaults, find_mpirun, tolerance
 
 TIMED_OUT = 124
@@ -37,14 +38,23 @@ TIMED_OUT = 124
 
 _POLL = 0.1  # seconds between two looks at the job
 _PATIENCE = 2.0  # seconds mpirun has to end the job by itself after a rank has failed
+_DYING = 3.0  # seconds it has after one has died: it may have to end many by force
 _FAREWELL = 5.0  # seconds to the end of mpirun from the end of all programs, some of which died
 _WRITING = 1.0  # seconds the ranks have to dump what they are doing, at the job's time limit
 _GRACE = 3.0  # seconds it has, after SIGTERM, to end the ranks of this host and of others
 
 # The statuses of a job one of whose ranks was killed or crashed: of an mpirun that counts them as a
-# shell does, and of one (MPICH's) that does not.
-_SIGNALS = (4, 6, 7, 8, 9, 11, 15)  # SIGILL, -ABRT, -BUS, -FPE, -KILL, -SEGV, -TERM
+# shell does, and of one (MPICH's) that does not.  SIGHUP, SIGINT and SIGQUIT are missing: a 1, 2 or
+# 3 is rather the status with which a program has failed.
+_SIGNALS = (
+    *range(signal.SIGILL, signal.SIGTERM + 1),
+    signal.SIGXCPU,
+    signal.SIGXFSZ,
+    signal.SIGSYS,
+)
 _KILLED = {*_SIGNALS, *(128 + signum for signum in _SIGNALS)}
+
+_NO_MPI = "No other rank can come through MPI_Init, so the job was stopped.\n"
 
 # Runs in a process that then becomes mpirun: when the launcher dies, even by SIGKILL, the kernel
 # sends mpirun a SIGTERM (1 is PR_SET_PDEATHSIG).  A preexec_fn could do it, but not among threads.
@@ -76,7 +86,7 @@ def launch(
     zero when any rank failed, and with ``capture`` what the ranks wrote.  At the time limit the
     whole job is ended: status ``TIMED_OUT`` and a sentence on its standard error.  There it also
     says which rank of this host was killed, or crashed.  That ends the job, unless it is
-    ``fault_tolerant``: then the others go on, and the status is theirs.
+    ``fault_tolerant`` and through MPI_Init: then the others go on, and the status is theirs.
 
     ``flight`` is a directory where the ranks dump what they are doing: when a wait fails or runs
     out of time, when this process gets SIGUSR1 (if it is in its main thread), and at the job's time
@@ -85,25 +95,25 @@ def launch(
 
     Raises MpiNotFound if there is no MPI, or none that can do it.
     """
-    if size < 1 or not command:
-        raise ValueError("a job needs at least one rank and a script or a module to run")
+    _check(size, command, timeout)
+    directory = None if flight is None else _made(flight)
     mpirun = find_mpirun()
     options = tolerance(mpirun) if fault_tolerant else ()
-    program = [sys.executable, "-m", "collectives.launch", "--rank", *command]
-    words = [mpirun.path, "-n", str(size), *options, *mpi_args, *program]
+    words = [mpirun.path, "-n", str(size), *options, *mpi_args, *rank.command(command)]
     notes: list[str] = []
     extra = dict(env or {})
-    if flight is not None:
-        extra["COLLECTIVES_FLIGHT"] = str(Path(flight).absolute())
+    if directory is not None:
+        extra["COLLECTIVES_FLIGHT"] = str(directory)
     with contextlib.ExitStack() as stack:
-        board = stack.enter_context(tempfile.TemporaryDirectory(prefix="collectives-job-"))
+        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="collectives-job-"))
+        watch = stack.enter_context(ranks.Watch(home))
         # Files, not pipes: a pipe would have to be read all the while, to an end that may not come.
         out, err = (
             stack.enter_context(tempfile.TemporaryFile()) if capture else None for _ in range(2)
         )
         job = subprocess.Popen(
             [*_tether(), *words],
-            env={**defaults(mpirun), **os.environ, **extra, ranks.BOARD: board},
+            env={**defaults(mpirun), **os.environ, **extra, rank.JOB: home},
             stdin=subprocess.DEVNULL if capture else None,
             stdout=out,
             stderr=err,
@@ -111,16 +121,37 @@ def launch(
         )
         status, began = TIMED_OUT, time.time()
         try:
-            if flight is not None:
-                stack.enter_context(_passing_on(signal.SIGUSR1, board))
+            if directory is not None:
+                stack.enter_context(_passing_on(signal.SIGUSR1, watch))
             say = notes.append if capture else _say
-            status = _wait(job, board, timeout, size if fault_tolerant else None, say)
-            if status == TIMED_OUT and flight is not None and job.poll() is None:
-                say(_flights(board, Path(flight), began))
+            status = _wait(job, watch, timeout, size if fault_tolerant else None, say)
+            if status == TIMED_OUT and directory is not None and job.poll() is None:
+                say(_flights(watch, directory, began))
         finally:
             if status != 0 or job.poll() is None:
-                _end(job, board)
+                _end(job, home)
         return subprocess.CompletedProcess(words, status, _text(out), _text(err, "".join(notes)))
+
+
+def _check(size: int, command: Sequence[str], timeout: float | None) -> None:
+    if isinstance(command, str):
+        raise TypeError(f"command is a list of words, not the text {command!r}")
+    if operator.index(size) < 1 or not command:
+        raise ValueError("a job needs at least one rank and a script or a module to run")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout is {timeout} s; it must be positive, or None for no limit")
+
+
+def _made(flight: str | Path) -> Path:
+    """The directory of the dumps, which is made if need be: the ranks could only fail to."""
+    directory = Path(flight).absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"flight: {flight} cannot be a directory ({error.strerror})") from None
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        raise ValueError(f"flight: {flight} is not a directory in which this user may write")
+    return directory
 
 
 def _say(sentence: str) -> None:
@@ -129,7 +160,7 @@ def _say(sentence: str) -> None:
 
 def _wait(
     job: subprocess.Popen[bytes],
-    board: str,
+    watch: ranks.Watch,
     timeout: float | None,
     tolerant_size: int | None,
     say: Callable[[str], object],
@@ -139,63 +170,74 @@ def _wait(
     `tolerant_size`: how many ranks there are, if others may go on where one dies.
     """
     limit = math.inf if timeout is None else time.monotonic() + timeout
-    failed, is_over, dead = 0, False, None
-    with ranks.Watch(board, job.pid) as watch:
-        while (died := watch.wait(_POLL)) or job.poll() is None:
-            if died and tolerant_size:
-                say(_sentence(died))
-            dead = dead or died
-            if time.monotonic() >= limit:
-                if is_over:
-                    return failed
-                if not failed:
-                    say(f"The job did not end within {timeout:g} s and was stopped.\n")
-                return failed or TIMED_OUT
-            if not failed and (failed := ranks.reported(board)):
-                limit = min(limit, time.monotonic() + _PATIENCE)
-            # Open MPI 5 can hang in the MPI_Finalize of the others where two have died at once.
-            if tolerant_size and dead and not is_over and watch.saw_the_end_of(tolerant_size):
-                is_over, limit = True, min(limit, time.monotonic() + _FAREWELL)
-    status = _status_of(job.returncode, ranks.reported(board))
-    if dead and not tolerant_size and status in _KILLED:
+    failed, is_over, dead, dead_at = 0, False, None, math.inf
+    watch.begin(job.pid)
+    while (died := watch.wait(_POLL)) or job.poll() is None:
+        if died and tolerant_size:
+            say(_sentence(died))
+        if died and not dead:
+            dead, dead_at = died, time.monotonic()
+        # mpirun may let the others wait for it in MPI_Init for ever, even if it is a tolerant one.
+        is_stuck = not failed and time.monotonic() >= dead_at + _DYING
+        if dead and is_stuck and not (tolerant_size and watch.is_in_mpi):
+            say(_NO_MPI if tolerant_size else _sentence(dead))
+            return 1
+        if time.monotonic() >= limit:
+            if failed or is_over:
+                return failed
+            if dead and not tolerant_size:
+                say(_sentence(dead))
+            say(f"The job did not end within {timeout:g} s and was stopped.\n")
+            return TIMED_OUT
+        if not failed and (failed := watch.status):
+            limit = min(limit, time.monotonic() + _PATIENCE)
+        # Open MPI 5 can hang in the MPI_Finalize of the others where two have died at once.
+        if tolerant_size and dead and not is_over and watch.saw_the_end_of(tolerant_size):
+            is_over, limit = True, min(limit, time.monotonic() + _FAREWELL)
+    watch.wait(0)  # what the ranks said in the end
+    status = _status_of(job.returncode, watch.status)
+    # The ranks that mpirun kills after an MPI_Abort die without a word, too.
+    was_killed = status in _KILLED or (status != 0 and not watch.is_in_mpi)
+    if dead and not tolerant_size and not watch.status and was_killed:
         say(_sentence(dead))
     return status
 
 
 @contextlib.contextmanager
-def _passing_on(signum: signal.Signals, board: str) -> Iterator[None]:
+def _passing_on(signum: signal.Signals, watch: ranks.Watch) -> Iterator[None]:
     """Pass a signal on to the ranks, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signum, lambda *_: ranks.ask(board, signum))
+    before = signal.signal(signum, lambda *_: watch.ask(signum))
     try:
         yield
     finally:
         signal.signal(signum, before)
 
 
-def _flights(board: str, directory: Path, began: float) -> str:
+def _flights(watch: ranks.Watch, directory: Path, began: float) -> str:
     """What the ranks are doing, line by line, as they say themselves when they are asked."""
-    asked = set(ranks.ask(board, signal.SIGUSR1))
     asked_at = time.time()
+    asked = set(watch.ask(signal.SIGUSR1))
     deadline = time.monotonic() + _WRITING
-    while asked - _fresh(directory, asked_at) and time.monotonic() < deadline:
-        time.sleep(_POLL / 10)
-    fresh = _fresh(directory, began)
     try:
-        dumps = {rank: dump for rank, dump in recorded.read(directory).items() if rank in fresh}
-    except ValueError as error:
-        return f"{error}\n"
-    if not dumps:
-        return f"No rank has written to {directory} what it is doing.\n"
-    return "".join(f"{line}\n" for line in recorded.lines(dumps))
+        while not asked <= _ranks_of(directory, asked_at) and time.monotonic() < deadline:
+            time.sleep(_POLL / 10)
+        paths = recorded.files(directory, began)  # it may hold the dumps of another job
+    except OSError as error:
+        return f"{directory} cannot be read as a directory ({error.strerror}).\n"
+    dumps, said = recorded.read(paths)
+    if dumps:
+        said += recorded.lines(dumps)
+    else:
+        said.append(f"No rank has written to {directory} what it is doing.")
+    return "".join(f"{line}\n" for line in said)
 
 
-def _fresh(directory: Path, since: float) -> set[int]:
-    """The ranks with a dump that is not older: the directory may hold those of another job."""
-    dumps = directory.glob("flight.*.json")
-    return {int(path.name.split(".")[1]) for path in dumps if path.stat().st_mtime >= since - 0.01}
+def _ranks_of(directory: Path, since: float) -> set[int | None]:
+    """Those that have written a dump."""
+    return {recorded.rank_of(path) for path in recorded.files(directory, since)}
 
 
 def _sentence(dead: ranks.Rank) -> str:
@@ -222,12 +264,12 @@ def _text(file: IO[bytes] | None, end: str = "") -> str | None:
     return file.read().decode(errors="replace") + end
 
 
-def _end(job: subprocess.Popen[bytes], board: str) -> None:
+def _end(job: subprocess.Popen[bytes], home: str) -> None:
     """End every rank: politely through mpirun, which reaches other hosts too, then by force."""
     job.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         job.wait(_GRACE)
-    ranks.kill(board)
+    ranks.kill(home)
     job.kill()
     job.wait()
 
@@ -243,15 +285,31 @@ def _run_rank(command: list[str]) -> None:
     a failing rank also tells the launcher, which ends what mpirun does not.
     """
     _write_whole_lines()
-    ranks.enter()
-    atexit.register(ranks.leave)
+    atexit.register(rank.leave)
+    _tell_of_good_exits()
+    rank.tell_of_mpi()
     sys.argv = ["mpi4py", *command]
     try:
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     except BaseException as error:
         if status := _status(error):
-            ranks.leave(status)
+            rank.leave(status)
         raise
+
+
+def _tell_of_good_exits() -> None:
+    """Let ``os._exit(0)``, which runs no atexit, tell the launcher that all is well.
+
+    ``os._exit`` with another status counts as a death.
+    """
+    exit_at_once = os._exit
+
+    def leave_and_exit(status: int) -> NoReturn:
+        if status == 0:
+            rank.leave()
+        exit_at_once(status)
+
+    os._exit = leave_and_exit
 
 
 def _write_whole_lines() -> None:
@@ -310,13 +368,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-n", metavar="N", type=_ranks, required=True, help="number of ranks")
     parser.add_argument(
-        "--mpi-args", metavar="ARGS", type=shlex.split, default=[], help="more words for mpirun"
+        "--mpi-args", metavar="ARGS", type=_words, default=[], help="more words for mpirun"
     )
     parser.add_argument("--timeout", metavar="S", type=_seconds, help="end the job after S seconds")
     parser.add_argument(
         "--flight",
         metavar="DIR",
-        type=Path,
+        type=_dumps,
         help="ranks dump there what they are doing: at a failed wait, SIGUSR1, or the time limit",
     )
     parser.add_argument(
@@ -325,6 +383,20 @@ def _parser() -> argparse.ArgumentParser:
         help="when a rank dies the others go on, and are told (Open MPI only)",
     )
     return parser
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of words: {error}") from None
+
+
+def _dumps(text: str) -> Path:
+    try:
+        return _made(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _ranks(text: str) -> int:
@@ -369,6 +441,7 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        _run_rank(sys.argv[2:])
+        rank.enter(int(sys.argv[2]))
+        _run_rank(sys.argv[3:])
     else:
         sys.exit(main())

@@ -7,16 +7,24 @@ Sizes are bound late.  An algorithm that was written for equal blocks therefore 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from itertools import chain, product
+from typing import Literal, NamedTuple
 
 from collectives.schedule import Block
 
+Buffer = Literal["input", "output", "scratch"]
 
-class Extent(NamedTuple):
-    """The elements `start` up to, not including, `stop` of a buffer."""
 
+class Region(NamedTuple):
+    """The elements `start` up to, not including, `stop` of one of the three buffers."""
+
+    buffer: Buffer
     start: int
     stop: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.stop - self.start
 
 
 def even(num_elements: int, num_parts: int) -> tuple[int, ...]:
@@ -28,13 +36,16 @@ def even(num_elements: int, num_parts: int) -> tuple[int, ...]:
     return tuple(size + (part < extra) for part in range(num_parts))
 
 
-def consecutive(blocks: Iterable[Block], sizes: Mapping[Block, int]) -> dict[Block, Extent]:
-    """The blocks laid one behind the other in the order given."""
-    extents, start = {}, 0
+def consecutive(
+    buffer: Buffer, blocks: Iterable[Block], sizes: Mapping[Block, int]
+) -> dict[Block, Region]:
+    """The blocks laid one behind the other in a buffer, in the order given."""
+    regions, start = {}, 0
     for block in blocks:
-        extents[block] = Extent(start, start + sizes[block])
-        start += sizes[block]
-    return extents
+        stop = start + sizes[block]
+        regions[block] = Region(buffer, start, stop)
+        start = stop
+    return regions
 
 
 def by_rank(counts: Sequence[int]) -> dict[Block, int]:
@@ -44,4 +55,4 @@ def by_rank(counts: Sequence[int]) -> dict[Block, int]:
 
 def by_pair(counts: Sequence[Sequence[int]]) -> dict[Block, int]:
     """Sizes of the blocks (source, destination) of an all-to-all, from its p x p table."""
-    return {(s, d): count for s, row in enumerate(counts) for d, count in enumerate(row)}
+    return dict(zip(product(range(len(counts)), repeat=2), chain(*counts), strict=True))

@@ -8,9 +8,10 @@ messages.
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +25,18 @@ _phase: ContextVar[str] = ContextVar("phase", default="")
 _current_phase = _phase.get
 
 
-@contextmanager
-def phase(label: str) -> Iterator[None]:
+def phase(label: str) -> AbstractContextManager[None]:
     """Label everything sent inside the block; labels nest as "outer/inner".
 
-    The label belongs to the thread (or task) that sets it.
+    The label belongs to the thread (or task) that sets it.  Raises TypeError for what is no text.
     """
+    if not isinstance(label, str):
+        raise TypeError(f"a phase is labelled by a text, not {label!r}")
+    return _labelled(label)
+
+
+@contextmanager
+def _labelled(label: str) -> Iterator[None]:
     outer = _phase.get()
     token = _phase.set(f"{outer}/{label}" if outer else label)
     try:
@@ -116,6 +123,22 @@ class Entry(NamedTuple):
                 segments,
             )
 
+    def told(self) -> list[Any]:
+        """The same for another rank, as JSON has it; `_heard` reads it."""
+        call, ranks = self.call, self.call.ranks
+        sent = call.sent
+        if ranks is not None:
+            sent = tuple((k, ranks[dst], n, segments) for k, dst, n, segments in sent)
+        what = [call.collective, call.algorithm, sent, call.src]
+        return [what, call.numbered(self.number), *self[1:]]
+
+
+def _heard(what: list[Any], number_in_words: str, *run: Any) -> list[Any]:
+    """An entry of another rank, from what that has told of it."""
+    collective, algorithm, sent, src = what
+    messages = tuple(tuple(message) for message in sent)
+    return [Call(collective, algorithm, messages, src, None, lambda _: number_in_words), *run]
+
 
 _FINISHED = Entry._fields.index("finished")
 
@@ -136,21 +159,25 @@ class Ledger:
         self.rank, self.size = rank, size
         self._collect = collect
         self.entered: list[list[Any]] = []
-        self._gathered: list[Row] = []
 
     @property
     def entries(self) -> list[Entry]:
-        """The calls recorded, in the order in which they were entered."""
+        """The calls recorded, in the order in which they were entered; gathered, rank by rank."""
         return [Entry(*each) for each in self.entered]
 
     def rows(self) -> list[Row]:
         """One row per message sent, in the order of the calls."""
-        return self._gathered + [row for entry in self.entries for row in entry.rows()]
+        return [row for entry in self.entries for row in entry.rows()]
 
     def summary(
         self, by: Sequence[str] = ("phase", "collective")
     ) -> dict[tuple[Any, ...], Summary]:
-        """Calls, messages and bytes, grouped by these columns, in order of first appearance."""
+        """Calls, messages and bytes, grouped by these columns, in order of first appearance.
+
+        Raises ValueError for a column that there is not.
+        """
+        if isinstance(by, str) or not set(by) <= set(Row._fields):
+            raise ValueError(f"by must be a sequence of columns from {Row._fields}, not {by!r}")
         groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows():
             groups.setdefault(tuple(getattr(row, column) for column in by), []).append(row)
@@ -171,40 +198,48 @@ class Ledger:
         return matrix
 
     def gather(self) -> Ledger | None:
-        """A ledger of every rank's rows on rank 0, None on the others.  All ranks call it.
+        """A ledger of every rank's calls on rank 0, None on the others.  All ranks call it.
 
-        What it sends for this is labelled "ledger" in the ledgers that are still open.
+        What it sends for this is labelled "ledger" in the ledgers that are still open.  Raises
+        ValueError for a ledger that was gathered, or that was not made by `record`.
         """
-        assert self._collect is not None, "a gathered ledger is already whole"
-        parts = self._collect(json.dumps(self.rows()).encode())
+        if self._collect is None:
+            raise ValueError("only a ledger made by `record` can be gathered, and only once")
+        parts = self._collect(json.dumps([entry.told() for entry in self.entries]).encode())
         if parts is None:
             return None
         whole = Ledger(self.rank, self.size)
-        whole._gathered = [Row(*row) for part in parts for row in json.loads(part)]
+        whole.entered = [_heard(*entry) for part in parts for entry in json.loads(part)]
         return whole
 
     def to_csv(self, path: str | Path) -> None:
-        """Write the rows as a CSV file with a header."""
-        with open(path, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(Row._fields)
-            writer.writerows(self.rows())
+        """Write the rows as a CSV file with a header, in UTF-8.
+
+        A lone surrogate in a phase, which has no place in UTF-8, is written as its escape sequence.
+        """
+        table = io.StringIO(newline="")
+        writer = csv.writer(table)
+        writer.writerow(Row._fields)
+        writer.writerows(self.rows())
+        _write(path, table.getvalue())
 
     def to_json(self, path: str | Path) -> None:
         """Write the rows as a JSON list of objects."""
-        Path(path).write_text(json.dumps([row._asdict() for row in self.rows()], indent=0))
+        _write(path, json.dumps([row._asdict() for row in self.rows()], indent=0))
 
     def to_chrome_trace(self, path: str | Path) -> None:
-        """Write this rank's calls as a timeline for chrome://tracing or Perfetto.
+        """Write the calls as a timeline for chrome://tracing or Perfetto.
 
-        One bar per call from its start to the moment it was found complete, in microseconds.
+        One bar per call from its start to the moment it was found complete, in microseconds, and
+        one process per rank.  Times of different ranks are comparable on one host, where they share
+        a clock.
         """
         events = [
             {
                 "name": f"{entry.call.collective} ({entry.call.algorithm})",
                 "cat": entry.phase,
                 "ph": "X",
-                "pid": self.rank,
+                "pid": entry.call.src,
                 "tid": 0,
                 "ts": entry.started * 1e6,
                 "dur": max(entry.finished - entry.started, 0.0) * 1e6,
@@ -217,7 +252,22 @@ class Ledger:
             }
             for entry in self.entries
         ]
-        Path(path).write_text(json.dumps({"traceEvents": events}))
+        _write(path, json.dumps({"traceEvents": events}))
+
+
+def _write(path: str | Path, text: str) -> None:
+    """Write all of a file or, if that fails, nothing.  A link or a device is written in place."""
+    file, data = Path(path), text.encode("utf-8", "backslashreplace")
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        file.write_bytes(data)
+        return
+    unfinished = file.with_name(f"{file.name}.part")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(file)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 # Ledgers that record a communicator, and its ranks in their numbering (None: the same).
@@ -225,26 +275,22 @@ Ancestry = list[tuple[list[Ledger], Sequence[int] | None]]
 
 
 class Recorder:
-    """Enters the runs of a plan of `rank` into the ledgers that are open at the time.
+    """Enters the runs of a program of `rank` into the ledgers that are open at the time.
 
-    `numbered`: see `Call`.  `sent`: what every run sends.  `communicator`: the ranks of the job
-    that take part, and which one of the communicators of these ranks it is.
+    `names`: the collective and the algorithm.  `numbered`: see `Call`.  `sent`: what every run
+    sends.
     """
 
     def __init__(
         self,
-        collective: str,
-        algorithm: str,
+        names: tuple[str, str],
         numbered: Callable[[int], str],
-        sent: Callable[[], Sent],
+        sent: Sent,
         ancestry: Ancestry,
         rank: int,
-        communicator: tuple[tuple[int, ...], int] = ((), 0),
     ) -> None:
-        self._names, self._numbered, self._sent = (collective, algorithm), numbered, sent
-        self.communicator = communicator
+        self.names, self._numbered, self._sent = names, numbered, sent
         self._ancestry, self._rank = ancestry, rank
-        self.ledgers = [ledgers for ledgers, _ in ancestry]  # to look at, before calling us
         self._calls: list[tuple[list[Ledger], Call]] = []
 
     def number(self, number: int) -> str:
@@ -252,7 +298,9 @@ class Recorder:
         return self._numbered(number)
 
     def record(self, number: int, started: float, finished: float = 0.0) -> list[list[Any]]:
-        """Enter a run.  It shall take no time, so what can be said later is not said here."""
+        """Enter a run, if a ledger is open.  What can be said later is not said here."""
+        if not any(ledgers for ledgers, _ in self._ancestry):
+            return []
         phase = _current_phase()
         entered = []
         for ledgers, call in self._calls or self._made_calls():
@@ -264,25 +312,17 @@ class Recorder:
 
     def describe(self, number: int) -> dict[str, Any]:
         """A run in words, for the flight recorder."""
-        collective, algorithm = self._names
+        collective, algorithm = self.names
         return {
             "call": self.number(number),
             "collective": collective,
             "algorithm": algorithm,
-            "bytes": sum(num_bytes for _, _, num_bytes, _ in self._sent()),
+            "bytes": sum(num_bytes for _, _, num_bytes, _ in self._sent),
         }
 
-    def withdraw(self, entered: list[list[Any]]) -> None:
-        """Take out again what was entered with a run: nothing of it was sent."""
-        for ledgers in self.ledgers:
-            for ledger in ledgers:
-                kept = [each for each in ledger.entered if not any(each is one for one in entered)]
-                ledger.entered[:] = kept
-
     def _made_calls(self) -> list[tuple[list[Ledger], Call]]:
-        sent = self._sent()
         for ledgers, ranks in self._ancestry:
             src = self._rank if ranks is None else ranks[self._rank]
-            call = Call(*self._names, sent, src, ranks, self._numbered)
+            call = Call(*self.names, self._sent, src, ranks, self._numbered)
             self._calls.append((ledgers, call))
         return self._calls

@@ -1,27 +1,27 @@
-"""The ranks of one job on this host: what they tell their launcher, and what it sees of them.
+"""The ranks of one job on this host, as their launcher sees them.
 
-They are not the launcher's children, so it cannot wait for them, and not every mpirun says which of
-them died.  So a rank puts a pipe with its process number on the job's board when it starts, holds
-it open as long as it lives, takes it down when it ends in good order, and posts its status if it
-fails.  Whoever lets go of a pipe that is still up was killed, or crashed.  The board is a directory
-that no other job has; by its name, which is in every rank's environment, the ranks are known too.
+`rank.py` is the other side: it says why ranks connect to the launcher, and what they tell it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import signal
+import socket
+import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-BOARD = "COLLECTIVES_JOB"
-"""The environment variable that names the board."""
+from collectives.rank import IN_MPI, JOB, address
 
-_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")  # where an MPI tells a rank its number
+_PF_EXITING = 0x4  # among the flags in /proc/PID/stat: the process is ending (linux/sched.h)
 
 
 class Rank(NamedTuple):
@@ -34,58 +34,45 @@ class Rank(NamedTuple):
         return f"Rank {self.number} (process {self.pid})"
 
 
-# --- a rank's side ------------------------------------------------------------------------------
+@dataclass
+class _Connection:
+    """What is known of one rank."""
 
-
-def enter() -> None:
-    """Post on the job's board, if there is one here, that this process is a rank."""
-    if board := os.environ.get(BOARD):
-        with contextlib.suppress(OSError):
-            os.mkfifo(_post(board))
-            os.open(_post(board), os.O_RDWR | os.O_NONBLOCK)  # the end of the process closes it
-
-
-def leave(status: int = 0) -> None:
-    """Take the post down: this process ends in good order, or with a status that is now posted."""
-    if board := os.environ.get(BOARD):
-        with contextlib.suppress(OSError):
-            if status:
-                Path(board, f"status-{status}").touch()
-            _post(board).unlink()
-
-
-def _post(board: str, pid: int | None = None) -> Path:
-    return Path(board, f"rank-{os.getpid() if pid is None else pid}")
-
-
-# --- the launcher's side ------------------------------------------------------------------------
-
-
-def reported(board: str) -> int:
-    """The exit status of a rank of this host that has failed, or 0."""
-    posts = Path(board).glob("status-*")
-    return next((int(post.name.removeprefix("status-")) for post in posts), 0)
+    socket: socket.socket
+    pid: int
+    said: bytes = b""
+    number: int | None = None  # None: it has not said yet; -1: it does not know
+    has_left: bool = False  # it ends in an orderly way, or is no longer to be seen
+    has_died: bool = False
 
 
 class Watch:
-    """Sees the ranks of this host die as they do, in that order, and before the job has ended.
+    """Hears what the ranks of this host say, and sees them die, in that order.
 
-    Where the kernel cannot tell (Linux can from 5.3 on) nobody is seen to die.
+    A selector hands over one event after the other in the order in which they happened.  That is
+    needed: after a death mpirun kills the other ranks, often before the launcher's turn has come.
+    A connection closes before the process has ended, and its process may end after those of ranks
+    that were killed because of it.  So a closed connection counts as the death.  The process itself
+    is watched too, for a child that a library has forked may hold the connection open.
+
+    Where the kernel cannot watch processes (Linux can from 5.3 on) nobody is seen to die.
     """
 
-    def __init__(self, board: str, job: int) -> None:
-        """`job`: the process of mpirun."""
-        self._board = board
-        self._known: set[int] = set()
-        self._dead: set[int] = set()
-        self._ranks: dict[int, Rank | None] = {}  # by file descriptor; None: mpirun
+    def __init__(self, job: str) -> None:
+        """`job`: the job's directory."""
+        self.status = 0  # of the first rank that has failed in an orderly way
+        self.is_in_mpi = False  # MPI_Init has returned on some rank
+        self._connections: list[_Connection] = []
+        self._news: deque[Rank] = deque()
+        self._sees_deaths = False
         self._undo = contextlib.ExitStack()
-        # An epoll hands over one event after the other in the order in which they happened.  After
-        # a death mpirun kills the rest, often before the launcher's turn to look has come.  Both
-        # see a rank die when its files are closed; its process may end after those of the others.
-        self._deaths = self._undo.enter_context(select.epoll()) if _can_watch() else None
-        if self._deaths is not None:
-            self._follow(self._deaths, os.pidfd_open(job), None)
+        self._selector = self._undo.enter_context(selectors.DefaultSelector())
+        self._door = self._undo.enter_context(socket.socket(socket.AF_UNIX))
+        self._door.setblocking(False)
+        with address(job) as path:
+            self._door.bind(path)
+        self._door.listen(socket.SOMAXCONN)
+        self._follow(self._door, self._admit)
 
     def __enter__(self) -> Watch:
         return self
@@ -93,77 +80,131 @@ class Watch:
     def __exit__(self, *failure: object) -> None:
         self._undo.close()
 
+    def begin(self, mpirun: int) -> None:
+        """See ranks die from now on, and until this process ends: then they die of its end."""
+        self._sees_deaths = self._follow_process(mpirun, self._end)
+
     def wait(self, seconds: float) -> Rank | None:
-        """A rank that has died without a word, or None after so long, or when the job ends."""
-        if self._deaths is None:
-            time.sleep(seconds)
-            return None
-        deadline = time.monotonic() + seconds
-        self._meet(self._deaths)
-        while events := self._deaths.poll(max(deadline - time.monotonic(), 0.0), maxevents=1):
-            descriptor, _ = events[0]
-            self._deaths.unregister(descriptor)
-            rank = self._ranks[descriptor]
-            if rank is None:
-                self._deaths = None  # the ranks that outlive mpirun die of its end
-                return None
-            if _post(self._board, rank.pid).exists():
-                self._dead.add(rank.pid)
-                return rank
-        return None
+        """A rank that has died without a word, or None after so long, or when mpirun ends."""
+        deadline, saw_deaths = time.monotonic() + seconds, self._sees_deaths
+        while events := self._selector.select(max(deadline - time.monotonic(), 0.0)):
+            for key, _ in events:
+                key.data()
+            if self._news or saw_deaths != self._sees_deaths:
+                break
+        return self._news.popleft() if self._news else None
 
     def saw_the_end_of(self, size: int) -> bool:
         """Whether so many ranks were here, each of which has died or come to its program's end."""
-        met = [rank.pid for rank in self._ranks.values() if rank is not None]
-        return len(met) == size and not any(
-            _post(self._board, pid).exists() for pid in met if pid not in self._dead
-        )
+        return len(self._connections) == size and not any(self._running())
 
-    def _meet(self, deaths: select.epoll) -> None:
-        """Follow the ranks that have come since the last time."""
-        for post in Path(self._board).glob("rank-*"):
-            pid = int(post.name.removeprefix("rank-"))
-            if pid not in self._known:
-                self._known.add(pid)
-                with contextlib.suppress(OSError):  # gone already
-                    # The post may be another host's, if the board lies on a shared disk.
-                    if (rank := _rank(pid, self._board)) is not None:
-                        descriptor = os.open(post, os.O_RDONLY | os.O_NONBLOCK)
-                        self._follow(deaths, descriptor, rank)
+    def ask(self, signum: int) -> list[int]:
+        """Send a signal to the running ranks that handle it; their numbers."""
+        asked = []
+        for rank in self._running():
+            with contextlib.suppress(OSError):  # gone already
+                if _handles(rank.pid, signum):  # or it would die of it
+                    os.kill(rank.pid, signum)
+                    asked.append(rank.number)
+        return asked
 
-    def _follow(self, deaths: select.epoll, descriptor: int, rank: Rank | None) -> None:
-        self._undo.callback(os.close, descriptor)
-        self._ranks[descriptor] = rank
-        deaths.register(descriptor, select.EPOLLIN)
+    def _running(self) -> Iterator[Rank]:
+        for each in self._connections:
+            if not each.has_left and not each.has_died:
+                yield Rank(-1 if each.number is None else each.number, each.pid)
+
+    # --- events
+
+    def _follow(self, file: int | socket.socket, react: Callable[[], object]) -> None:
+        self._selector.register(file, selectors.EVENT_READ, react)
+
+    def _follow_process(self, pid: int, react: Callable[[], object]) -> bool:
+        """React when this process ends; False if that cannot be seen."""
+        try:
+            process = os.pidfd_open(pid)
+        except (AttributeError, OSError):
+            return False
+        self._undo.callback(os.close, process)
+
+        def ended() -> None:
+            self._selector.unregister(process)
+            react()
+
+        self._follow(process, ended)
+        return True
+
+    def _end(self) -> None:
+        self._sees_deaths = False
+
+    def _admit(self) -> None:
+        """A process has connected."""
+        connected = self._undo.enter_context(self._door.accept()[0])
+        connected.setblocking(False)
+        connection = _Connection(connected, _peer(connected))
+        self._connections.append(connection)
+        self._follow(connected, partial(self._hear, connection))
+        self._follow_process(connection.pid, partial(self._lose, connection))
+
+    def _hear(self, connection: _Connection) -> None:
+        """A rank has said something, or its connection is closed."""
+        said = b""
+        with contextlib.suppress(OSError):  # it was closed with something unread
+            said = connection.socket.recv(64)
+        if said:
+            self._take(connection, said)
+            return
+        self._selector.unregister(connection.socket)
+        if _is_ending(connection.pid):
+            self._lose(connection)
+        connection.has_left = True  # it has closed its files, or has become another program
+
+    def _take(self, connection: _Connection, said: bytes) -> None:
+        """First a rank says its number, and is answered; at its end, its status."""
+        *lines, connection.said = (connection.said + said).split(b"\n")
+        for line in lines:
+            if line == IN_MPI:
+                self.is_in_mpi = True
+            elif connection.number is None:
+                connection.number = int(line)
+                with contextlib.suppress(OSError):
+                    connection.socket.send(b"\n")
+            else:
+                connection.has_left = True
+                self.status = self.status or int(line)
+
+    def _lose(self, connection: _Connection) -> None:
+        """A rank has died, unless it had left; that it may have said just before."""
+        if connection.has_left or connection.has_died or not self._sees_deaths:
+            return
+        connection.has_died = True
+        if connection.number is not None and connection.number >= 0:
+            self._news.append(Rank(connection.number, connection.pid))
 
 
-def _can_watch() -> bool:
+def _peer(connected: socket.socket) -> int:
+    """The process that has connected."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, _, _ = struct.unpack("3i", credentials)
+    return int(pid)
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether this process has ended, or is about to: the kernel already closes its files."""
     try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):
-        return False
-    return hasattr(select, "epoll")
-
-
-def ask(board: str, signum: int) -> list[int]:
-    """Send a signal to the ranks of this host that handle it; their numbers."""
-    asked = []
-    for post in Path(board).glob("rank-*"):
-        with contextlib.suppress(OSError):  # gone already
-            rank = _rank(int(post.name.removeprefix("rank-")), board)
-            if rank is not None and _handles(rank.pid, signum):  # or it would die of it
-                os.kill(rank.pid, signum)
-                asked.append(rank.number)
-    return asked
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return True
+    flags = int(stat.rpartition(b")")[2].split()[6])
+    return bool(flags & _PF_EXITING)
 
 
 def _handles(pid: int, signum: int) -> bool:
-    status = Path(f"/proc/{pid}/status").read_text()
+    status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     (caught,) = (line for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
 
 
-def kill(board: str) -> None:
+def kill(job: str) -> None:
     """Kill what is left of a job on this host, and whatever it has started.
 
     Neither group nor parent leads to the ranks: MPICH's stand in sessions of their own, Open MPI's
@@ -171,7 +212,7 @@ def kill(board: str) -> None:
     """
     for pid in _processes():
         with contextlib.suppress(OSError):
-            if _environment(pid).get(BOARD) == board:
+            if os.fsencode(f"{JOB}={job}") in _environment(pid):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -179,19 +220,6 @@ def _processes() -> Iterator[int]:
     return (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
 
 
-def _rank(pid: int, board: str) -> Rank | None:
-    """The process as a rank of this job; None if it is none.  OSError if it is gone."""
-    environment = _environment(pid)
-    number = _number(environment)
-    return Rank(number, pid) if environment.get(BOARD) == board and number is not None else None
-
-
-def _environment(pid: int) -> dict[str, str]:
+def _environment(pid: int) -> list[bytes]:
     """What the process was started with.  OSError if it is gone, or somebody else's."""
-    entries = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
-
-
-def _number(environment: Mapping[str, str]) -> int | None:
-    found = [environment[name] for name in _NUMBERS if name in environment]
-    return int(found[0]) if found and found[0].isdecimal() else None
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays import Array, Backend, BinaryFunction, backend_of
+from collectives.kernels import kind
 from collectives.spec import SPECS
 
 _INTEGERS, _FLOATS, _COMPLEX, _BOOL = "iu", "f", "c", "b"
@@ -58,9 +59,9 @@ class Operator:
 
     def check(self, dtype: np.dtype[Any]) -> None:
         """Raise TypeError if the operator has no meaning for this dtype."""
-        if self.kinds is not None and _kind(dtype) not in self.kinds:
+        if self.kinds is not None and kind(dtype) not in self.kinds:
             hint = ""
-            if _kind(dtype) == _BOOL:
+            if kind(dtype) == _BOOL:
                 hint = "; bool takes and, or, xor, min, max"
             raise TypeError(f"op {self.name!r} is not defined for dtype {dtype}{hint}")
 
@@ -96,21 +97,9 @@ def _likeness(x: Array, what: str) -> tuple[str, np.dtype[Any], tuple[int, ...]]
     return backend_of(x, what).name, x.dtype, tuple(x.shape)
 
 
-def _kind(dtype: np.dtype[Any]) -> str:
-    """NumPy's kind letter; bfloat16 counts as a float, no other foreign dtype as anything."""
-    is_native = dtype.type.__module__ == "numpy"
-    return _FLOATS if is_bfloat16(dtype) else dtype.kind if is_native else "?"
-
-
 def has_infinities(dtype: np.dtype[Any]) -> bool:
     """Whether there are values of this dtype that are no finite numbers."""
-    return _kind(dtype) in _FLOATS + _COMPLEX
-
-
-def is_bfloat16(dtype: np.dtype[Any]) -> bool:
-    """Whether this is ml_dtypes' bfloat16, asked without importing ml_dtypes."""
-    is_foreign = dtype.itemsize == 2 and dtype.type.__module__.startswith("ml_dtypes")
-    return is_foreign and dtype.name == "bfloat16"
+    return kind(dtype) in _FLOATS + _COMPLEX
 
 
 # All of these are commutative.

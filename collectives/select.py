@@ -7,6 +7,7 @@ never replaced by another: it runs, or the call is refused.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,7 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from collectives.algorithms import Algorithm
+from collectives.algorithms import Algorithm, registry
 from collectives.decisions import Decisions, extent
 from collectives.labels import Named, named
 from collectives.lanes import num_lanes
@@ -23,6 +24,7 @@ from collectives.spec import SPECS
 
 SEGMENT_BYTES = 256 * 1024
 _MAX_SEGMENTS = 256
+_MAX_PROVED = 2**14  # pieces times ranks of a proof in the middle of a call, which takes 0.3 s
 
 _EVER = float("inf")
 
@@ -38,6 +40,9 @@ class _Rule(NamedTuple):
     is_for_powers: bool = False
     most_ranks: float = _EVER
 
+
+# Bytes that Open MPI sends at once between two processes; of more it tells the receiver first.
+_MOST_EAGER = 4000
 
 # Where nothing was measured.  The first that fits and serves is taken.  What combines in another
 # order than that of ranks serves no operator that needs the order; the last one always does.  Those
@@ -57,6 +62,8 @@ _RULES: dict[str, Sequence[_Rule]] = {
         _Rule(_EVER, "in_order_binary"),
     ),
     "all_reduce": (
+        _Rule(_MOST_EAGER, "recursive_doubling", most_ranks=2),
+        _Rule(2 * _MOST_EAGER, "ring", most_ranks=2),  # whose messages are half as long
         _Rule(96 * 1024, "recursive_doubling"),
         _Rule(_EVER, "ring", most_ranks=2),
         _Rule(512 * 1024, "rabenseifner", is_for_powers=True),
@@ -122,26 +129,47 @@ def choose(
     `num_bytes` is the n of the formulas.  `decisions`: what was measured, before which the built-in
     rules stand back.  Raises ValueError if there is no algorithm of this name or it cannot serve.
     """
-    if text is None:
+    if text is not None:
+        found, reason = check(collective, text, size, operator), "named by the caller"
+    else:
         is_free = operator is None or operator.is_commutative
-        return _default(collective, size, num_bytes, is_free, decisions)
-    return _choice(check(collective, text, size, operator), size, num_bytes, "named by the caller")
+        limits = _limits(collective, decisions)
+        limit = limits[bisect_left(limits, num_bytes)]
+        found, reason = _default(collective, size, limit, is_free, decisions, registry.generation())
+    chosen = {**options(found.algorithm, size, num_bytes), **found.options}
+    segments = num_lanes(found.algorithm, size, num_bytes, tuple(chosen.items()))
+    return Choice(found.algorithm, chosen, found.label, reason, segments)
+
+
+@lru_cache(maxsize=256)
+def _limits(collective: str, decisions: Decisions | None) -> list[float]:
+    """The sizes at which another choice may begin, in order: between two of them all are alike."""
+    limits = {rule.largest for rule in _RULES[collective]}
+    return sorted(limits.union(() if decisions is None else decisions.limits(collective)))
 
 
 @lru_cache(maxsize=1024)
 def _default(
-    collective: str, size: int, num_bytes: int, is_free: bool, decisions: Decisions | None
-) -> Choice:
-    """As measured, else by the rules.  `is_free`: the order of combining does not matter."""
+    collective: str,
+    size: int,
+    num_bytes: float,
+    is_free: bool,
+    decisions: Decisions | None,
+    generation: int,
+) -> tuple[Named, str]:
+    """As measured, else by the rules, and why.  `is_free`: the order of combining does not matter.
+
+    `generation`: which algorithms the names that were measured stand for.
+    """
     measured = () if decisions is None else decisions.ranked(collective, size, num_bytes)
     for label, reason in chain(measured, _ruled(collective, size, num_bytes)):
         found = named(collective, label)
         if found.serves(size) and (is_free or found.algorithm.is_ordered):
-            return _choice(found, size, num_bytes, reason)
+            return found, reason
     raise AssertionError(f"no rule for {collective} covers {num_bytes} bytes on {size} ranks")
 
 
-def _ruled(collective: str, size: int, num_bytes: int) -> Iterator[tuple[str, str]]:
+def _ruled(collective: str, size: int, num_bytes: float) -> Iterator[tuple[str, str]]:
     """The algorithms of the built-in rules that fit, best first, and in words which rule it is."""
     is_power = size.bit_count() == 1
     meant = [
@@ -155,21 +183,23 @@ def _ruled(collective: str, size: int, num_bytes: int) -> Iterator[tuple[str, st
             yield rule.name, f"built-in rule: {sizes}"
 
 
-def _choice(found: Named, size: int, num_bytes: int, reason: str) -> Choice:
-    """With the options that depend on n, unless they were given."""
-    chosen = {**options(found.algorithm, size, num_bytes), **found.options}
-    segments = num_lanes(found.algorithm, size, num_bytes, tuple(chosen.items()))
-    return Choice(found.algorithm, chosen, found.label, reason, segments)
-
-
 def options(algorithm: Algorithm, size: int, num_bytes: int) -> dict[str, int]:
-    """The options that depend on n: what has segments gets such as stay in cache."""
+    """The options that depend on n: what has segments gets such as stay in cache.
+
+    Of a registered algorithm every number of segments has to be proved, so there are few numbers
+    to choose from, and none so large that the proof takes long.
+    """
     if "segments" not in algorithm.options:
         return {}
     num_parts = algorithm.case(size, segments=1).num_pieces  # before they are cut into segments
     if not SPECS[algorithm.collective].has_pieces:
         num_parts *= size
-    return {"segments": min(max(1, -(-num_bytes // (SEGMENT_BYTES * num_parts))), _MAX_SEGMENTS)}
+    segments = max(1, -(-num_bytes // (SEGMENT_BYTES * num_parts)))
+    if algorithm.is_built_in:
+        return {"segments": min(segments, _MAX_SEGMENTS)}
+    power_of_two = 1 << (segments - 1).bit_length()
+    most = min(_MAX_PROVED // (size * num_parts), _MAX_SEGMENTS)
+    return {"segments": max(1, min(power_of_two, most))}
 
 
 # A named algorithm

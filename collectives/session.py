@@ -1,58 +1,94 @@
-"""One rank's end of a communicator: its tags, its ledgers, and how its plans are made.
+"""One rank's end of a communicator: its numbers and tags, its ledgers, and its calls in order.
 
 Tags keep messages apart.  A quarter of them is the user's (point to point), a quarter numbers the
 collective calls, so that the messages of two calls never meet, and a quarter is for what the
 library sends ahead of a call of that number.  Blocking calls all have one tag, of the last quarter,
-so that their plans can be kept: they run one after the other on every rank, and between two ranks
-messages of one tag arrive in the order in which they were sent.  The others of that quarter are for
-what the ranks tell each other in checked mode, in the order in which calls start.
+so that their executions can be kept: they run one after the other on every rank, and between two
+ranks messages of one tag arrive in the order in which they were sent.  The others of that quarter
+are for what the ranks tell each other in checked mode, in the order in which calls start.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import algorithms, arguments, checked, header, select
-from collectives.arrays import HOST, Array, Backend
-from collectives.checked import Checker, Guard, Mode
+from collectives import algorithms, arguments, checked, header, kernels, select
+from collectives.arrays import HOST, Array, Arrays, Backend, Bytes
+from collectives.call_cache import (
+    NO_CALLS,
+    CachedCall,
+    CachedStart,
+    CallCache,
+    CheckedCall,
+    NotYourTurn,
+)
+from collectives.checked import Checker, Mode
 from collectives.decisions import Decisions
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
-from collectives.fingerprint import Fingerprint
-from collectives.flight_recorder import Position
 from collectives.header import Header
-from collectives.lanes import Woven, compile_lanes
-from collectives.ledger import Ancestry, Ledger, Recorder, Sent
-from collectives.plan import Buffers, Plan
-from collectives.program import Counts, Message, Program, Region, Step
+from collectives.layout import Region
+from collectives.ledger import Ancestry, Ledger
+from collectives.placement import Counts, Message, Step
+from collectives.plan import Plan
+from collectives.program import CallSpec
 from collectives.progress import ProgressThread
 from collectives.reduction import Operator
-from collectives.remembered import KeptCall, Remembered
-from collectives.schedule import Round, grid, incoming, outgoing
-from collectives.select import Choice
-from collectives.spec import SPECS
+from collectives.run_pool import RunPool, ends_of
+from collectives.runs import Run
+from collectives.schedule import Round, incoming, outgoing
 from collectives.transport import Transport
-from collectives.work import Rest, Work
+from collectives.work import Steps, Work
 
-_MOST_ROWS = 16  # that a time-out shows
-_MOST_ROUNDS = 4  # that it shows before, and after
+_MOST_DIMENSIONS = 8  # of arrays that compiled code looks at
 FREED = "this communicator was freed"
 _NOTHING = Region("input", 0, 0)
 
 Result = TypeVar("Result")
 
 
-class Arrays(NamedTuple):
-    """The checked arrays of a call: where it reads and where it writes, if this rank does."""
+class Turn:
+    """The number of a call and its tags.
 
-    backend: Backend
-    source: Array | None
-    target: Array | None
+    The number is taken when it is first asked for: a call that is refused takes none, so that it
+    can be made again.
+    """
+
+    def __init__(self, session: Session, is_blocking: bool) -> None:
+        self._session, self.is_blocking = session, is_blocking
+        self._number: int | None = None
+        self._check_tag: int | None = None
+
+    @property
+    def number(self) -> int:
+        """The number of the call."""
+        if self._number is None:
+            self._number = self._session.next_number()
+        return self._number
+
+    @property
+    def check_tag(self) -> int:
+        """That of what ranks tell each other of the call, and of what goes ahead of it."""
+        if self._check_tag is None:
+            self._check_tag = self._session.checks_tag()
+        return self._check_tag
+
+    @property
+    def tag(self) -> int:
+        """That of the call's own messages."""
+        return self._session.tag(3, 0) if self.is_blocking else self._session.tag(1, self.number)
+
+    @property
+    def ahead_tag(self) -> int:
+        """That of what goes ahead of them."""
+        return self._session.tag(2, self.number)
 
 
 class Session:
@@ -63,26 +99,30 @@ class Session:
         transport: Transport,
         timeout: float | None = None,
         name: str = "",
+        parent: Session | None = None,
         ancestry: Ancestry | None = None,
         thread: ProgressThread | None = None,
         check: Mode | None = None,
     ) -> None:
         self.transport, self.timeout, self.name = transport, timeout, name
-        self.thread = thread
-        self.checker = None if check is None else Checker(transport, check, self)
+        self.thread, self.thread_delay = thread, 0.0
+        self.checker = None if check is None else Checker(self, check)
         self.decisions: Decisions | None = None
         self.ledgers: list[Ledger] = []
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
-        self.remembered = Remembered()
-        self._num_calls = [0]  # counted by the plans of blocking calls, when they run
-        self._num_messages = 0
-        self._num_checks = 0
-        # A blocking call that timed out, with its arrays; the next waits for it.
-        self._overdue: Work | Rest | None = None
-        # What has gone ahead of a call whose own messages have not yet been prepared.
-        self._ahead: Plan | None = None
+        self._family: WeakSet[Session] = WeakSet() if parent is None else parent._family
+        self._family.add(self)
+        self.numbers: NDArray[np.int64] = np.zeros(1, np.int64)  # calls made; read by compiled code
+        self.checks: NDArray[np.int64] = np.zeros(1, np.int64)  # comparisons; likewise
+        # One call at a time is made; whoever makes it has the only token, taken in one step.
+        self.turn = [None]
+        self._late: Work | None = None  # a blocking call that timed out; the next waits for it
         self._damage: CollectiveError | None = None  # why nothing can be called any more
         self._num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self.runs = RunPool(transport, name, self.ancestry)
+        self.cache = CallCache()
+        self.quick_calls = NO_CALLS
+        self.refresh()
 
     def child(self, transport: Transport, members: Sequence[int]) -> Session:
         """The session of a communicator of some of our ranks, recorded by whoever records us."""
@@ -94,43 +134,42 @@ class Session:
             for ledgers, ranks in self.ancestry
         ]
         check = None if self.checker is None else self.checker.mode
-        child = Session(transport, self.timeout, name, ancestry, self.thread, check)
+        child = Session(transport, self.timeout, name, self, ancestry, self.thread, check)
         child.decisions = self.decisions
         return child
 
-    # Tags.  A call that is refused takes none, so that it can be made again.
+    # Numbers and tags
 
-    def _tag(self, quarter: int, number: int) -> int:
+    def tag(self, quarter: int, number: int) -> int:
+        """A tag of one of the four quarters."""
         num_each = self.transport.num_tags // 4
         return quarter * num_each + number % num_each
 
-    def next_tag(self) -> int:
-        """The tag of a new call."""
-        self.make_way()
-        self._num_calls[0] += 1
-        return self._tag(1, self._num_calls[0])
-
-    def ahead_tag(self) -> int:
-        """The tag for what is sent ahead of the next call, whose turn it now is."""
-        self._take_turn(None)
-        return self._next_ahead()
-
-    def _next_ahead(self) -> int:
-        return self._tag(2, self._num_calls[0] + 1)
+    def next_number(self) -> int:
+        """The number of a new call."""
+        self.numbers[0] += 1
+        return int(self.numbers[0])
 
     @property
     def num_calls(self) -> int:
         """How many calls there have been."""
-        return self._num_calls[0]
+        return int(self.numbers[0])
 
     def catch_up(self, num_calls: int) -> None:
         """After ranks have called different things: there have been so many on another one."""
-        self._num_calls[0] = max(self._num_calls[0], num_calls)
+        self.numbers[0] = max(self.num_calls, num_calls)
 
     def checks_tag(self) -> int:
         """The tag of the next exchange of fingerprints: no blocking call's, nor that of `meet`."""
-        self._num_checks += 1
-        return self._tag(3, 2 + self._num_checks % (self.transport.num_tags // 4 - 2))
+        self.checks[0] += 1
+        tags = self.checks_tags
+        return tags[int(self.checks[0]) % len(tags)]
+
+    @property
+    def checks_tags(self) -> range:
+        """The tags that exchanges of fingerprints have in turns."""
+        num_each = self.transport.num_tags // 4
+        return range(3 * num_each + 2, 4 * num_each)
 
     def users_tag(self, tag: object) -> int:
         """A tag that the user names."""
@@ -139,67 +178,72 @@ class Session:
             raise ValueError(f"tag must be from 0 to {largest}, got {number}")
         return number
 
-    # Blocking calls
+    # Calls in order
 
-    def again(
-        self, call: KeptCall, x: Array | None, out: Array | None, timeout: float | None
-    ) -> Array | None:
-        """Run a call that is remembered, on these arrays."""
-        if self._damage is not None or self._overdue is not None:
-            self._take_turn(timeout)
+    def call(self, steps: Callable[[Turn], Steps], timeout: float | None) -> Any:
+        """Make a blocking call."""
+        with self.my_turn():
+            limit = self.limit(timeout)
+            self._wait_for_the_late(limit)
+            return Work.blocking(self, steps(Turn(self, is_blocking=True))).run(limit)
+
+    def started(self, steps: Callable[[Turn], Steps], timeout: float | None) -> Work:
+        """Start a call that does not block."""
+        with self.my_turn():
+            self.check()
+            work = Work(self, steps(Turn(self, is_blocking=False)), timeout=self.limit(timeout))
+            return work.start(self.thread, self.thread_delay)
+
+    def message(self, steps: Steps, timeout: float | None, is_async: bool) -> Any:
+        """Send or receive; that needs no turn, since its tag is the user's."""
+        self.check()
+        work = Work(self, steps, timeout=self.limit(timeout))
+        return work.start(self.thread) if is_async else work.run(self.limit(timeout))
+
+    @contextmanager
+    def my_turn(self) -> Iterator[None]:
+        """While this thread makes a call, no other thread can."""
         try:
-            return call(x, out, self.timeout if timeout is None else timeout)
-        except BaseException as error:
-            self._has_failed(call.plan, error)
-            raise
-
-    def once(self, plan: Plan, timeout: float | None) -> Array | None:
-        """Run the plan of a blocking call that is not remembered."""
-        self._take_turn(timeout)
+            token = self.turn.pop()
+        except IndexError:
+            raise NotYourTurn from None
         try:
-            return plan.run(self.limit(timeout))
-        except BaseException as error:
-            self._has_failed(plan, error)
-            raise
+            yield
+        finally:
+            self.turn.append(token)
 
-    def _take_turn(self, timeout: float | None) -> None:
+    def _wait_for_the_late(self, limit: float | None) -> None:
         """A call that timed out comes first: all have the same tag."""
         self.check()
-        late, self._overdue = self._overdue, None
-        limit = self.limit(timeout)
-        if isinstance(late, Rest):
-            late.go_on(limit)
-        elif late is not None:
-            self._complete(late, limit)
+        if self._late is not None:
+            if not self._late.is_over:
+                self._late.wait(limit)
+            self._late.test()  # what it failed with is what the next call has to say
+            self._late = None
+            self.refresh()
 
-    def make_way(self, timeout: float | None = None) -> None:
-        """For a call that timed out before it was numbered, as other ranks have numbered it."""
-        if isinstance(self._overdue, Rest):
-            self._take_turn(timeout)
+    def limit(self, timeout: object) -> float | None:
+        """The time limit of a call in seconds: its own, or that of all."""
+        limit = arguments.seconds(timeout)
+        return self.timeout if limit is None else limit
 
-    def _complete(self, work: Work, limit: float | None) -> None:
-        try:
-            work.plan.wait(limit)
-        except BaseException as error:
-            if isinstance(error, CollectiveTimeout):
-                error.work = work  # which keeps the arrays
-            self._has_failed(work.plan, error)
-            raise
-        work.plan.free()
+    def is_late(self, work: Work) -> None:
+        """A call has outlasted its time limit and goes on when somebody waits."""
+        if work.is_blocking:
+            self._late = work
+            self.refresh()
+        work.list()
 
-    def _has_failed(self, plan: Plan, error: BaseException) -> None:
+    def gave_up(self, work: Work, error: BaseException) -> None:
         """What failed half-way may leave messages that the next call would take for its own.
 
-        So it is the last thing that this communicator does.  A call that timed out goes on; and
-        what all ranks stopped together has left nothing.
+        So a blocking call, and one of which the others are in the midst, is the last thing that
+        this communicator does; but what all ranks stopped together has left nothing.
         """
-        self.remembered.drop(plan)
-        if plan.was_stopped:
-            return
-        if isinstance(error, CollectiveTimeout):
-            self._overdue = error.work
-            return
-        self._break(plan.title, error)
+        self.cache.forget()
+        is_stopped = self.checker is not None and self.checker.objection is error
+        if (work.is_blocking or work.was_ahead) and not is_stopped:
+            self._break(work.title, error)
 
     def _break(self, what: str, error: BaseException) -> None:
         """Nothing can be called any more, since this did not end as the other ranks expect."""
@@ -208,31 +252,71 @@ class Session:
         self._damage = CollectiveError(f"this communicator is of no more use: {what}")
         if isinstance(error, PeerFailed):
             self._damage = error
-        self.remembered.forget()
+        self.refresh()
 
     def check(self) -> None:
         """Raise CollectiveError if a failure has left this communicator unusable."""
         if self._damage is not None:
             raise self._damage.with_traceback(None)
 
+    def _under_way(self) -> list[Work]:
+        """The calls of this communicator that are under way."""
+        calls = [*self.transport.in_flight, *([] if self.thread is None else self.thread.calls)]
+        if self._late is not None:
+            calls.append(self._late)
+        ours = [call for call in calls if isinstance(call, Work) and call.owner is self]
+        return [work for work in ours if not work.is_over]
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether the communicator was given back."""
+        return self._damage is not None and str(self._damage) == FREED
+
     def free(self) -> None:
-        """Give back the plans of blocking calls, and the communicator below."""
-        plan = self._overdue.plan if isinstance(self._overdue, Work) else self._ahead
-        if plan is not None:
-            if self.thread is None:
-                plan.progress()  # it fails if the ranks have shrunk without it
-            plan.free()
-        self._overdue = self._ahead = None
-        self.remembered.forget()
+        """Give the communicator below back, if nothing is under way on it."""
+        for work in self._under_way():
+            if not work.test():
+                raise RuntimeError(f"{work.title} is already running; wait for it first")
+        self.cache.forget()
         # MPI gives the next communicator the number of one that was freed: after a failure it might
         # get the messages that this one has left as well.
         if self._damage is None or isinstance(self._damage, PeerFailed):
             self.transport.free()
             self._damage = CollectiveError(FREED)
+            self.runs.free()
+        self.refresh()
 
-    # Plans
+    # Quick calls: those that came before go straight to their executions
 
-    def collective(
+    def refresh(self) -> None:
+        """Allow quick calls or not: nothing comes first, and compiled code can compare them.
+
+        Those that are recorded begin in Python.
+        """
+        is_clear = self._damage is None and self._late is None
+        self.is_recorded = any(ledgers for ledgers, _ in self.ancestry)
+        self.is_quick = is_clear and not self.is_recorded and self.checker is None
+        can_check = self.checker is None or (self.checker.mode == "calls" and not self.is_recorded)
+        self.quick_calls = self.cache if is_clear and can_check else NO_CALLS
+
+    @contextmanager
+    def recording(self, ledger: Ledger) -> Iterator[None]:
+        """Record what is called here, and on all communicators made from this one."""
+        self.ledgers.append(ledger)
+        self._refresh_family()
+        try:
+            yield
+        finally:
+            self.ledgers.remove(ledger)
+            self._refresh_family()
+
+    def _refresh_family(self) -> None:
+        for session in list(self._family):
+            session.refresh()
+
+    # From a call to its run
+
+    def spec(
         self,
         collective: str,
         arrays: Arrays,
@@ -241,218 +325,226 @@ class Session:
         root: int = 0,
         op: Operator | None = None,
         algorithm: str | None = None,
-        is_kept: bool = False,
-        is_blocking: bool = False,
-        label: str | None = None,
-        tag: int | None = None,
-        says: Mapping[str, str] | None = None,
-    ) -> Plan:
-        """The plan of a collective.  `label`: what the ledger calls it if not by its name.
+        label: str = "",
+        is_blocking: bool | None = None,
+        out: str = "",
+    ) -> CallSpec:
+        """The call in a form in which it can be compiled, kept and compared.
 
-        That of a blocking call is to be run by `again` or `once`.  `says`: what the ranks tell each
-        other of it in checked mode, where that does not follow from the rest.
+        `label`: what the ledger calls it if not by its name.
         """
-        dtype, size = _dtype(arrays), self.transport.size
+        dtype, size = arrays.dtype, self.transport.size
         num_bytes = _num_bytes(counts, dtype)
-        chosen = select.choose(collective, algorithm, size, num_bytes, op, self.decisions)
-        buffers, aliasing = _flat(arrays, dtype), arguments.aliasing(*arrays)
-        program = compile_lanes(
-            chosen.algorithm,
-            self.transport.rank,
-            size,
-            root,
+        like = arrays.target if arrays.source is None else arrays.source
+        choice = select.choose(collective, algorithm, size, num_bytes, op, self.decisions)
+        return CallSpec(
+            collective,
+            choice.algorithm,
+            tuple(choice.options.items()),
+            choice.segments,
+            choice.label,
+            dtype,
             counts,
-            tuple(chosen.options.items()),
-            aliasing,
-            chosen.segments,
+            root,
+            op,
+            arguments.aliasing(*arrays),
+            None if like is None else tuple(like.shape),
+            label,
+            {None: "", True: "yes", False: "no"}[is_blocking],
+            out,
         )
-        names, what = (label or collective, chosen.label), None
-        if self.checker is not None:
-            what = checked.describe(collective, *arrays[1:], counts, root, op, chosen, aliasing)
-            what = what._replace(**{"collective": names[0], **(says or {})})
-            if tag is None:
-                what = what._replace(blocking="yes" if is_blocking else "no")
-            if not self.checker.compares_place:
-                what = what._replace(in_place="")
-        picture = partial(_picture, chosen, self.transport.rank, size, root)
-        bind = partial(self._plan, names, program, buffers, arrays, op, is_kept)
-        bind = partial(bind, what=what, picture=picture)
-        if tag is not None:
-            is_ahead, count = tag == self._next_ahead(), self.num_calls
-            return bind(f"{self.name}{count + 1}a" if is_ahead else f"{self.name}{count}", tag)
-        if is_blocking:
-            plan = bind(None, self._tag(3, 0))
-        else:
-            tag = self.next_tag()
-            plan = bind(f"{self.name}{self.num_calls}", tag)
-        self._ahead = None  # it is followed by what it was ahead of
-        return plan
 
-    def point_to_point(
+    def perform(
         self,
-        name: str,
+        spec: CallSpec,
         arrays: Arrays,
-        tag: int,
-        dest: int | None,
-        source: int | None,
-        is_kept: bool,
-    ) -> Plan:
-        """The plan of a send, a receive, or both at once."""
-        step, like = Step(), arrays.source
-        if arrays.source is not None and dest is not None:
-            whole = Region("input", 0, int(arrays.source.size))
-            step = step._replace(sends=(Message(dest, whole),))
-        if arrays.target is not None and source is not None:
-            whole = Region("output", 0, int(arrays.target.size))
-            step, like = step._replace(receives=(Message(source, whole),)), arrays.target
-        assert like is not None
-        self._num_messages += 1
-        number = f"{self.name}p{self._num_messages}"
-        buffers, program = _flat(arrays, like.dtype), Woven((Program((step,)),))
-        names = name, "point_to_point"
-        return self._plan(names, program, buffers, arrays, None, is_kept, number, tag)
+        turn: Turn,
+        *,
+        is_ahead: bool = False,
+        says: Mapping[str, str] | None = None,
+    ) -> Steps:
+        """The runs of a collective: the call itself, and what ranks tell each other around it.
 
-    def _plan(
-        self,
-        names: tuple[str, str],
-        program: Woven,
-        buffers: Buffers,
-        arrays: Arrays,
-        op: Operator | None,
-        is_kept: bool,
-        number: str | None,
-        tag: int,
-        what: Fingerprint | None = None,
-        picture: Callable[[Position], str] | None = None,
-    ) -> Plan:
-        """`number`: the call's, in the ledger; None if every run is a call of its own.
-
-        `what`: what the ranks tell each other before they run it, if they do.
+        `is_ahead`: whether it is sent ahead of the call of this turn.  `says`: what the ranks tell
+        each other of it in checked mode, where that does not follow from the rest.
         """
         self.check()
-        dtype = buffers.input.dtype
-        if program.num_scratch:
-            shape = (program.num_scratch * program.num_slots,)
-            scratch = buffers.backend.empty(shape, dtype)
-            buffers = buffers._replace(scratch=scratch)
-        return Plan(
-            (*names, number or ""),
-            program,
-            buffers,
-            self.transport,
-            tag=tag,
-            result=arrays.target,
-            timeout=self.timeout if number else None,
-            operator=op,
-            is_kept=is_kept,
-            recorder=self._recorder(names, number, partial(_sent, program, dtype.itemsize)),
-            counter=self._num_calls if number is None else None,
-            picture=picture,
-            thread=self.thread,
-            guard=None if what is None else self._guard(what, arrays, number),
+        tag = turn.ahead_tag if is_ahead else turn.tag
+        run = self.runs.call(spec, arrays, tag, turn.number, is_ahead=is_ahead)
+        yield from self.guarded(run, spec, arrays, lambda: turn.check_tag, says)
+
+    def guarded(
+        self,
+        run: Run,
+        spec: CallSpec,
+        arrays: Arrays,
+        tag: Callable[[], int],
+        says: Mapping[str, str] | None = None,
+    ) -> Steps:
+        """A run, and what the ranks tell each other before and after it in checked mode."""
+        if self.checker is None:
+            yield run
+            return
+        call = checked.Compared(spec, arrays, run, tag(), says or {})
+        yield from self.checker.before(call)
+        yield run
+        yield from self.checker.after(call)
+
+    # What is kept to be run again
+
+    def can_cache(self, look: tuple[Any, ...], spec: CallSpec, arrays: Arrays) -> bool:
+        """Whether calls that look like this one may go straight to an execution.
+
+        Not where one like it was remembered and could not serve this one, as it cannot serve an `x`
+        that has to be copied first.
+        """
+        return (
+            self.quick_calls is self.cache
+            and (self.checker is None or spec.blocking == "yes")
+            and self._is_compiled(arrays)
+            and spec.aliasing != "odd"
+            and _has_kernels(spec.op, spec.dtype)
+            and self.cache.find(look) is None
         )
 
-    def _recorder(
-        self, names: tuple[str, str], number: str | None, sent: Callable[[], Sent]
-    ) -> Recorder:
-        """Enters runs under the number of their plan, or each under one of its own."""
-        numbered = self._number if number is None else partial(_run_number, number)
-        transport = self.transport
-        return Recorder(*names, numbered, sent, self.ancestry, transport.rank, transport.identity)
+    def cached(self, look: tuple[Any, ...], spec: CallSpec, arrays: Arrays, turn: Turn) -> Steps:
+        """The run of a call, whose execution serves all that look like it from now on."""
+        self.check()
+        target, make = arrays.target, partial(self.runs.cached_call, spec)
+        run = make(arrays, turn.tag, turn.number)
+        execution, tags = run.reusable, range(0) if turn.is_blocking else self._tags_of_calls
+        execution.accept(run.log, run.key, self.numbers, arrays.source, target, tags)
+        likeness = None if target is None else (tuple(target.shape), target.dtype)
+        if not turn.is_blocking:
+            start = CachedStart(self, run, likeness, partial(_another, run, make, spec.dtype))
+            self.cache.add(look, start)
+            run.release = start.idle.append
+            yield run
+        elif self.checker is None:
+            self.cache.add(look, CachedCall(self, run, likeness))
+            yield run
+        else:
+            call = checked.Compared(spec, arrays, run, turn.check_tag, {})
+            steps = self.checker.steps(call)
+            self.cache.add(look, CheckedCall(self, run, likeness, steps))
+            yield from self.guarded(run, spec, arrays, lambda: turn.check_tag)
+        execution.let_go()
 
-    def _guard(self, what: Fingerprint, arrays: Arrays, number: str | None) -> Guard:
-        """What goes around the messages of a plan in checked mode."""
-        assert self.checker is not None
-        names = checked.LABEL, checked.ALGORITHM
-        recorder = self._recorder(names, number, self.checker.sent)
-        counter = self._num_calls if number is None else None
-        return Guard(self.checker, what, *arrays, recorder, counter)
+    @property
+    def _tags_of_calls(self) -> range:
+        """Those that calls have that do not block, by their numbers."""
+        num_each = self.transport.num_tags // 4
+        return range(num_each, 2 * num_each)
 
-    def _number(self, count: int) -> str:
-        """The number of a blocking call in the ledger; every run of its plan is one of its own."""
-        return f"{self.name}{count}"
+    def plan(self, spec: CallSpec, arrays: Arrays, result: Array | None, turn: Turn) -> Plan:
+        """A plan, which takes the number of a call when it is made."""
+        self.check()
+        run = self.runs.plan(spec, arrays, self.tag(1, turn.number), turn.number)
+        is_quick = self._is_compiled(arrays) and _has_kernels(spec.op, spec.dtype)
+        return self._planned(
+            run, partial(self.guarded, run, spec, arrays, self.checks_tag), arrays, result, is_quick
+        )
+
+    def message_plan(
+        self, name: str, arrays: Arrays, tag: int, dest: int | None, source: int | None
+    ) -> Plan:
+        """The plan of a send, a receive, or both at once."""
+        self.check()
+        run = self.runs.message_plan(ends_of(name, arrays, dest, source), arrays, tag)
+        is_quick = self._is_compiled(arrays)
+        return self._planned(run, partial(_alone, run), arrays, arrays.target, is_quick)
+
+    def _planned(
+        self,
+        run: Run,
+        steps: Callable[[], Steps],
+        arrays: Arrays,
+        result: Array | None,
+        is_quick: bool,
+    ) -> Plan:
+        """`is_quick`: whether compiled code can do all of it."""
+        plan = Plan(self, run, steps, result)
+        if is_quick:
+            plan.accept(run.reusable, arrays.source, arrays.target)
+        return plan
+
+    def run_by(self, backend: Backend, op: Operator | None, dtype: np.dtype[Any]) -> str:
+        """What runs programs on arrays of this kind, in words."""
+        if backend is not HOST:
+            return f"the interpreter: the arrays are on {backend.name}"
+        if self.transport.why_interpreted is not None:
+            return f"the interpreter: {self.transport.why_interpreted}"
+        if op is not None and not _has_kernels(op, dtype):
+            return f"compiled code, and Python where it combines {dtype} by {op.name}"
+        return "compiled code"
+
+    def _is_compiled(self, arrays: Arrays) -> bool:
+        """Whether compiled code can begin runs on these arrays."""
+        is_seen = all(x is None or x.ndim <= _MOST_DIMENSIONS for x in arrays[1:])
+        return arrays.backend is HOST and is_seen and self.transport.why_interpreted is None
 
     # What the library sends for itself, under labels of its own
 
     def announce(
-        self,
-        head: Header | None,
-        root: int,
-        num_counts: int,
-        timeout: float | None,
-        says: Mapping[str, str] | None = None,
-    ) -> Header:
-        """The root's header, on every rank, ahead of the next call."""
-        message: NDArray[np.uint8] = np.empty(header.num_bytes(num_counts), np.uint8)
+        self, head: Header | None, root: int, num_counts: int, turn: Turn, says: Mapping[str, str]
+    ) -> Steps:
+        """The root's header, on every rank, ahead of a call."""
+        message: Bytes = np.empty(header.num_bytes(num_counts), np.uint8)
         if head is not None:
             message = header.encode(head)
-        plan = partial(
-            self.collective,
-            "broadcast",
-            Arrays(HOST, None if head is None else message, message),
-            message.size,
-            root=root,
-            algorithm="binomial",
-            label="header",
-            says=says,
-        )
-        return header.decode(self._sent_ahead(plan, timeout))
+        arrays = Arrays(HOST, None if head is None else message, message)
+        named: dict[str, Any] = {"root": root, "algorithm": "binomial", "label": "header"}
+        spec = self.spec("broadcast", arrays, message.size, **named, is_blocking=turn.is_blocking)
+        yield from self.perform(spec, arrays, turn, is_ahead=True, says=says)
+        return header.decode(message)
 
-    def announce_counts(
-        self, numbers: Sequence[int], timeout: float | None, says: Mapping[str, str] | None = None
-    ) -> NDArray[np.int64]:
-        """Every rank's numbers, one row each, ahead of the next call."""
-        plan = partial(self._integers, numbers, "counts", says=says)
-        table: NDArray[np.int64] = self._sent_ahead(plan, timeout)
+    def table(
+        self,
+        numbers: Sequence[int],
+        label: str,
+        turn: Turn,
+        *,
+        is_ahead: bool = True,
+        says: Mapping[str, str] | None = None,
+    ) -> Steps:
+        """A few integers of every rank on every rank, one row each; ahead of a call."""
+        mine, size = np.array(numbers, np.int64), self.transport.size
+        table = np.empty((size, mine.size), np.int64)
+        arrays = Arrays(HOST, mine, table)
+        spec = self.spec("all_gather", arrays, (mine.size,) * size, label=label)
+        yield from self.perform(spec, arrays, turn, is_ahead=is_ahead, says=says)
         return table
 
-    def _sent_ahead(self, plan: Callable[..., Plan], timeout: float | None) -> Any:
-        """What goes ahead of a call.  One that timed out in it goes on where it was."""
-        if self._ahead is not None:
-            return self._ahead.wait(timeout)
-        self._take_turn(timeout)
-        self._ahead = plan(tag=self._next_ahead())
-        return self._ahead.run(timeout)
+    def all_integers(
+        self, numbers: Sequence[int], label: str, timeout: float | None = None
+    ) -> NDArray[np.int64]:
+        """A few integers of every rank on every rank: a call of its own."""
+        steps = partial(self.table, numbers, label, is_ahead=False)
+        table: NDArray[np.int64] = self.part(steps, timeout)
+        return table
 
-    def broke_off(self, error: BaseException, again: Callable[[float | None], Any]) -> None:
-        """A call has raised this: if something went ahead of it, the others are in the midst of it.
+    def roots_integers(
+        self, numbers: Sequence[int] | None, length: int, root: int, label: str
+    ) -> list[int]:
+        """A few integers of the root's on every rank: a call of its own."""
+        shared = np.empty(length, np.int64)
+        if numbers is not None:
+            shared[:] = numbers
+        arrays = Arrays(HOST, None if numbers is None else shared, shared)
+        spec = self.spec("broadcast", arrays, length, root=root, label=label)
+        self.part(partial(self.perform, spec, arrays))
+        return [int(number) for number in shared]
 
-        `again`: makes the call again, with this time limit.
-        """
-        plan = self._ahead
-        if plan is None:
-            return
-        if isinstance(error, CollectiveTimeout):
-            self._overdue = error.work = Rest(plan, partial(self._resume, again))
-            return
-        self._ahead = None
-        if not plan.was_stopped:
-            self._break(plan.title, error)
-
-    def _resume(self, again: Callable[[float | None], Any], timeout: float | None) -> Any:
-        """Wait for what goes ahead, and make the call that is then to follow."""
-        self._overdue = None  # it is its own turn
-        assert self._ahead is not None
+    def part(self, steps: Callable[[Turn], Steps], timeout: float | None = None) -> Any:
+        """A part of what only makes sense as a whole, on all ranks: one that timed out ends it."""
+        late = self._late
         try:
-            self._ahead.wait(timeout)
-        except BaseException as error:
-            self.broke_off(error, again)
+            return self.call(steps, timeout)
+        except CollectiveTimeout as error:
+            if error.work is not late:
+                error.work.give_up(error)
+                error.work = None
             raise
-        return again(timeout)
-
-    def part(self, plan: Plan, timeout: float | None = None) -> Any:
-        """Run a part of what only makes sense as a whole, on all ranks."""
-        try:
-            return plan.run(timeout)
-        except BaseException as error:
-            if not plan.was_stopped:
-                self._break(plan.title, error)
-            raise
-
-    def limit(self, timeout: object) -> float | None:
-        """The time limit of a call in seconds: its own, or that of all."""
-        limit = arguments.seconds(timeout)
-        return self.timeout if limit is None else limit
 
     def made(
         self, what: str, make: Callable[[float | None], Result], deadline: float | None
@@ -464,38 +556,27 @@ class Session:
             self._break(what, error)
             raise
 
-    def all_integers(
-        self, numbers: Sequence[int], label: str, tag: int, timeout: float | None = None
-    ) -> NDArray[np.int64]:
-        """A few integers of every rank on every rank, one row each; a part of something."""
-        table: NDArray[np.int64] = self.part(self._integers(numbers, label, tag=tag), timeout)
-        return table
-
-    def _integers(self, numbers: Sequence[int], label: str, **named: Any) -> Plan:
-        """The plan that brings a few integers of every rank to every rank."""
-        mine, size = np.array(numbers, np.int64), self.transport.size
-        arrays = Arrays(HOST, mine, np.empty((size, mine.size), np.int64))
-        return self.collective("all_gather", arrays, (mine.size,) * size, label=label, **named)
-
     def meet(self, members: Sequence[int], timeout: float | None) -> None:
         """Wait until these of our ranks are here, which make a communicator: MPI's own call to do
         so knows no time limit."""
         index, size = list(members).index(self.transport.rank), len(members)
         rounds = algorithms.schedule("barrier", "dissemination", rank=index, size=size)
-        program = Woven((Program(tuple(_meeting(each, members) for each in rounds)),))
-        arrays, names = Arrays(HOST, None, None), ("subgroup", "dissemination")
+        steps = [_meeting(each, members) for each in rounds]
         number = f"{self.name}s{self._num_children[tuple(members)] + 1}"
-        buffers, tag = _flat(arrays, np.dtype(np.uint8)), self._tag(3, 1)
-        plan = self._plan(names, program, buffers, arrays, None, False, number, tag)
-        self.part(plan, timeout)
+
+        def meeting(turn: Turn) -> Steps:
+            yield self.runs.meeting(steps, self.tag(3, 1), number)
+
+        self.part(meeting, timeout)
 
     def collect(self, data: bytes) -> list[bytes] | None:
         """Every rank's bytes, on rank 0; None on the others."""
-        lengths = self.all_integers([len(data)], "ledger", self.next_tag())[:, 0]
+        lengths = self.all_integers([len(data)], "ledger")[:, 0]
         is_root = self.transport.rank == 0
         whole = np.empty(int(lengths.sum()), np.uint8) if is_root else None
         arrays = Arrays(HOST, np.frombuffer(data, np.uint8), whole)
-        self.part(self.collective("gather", arrays, tuple(lengths.tolist()), label="ledger"))
+        spec = self.spec("gather", arrays, tuple(lengths.tolist()), label="ledger")
+        self.part(partial(self.perform, spec, arrays))
         if whole is None:
             return None
         return [part.tobytes() for part in np.split(whole, np.cumsum(lengths)[:-1])]
@@ -510,18 +591,6 @@ def _meeting(operations: Round, members: Sequence[int]) -> Step:
     return Step(sends=ends[0], receives=ends[1])
 
 
-def _flat(arrays: Arrays, dtype: np.dtype[Any]) -> Buffers:
-    """One-dimensional views of in- and output; empty ones where there is none."""
-    nothing = arrays.backend.empty((0,), dtype)
-    source, target = (nothing if x is None else x.reshape(-1) for x in arrays[1:])
-    return Buffers(arrays.backend, source, target, nothing)
-
-
-def _dtype(arrays: Arrays) -> np.dtype[Any]:
-    like = arrays.target if arrays.source is None else arrays.source
-    return np.dtype(np.uint8) if like is None else like.dtype
-
-
 def _num_bytes(counts: Counts, dtype: np.dtype[Any]) -> int:
     """The n of the formulas: of the vector, of all blocks, or of an average rank's all-to-all."""
     if isinstance(counts, int):
@@ -531,25 +600,22 @@ def _num_bytes(counts: Counts, dtype: np.dtype[Any]) -> int:
     return sum(numbers) // num_parts * dtype.itemsize
 
 
-def _picture(choice: Choice, rank: int, size: int, root: int, position: Position) -> str:
-    """The schedules of the ranks concerned, with the cell where this one waits."""
-    algorithm, here = choice.algorithm, position.round
-    concerned = {rank, *(waiting.peer for waiting in position.waiting_for)}
-    ranks = range(size) if size <= _MOST_ROWS else sorted(concerned)
-    schedules = {
-        each: algorithm.schedule(
-            each, size, root if SPECS[algorithm.collective].is_rooted else None, **choice.options
-        )
-        for each in ranks
-    }
-    return grid(schedules, (rank, here), range(max(0, here - _MOST_ROUNDS), here + _MOST_ROUNDS))
+def _another(run: Run, make: Callable[[Arrays, int, int], Run], dtype: np.dtype[Any]) -> Run:
+    """One more run like this, for when that is under way; it gets its arrays and tag later."""
+    other = make(Arrays(HOST, np.empty(0, dtype), None), 0, 0)
+    other.reusable.accept_like(run.reusable, other.key)
+    return other
 
 
-def _run_number(number: str, run: int) -> str:
-    """The numbers of the runs of one plan: "7", "7.2", "7.3"."""
-    return number if run == 1 else f"{number}.{run}"
+def _has_kernels(op: Operator | None, dtype: np.dtype[Any]) -> bool:
+    """Whether compiled code can combine, and divide, what a call combines."""
+    if op is None:
+        return True
+    if not isinstance(op.function, str) or kernels.combine(op.function, dtype) is None:
+        return False
+    return not op.is_average or kernels.divide(dtype) is not None
 
 
-def _sent(program: Woven, itemsize: int) -> Sent:
-    """What a rank sends, in bytes."""
-    return tuple((k, peer, n * itemsize, segments) for k, peer, n, segments in program.sent())
+def _alone(run: Run) -> Steps:
+    """A run that nothing goes around."""
+    yield run

@@ -1,98 +1,77 @@
-"""Device buffers through page-locked host memory: an exchange around an exchange.
+"""Runs programs on device memory: messages go through page-locked host memory.
 
 No device pointer ever reaches the engine, so it works with every MPI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 from collectives.arrays import Array, Backend, Bytes
-from collectives.flight_recorder import Waiting
-from collectives.transport import Action, Exchange, Transport
-
-Pairs = Sequence[tuple[Array, Bytes]]
+from collectives.interpreter import Interpreted
+from collectives.program import Kind, Program, Row
+from collectives.transport import Messages, Operands
 
 
 class PinnedMemory:
-    """Page-locked host memory for messages.
-
-    Lanes that follow each other in the same slot use the same memory.
-    """
+    """Page-locked host memory for messages: for each slot a buffer that grows."""
 
     def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self._buffers: dict[tuple[object, ...], Bytes] = {}
+        self._backend = backend
+        self._buffers: dict[int, Bytes] = {}
 
-    def pairs(self, arrays: Sequence[Array], *place: object) -> list[tuple[Array, Bytes]]:
-        """Each array with its host memory.  `place`: what else is at this place comes later."""
-        return [(array, self._buffer(array, (*place, i))) for i, array in enumerate(arrays)]
-
-    def _buffer(self, array: Array, place: tuple[object, ...]) -> Bytes:
+    def _buffer(self, slot: int, array: Array) -> Bytes:
+        """As many bytes as the array has."""
         num_bytes = array.size * array.dtype.itemsize
-        kept = self._buffers.get(place)
+        kept = self._buffers.get(slot)
         if kept is None or kept.size < num_bytes:
-            kept = self._buffers[place] = self.backend.host_buffer(array)
+            kept = self._buffers[slot] = self._backend.host_buffer(array)
         return kept[:num_bytes]
 
 
-class StagedExchange:
-    """Brings what is sent to the host, exchanges it there, and brings what came to the device."""
+class Staged(Interpreted):
+    """An execution on device memory: brings what is sent to the host and what came to the device.
 
-    def __init__(self, backend: Backend, inner: Exchange, leaving: Pairs, arriving: Pairs) -> None:
-        self._backend, self._inner = backend, inner
-        self._leaving, self._arriving = leaving, arriving
-        self._is_active = False
-        self.starts: list[Action] = [self.start]
-        self.waits: list[Action] = [partial(self.wait, None)]
+    All sends that follow each other in the program are brought to the host together, and all
+    receives that are waited for together to the device.
+    """
 
-    def start(self) -> None:
-        self._backend.to_host(self._leaving)
-        self._inner.start()
-        self._is_active = True
+    def __init__(self, program: Program, operands: Operands, messages: Messages) -> None:
+        super().__init__(program, operands, messages)
+        self._pinned = PinnedMemory(operands.backend)  # kept from run to run of a plan
+        self._arriving: dict[int, tuple[Array, Bytes]] = {}
+        self._leaving: dict[int, Bytes] = {}
 
-    def test(self) -> bool:
-        return self._landed(self._inner.test())
+    def let_go(self) -> Operands | None:
+        self._pinned = PinnedMemory(self.memory.backend)
+        return super().let_go()
 
-    def wait(self, deadline: float | None) -> bool:
-        return self._landed(self._inner.wait(deadline))
+    def receive(self, row: Row) -> None:
+        array, host = self._pair(row)
+        self._arriving[row.slot] = array, host
+        self.messages.receive(row.slot, row.peer, host)
 
-    def _landed(self, is_complete: bool) -> bool:
-        if is_complete and self._is_active:
-            self._backend.to_device(self._arriving)
-            self._is_active = False
-        return is_complete
+    def send(self, row: Row) -> None:
+        if row.slot not in self._leaving:
+            self._bring_to_host()
+        self.messages.send(row.slot, row.peer, self._leaving.pop(row.slot))
 
-    def retag(self, tag: int) -> None:
-        self._inner.retag(tag)
+    def _bring_to_host(self) -> None:
+        """What this row sends, and those that follow it."""
+        pairs = []
+        for row in self.program.listed[self.row :]:
+            if row.kind != Kind.SEND:
+                break
+            pairs.append(self._pair(row))
+            self._leaving[row.slot] = pairs[-1][1]
+        self.memory.backend.to_host(pairs)
 
-    def waiting_for(self) -> list[Waiting]:
-        return self._inner.waiting_for()
+    def _pair(self, row: Row) -> tuple[Array, Bytes]:
+        array = self.memory.view(row.buffer, row.offset, row.size)
+        return array, self._pinned._buffer(row.slot, array)
 
-    def abandon(self) -> bool:
-        return self._inner.abandon()
+    def arrived(self, row: Row) -> None:
+        receives = range(row.slot, row.slot + row.peer)
+        self.memory.backend.to_device([self._arriving.pop(slot) for slot in receives])
 
-    def free(self) -> None:
-        self._inner.free()
-
-
-def prepare(
-    pinned: PinnedMemory,
-    place: tuple[int, int],
-    transport: Transport,
-    sends: Sequence[tuple[int, Array]],
-    receives: Sequence[tuple[int, Array]],
-    tag: int,
-    is_kept: bool,
-) -> StagedExchange:
-    """An exchange of flat device arrays.  `place`: the slot and the round it belongs to."""
-    leaving = pinned.pairs([array for _, array in sends], *place, "leaving")
-    arriving = pinned.pairs([array for _, array in receives], *place, "arriving")
-    exchange = transport.exchange(
-        [(peer, host) for (peer, _), (_, host) in zip(sends, leaving, strict=True)],
-        [(peer, host) for (peer, _), (_, host) in zip(receives, arriving, strict=True)],
-        tag,
-        is_kept,
-    )
-    return StagedExchange(pinned.backend, exchange, leaving, arriving)
+    def completed(self) -> None:
+        # This may be another stream than the one that is current when the result is used.
+        self.memory.backend.synchronize()

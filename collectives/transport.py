@@ -1,72 +1,207 @@
-"""What the plan asks of an engine: exchange these messages.  Engines know nothing else."""
+"""What an engine offers to those who run programs: messages, executions, and how to wait."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from collectives.arrays import Bytes
-from collectives.flight_recorder import FlightRecorder, Waiting
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.arrays import Array, Backend, BinaryFunction, Bytes
+from collectives.flight_recorder import CallLog, FlightRecorder, Waiting
+from collectives.program import Program
 
 if TYPE_CHECKING:
-    from collectives.plan import Plan
+    from collectives.work import Work
 
-Parcels = Sequence[tuple[int, Bytes]]
-Action = Callable[[], object]  # what returns False is not done, and is asked again
+Action = Callable[[], object]
 
 _YIELDS = 10_000  # offers of the processor to other ranks; who has waited so long may sleep
 
 
-class Exchange(Protocol):
-    """The messages of one round, which may be started again and again.
+class Operands(NamedTuple):
+    """What a program works on: flat arrays, the backend that serves them, and how to combine.
 
-    `starts` and `waits` are what to call, one after the other, to post all messages and to wait for
-    them without a limit; what of `waits` returns False is called again until it does not.  Whoever
-    does everything by these two does not use `start`, `test`, `wait` in the same run.
+    `function`: the name of a NumPy function or one that is called in the same way, if the program
+    combines.  `divisor`: what an average is divided by.
     """
 
-    starts: list[Action]
-    waits: list[Action]
+    backend: Backend
+    input: Array
+    output: Array
+    scratch: Array
+    function: str | BinaryFunction | None = None
+    divisor: int = 1
 
-    def start(self) -> None:
-        """Post all messages.  The buffers belong to the exchange until it is complete."""
 
-    def test(self) -> bool:
-        """Whether all messages have completed.  Raises CollectiveMismatch on a wrong length."""
+class Execution(Protocol):
+    """A program that is being run: it stands at a row and goes on from there."""
 
-    def wait(self, deadline: float | None) -> bool:
-        """Wait until all have completed; False if `deadline` (of `time.monotonic`) came first."""
+    @property
+    def row(self) -> int:
+        """Where it stands."""
 
-    def retag(self, tag: int) -> None:
-        """Let the next start have this tag.  Not for an exchange that was prepared to be kept."""
+    def advance(self, seconds: float) -> bool:
+        """Go on, waiting at most so long for messages; whether the program is complete.
 
-    def waiting_for(self) -> list[Waiting]:
-        """The messages that were started and have not completed."""
+        Raises CollectiveMismatch on a message of a wrong length, and what an operator raises.
+        """
+
+    def restart(self) -> None:
+        """Begin again, after the program was complete."""
+
+    def attach(self, operands: Operands, tag: int) -> None:
+        """Let the next run be on these arrays and have this tag."""
+
+    def let_go(self) -> Operands | None:
+        """The arrays, which are the caller's again; the next run has others."""
+
+    def interrupt(self, is_wanted: bool) -> None:
+        """Let a wait that is under way in another thread end at once, or no more."""
+
+    def position(self) -> tuple[int, list[Waiting]]:
+        """The round in which it stands, and the messages that were posted and are not complete."""
 
     def abandon(self) -> bool:
         """After a failure: call off what is still to come.  Whether nothing is on its way now."""
 
-    def free(self) -> None:
-        """Give back what the engine holds for a completed exchange."""
+
+class Loop(Protocol):
+    """The compiled functions that begin executions; arrays go in as addresses of their objects."""
+
+    @property
+    def run(self) -> Callable[[int, int, int, int], int]:
+        """Begin a run of a state, on these arrays, for so many nanoseconds; 0 if it is complete."""
+
+    @property
+    def fits(self) -> Callable[[int, int, int], bool]:
+        """Whether a run of a state could begin on these arrays."""
+
+
+class Reusable(Execution, Protocol):
+    """An execution that compiled code can begin, on other arrays each time.
+
+    `at`: the address of its state.
+    """
+
+    at: int
+
+    @property
+    def loop(self) -> Loop:
+        """The functions that begin it."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether runs need an input."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that keeping it takes."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a run that compiled code has begun is not complete."""
+
+    @property
+    def number(self) -> int:
+        """That of the run that compiled code has begun."""
+
+    @property
+    def entry(self) -> int:
+        """Where the log has it."""
+
+    def take_tag(self, number: int) -> None:
+        """Let the next run, which Python begins, have the tag that goes with its number."""
+
+    @property
+    def tag(self) -> int:
+        """That of the run under way."""
+
+    def accept(
+        self,
+        log: CallLog,
+        key: int,
+        counter: NDArray[np.int64],
+        source: Array | None,
+        target: Array | None,
+        tags: range = range(0),
+    ) -> None:
+        """Let `loop.run` begin runs on arrays such as these, and number them by a counter.
+
+        It enters them into a log, in which `key` stands for the program.  `tags`: those that runs
+        have in turns, by their numbers, if they do not all have one.
+        """
+
+    def accept_like(self, other: Any, key: int) -> None:
+        """The same arrays and numbers as another execution of the same program."""
+
+    def accepts_now(self, source: Array | None, target: Array | None) -> bool:
+        """Whether arrays may not have fitted because a dtype, an equal one, is another object."""
+
+    def place(self, source: Array | None, target: Array | None) -> None:
+        """Let the next run, which Python begins, be on these arrays."""
+
+    def began(self, answer: int) -> bool:
+        """Go on after what `loop.run` has answered; False if it has not begun."""
+
+
+class Messages(Protocol):
+    """The messages of one execution, each in a slot of its own, and all with one tag."""
+
+    tag: int
+
+    def receive(self, slot: int, peer: int, data: Bytes) -> None:
+        """Post a receive.  The buffer belongs to the engine until the message is complete."""
+
+    def send(self, slot: int, peer: int, data: Bytes) -> None:
+        """Post a send.  The buffer belongs to the engine until the message is complete."""
+
+    def test(self, slots: range, num_receives: int) -> bool:
+        """Whether these are complete, of which the first `num_receives` are receives."""
+
+    def waiting_for(self) -> list[Waiting]:
+        """The messages that were posted and are not complete."""
+
+    def abandon(self) -> bool:
+        """See `Execution.abandon`."""
 
 
 class Transport(Protocol):
-    """One rank's end of a communicator, seen by plans."""
+    """One rank's end of a communicator.
+
+    `in_flight`: the calls of this rank, in all its communicators, that go on only when somebody
+    waits: whoever does must keep all of them going, or two ranks that wait in different orders
+    would wait for ever.  `failed`: what is kept for ever, because MPI may yet write into its
+    buffers.  `flight`: one for all communicators of this rank.  `identity`: the ranks of the job,
+    and which one of their communicators this is.  `patience`: for how many seconds an execution
+    should wait by itself where nothing else has to be kept going.
+    """
 
     rank: int
     size: int
     num_tags: int
-    # Every started plan that has not completed, in all communicators of this rank: whoever waits
-    # must keep all of them going, or two ranks that wait in different orders would wait for ever.
-    in_flight: list[Plan]
-    failed: list[Plan]  # kept for ever: MPI may yet write into their buffers
-    flight: FlightRecorder  # one for all communicators of this rank
-    identity: tuple[tuple[int, ...], int]  # the ranks of the job, and which one of their groups
+    in_flight: list[Work]
+    failed: list[Any]
+    flight: FlightRecorder
+    log: CallLog
+    identity: tuple[tuple[int, ...], int]
 
-    def exchange(self, sends: Parcels, receives: Parcels, tag: int, is_kept: bool) -> Exchange:
-        """Prepare messages (peer, bytes); `is_kept`: they will be started many times."""
+    @property
+    def patience(self) -> float:
+        """See above."""
+
+    @property
+    def why_interpreted(self) -> str | None:
+        """See above."""
+
+    def execution(self, program: Program, operands: Operands, tag: int) -> Execution:
+        """A run of a program on these arrays, which must live until it is over."""
+
+    def messages(self, tag: int) -> Messages:
+        """The messages of an execution that is interpreted."""
 
     def subgroup(self, ranks: Sequence[int], deadline: float | None) -> Transport:
         """A transport among these ranks, in this order; called by exactly these.
@@ -100,13 +235,13 @@ def do(actions: Sequence[Action]) -> None:
         action()
 
 
-def until(is_over: Action, deadline: float | None = None) -> bool:
-    """Ask until the answer is not False; False if the deadline came first.
+def until(is_over: Callable[[], Any], deadline: float | None = None) -> bool:
+    """Ask until the answer is true; False if the deadline came first.
 
     An engine's own wait would let in neither Ctrl-C nor any other signal.
     """
     num_tries = 0
-    while is_over() is False:
+    while not is_over():
         if deadline is not None and time.monotonic() > deadline:
             return False
         if num_tries < _YIELDS:

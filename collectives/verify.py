@@ -35,6 +35,7 @@ class Value(NamedTuple):
     form: int
 
 
+_NUM_SHOWN = 16  # rounds of the grid before the one that is wrong, and behind it
 SIDES = ("left", "right", None)
 Messages = dict[tuple[int, int], "deque[tuple[tuple[Block, ...], list[Value]]]"]
 
@@ -62,6 +63,8 @@ def objection(op: Operation) -> str | None:
         return f"there is no operation {op.kind!r}"
     if (op.side in ("left", "right")) != op.kind.endswith("reduce") or op.side not in SIDES:
         return f"{op.kind} cannot have the side {op.side!r}"
+    if not all(map(_is_names, (op.blocks, op.into))):
+        return f"{op.kind} names {op.blocks!r} and {op.into!r}, which are no tuples of names"
     if op.kind.startswith("copy") and op.peer is not None:
         return f"{op.kind} has no peer"
     if not op.kind.startswith("copy") and type(op.peer) is not int:
@@ -71,6 +74,15 @@ def objection(op: Operation) -> str | None:
     if op.kind == "copy_reduce" and set(op.blocks) & set(op.into):
         return "copy_reduce changes what it reads"
     return None
+
+
+def _is_names(blocks: object) -> bool:
+    """Whether these can be names of blocks, which are keys of dictionaries."""
+    try:
+        hash(blocks)
+    except TypeError:
+        return False
+    return isinstance(blocks, tuple)
 
 
 class _Run:
@@ -94,7 +106,8 @@ class _Run:
         return self.forms.setdefault(what, len(self.forms))
 
     def fail(self, rank: int, number: int, what: str) -> NoReturn:
-        table = grid(self.schedules, mark=(rank, number))
+        shown = range(max(0, number - _NUM_SHOWN), number + _NUM_SHOWN)
+        table = grid(self.schedules, mark=(rank, number), rounds=shown)
         raise ScheduleError(f"rank {rank}, round {number}: {what}\n{table}")
 
     def check_operations(self) -> None:

@@ -116,13 +116,19 @@ def recipe(comm: Communicator, model: Model, options: argparse.Namespace) -> Rec
 
 
 def namespace(device: str, rank: int) -> Any:
-    """Where arrays are: NumPy's namespace, or ("cuda") CuPy's, with a GPU for each rank in turn."""
+    """Where arrays are: NumPy's namespace, or ("cuda") CuPy's, with a GPU for each rank in turn.
+
+    ValueError where there is no CuPy or no GPU.
+    """
     if device == "cpu":
         return numpy_namespace
-    import cupy  # noqa: PLC0415 - only who asks for a GPU needs it
-    from array_api_compat import cupy as cupy_namespace  # noqa: PLC0415
+    try:
+        import cupy  # noqa: PLC0415 - only who asks for a GPU needs it
+        from array_api_compat import cupy as cupy_namespace  # noqa: PLC0415
 
-    cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
+        cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
+    except Exception as error:  # noqa: BLE001 - no CuPy, no driver, no GPU: each has its own
+        raise ValueError(f"--device cuda needs CuPy and a GPU: {error}") from None
     return cupy_namespace
 
 

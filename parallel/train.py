@@ -2,6 +2,7 @@
 
     python -m collectives.launch -n 4 -m parallel.train --strategy zero2 --micro-batches 2
     python -m parallel.train --strategy serial --json serial.json
+    python -m parallel.train --threads 2 --strategy zero3 --device cuda
     python -m collectives.launch -n 4 -m parallel.train --strategy ddp --hook powersgd:4
     python -m collectives.launch -n 4 --fault-tolerant -m parallel.train --strategy elastic
 
@@ -24,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -49,7 +51,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Train as told on the command line.  0, 1 if columns differ, 2 if the run cannot be."""
     parse = parser()
     options = parse.parse_args(arguments)
-    comm = collectives.world()
+    if options.threads is None:
+        return trained(collectives.world(), parse, options)
+    body = partial(trained, parse=parse, options=options)
+    return collectives.run(body, options.threads, timeout=None)[0]
+
+
+def trained(comm: Communicator, parse: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """What `main` does, on one rank."""
     try:
         training = Training(comm, options, console_of(comm.rank))
     except ValueError as error:  # which all ranks have
@@ -83,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     add("--micro-batches", type=at_least(1), default=1, metavar="K",
         help="parts of a rank's rows, one after the other; default: %(default)s")  # fmt: skip
     add("--seed", type=at_least(0), default=0, help="default: %(default)s")
+    add("--threads", type=at_least(1), metavar="N", help="ranks are N threads, without MPI")
 
     add = parse.add_argument_group("model").add_argument
     add("--layers", type=at_least(1), default=4, help="blocks, default: %(default)s")

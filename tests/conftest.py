@@ -43,7 +43,7 @@ def pytest_report_header() -> list[str]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     if collection_path == HERE / "mpi":
-        return None if config.getoption("--with-mpi") else True
+        return None if config.getoption("--with-mpi", default=False) else True
     if collection_path == HERE / "gpu":
         return None if has_gpu() else True
     if collection_path == HERE / "parallel" / "test_autograd.py":

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 from mpi4py import MPI
 
 import collectives
@@ -164,9 +165,11 @@ def main() -> int:
     if chosen.broken:
         setattr(Tested, chosen.broken, lambda *_, **__: None)
     sys.path.insert(0, str(chosen.directory))
-    sys.modules["cupy"] = sys.modules["numba"] = None  # type: ignore[assignment]  # as its main does
     agreement = MPI.COMM_WORLD.Dup()
-    tests = [case for case in cases(chosen.modules) if hasattr(case, "COMM")]
+    with pytest.MonkeyPatch.context() as patch:  # as its main does; we need numba ourselves
+        for name in ("cupy", "numba"):
+            patch.setitem(sys.modules, name, None)
+        tests = [case for case in cases(chosen.modules) if hasattr(case, "COMM")]
     ours = outcomes([on_ours(case, agreement) for case in tests], agreement, chosen.verbose)
     # What mpi4py's own communicators skip on this MPI, ours may skip as well, and nothing else.
     plain = outcomes(tests, agreement) if skips(ours) else {}

@@ -33,6 +33,9 @@ class FakeDeviceArray:
     def reshape(self, *shape: int) -> FakeDeviceArray:
         return FakeDeviceArray(self._memory.reshape(*shape))
 
+    def fill(self, value: float) -> None:
+        self._memory.fill(value)
+
     def __getitem__(self, index: slice) -> FakeDeviceArray:
         return FakeDeviceArray(self._memory[index])
 

@@ -77,7 +77,10 @@ NO_RANKS = ["p", "-1", "1.0", "True", "'0'", "None", "2**70", "np.array([0])", "
 OPS = ["'sum'", "'max'", "'prod'", "'and'", "'avg'", "Operator.from_function(np.add)"]
 NO_OPS = ["'SUM'", "None", "5", "np.add", "[]", "{}", "''", "b'sum'", "Operator", "r"]
 ALGORITHMS = ["None", "'linear'", "'ring'", "'binomial'", "'bruck(radix=3)'", "'pairwise'"]
-NO_ALGORITHMS = ["'none'", "5", "b'ring'", "[]", "''", "'bruck(radix=-1)'", "'ring('", "True"]
+NO_ALGORITHMS = [
+    "'none'", "5", "b'ring'", "[]", "''", "'bruck(radix=-1)'", "'ring('", "True",
+    "'bruck(radix=99999999999)'",
+]  # fmt: skip
 COUNTS = ["None", "[2] * p", "(6,) * p", "np.full(p, 2)", "[6] + [0] * (p - 1)"]
 TABLES = ["[[6 // p] * p] * p", "np.full((p, p), 2)", "tuple((1,) * p for _ in range(p))"]
 NO_COUNTS = [
@@ -246,11 +249,15 @@ class Nowhere:
         self.failed: list[Any] = []
         self.flight = FlightRecorder(rank, size)
         self.identity = tuple(range(size)), 1
+        self.log = self.flight.log(*self.identity)
 
-    def exchange(self, *_: Any) -> Any:
+    patience = 0.0
+    why_interpreted = "nothing is run"
+
+    def execution(self, *_: Any) -> Any:
         raise Reached
 
-    subgroup = split = exchange
+    subgroup = split = execution
 
 
 def refusal(case: Case, rank: int, size: int) -> Exception | None:
@@ -259,7 +266,7 @@ def refusal(case: Case, rank: int, size: int) -> Exception | None:
     try:
         perform(Communicator(session), case)
     except (TypeError, ValueError) as error:
-        assert (session._num_calls, session._num_messages) == ([0], 0), "a refused call has counted"
+        assert session.num_calls == session.runs.num_messages == 0, "a refused call has counted"
         return error
     except Reached:
         return None

@@ -1,4 +1,4 @@
-"""After every test nothing is left: no plan under way, no message, no tag, no page-locked memory.
+"""After every test nothing is left: no call under way, no message, no tag, no page-locked memory.
 
 A plugin of pytest, which `conftest.py` registers: a test that leaves something has an error of its
 own name.  The library is watched from outside: what it makes is noted by wrapping its constructors
@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from collectives.inproc import InprocTransport, World
-from collectives.plan import Plan
 from collectives.session import FREED, Session
 from collectives.staging import PinnedMemory
+from collectives.transport import Execution
+from collectives.work import Work
 
 
 class Source(Protocol):
@@ -59,17 +60,17 @@ class Made:
             made.clear()
 
     def left(self) -> Iterator[str]:
-        yield from self._plans()
+        yield from self._calls()
         yield from self._messages()
         yield from self._tags()
         yield from self._memory()
 
-    def _plans(self) -> Iterator[str]:
+    def _calls(self) -> Iterator[str]:
         over = [transport for transport in self.transports if transport.world.failure is None]
-        yield from map(unfinished, plans_of(over))
-        exchanges = {id(e): e for transport in over for e in transport.pending}
-        for exchange in exchanges.values():
-            yield f"a receive: {', '.join(map(str, exchange.waiting_for()))}"
+        yield from map(unfinished, calls_of(over))
+        pending = {id(each): each for transport in over for each in transport.pending}
+        for messages in pending.values():
+            yield f"a receive: {', '.join(map(str, messages.waiting_for()))}"
 
     def _messages(self) -> Iterator[str]:
         """A world that has failed, and a communicator that has, may end with messages in it."""
@@ -114,14 +115,17 @@ def afterwards(cls: type, name: str, note: Callable[[Any, Any], object]) -> None
     setattr(cls, name, noted)
 
 
-def plans_of(transports: Iterable[Any]) -> list[Plan]:
-    """The plans that are under way, or that failed with messages on their way."""
-    plans = [plan for each in transports for plan in (*each.in_flight, *each.failed)]
-    return list({id(plan): plan for plan in plans}.values())
+def calls_of(transports: Iterable[Any]) -> list[Work | Execution]:
+    """The calls that are under way, and the executions that failed with messages on their way."""
+    calls = [call for each in transports for call in (*each.in_flight, *each.failed)]
+    return list({id(call): call for call in calls}.values())
 
 
-def unfinished(plan: Plan) -> str:
-    return f"a plan {'under way' if plan.is_active else 'failed half-way'}: {plan.title}"
+def unfinished(call: Work | Execution) -> str:
+    if isinstance(call, Work):
+        return f"a call under way: {call.title}"
+    _, waiting = call.position()
+    return f"a call failed half-way: {', '.join(map(str, waiting))}"
 
 
 def is_broken(session: Session) -> bool:
@@ -131,7 +135,7 @@ def is_broken(session: Session) -> bool:
 
 def numbers(session: Session) -> int:
     """How many calls this rank has counted, from which tags come."""
-    return session._num_calls[0]
+    return session.num_calls
 
 
 def out_of_step(counted: dict[int, int]) -> Iterator[str]:

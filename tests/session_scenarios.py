@@ -11,9 +11,9 @@ import pytest
 
 import collectives
 from collectives import Communicator, header
-from collectives.arrays import HOST
+from collectives.arrays import HOST, Arrays
 from collectives.header import Header
-from collectives.session import Arrays
+from tests.operator_scenarios import failing
 
 
 def point_to_point_both_ways(comm: Communicator) -> None:
@@ -239,7 +239,7 @@ def calls_with_something_ahead(comm: Communicator) -> dict[str, Callable[[float 
         "broadcast": lambda limit: comm.broadcast(whole, timeout=limit),
         "scatter": lambda limit: comm.scatter(whole, timeout=limit),
         "all_to_all": lambda limit: comm.all_to_all(each, counts=counts, timeout=limit),
-        "started": lambda limit: comm.broadcast(whole, async_op=True, timeout=limit),
+        "started": lambda limit: comm.broadcast(whole, async_op=True, timeout=limit).wait(),
     }
 
 
@@ -266,8 +266,6 @@ def what_timed_out_ahead_of_a_call_goes_on_and_nothing_is_mixed_up(comm: Communi
                 if comm.rank == 0:
                     comm.recv(np.empty(1), 1)
                 came = call(None)
-            if isinstance(came, collectives.Work):
-                came = came.wait()
             assert comm.all_reduce(np.ones(1))[0] == comm.size
             assert comm.all_reduce(np.ones(1), async_op=True).wait()[0] == comm.size
             if came is None:
@@ -344,11 +342,9 @@ def a_failure_belongs_to_the_call_that_failed(comm: Communicator) -> None:
     if comm.size not in (2, 4, 8):  # there every rank fails in the first round and none waits on
         return
     good = comm.all_reduce(np.array([1]), async_op=True)
-    with np.errstate(over="raise"):
-        bad = comm.all_reduce(np.array([1e300]), "prod", async_op=True)
-        assert good.wait()[0] == comm.size
-        with pytest.raises(FloatingPointError):
-            bad.wait()
+    op = failing(FloatingPointError("on purpose"))
+    bad = comm.all_reduce(np.array([1.0]), op, async_op=True, algorithm="recursive_doubling")
+    assert good.wait()[0] == comm.size
     for _ in range(2):
         with pytest.raises(FloatingPointError):
             bad.wait()
@@ -391,9 +387,13 @@ def header_and_data_never_meet(comm: Communicator) -> None:
 def header_left_over(comm: Communicator) -> Header:
     """What rank 0 announced ahead of the last call, which did not take it."""
     session, message = comm._session, np.empty(header.NUM_BYTES, np.uint8)
-    tag = session._tag(2, session._num_calls[0])
     arrays = Arrays(HOST, None, message)
-    session.collective("broadcast", arrays, message.size, algorithm="binomial", tag=tag).run()
+    spec = session.spec("broadcast", arrays, message.size, algorithm="binomial")
+    run = session.runs.call(spec, arrays, session.tag(2, session.num_calls), 0)
+    run.begin()
+    while not run.execution.advance(0.01):
+        pass
+    run.complete()
     return header.decode(message)
 
 

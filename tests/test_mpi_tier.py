@@ -5,8 +5,10 @@ By hand: `mpirun -n 4 python -m pytest --with-mpi tests/mpi`.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -50,6 +52,25 @@ def test_checked_mode_changes_no_result() -> None:
     summary = re.search(r"^(\d+) passed in", done.stdout, re.MULTILINE)
     assert done.returncode == 0 and summary is not None, f"{done.stdout}\n{done.stderr}"
     assert int(summary[1]) == int(tests[1])
+
+
+INTERPRETED = ["test_programs.py", "test_collectives.py", "test_checked.py", "test_operators.py"]
+
+
+def test_without_numba_programs_are_interpreted_with_the_same_results() -> None:
+    files = [str(ROOT / "tests" / "mpi" / name) for name in INTERPRETED]
+    done = run_suite(3, *files, more_env={"NUMBA_DISABLE_JIT": "1"})
+    output = f"{done.stdout}\n{done.stderr}"
+    summary = re.search(r"^(\d+) passed in", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and summary is not None and int(summary[1]) > 100, output
+    says = "import collectives, numpy; c = collectives.world(); x = numpy.ones(3); "
+    says += "print(c.explain('all_reduce', x).run_by, c.all_reduce(x)[0])"
+    program = ["-c", says]
+    env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    alone = subprocess.run(
+        [sys.executable, *program], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert alone.stdout == "the interpreter: NUMBA_DISABLE_JIT is set 1.0\n"
 
 
 FAILS_ON_ONE_RANK = """

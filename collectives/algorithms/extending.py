@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import wraps
 from typing import Any, get_args
 
 from collectives.algorithms.registry import (
@@ -18,7 +20,7 @@ from collectives.algorithms.registry import (
     enter,
 )
 from collectives.count import count, even_sizes
-from collectives.schedule import Round
+from collectives.schedule import Round, ScheduleError
 from collectives.spec import SPECS
 
 PROVED_SIZES = range(1, 18)
@@ -46,9 +48,14 @@ def register(
     `messages`, `busiest`, `total`, `critical`, `work` (see `Formula`): what has none is counted.
 
     It is proved for 1 to 17 ranks from all roots, by its default options and with each one and two
-    higher, and its formulas are counted, before it is entered.  Raises ScheduleError, with the grid
-    and the wrong cell marked, if it is wrong, and ValueError for a wrong formula, an unknown
-    collective, option or promise, or a name that is taken.
+    higher, and its formulas are counted, before it is entered.  Any other number of ranks, or value
+    of an option, is proved before the first call that uses it, and that call is refused by all
+    ranks if the proof fails.  Raises ScheduleError, with the grid and the wrong cell marked, if the
+    algorithm is wrong, and ValueError for a wrong formula, an unknown collective, option or
+    promise, the name of a built-in algorithm, or a schedule that is too long.
+
+    A name that was registered before gets the new algorithm, as when a cell of a notebook is run
+    again.
     """
     if collective not in REGISTRY:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(REGISTRY)}")
@@ -68,6 +75,7 @@ def register(
             ranks=ranks, is_ordered=is_ordered, is_bitwise=is_bitwise, source=source,
         )  # fmt: skip
         _check_names(entry)
+        entry = replace(entry, function=_telling_its_rank(function))
         prove(entry)
         enter(entry)
         return function
@@ -93,15 +101,27 @@ def _made(
         for cost in COSTS
     }
     return Algorithm(
-        collective, name, function, **costs, scratch=None, pieces=cut, options=options, **promises
-    )
+        collective, name, function, **costs, scratch=None, pieces=cut, options=options,
+        is_built_in=False, **promises,
+    )  # fmt: skip
+
+
+def _telling_its_rank(function: Callable[..., Iterator[Round]]) -> Callable[..., Iterator[Round]]:
+    """The same function; what it raises becomes a ScheduleError, which says on which rank."""
+
+    @wraps(function)
+    def rounds(rank: int, size: int, *others: int, **options: int) -> Iterator[Round]:
+        try:
+            yield from function(rank, size, *others, **options)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ScheduleError(f"rank {rank} of {size} raises {what}") from error
+
+    return rounds
 
 
 def _check_names(entry: Algorithm) -> None:
-    """A name that can be called by, taken by nobody else, and a function that takes its options.
-
-    Only who registered a name may register it again, as in a notebook.
-    """
+    """A name that can be called by, of no built-in algorithm, and a function with its options."""
     if not isinstance(entry.name, str) or not entry.name.isidentifier():
         raise ValueError(f"an algorithm's name is an identifier, not {entry.name!r}; pass name=")
     entry.check_options(entry.options)
@@ -115,9 +135,11 @@ def _check_names(entry: Algorithm) -> None:
             f"{''.join(f', {each}' for each in (*root, *entry.options))}: {error}"
         ) from None
     taken = REGISTRY[entry.collective].get(entry.name)
-    modules = [getattr(each.function, "__module__", None) for each in (taken, entry) if each]
-    if taken is not None and len(set(modules)) > 1:
-        raise ValueError(f"{entry.collective} has an algorithm {entry.name!r} already")
+    if taken is not None and taken.is_built_in:
+        raise ValueError(
+            f"{entry.collective} has an algorithm {entry.name!r} already, which is built in; "
+            "choose another name"
+        )
 
 
 def prove(entry: Algorithm) -> None:
@@ -133,7 +155,7 @@ def prove(entry: Algorithm) -> None:
         for size in sizes:
             roots = range(size) if SPECS[entry.collective].is_rooted else [None]
             for root in roots:
-                entry.verify(size, root, **options)
+                entry.prove(size, root, **options)
             compare(entry, size, roots, **options)
 
 

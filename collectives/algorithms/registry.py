@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import ast
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
+from itertools import islice
 from types import CodeType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
 
 from collectives import trees, two_trees
 from collectives.count import Counts, count, even_sizes
-from collectives.schedule import Round, Schedule
+from collectives.schedule import Operation, Round, Schedule, ScheduleError
 from collectives.spec import SPECS, Case
 from collectives.trees import ceil_log2, floor_log2
 from collectives.verify import verify_schedules
 
 Ranks = Literal["any", "even", "power of two", "multiple of per_host"]
 Function = TypeVar("Function", bound=Callable[..., Iterator[Round]])
+
+# What is refused because it is too large, or would never end.
+MOST_OPTION = 2**16  # the greatest value of an option
+MOST_PIECES = 2**20  # of a vector, or of a block
+MOST_ROUNDS = 2**18  # of a schedule
+MOST_PROVED = 2**20  # operations and their blocks, of all ranks: some ten seconds of proof
 
 # How formulas call the options.
 SYMBOLS = {"segments": "N", "radix": "r", "outstanding": "m", "chains": "c", "per_host": "g"}
@@ -42,7 +50,7 @@ class Formula:
             exact = ast.fix_missing_locations(_Exact().visit(ast.parse(text, mode="eval")))
             self._code: CodeType = compile(exact, f"<formula {text}>", "eval")
             self(p=2)
-        except (SyntaxError, NameError, TypeError, ZeroDivisionError) as error:
+        except (SyntaxError, NameError, TypeError, LookupError, ArithmeticError) as error:
             raise ValueError(f"formula {text!r}: {error}") from None
 
     def __call__(self, p: int, n: int = 0, **options: int) -> int | Fraction:
@@ -109,7 +117,7 @@ class Counted(NamedTuple):
     def __call__(self, p: int, n: int = 0, **options: int) -> int | Fraction:
         """The value for `p` ranks and `n` bytes."""
         is_rooted, settings = SPECS[self.collective].is_rooted, {**self.defaults, **options}
-        case = Case(p, 0, int(self.pieces(p=p, **settings)))
+        case = Case(p, 0, _num_pieces(self.collective, self.pieces, p, settings))
         found: list[int | Fraction] = [
             getattr(self.at({"root": root} if is_rooted else {}, case, n, settings), self.name)
             for root in range(p if is_rooted else 1)
@@ -118,8 +126,10 @@ class Counted(NamedTuple):
 
     def at(self, where: dict[str, int], case: Case, n: int, settings: Mapping[str, int]) -> Counts:
         """Everything that can be counted, for one root."""
-        make = partial(self.function, size=case.size, **where, **settings)
-        schedules = [list(make(rank)) for rank in range(case.size)]
+        schedules = [
+            _listed(self.collective, self.function(rank, case.size, **where, **settings))
+            for rank in range(case.size)
+        ]
         return count(schedules, even_sizes(self.collective, case, n))
 
     def __str__(self) -> str:
@@ -127,6 +137,35 @@ class Counted(NamedTuple):
 
 
 Cost = Formula | Counted
+
+
+def _num_pieces(label: str, pieces: Formula, size: int, options: Mapping[str, int]) -> int:
+    """Into how many pieces `size` ranks cut.  ValueError if that is no number of pieces."""
+    number = pieces(p=size, **options)
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(f"{label} cuts into {number} pieces")
+    if number > MOST_PIECES:
+        raise ValueError(f"{label} cuts into more than {MOST_PIECES} pieces on {size} rank(s)")
+    return number
+
+
+def _num_steps(operations: object) -> int:
+    """How long it takes to prove a round, in operations and their blocks."""
+    if not isinstance(operations, tuple):
+        return 1  # the proof refuses it
+    blocks = [op.blocks for op in operations if isinstance(op, Operation)]
+    return 1 + sum(1 + len(each) for each in blocks if isinstance(each, tuple))
+
+
+def _listed(label: str, rounds: Iterator[Round]) -> Schedule:
+    """All rounds.  ValueError if there are too many, as of a function that yields for ever."""
+    schedule = list(islice(rounds, MOST_ROUNDS + 1))
+    if len(schedule) > MOST_ROUNDS:
+        raise ValueError(f"{label} has more than {MOST_ROUNDS} rounds")
+    return schedule
+
+
+_PROVING = threading.RLock()  # ranks may be threads, of which one proves and the others wait
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +176,8 @@ class Algorithm:
     operator need not be commutative.  `is_bitwise`: ranks that get the same result get the same
     bits, also where rounding depends on the order.  `pieces`: into how many it cuts a vector.
     `options`: what the function takes beyond rank, size and root, with the defaults.
+    `is_built_in`: the test suite proves it.  Any other one is proved for each number of ranks, root
+    and options before they are used for the first time.
 
     Formulas: `rounds`; `startups`, the sum over rounds of the most messages that one rank sends or
     receives, equal to the rounds where that is one; `messages` and `total`, what all ranks together
@@ -166,6 +207,13 @@ class Algorithm:
     is_bitwise: bool = True
     source: str = ""
     options: Mapping[str, int] = field(default_factory=dict)
+    is_built_in: bool = True
+    _proved: set[tuple[Any, ...]] = field(default_factory=set, init=False, repr=False)
+
+    @property
+    def label(self) -> str:
+        """Its collective and its name, for messages."""
+        return f"{self.collective}.{self.name}"
 
     @property
     def restrictions(self) -> str:
@@ -199,45 +247,95 @@ class Algorithm:
 
     def case(self, size: int, root: int | None = None, **options: int) -> Case:
         """The instance of the collective that `size` ranks with these options solve."""
-        num_pieces = self.pieces(p=size, **options)
-        if not isinstance(num_pieces, int) or num_pieces < 1:
-            raise ValueError(f"{self.collective} by {self.name} cuts into {num_pieces} pieces")
-        return Case(size, root or 0, num_pieces)
+        return Case(size, root or 0, _num_pieces(self.label, self.pieces, size, options))
 
     def schedule(self, rank: int, size: int, root: int | None = None, **options: int) -> Schedule:
-        """The rounds of one rank.  Raises ValueError for what the algorithm cannot serve."""
+        """The rounds of one rank.
+
+        Raises ValueError for what the algorithm cannot serve, and on every rank ScheduleError if a
+        registered algorithm is wrong for this number of ranks, this root or these options.
+        """
         self._check(rank, size, root, options)
-        where = {"root": root or 0} if SPECS[self.collective].is_rooted else {}
-        return list(self.function(rank, size, **where, **{**self.options, **options}))
+        if not self.is_built_in:
+            self._demand_proof(size, root, options)
+        return self._rounds(rank, size, root, options)
 
     def verify(self, size: int, root: int | None = None, **options: int) -> None:
         """Prove it for `size` ranks and `root`, or raise `ScheduleError` with the grid."""
-        schedules = [self.schedule(rank, size, root, **options) for rank in range(size)]
+        self._check(0, size, root, options)
         case = self.case(size, root, **options)
+        schedules = [self._rounds(rank, size, root, options) for rank in range(size)]
         promises = {"is_ordered": self.is_ordered, "is_bitwise": self.is_bitwise}
         verify_schedules(self.collective, case, schedules, **promises)
 
+    def prove(self, size: int, root: int | None = None, **options: int) -> None:
+        """Prove it as `verify` does, but only once.  ValueError if the proof would take too long.
+
+        Every rank proves the schedules of all ranks, so all ranks come to the same verdict.
+        """
+        self._check(0, size, root, options)
+        key = (size, root or 0, *sorted({**self.options, **options}.items()))
+        if key in self._proved:
+            return
+        with _PROVING:
+            if key not in self._proved:
+                self._refuse_long_proof(size, root, options)
+                self.verify(size, root, **options)
+                self._proved.add(key)
+
+    def _demand_proof(self, size: int, root: int | None, options: Mapping[str, int]) -> None:
+        """Prove it, or say in one error what is wrong with which use of it."""
+        try:
+            self.prove(size, root, **options)
+        except ScheduleError as error:
+            given = "".join(f", {name}={value}" for name, value in options.items())
+            at_root = "" if root is None else f", root {root}"
+            raise ScheduleError(f"{self.label}, {size} ranks{at_root}{given}: {error}") from error
+
+    def _refuse_long_proof(self, size: int, root: int | None, options: Mapping[str, int]) -> None:
+        """Raise ValueError for schedules of too many operations."""
+        num_steps = size * self.case(size, root, **options).num_pieces
+        for rank in range(size):
+            if num_steps <= MOST_PROVED:
+                num_steps += sum(map(_num_steps, self._rounds(rank, size, root, options)))
+        if num_steps > MOST_PROVED:
+            raise ValueError(
+                f"{self.label} on {size} ranks with {dict(options)} has more than {MOST_PROVED} "
+                "operations on blocks, too many to prove it before it is used"
+            )
+
+    def _rounds(
+        self, rank: int, size: int, root: int | None, options: Mapping[str, int]
+    ) -> Schedule:
+        """What the function yields, unproved."""
+        where = {"root": root or 0} if SPECS[self.collective].is_rooted else {}
+        settings = {**self.options, **options}
+        return _listed(self.label, self.function(rank, size, **where, **settings))
+
     def _check(self, rank: int, size: int, root: int | None, options: Mapping[str, int]) -> None:
-        label = f"{self.collective}.{self.name}"
         if size < 1 or not 0 <= rank < size:
-            raise ValueError(f"{label}: there is no rank {rank} among {size} ranks")
+            raise ValueError(f"{self.label}: there is no rank {rank} among {size} ranks")
         if root is not None and not SPECS[self.collective].is_rooted:
-            raise ValueError(f"{label}: {self.collective} has no root; got root={root}")
+            raise ValueError(f"{self.label}: {self.collective} has no root; got root={root}")
         if root is not None and not 0 <= root < size:
-            raise ValueError(f"{label}: there is no root {root} among {size} ranks")
+            raise ValueError(f"{self.label}: there is no root {root} among {size} ranks")
         self.check_options(options)
         if not self.serves(size, **options):
-            raise ValueError(f"{label} serves {self.ranks_in_words}, not {size}")
+            raise ValueError(f"{self.label} serves {self.ranks_in_words}, not {size}")
 
     def check_options(self, options: Mapping[str, int]) -> None:
         """Raise ValueError for an option that the algorithm has not, or a value it cannot take."""
-        label = f"{self.collective}.{self.name}"
         if unknown := sorted(set(options) - set(self.options)):
-            raise ValueError(f"{label} knows no option {unknown[0]!r}; it has {dict(self.options)}")
+            known = dict(self.options)
+            raise ValueError(f"{self.label} knows no option {unknown[0]!r}; it has {known}")
         for name, value in options.items():
             least = 2 if name == "radix" else 1
-            if type(value) is not int or value < least:
-                raise ValueError(f"{label}: {name} is at least {least}, got {value}")
+            if type(value) is not int:
+                raise ValueError(f"{self.label}: {name} must be an int, not {value!r}")
+            if value < least:
+                raise ValueError(f"{self.label}: {name} is at least {least}, got {value}")
+            if value > MOST_OPTION:
+                raise ValueError(f"{self.label}: {name} is at most {MOST_OPTION}, got {value}")
 
 
 REGISTRY: dict[str, dict[str, Algorithm]] = {collective: {} for collective in SPECS}
@@ -273,9 +371,41 @@ def _collective_of(function: Callable[..., Any]) -> str:
     return function.__module__.rpartition(".")[2]
 
 
+_generation = 0
+_ENTERING = threading.Lock()
+
+
+class Cache(Protocol):
+    """What keeps calls by the names of algorithms."""
+
+    def forget(self) -> object:
+        """Forget all of them."""
+
+
+_CACHES: WeakSet[Cache] = WeakSet()
+
+
+def watch(cache: Cache) -> None:
+    """Let a cache forget everything at every registration, as long as it lives."""
+    _CACHES.add(cache)
+
+
+def generation() -> int:
+    """A number that grows with every registration.
+
+    A name may be registered again, so a cache keyed by names has this in its keys as well.
+    """
+    return _generation
+
+
 def enter(entry: Algorithm) -> None:
-    """Put an algorithm into the registry."""
-    REGISTRY[entry.collective][entry.name] = entry
+    """Put an algorithm into the registry, in the place of one of the same name."""
+    global _generation
+    with _ENTERING:
+        REGISTRY[entry.collective][entry.name] = entry
+        _generation += 1  # last: who reads the new number finds the new algorithm
+    for cache in list(_CACHES):
+        cache.forget()
 
 
 def costs_of(function: Callable[..., Iterator[Round]], **other: Any) -> dict[str, Any]:

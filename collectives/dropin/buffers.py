@@ -15,6 +15,7 @@ import ctypes
 import operator
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,18 +55,19 @@ class Message(NamedTuple):
 
     def only(self, number: int) -> Message:
         """One of the parts."""
-        return self._replace(parts=(self.parts[number],))
+        return Message(self.memory, (self.parts[number],))
 
     def resized(self, num_elements: int) -> Message:
         """A message of one block, with another number of elements."""
-        return self._replace(parts=(self.parts[0]._replace(num_elements=num_elements),))
+        offset, _, datatype = self.parts[0]
+        return Message(self.memory, (Part(offset, num_elements, datatype),))
 
     def repeated(self, number: int) -> Message:
         """A message of one block, followed by others as long."""
         offset, count, datatype = self.parts[0]
         stride = count * datatype.extent if count else 0
-        parts = (Part(offset + i * stride, count, datatype) for i in range(number))
-        return self._replace(parts=tuple(parts))
+        parts = [Part(offset + i * stride, count, datatype) for i in range(number)]
+        return Message(self.memory, tuple(parts))
 
 
 def one_block(spec: Any, *, is_sent: bool, num_blocks: int = 0) -> Message:
@@ -150,7 +152,7 @@ def is_in_place(spec: Any) -> bool:
 def _fields(spec: Any, *, is_vector: bool) -> tuple[Any, Any, Any, Any]:
     """Buffer, count(s), displacement(s) and datatype, None for what is left away."""
     if not isinstance(spec, (list, tuple)):
-        if not _is_buffer(spec):
+        if not (isinstance(spec, np.ndarray) or _is_buffer(spec)):
             raise TypeError("message: expecting buffer or list/tuple")
         return spec, None, None, None
     displ = datatype = None
@@ -272,7 +274,7 @@ def _memory(buf: Any, is_sent: bool) -> MPI.buffer:
     The latter two are also spoken by arrays in host memory.
     """
     if isinstance(buf, np.ndarray):
-        if buf.flags.f_contiguous and not buf.flags.c_contiguous:
+        if not buf.flags.c_contiguous and buf.flags.f_contiguous:
             buf = buf.T
     elif hasattr(buf, "__dlpack_device__") and buf.__dlpack_device__()[0] not in _HOST_MEMORY:
         raise TypeError(
@@ -285,19 +287,20 @@ def _as_datatype(datatype: Any) -> MPI.Datatype:
     if isinstance(datatype, MPI.Datatype):
         return datatype
     try:
-        return MPI.Datatype.fromcode(datatype)
+        return _of_code(datatype)
     except (TypeError, ValueError):
         raise KeyError(f"cannot map {datatype!r} to MPI datatype") from None
+
+
+_of_code = cache(MPI.Datatype.fromcode)
 
 
 def _format(buf: Any) -> MPI.Datatype:
     """The datatype that a buffer itself speaks of."""
     code = _code(buf)
-    if code[:1] in ("@", "<", ">"):
-        if code[0] == _FOREIGN_ORDER:
-            raise BufferError(f"format string {code!r} with non-native byte order")
-        code = code[1:]
-    return _as_datatype(code)
+    if code[:1] == _FOREIGN_ORDER:
+        raise BufferError(f"format string {code!r} with non-native byte order")
+    return _as_datatype(code.lstrip("@<>"))
 
 
 def _code(buf: Any) -> str:

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
+from numpy import ndarray
 
 from collectives.communicator import Communicator
 from collectives.dropin.buffers import (
@@ -28,7 +28,7 @@ from collectives.dropin.buffers import (
     one_block,
 )
 from collectives.dropin.memory import Side, side, sizes
-from collectives.dropin.ops import Combining, combining
+from collectives.dropin.ops import PLAIN_OPERATORS, Combining, combining
 from collectives.dropin.requests import Operation, PersistentRequest, Request, needed_thread
 from collectives.labels import named
 from collectives.transport import Action, do
@@ -57,9 +57,13 @@ class Prepared(NamedTuple):
 
 def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, Any]:
     """The blocking, the non-blocking and the persistent method that one preparation serves."""
+    own = _OWN_CALLS.get(name, "")
 
     @wraps(prepare)
     def blocking(self: Calls, *args: Any, **named: Any) -> None:
+        if own and (plain := _plain(*args, **named)):
+            getattr(self.communicator, own)(**plain)
+            return
         call = prepare(self, *args, **named)
         try:
             do(call.load)
@@ -71,6 +75,8 @@ def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, A
     @wraps(prepare)
     def nonblocking(self: Calls, *args: Any, **named: Any) -> Request:
         needed_thread()
+        if own and (plain := _plain(*args, **named)):
+            return _request(self, getattr(self.communicator, own)(**plain, async_op=True))
         call = prepare(self, *args, **named)
         try:
             do(call.load)
@@ -78,9 +84,7 @@ def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, A
         except BaseException:
             do(call.release)
             raise
-        operation = Operation(work, call.store, call.release)
-        self.under_way.add(operation)
-        return Request.of(operation)
+        return _request(self, work, call)
 
     @wraps(prepare)
     def persistent(
@@ -110,6 +114,36 @@ def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, A
     return methods
 
 
+def _request(calls: Calls, work: Any, call: Prepared | None = None) -> Request:
+    """The request of a call under way."""
+    store, release = ((), ()) if call is None else (call.store, call.release)
+    return Request.of(Operation(work, store, release, calls.under_way))
+
+
+# Reductions whose arguments, in their usual form, are those of the library's own call.
+_OWN_CALLS = {"Allreduce": "all_reduce", "Scan": "scan"}
+
+
+def _plain(
+    sendbuf: Any = None, recvbuf: Any = None, op: Any = MPI.SUM, *others: Any, **more: Any
+) -> dict[str, Any]:
+    """The arguments of the library's own call, for a reduction from one array to another of the
+    same kind, which need not be read as buffers; none for all else."""
+    if sendbuf is MPI.IN_PLACE:
+        sendbuf = recvbuf
+    if type(sendbuf) is not ndarray or type(recvbuf) is not ndarray or others or more:
+        return {}
+    dtype = recvbuf.dtype
+    operator = PLAIN_OPERATORS.get((dtype, id(op)))
+    if operator is None or sendbuf.dtype != dtype or sendbuf.size != recvbuf.size:
+        return {}
+    if not (sendbuf.flags.c_contiguous and recvbuf.flags.carray):
+        return {}
+    if not sendbuf.ndim == recvbuf.ndim == 1:  # MPI knows no shapes, which checked mode compares
+        sendbuf, recvbuf = sendbuf.reshape(-1), recvbuf.reshape(-1)
+    return {"x": sendbuf, "out": recvbuf, **operator}
+
+
 def _with_info(theirs: Signature) -> Signature:
     """The signature of a persistent call, which takes hints as well."""
     info = Parameter("info", Parameter.KEYWORD_ONLY, default=None, annotation=MPI.Info | None)
@@ -117,16 +151,16 @@ def _with_info(theirs: Signature) -> Signature:
 
 
 class Calls:
-    """The collectives with buffers, as methods of an MPI communicator."""
+    """The collectives with buffers, as methods of an MPI communicator.
+
+    `under_way`: the operations that were started here and are not over.
+    """
+
+    under_way: set[Operation]
 
     @property
     def communicator(self) -> Communicator:
         """The library's own communicator of the same ranks."""
-        raise NotImplementedError
-
-    @property
-    def under_way(self) -> WeakSet[Operation]:
-        """The operations that were started here, as long as anybody needs them."""
         raise NotImplementedError
 
     # Preparations.  As in mpi4py the receiving side is read first, and its complaint comes first.
@@ -371,7 +405,7 @@ class Calls:
         session, size = self.communicator._session, self.communicator.size
         chosen = algorithm or _LOCAL[collective][0]
         if not self._knows_enough(collective, chosen):
-            table = session.all_integers([own.array.size], "counts", session.ahead_tag())
+            table = session.all_integers([own.array.size], "counts")
             return table[:, 0].tolist(), chosen
         counts = [0] * size
         counts[self.communicator.rank] = own.array.size
@@ -410,7 +444,7 @@ class Calls:
         communicator = self.communicator
         if counts is None and not in_place:
             session = communicator._session
-            table = session.all_integers([own], "counts", session.ahead_tag())
+            table = session.all_integers([own], "counts")
             return [int(number) for number in table[:, 0]]
         if len(counts) != communicator.size:
             raise ValueError(f"expecting {communicator.size} items, got {len(counts)}")
@@ -432,8 +466,9 @@ def _call(collective: str, sent: Side | None, received: Side | None, **arguments
 
 def _actions(sent: Side | None, received: Side | None) -> tuple[tuple[Action, ...], ...]:
     """What is done before, after, and when all is over."""
-    release = tuple(action for side in (sent, received) if side for action in side.release)
-    return sent.load if sent else (), received.store if received else (), release
+    load, first = (sent.load, sent.release) if sent else ((), ())
+    store, second = (received.store, received.release) if received else ((), ())
+    return load, store, first + second
 
 
 def _reduction(

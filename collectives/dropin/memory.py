@@ -39,13 +39,13 @@ def side(message: Message) -> Side:
     Raises ValueError if a part does not lie within the memory.
     """
     memory = np.empty(0, np.uint8) if message.memory is None else _bytes(message.memory)
+    each = sizes(message)
+    start, num_bytes = _start(message.parts, each), sum(each)
+    if start is not None and 0 <= start <= start + num_bytes <= memory.size:
+        return Side(memory[start : start + num_bytes], each)
     for part in message.parts:
         if part.num_elements and message.memory is not None:
             _check_within(part, memory.size)
-    each = sizes(message)
-    start, num_bytes = _start(message.parts, each), sum(each)
-    if start is not None and (message.memory is not None or num_bytes == 0):
-        return Side(memory[start : start + num_bytes], each)
     return _packed(message, memory, each)
 
 
@@ -56,7 +56,15 @@ def sizes(message: Message) -> list[int]:
 
 def is_plain(datatype: MPI.Datatype) -> bool:
     """Whether elements of this datatype are so many bytes in a row, without gaps."""
+    return datatype.handle in _PLAIN or _is_without_gaps(datatype)
+
+
+def _is_without_gaps(datatype: MPI.Datatype) -> bool:
     return datatype.is_predefined and datatype.size == datatype.extent
+
+
+_NAMED = (each for each in vars(MPI).values() if isinstance(each, MPI.Datatype))
+_PLAIN = {each.handle for each in _NAMED if each and _is_without_gaps(each)}
 
 
 def _bytes(memory: MPI.buffer) -> Bytes:
@@ -78,14 +86,14 @@ def _check_within(part: Part, length: int) -> None:
 
 def _start(parts: tuple[Part, ...], sizes: list[int]) -> int | None:
     """Where the parts begin if they lie one behind the other without gaps, else None."""
-    start = stop = None
-    for part, size in zip(parts, sizes, strict=True):
+    start = stop = plain = None
+    for (offset, _, datatype), size in zip(parts, sizes, strict=True):
         if size == 0:
             continue
-        if not is_plain(part.datatype) or stop not in (None, part.offset):
+        if stop not in (None, offset) or not (datatype is plain or is_plain(datatype)):
             return None
-        start = part.offset if start is None else start
-        stop = part.offset + size
+        start = offset if start is None else start
+        stop, plain = offset + size, datatype
     return start or 0
 
 

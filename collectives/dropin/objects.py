@@ -15,9 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.arrays import HOST
 from collectives.dropin.calls import Calls
-from collectives.session import Arrays
 
 Operation = MPI.Op | Callable[[Any, Any], Any]
 
@@ -113,18 +111,11 @@ class ObjectCalls(Calls):
 
     def _table(self, numbers: Sequence[int]) -> NDArray[np.int64]:
         """A few integers of every rank on every rank, one row each."""
-        session = self.communicator._session
-        return session.all_integers(numbers, "counts", session.ahead_tag())
+        return self.communicator._session.all_integers(numbers, "counts")
 
     def _numbers(self, root: int, numbers: Sequence[int] | None, length: int) -> list[int]:
         """The root's integers, on every rank."""
-        session, shared = self.communicator._session, np.empty(length, np.int64)
-        if numbers is not None:
-            shared[:] = numbers
-        arrays = Arrays(HOST, None if numbers is None else shared, shared)
-        named: dict[str, Any] = {"root": root, "label": "counts", "tag": session.ahead_tag()}
-        session.part(session.collective("broadcast", arrays, length, **named))
-        return [int(number) for number in shared]
+        return self.communicator._session.roots_integers(numbers, length, root, "counts")
 
 
 def _pickled(obj: Any) -> NDArray[np.uint8]:

@@ -17,15 +17,16 @@ from collectives.dropin.memory import Bytes, Whole, is_plain
 from collectives.reduction import OPERATORS, Operator
 from collectives.transport import Action
 
-_NAMES = {
-    MPI.SUM.handle: "sum",
-    MPI.PROD.handle: "prod",
-    MPI.MIN.handle: "min",
-    MPI.MAX.handle: "max",
-    MPI.BAND.handle: "and",
-    MPI.BOR.handle: "or",
-    MPI.BXOR.handle: "xor",
+OPERATIONS = {
+    "sum": MPI.SUM,
+    "prod": MPI.PROD,
+    "min": MPI.MIN,
+    "max": MPI.MAX,
+    "and": MPI.BAND,
+    "or": MPI.BOR,
+    "xor": MPI.BXOR,
 }
+_NAMES = {op.handle: name for name, op in OPERATIONS.items()}
 _NUMBERS = """
     SIGNED_CHAR SHORT INT LONG LONG_LONG INT8_T INT16_T INT32_T INT64_T
     UNSIGNED_CHAR UNSIGNED_SHORT UNSIGNED UNSIGNED_LONG UNSIGNED_LONG_LONG
@@ -38,6 +39,16 @@ _DTYPES = {
     datatype.handle: np.dtype(datatype.typestr)
     for datatype in (getattr(MPI, name) for name in _NUMBERS.split())
     if datatype and datatype.typestr
+}
+
+
+# What stands for one of MPI's operations among the arguments of the library's own call, by the
+# dtype that it combines and its identity.
+PLAIN_OPERATORS: dict[tuple[np.dtype[Any], int], dict[str, str]] = {
+    (np.dtype(char), id(op)): {} if name == "sum" else {"op": name}
+    for char in "bBhHiIlLqQfdFD"  # which MPI knows as NumPy does
+    for name, op in OPERATIONS.items()
+    if np.dtype(char).kind in (OPERATORS[name].kinds or "")
 }
 
 

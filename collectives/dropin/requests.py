@@ -1,25 +1,30 @@
 """MPI requests of what the library does: they stand beside MPI's own in every list.
 
-A call under way is a generalised request of MPI.  The library's thread carries the call on and,
-when its result is in its place, tells MPI that the request is complete; whatever waits for it, in
-whatever order, then finds it so.  A call that failed completes too, and waiting for it raises.
+A call under way is a generalised request of MPI.  `Wait` and `Test` of our requests make the call
+go on themselves; the library's thread does so for those who wait through MPI's own functions.  When
+the result is in its place MPI is told that the request is complete.  A call that failed completes
+too, and waiting for it raises.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakSet
 
 from mpi4py import MPI
 
+from collectives.errors import CollectiveTimeout
 from collectives.plan import Plan
 from collectives.progress import ProgressThread, the_thread
 from collectives.transport import Action, do
+
+GRACE = 2e-4  # seconds before the thread makes a call go on: most are waited for at once
+_wait = MPI.Request.Wait
+_is_active = MPI.Request.__bool__  # a request that was started, and for which nobody has waited
+_HANDLE = ctypes.c_uint64 if MPI._sizeof(MPI.Request) == 8 else ctypes.c_uint32
 
 
 def progress_thread() -> ProgressThread | None:
@@ -39,10 +44,13 @@ def needed_thread() -> ProgressThread:
 
 
 class Started(Protocol):
-    """What was started, and is carried on by the thread: a Work, or a Plan."""
+    """What was started: a Work, or a Plan."""
 
     def test(self) -> bool:
-        """Whether it is complete; raises what it failed with."""
+        """Go on without waiting; whether it is complete.  Raises what it failed with."""
+
+    def wait(self) -> object:
+        """Make it go on until it is complete.  Raises what it failed with."""
 
     def when_over(self, action: Action) -> None:
         """Do this when it is complete or has failed; now if that has happened."""
@@ -52,58 +60,78 @@ class Operation:
     """One call under way, and the request that MPI knows it by.
 
     `store`: what brings the result to its place.  `release`: what is done at the very end.
+    `under_way`: it is among these until it is over.
     """
 
+    error: BaseException | None = None
+
     def __init__(
-        self, started: Started, store: Sequence[Action], release: Sequence[Action] = ()
+        self,
+        started: Started,
+        store: Sequence[Action],
+        release: Sequence[Action],
+        under_way: set[Operation],
     ) -> None:
         self._started: Started | None = started
-        self._store, self._release = store, list(release)
-        self.error: BaseException | None = None
-        self.is_active = True
-        self._is_over = threading.Event()
-        self._lock = threading.Lock()
+        self._store, self._release, self._under_way = store, [*release], under_way
         self.request = MPI.Grequest.Start(self._query)
+        under_way.add(self)
         started.when_over(self._complete)
 
     def _complete(self) -> None:
-        """The call is over: bring its result to its place, and complete the request."""
-        try:
-            self._bring()
-        except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever waits
-            self.error = error
-        with self._lock:
-            self.is_active = False
-            release, self._release = self._release, []
-        try:
-            do(release)
-        except BaseException as error:  # noqa: BLE001
-            self.error = self.error or error
-        try:
-            self.request.Complete()
-        finally:
-            self._is_over.set()
+        """The call is over: bring its result to its place, and complete the request.
 
-    def _bring(self) -> None:
-        """Bring the result to its place, if the call has one."""
-        started, store = self._started, self._store
-        # What was started knows this operation; if that were mutual, both would stay for a while.
+        Done by whoever has made the call go on to its end: the thread, or who waits.
+        """
+        assert self._started is not None, "it is over once"
+        try:
+            self._started.test()
+            for action in self._store:
+                action()
+        except BaseException as error:  # noqa: BLE001 - kept for whoever waits
+            self.error = error
+        # What was started knows this operation; if that were mutual, both would stay a while.
         self._started, self._store = None, ()
-        assert started is not None, "it is over once"
-        started.test()
-        do(store)
+        self._under_way.discard(self)
+        if self._release:
+            self._do_at_the_end()
+        self.request.Complete()
 
     def at_the_end(self, action: Action) -> None:
         """Do this when the call is complete; now if it is."""
-        with self._lock:
-            if self.is_active:
-                self._release.append(action)
-                return
-        action()
+        self._release.append(action)
+        if self._started is None:
+            self._do_at_the_end()
+
+    def _do_at_the_end(self) -> None:
+        """What was asked for, each once, whoever else does it at the same time."""
+        with suppress(IndexError):  # another has taken the last
+            while self._release:
+                action = self._release.pop(0)
+                try:
+                    action()
+                except BaseException as error:  # noqa: BLE001 - kept for whoever waits
+                    self.error = self.error or error
 
     def wait(self) -> None:
-        """Sleep until the request is complete, where MPI would keep a processor busy."""
-        self._is_over.wait()
+        """Make the call go on to its end.  What it fails with is kept for whoever asks MPI.
+
+        Raises CollectiveTimeout if it goes on, and may be waited for again.
+        """
+        if (started := self._started) is not None:
+            try:
+                started.wait()
+            except CollectiveTimeout:
+                if self._started is not None:
+                    raise
+            except Exception:  # noqa: BLE001 - see above
+                pass
+
+    def test(self) -> None:
+        """Make the call go on without waiting."""
+        if (started := self._started) is not None:
+            with suppress(Exception):
+                started.test()
 
     def _query(self, status: MPI.Status) -> None:
         """Called by MPI when somebody waits for the complete request."""
@@ -123,32 +151,37 @@ def when_all_are_over(operations: Sequence[Operation], action: Action) -> None:
 class _Awaited:
     """What both kinds of request do when somebody waits for their operation.
 
-    It stands before a request of MPI, to which `super()` leads; mypy cannot know that.  Deriving it
-    from MPI.Request would tell mypy, but then Python refuses to make a PersistentRequest.
+    It stands before a request of MPI.  Deriving it from MPI.Request would tell mypy, but then
+    Python refuses to make a PersistentRequest.
     """
 
-    _operation: Operation | None
+    _operation: Operation | None = None
 
     def Wait(self, status: MPI.Status | None = None) -> Any:
         """Wait until the call is complete, if one is under way; raises what it failed with."""
-        if self._is_active and self._operation is not None:
+        if self._operation is not None:
             self._operation.wait()
-        with _explained(self._operation):
-            return super().Wait(status)  # type: ignore[misc]
+        return self._ask(_wait, status)
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Whether no call is under way any more; raises what it failed with."""
-        with _explained(self._operation):
-            return super().Test(status)  # type: ignore[misc, no-any-return]
+        if self._operation is not None:
+            self._operation.test()
+        return bool(self._ask(MPI.Request.Test, status))
 
     def wait(self, status: MPI.Status | None = None) -> Any:
         """The same, in the spelling of mpi4py's pickled calls; returns None."""
         self.Wait(status)
 
-    @property
-    def _is_active(self) -> bool:
-        """Whether it was started and nobody has waited for it since."""
-        return bool(super().__bool__())  # type: ignore[misc]
+    def _ask(self, question: Callable[..., Any], status: MPI.Status | None) -> Any:
+        """Ask MPI, and raise in the library's own words what it knows as a failure."""
+        try:
+            return question(self, status)
+        except MPI.Exception as error:
+            if self._operation is None or self._operation.error is None:
+                raise
+            reason, self._operation.error = self._operation.error, None
+            raise reason from error
 
 
 class Request(_Awaited, MPI.Grequest):
@@ -180,11 +213,11 @@ class PersistentRequest(_Awaited, MPI.Prequest):
         load: Sequence[Action],
         store: Sequence[Action],
         release: Sequence[Action],
-        under_way: WeakSet[Operation],
+        under_way: set[Operation],
     ) -> None:
         self._plan, self._load, self._store, self._release = plan, load, store, release
         self._under_way = under_way
-        self._operation: Operation | None = None
+        self._handle = _HANDLE.from_address(MPI._addressof(self))
 
     def __bool__(self) -> bool:
         return self._plan is not None
@@ -199,15 +232,14 @@ class PersistentRequest(_Awaited, MPI.Prequest):
 
     def Start(self) -> None:
         """Begin a run, which reads the buffers afresh.  MPI.Exception while one is active."""
-        if self._plan is None or self._is_active:
+        if self._plan is None or _is_active(self):
             raise MPI.Exception(MPI.ERR_REQUEST)
-        do(self._load)
+        if self._load:
+            do(self._load)
         self._plan.start()
-        self._operation = Operation(self._plan, self._store)
-        self._under_way.add(self._operation)
+        self._operation = Operation(self._plan, self._store, (), self._under_way)
         # MPI makes a new request for every run; this object stands for each in its turn.
-        run = self._operation.request
-        ctypes.memmove(MPI._addressof(self), MPI._addressof(run), MPI._sizeof(run))
+        self._handle.value = self._operation.request.handle
 
     @classmethod
     def Startall(cls, requests: Sequence[MPI.Prequest]) -> None:
@@ -219,7 +251,7 @@ class PersistentRequest(_Awaited, MPI.Prequest):
         """Give the plan back, as soon as a run under way is complete."""
         if self._plan is None:
             raise MPI.Exception(MPI.ERR_REQUEST)
-        if self._is_active:
+        if _is_active(self):
             super().Free()
         actions, self._plan = (self._plan.free, *self._release), None
         if self._operation is None:
@@ -232,18 +264,6 @@ class PersistentRequest(_Awaited, MPI.Prequest):
         """Call `Free` unless that has been done."""
         if self._plan is not None:
             self.Free()
-
-
-@contextmanager
-def _explained(operation: Operation | None) -> Iterator[None]:
-    """Raise in the library's own words what MPI knows as the failure of a request."""
-    try:
-        yield
-    except MPI.Exception as error:
-        if operation is None or operation.error is None:
-            raise
-        reason, operation.error = operation.error, None
-        raise reason from error
 
 
 def _error_code(error: BaseException) -> int:

@@ -1,7 +1,8 @@
 """Run under mpirun by the tests beside it: benchmarks, right or made wrong.
 
 Arguments: a folder for the JSON files, and "right" or "wrong" (all collectives, or an all-reduce),
-or "swept" (what the speed command runs on so many ranks, made wrong).
+"device" (all collectives, in memory that looks like a GPU's), or "swept" and a job of the speed
+command, which is made wrong.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import sweep
+from bench import perf, sweep
 from bench.__main__ import main
-from collectives import algorithms
+from collectives import algorithms, kernels
 from collectives.arrays import NumpyBackend
+from tests.fake_device import BACKEND
 
 
 def spoil_reductions() -> None:
@@ -28,20 +30,25 @@ def spoil_reductions() -> None:
         return wrong
 
     NumpyBackend.binary = binary
+    kernels.combine = lambda *_: None  # so that compiled code asks Python
 
 
-def measure(collective: str, folder: Path) -> int:
+def measure(collective: str, folder: Path, others: str = "--native --call") -> int:
     sweep = "-b 8 -e 64K -f 9000" if collective != "barrier" else ""
-    command = [collective, *sweep.split(), "-n", "2", "-w", "1", "--native", "--call"]
+    command = [collective, *sweep.split(), "-n", "2", "-w", "1", *others.split()]
     return main([*command, "-J", str(folder / f"{collective}.json")])
 
 
 if __name__ == "__main__":
     folder, manner = Path(sys.argv[1]), sys.argv[2]
+    if manner == "device":
+        perf.backend = lambda comm, device: {"cuda": BACKEND}[device]
+        measured = set(algorithms.collectives()) - {"barrier"}
+        sys.exit(max(measure(each, folder, "--device cuda") for each in sorted(measured)))
     if manner != "right":
         spoil_reductions()
     if manner == "swept":
-        sys.exit(sweep.main(["crowd", "--quick", "--json", str(folder / "swept.json")]))
+        sys.exit(sweep.main([sys.argv[3], "--quick", "--json", str(folder / "swept.json")]))
     if manner == "wrong":
         sys.exit(measure("all_reduce", folder))
     sys.exit(max(measure(each, folder) for each in algorithms.collectives()))

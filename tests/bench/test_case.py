@@ -11,39 +11,47 @@ import pytest
 import collectives
 from bench import case as bench_case
 from bench.case import Case, in_place, num_wrong, out_of_place, prepare
+from collectives.arrays import HOST
+from tests.fake_device import BACKEND, FakeDeviceArray, on_host
 
 SIZE = 3
 COLLECTIVES = [name for name in collectives.algorithms.collectives() if name != "barrier"]
 
 
-def wrong_after(collective: str, make: Any, dtype: Any = np.float32, spoil: int = 0) -> list[int]:
+def wrong_after(
+    collective: str, make: Any, dtype: Any = np.float32, spoil: int = 0, backend: Any = HOST
+) -> list[int]:
     """Wrong elements on each of three ranks after a run; `spoil` elements are changed first."""
 
     def body(comm):
-        case = Case(collective, comm.rank, comm.size, 60, np.dtype(dtype), root=1)
+        case = Case(collective, comm.rank, comm.size, 60, np.dtype(dtype), "sum", 1, backend)
         buffers = make(case)
         prepare(case, buffers)
         getattr(comm, collective)(buffers.x, out=buffers.y, **case.settings)
-        if buffers.y is not None:
-            buffers.y[:spoil] += 1
+        if buffers.y is not None and spoil:
+            assert type(buffers.y) is FakeDeviceArray or backend is HOST
+            on_host(buffers.y)[:spoil] += 1
         return num_wrong(case, buffers.y)
 
     return collectives.run(body, SIZE)
 
 
+@pytest.mark.parametrize("backend", [HOST, BACKEND])
 @pytest.mark.parametrize("make", [out_of_place, in_place])
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_right_results_pass(collective, make, monkeypatch):
+def test_right_results_pass(collective, make, backend, monkeypatch):
     monkeypatch.setattr(bench_case, "WINDOW", 7)  # several windows, the last one short
     if (collective, make) != ("broadcast", out_of_place):
-        assert wrong_after(collective, make) == [0] * SIZE
+        assert wrong_after(collective, make, backend=backend) == [0] * SIZE
 
 
+@pytest.mark.parametrize("backend", [HOST, BACKEND])
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_wrong_elements_are_counted(collective):
+def test_wrong_elements_are_counted(collective, backend):
     at_root_only, after_first = [0, 5, 0], [0, 5, 5]
     wanted = {"gather": at_root_only, "reduce": at_root_only, "exscan": after_first}
-    assert wrong_after(collective, in_place, spoil=5) == wanted.get(collective, [5] * SIZE)
+    found = wrong_after(collective, in_place, spoil=5, backend=backend)
+    assert found == wanted.get(collective, [5] * SIZE)
 
 
 def test_a_result_that_never_came_is_wrong():

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import main
+from bench.others import KINDS
 from bench.overlap import Overlap, cores_in_words, who
 from collectives.launch import launch
 
@@ -15,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def overlap(at_once: float, *, progress: str | None = None, slices: int = 1) -> Overlap:
     """Of an all-reduce of 4 s and a product of 5 s."""
-    return Overlap(progress, slices, 4.0, 5.0, 9.0, at_once, wrong=0)
+    return Overlap("product", progress, slices, 4.0, 5.0, 9.0, at_once, wrong=0)
 
 
 @pytest.mark.parametrize(
@@ -28,10 +30,10 @@ def test_hidden_is_what_was_saved(at_once, hidden):
 def test_who_lets_it_go_on():
     ways = [overlap(9.0, progress=p, slices=s) for p in (None, "thread") for s in (1, 16)]
     assert [who(way) for way in ways] == [
-        ("nobody", "one piece"),
-        ("test()", "16 slices"),
-        ("a thread", "one piece"),
-        ("a thread and test()", "16 slices"),
+        ("nobody", "product, one piece"),
+        ("test()", "product, 16 slices"),
+        ("a thread", "product, one piece"),
+        ("a thread and test()", "product, 16 slices"),
     ]
 
 
@@ -45,16 +47,38 @@ def run(size: int, *options: str):
     return launch(size, command, env={"PYTHONPATH": str(ROOT)}, timeout=100, capture=True)
 
 
-def test_every_way_is_measured(tmp_path):
-    job = run(2, "--json", str(tmp_path / "overlap.json"))
+@pytest.mark.parametrize("beside", [["product"], ["sleep", "loop"]])
+def test_every_way_is_measured(tmp_path, beside):
+    options = [word for name in beside for word in ("--beside", name)]
+    job = run(2, "--json", str(tmp_path / "overlap.json"), *options)
     assert job.returncode == 0, job.stdout + job.stderr
     result = json.loads((tmp_path / "overlap.json").read_text())
-    assert result["ranks"] == 2 and result["cores"] >= 1 and result["order"] % 16 == 0
-    ways = {(way["progress"], way["slices"]) for way in result["ways"]}
-    assert ways == {(progress, slices) for progress in (None, "thread") for slices in (1, 16)}
+    assert result["ranks"] == 2 and result["cores"] >= 1
+    assert list(result["amounts"]) == beside
+    assert all(amount % 16 == 0 for amount in result["amounts"].values())
+    ways = [(way["beside"], way["progress"], way["slices"]) for way in result["ways"]]
+    assert ways == [(name, p, s) for name in beside for s in (1, 16) for p in (None, "thread")]
     for way in result["ways"]:
         assert way["wrong"] == 0
-        assert min(way[name] for name in ("all_reduce", "product", "in_turn", "at_once")) > 0
+        assert min(way[name] for name in ("all_reduce", "other", "in_turn", "at_once")) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_slices_are_all_of_it(kind):
+    done: list[int] = []
+    other = kind(64)
+    if kind.name == "product":
+        other.out.fill(0)
+    other.run(16, lambda: done.append(1))
+    assert len(done) == 16
+    if kind.name == "product":
+        assert (other.out == 64).all()
+
+
+def test_another_kind_is_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["overlap", "--beside", "lunch"])
+    assert stop.value.code == 2 and "invalid choice" in capsys.readouterr().err
 
 
 def test_one_rank_has_nothing_to_hide():

@@ -34,6 +34,15 @@ def test_every_collective_beside_mpi(tmp_path):
         assert all(form["seconds"] > 0 and form["wrong"] == 0 for form in forms if form)
 
 
+def test_every_collective_on_a_device(tmp_path):
+    job = run(tmp_path, "device")
+    assert job.returncode == 0, job.stdout + job.stderr
+    for collective in set(algorithms.collectives()) - {"barrier"}:
+        result = json.loads((tmp_path / f"{collective}.json").read_text())
+        assert result["arrays"] == "fake" and result["wrong"] == 0
+        assert {row["name"] for row in result["rows"]} == set(algorithms.names(collective))
+
+
 def test_wrong_elements_are_reported_and_fail(tmp_path):
     job = run(tmp_path, "wrong")
     assert job.returncode == 1
@@ -77,6 +86,68 @@ def test_options_without_a_meaning_are_refused(command, capsys):
         main(command)
     assert stop.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "0", "-1", "soon"])
+@pytest.mark.parametrize(
+    "command",
+    [[name, "--seconds"] for name in ("all_reduce", "tune")]
+    + [[name, "--timeout"] for name in ("demo", "speed", "strategies")],
+)
+def test_what_is_no_time_is_refused(command, text, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parser().parse_args([*command, text])
+    assert stop.value.code == 2
+    assert f"argument {command[1]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["demo", "speed", "strategies"])
+def test_a_file_that_cannot_be_written_is_refused_before_any_job(command, tmp_path, capsys):
+    for path in (tmp_path / "missing" / "all.json", tmp_path):
+        with pytest.raises(SystemExit) as stop:
+            parser().parse_args([command, "--json", str(path)])
+        assert stop.value.code == 2
+        assert f"argument --json: {path} cannot be written" in capsys.readouterr().err
+
+
+REFUSED = {
+    "all_reduce -J missing/all.json": "missing/all.json cannot be written",
+    "all_reduce -J .": ". cannot be written",
+    "overlap --json missing/all.json": "missing/all.json cannot be written",
+    "tune --output .": ". cannot be written",
+    "all_reduce -d >f4 --native": "MPI has no numbers of another byte order (>f4)",
+    "all_reduce --device cuda --native": "call gets no arrays of a GPU",
+    "broadcast -r 5": "root must be a rank from 0 to 1, got 5",
+    "check -b 64 -e 8": "the least size, 64, is greater than the greatest, 8",
+    "check -d bool": "op 'sum' is not defined for dtype bool",
+    "broadcast --algorithm mine": "broadcast.mine, 2 ranks, root 0, segments=64: rank 1, round",
+    "tune --collective broadcast": "broadcast.mine, 2 ranks, root 0, segments=64: rank 1, round",
+}
+REFUSING = """
+import sys
+import collectives
+from bench.__main__ import main
+from collectives.algorithms import broadcast
+
+@collectives.algorithms.register("broadcast", options={"segments": 1}, pieces="N")
+def mine(rank, size, root, segments):
+    rounds = [*broadcast.pipeline(rank, size, root, segments)]
+    return iter(rounds[:-1] if segments > 32 else rounds)
+
+statuses = [main(line.split()) for line in sys.argv[1:]]
+sys.exit(set(statuses) != {2})
+"""
+
+
+def test_what_cannot_be_measured_is_said_before_measuring(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    env = {"PYTHONPATH": str(ROOT)}
+    job = launch(2, ["-c", REFUSING, *REFUSED], env=env, timeout=60, capture=True)
+    assert job.returncode == 0, job.stdout + job.stderr
+    said = [line for line in job.stdout.splitlines() if line.startswith("bench: ")]
+    for line, sentence in zip(said, REFUSED.values(), strict=True):
+        assert sentence in line
+    assert "algbw" not in job.stdout and "|" not in job.stdout, "nothing was measured"
 
 
 def test_options_of_algorithms_are_read_as_the_library_reads_them():

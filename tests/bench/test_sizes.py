@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from bench.sizes import parse, series, text, whole_blocks
+from bench.sizes import memory, parse, series, text, whole_blocks
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,14 @@ def test_parse(text, wanted):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size such as"):
         parse(text)
+
+
+def test_more_than_there_is_memory_is_refused():
+    with pytest.raises(argparse.ArgumentTypeError, match=r"99999G is more than the \d+ bytes"):
+        parse("99999G")
+    with pytest.raises(argparse.ArgumentTypeError, match="bytes of memory here"):
+        parse(str(memory() + 1))
+    assert parse(str(memory())) == memory()
 
 
 @pytest.mark.parametrize(

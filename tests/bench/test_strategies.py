@@ -36,7 +36,7 @@ def test_numbers():
 def test_what_is_not_a_number_or_a_strategy_is_refused(capsys):
     for words in (
         ["--ranks", "2,x"], ["--ranks", "0"], ["--ranks", "2,-1"], ["--micro-batches", "0"],
-        ["--only", "zero4"],
+        ["--only", "zero4"], ["--layers", "x"], ["--hidden", "0"],
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             parser().parse_args(["strategies", *words])
@@ -51,6 +51,14 @@ def test_a_batch_that_cannot_be_divided_is_refused_before_any_job(monkeypatch, c
     assert stop.value.code == 2
     wanted = "a global batch of 19 cannot be divided among 2, 8 ranks with 12 micro-batches each"
     assert wanted in capsys.readouterr().err
+
+
+def test_a_width_that_the_heads_do_not_divide_is_refused_before_any_job(monkeypatch, capsys):
+    monkeypatch.setattr("bench.strategies.Jobs", None)  # cannot be made
+    with pytest.raises(SystemExit) as stop:
+        main(["strategies", "--hidden", "31"])
+    assert stop.value.code == 2
+    assert "4 heads do not divide a width of 31" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 19, 20])

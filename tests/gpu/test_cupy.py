@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import collectives
+from bench.gpu import no_mpi
+from bench.jobs import environment
 from collectives import Communicator
 from collectives.launch import launch
 from tests import device_scenarios as scenarios
@@ -17,7 +19,6 @@ from tests.operator_scenarios import ordered_jobs, perform_in_order
 from tests.scenarios import OPS, Job, all_jobs
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parent.parent.parent
 ON_CUPY = sorted({d for dtypes in OPS.values() for d in dtypes} - {"longdouble", "clongdouble"})
 
 
@@ -72,6 +73,7 @@ def test_work_on_the_callers_stream_is_waited_for() -> None:
     collectives.run(body, 2)
 
 
+@pytest.mark.skipif(no_mpi() is not None, reason="takes an MPI")
 def test_over_mpi(tmp_path: Path) -> None:
     script = tmp_path / "on_gpu.py"
     script.write_text(
@@ -85,7 +87,7 @@ def test_over_mpi(tmp_path: Path) -> None:
         "s.plan_reads_afresh(comm, cupy.asarray, to_host)\n"
         "print('served', comm.rank)\n"
     )
-    done = launch(3, [str(script)], timeout=100, env={"PYTHONPATH": str(ROOT)}, capture=True)
+    done = launch(3, [str(script)], timeout=100, env=environment(), capture=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("served") == 3
 

@@ -11,19 +11,22 @@ import pytest
 from array_api_compat import cupy as on_gpu
 
 import collectives
+from bench.gpu import no_mpi
 from collectives import Communicator
 from parallel import DataParallel, Zero1, Zero2, Zero3
 from parallel.offload import TO_DEVICE, TO_HOST, Device, Disk, Host
-from tests.launch.test_strategies import run_every_strategy
 from tests.parallel.test_offload import Make, accounts, serial, trained
 
 pytestmark = pytest.mark.gpu
 CLOSE = {"float64": 1e-9, "float32": 1e-5, "float16": 1e-3}
 
 
+@pytest.mark.skipif(no_mpi() is not None, reason="takes an MPI")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_strategy_over_mpi(num_ranks: int) -> None:
     """As in host memory: exact traffic and memory, equal parameters, the losses of one rank."""
+    from tests.launch.test_strategies import run_every_strategy  # looks for an MPI
+
     run_every_strategy(num_ranks, "--device", "cuda")
 
 

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, algorithms, lanes, select
+from collectives import Communicator, algorithms, lanes, program
+from collectives.algorithms import registry
 from collectives.lanes import WIDTH, Event, compile_lanes, num_lanes, order
-from collectives.spec import SPECS
+from collectives.schedule import RecvReduce, Round, Send
+from collectives.spec import SPECS, Piece
 from tests.inproc.test_plan_proof import Layout, Words, in_any_order, results
 
 REDUCTIONS = [
@@ -23,18 +25,13 @@ REDUCTIONS = [
 ]
 
 
-def clear_caches() -> None:
-    for cache in (lanes.num_lanes, lanes.compile_lanes, select._default):
-        cache.cache_clear()
-
-
 @pytest.fixture
 def _tiny_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Segments of two elements of eight bytes."""
     monkeypatch.setattr(lanes, "SEGMENT_BYTES", 16)
-    clear_caches()
+    program._compiled.cache_clear()
     yield
-    clear_caches()
+    program._compiled.cache_clear()
 
 
 def cut(collective: str, name: str, size: int, num_bytes: int) -> int:
@@ -75,6 +72,26 @@ def test_whole_vectors_are_cut_and_blocks_that_travel_alone() -> None:
     assert cut("reduce_scatter", "recursive_halving", 4, n) == 1  # it sends several blocks as one
     assert cut("all_reduce", "segmented_ring", 4, n) == 1  # it has segments of its own
     assert cut("all_gather", "ring", 4, n) == 1  # nothing is combined
+
+
+def test_blocks_in_pieces_are_not_cut_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.REGISTRY, "reduce_scatter", {})
+
+    @algorithms.register("reduce_scatter", pieces="2")
+    def in_halves(rank: int, size: int) -> Iterator[Round]:
+        for distance in range(1, size):
+            to, source = (rank + distance) % size, (rank - distance) % size
+            for half in range(2):
+                sends = Send(to, [Piece(to, half)])
+                yield sends, RecvReduce(source, [Piece(rank, half)])
+
+    def body(comm: Communicator) -> bool:
+        x = np.arange(comm.size * lanes.SEGMENT_BYTES // 8 + comm.size) % 97 * (comm.rank + 1.0)
+        part = comm.reduce_scatter(x, algorithm="in_halves")
+        want = np.array_split(6 * x / (comm.rank + 1), comm.size)[comm.rank]
+        return np.array_equal(part, want)
+
+    assert collectives.run(body, 3) == [True] * 3
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 3, 4, 9])
@@ -123,9 +140,9 @@ def test_a_ring_needs_at_most_4_mib_of_scratch(
     aliasing: Any = 0 if in_place else "none"
     entry = algorithms.info(collective, name)
     num_lanes = cut(collective, name, size, 4 * num_elements)
-    program = compile_lanes(entry, 1, size, 0, counts, (), aliasing, num_lanes)
+    found = compile_lanes(entry, 1, size, 0, counts, (), aliasing, num_lanes)
     assert num_lanes >= 128
-    assert 4 * program.num_scratch * program.num_slots <= 4 * 2**20
+    assert 4 * found.num_scratch * found.num_slots <= 4 * 2**20
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +204,145 @@ def test_exports_hold_every_row(tmp_path: Path) -> None:
     assert rows[0]["phase"] == "step" and rows[0]["bytes"] == "16"
     (event,) = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert event["dur"] > 0 and event["args"]["bytes"] == 6 * 16
+
+
+def written(ledger: Any, path: Path, form: str) -> str:
+    """What a ledger writes in this form, and nothing else beside it."""
+    getattr(ledger, f"to_{form}")(path)
+    assert list(path.parent.iterdir()) == [path]
+    return path.read_text()
+
+
+def test_a_gathered_ledger_is_traced_with_the_calls_of_every_rank(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        group = comm.split(comm.rank % 2)
+        assert group is not None
+        with collectives.phase("step"):
+            comm.all_reduce(np.zeros(8), algorithm="ring")
+            group.all_gather(np.zeros(2 + comm.rank), counts=(2 + comm.rank % 2, 4 + comm.rank % 2))
+
+    ledger = recorded(body)
+    events = json.loads(written(ledger, tmp_path / "trace.json", "chrome_trace"))["traceEvents"]
+    steps = [event for event in events if event["cat"] == "step"]
+    assert sorted((event["pid"], event["name"].split()[0]) for event in steps) == sorted(
+        (rank, name) for rank in range(P) for name in ("all_reduce", "all_gather")
+    )
+    assert all(event["dur"] > 0 for event in steps)
+    sent = sum(event["args"]["bytes"] for event in events)
+    assert sent == sum(row.bytes for row in ledger.rows()) == ledger.matrix().sum()
+
+
+def test_a_gathered_ledger_has_the_rows_of_every_rank() -> None:
+    def body(comm: Communicator) -> Any:
+        with comm.record() as ledger:
+            group = comm.split(comm.rank % 2)
+            assert group is not None
+            group.all_reduce(np.zeros(10, np.uint8), algorithm="ring")
+            comm.send_recv(np.zeros(3), (comm.rank + 1) % P, (comm.rank - 1) % P)
+        return ledger.rows(), ledger.gather()
+
+    found = collectives.run(body, P)
+    whole = found[0][1]
+    assert whole.rows() == [row for rows, _ in found for row in rows]
+    assert [entry.call.src for entry in whole.entries] == sorted(
+        entry.call.src for entry in whole.entries
+    )
+
+
+def test_only_what_was_recorded_can_be_gathered() -> None:
+    whole = recorded(lambda comm: comm.barrier())
+    with pytest.raises(ValueError, match="only a ledger made by `record` can be gathered"):
+        whole.gather()
+
+
+def with_surrogate() -> Any:
+    def body(comm: Communicator) -> None:
+        with collectives.phase("caf\udce9 \N{SNOWMAN}"):
+            comm.barrier()
+
+    return recorded(body, 2)
+
+
+def test_a_phase_that_is_no_unicode_is_written_as_its_escape_sequence(tmp_path: Path) -> None:
+    text = written(with_surrogate(), tmp_path / "rows.csv", "csv")
+    assert [row["phase"] for row in csv.DictReader(text.splitlines())] == ["caf\\udce9 \u2603"] * 2
+
+
+@pytest.mark.parametrize("form", ["json", "chrome_trace"])
+def test_a_phase_that_is_no_unicode_is_the_same_in_json(tmp_path: Path, form: str) -> None:
+    text = written(with_surrogate(), tmp_path / "file", form)
+    assert text.count(r'"caf\udce9 \u2603"') >= 2
+    assert json.loads(text)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Files cannot grow beyond a hundred bytes; those that pytest writes to meanwhile neither."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("form", ["csv", "json", "chrome_trace"])
+def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path, form: str) -> None:
+    ledger = recorded(lambda comm: comm.all_reduce(np.zeros(8), algorithm="ring"))
+    path = tmp_path / "file"
+    with pytest.raises(OSError, match="large"), full_disk():
+        written(ledger, path, form)
+    assert not list(tmp_path.iterdir())
+    path.write_text("before")
+    with pytest.raises(OSError, match="large"), full_disk():
+        written(ledger, path, form)
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == "before"
+
+
+def test_links_and_devices_are_written_in_place(tmp_path: Path) -> None:
+    ledger = recorded(lambda comm: comm.barrier())
+    (link := tmp_path / "link").symlink_to(tmp_path / "file")
+    for path in (link, Path("/dev/null")):
+        ledger.to_csv(path)
+    assert link.is_symlink() and "barrier" in (tmp_path / "file").read_text()
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("label", [5, None, b"step"])
+def test_only_a_text_can_label_a_phase(label: Any) -> None:
+    with pytest.raises(TypeError, match="a phase is labelled by a text, not"):
+        collectives.phase(label)
+
+
+@pytest.mark.parametrize("by", ["phase", ("phase", "bites")])
+def test_a_summary_is_by_columns_that_there_are(by: Any) -> None:
+    ledger = recorded(lambda comm: comm.barrier())
+    with pytest.raises(ValueError, match="by must be a sequence of columns from"):
+        ledger.summary(by=by)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ({"timeout": float("nan")}, ValueError, "timeout must not be negative, got nan"),
+        ({"timeout": -1}, ValueError, "timeout must not be negative, got -1"),
+        ({"timeout": True}, TypeError, "timeout must be a number of seconds or None, not True"),
+        ({"timeout": "5"}, TypeError, "timeout must be a number of seconds or None, not '5'"),
+        ({"size": 0}, ValueError, "size must be at least 1, got 0"),
+        ({"size": 2.0}, TypeError, "size must be an integer, not 2.0"),
+        ({"size": True}, TypeError, "size must be an integer, not True"),
+        ({"size": "2"}, TypeError, "size must be an integer, not '2'"),
+        ({"fn": "barrier"}, TypeError, "fn must be a function of a communicator, not 'barrier'"),
+    ],
+)
+def test_ranks_that_cannot_be_run_are_refused(
+    arguments: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    def body(comm: Communicator) -> None:
+        pytest.fail("a rank was started")
+
+    with pytest.raises(error, match=sentence):
+        collectives.run(**{"fn": body, "size": 2, **arguments})
 
 
 def test_recording_changes_no_result() -> None:

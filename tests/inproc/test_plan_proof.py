@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from bench.oracle import expected
-from collectives import Communicator, Operator, Plan, algorithms, lanes, program
+from collectives import Communicator, Operator, Plan, algorithms, placement, program
 from collectives.inproc import InprocTransport, World
 from collectives.session import Session
 from collectives.spec import SPECS
@@ -173,19 +173,16 @@ def test_every_element_arrives_through_bound_plans(collective: str, name: str) -
 @pytest.fixture
 def _swapped_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs that take every buffer's blocks, all of one size, to lie the other way round."""
-    right = program.consecutive
+    right = placement.consecutive
 
-    def swapped(blocks: Any, sizes: Any) -> Any:
-        places = right(blocks, sizes)
+    def swapped(*layout: Any) -> Any:
+        places = right(*layout)
         return dict(zip(places, reversed(places.values()), strict=True))
 
-    caches = program.compiled, lanes.compile_lanes
-    for cache in caches:
-        cache.cache_clear()
-    monkeypatch.setattr(program, "consecutive", swapped)
+    program._compiled.cache_clear()
+    monkeypatch.setattr(placement, "consecutive", swapped)
     yield
-    for cache in caches:
-        cache.cache_clear()
+    program._compiled.cache_clear()
 
 
 @pytest.mark.usefixtures("_swapped_blocks")

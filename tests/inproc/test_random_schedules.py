@@ -15,12 +15,13 @@ import pytest
 from collectives import ScheduleError
 from collectives.arrays import HOST
 from collectives.inproc import InprocTransport, World
-from collectives.lanes import Woven
+from collectives.lanes import Lanes
 from collectives.layout import by_rank, consecutive
-from collectives.plan import Buffers, Plan
-from collectives.program import _Compiler
+from collectives.placement import _Compiler, outline
+from collectives.program import assembled
 from collectives.schedule import Block, Copy, CopyReduce, Recv, RecvReduce, Round, Send
 from collectives.spec import Case, after, before
+from collectives.transport import Execution, Operands
 from collectives.verify import _Run
 from tests.inproc.test_plan_proof import Words, run_together
 
@@ -81,15 +82,29 @@ def word(parts: Any, index: int) -> str:
     return "".join(f"{rank}:{block}:{index};" for rank, block in parts)
 
 
+class Driven:
+    """An execution, driven as plans are."""
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
+
+    def start(self) -> None:
+        """Nothing needs to be done to begin."""
+
+    def test(self) -> bool:
+        return self._execution.advance(0.0)
+
+
 def mismatches(run: _Run, sizes: list[int], in_place: bool) -> list[str]:
     """Where the plans of all ranks end with other words than the verifier."""
     words, world, named = Words(), World(run.case.size), by_rank(sizes)
     plans, ends = [], []
     for rank, schedule in enumerate(run.schedules):
         places = [
-            consecutive(blocks(run.collective, rank, run.case), named) for blocks in (before, after)
+            consecutive(buffer, blocks(run.collective, rank, run.case), named)
+            for buffer, blocks in (("input", before), ("output", after))
         ]
-        lengths = [sum(stop - start for start, stop in place.values()) for place in places]
+        lengths = [sum(region.num_elements for region in place.values()) for place in places]
         x, out = (np.full(length, -1, np.int64) for length in lengths)
         offset = "none"
         if in_place and run.collective == "reduce_scatter":
@@ -97,28 +112,20 @@ def mismatches(run: _Run, sizes: list[int], in_place: bool) -> list[str]:
             out = x[offset : offset + sizes[rank]]
         elif in_place:
             offset, out = 0, x
-        for block, (start, stop) in places[0].items():
+        for block, (_, start, stop) in places[0].items():
             x[start:stop] = [words.number(word([(rank, block)], i)) for i in range(stop - start)]
-        program = _Compiler(named, *places, offset).program(schedule)
-        scratch = np.full(program.num_scratch, -1, np.int64)
+        lanes = Lanes((_Compiler(named, *places, offset).lane(outline(schedule)),))
+        program = assembled(lanes, x.itemsize)
+        scratch = np.full(program.num_scratch // x.itemsize, -1, np.int64)
         transport = InprocTransport(world, range(run.case.size), rank)
-        plans.append(
-            Plan(
-                ("random", "random", "1"),
-                Woven((program,)),
-                Buffers(HOST, x, out, scratch),
-                transport,
-                tag=1,
-                result=out,
-                operator=words.join,
-            )
-        )
+        operands = Operands(HOST, x, out, scratch, words.join.function)
+        plans.append(Driven(transport.execution(program, operands, 1)))
         ends.append((rank, places[1], out))
     run_together(plans)
     return [
         f"rank {rank}, block {block}"
         for rank, places, out in ends
-        for block, (start, stop) in places.items()
+        for block, (_, start, stop) in places.items()
         if words.decoded(out[start:stop])
         != [word(run.state[rank][block].parts, i) for i in range(stop - start)]
     ]

@@ -88,10 +88,11 @@ def test_an_explanation_reads_as_a_table() -> None:
         "all_gather of 300 bytes on 3 ranks: bruck(radix=3)",
         "why: named by collectives.using",
     ]
+    assert lines[2] == "run by: the interpreter: the ranks are threads"
     assert [line.split()[1] for line in lines if line.startswith("*")] == ["bruck(radix=3)"]
     (swing,) = (line for line in lines if line.split()[0] == "swing")
     assert swing.endswith("serves an even number of ranks only, not 3")
-    assert len(lines) == 3 + 1 + len(collectives.algorithms.names("all_gather"))
+    assert len(lines) == 4 + 1 + len(collectives.algorithms.names("all_gather"))
 
 
 def test_the_reason_says_who_named_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,8 @@ from hypothesis import strategies as st
 
 import collectives
 from collectives import Communicator, header
-from collectives.arrays import HOST
+from collectives.arrays import HOST, Arrays
 from collectives.errors import CollectiveMismatch
-from collectives.session import Arrays
 from tests.scenarios import COLLECTIVES, Job, perform, random_rows
 from tests.session_scenarios import SCENARIOS
 
@@ -113,9 +113,8 @@ def test_a_header_that_is_none_is_refused_by_the_call() -> None:
         if comm.rank == 0:
             session, message = comm._session, np.full(header.NUM_BYTES, 7, np.uint8)
             arrays = Arrays(HOST, message, message)
-            session.collective(
-                "broadcast", arrays, message.size, algorithm="binomial", tag=session.ahead_tag()
-            ).run()
+            spec = session.spec("broadcast", arrays, message.size, algorithm="binomial")
+            session.call(partial(session.perform, spec, arrays, is_ahead=True), None)
         else:
             with pytest.raises(CollectiveMismatch, match="header"):
                 comm.broadcast()

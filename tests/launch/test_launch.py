@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from collectives import launch as launcher
-from collectives import mpirun
+from collectives import mpirun, ranks
 from collectives.launch import TIMED_OUT, launch, main
 from collectives.mpirun import MpiNotFound, Mpirun, find_mpirun
 
@@ -31,6 +33,8 @@ REPORT = """
     from mpi4py import MPI
     world = MPI.COMM_WORLD
     report = [world.rank, world.size, MPI.get_vendor()[0], sys.argv[1:], os.getcwd()]
+    if sys.flags.isolated or sys.flags.no_site:
+        raise SystemExit("this is not the Python that the user would start")
     sys.stdout.write(json.dumps([*report, os.environ.get("OMP_NUM_THREADS")]) + "\\n")
 """
 
@@ -69,6 +73,8 @@ def test_more_ranks_than_cores_get_the_arguments_untouched(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     size = (os.cpu_count() or 1) + 1
     arguments = ["-n", "7", "--timeout", "x", "-m", "--mpi-args=1", "--", "two words", "", "*"]
+    arguments += [":", "--map-by", "core", "-x", "PATH", "--", "=", "%3A", "-np", "'", '"', "$HOME"]
+    arguments += ["--mca", "pml", "-genv", "\\", "a\nb", "\t", "grün", "环", os.fsdecode(b"\xff")]
     ours = ["-n", str(size), f"--timeout={TOO_LONG}", "--mpi-args", f"-wdir {tmp_path}"]
     job = subprocess.run(
         [*LAUNCH, *ours, script(REPORT), *arguments], capture_output=True, text=True, check=False
@@ -232,8 +238,171 @@ def deaths(stderr: str) -> list[str]:
     return re.findall(r"^Rank (\d+) \(process \d+\) died without a word:", stderr, re.MULTILINE)
 
 
+# What a rank has done before it dies: its child lives on, with what it had opened.
+CHILDREN = {
+    "forked": "if os.fork() == 0: time.sleep(60); os._exit(0)",
+    "of multiprocessing": """multiprocessing.get_context("fork").Process(
+            target=time.sleep, args=(60,)).start()""",
+    "a program": "subprocess.Popen(['sleep', '60'], close_fds=False)",
+    "forked by a library": """if ctypes.PyDLL(None).fork() == 0: ctypes.PyDLL(None).sleep(60)""",
+}
+
+
+@pytest.mark.parametrize("child", CHILDREN)
+def test_the_rank_that_died_is_named_though_a_child_of_it_lives(child: str, script: Script) -> None:
+    death = f"import ctypes, multiprocessing, subprocess\n        {CHILDREN[child]}\n"
+    death += f"        time.sleep(0.2)\n        {DEATHS['killed']}"
+    source = script(DYING.format(death=death, work="world.Barrier()"))
+    job = launch(3, [source, os.devnull], timeout=TOO_LONG, capture=True)
+    assert job.returncode not in (0, TIMED_OUT)
+    assert deaths(job.stderr) == ["1"]
+
+
+RANK = """
+    import ctypes, os, pathlib, signal, subprocess, sys, time
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGKILL, signal.SIGALRM])
+def test_a_rank_that_crashes_at_once_is_named(signum: signal.Signals, script: Script) -> None:
+    source = f"{RANK}    if rank == 1: os.kill(os.getpid(), {int(signum)})\n    time.sleep(60)"
+    job = launch(3, [script(source)], timeout=TOO_LONG, capture=True)
+    assert job.returncode not in (0, TIMED_OUT)
+    assert deaths(job.stderr) == ["1"]
+
+
+def test_a_rank_that_crashes_while_python_starts_is_named(script: Script, tmp_path: Path) -> None:
+    script(f"{RANK}    if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)", "sitecustomize.py")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    job = launch(
+        3,
+        [script("import time; time.sleep(60)")],
+        env={"PYTHONPATH": path},
+        timeout=TOO_LONG,
+        capture=True,
+    )
+    assert job.returncode not in (0, TIMED_OUT)
+    assert deaths(job.stderr) == ["1"]
+
+
+# Rank 1 dies in MPI_Init, where it waits for rank 0; that comes when rank 1 is no more.
+INIT = (
+    RANK
+    + """
+    mark = pathlib.Path(sys.argv[1])
+    if rank == 0:
+        while not mark.exists():
+            time.sleep(0.01)
+        while True:
+            try:
+                if ") Z" in pathlib.Path("/proc", mark.read_text(), "stat").read_text():
+                    break
+            except OSError:
+                break
+            time.sleep(0.01)
+    if rank == 1:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        part = mark.with_suffix(".part")
+        part.write_text(str(os.getpid()))
+        part.rename(mark)
+    from mpi4py import MPI
+    time.sleep(60)
+    """
+)
+
+
+def test_a_rank_that_dies_in_mpi_init_is_named_and_ends_the_job(
+    script: Script, tmp_path: Path
+) -> None:
+    start = time.monotonic()
+    words = [script(INIT), str(tmp_path / "rank-1")]
+    job = launch(3, words, timeout=TOO_LONG, capture=True)
+    assert job.returncode not in (0, TIMED_OUT)
+    assert deaths(job.stderr) == ["1"]
+    assert time.monotonic() - start < TOO_LONG / 3
+    if IS_OPEN_MPI:  # and if the others were to go on
+        job = launch(
+            3,
+            [script(INIT), str(tmp_path / "again")],
+            timeout=TOO_LONG,
+            capture=True,
+            fault_tolerant=True,
+        )
+        assert job.returncode not in (0, TIMED_OUT)
+        assert deaths(job.stderr) == ["1"]
+
+
+def test_an_exit_without_a_word_before_mpi_init_ends_the_job(script: Script) -> None:
+    """MPICH's mpirun would let the others wait in MPI_Init for ever."""
+    source = f"{RANK}    if rank == 1: ctypes.CDLL(None)._exit(1)\n    from mpi4py import MPI"
+    job = launch(3, [script(source)], timeout=TOO_LONG, capture=True)
+    assert job.returncode == 1
+    assert deaths(job.stderr) == ["1"]
+
+
+def test_the_connection_to_the_launcher_is_the_highest_descriptor_of_a_rank(script: Script) -> None:
+    """The one that Linux closes first, before mpirun can see the rank die."""
+    source = """
+        import os
+        from collectives import rank
+        from mpi4py import MPI
+        MPI.COMM_WORLD.Barrier()
+        print(rank._launcher.fileno() == max(map(int, os.listdir("/proc/self/fd"))))
+    """
+    job = launch(2, [script(source)], timeout=TOO_LONG, capture=True)
+    assert job.stdout.split() == ["True", "True"], job.stderr
+
+
+# What rank 1 does and is no death.
+LIVES = {
+    "os._exit(0)": "os._exit(0)",
+    "another program": "os.execv(sys.executable, [sys.executable, '-c', 'pass'])",
+    "closed files": "os.closerange(900, 1024); time.sleep(1); os._exit(0)",
+    "the exit of a forked child": "if os.fork() == 0: sys.exit(3)\n        os.wait()",
+    "the death of a forked child": "if os.fork() == 0: os.abort()\n        os.wait()",
+}
+
+
+@pytest.mark.parametrize("what", LIVES)
+def test_what_is_no_death_ends_no_job(
+    what: str, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_DYING", 0.5)
+    monkeypatch.setattr(launcher, "_PATIENCE", 0.5)
+    source = f"""{RANK}
+    if rank == 1:
+        {LIVES[what]}
+    else:
+        time.sleep(3)
+    print("well", flush=True)
+    """
+    job = launch(2, [script(source)], timeout=TOO_LONG, capture=True)
+    assert (job.returncode, deaths(job.stderr)) == (0, []), job.stderr
+    assert "well" in job.stdout
+
+
+def test_the_launcher_is_found_by_a_path_of_any_length(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address of a Unix socket has at most 107 bytes."""
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    source = f"{RANK}    if rank == 1: os.kill(os.getpid(), 9)\n    time.sleep(60)"
+    job = launch(2, [script(source)], timeout=TOO_LONG, capture=True)
+    assert deaths(job.stderr) == ["1"]
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize(
-    "end", ["world.Abort(3)", "sys.exit(3)", "raise RuntimeError('an honest mistake')"]
+    "end",
+    [
+        "world.Abort(3)",
+        "world.Abort(255)",
+        "sys.exit(3)",
+        "raise RuntimeError('an honest mistake')",
+    ],
 )
 def test_nobody_is_said_to_have_died_of_a_failure_that_speaks(end: str, script: Script) -> None:
     """Though mpirun kills the other ranks, and these have nothing to say."""
@@ -319,6 +488,13 @@ def test_an_mpirun_that_hangs_after_a_failure_is_ended(
     monkeypatch.setattr(launcher, "_GRACE", 0.2)
     job = launch(1, [script("import sys; print('failing'); sys.exit(3)")], capture=True)
     assert (job.returncode, job.stdout, job.stderr) == (3, "failing\n", "")
+    monkeypatch.setattr(launcher, "_DYING", 0.2)
+    dying = script("import os; os.kill(os.getpid(), 9)")
+    job = launch(1, [dying], env={"PMI_RANK": "0"}, capture=True)
+    assert (job.returncode, deaths(job.stderr)) == (1, ["0"])
+    monkeypatch.setattr(launcher, "_DYING", TOO_LONG)
+    job = launch(1, [dying], env={"PMI_RANK": "0"}, timeout=3, capture=True)
+    assert (job.returncode, deaths(job.stderr)) == (TIMED_OUT, ["0"])
 
 
 @pytest.fixture
@@ -447,7 +623,13 @@ def test_another_makes_mpirun_is_refused(system_mpi: Callable[..., Path]) -> Non
         ("-n two program.py", "argument -n: 'two' is not a number of ranks"),
         ("-n 2 --timeout 0 program.py", "argument --timeout: '0' is not a time in seconds"),
         ("-n 2 --timeout soon program.py", "argument --timeout: 'soon' is not a time in seconds"),
+        ("-n 2 --timeout nan program.py", "argument --timeout: 'nan' is not a time in seconds"),
+        ("-n 2 --timeout inf program.py", "argument --timeout: 'inf' is not a time in seconds"),
+        ("-n 2 --timeout", "argument --timeout: expected one argument"),
         ("-n 2 --verbose program.py", "unrecognized arguments: --verbose"),
+        ("-n 2 --flight /dev/null program.py", "flight: /dev/null cannot be a directory"),
+        ("-n 2 --flight /dev/null/x program.py", "flight: /dev/null/x cannot be a directory"),
+        ("-n 2 --mpi-args 'x program.py", """"'x" is not a list of words: No closing quotation"""),
     ],
 )
 def test_a_wrong_command_line_is_explained(
@@ -465,12 +647,37 @@ def test_a_job_of_nothing_is_refused(size: int, command: list[str]) -> None:
         launch(size, command)
 
 
-@pytest.mark.parametrize(("report", "status"), [("status-3", 3), ("rank-1", 128 + signal.SIGSEGV)])
-def test_what_a_rank_reported_counts_when_mpirun_itself_crashed(
-    report: str, status: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("timeout", "flight", "complaint"),
+    [
+        (float("nan"), None, "timeout is nan s; it must be positive"),
+        (0, None, "timeout is 0 s; it must be positive"),
+        (-1, None, "timeout is -1 s; it must be positive"),
+        (9, os.devnull, "flight: /dev/null cannot be a directory"),
+    ],
+)
+def test_a_job_that_could_not_end_or_dump_is_refused(
+    timeout: float, flight: str | None, complaint: str
 ) -> None:
-    (tmp_path / report).touch()
-    crash = subprocess.Popen(["sh", "-c", "kill -SEGV $$"])
-    said: list[str] = []
-    assert launcher._wait(crash, str(tmp_path), 10, None, said.append) == status
-    assert said == []
+    with pytest.raises(ValueError, match=complaint):
+        launch(1, ["program.py"], timeout=timeout, flight=flight)
+
+
+def test_a_command_and_a_size_of_another_type_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"not the text 'program\.py'"):
+        launch(1, "program.py")
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        launch(1.5, ["program.py"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("said", "status"), [("1\n3\n", 3), ("1\n", 128 + signal.SIGSEGV)])
+def test_what_a_rank_reported_counts_when_mpirun_itself_crashed(
+    said: str, status: int, tmp_path: Path
+) -> None:
+    with ranks.Watch(str(tmp_path)) as watch, socket.socket(socket.AF_UNIX) as of_rank:
+        of_rank.connect(str(tmp_path / "launcher"))
+        of_rank.sendall(said.encode())
+        crash = subprocess.Popen(["sh", "-c", "kill -SEGV $$"])
+        sentences: list[str] = []
+        assert launcher._wait(crash, watch, 10, None, sentences.append) == status
+    assert sentences == []

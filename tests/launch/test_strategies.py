@@ -6,17 +6,15 @@ program does.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from bench.jobs import environment
 from collectives.launch import launch
 from collectives.monitor import MPIRUN_ARGS
 from collectives.mpirun import find_mpirun
 from parallel.choices import STRATEGIES
 from tests.launch.strategies_program import EXACT, ROUNDED
 
-ROOT = Path(__file__).parent.parent.parent
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
 EQUAL = (
     "predicted = recorded = observed by MPI, to the byte"
@@ -50,7 +48,7 @@ def run_every_strategy(num_ranks: int, *options: str) -> None:
         num_ranks,
         ["-m", "tests.launch.strategies_program", *options],
         mpi_args=MPIRUN_ARGS if IS_OPEN_MPI else (),
-        env={"PYTHONPATH": str(ROOT)},
+        env=environment(),
         timeout=100,
         capture=True,
     )

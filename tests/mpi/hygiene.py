@@ -5,6 +5,7 @@ The library's communicators are replaced by ones that note the requests made on 
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 from mpi4py import MPI
 
 import collectives
+from collectives.compiled import CompiledExecution
 from collectives.mpi import MpiTransport
-from collectives.plan import Plan
 from collectives.session import Session
-from tests.hygiene import afterwards, is_broken, numbers, out_of_step, plans_of, unfinished
+from tests.hygiene import afterwards, calls_of, is_broken, numbers, out_of_step, unfinished
 
 _requests: list[tuple[MPI.Request, str]] = []
 
@@ -28,12 +29,6 @@ class Watched(MPI.Intracomm):
 
     def Isend(self, buf: Any, dest: int, tag: int) -> MPI.Request:  # noqa: N802
         return noted(super().Isend(buf, dest, tag), f"a send to rank {dest}")
-
-    def Recv_init(self, buf: Any, source: int, tag: int) -> MPI.Prequest:  # noqa: N802
-        return noted(super().Recv_init(buf, source, tag), f"a kept receive from rank {source}")
-
-    def Send_init(self, buf: Any, dest: int, tag: int) -> MPI.Prequest:  # noqa: N802
-        return noted(super().Send_init(buf, dest, tag), f"a kept send to rank {dest}")
 
 
 def noted(request: Any, what: str) -> Any:
@@ -53,7 +48,9 @@ class MadeOverMpi:
         self.agreement = agreement
         self.transports: list[MpiTransport] = []
         self.sessions: list[tuple[tuple[int, ...], Session]] = []  # with their ranks of the world
-        self.known: list[Plan] = []  # unfinished when the test began
+        self.known: list[Any] = []  # unfinished when the test began
+        self.executions: list[Any] = []
+        afterwards(CompiledExecution, "__init__", lambda made, _: self._note_execution(made))
         afterwards(MpiTransport, "__init__", lambda transport, _: self._note_transport(transport))
         afterwards(Session, "__init__", lambda session, _: self._note_session(session))
         self.worlds = [
@@ -62,6 +59,17 @@ class MadeOverMpi:
             for check in (None, False, True, "finite")
         ]
         self.lasting = list(self.transports), list(self.sessions)
+
+    def _note_execution(self, made: CompiledExecution) -> None:
+        """Remember its requests, but not its arrays."""
+        requests = made._requests
+        if len(self.executions) > 1000:  # what is gone and has left nothing needs no memory
+            self.executions = [
+                each
+                for each in self.executions
+                if each[0]() is not None or (each[1] != each[2]).any()
+            ]
+        self.executions.append((weakref.ref(made), requests, requests.copy()))
 
     def _note_transport(self, transport: MpiTransport) -> None:
         transport.comm = Watched(transport.comm)
@@ -74,20 +82,33 @@ class MadeOverMpi:
     def begin(self) -> None:
         transports, sessions = self.lasting
         self.transports, self.sessions = list(transports), list(sessions)
-        self.known = plans_of(transports)
+        self.known = calls_of(transports)
         _requests.clear()
+        self.executions.clear()
 
     def left(self) -> list[str]:
         for _, session in self.sessions:
-            session.remembered.forget()  # boundedly many calls are kept by intent; all can be freed
+            session.cache.forget()  # boundedly many calls are kept by intent; all can be freed
+            session.runs.forget()
         forget_completed()
         return [
-            *(unfinished(plan) for plan in plans_of(self.transports) if plan not in self.known),
+            *(unfinished(plan) for plan in calls_of(self.transports) if plan not in self.known),
             *(f"a request: {what}" for request, what in _requests),
+            *self._compiled_requests(),
             *self._communicators(),
             *self._messages(),
             *self._tags(),
         ]
+
+    def _compiled_requests(self) -> Iterator[str]:
+        """What compiled code has posted and not completed, and nobody has called off."""
+        for reference, requests, cleared in self.executions:
+            execution = reference()
+            if execution is None and (requests != cleared).any():
+                yield "a request that nobody holds"
+            for peer, is_receive in [] if execution is None else execution.posted_ends():
+                kind = f"a receive from rank {peer}" if is_receive else f"a send to rank {peer}"
+                yield f"a request: {kind}"
 
     def _communicators(self) -> Iterator[str]:
         for transport in self.transports:

@@ -356,6 +356,28 @@ def test_a_failure_comes_out_where_it_is_waited_for(
     comm.Barrier()
 
 
+def test_waiting_has_the_time_limit_of_the_communicator(
+    unchecked: None, comm: collectives.Intracomm, mpi_world: MPI.Intracomm
+) -> None:
+    if comm.size == 1:
+        return
+    comm.communicator.timeout = 0.1
+    total = np.zeros(3)
+    if comm.rank == 0:  # before the others call it
+        request = comm.Iallreduce(np.ones(3), total)
+        with pytest.raises(collectives.CollectiveTimeout, match=r"waited 0\.1 s"):
+            request.Wait()
+    mpi_world.Barrier()
+    comm.communicator.timeout = 30
+    if comm.rank != 0:
+        request = comm.Iallreduce(np.ones(3), total)
+    else:
+        while not request.Test():  # it goes on
+            pass
+    request.Wait()
+    assert (total == comm.size).all()
+
+
 def test_without_threads_a_sentence_says_what_is_missing(
     comm: collectives.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -779,6 +801,20 @@ def test_checked_mode_changes_no_result(
         with pytest.raises(CollectiveMismatch, match="op=prod"):
             comm.Iallreduce(np.ones(3), np.empty(3), op).Wait()
     comm.free()
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_ranks_may_write_the_same_reduction_in_other_ways(
+    mpi_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, check: str
+) -> None:
+    monkeypatch.setenv("COLLECTIVES_CHECK", check)
+    comm = collectives.Intracomm(mpi_world)
+    for turn in range(2 * comm.size):
+        x, y = np.ones((2, 3)), np.ones((2, 3))
+        sent = [(x, y), (IN_PLACE, y), ([x, MPI.DOUBLE], [y, 6]), (x.ravel(), y)]
+        comm.Allreduce(*sent[(turn + comm.rank) % len(sent)], MPI.SUM)
+        assert (y == comm.size).all()
+    comm.Free()
 
 
 def test_what_is_sent_may_be_read_only_and_is_not_changed(comm: collectives.Intracomm) -> None:

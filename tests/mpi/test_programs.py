@@ -96,3 +96,18 @@ def test_inputs_shared_by_all_ranks_may_be_read_only(world: Communicator) -> Non
     x.flags.writeable = False
     assert world.all_reduce(x)[0] == world.size
     assert world.all_gather(x).sum() == 10 * world.size
+
+
+def test_a_communicator_with_a_call_under_way_is_not_freed(mpi_world: MPI.Intracomm) -> None:
+    for progress in (None, "thread"):
+        comm = collectives.wrap(mpi_world, progress=progress)
+        if comm.size > 1 and comm.rank == 0:
+            work = comm.recv(np.empty(2), 1, async_op=True)
+            with pytest.raises(RuntimeError, match=r"recv .* is already running; wait for it"):
+                comm.free()
+        mpi_world.Barrier()
+        if comm.size > 1 and comm.rank == 1:
+            comm.send(np.ones(2), 0)
+        if comm.size > 1 and comm.rank == 0:
+            assert work.wait().tolist() == [1, 1]
+        comm.free()

@@ -429,6 +429,12 @@ def test_bucket_bytes_and_algorithm(run: Any) -> None:
     assert ddp.algorithm == "recursive_doubling"
 
 
+def test_ranks_may_be_threads_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--threads", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "ddp, ranks 2," in said and "predicted = recorded, to the byte" in said
+
+
 def test_options_have_their_defaults(run: Any) -> None:
     ddp = taken(run())
     assert (type(ddp).__name__, ddp.algorithm, ddp.recipe.micro_batches) == (
@@ -538,6 +544,16 @@ def test_what_cannot_be_is_refused_on_all_ranks(what: str) -> None:
     said = sentences(lambda _: words, ranks)
     assert said == ranks * [said[0]]
     assert sentence in said[0]
+
+
+def test_a_device_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as if it could not be imported
+    with pytest.raises(SystemExit) as stop:
+        main([*SMALL, "--threads", "2", "--device", "cuda"])
+    assert stop.value.code == 2
+    assert "--device cuda needs CuPy and a GPU: import of cupy halted" in capsys.readouterr().err
 
 
 def test_what_one_rank_alone_cannot_do_is_refused_on_all() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,19 @@ import pytest
 
 import collectives
 from bench.__main__ import main
-from collectives import ScheduleError, algorithms
-from collectives.algorithms.registry import REGISTRY
-from collectives.schedule import Recv, RecvReduce, Round, Send
+from collectives import ScheduleError, algorithms, select
+from collectives.algorithms.registry import (
+    MOST_OPTION,
+    MOST_PIECES,
+    MOST_PROVED,
+    MOST_ROUNDS,
+    REGISTRY,
+    generation,
+)
+from collectives.cost import Machine
+from collectives.decisions import Decisions, Measured
+from collectives.decisions import Row as Best
+from collectives.schedule import Copy, Recv, RecvReduce, Round, Send
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +120,22 @@ def test_a_wrong_schedule_is_refused_with_the_grid_and_the_cell_marked() -> None
     assert "one_way" not in algorithms.names("all_reduce")
 
 
+@pytest.mark.parametrize(
+    ("operation", "sentence"),
+    [
+        (Send(1, [[0]]), r"send names \(\[0\],\) and \(\), which are no tuples of names"),
+        (Copy([0], [{}]), r"copy names \(0,\) and \(\{\},\), which are no"),
+        (Send(1, [0])._replace(blocks=None), r"send names None and \(\), which are no"),
+    ],
+)
+def test_names_that_cannot_be_blocks_are_refused(operation: Any, sentence: str) -> None:
+    def mine(rank: int, size: int) -> Iterator[Round]:
+        yield (operation,)
+
+    with pytest.raises(ScheduleError, match=sentence):
+        algorithms.register("all_reduce")(mine)
+
+
 def test_a_promise_that_is_not_kept_is_refused() -> None:
     census = algorithms.info("all_reduce", "census").function
     with pytest.raises(ScheduleError, match="ends as"):
@@ -164,6 +193,7 @@ def test_numbers_of_ranks_it_does_not_serve_are_left_out() -> None:
         ("all_reduce", {"rounds": "2 *"}, "formula '2 \\*'"),
         ("all_reduce", {"rounds": "z"}, "formula 'z'"),
         ("all_reduce", {"rounds": "p / (p - 2)"}, "formula 'p"),
+        ("all_reduce", {"rounds": "[1][p]"}, "list index out of range"),
         ("all_reduce", {"pieces": "3 / 2"}, "cuts into 3/2 pieces"),
         ("all_reduce", {"name": "my(line)"}, "identifier, not 'my\\(line\\)'"),
         ("all_reduce", {"ranks": "multiple of per_host"}, "needs options with per_host"),
@@ -176,6 +206,171 @@ def test_what_cannot_be_registered_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         algorithms.register(collective, **more)(line)
+
+
+# What registration has not proved
+
+
+def register_pipeline(is_right: Callable[[int, int], bool]) -> list[int]:
+    """A pipeline that leaves out its last round unless `is_right(size, segments)`.
+
+    The list gets the segments of every schedule that is made.
+    """
+    made: list[int] = []
+
+    @algorithms.register("broadcast", name="mine", options={"segments": 2}, pieces="N")
+    def mine(rank: int, size: int, root: int, segments: int = 2) -> Iterator[Round]:
+        made.append(segments)
+        rounds = [*algorithms.info("broadcast", "pipeline").function(rank, size, root, segments)]
+        return iter(rounds if is_right(size, segments) else rounds[:-1])
+
+    return made
+
+
+def refused(size: int, num_elements: int, algorithm: str = "mine") -> list[str]:
+    """What each rank is told that makes the call; it must have sent nothing."""
+
+    def body(comm: collectives.Communicator) -> str:
+        x = np.zeros(num_elements, np.float32)
+        with comm.record() as ledger, pytest.raises((ScheduleError, ValueError)) as error:
+            comm.broadcast(x, out=x, algorithm=algorithm, timeout=20)
+        assert ledger.rows() == []
+        return str(error.value)
+
+    return collectives.run(body, size, timeout=60)
+
+
+def test_segments_that_the_library_chooses_are_proved_before_they_are_used() -> None:
+    register_pipeline(lambda size, segments: segments <= 4)
+    told = refused(3, 2_000_000)
+    assert told[0].startswith("broadcast.mine, 3 ranks, root 0, segments=32: rank 2, round ")
+    assert len(set(told)) == 1
+
+
+def test_options_that_a_caller_gives_are_proved_before_they_are_used() -> None:
+    register_pipeline(lambda size, segments: segments != 7)
+    assert "segments=7: rank 1, round " in refused(2, 100, "mine(segments=7)")[1]
+
+
+def test_a_number_of_ranks_that_was_not_proved_is_proved_before_it_is_used() -> None:
+    register_pipeline(lambda size, segments: size <= 17)
+    told = refused(18, 100)
+    assert told[0].startswith("broadcast.mine, 18 ranks, root 0, segments=1: rank 17, round ")
+    assert len(set(told)) == 1
+
+
+def test_a_function_that_raises_on_one_rank_is_refused_by_all() -> None:
+    @algorithms.register("broadcast", name="mine", options={"segments": 2}, pieces="N")
+    def mine(rank: int, size: int, root: int, segments: int = 2) -> Iterator[Round]:
+        turns = {number: number for number in range(9 if rank == 1 else 99)}
+        turns[segments]
+        yield from algorithms.info("broadcast", "pipeline").function(rank, size, root, segments)
+
+    told = refused(2, 100, "mine(segments=9)")
+    assert len(set(told)) == 1
+    assert told[0].endswith("segments=9: rank 1 of 2 raises KeyError: 9")
+
+
+def test_what_a_function_raises_is_told_with_the_rank_on_registration() -> None:
+    def mine(rank: int, size: int) -> Iterator[Round]:
+        yield from line(rank, size) if size < 4 else [()][rank]
+
+    with pytest.raises(ScheduleError, match=r"rank 1 of 4 raises IndexError: list index"):
+        algorithms.register("all_reduce")(mine)
+
+
+def test_a_right_schedule_is_proved_once_and_then_runs() -> None:
+    made = register_pipeline(lambda size, segments: True)
+
+    def body(comm: collectives.Communicator) -> bool:
+        x = np.full(50_000, comm.rank, np.float32)
+        comm.broadcast(x, root=1, out=x, algorithm="mine(segments=9)")
+        return bool((x == 1).all())
+
+    assert collectives.run(body, 3) == [True] * 3
+    num_made = made.count(9)
+    algorithms.schedule("broadcast", "mine", rank=0, size=3, root=1, segments=9)
+    assert made.count(9) == num_made + 1  # the schedule itself, and no proof
+    algorithms.schedule("broadcast", "mine", rank=0, size=3, root=2, segments=9)
+    assert made.count(9) > num_made + 3
+
+
+def test_the_library_chooses_few_numbers_of_segments_for_a_registered_algorithm() -> None:
+    register_pipeline(lambda size, segments: True)
+    mine, pipeline = (algorithms.info("broadcast", name) for name in ("mine", "pipeline"))
+
+    def segments(size: int) -> set[int]:
+        every = range(0, 2**28, 2**18)
+        return {select.options(mine, size, num_bytes)["segments"] for num_bytes in every}
+
+    assert segments(4) == {2**k for k in range(9)}
+    assert max(segments(1000)) == 16 and max(segments(100_000)) == 1
+    assert select.options(pipeline, 100_000, 2**28) == {"segments": 256}
+
+
+def test_a_schedule_too_long_to_be_proved_is_refused() -> None:
+    register_line()
+    assert len(algorithms.schedule("all_reduce", "line", rank=0, size=200)) == 398
+    with pytest.raises(
+        ValueError, match=rf"all_reduce.line on 2000 ranks with \{{\}} has more than {MOST_PROVED}"
+    ):
+        algorithms.schedule("all_reduce", "line", rank=0, size=2000)
+
+
+@pytest.mark.parametrize("endless", [(), (Send(1, [0]),)])
+def test_a_function_that_never_ends_is_refused(endless: Round) -> None:
+    def mine(rank: int, size: int) -> Iterator[Round]:
+        return itertools.repeat(endless)
+
+    with pytest.raises(ValueError, match=f"all_reduce.mine has more than {MOST_ROUNDS} rounds"):
+        algorithms.register("all_reduce")(mine)
+
+
+def test_counting_ends_as_well() -> None:
+    @algorithms.register("all_reduce")
+    def mine(rank: int, size: int) -> Iterator[Round]:
+        return line(rank, size) if size < 20 else itertools.repeat(())
+
+    with pytest.raises(ValueError, match=f"more than {MOST_ROUNDS} rounds"):
+        algorithms.info("all_reduce", "mine").rounds(p=20)
+
+
+def test_more_pieces_than_anybody_needs_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=f"all_reduce.line cuts into more than {MOST_PIECES} pieces"
+    ):
+        register_line(pieces="2**40")
+
+
+@pytest.mark.parametrize("text", ["pipeline(segments=99999999999)", "knomial(radix=99999999999)"])
+def test_option_values_that_are_too_large_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"is at most {MOST_OPTION}, got 99999999999"):
+        select.choose("broadcast", text, 4, 8)
+
+
+def test_a_number_of_too_many_digits_is_refused() -> None:
+    with pytest.raises(ValueError, match="algorithm 'pipeline': segments is too large"):
+        select.choose("broadcast", f"pipeline(segments={'9' * 5000})", 4, 8)
+
+
+def test_an_option_that_is_no_int_is_called_that() -> None:
+    with pytest.raises(ValueError, match=r"segments must be an int, not 2.0"):
+        algorithms.schedule("broadcast", "pipeline", rank=0, size=2, segments=2.0)  # type: ignore[arg-type]
+
+
+def test_a_built_in_schedule_of_too_many_rounds_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"segmented_ring has more than {MOST_ROUNDS} rounds"):
+        algorithms.schedule("all_reduce", "segmented_ring", rank=0, size=15, segments=2**16)
+
+
+def test_the_grid_of_a_long_schedule_shows_the_rounds_around_the_wrong_one() -> None:
+    register_pipeline(lambda size, segments: segments < 200)
+    with pytest.raises(ScheduleError) as error:
+        algorithms.verify("broadcast", "mine", 4, segments=200)
+    assert "[" in str(error.value) and len(str(error.value)) < 4000
+
+
+# Registering again
 
 
 def test_a_name_may_be_registered_again_by_who_registered_it() -> None:
@@ -201,7 +396,60 @@ def test_registered_again_it_is_the_new_one_that_runs() -> None:
         assert collectives.run(num_messages, 4) == [number] * 4
 
 
-def test_a_module_that_cannot_be_imported_is_refused(capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["--import", "no_such_module", "docs"])
-    assert "cannot import no_such_module" in capsys.readouterr().err
+def test_a_name_may_be_registered_again_by_another_function_of_the_user() -> None:
+    algorithms.register("all_reduce", name="mine")(algorithms.info("all_reduce", "census").function)
+    register_line(name="mine")
+    assert algorithms.info("all_reduce", "mine").function.__name__ == "line"
+
+
+def test_a_built_in_algorithm_is_never_replaced() -> None:
+    ring = algorithms.info("all_reduce", "ring")
+    with pytest.raises(ValueError, match="'ring' already, which is built in; choose another name"):
+        algorithms.register("all_reduce", name="ring")(ring.function)
+    assert algorithms.info("all_reduce", "ring") is ring
+
+
+def test_a_refused_registration_leaves_the_earlier_one() -> None:
+    register_line()
+    before = algorithms.info("all_reduce", "line"), generation()
+    with pytest.raises(ValueError, match="rounds is"):
+        register_line(rounds="p - 1")
+    assert (algorithms.info("all_reduce", "line"), generation()) == before
+
+
+def test_the_generation_grows_with_every_registration() -> None:
+    found = [generation()]
+    for _ in range(3):
+        register_line()
+        found.append(generation())
+    assert found == sorted(set(found))
+
+
+def test_measured_decisions_name_the_algorithm_that_was_registered_last() -> None:
+    tables = {"all_reduce": (Best(math.inf, ("line",)),)}
+    decisions = Decisions({4: Measured({}, Machine(), tables)})
+    for _ in range(2):
+        register_line()
+        chosen = select.choose("all_reduce", None, 4, 8, None, decisions)
+        assert chosen.algorithm is algorithms.info("all_reduce", "line")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "ModuleNotFoundError: No module named 'some_module'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def (", "SyntaxError: invalid syntax"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_refused(
+    text: str | None, sentence: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    if text is not None:
+        (tmp_path / "some_module.py").write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        main(["--import", "some_module", "docs", "--check"])
+    assert stop.value.code == 2
+    assert f"cannot import some_module: {sentence}" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives.layout import Extent, by_pair, by_rank, consecutive, even
+from collectives.layout import Region, by_pair, by_rank, consecutive, even
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, 16, 17, 1000])
@@ -15,8 +15,9 @@ def test_even_is_numpys_array_split(n: int, p: int) -> None:
 
 
 def test_consecutive_blocks_follow_one_another() -> None:
-    extents = consecutive(["a", "b", "c"], {"a": 2, "b": 0, "c": 3})
-    assert extents == {"a": Extent(0, 2), "b": Extent(2, 2), "c": Extent(2, 5)}
+    regions = consecutive("output", ["a", "b", "c"], {"a": 2, "b": 0, "c": 3})
+    extents = {"a": (0, 2), "b": (2, 2), "c": (2, 5)}
+    assert regions == {block: Region("output", *extent) for block, extent in extents.items()}
 
 
 def test_names_of_blocks() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from collectives import algorithms, program
-from collectives.program import Message, Region, Step, compile_program
+from collectives import algorithms, placement
+from collectives.layout import Region
+from collectives.placement import Message, Step, compile_lane
 from collectives.spec import SPECS
 from tests.pure.catalogue import each_algorithm, settings
 
@@ -59,9 +60,8 @@ def steps(collective: str, name: str) -> Iterator[tuple[Step, Offset]]:
                 for rank in range(size):
                     parts = counts(collective, size)
                     for offset in offsets(collective, rank, root, parts):
-                        made = compile_program(
-                            collective,
-                            name,
+                        made = compile_lane(
+                            entry,
                             rank,
                             size,
                             root,
@@ -81,13 +81,11 @@ def test_nothing_arrives_where_something_else_arrives_or_leaves(collective: str,
 def test_a_program_that_forgets_what_is_being_sent_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = program._Compiler.joined_home
+    right = placement._Compiler.joined_home
     monkeypatch.setattr(
-        program._Compiler, "joined_home", lambda self, blocks, busy: right(self, blocks, ())
+        placement._Compiler, "joined_home", lambda self, blocks, busy: right(self, blocks, ())
     )
-    program.compiled.cache_clear()
     found = any(races(*step) for step in steps("all_reduce", "recursive_doubling"))
-    program.compiled.cache_clear()
     assert found
 
 

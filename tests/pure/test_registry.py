@@ -12,7 +12,7 @@ from collectives import algorithms
 from collectives.algorithms import Formula
 from collectives.algorithms.extending import compare
 from collectives.algorithms.sources import SOURCES
-from collectives.program import compile_program
+from collectives.placement import compile_lane
 from collectives.spec import SPECS
 from tests.pure.catalogue import EVERY, LARGE, cases, each_algorithm
 
@@ -62,6 +62,7 @@ def test_scratch_is_bounded_as_stated(collective: str, name: str) -> None:
 
 def scratch(collective: str, name: str, size: int, n: int, options: dict[str, int]) -> int:
     """The most scratch, in elements, that a rank's program needs for a vector of n."""
+    entry = algorithms.info(collective, name)
     counts: Any = (n // size,) * size
     if SPECS[collective].has_pieces:
         counts = n
@@ -70,9 +71,7 @@ def scratch(collective: str, name: str, size: int, n: int, options: dict[str, in
     elif collective == "barrier":
         counts = (0,) * size
     return max(
-        compile_program(
-            collective, name, rank, size, root, counts, tuple(options.items())
-        ).num_scratch
+        compile_lane(entry, rank, size, root, counts, tuple(options.items())).num_scratch
         for root in ({0, size // 3, size - 1} if SPECS[collective].is_rooted else {0})
         for rank in range(size)
     )

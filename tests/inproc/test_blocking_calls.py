@@ -1,4 +1,4 @@
-"""Small calls that come again: quick, right, bounded, and no array of a caller's is kept."""
+"""Blocking calls, one after the other: what times out comes first, and no array is kept."""
 
 from __future__ import annotations
 
@@ -12,153 +12,11 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import CollectiveError, CollectiveTimeout, Communicator, Operator, remembered
-from collectives.inproc import InprocExchange
-from collectives.session import Session
+from collectives import CollectiveError, CollectiveTimeout, Communicator
+from collectives.inproc import ThreadMessages
 from tests.operator_scenarios import failing
 
 Body = Callable[[Communicator], Any]
-
-
-def kept(comm: Communicator) -> dict[Any, Any]:
-    return comm._session.remembered.calls
-
-
-@pytest.fixture
-def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The collectives for which plans are made."""
-    made: list[str] = []
-    right = Session.collective
-
-    def collective(self: Session, name: str, *args: Any, **named: Any) -> Any:
-        made.append(name)
-        return right(self, name, *args, **named)
-
-    monkeypatch.setattr(Session, "collective", collective)
-    return made
-
-
-def test_the_same_call_makes_a_plan_that_goes_and_one_that_stays(plans_made: list[str]) -> None:
-    def body(comm: Communicator) -> None:
-        for step in range(5):
-            x = np.full(3, float(step + comm.rank))  # another array every time
-            assert comm.all_reduce(x)[0] == 2 * step + 1
-            assert comm.all_reduce(x, "max", out=np.empty(3))[0] == step + 1
-            comm.barrier()
-            assert comm.all_gather(x, out=x.repeat(2))[-1] == step + 1
-
-    collectives.run(body, 2)
-    once = ["all_reduce", "all_reduce", "barrier", "all_gather"]
-    assert sorted(plans_made) == sorted(2 * 2 * once)
-
-
-def test_calls_with_the_same_counts_are_kept_and_other_counts_are_other_calls(
-    plans_made: list[str],
-) -> None:
-    def body(comm: Communicator) -> None:
-        for counts in ([1, 2], [2, 1]):
-            own, table = counts[comm.rank], [[1, counts[0]], [counts[0], 1]]
-            for _ in range(4):
-                assert comm.all_gather(np.ones(own), counts=counts).tolist() == [1.0] * 3
-                assert comm.reduce_scatter(np.ones(3), counts=counts).tolist() == [2.0] * own
-                assert comm.all_to_all(np.ones(sum(table[0])), counts=table).sum() == sum(table[0])
-        with pytest.raises(TypeError, match="an entry of counts"):
-            comm.all_gather(np.ones(own), counts=list(map(float, counts)))
-
-    collectives.run(body, 2)
-    assert sorted(plans_made) == sorted(2 * 2 * 2 * ["all_gather", "all_to_all", "reduce_scatter"])
-
-
-def test_what_differs_in_anything_but_contents_makes_another_plan(plans_made: list[str]) -> None:
-    x = np.ones(4)
-
-    def body(comm: Communicator) -> None:
-        for _ in range(4):
-            for array in (x, x.reshape(2, 2), x.astype(np.float32), x[:2]):
-                comm.all_reduce(array)
-            comm.all_reduce(x, "max")
-            comm.all_reduce(x, op="max")
-            comm.all_reduce(x, algorithm="ring")
-            with collectives.using(all_reduce="linear"):
-                comm.all_reduce(x)
-
-    collectives.run(body, 1)
-    assert len(plans_made) == 2 * 8
-
-
-LARGE = remembered.COPIED_RESULT_BYTES // 8 + 1
-
-
-def test_asynchronous_calls_and_plans_and_what_differs_every_time_are_not_kept() -> None:
-    def body(comm: Communicator) -> int:
-        for _ in range(3):
-            comm.all_reduce(np.zeros(LARGE))  # the result is a new array every time
-            comm.all_reduce(np.ones(2), async_op=True).wait()
-            comm.plan.all_reduce(np.ones(2)).run()
-            comm.all_reduce(np.ones(2), Operator.from_function(np.add))
-            comm.broadcast(np.ones(2))  # announced by a header, which tells every rank what comes
-        return len(kept(comm))
-
-    assert collectives.run(body, 2) == [0, 0]
-
-
-def test_a_small_call_is_kept_when_it_comes_again() -> None:
-    def body(comm: Communicator) -> list[int]:
-        return [comm.all_reduce(np.ones(2)).size and len(kept(comm)) for _ in range(3)]
-
-    assert collectives.run(body, 2) == [[0, 1, 1]] * 2
-
-
-def test_a_large_call_is_kept_when_it_comes_again_at_the_same_place(plans_made: list[str]) -> None:
-    def body(comm: Communicator) -> None:
-        x, out, elsewhere = np.zeros(LARGE), np.zeros(LARGE), np.ones(LARGE)
-        for step in range(6):
-            x[...] = comm.rank + step
-            assert comm.all_reduce(x, out=out) is out
-            assert np.all(out == 2 * step + 1)
-        assert len(kept(comm)) == 1
-        assert np.all(comm.all_reduce(elsewhere, out=out) == comm.all_reduce(elsewhere))
-        assert len(kept(comm)) == 1
-        for _ in range(3):
-            assert comm.reduce(x, out=out if comm.rank == 0 else None) is (
-                out if comm.rank == 0 else None
-            )
-        assert len(kept(comm)) == 2
-
-    collectives.run(body, 2)
-    assert plans_made.count("all_reduce") == 2 * (2 + 2)
-    assert plans_made.count("reduce") == 2 * 2
-
-
-def test_a_large_array_at_the_address_of_a_dead_one_is_served_as_itself() -> None:
-    def body(comm: Communicator) -> None:
-        memory = np.empty(2 * LARGE)
-        for step in range(5):
-            x, out = memory[:LARGE], memory[LARGE:]  # new arrays in the same place
-            x[...] = step + comm.rank
-            dead = weakref.ref(x), weakref.ref(out)
-            assert comm.all_reduce(x, out=out)[-1] == 2 * step + 1
-            del x, out
-            assert [ref() for ref in dead] == [None, None]
-        assert len(kept(comm)) == 1
-        memory_is_gone = weakref.ref(memory)
-        del memory
-        assert memory_is_gone() is None
-
-    collectives.run(body, 2)
-
-
-@pytest.mark.parametrize("kind", ["datetime64[s]", "float32", "bool", "int16,float64", "S3"])
-def test_a_large_call_of_any_dtype_is_kept(kind: str) -> None:
-    def body(comm: Communicator) -> None:
-        x = np.zeros(LARGE * 8, kind)
-        x.flags.writeable = comm.rank == 0
-        out = np.empty(2 * x.size, kind)
-        for _ in range(3):
-            assert np.array_equal(comm.all_gather(x, out=out), np.concatenate([x, x]))
-        assert len(kept(comm)) == 1
-
-    collectives.run(body, 2)
 
 
 def test_no_array_of_the_callers_is_kept_alive() -> None:
@@ -170,7 +28,6 @@ def test_no_array_of_the_callers_is_kept_alive() -> None:
             alive = [weakref.ref(array) for array in (x, out, y)]
             del x, out, y
             assert [ref() for ref in alive] == [None] * 3
-        assert len(kept(comm)) == 2
 
     collectives.run(body, 2)
 
@@ -190,46 +47,6 @@ def test_results_are_the_callers_own() -> None:
             assert comm.all_reduce(strided).tolist() == [0.0, 4.0, 8.0]
 
     collectives.run(body, 2)
-
-
-def test_the_number_of_calls_and_their_bytes_are_bounded() -> None:
-    def body(comm: Communicator) -> None:
-        for length in range(1, 1500):
-            for _ in range(2):
-                assert comm.all_reduce(np.ones(length, np.int8)).tolist() == [2] * length
-            assert 0 < len(kept(comm)) <= remembered._MOST_CALLS
-        for length in range(30_000, 30_100):
-            for _ in range(2):
-                comm.all_reduce(np.ones(length))
-            assert sum(c.num_bytes for c in kept(comm).values()) <= remembered._MOST_BYTES
-
-    collectives.run(body, 2)
-
-
-def test_going_round_among_too_many_calls_most_find_their_plan(plans_made: list[str]) -> None:
-    num_calls, num_rounds = remembered._MOST_CALLS + 50, 10
-
-    def body(comm: Communicator) -> None:
-        for _ in range(num_rounds):
-            for length in range(1, num_calls + 1):
-                comm.all_reduce(np.ones(length, np.int8))
-
-    collectives.run(body, 1)
-    assert len(plans_made) == 2 * num_calls + (num_rounds - 2) * 50
-
-
-def test_calls_that_come_no_more_make_room_in_the_end() -> None:
-    def body(comm: Communicator) -> None:
-        for kind in (np.int8, np.uint8):
-            for _ in range(2):
-                for length in range(1, remembered._MOST_CALLS + 1):
-                    comm.all_reduce(np.ones(length, kind))
-        before = set(kept(comm))
-        for _ in range(remembered._MOST_REFUSED):
-            comm.all_reduce(np.ones(3, np.uint8))
-        assert len(kept(comm)) == 1 and not before & set(kept(comm))
-
-    collectives.run(body, 1)
 
 
 def test_bad_arguments_are_refused_also_after_good_ones() -> None:
@@ -350,11 +167,11 @@ def test_a_call_interrupted_while_it_is_called_off_keeps_its_arrays_for_ever(
         else:
             comm.all_reduce(np.ones(3), collectives.Operator.from_function(np.add))
 
-    def abandoned(exchange: InprocExchange) -> bool:
+    def abandoned(messages: ThreadMessages) -> bool:
         raise KeyboardInterrupt("the second")
 
     interrupting = failing(KeyboardInterrupt("the first"))
-    monkeypatch.setattr(InprocExchange, "abandon", abandoned)
+    monkeypatch.setattr(ThreadMessages, "abandon", abandoned)
     collectives.run(body, 2, timeout=20)
 
 

@@ -1,0 +1,121 @@
+"""Everything that needs a GPU, in one go: tests, bandwidths, and a training run of every strategy.
+
+    make gpu
+    PYTHON=python3 GPU_OUT=results make gpu
+
+What each step prints goes to a file of its own in the folder, and how each ended to summary.txt.
+One that fails does not keep the others from running.  Without an MPI ranks are threads, and what
+takes MPI is left out.  Nothing is installed: the modules must be there.
+
+The exit status is 1 if a step failed, 2 if there is no GPU, or a module is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+MODULES = (
+    "array_api_compat", "cupy", "hypothesis", "ml_dtypes", "mpi4py", "numba", "numpy", "pytest",
+    "pytest_timeout", "rich",
+)  # fmt: skip
+LIMIT = 300  # seconds for a step
+SIZES = "-b 1K -e 16M -f 128 -w 2 -n 5 --seconds 0.3 --call"
+MODEL = "--steps 3 --layers 2 --hidden 64 --context 32 --batch 19 --dtype float32"
+
+
+class Step(NamedTuple):
+    """A command, and the name of its file."""
+
+    name: str
+    command: Sequence[str]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run all steps."""
+    parse = argparse.ArgumentParser("python -m bench.gpu", description=__doc__)
+    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+    parse.add_argument("--out", type=Path, default="gpu-results", help="folder; %(default)s")
+    parse.add_argument("--only", default="", metavar="WORD",
+        help="steps whose names begin so: tests, train, or a collective")  # fmt: skip
+    options = parse.parse_args(arguments)
+    folder = options.out
+    if reason := why_not():
+        print(f"make gpu: nothing was run: {reason}")
+        return 2
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = [step for step in steps(no_mpi()) if step.name.startswith(options.only)]
+    lines = [ended(step, folder) for step in chosen]
+    failed = [line for line in lines if not line.startswith("ok")]
+    lines.append(f"{len(failed)} of {len(lines)} steps failed; see {folder}/")
+    if reason := no_mpi():
+        lines.append(f"left out, for there is no MPI: what takes mpirun.  {reason}")
+    (folder / "summary.txt").write_text("\n".join(lines) + "\n")
+    print("", *lines, sep="\n")
+    return int(bool(failed))
+
+
+def why_not() -> str | None:
+    """What is missing, in a sentence."""
+    if missing := [name for name in MODULES if importlib.util.find_spec(name) is None]:
+        return f"{sys.executable} has no {', '.join(missing)}; PYTHON=... says which Python to use"
+    from parallel.choices import namespace  # noqa: PLC0415 - takes the modules
+
+    try:
+        namespace("cuda", 0)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def no_mpi() -> str | None:
+    """Why no job can be started under MPI, or None if one can."""
+    from collectives.mpirun import MpiNotFound, find_mpirun  # noqa: PLC0415 - takes the modules
+
+    try:
+        find_mpirun()
+    except MpiNotFound as error:
+        return str(error)
+    return None
+
+
+def steps(no_mpi: str | None) -> Iterator[Step]:
+    """All that can be run here.  Two ranks, which may have to share a GPU."""
+    from bench.strategies import KINDS  # noqa: PLC0415 - takes the modules
+    from collectives import algorithms  # noqa: PLC0415
+
+    yield Step("tests", ["-m", "pytest", "tests/gpu"])
+    launch = ["-m", "collectives.launch", "-n", "2", "--timeout", str(LIMIT - 30)]
+    for collective in algorithms.collectives():
+        if no_mpi is None and collective != "barrier":
+            words = ["-m", "bench", collective, "--device", "cuda", *SIZES.split()]
+            yield Step(collective, launch + words)
+    for kind in KINDS:
+        words = ["-m", "parallel.train", *kind.words, "--device", "cuda", *MODEL.split()]
+        prefix = launch + words if no_mpi is None else [*words, "--threads", "2"]
+        yield Step("train " + kind.name.replace(",", ""), prefix)
+
+
+def ended(step: Step, folder: Path) -> str:
+    """Run it; a line on how it ended, which begins with "ok" if well."""
+    print(f"\n== {step.name}: python {' '.join(step.command)}", flush=True)
+    path, began = folder / f"{step.name.replace(' ', '_')}.txt", time.monotonic()
+    with path.open("w") as file:
+        command = [sys.executable, *step.command]
+        try:
+            done = subprocess.run(command, stdout=file, stderr=file, timeout=LIMIT, check=False)
+            how = f"failed with status {done.returncode}" if done.returncode else "ok"
+        except subprocess.TimeoutExpired:
+            how = f"failed: not done after {LIMIT} s"
+    print(path.read_text(errors="replace"))
+    return f"{how}: {step.name}, {time.monotonic() - began:.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Compiles Python functions with numba, if it is installed, and once per machine.
+
+numba is imported by the first call of a function here, never by an import of this module.
+
+Compiled code is kept on disk, in numba's cache.  That cache is not made for several processes that
+compile at the same time: all ranks of a job would compile the same function, and two that save at
+once can leave an index that names the wrong file.  Therefore processes that load hold a shared lock
+on a file in the cache directory, and the one that compiles and saves holds it alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+LOCK_FILE = "collectives.lock"
+_OPTIONS = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+
+_log = logging.getLogger(__name__)
+_one_thread = threading.RLock()
+_compiled: dict[object, Any] = {}  # numba's objects; the code lives as long as they do
+_said: set[str] = set()  # what is logged as a warning the first time only
+
+
+def why_not() -> str | None:
+    """Why nothing can be compiled here, in a few words; None if it can."""
+    with _one_thread:
+        return _why_not()
+
+
+@cache
+def _why_not() -> str | None:
+    try:
+        import numba  # noqa: PLC0415 - takes a quarter of a second
+        from numba.core import caching, ccallback, sigutils  # noqa: F401, PLC0415
+    except Exception as error:  # noqa: BLE001 - a broken installation may raise anything
+        return f"numba cannot be imported: {type(error).__name__}: {error}"
+    if numba.config.DISABLE_JIT:
+        return "NUMBA_DISABLE_JIT is set"
+    return None
+
+
+def function(py_function: Callable[..., Any], signature: str) -> Callable[..., Any]:
+    """The compiled function.  It takes arguments of this signature and releases the GIL.
+
+    Its closure may hold numbers and strings only.  It is compiled anew when its own file changes,
+    or numba, but not when a file changes whose compiled functions it calls.  Raises RuntimeError
+    if `why_not()` gives a reason.
+    """
+
+    def make() -> Any:
+        import numba  # noqa: PLC0415
+
+        dispatcher = numba.njit(**_OPTIONS)(py_function)
+        _load_or_compile(dispatcher, signature)
+        return dispatcher
+
+    # What the dispatcher would call after it has looked at the types, which takes as long again.
+    (compiled,) = _once("function", py_function, signature, make).overloads.values()
+    entry: Callable[..., Any] = compiled.entry_point
+    return entry
+
+
+def pointer(py_function: Callable[..., Any], signature: str) -> int:
+    """The address of the compiled function as a C function, valid as long as the process lives.
+
+    The conditions are those of `function`.
+    """
+
+    def make() -> Any:
+        from numba.core.ccallback import CFunc  # noqa: PLC0415 - numba.cfunc compiles at once
+        from numba.core.sigutils import normalize_signature  # noqa: PLC0415
+
+        c_function = CFunc(py_function, normalize_signature(signature), {}, dict(_OPTIONS))
+        _load_or_compile(c_function)
+        return c_function
+
+    address: int = _once("pointer", py_function, signature, make).address
+    return address
+
+
+def _once(kind: str, py_function: Any, signature: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns; made by one thread, and once for equal functions."""
+    name, closure = _name(py_function), _closure(py_function)
+    for value in closure:
+        if not isinstance(value, (str, int, float)):
+            kind_of_value = type(value).__name__
+            raise TypeError(f"{name} cannot be cached: its closure holds a {kind_of_value}")
+    key = kind, py_function.__code__, repr(closure), signature
+    with _one_thread:
+        if key not in _compiled:
+            if reason := _why_not():
+                raise RuntimeError(f"{name} cannot be compiled: {reason}")
+            _compiled[key] = make()
+        return _compiled[key]
+
+
+def _closure(py_function: Any) -> tuple[object, ...]:
+    return tuple(cell.cell_contents for cell in py_function.__closure__ or ())
+
+
+def _name(py_function: Any) -> str:
+    """For a function that `template` has made, with what it was given: `template(add, float32)`."""
+    outer, is_inner, _ = py_function.__qualname__.partition(".<locals>")
+    given = ", ".join(str(value) for value in _closure(py_function))
+    return f"{py_function.__module__}.{outer}" + (f"({given})" if is_inner else "")
+
+
+def _load_or_compile(compilable: Any, *arguments: object) -> None:
+    """Call `compile` of numba's dispatcher or C function, with a cache that is locked."""
+    name = _name(compilable.__wrapped__)
+    try:
+        compilable.enable_caching()
+    except RuntimeError as error:  # there is no directory to which numba can write
+        _say("compiling %s, in every process anew: %s", name, error)
+        compilable.compile(*arguments)
+        return
+    compilable._cache = locked = _LockedCache(compilable._cache, name)
+    try:
+        compilable.compile(*arguments)
+    finally:
+        locked.release()
+
+
+def _say(message: str, *arguments: object) -> None:
+    """Log a message that users see once, as it tells why their program waits."""
+    level = logging.INFO if message in _said else logging.WARNING
+    _said.add(message)
+    _log.log(level, message, *arguments)
+
+
+class _LockedCache:
+    """numba's cache of one function, used by one process at a time where it changes.
+
+    When numba compiles it calls `load_overload`, and `save_overload` if that returns None.
+    """
+
+    def __init__(self, numbas: Any, name: str) -> None:
+        self.cache_path = numbas.cache_path
+        self._numbas = numbas
+        self._name = name
+        self._lock_file = Path(numbas.cache_path) / LOCK_FILE
+        self._held = ExitStack()
+        self._is_damaged = False
+
+    def load_overload(self, signature: object, context: object) -> Any:
+        with _locked(self._lock_file, fcntl.LOCK_SH):
+            found = self._load(signature, context)
+        if found is None:
+            self._held.enter_context(_locked(self._lock_file, fcntl.LOCK_EX))
+            found = self._load(signature, context)  # another may have compiled it meanwhile
+            if found is None:
+                _say("compiling %s, once for this machine", self._name)
+        return found
+
+    def _load(self, signature: object, context: object) -> Any:
+        try:
+            return self._numbas.load_overload(signature, context)
+        except Exception as error:  # noqa: BLE001 - a damaged file may raise anything
+            _log.warning("%s cannot be loaded from %s: %r", self._name, self.cache_path, error)
+            self._is_damaged = True
+            return None
+
+    def save_overload(self, signature: object, compiled: object) -> None:
+        try:
+            if self._is_damaged:
+                self._numbas.flush()
+            self._numbas.save_overload(signature, compiled)
+        except OSError as error:  # such as a full disk
+            _log.warning("%s cannot be saved in %s: %s", self._name, self.cache_path, error)
+
+    def release(self) -> None:
+        """Let the other processes go on, which then load what this one has saved."""
+        self._held.close()
+
+
+@contextmanager
+def _locked(path: Path, operation: int) -> Iterator[None]:
+    """Hold a lock on this file, where the file system has locks."""
+    with ExitStack() as stack:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            stack.callback(os.close, file)
+            fcntl.flock(file, operation)
+            # Closing alone would not do: a child that was forked meanwhile has the file as well.
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
+        except OSError as error:
+            _log.info("%s cannot be locked: %s", path, error)
+        yield

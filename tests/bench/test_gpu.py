@@ -1,0 +1,94 @@
+"""The command that runs everything that needs a GPU, where there need not be one."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from bench import gpu
+from bench.__main__ import parser
+from bench.gpu import Step
+from bench.strategies import KINDS
+from collectives import algorithms
+from collectives.mpirun import MpiNotFound
+from parallel import choices, train
+
+
+def test_a_module_that_is_missing_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "MODULES", ("numpy", "no_such_module"))
+    assert gpu.main(["--out", str(tmp_path / "out")]) == 2
+    assert f"{sys.executable} has no no_such_module;" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cupy_that_is_missing_is_said_in_a_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "MODULES", ())
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as if it could not be imported
+    assert gpu.main(["--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().out
+    assert said.startswith("make gpu: nothing was run: --device cuda needs CuPy and a GPU: ")
+    assert len(said.splitlines()) == 1
+
+
+def test_a_driver_without_a_gpu_is_an_error_of_the_same_kind(monkeypatch):
+    class Cupy:
+        """As CuPy where there is no device: each kind of lack has an exception of its own."""
+
+        def __getattr__(self, name):
+            raise RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+
+    monkeypatch.setitem(sys.modules, "cupy", Cupy())
+    with pytest.raises(ValueError, match="needs CuPy and a GPU"):
+        choices.namespace("cuda", 0)
+
+
+def test_what_fails_does_not_keep_the_others_from_running(tmp_path, monkeypatch, capsys):
+    programs = {"good": "print('served')", "bad one": "1 / 0", "late": "import time; time.sleep(9)"}
+    made = [Step(name, ["-c", code]) for name, code in programs.items()]
+    monkeypatch.setattr(gpu, "why_not", lambda: None)
+    monkeypatch.setattr(gpu, "steps", lambda no_mpi: [*made, Step("last", ["-c", ""])])
+    monkeypatch.setattr(gpu, "LIMIT", 2)
+    assert gpu.main(["--out", str(tmp_path)]) == 1
+    assert (tmp_path / "good.txt").read_text() == "served\n"
+    assert "ZeroDivisionError" in (tmp_path / "bad_one.txt").read_text()
+    summary = (tmp_path / "summary.txt").read_text()
+    ends = [line.rpartition(",")[0] for line in summary.splitlines()[:4]]
+    late = "failed: not done after 2 s: late"
+    assert ends == ["ok: good", "failed with status 1: bad one", late, "ok: last"]
+    assert summary.splitlines()[4] == f"2 of 4 steps failed; see {tmp_path}/"
+    assert summary in capsys.readouterr().out
+
+
+def test_where_all_is_well_the_status_is_zero_and_the_rest_can_be_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "why_not", lambda: None)
+    monkeypatch.setattr(
+        gpu, "steps", lambda no_mpi: [Step("good", ["-c", ""]), Step("bad", ["-c", "!"])]
+    )
+    assert gpu.main(["--out", str(tmp_path), "--only", "go"]) == 0
+
+
+def test_without_an_mpi_it_says_what_is_left_out(tmp_path, monkeypatch, capsys):
+    def find_mpirun():
+        raise MpiNotFound("mpi4py finds no MPI library")
+
+    monkeypatch.setattr("collectives.mpirun.find_mpirun", find_mpirun)
+    monkeypatch.setattr(gpu, "why_not", lambda: None)
+    monkeypatch.setattr(gpu, "ended", lambda step, folder: f"ok: {step.command[1]}")
+    assert gpu.main(["--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "there is no MPI: what takes mpirun.  mpi4py finds no MPI library" in said
+    assert "collectives.launch" not in said and "parallel.train" in said
+
+
+@pytest.mark.parametrize("no_mpi", [None, "mpi4py finds no MPI library"])
+def test_every_step_is_a_command_that_can_be_run(no_mpi):
+    found = {step.name: list(step.command) for step in gpu.steps(no_mpi)}
+    trained = [found.pop(f"train {kind.name.replace(',', '')}") for kind in KINDS]
+    assert found.pop("tests")[1:] == ["pytest", "tests/gpu"]
+    assert set(found) == (set() if no_mpi else set(algorithms.collectives()) - {"barrier"})
+    for words in trained:
+        options = train.parser().parse_args(words[words.index("parallel.train") + 1 :])
+        assert options.device == "cuda" and options.threads == (2 if no_mpi else None)
+    for words in found.values():
+        assert parser().parse_args(words[words.index("bench") + 1 :]).device == "cuda"

@@ -1,0 +1,150 @@
+"""The compiled loop and the interpreter do the same with every program, row by row, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives import Communicator, algorithms
+from collectives.arrays import HOST, Arrays
+from collectives.compiled import CompiledExecution
+from collectives.interpreter import Interpreted
+from collectives.layout import even
+from collectives.program import Kind, Program, Row, compile_call
+from collectives.reduction import operator
+from collectives.run_pool import operands_of
+from collectives.spec import SPECS
+from tests.scenarios import ALGORITHMS, variants
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def comms(mpi_world: MPI.Intracomm) -> Iterator[tuple[Communicator, Communicator]]:
+    made = tuple(collectives.wrap(mpi_world, check=False) for _ in range(2))
+    yield made
+    for comm in made:
+        comm.free()
+
+
+def shapes(collective: str, comm: Communicator, root: int) -> tuple[Any, int | None, int | None]:
+    """Counts, and the elements of input and output; None where this rank has none."""
+    p, rank, n = comm.size, comm.rank, 37
+    if SPECS[collective].has_pieces:
+        has_input = collective != "broadcast" or rank == root
+        has_output = {"reduce": rank == root, "exscan": rank > 0}.get(collective, True)
+        return n, n if has_input else None, n if has_output else None
+    counts = even(n, p)
+    if collective == "all_to_all":
+        table = tuple(tuple(counts[(s + d) % p] for d in range(p)) for s in range(p))
+        return table, sum(table[rank]), sum(row[rank] for row in table)
+    whole, is_root = sum(counts), rank == root
+    return {
+        "scatter": (counts, whole if is_root else None, counts[rank]),
+        "gather": (counts, counts[rank], whole if is_root else None),
+        "all_gather": (counts, counts[rank], whole),
+        "reduce_scatter": (counts, whole, counts[rank]),
+    }[collective]
+
+
+class Both:
+    """A program on two communicators, run by the compiled loop and by the interpreter."""
+
+    def __init__(self, comms: tuple[Communicator, Communicator], collective: str, label: str):
+        self.comm = comms[0]
+        counts, num_in, num_out = shapes(collective, self.comm, root := self.comm.size - 1)
+        op = operator("sum", collective) if SPECS[collective].is_reduction else None
+        draw = np.random.default_rng(self.comm.rank)
+        x = None if num_in is None else draw.random(num_in, np.float32)
+        self.program, self.buffers, executions = None, [], []
+        for comm in comms:
+            out = None if num_out is None else np.zeros(num_out, np.float32)
+            arrays = Arrays(HOST, None if x is None else x.copy(), out)
+            session = comm._session
+            where = {"root": root} if SPECS[collective].is_rooted else {}
+            spec = session.spec(collective, arrays, counts, op=op, algorithm=label, **where)
+            self.program = compile_call(spec, comm.rank, comm.size)
+            scratch = np.zeros(self.program.num_scratch // 4, np.float32)
+            operands = operands_of(arrays, scratch, op, comm.size)
+            executions.append((session.transport, operands))
+            self.buffers.append([operands.input, operands.output, scratch])
+        transport, operands = executions[0]
+        self.compiled = CompiledExecution(transport.port, self.program, operands, 5)
+        transport, operands = executions[1]
+        self.interpreted = Interpreted(self.program, operands, transport.messages(5))
+
+    def rows(self) -> Iterator[Row]:
+        """Every row, after both have run it."""
+        for number, row in enumerate(self.program.listed):
+            self.compiled.state[self.compiled._names.NUM_ROWS] = number + 1
+            self.interpreted.program = upto(self.program, number + 1)
+            for execution in (self.compiled, self.interpreted):
+                while not execution.advance(1e-3):
+                    pass
+                assert execution.row == number + 1
+            yield row
+
+    def written(self, row: Row) -> list[tuple[int, int, int]]:
+        """Buffer, first and last byte of what a row has filled."""
+        if row.kind in (Kind.COPY, Kind.COMBINE, Kind.DIVIDE):
+            return [(row.buffer, row.offset, row.offset + row.size)]
+        if row.kind != Kind.WAIT:
+            return []
+        posted = {
+            r.slot: r
+            for r in self.program.listed[: self.compiled.row]
+            if r.kind in (Kind.RECEIVE, Kind.SEND)
+        }
+        filled = [posted[slot] for slot in range(row.slot, row.slot + row.peer)]
+        return [(r.buffer, r.offset, r.offset + r.size) for r in filled]
+
+    def differences(self) -> Iterator[str]:
+        for row in self.rows():
+            for buffer, start, stop in self.written(row):
+                ours, theirs = (b[buffer].view(np.uint8)[start:stop] for b in self.buffers)
+                if not np.array_equal(ours, theirs):
+                    yield f"{row}: {ours.tobytes().hex()} and {theirs.tobytes().hex()}"
+
+
+def upto(program: Program, number: int) -> Program:
+    """The first rows of a program."""
+    return replace(program, rows=program.rows[:number])
+
+
+@pytest.mark.parametrize(("collective", "name"), ALGORITHMS)
+def test_both_do_the_same_row_by_row(
+    comms: tuple[Communicator, Communicator], collective: str, name: str
+) -> None:
+    for label in variants(collective, name, comms[0].size):
+        both = Both(comms, collective, label)
+        assert list(both.differences()) == [], label
+        assert both.compiled.row == both.interpreted.row == len(both.program.rows)
+
+
+def test_a_row_that_is_run_otherwise_is_noticed(
+    comms: tuple[Communicator, Communicator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comms[0].size == 1:
+        return
+    right = Interpreted.arrived
+
+    def wrong(self: Interpreted, row: Row) -> None:
+        right(self, row)
+        self.memory.view(1, 0, 4)[0] += 1
+
+    monkeypatch.setattr(Interpreted, "arrived", wrong)
+    both = Both(comms, "all_reduce", "recursive_doubling")
+    found = list(both.differences())
+    assert found
+
+
+def test_every_algorithm_was_compiled() -> None:
+    assert len(ALGORITHMS) >= 80
+    assert {c for c, _ in ALGORITHMS} == set(SPECS) - {"barrier"}
+    assert algorithms.names("barrier")
