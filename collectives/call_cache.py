@@ -7,6 +7,7 @@ compiled code, which sees whether they fit, and runs.  Nothing of a caller's is 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_CALLS = 512
 _MOST_BYTES = 32 * 2**20
+_MOST_IDLE = 32  # executions of one asynchronous call
 
 
 class NotYourTurn(RuntimeError):  # noqa: N818
@@ -165,7 +167,7 @@ class CachedStart(Cached):
     ) -> None:
         super().__init__(session, run, likeness)
         self._another = another
-        self.idle: list[Run] = []
+        self.idle: deque[Run] = deque(maxlen=_MOST_IDLE)
 
     def _in_our_turn(self, x: Array | None, out: Array | None, timeout: float | None) -> Any:
         session, run = self._session, self.idle.pop() if self.idle else self._another()

@@ -179,7 +179,6 @@ class InprocTransport:
 
     def free(self) -> None:
         """The mailboxes go with the world."""
-        self.flight.close(self.log)
 
 
 class ThreadMessages:

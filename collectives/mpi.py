@@ -168,7 +168,6 @@ class MpiTransport:
             raise CollectiveTimeout("shrink: not all ranks that are alive have called it in time")
 
     def free(self) -> None:
-        _flight.close(self.log)
         self.comm.Free()
 
     def counters(self) -> Counters:

@@ -278,12 +278,13 @@ class Session:
             if not work.test():
                 raise RuntimeError(f"{work.title} is already running; wait for it first")
         self.cache.forget()
+        self.runs.free()
+        self.transport.flight.close(self.transport.log)
         # MPI gives the next communicator the number of one that was freed: after a failure it might
         # get the messages that this one has left as well.
         if self._damage is None or isinstance(self._damage, PeerFailed):
             self.transport.free()
             self._damage = CollectiveError(FREED)
-            self.runs.free()
         self.refresh()
 
     # Quick calls: those that came before go straight to their executions

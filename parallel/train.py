@@ -51,18 +51,25 @@ def main(arguments: list[str] | None = None) -> int:
     """Train as told on the command line.  0, 1 if columns differ, 2 if the run cannot be."""
     parse = parser()
     options = parse.parse_args(arguments)
-    if options.threads is None:
-        return trained(collectives.world(), parse, options)
-    body = partial(trained, parse=parse, options=options)
-    return collectives.run(body, options.threads, timeout=None)[0]
+    is_first = options.threads is not None or collectives.world().rank == 0
+    try:
+        if options.threads is None:
+            return trained(collectives.world(), options)
+        return collectives.run(partial(trained, options=options), options.threads, timeout=None)[0]
+    except Refused as error:
+        parse.exit(2, f"{parse.prog}: {error}\n" if is_first else None)
 
 
-def trained(comm: Communicator, parse: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+class Refused(Exception):  # noqa: N818
+    """The run cannot be, which all ranks say in the same words."""
+
+
+def trained(comm: Communicator, options: argparse.Namespace) -> int:
     """What `main` does, on one rank."""
     try:
         training = Training(comm, options, console_of(comm.rank))
-    except ValueError as error:  # which all ranks have
-        parse.exit(2, f"{parse.prog}: {error}\n" if comm.rank == 0 else None)
+    except ValueError as error:
+        raise Refused(str(error)) from error
     with ending_all():
         table = training.run()
         training.strategy.close()

@@ -75,6 +75,23 @@ def test_what_failed_is_known_as_failed() -> None:
     collectives.run(body, 2, timeout=20)
 
 
+def test_logs_of_freed_communicators_are_bounded_also_after_a_failure() -> None:
+    def body(comm: Communicator) -> None:
+        flight = comm._session.transport.flight
+        num_logs = len(flight.logs)
+        for has_failed in (False, True):
+            group = comm.split(0)
+            assert group is not None
+            group.send_recv(np.ones(1), group.rank, group.rank)
+            if has_failed:
+                with pytest.raises(collectives.CollectiveMismatch):
+                    group.all_reduce(np.ones(1 + comm.rank), algorithm="ring")
+            group.free()
+            assert len(flight.logs) == num_logs, has_failed
+
+    collectives.run(body, 2, timeout=20)
+
+
 def timed_out(size: int, tmp_path: Path | None = None) -> str:
     """What rank 0 says when the last rank comes too late to an all-reduce."""
 

@@ -220,6 +220,14 @@ def test_the_number_of_cached_calls_is_bounded(comm: Communicator) -> None:
         assert 0 < cached(comm) <= call_cache._MOST_CALLS
 
 
+def test_the_number_of_idle_executions_of_a_call_is_bounded(comm: Communicator) -> None:
+    for _ in range(2):
+        works = [comm.all_reduce(np.full(3, n), async_op=True) for n in range(50)]
+        assert [work.wait()[0] for work in works] == [n * comm.size for n in range(50)]
+    (make,) = comm._session.cache.latest.values()
+    assert 0 < len(make.__self__.idle) <= call_cache._MOST_IDLE  # type: ignore[attr-defined]
+
+
 def test_every_run_is_a_call_of_its_own_in_the_ledger(comm: Communicator) -> None:
     comm.all_reduce(np.ones(2))
     with comm.record() as ledger:
