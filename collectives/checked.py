@@ -334,6 +334,8 @@ class CheckedSteps:
         if self._answer:
             execution.began(self._answer)
             self._run.has_begun()
+            run.number = self._owner.num_calls + 1
+            self._run.part_of = run.title
             yield self._run
         run.number = self._owner.next_number()
         if not (self._table == self._mine).all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -54,6 +55,29 @@ def test_a_mistake_in_what_is_under_way_is_told_by_its_wait(checked: Communicato
     with pytest.raises(collectives.CollectiveMismatch, match=r"all_reduce\(op=m"):
         wrong.wait()
     still_works(checked)
+
+
+def test_a_time_limit_names_the_call_that_is_compared(checked: Communicator) -> None:
+    sentences = []
+    for _ in range(2 * (checked.size > 1)):  # the second goes straight to compiled code
+        checked.barrier()
+        x = np.ones(3)
+        if checked.rank == 1:
+            checked.recv(np.empty(3), 0)
+        if checked.rank == 0:
+            with pytest.raises(collectives.CollectiveTimeout, match="of its check") as error:
+                checked.all_reduce(x, timeout=0.05)
+            checked.send(x, 1)
+            assert error.value.work.wait()[0] == checked.size
+            sentences.append(str(error.value).splitlines()[0])
+        else:
+            checked.all_reduce(x)
+    still_works(checked)
+    numbers = [
+        int(re.sub(r"all_reduce \(.*\), call (\d+): rank 0 waited.*", r"\1", sentence))
+        for sentence in sentences
+    ]
+    assert not numbers or numbers[1] == numbers[0] + 2
 
 
 def test_what_is_not_finite_is_told_to_every_rank() -> None:
