@@ -2,19 +2,22 @@
 
 What a call is follows from how it looks: the shape and dtype of `x`, and all other arguments.  A
 call that was made once leaves its execution here; the next one that looks alike hands its arrays to
-compiled code, which sees whether they fit, and runs.  Nothing of a caller's is kept.
+compiled code, which sees whether they fit, and runs.  A plan is made likewise, with the execution of
+one that was freed.  Nothing of a caller's is kept.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from collectives.algorithms.registry import watch
 from collectives.arrays import Array
+from collectives.plan import Plan
 from collectives.work import Steps, Work, break_off
 
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_CALLS = 512
 _MOST_BYTES = 32 * 2**20
-_MOST_IDLE = 32  # executions of one asynchronous call
+_MOST_IDLE = 32  # executions of one look
 
 
 class NotYourTurn(RuntimeError):  # noqa: N818
@@ -153,21 +156,26 @@ class CachedCall(Cached):
         return work
 
 
-def _whole(run: Run, x: Array | None, result: Array | None) -> Steps:
+def _whole(run: Run, x: Any, result: Array | None) -> Steps:
     """The run of a call, whose arrays live until it is complete."""
     yield run
     return result
 
 
-class CachedStart(Cached):
-    """An asynchronous call, with as many executions as were under way at a time."""
+class CachedRuns(Cached):
+    """A call that may be under way several times, with an execution each; boundedly many wait."""
 
     def __init__(
         self, session: Session, run: Run, likeness: Likeness | None, another: Callable[[], Run]
     ) -> None:
         super().__init__(session, run, likeness)
         self._another = another
-        self.idle: deque[Run] = deque(maxlen=_MOST_IDLE)
+        most = min(_MOST_IDLE, _MOST_BYTES // self.num_bytes)
+        self.idle: deque[Run] = deque(maxlen=max(most, 1))
+
+
+class CachedStart(CachedRuns):
+    """An asynchronous call."""
 
     def _in_our_turn(self, x: Array | None, out: Array | None, timeout: float | None) -> Any:
         session, run = self._session, self.idle.pop() if self.idle else self._another()
@@ -200,6 +208,23 @@ class CachedStart(Cached):
         limit = session.timeout if timeout is None else timeout
         work = Work(session, _whole(run, x, self._result(out)), limit)
         return work.start(session.thread, session.thread_delay)
+
+
+class CachedPlan(CachedRuns):
+    """A plan, whose execution is that of one that was freed where there is one."""
+
+    def _in_our_turn(self, x: Array | None, out: Array | None, timeout: float | None) -> Any:
+        session, run = self._session, self.idle.pop() if self.idle else self._another()
+        execution = run.reusable
+        if timeout is not None or not execution.loop.fits(execution.at, id(x), id(out)):
+            self.idle.append(run)
+            return MISFIT
+        number, result = session.next_number(), self._result(out)
+        session.runs.renumber_plan(run, number)
+        plan = Plan(session, run, partial(_whole, run, (x, out), result), result)
+        execution.accept_plan(run.key, plan.num_runs, session.plans_tag(number))
+        plan.begin_by_code(x, out, self.idle.append)
+        return plan
 
 
 class CheckedCall(CachedCall):
@@ -267,7 +292,13 @@ class CallCache:
 NO_CALLS = CallCache()
 
 
-class NeverQuick:
-    """Stands for a session where no call may go straight to its execution."""
+class Plans:
+    """Stands for a session where calls are plans to be made."""
 
-    quick_calls = NO_CALLS
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def quick_calls(self) -> CallCache:
+        """Those that need not be made from the beginning."""
+        return self._session.quick_plans

@@ -34,7 +34,7 @@ from numpy import ndarray
 
 from collectives import arguments, checked, select
 from collectives.arrays import HOST, Array, Arrays, Backend, backend_of_kind, num_elements
-from collectives.call_cache import MISFIT, NeverQuick
+from collectives.call_cache import MISFIT, Plans
 from collectives.header import Header
 from collectives.layout import even
 from collectives.placement import Counts
@@ -145,7 +145,7 @@ class Calls:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._quick: Session | NeverQuick = session
+        self._quick: Session | Plans = session
         self.rank, self.size = session.transport.rank, session.transport.size
 
     # Collectives

@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives import algorithms, arguments
 from collectives.arrays import HOST, Array, Arrays, Backend
-from collectives.call_cache import NeverQuick
+from collectives.call_cache import Plans
 from collectives.calls import Announced, Calls, Options, Ready
 from collectives.decisions import Decisions
 from collectives.explanation import Explanation, explain
@@ -181,7 +181,7 @@ class Communicator(Calls):
         if problem:
             raise ValueError(problem)
         self._session.decisions = Decisions.from_json(text)
-        self._session.cache.forget()  # what they would run was decided before
+        self._session.forget_calls()  # what they would run was decided before
 
     def _from_rank_0(self, data: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""
@@ -220,7 +220,7 @@ class Planner(Calls):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._quick = NeverQuick()
+        self._quick = Plans(session)
 
     def _options(
         self, collective: str, algorithm: str | None, async_op: bool, timeout: float | None
@@ -238,14 +238,17 @@ class Planner(Calls):
     def _perform(
         self, options: Options, found: Ready | Announced, look: tuple[Any, ...] | None
     ) -> Plan:
-        plan: Plan = self._session.call(partial(self._planned, options, found), None)
+        plan: Plan = self._session.call(partial(self._planned, options, found, look), None)
         return plan
 
-    def _planned(self, options: Options, found: Ready | Announced, turn: Turn) -> Steps:
+    def _planned(self, options: Options, found: Ready | Announced, look: Any, turn: Turn) -> Steps:
         """The plan, after what is needed to know of it."""
         ready = found if isinstance(found, Ready) else (yield from found(turn))
         spec = self._spec(options, ready, is_blocking=False)
-        return self._session.plan(spec, ready.arrays, ready.answer, turn)
+        is_plain = isinstance(found, Ready)
+        return self._session.plan(
+            spec, ready.arrays, ready.answer, turn, look if is_plain else None
+        )
 
     def _run_point_to_point(
         self,

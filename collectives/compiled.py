@@ -215,6 +215,12 @@ class CompiledExecution:
         self._scratch = None if self._operands is None else self._operands.scratch
         self.state[first] = key
 
+    def accept_plan(self, key: int, counter: Words, tag: int) -> None:
+        """See `Reusable.accept_plan`."""
+        names, self._counter = self._names, counter
+        self.state[names.KEY], self.state[names.COUNTER] = key, address(counter)
+        self.state[names.TAG] = tag
+
     def place(self, source: Array | None, target: Array | None) -> None:
         """Let the next run, which Python begins, be on these arrays."""
         names = self._names

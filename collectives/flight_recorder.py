@@ -56,7 +56,9 @@ class Position(NamedTuple):
 
 
 class Run(Protocol):
-    """A program that may be under way."""
+    """A program that may be under way.  `key`: the number that stands for it now."""
+
+    key: int
 
     def position(self) -> Position:
         """Where the run under way stands."""
@@ -90,10 +92,11 @@ class CallLog:
         return self._next_key
 
     def _forget(self) -> None:
-        """Forget the programs that no entry names and that nobody can run any more."""
+        """Forget the programs that no entry names and that nobody runs under that number."""
         named = set(self._entries[:, 0].tolist())
-        for key, (_, run) in list(self._runs.items()):
-            if key not in named and run() is None:
+        for key, (_, reference) in list(self._runs.items()):
+            run = reference()
+            if key not in named and (run is None or run.key != key):
                 del self._runs[key]
         self._most_runs = len(self._runs) + 2 * NUM_CALLS
 

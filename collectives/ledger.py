@@ -293,6 +293,10 @@ class Recorder:
         self._ancestry, self._rank = ancestry, rank
         self._calls: list[tuple[list[Ledger], Call]] = []
 
+    def renumbered(self, numbered: Callable[[int], str]) -> Recorder:
+        """The same for other runs of the program."""
+        return Recorder(self.names, numbered, self._sent, self._ancestry, self._rank)
+
     def number(self, number: int) -> str:
         """The number of a run, in words."""
         return self._numbered(number)

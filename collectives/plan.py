@@ -36,27 +36,36 @@ class Plan:
         """`steps`: all that a run does, with what goes around it."""
         self._session, self._run, self._steps = session, run, steps
         self.result, self.timeout = result, session.timeout
-        self._num_runs = np.zeros(1, np.int64)  # counted by compiled code too
+        self.num_runs = np.zeros(1, np.int64)  # counted by compiled code too
         self._in_flight = session.transport.in_flight
         self._patience = int(session.transport.patience * 1e9)
         self._execution: Reusable | None = None  # that may be run without further ado
         self._arrays: tuple[Array | None, Array | None] = None, None
         self._work: Work | None = None
         self._is_busy = False
-        self._refusal = ""  # why it cannot be started
+        self._refusal = self._title = ""  # why it cannot be started, and its title then
+        self._release: Callable[[Run], object] | None = None
 
-    def accept(self, execution: Reusable, source: Array | None, target: Array | None) -> None:
-        """Let compiled code begin runs."""
-        execution.accept(self._run.log, self._run.key, self._num_runs, source, target)
-        self._execution, self._arrays = execution, (source, target)
+    def begin_by_code(
+        self,
+        source: Array | None,
+        target: Array | None,
+        release: Callable[[Run], object] | None = None,
+    ) -> None:
+        """Let compiled code begin runs.  `release`: takes the run when the plan is freed."""
+        self._execution = execution = self._run.reusable
+        self._arrays = source, target
         self._compiled, self._at = execution.loop.run, execution.at
         self._x, self._out = id(source), id(target)
+        self._release = release
 
     @property
     def title(self) -> str:
         """What is run, as messages of errors call it: collective, algorithm, number of the call."""
+        if self._title:
+            return self._title
         if not self._run.is_under_way:
-            self._run.number = max(int(self._num_runs[0]), 1)
+            self._run.number = max(int(self.num_runs[0]), 1)
         return self._run.title
 
     def run(self, timeout: float | None = None) -> Array | None:
@@ -125,8 +134,8 @@ class Plan:
         if self._refusal:
             self._refuse(self._refusal)
         self._session.check()
-        self._num_runs[0] += 1
-        self._run.number = int(self._num_runs[0])
+        self.num_runs[0] += 1
+        self._run.number = int(self.num_runs[0])
         self._work = Work(self._session, self._all_steps(), self.timeout)
         return self._work
 
@@ -169,8 +178,14 @@ class Plan:
 
     def free(self) -> None:
         """Let go of the arrays.  The plan must be complete and is of no use after."""
+        if self._title:
+            return  # it was freed before
         if self.is_active:
             self._refuse("is already running; wait for it first")
-        self._refusal = "was freed"
+        self._title, self._refusal = self.title, "was freed"
         self._execution, self._arrays, self._steps = None, (None, None), _no_steps
-        self._run.let_go()
+        release, self._release = self._release, None
+        if release is None or (self._work is not None and self._work.has_failed):
+            self._run.let_go()
+        else:
+            release(self._run)

@@ -83,6 +83,10 @@ class RunPool:
         """The run of a plan."""
         return self._of_call(spec, arrays, tag, partial(_of_runs, self._number(number)))
 
+    def renumber_plan(self, run: Run, number: int) -> None:
+        """Let the run be that of another plan."""
+        run.introduce(partial(_of_runs, self._number(number)))
+
     def message(self, ends: Ends, arrays: Arrays, tag: int) -> Run:
         """The run of a message between two ranks, or of two."""
         number = self.num_messages = self.num_messages + 1  # others may send at the same time

@@ -75,6 +75,11 @@ class Run:
         self.is_under_way = False
         self._is_left_by_code = False  # which then says in the log when the run is complete
 
+    def introduce(self, numbered: Callable[[int], str]) -> None:
+        """From now on it stands for something else in the ledgers and in the log."""
+        self._recorder = self._recorder.renumbered(numbered)
+        self.key = self.log.introduce(self._recorder.describe, self)
+
     @property
     def reusable(self) -> Reusable:
         """The execution, of a run that compiled code can begin."""

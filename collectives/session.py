@@ -25,9 +25,11 @@ from collectives.arrays import HOST, Array, Arrays, Backend, Bytes
 from collectives.call_cache import (
     NO_CALLS,
     CachedCall,
+    CachedPlan,
     CachedStart,
     CallCache,
     CheckedCall,
+    Likeness,
     NotYourTurn,
 )
 from collectives.checked import Checker, Mode
@@ -44,7 +46,7 @@ from collectives.reduction import Operator
 from collectives.run_pool import RunPool, ends_of
 from collectives.runs import Run
 from collectives.schedule import Round, incoming, outgoing
-from collectives.transport import Transport
+from collectives.transport import Reusable, Transport
 from collectives.work import Steps, Work
 
 _MOST_DIMENSIONS = 8  # of arrays that compiled code looks at
@@ -120,8 +122,8 @@ class Session:
         self._damage: CollectiveError | None = None  # why nothing can be called any more
         self._num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.runs = RunPool(transport, name, self.ancestry)
-        self.cache = CallCache()
-        self.quick_calls = NO_CALLS
+        self.cache, self.plans = CallCache(), CallCache()
+        self.quick_calls = self.quick_plans = NO_CALLS
         self.refresh()
 
     def child(self, transport: Transport, members: Sequence[int]) -> Session:
@@ -240,7 +242,7 @@ class Session:
         So a blocking call, and one of which the others are in the midst, is the last thing that
         this communicator does; but what all ranks stopped together has left nothing.
         """
-        self.cache.forget()
+        self.forget_calls()
         is_stopped = self.checker is not None and self.checker.objection is error
         if (work.is_blocking or work.was_ahead) and not is_stopped:
             self._break(work.title, error)
@@ -277,7 +279,7 @@ class Session:
         for work in self._under_way():
             if not work.test():
                 raise RuntimeError(f"{work.title} is already running; wait for it first")
-        self.cache.forget()
+        self.forget_calls()
         self.runs.free()
         self.transport.flight.close(self.transport.log)
         # MPI gives the next communicator the number of one that was freed: after a failure it might
@@ -299,6 +301,12 @@ class Session:
         self.is_quick = is_clear and not self.is_recorded and self.checker is None
         can_check = self.checker is None or (self.checker.mode == "calls" and not self.is_recorded)
         self.quick_calls = self.cache if is_clear and can_check else NO_CALLS
+        self.quick_plans = self.plans if is_clear and self.checker is None else NO_CALLS
+
+    def forget_calls(self) -> None:
+        """Forget what is ready to run again; plans that were made stay as they are."""
+        self.cache.forget()
+        self.plans.forget()
 
     @contextmanager
     def recording(self, ledger: Ledger) -> Iterator[None]:
@@ -415,9 +423,10 @@ class Session:
         run = make(arrays, turn.tag, turn.number)
         execution, tags = run.reusable, range(0) if turn.is_blocking else self._tags_of_calls
         execution.accept(run.log, run.key, self.numbers, arrays.source, target, tags)
-        likeness = None if target is None else (tuple(target.shape), target.dtype)
+        likeness = _likeness(target)
         if not turn.is_blocking:
-            start = CachedStart(self, run, likeness, partial(_another, run, make, spec.dtype))
+            another = partial(_another, execution, make, spec.dtype)
+            start = CachedStart(self, run, likeness, another)
             self.cache.add(look, start)
             run.release = start.idle.append
             yield run
@@ -437,14 +446,34 @@ class Session:
         num_each = self.transport.num_tags // 4
         return range(num_each, 2 * num_each)
 
-    def plan(self, spec: CallSpec, arrays: Arrays, result: Array | None, turn: Turn) -> Plan:
-        """A plan, which takes the number of a call when it is made."""
+    def plan(
+        self,
+        spec: CallSpec,
+        arrays: Arrays,
+        result: Array | None,
+        turn: Turn,
+        look: tuple[Any, ...] | None = None,
+    ) -> Plan:
+        """A plan, which takes the number of a call when it is made.
+
+        `look`: how the call looks, if others that look so may be made from what is known of it.
+        """
         self.check()
-        run = self.runs.plan(spec, arrays, self.tag(1, turn.number), turn.number)
+        make = partial(self.runs.plan, spec)
+        run = make(arrays, self.plans_tag(turn.number), turn.number)
         is_quick = self._is_compiled(arrays) and _has_kernels(spec.op, spec.dtype)
-        return self._planned(
+        plan = self._planned(
             run, partial(self.guarded, run, spec, arrays, self.checks_tag), arrays, result, is_quick
         )
+        can_cache = self.quick_plans is self.plans and is_quick and spec.aliasing != "odd"
+        if look is not None and can_cache and self.plans.find(look) is None:
+            another = partial(_another, run.reusable, make, spec.dtype)
+            self.plans.add(look, CachedPlan(self, run, _likeness(arrays.target), another))
+        return plan
+
+    def plans_tag(self, number: int) -> int:
+        """The tag of all runs of a plan that has this number."""
+        return self.tag(1, number)
 
     def message_plan(
         self, name: str, arrays: Arrays, tag: int, dest: int | None, source: int | None
@@ -464,9 +493,11 @@ class Session:
         is_quick: bool,
     ) -> Plan:
         """`is_quick`: whether compiled code can do all of it."""
-        plan = Plan(self, run, steps, result)
+        plan, (_, source, target) = Plan(self, run, steps, result), arrays
         if is_quick:
-            plan.accept(run.reusable, arrays.source, arrays.target)
+            run.reusable.accept(run.log, run.key, plan.num_runs, source, target)
+            plan.begin_by_code(source, target)
+            run.reusable.let_go()  # of the arrays, which the plan keeps
         return plan
 
     def run_by(self, backend: Backend, op: Operator | None, dtype: np.dtype[Any]) -> str:
@@ -601,10 +632,17 @@ def _num_bytes(counts: Counts, dtype: np.dtype[Any]) -> int:
     return sum(numbers) // num_parts * dtype.itemsize
 
 
-def _another(run: Run, make: Callable[[Arrays, int, int], Run], dtype: np.dtype[Any]) -> Run:
-    """One more run like this, for when that is under way; it gets its arrays and tag later."""
+def _likeness(target: Array | None) -> Likeness | None:
+    """What a result looks like."""
+    return None if target is None else (tuple(target.shape), target.dtype)
+
+
+def _another(
+    execution: Reusable, make: Callable[[Arrays, int, int], Run], dtype: np.dtype[Any]
+) -> Run:
+    """A run with an execution like this one; it gets its arrays and tag later."""
     other = make(Arrays(HOST, np.empty(0, dtype), None), 0, 0)
-    other.reusable.accept_like(run.reusable, other.key)
+    other.reusable.accept_like(execution, other.key)
     return other
 
 

@@ -3,8 +3,10 @@
     mpirun -n 3 python tests/drop_in_program.py path/to/mpi4py/test [--modules test_cco_buf ...]
 
 Every test gets one of our communicators, made from its own, below which stands a class in which
-every collective of MPI raises; and the ledger must show messages of ours.  `--missing Bcast` takes
-a collective of ours away, and `--broken Bcast` makes it do nothing: both must be noticed.
+every collective of MPI raises; and the flight recorder must show calls of ours, and with `--record`
+the ledger their messages.  `--missing Bcast` takes a collective of ours away, and `--broken Bcast`
+makes it do nothing: both must be noticed.  `--times` runs the tests on mpi4py's own communicators
+as well, and says how long both took.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import importlib
 import sys
 import time
 import unittest
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,28 +62,37 @@ class Tested(collectives.Intracomm, Raising):  # type: ignore[misc, valid-type]
     """Ours, with nothing of MPI's below it."""
 
 
-def on_ours(case: type[unittest.TestCase], agreement: MPI.Intracomm) -> type[unittest.TestCase]:
+def on_ours(
+    case: type[unittest.TestCase], agreement: MPI.Intracomm, is_recorded: bool
+) -> type[unittest.TestCase]:
     """The same test case, whose communicator is one of ours made from it."""
 
     class OnOurs(case):  # type: ignore[misc, valid-type]
         def setUp(self) -> None:
             super().setUp()
             self.COMM = Tested(self.COMM)
-            self.recording = self.COMM.record()
+            self.recording = self.COMM.record() if is_recorded else nullcontext()
             self.ledger = self.recording.__enter__()
 
         def tearDown(self) -> None:
             ours = self.COMM
-            is_alone, num_sent = ours.size == 1, len(self.ledger.rows())
+            is_alone, num_calls = ours.size == 1, num_calls_of(ours)
+            num_sent = num_calls if self.ledger is None else len(self.ledger.rows())
             self.recording.__exit__(None, None, None)
             super().tearDown()
             ours.free()
             # Some calls let the last rank send nothing.
-            assert is_alone or agreement.allreduce(num_sent), "the ledger shows no message of ours"
+            assert is_alone or agreement.allreduce(num_sent), "no message of ours is shown"
+            assert is_alone or num_calls, "no call of ours is shown"
 
     OnOurs.__name__, OnOurs.__qualname__ = case.__name__, case.__qualname__
     OnOurs.__module__ = case.__module__
     return OnOurs
+
+
+def num_calls_of(ours: collectives.Intracomm) -> int:
+    """The last calls on this communicator, as the flight recorder has them."""
+    return len(ours.communicator._session.transport.log.calls(time.perf_counter_ns()))
 
 
 class Agreeing(unittest.TestResult):
@@ -158,6 +170,8 @@ def main() -> int:
     parser.add_argument("--modules", nargs="+", default=[f"test_cco_{name}" for name in MODULES])
     parser.add_argument("--missing", choices=collective_names())
     parser.add_argument("--broken", choices=collective_names())
+    parser.add_argument("--record", action="store_true", help="record every test in a ledger")
+    parser.add_argument("--times", action="store_true", help="compare with mpi4py's own")
     parser.add_argument("--verbose", action="store_true", help="say how long each test took")
     chosen = parser.parse_args()
     if chosen.missing:
@@ -170,10 +184,18 @@ def main() -> int:
         for name in ("cupy", "numba"):
             patch.setitem(sys.modules, name, None)
         tests = [case for case in cases(chosen.modules) if hasattr(case, "COMM")]
-    ours = outcomes([on_ours(case, agreement) for case in tests], agreement, chosen.verbose)
+    ours_of = [on_ours(case, agreement, chosen.record) for case in tests]
+    started = time.perf_counter()
+    ours = outcomes(ours_of, agreement, chosen.verbose)
+    on_ours_for = time.perf_counter() - started
     # What mpi4py's own communicators skip on this MPI, ours may skip as well, and nothing else.
-    plain = outcomes(tests, agreement) if skips(ours) else {}
+    started = time.perf_counter()
+    plain = outcomes(tests, agreement) if skips(ours) or chosen.times else {}
+    on_plain_for = time.perf_counter() - started
     ok = is_good(ours, plain)
+    if chosen.times and agreement.rank == 0:
+        ratio = on_ours_for / on_plain_for
+        print(f"{on_ours_for:.2f} s, mpi4py's own {on_plain_for:.2f} s: {ratio:.2f} times as long")
     if agreement.rank == 0:
         counted = [sum(word in outcome for outcome in ours.values()) for word in WORDS]
         print(", ".join(f"{n} {word}" for n, word in zip(counted, WORDS, strict=True)))

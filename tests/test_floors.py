@@ -66,7 +66,7 @@ FLOORS = [
     ],
     ["interpreter", "staging", "inproc", "executor"],
     ["monitor", "mpi_errors", "compiled", "warm", "mpi"],
-    ["call_cache", "plan", "session", "calls", "communicator", "entry"],
+    ["plan", "call_cache", "session", "calls", "communicator", "entry"],
     [
         "flight",
         "mpirun",

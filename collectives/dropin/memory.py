@@ -39,6 +39,10 @@ def side(message: Message) -> Side:
     Raises ValueError if a part does not lie within the memory.
     """
     memory = np.empty(0, np.uint8) if message.memory is None else _bytes(message.memory)
+    if len(message.parts) == 1:  # most are one block that is all of the memory
+        ((offset, number, datatype),) = message.parts
+        if number and not offset and number * datatype.size == memory.size and is_plain(datatype):
+            return Side(memory, [memory.size])
     each = sizes(message)
     start, num_bytes = _start(message.parts, each), sum(each)
     if start is not None and 0 <= start <= start + num_bytes <= memory.size:

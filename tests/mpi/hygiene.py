@@ -88,7 +88,7 @@ class MadeOverMpi:
 
     def left(self) -> list[str]:
         for _, session in self.sessions:
-            session.cache.forget()  # boundedly many calls are kept by intent; all can be freed
+            session.forget_calls()  # boundedly many calls are kept by intent; all can be freed
             session.runs.forget()
         forget_completed()
         return [

@@ -15,6 +15,7 @@ from mpi4py import MPI
 import collectives
 from collectives import Communicator, Operator, call_cache
 from collectives.compiled import CompiledExecution
+from collectives.flight_recorder import NUM_CALLS
 from collectives.session import Session
 from collectives.work import Work
 
@@ -226,6 +227,95 @@ def test_the_number_of_idle_executions_of_a_call_is_bounded(comm: Communicator) 
         assert [work.wait()[0] for work in works] == [n * comm.size for n in range(50)]
     (make,) = comm._session.cache.latest.values()
     assert 0 < len(make.__self__.idle) <= call_cache._MOST_IDLE  # type: ignore[attr-defined]
+
+
+def test_a_plan_like_one_that_was_freed_takes_its_execution(
+    comm: Communicator, compiled: list[str]
+) -> None:
+    x, out, total = np.empty(3), np.empty(3), sum(range(comm.size))
+    runs = []
+    with comm.record() as ledger:
+        for step in range(4):
+            x[:] = step + comm.rank
+            plan = comm.plan.all_reduce(x, out=out)
+            runs.append(plan._run)
+            for _ in range(2):
+                assert plan.run() is out and out[0] == comm.size * step + total
+            plan.free()
+    assert compiled == ["all_reduce"]  # the first, from which the second is made
+    assert runs[1] is runs[2] is runs[3] is not runs[0]
+    if comm.size > 1:
+        numbers = list(dict.fromkeys(row.call for row in ledger.rows()))
+        assert numbers == [f"{n}{again}" for n in range(1, 5) for again in ("", ".2")]
+    calls = [call["call"] for call in comm.last_calls()[-8:]]
+    assert calls == [f"{n}{again}" for n in range(1, 5) for again in ("", ".2")]
+
+
+def test_plans_of_one_look_may_be_under_way_at_once(comm: Communicator) -> None:
+    for _ in range(2):
+        arrays = [np.full(3, float(n)) for n in range(5)]
+        plans = [comm.plan.all_reduce(x) for x in arrays]
+        for plan in plans:
+            plan.start()
+        results = [plan.wait() for plan in reversed(plans)]
+        assert [result[0] for result in results[::-1]] == [n * comm.size for n in range(5)]
+        for plan in plans:
+            plan.free()
+
+
+def test_a_plan_that_was_freed_does_nothing_to_the_one_that_has_its_execution(
+    comm: Communicator,
+) -> None:
+    x, out = np.ones(3), np.empty(3)
+    plans = []
+    for _ in range(3):  # the first two have executions of their own
+        plans.append(comm.plan.all_reduce(x, out=out))
+        if len(plans) < 3:
+            plans[-1].free()
+    freed, taken = plans[1:]
+    freed.free()
+    title = freed.title
+    assert taken.run()[0] == comm.size
+    with pytest.raises(RuntimeError, match="call 2 was freed"):
+        freed.start()
+    assert freed.title == title and "call 3" in taken.title
+    assert taken.run()[0] == comm.size
+    taken.free()
+
+
+def test_no_array_of_a_plan_is_kept_alive(comm: Communicator) -> None:
+    for is_freed in (True, False, True):
+        x, out = np.ones(5), np.empty(5)
+        plan = comm.plan.all_reduce(x, out=out)
+        plan.run()
+        if is_freed:
+            plan.free()
+        alive = [weakref.ref(array) for array in (x, out)]
+        del x, out, plan
+        gc.collect()
+        assert not [ref for ref in alive if ref() is not None]
+
+
+def test_the_log_forgets_plans_that_were_freed(comm: Communicator) -> None:
+    x = np.ones(3)
+    for _ in range(6 * NUM_CALLS):
+        plan = comm.plan.all_reduce(x)
+        plan.run()
+        plan.free()
+    assert len(comm._session.transport.log._runs) <= 4 * NUM_CALLS
+
+
+def test_bad_plans_are_refused_also_after_good_ones(comm: Communicator) -> None:
+    x, out = np.ones(4), np.empty(4)
+    for _ in range(2):
+        comm.plan.all_reduce(x, out=out)
+        with pytest.raises(TypeError, match="a plan takes no async_op or timeout"):
+            comm.plan.all_reduce(x, out=out, timeout=1)
+        with pytest.raises(TypeError, match="a plan takes no async_op or timeout"):
+            comm.plan.all_reduce(x, out=out, async_op=True)
+        with pytest.raises(ValueError, match="C-contiguous"):
+            comm.plan.all_reduce(np.ones(8)[::2], out=out)
+    assert comm.plan.all_reduce(x, out=x).run()[0] == comm.size  # in place is another look
 
 
 def test_every_run_is_a_call_of_its_own_in_the_ledger(comm: Communicator) -> None:
