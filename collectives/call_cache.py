@@ -2,8 +2,8 @@
 
 What a call is follows from how it looks: the shape and dtype of `x`, and all other arguments.  A
 call that was made once leaves its execution here; the next one that looks alike hands its arrays to
-compiled code, which sees whether they fit, and runs.  A plan is made likewise, with the execution of
-one that was freed.  Nothing of a caller's is kept.
+compiled code, which sees whether they fit, and runs.  A plan is made likewise, with the execution
+of one that was freed.  Nothing of a caller's is kept.
 """
 
 from __future__ import annotations
