@@ -64,9 +64,11 @@ _RULES: dict[str, Sequence[_Rule]] = {
     "all_reduce": (
         _Rule(_MOST_EAGER, "recursive_doubling", most_ranks=2),
         _Rule(2 * _MOST_EAGER, "ring", most_ranks=2),  # whose messages are half as long
-        _Rule(96 * 1024, "recursive_doubling"),
+        _Rule(96 * 1024, "recursive_doubling", most_ranks=2),
         _Rule(_EVER, "ring", most_ranks=2),
+        _Rule(48 * 1024, "recursive_doubling"),
         _Rule(512 * 1024, "rabenseifner", is_for_powers=True),
+        _Rule(96 * 1024, "recursive_doubling"),
         _Rule(_EVER, "ring"),
         _Rule(_EVER, "two_shot"),
     ),

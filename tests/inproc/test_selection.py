@@ -104,7 +104,7 @@ def test_the_reason_says_who_named_it() -> None:
             reasons.append(comm.explain("all_reduce", x, algorithm="linear").reason)
         return reasons
 
-    told = ["built-in rule: up to 98304 bytes", "named by collectives.using", "named by the caller"]
+    told = ["built-in rule: up to 49152 bytes", "named by collectives.using", "named by the caller"]
     assert collectives.run(body, P)[0] == told
 
 

@@ -113,9 +113,9 @@ def test_the_reason_names_the_built_in_rule() -> None:
     def reason(collective: str, num_bytes: int, op: Operator | None = None) -> str:
         return select.choose(collective, None, 4, num_bytes, op).reason
 
-    assert reason("all_reduce", 98304) == "built-in rule: up to 98304 bytes"
-    middle = "built-in rule: above 98304 and up to 524288 bytes"
-    assert reason("all_reduce", 98305) == middle
+    assert reason("all_reduce", 49152) == "built-in rule: up to 49152 bytes"
+    middle = "built-in rule: above 49152 and up to 524288 bytes"
+    assert reason("all_reduce", 49153) == middle
     assert reason("all_reduce", 524289) == "built-in rule: above 524288 bytes"
     assert reason("scan", 8) == "built-in rule: every size"
     assert select.choose("all_reduce", "ring", 4, 8).reason == "named by the caller"
