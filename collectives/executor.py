@@ -37,6 +37,7 @@ INPUT_FORM, OUTPUT_FORM, SHIFT, NUM_STATE_WORDS = 29, 41, 53, 54
 # Words of the form of an array: whether there is one, its dtype's address, its shape.
 EXISTS, DTYPE, NUM_BYTES, NDIM, SHAPE = range(5)
 MOST_DIMENSIONS = 8
+assert OUTPUT_FORM - INPUT_FORM == SHIFT - OUTPUT_FORM == SHAPE + MOST_DIMENSIONS
 
 DONE, WAITING, PYTHON, MPI_ERROR, WRONG_LENGTH, MISFIT = range(6)  # what the loop answers
 APART = -(2**62)  # the SHIFT of an output that shares no memory with the input

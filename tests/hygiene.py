@@ -141,7 +141,8 @@ def numbers(session: Session) -> int:
 def out_of_step(counted: dict[int, int]) -> Iterator[str]:
     """Ranks of one communicator that would take different tags for their next call."""
     if len(set(counted.values())) > 1:
-        yield f"tags out of step: calls counted by each rank: {counted}"
+        in_order = dict(sorted(counted.items()))
+        yield f"tags out of step: calls counted by each rank: {in_order}"
 
 
 MADE = Made()
