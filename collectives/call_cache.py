@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_CALLS = 512
 _MOST_BYTES = 32 * 2**20
-_MOST_IDLE = 32  # executions of one look
+_MOST_IDLE, _MOST_IDLE_BYTES = 32, 2**20  # executions of one look that wait
 
 
 class NotYourTurn(RuntimeError):  # noqa: N818
@@ -170,7 +170,7 @@ class CachedRuns(Cached):
     ) -> None:
         super().__init__(session, run, likeness)
         self._another = another
-        most = min(_MOST_IDLE, _MOST_BYTES // self.num_bytes)
+        most = min(_MOST_IDLE, _MOST_IDLE_BYTES // self.num_bytes)
         self.idle: deque[Run] = deque(maxlen=max(most, 1))
 
 

@@ -53,7 +53,7 @@ class Ready(NamedTuple):
     """A call whose arguments are checked and whose arrays are known.
 
     `counts`: see `compile_lane`.  `answer`: what the call returns.  `has_out`: whether the caller
-    gave an array for the result.
+    gave an array for the result.  `left`: such an array, which is checked and left as it is.
     """
 
     arrays: Arrays
@@ -62,6 +62,7 @@ class Ready(NamedTuple):
     has_out: bool
     root: int = 0
     op: Operator | None = None
+    left: Array | None = None
 
 
 Announced = Callable[[Turn], Generator[Run, None, Ready]]
@@ -478,7 +479,7 @@ class Calls:
         session, spec = self._session, self._spec(options, ready, turn.is_blocking)
         is_plain = look is not None and isinstance(found, Ready)
         if is_plain and session.can_cache(look, spec, ready.arrays):
-            yield from session.cached(look, spec, ready.arrays, turn)
+            yield from session.cached(look, spec, ready.arrays, turn, ready.left)
         else:
             yield from session.perform(spec, ready.arrays, turn)
         return ready.answer
@@ -529,13 +530,14 @@ class Calls:
     ) -> Ready:
         """A reduction of whole vectors.  `has_result`: whether this rank gets the result."""
         backend, source = self._readable(x)
-        target = None
+        target = left = None
         if has_result or out is not None:
             target = arguments.result(out, backend, tuple(source.shape), source.dtype)
-        target = target if has_result else None
+        if not has_result:
+            target, left = None, target
         combine = _checked(collective, op, backend, source)
         arrays = Arrays(backend, source, target)
-        return Ready(arrays, int(source.size), target, out is not None, root, combine)
+        return Ready(arrays, int(source.size), target, out is not None, root, combine, left)
 
     def _peer(self, peer: object) -> int:
         number = arguments.rank(peer, self.size, "peer")

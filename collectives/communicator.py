@@ -245,7 +245,7 @@ class Planner(Calls):
         """The plan, after what is needed to know of it."""
         ready = found if isinstance(found, Ready) else (yield from found(turn))
         spec = self._spec(options, ready, is_blocking=False)
-        is_plain = isinstance(found, Ready)
+        is_plain = isinstance(found, Ready) and ready.left is None
         return self._session.plan(
             spec, ready.arrays, ready.answer, turn, look if is_plain else None
         )

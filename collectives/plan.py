@@ -45,6 +45,7 @@ class Plan:
         self._is_busy = False
         self._refusal = self._title = ""  # why it cannot be started, and its title then
         self._release: Callable[[Run], object] | None = None
+        self._unfreed = [None]  # whoever frees it takes this, in one step
 
     def begin_by_code(
         self,
@@ -178,10 +179,12 @@ class Plan:
 
     def free(self) -> None:
         """Let go of the arrays.  The plan must be complete and is of no use after."""
-        if self._title:
-            return  # it was freed before
         if self.is_active:
             self._refuse("is already running; wait for it first")
+        try:
+            self._unfreed.pop()
+        except IndexError:
+            return  # it was freed before
         self._title, self._refusal = self.title, "was freed"
         self._execution, self._arrays, self._steps = None, (None, None), _no_steps
         release, self._release = self._release, None

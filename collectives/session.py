@@ -416,13 +416,24 @@ class Session:
             and self.cache.find(look) is None
         )
 
-    def cached(self, look: tuple[Any, ...], spec: CallSpec, arrays: Arrays, turn: Turn) -> Steps:
-        """The run of a call, whose execution serves all that look like it from now on."""
+    def cached(
+        self,
+        look: tuple[Any, ...],
+        spec: CallSpec,
+        arrays: Arrays,
+        turn: Turn,
+        left: Array | None = None,
+    ) -> Steps:
+        """The run of a call, whose execution serves all that look like it from now on.
+
+        `left`: an array for the result that is checked and left as it is.
+        """
         self.check()
         target, make = arrays.target, partial(self.runs.cached_call, spec)
         run = make(arrays, turn.tag, turn.number)
         execution, tags = run.reusable, range(0) if turn.is_blocking else self._tags_of_calls
-        execution.accept(run.log, run.key, self.numbers, arrays.source, target, tags)
+        form_of = target if left is None else left
+        execution.accept(run.log, run.key, self.numbers, arrays.source, form_of, tags)
         likeness = _likeness(target)
         if not turn.is_blocking:
             another = partial(_another, execution, make, spec.dtype)

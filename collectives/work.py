@@ -133,10 +133,15 @@ class Work:
     def test(self) -> bool:
         """Go as far as possible without waiting; whether the collective is complete.
 
-        Raises what the call failed with.
+        All else that is under way goes on too, so ranks may ask for the same calls in different
+        orders.  Raises what the call failed with.
         """
         if not self.is_over:
             self.progress()
+        if not self.is_over:
+            for other in tuple(self._in_flight):
+                if other is not self:
+                    other.progress()
         if self._error is not None:
             raise self._error
         return self.is_over

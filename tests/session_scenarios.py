@@ -98,6 +98,22 @@ def works_complete_in_any_order(comm: Communicator) -> None:
     assert all(work.test() for work in works)
 
 
+def works_may_be_tested_in_any_order(comm: Communicator) -> None:
+    # As with `wait`: each test must carry the others along.
+    x, deadline = np.ones(100), time.monotonic() + 10
+    works = [comm.all_reduce(x, async_op=True, algorithm="ring") for _ in range(2)]
+    plans = [comm.plan.all_reduce(x, algorithm="ring") for _ in range(2)]
+    for plan in plans:
+        plan.start()
+    calls = [*works, *plans]
+    for call in calls if comm.rank % 2 else reversed(calls):
+        while not call.test():
+            assert time.monotonic() < deadline
+        assert call.wait()[0] == comm.size
+    for plan in plans:
+        plan.free()
+
+
 def work_can_be_tested_until_done(comm: Communicator) -> None:
     work = comm.all_gather(np.array([comm.rank]), async_op=True)
     while not work.test():
@@ -440,6 +456,7 @@ SCENARIOS = [
     split_leaves_out_ranks_without_color,
     subgroups_may_overlap_in_time,
     works_complete_in_any_order,
+    works_may_be_tested_in_any_order,
     work_can_be_tested_until_done,
     plans_run_many_times,
     plans_of_every_collective,

@@ -16,6 +16,7 @@ import collectives
 from collectives import Communicator, Operator, call_cache
 from collectives.compiled import CompiledExecution
 from collectives.flight_recorder import NUM_CALLS
+from collectives.plan import Plan
 from collectives.session import Session
 from collectives.work import Work
 
@@ -205,6 +206,27 @@ def test_bad_arguments_are_refused_also_after_good_ones(comm: Communicator) -> N
     assert comm.all_reduce(x)[0] == comm.size
 
 
+@pytest.mark.parametrize("way", ["call", "async_op", "plan"])
+def test_an_out_that_is_left_as_it_is_is_checked_every_time(comm: Communicator, way: str) -> None:
+    def exscan(out: Any) -> None:
+        if way == "plan":
+            comm.plan.exscan(x, out=out).run()
+        elif way == "async_op":
+            comm.exscan(x, out=out, async_op=True).wait()
+        else:
+            comm.exscan(x, out=out)
+
+    x = np.ones(4)
+    for _ in range(3):
+        out = np.full(4, 7.0)
+        exscan(out)
+        assert out.tolist() == [float(comm.rank or 7)] * 4
+        for bad in (np.zeros(5), np.zeros(4, np.int32), np.zeros(8)[::2]):
+            with pytest.raises((TypeError, ValueError), match="out"):
+                exscan(bad)
+    assert comm.all_reduce(x)[0] == comm.size  # all count alike
+
+
 def test_no_array_of_the_callers_is_kept_alive(comm: Communicator) -> None:
     for _ in range(3):
         x, out = np.ones(5), np.empty(5)
@@ -281,6 +303,23 @@ def test_a_plan_that_was_freed_does_nothing_to_the_one_that_has_its_execution(
     assert freed.title == title and "call 3" in taken.title
     assert taken.run()[0] == comm.size
     taken.free()
+
+
+def test_two_that_free_a_plan_at_once_give_its_execution_back_once(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, title = [comm.plan.all_reduce(np.ones(3)) for _ in range(2)], Plan.title.fget
+
+    def interrupted(self: Plan) -> str:
+        self.free()  # by another thread, at this moment
+        return str(title(self))  # type: ignore[misc]
+
+    monkeypatch.setattr(Plan, "title", property(interrupted))
+    for plan in plans:
+        plan.free()
+    monkeypatch.undo()
+    for _ in range(3):
+        assert comm.plan.all_reduce(np.ones(3)).run()[0] == comm.size  # type: ignore[index]
 
 
 def test_no_array_of_a_plan_is_kept_alive(comm: Communicator) -> None:
