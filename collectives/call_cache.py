@@ -211,7 +211,7 @@ class CachedStart(CachedRuns):
 
 
 class CachedPlan(CachedRuns):
-    """A plan, whose execution is that of one that was freed where there is one."""
+    """A plan.  It takes the execution of one that was freed, if there is any."""
 
     def _in_our_turn(self, x: Array | None, out: Array | None, timeout: float | None) -> Any:
         session, run = self._session, self.idle.pop() if self.idle else self._another()
@@ -293,12 +293,12 @@ NO_CALLS = CallCache()
 
 
 class Plans:
-    """Stands for a session where calls are plans to be made."""
+    """Stands for a session where calls make plans."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     @property
     def quick_calls(self) -> CallCache:
-        """Those that need not be made from the beginning."""
+        """The calls that were made before, each with how to make its plan again."""
         return self._session.quick_plans

@@ -294,7 +294,7 @@ class Recorder:
         self._calls: list[tuple[list[Ledger], Call]] = []
 
     def renumbered(self, numbered: Callable[[int], str]) -> Recorder:
-        """The same for other runs of the program."""
+        """A recorder of the same program, whose runs have other numbers."""
         return Recorder(self.names, numbered, self._sent, self._ancestry, self._rank)
 
     def number(self, number: int) -> str:

@@ -43,7 +43,7 @@ class Plan:
         self._arrays: tuple[Array | None, Array | None] = None, None
         self._work: Work | None = None
         self._is_busy = False
-        self._refusal = self._title = ""  # why it cannot be started, and its title then
+        self._last_title = ""  # that of a plan that was freed
         self._release: Callable[[Run], object] | None = None
         self._unfreed = [None]  # whoever frees it takes this, in one step
 
@@ -63,8 +63,8 @@ class Plan:
     @property
     def title(self) -> str:
         """What is run, as messages of errors call it: collective, algorithm, number of the call."""
-        if self._title:
-            return self._title
+        if self._last_title:
+            return self._last_title
         if not self._run.is_under_way:
             self._run.number = max(int(self.num_runs[0]), 1)
         return self._run.title
@@ -132,8 +132,8 @@ class Plan:
             self._refuse("is already running; wait for it first")
         if self._work is not None and self._work.has_failed:
             self._refuse("has failed")
-        if self._refusal:
-            self._refuse(self._refusal)
+        if self._last_title:
+            self._refuse("was freed")
         self._session.check()
         self.num_runs[0] += 1
         self._run.number = int(self.num_runs[0])
@@ -185,7 +185,7 @@ class Plan:
             self._unfreed.pop()
         except IndexError:
             return  # it was freed before
-        self._title, self._refusal = self.title, "was freed"
+        self._last_title = self.title
         self._execution, self._arrays, self._steps = None, (None, None), _no_steps
         release, self._release = self._release, None
         if release is None or (self._work is not None and self._work.has_failed):

@@ -76,7 +76,7 @@ class Run:
         self._is_left_by_code = False  # which then says in the log when the run is complete
 
     def introduce(self, numbered: Callable[[int], str]) -> None:
-        """From now on it stands for something else in the ledgers and in the log."""
+        """Give its runs other numbers in the ledgers, and another key in the log."""
         self._recorder = self._recorder.renumbered(numbered)
         self.key = self.log.introduce(self._recorder.describe, self)
 

@@ -410,9 +410,8 @@ class Session:
         return (
             self.quick_calls is self.cache
             and (self.checker is None or spec.blocking == "yes")
-            and self._is_compiled(arrays)
+            and self._is_all_compiled(spec, arrays)
             and spec.aliasing != "odd"
-            and _has_kernels(spec.op, spec.dtype)
             and self.cache.find(look) is None
         )
 
@@ -472,7 +471,7 @@ class Session:
         self.check()
         make = partial(self.runs.plan, spec)
         run = make(arrays, self.plans_tag(turn.number), turn.number)
-        is_quick = self._is_compiled(arrays) and _has_kernels(spec.op, spec.dtype)
+        is_quick = self._is_all_compiled(spec, arrays)
         plan = self._planned(
             run, partial(self.guarded, run, spec, arrays, self.checks_tag), arrays, result, is_quick
         )
@@ -520,6 +519,10 @@ class Session:
         if op is not None and not _has_kernels(op, dtype):
             return f"compiled code, and Python where it combines {dtype} by {op.name}"
         return "compiled code"
+
+    def _is_all_compiled(self, spec: CallSpec, arrays: Arrays) -> bool:
+        """Whether compiled code can begin such a call, and do all of it."""
+        return self._is_compiled(arrays) and _has_kernels(spec.op, spec.dtype)
 
     def _is_compiled(self, arrays: Arrays) -> bool:
         """Whether compiled code can begin runs on these arrays."""

@@ -139,7 +139,10 @@ class Reusable(Execution, Protocol):
         """The same arrays and numbers as another execution of the same program."""
 
     def accept_plan(self, key: int, counter: NDArray[np.int64], tag: int) -> None:
-        """The same arrays for the runs of another plan, which all have one tag."""
+        """Let `loop.run` begin the runs of another plan, on arrays that look the same.
+
+        `key` and `counter`: see `accept`.  All runs of a plan have one tag.
+        """
 
     def accepts_now(self, source: Array | None, target: Array | None) -> bool:
         """Whether arrays may not have fitted because a dtype, an equal one, is another object."""

@@ -139,9 +139,7 @@ class Work:
         if not self.is_over:
             self.progress()
         if not self.is_over:
-            for other in tuple(self._in_flight):
-                if other is not self:
-                    other.progress()
+            self._carry_others()
         if self._error is not None:
             raise self._error
         return self.is_over
@@ -302,12 +300,16 @@ class Work:
         while not self._advance(self._patience(deadline)):
             if deadline is not None and time.monotonic() >= deadline:
                 return
-            has_moved = False
-            for other in tuple(self._in_flight):
-                has_moved |= other is not self and other.progress()
-            if not has_moved:
+            if not self._carry_others():
                 self._pause(deadline, num_tries)
                 num_tries += 1
+
+    def _carry_others(self) -> bool:
+        """Let all else that is under way go on; whether anything moved."""
+        has_moved = False
+        for other in tuple(self._in_flight):
+            has_moved |= other is not self and other.progress()
+        return has_moved
 
     def _pause(self, deadline: float | None, num_tries: int) -> None:
         """Let time pass; Ctrl-C and the end of other ranks end the call."""
