@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.oracle import Array, expected
-from collectives import spec
-from collectives.arrays import HOST, Backend
-from collectives.spec import SPECS
+from collectives.arrays.backends import HOST, Backend
+from collectives.schedule import contracts
+from collectives.schedule.contracts import SPECS
 
 SPLITS = frozenset({"scatter", "reduce_scatter", "all_to_all"})  # p blocks in the input
 JOINS = frozenset({"gather", "all_gather", "all_to_all"})  # p blocks in the output
@@ -60,20 +60,20 @@ class Case(NamedTuple):
     @property
     def num_in(self) -> int:
         """Blocks of this rank's input, 0 if it has none."""
-        if not spec.before(self.collective, self.rank, self._instance):
+        if not contracts.before(self.collective, self.rank, self._instance):
             return 0
         return self.size if self.collective in SPLITS else 1
 
     @property
     def num_out(self) -> int:
         """Blocks of this rank's result, 0 if it gets none."""
-        if not spec.after(self.collective, self.rank, self._instance):
+        if not contracts.after(self.collective, self.rank, self._instance):
             return 0
         return self.size if self.collective in JOINS else 1
 
     @property
-    def _instance(self) -> spec.Case:
-        return spec.Case(self.size, self.root)
+    def _instance(self) -> contracts.Case:
+        return contracts.Case(self.size, self.root)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from bench import sizes
 from bench.options import add_sizes
-from collectives.reduction import operator
+from collectives.arrays.operators import operator
 from parallel.show import console_of, print_table, table_with
 from parallel.train import at_least
 

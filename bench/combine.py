@@ -19,9 +19,9 @@ from rich.table import Table
 from bench import sizes
 from bench.options import dtype_of
 from bench.oracle import Array
-from collectives import kernels
-from collectives.half_precision import COMBINE
-from collectives.reduction import OPERATORS
+from collectives.arrays import kernels
+from collectives.arrays.half_precision import COMBINE
+from collectives.arrays.operators import OPERATORS
 from parallel.show import print_table, table_with
 from parallel.train import at_least
 

@@ -23,12 +23,13 @@ from bench.case import (
 from bench.fresh import Fresh
 from bench.oracle import Array
 from bench.ways import WAYS, Contender, nothing
-from collectives import Communicator, select
-from collectives.calls import Calls
-from collectives.dropin.ops import OPERATIONS
-from collectives.kernels import is_bfloat16
-from collectives.reduction import operator
-from collectives.spec import SPECS
+from collectives import Communicator
+from collectives.arrays.kernels import is_bfloat16
+from collectives.arrays.operators import operator
+from collectives.communicator.calls import Calls
+from collectives.mpi4py_compat.ops import OPERATIONS
+from collectives.schedule.contracts import SPECS
+from collectives.selection import select
 
 _OPS_OF_BOOL = {"min": MPI.LAND, "max": MPI.LOR, "and": MPI.LAND, "or": MPI.LOR, "xor": MPI.LXOR}
 

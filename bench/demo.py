@@ -22,8 +22,8 @@ from bench import verdict
 from bench.jobs import Jobs, has_mpi
 from bench.options import output, seconds
 from bench.verdict import TOLERANCES, Verdict
-from collectives.monitor import MPIRUN_ARGS
-from collectives.mpirun import find_mpirun
+from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
+from collectives.launch.mpirun import find_mpirun
 from parallel.show import console_of, print_table
 
 STEPS = {"float64": 200, "float32": 20}

@@ -17,8 +17,8 @@ from bench.published import markdown
 from collectives import algorithms
 from collectives.algorithms import Algorithm
 from collectives.algorithms.sources import SOURCES
-from collectives.cost import bounds_met
-from collectives.spec import SPECS
+from collectives.schedule.contracts import SPECS
+from collectives.selection.cost import bounds_met
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = "python -m bench docs"
@@ -55,8 +55,8 @@ binary tree, and all ranks in both of two trees (at most 2q); `turn(p)` is the l
   of blocks of equal size. A large reduction runs in lanes, pieces of the vector whose messages
   have half a MiB: then n is what three lanes have, and a ring needs at most 4 MiB. Not cut are
   algorithms with segments of their own, and reduce-scatters that send several blocks at once.
-- **bound met**: which lower bounds of `collectives.cost` it meets exactly, by its default options,
-  for every number of ranks it serves (2^k: for powers of two).
+- **bound met**: which lower bounds of `collectives.selection.cost` it meets exactly, by its
+  default options, for every number of ranks it serves (2^k: for powers of two).
 
 The grids show what every rank does in every round: `>3:0,1` sends blocks 0 and 1 to rank 3, `<`
 receives, `+` receives and combines, `=0:x.0` copies block 0 to the name x.0, `+=x.0:0` combines

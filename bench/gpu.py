@@ -76,7 +76,7 @@ def why_not() -> str | None:
 
 def no_mpi() -> str | None:
     """Why no job can be started under MPI, or None if one can."""
-    from collectives.mpirun import MpiNotFound, find_mpirun  # noqa: PLC0415 - takes the modules
+    from collectives.launch.mpirun import MpiNotFound, find_mpirun  # noqa: PLC0415 - takes the modules
 
     try:
         find_mpirun()

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from collectives.launch import launch
-from collectives.mpirun import MpiNotFound, find_mpirun
+from collectives.launch.mpirun import MpiNotFound, find_mpirun
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from bench.case import CALL, MEMCPY, PLAN
 from bench.sizes import text
 from bench.timed import Timed
-from collectives import select
+from collectives.selection import select
 
 
 class Limit(NamedTuple):

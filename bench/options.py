@@ -15,9 +15,9 @@ import ml_dtypes
 import numpy as np
 
 from bench import sizes
-from collectives import labels
-from collectives.reduction import operators
-from collectives.spec import SPECS
+from collectives.arrays.operators import operators
+from collectives.schedule.contracts import SPECS
+from collectives.selection import labels
 from parallel.train import at_least, can_be_written
 
 

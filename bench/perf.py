@@ -25,10 +25,12 @@ from bench.contenders import algorithm_of, contender, native_lacks
 from bench.report import Measurement, Row
 from bench.side_by_side import outcomes
 from bench.timing import Effort
-from collectives import Communicator, ScheduleError, algorithms, arguments, select
-from collectives.arrays import HOST, Backend, backend_of_kind
-from collectives.reduction import operator
-from collectives.spec import SPECS
+from collectives import Communicator, ScheduleError, algorithms
+from collectives.arrays import validation
+from collectives.arrays.backends import HOST, Backend, backend_of_kind
+from collectives.arrays.operators import operator
+from collectives.schedule.contracts import SPECS
+from collectives.selection import select
 from parallel import agreement, choices
 from parallel.show import console_of, print_table
 from parallel.train import can_be_written
@@ -148,7 +150,7 @@ def backend(comm: Communicator, device: str) -> Backend:
 def cases(comm: Communicator, options: argparse.Namespace, backend: Backend = HOST) -> list[Case]:
     """What to measure, by size.  Sizes are rounded up to equal blocks, so some may coincide."""
     collective, dtype = options.collective, options.dtype
-    root = arguments.rank(options.root, comm.size, "root")
+    root = validation.rank(options.root, comm.size, "root")
     if SPECS[collective].is_reduction:
         operator(options.op, collective).check(dtype)
     make = partial(

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cost import Machine, price
-from collectives.decisions import Row
-from collectives.explanation import explain
-from collectives.labels import Named, named
-from collectives.select import choose
+from collectives.selection.cost import Machine, price
+from collectives.selection.decisions import Row
+from collectives.selection.explanation import explain
+from collectives.selection.labels import Named, named
+from collectives.selection.select import choose
 
 Times = Mapping[int, Mapping[str, float]]  # n in bytes, growing -> algorithm -> seconds per call
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from bench.case import CALL, JOINS, NATIVE, SPLITS, Case
-from collectives import select
-from collectives.spec import SPECS
+from collectives.schedule.contracts import SPECS
+from collectives.selection import select
 from parallel.show import table_with
 
 

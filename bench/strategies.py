@@ -27,8 +27,8 @@ from rich.table import Table
 from bench.jobs import Jobs, has_mpi
 from bench.options import output, seconds
 from bench.verdict import largest_difference
-from collectives.monitor import MPIRUN_ARGS
-from collectives.mpirun import find_mpirun
+from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
+from collectives.launch.mpirun import find_mpirun
 from parallel import train
 from parallel.hsdp import group_size
 from parallel.show import console_of, print_table, table_with

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from bench.fresh import Fresh
 from bench.oracle import Array
-from collectives.arrays import backend_of
+from collectives.arrays.backends import backend_of
 
 SMALL = 64 << 10  # bytes below which the calls are too short to be timed one by one
 BLOCK_CALLS = 40  # calls that are timed together then

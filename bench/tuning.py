@@ -23,8 +23,8 @@ from bench.report import times_faster, us
 from bench.side_by_side import outcomes
 from bench.timing import Effort
 from collectives import Communicator, ScheduleError, algorithms
-from collectives.decisions import Decisions, Measured
-from collectives.select import choose
+from collectives.selection.decisions import Decisions, Measured
+from collectives.selection.select import choose
 from parallel.show import console_of, print_table, table_with
 
 WARMUP, SAMPLES = 3, 50

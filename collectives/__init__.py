@@ -17,8 +17,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from collectives import algorithms
-from collectives.communicator import Communicator
-from collectives.entry import run, world, wrap
+from collectives.arrays import Operator
+from collectives.communicator import Communicator, run, world, wrap
+from collectives.diagnostics import Ledger, MonitorUnavailable, phase
 from collectives.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -26,16 +27,12 @@ from collectives.errors import (
     NotFinite,
     PeerFailed,
 )
-from collectives.ledger import Ledger, phase
-from collectives.monitor import MonitorUnavailable
-from collectives.plan import Plan
-from collectives.reduction import Operator
+from collectives.runtime import Plan, Work
 from collectives.schedule import ScheduleError
-from collectives.select import choose, using
-from collectives.work import Work
+from collectives.selection import choose, using
 
 if TYPE_CHECKING:
-    from collectives.intracomm import Intracomm
+    from collectives.mpi4py_compat import Intracomm
 
 __version__ = "0.1.0"
 
@@ -65,7 +62,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Intracomm":
-        from collectives.intracomm import Intracomm  # noqa: PLC0415 - it imports mpi4py
+        from collectives.mpi4py_compat import Intracomm  # noqa: PLC0415 - it imports mpi4py
 
         return Intracomm
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 
-from collectives import compiled, kernels
+from collectives.arrays import kernels
+from collectives.engines import compiled
 
 
 def main() -> int:

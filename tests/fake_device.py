@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays import HOST, BinaryFunction, Bytes, register_backend
+from collectives.arrays.backends import HOST, BinaryFunction, Bytes, register_backend
 
 
 class FakeDeviceArray:

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 import collectives
 from bench.oracle import expected
 from collectives import Communicator, Operator
-from collectives.flight_recorder import FlightRecorder
-from collectives.session import Session
+from collectives.diagnostics.flight_recorder import FlightRecorder
+from collectives.runtime.session import Session
 from tests.scenarios import COLLECTIVES, REDUCTIONS, ROOTED, WHOLE, same
 
 # Who is who decides what these take: one rank may refuse what another must serve.

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from collectives.inproc import InprocTransport, World
-from collectives.session import FREED, Session
-from collectives.staging import PinnedMemory
-from collectives.transport import Execution
-from collectives.work import Work
+from collectives.engines.staging import PinnedMemory
+from collectives.engines.threads import InprocTransport, World
+from collectives.engines.transport import Execution
+from collectives.runtime.session import FREED, Session
+from collectives.runtime.work import Work
 
 
 class Source(Protocol):

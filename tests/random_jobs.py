@@ -9,7 +9,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 import collectives
-from collectives.reduction import operators
+from collectives.arrays.operators import operators
 from tests.scenarios import ALGORITHMS, DTYPES, OPS, REDUCTIONS, ROOTED, WHOLE, Job, spelled
 
 ROWS = st.integers(0, 1000)

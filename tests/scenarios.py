@@ -17,9 +17,9 @@ import numpy as np
 import collectives
 from bench.oracle import expected
 from collectives import Communicator
-from collectives.layout import even
-from collectives.reduction import operators
-from collectives.spec import SPECS
+from collectives.arrays.operators import operators
+from collectives.schedule.contracts import SPECS
+from collectives.schedule.layout import even
 
 WHOLE = [name for name, spec in SPECS.items() if spec.has_pieces]  # these divide nothing
 REDUCTIONS = [name for name, spec in SPECS.items() if spec.is_reduction]

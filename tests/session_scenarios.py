@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, header
-from collectives.arrays import HOST, Arrays
-from collectives.header import Header
+from collectives import Communicator
+from collectives.arrays.backends import HOST, Arrays
+from collectives.runtime import header
+from collectives.runtime.header import Header
 from tests.operator_scenarios import failing
 
 

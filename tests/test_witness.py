@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
-from collectives.monitor import MPIRUN_ARGS
-from collectives.mpirun import find_mpirun
+from collectives.launch.mpirun import find_mpirun
 
 ROOT = Path(__file__).parent.parent
 

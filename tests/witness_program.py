@@ -27,7 +27,9 @@ class Unequal(Exception):  # noqa: N818
 
 
 @contextmanager
-def witnessed(comm: Communicator, counters: collectives.monitor.Counters) -> Iterator[None]:
+def witnessed(
+    comm: Communicator, counters: collectives.diagnostics.mpi_counters.Counters
+) -> Iterator[None]:
     """Compare messages and bytes to every destination, of everything sent inside."""
     before = np.array(counters.read())
     with comm.record() as ledger:
@@ -60,7 +62,9 @@ def main() -> None:
 
 
 def expect_unequal(
-    comm: Communicator, counters: collectives.monitor.Counters, act: Callable[[], None]
+    comm: Communicator,
+    counters: collectives.diagnostics.mpi_counters.Counters,
+    act: Callable[[], None],
 ) -> None:
     """A message that passes the ledger by is noticed."""
     try:

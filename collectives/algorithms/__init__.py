@@ -12,7 +12,6 @@ Nothing here knows bytes, buffers, offsets, arrays or MPI.
 
 from __future__ import annotations
 
-from collectives import schedule as vocabulary
 from collectives.algorithms import (  # noqa: F401 - importing a file registers its algorithms
     all_gather,
     all_reduce,
@@ -28,8 +27,8 @@ from collectives.algorithms import (  # noqa: F401 - importing a file registers 
 )
 from collectives.algorithms.extending import register
 from collectives.algorithms.registry import REGISTRY, Algorithm, Formula
-from collectives.schedule import Schedule
-from collectives.spec import SPECS
+from collectives.schedule import SPECS, Schedule
+from collectives.schedule import rounds as vocabulary
 
 __all__ = [
     "Algorithm",

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from collectives import circulant as graph
-from collectives import trees
 from collectives.algorithms import gather, reduce_scatter
 from collectives.algorithms.registry import algorithm, costs_of
-from collectives.schedule import Block, Recv, Round, Send
-from collectives.spec import Piece
-from collectives.transform import dual
+from collectives.schedule import Block, Piece, Recv, Round, Send, dual, trees
+from collectives.schedule import circulant as graph
 
 
 @algorithm(**costs_of(reduce_scatter.ring), scratch="0", source="Patarasuk and Yuan 2009")

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from collectives import trees
 from collectives.algorithms import all_gather, broadcast, reduce, reduce_scatter
 from collectives.algorithms.registry import algorithm, costs_of
 from collectives.algorithms.windows import windows
-from collectives.schedule import Block, Copy, CopyReduce, Operation, RecvReduce, Round, Send
-from collectives.transform import folded, nested, relabelled
+from collectives.schedule import (
+    Block,
+    Copy,
+    CopyReduce,
+    Operation,
+    RecvReduce,
+    Round,
+    Send,
+    folded,
+    nested,
+    relabelled,
+    trees,
+)
 
 
 @algorithm(

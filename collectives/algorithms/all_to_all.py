@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from collectives import trees
 from collectives.algorithms.registry import algorithm
-from collectives.schedule import Block, Recv, Round, Send
-from collectives.transform import nested
+from collectives.schedule import Block, Recv, Round, Send, nested, trees
 
 
 @algorithm(

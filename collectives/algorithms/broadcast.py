@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from collectives import circulant as graph
-from collectives import trees
-from collectives import two_trees as pair
 from collectives.algorithms import all_gather, scatter
 from collectives.algorithms.registry import algorithm
-from collectives.schedule import Recv, Round, Send
-from collectives.transform import idle, nested, rooted
-from collectives.trees import Stream
+from collectives.schedule import Recv, Round, Send, Stream, idle, nested, rooted, trees
+from collectives.schedule import circulant as graph
+from collectives.schedule import two_trees as pair
 
 
 @algorithm(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from collectives import trees
 from collectives.algorithms import scan
 from collectives.algorithms.registry import algorithm, costs_of
 from collectives.algorithms.windows import OTHERS, windows
-from collectives.schedule import Copy, CopyReduce, Recv, Round, Send
+from collectives.schedule import Copy, CopyReduce, Recv, Round, Send, trees
 
 
 @algorithm(

@@ -19,9 +19,7 @@ from collectives.algorithms.registry import (
     Ranks,
     enter,
 )
-from collectives.count import count, even_sizes
-from collectives.schedule import Round, ScheduleError
-from collectives.spec import SPECS
+from collectives.schedule import SPECS, Round, ScheduleError, count, even_sizes
 
 PROVED_SIZES = range(1, 18)
 IN_BYTES = ("busiest", "total", "critical", "work")

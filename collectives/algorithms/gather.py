@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from collectives.algorithms import scatter
 from collectives.algorithms.registry import algorithm, costs_of
-from collectives.schedule import Round
-from collectives.transform import dual
+from collectives.schedule import Round, dual
 
 
 @algorithm(**costs_of(scatter.linear_bounded), scratch="0", source="Chan et al. 2007")

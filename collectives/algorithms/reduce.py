@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from collectives import trees
 from collectives.algorithms import broadcast, gather, reduce_scatter
 from collectives.algorithms.registry import algorithm, costs_of
-from collectives.schedule import Round
-from collectives.transform import RankAlgorithm, dual
-from collectives.trees import Stream
+from collectives.schedule import RankAlgorithm, Round, Stream, dual, trees
 
 
 def costs(down: RankAlgorithm, scratch: str) -> dict[str, Any]:

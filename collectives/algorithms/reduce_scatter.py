@@ -6,11 +6,9 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import pairwise as pairwise_of
 
-from collectives import circulant as graph
-from collectives import trees
 from collectives.algorithms.registry import algorithm, costs_of
-from collectives.schedule import RecvReduce, Round, Send
-from collectives.transform import folded, nested
+from collectives.schedule import RecvReduce, Round, Send, folded, nested, trees
+from collectives.schedule import circulant as graph
 
 
 @algorithm(

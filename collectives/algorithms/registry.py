@@ -13,12 +13,22 @@ from types import CodeType
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
-from collectives import trees, two_trees
-from collectives.count import Counts, count, even_sizes
-from collectives.schedule import Operation, Round, Schedule, ScheduleError
-from collectives.spec import SPECS, Case
-from collectives.trees import ceil_log2, floor_log2
-from collectives.verify import verify_schedules
+from collectives.schedule import (
+    SPECS,
+    Case,
+    Counts,
+    Operation,
+    Round,
+    Schedule,
+    ScheduleError,
+    ceil_log2,
+    count,
+    even_sizes,
+    floor_log2,
+    trees,
+    two_trees,
+    verify_schedules,
+)
 
 Ranks = Literal["any", "even", "power of two", "multiple of per_host"]
 Function = TypeVar("Function", bound=Callable[..., Iterator[Round]])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from collectives import trees
 from collectives.algorithms.registry import algorithm
-from collectives.schedule import RecvReduce, Round, Send
+from collectives.schedule import RecvReduce, Round, Send, trees
 
 
 @algorithm(

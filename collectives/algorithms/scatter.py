@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from collectives import trees
 from collectives.algorithms.registry import algorithm
-from collectives.schedule import Round
-from collectives.transform import rooted
+from collectives.schedule import Round, rooted, trees
 
 
 @algorithm(

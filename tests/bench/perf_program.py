@@ -14,8 +14,9 @@ import numpy as np
 
 from bench import perf, sweep
 from bench.__main__ import main
-from collectives import algorithms, kernels
-from collectives.arrays import NumpyBackend
+from collectives import algorithms
+from collectives.arrays import kernels
+from collectives.arrays.backends import NumpyBackend
 from tests.fake_device import BACKEND
 
 

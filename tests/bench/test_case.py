@@ -11,7 +11,7 @@ import pytest
 import collectives
 from bench import case as bench_case
 from bench.case import Case, in_place, num_wrong, out_of_place, prepare
-from collectives.arrays import HOST
+from collectives.arrays.backends import HOST
 from tests.fake_device import BACKEND, FakeDeviceArray, on_host
 
 SIZE = 3

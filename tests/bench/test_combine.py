@@ -6,7 +6,7 @@ import numpy as np
 
 from bench import combine
 from bench.__main__ import main
-from collectives import kernels
+from collectives.arrays import kernels
 
 
 def rows(capsys):

@@ -11,7 +11,7 @@ from bench.__main__ import parser
 from bench.gpu import Step
 from bench.strategies import KINDS
 from collectives import algorithms
-from collectives.mpirun import MpiNotFound
+from collectives.launch.mpirun import MpiNotFound
 from parallel import choices, train
 
 
@@ -72,7 +72,7 @@ def test_without_an_mpi_it_says_what_is_left_out(tmp_path, monkeypatch, capsys):
     def find_mpirun():
         raise MpiNotFound("mpi4py finds no MPI library")
 
-    monkeypatch.setattr("collectives.mpirun.find_mpirun", find_mpirun)
+    monkeypatch.setattr("collectives.launch.mpirun.find_mpirun", find_mpirun)
     monkeypatch.setattr(gpu, "why_not", lambda: None)
     monkeypatch.setattr(gpu, "ended", lambda step, folder: f"ok: {step.command[1]}")
     assert gpu.main(["--out", str(tmp_path)]) == 0

@@ -19,8 +19,8 @@ from bench.ranking import (
     typical_error,
 )
 from collectives import algorithms
-from collectives.cost import Machine
-from collectives.decisions import Row
+from collectives.selection.cost import Machine
+from collectives.selection.decisions import Row
 
 MACHINE = Machine(2e-6, 3e-10, 5e-11)
 

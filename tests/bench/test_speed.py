@@ -39,7 +39,7 @@ from bench.measures import (
 )
 from bench.timed import Timed, less_disturbed
 from collectives.launch import launch
-from collectives.mpirun import MpiNotFound
+from collectives.launch.mpirun import MpiNotFound
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("perf_program.py")

@@ -15,7 +15,7 @@ from rich.console import Console
 from bench import strategies
 from bench.__main__ import main, parser
 from bench.strategies import BATCH, KINDS, Strategies, costs, distance, numbers, refuse_batch
-from collectives.mpirun import MpiNotFound, find_mpirun
+from collectives.launch.mpirun import MpiNotFound, find_mpirun
 from parallel.choices import STRATEGIES
 from parallel.train import Training
 

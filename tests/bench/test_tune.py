@@ -12,8 +12,8 @@ import pytest
 
 import collectives
 from bench.__main__ import main
-from collectives.decisions import Decisions
 from collectives.launch import launch
+from collectives.selection.decisions import Decisions
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["-b", "8", "-e", "64K", "-f", "9000", "--seconds", "1"]

@@ -13,7 +13,7 @@ import pytest
 
 import collectives
 from collectives import CollectiveError, CollectiveTimeout, Communicator
-from collectives.inproc import ThreadMessages
+from collectives.engines.threads import ThreadMessages
 from tests.operator_scenarios import failing
 
 Body = Callable[[Communicator], Any]

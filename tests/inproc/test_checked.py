@@ -13,7 +13,7 @@ import pytest
 
 import collectives
 from collectives import CollectiveMismatch, CollectiveTimeout, Communicator, NotFinite
-from collectives.fingerprint import DIGEST_BYTES
+from collectives.runtime.fingerprint import DIGEST_BYTES
 from tests import hygiene
 from tests.fake_device import on_device, on_host
 from tests.mismatches import MISTAKES, Mistake, make, noticed, still_works

@@ -11,7 +11,7 @@ import pytest
 
 import collectives
 from collectives import CollectiveTimeout, Communicator
-from collectives.flight_recorder import NUM_CALLS
+from collectives.diagnostics.flight_recorder import NUM_CALLS
 
 
 def test_the_last_calls_are_known_with_what_became_of_them() -> None:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 
 import collectives
-from collectives import Communicator, arguments
-from collectives.arrays import HOST
-from collectives.inproc import InprocTransport
+from collectives import Communicator
+from collectives.arrays import validation
+from collectives.arrays.backends import HOST
+from collectives.engines.threads import InprocTransport
 from tests import fuzz
 
 SIZE = 3
@@ -38,7 +39,7 @@ def test_a_check_that_lets_something_through_would_be_noticed(
 ) -> None:
     case = fuzz.Case("all_reduce", False, {"x": fuzz.value("np.ones(6)")}, "frozen")
     fuzz.check(case, SIZE, on_threads)
-    monkeypatch.setattr(arguments, "writable", lambda out, what: (HOST, out))
+    monkeypatch.setattr(validation, "writable", lambda out, what: (HOST, out))
     with pytest.raises(ValueError, match="read-only"):
         fuzz.check(case, SIZE, on_threads)
 
@@ -60,7 +61,7 @@ def test_a_refusal_after_a_message_would_be_noticed(monkeypatch: pytest.MonkeyPa
 
 def test_an_error_of_another_kind_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = fuzz.Case("barrier", False, {"timeout": fuzz.value("[]")}, None)
-    monkeypatch.setattr(arguments, "seconds", lambda timeout: timeout[0])
+    monkeypatch.setattr(validation, "seconds", lambda timeout: timeout[0])
     with pytest.raises(IndexError):
         fuzz.check(case, SIZE, on_threads)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import half_precision, jit, kernels
-from collectives.arrays import HOST
-from collectives.half_precision import FEW
+from collectives.arrays import half_precision, jit, kernels
+from collectives.arrays.backends import HOST
+from collectives.arrays.half_precision import FEW
 from tests.scenarios import dtype
 
 FLOAT16, BFLOAT16 = np.dtype("float16"), dtype("bfloat16")

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, algorithms, lanes, program
+from collectives import Communicator, algorithms
 from collectives.algorithms import registry
-from collectives.lanes import WIDTH, Event, compile_lanes, num_lanes, order
+from collectives.programs import lanes, program
+from collectives.programs.lanes import WIDTH, Event, compile_lanes, num_lanes, order
 from collectives.schedule import RecvReduce, Round, Send
-from collectives.spec import SPECS, Piece
+from collectives.schedule.contracts import SPECS, Piece
 from tests.inproc.test_plan_proof import Layout, Words, in_any_order, results
 
 REDUCTIONS = [

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, select
+from collectives import Communicator
+from collectives.selection import select
 from tests.scenarios import ALGORITHMS, Job, perform
 
 P = 4

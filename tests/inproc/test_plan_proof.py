@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from bench.oracle import expected
-from collectives import Communicator, Operator, Plan, algorithms, placement, program
-from collectives.inproc import InprocTransport, World
-from collectives.session import Session
-from collectives.spec import SPECS
+from collectives import Communicator, Operator, Plan, algorithms
+from collectives.engines.threads import InprocTransport, World
+from collectives.programs import placement, program
+from collectives.runtime.session import Session
+from collectives.schedule.contracts import SPECS
 from tests.pure.catalogue import EVERY, settings
 
 SIZES = [*range(1, 10), 12, 13, 16]

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from collectives import ScheduleError
-from collectives.arrays import HOST
-from collectives.inproc import InprocTransport, World
-from collectives.lanes import Lanes
-from collectives.layout import by_rank, consecutive
-from collectives.placement import _Compiler, outline
-from collectives.program import assembled
+from collectives.arrays.backends import HOST
+from collectives.engines.threads import InprocTransport, World
+from collectives.engines.transport import Execution, Operands
+from collectives.programs.lanes import Lanes
+from collectives.programs.placement import _Compiler, outline
+from collectives.programs.program import assembled
 from collectives.schedule import Block, Copy, CopyReduce, Recv, RecvReduce, Round, Send
-from collectives.spec import Case, after, before
-from collectives.transport import Execution, Operands
-from collectives.verify import _Run
+from collectives.schedule.contracts import Case, after, before
+from collectives.schedule.layout import by_rank, consecutive
+from collectives.schedule.verify import _Run
 from tests.inproc.test_plan_proof import Words, run_together
 
 NUM_ROUNDS, LONGEST = 5, 30

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, run_pool
-from collectives.inproc import InprocTransport
+from collectives import Communicator
+from collectives.engines.threads import InprocTransport
+from collectives.runtime import run_pool
 
 P = 3
 

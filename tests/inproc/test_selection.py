@@ -12,7 +12,7 @@ import pytest
 
 import collectives
 from collectives import Communicator, Operator
-from collectives.spec import SPECS
+from collectives.schedule.contracts import SPECS
 
 P = 3
 MATMUL = Operator.from_function(lambda left, right: left @ right, name="matmul")

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import collectives
-from collectives import Communicator, header
-from collectives.arrays import HOST, Arrays
+from collectives import Communicator
+from collectives.arrays.backends import HOST, Arrays
 from collectives.errors import CollectiveMismatch
+from collectives.runtime import header
 from tests.scenarios import COLLECTIVES, Job, perform, random_rows
 from tests.session_scenarios import SCENARIOS
 

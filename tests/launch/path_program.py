@@ -16,7 +16,7 @@ import numpy as np
 
 import collectives
 
-EXECUTOR = str(Path(collectives.__file__).parent / "executor.py")
+EXECUTOR = str(Path(collectives.__file__).parent / "engines" / "executor.py")
 PACKAGE = str(Path(collectives.__file__).parent)
 
 

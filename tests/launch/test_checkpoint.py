@@ -10,9 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
-from collectives.monitor import MPIRUN_ARGS
-from collectives.mpirun import defaults, find_mpirun
+from collectives.launch.mpirun import defaults, find_mpirun
 from parallel.checkpoint import latest
 from tests.parallel.test_checkpoint import loaded, make, on_ranks, saved, state, whole
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from collectives.launch import find_mpirun, launch
+from collectives.launch import launch
+from collectives.launch.job import find_mpirun
 
 ROOT = Path(__file__).parent.parent.parent
 is_open_mpi = find_mpirun().vendor == "openmpi"

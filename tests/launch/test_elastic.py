@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from collectives.launch import launch
-from collectives.mpirun import find_mpirun
+from collectives.launch.mpirun import find_mpirun
 
 ROOT = Path(__file__).parent.parent.parent
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"

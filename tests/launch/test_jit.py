@@ -16,7 +16,7 @@ TIME_LIMIT = 100  # seconds
 PROGRAM = """
 import ctypes, logging, sys
 import numpy as np
-from collectives import jit, kernels
+from collectives.arrays import jit, kernels
 
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
 jit.why_not()
@@ -92,15 +92,16 @@ def test_it_works_where_nothing_can_be_kept(tmp_path: Path) -> None:
     lines = lines_of([process])
     assert count("right", lines) == 2
     assert [line for line in lines if line.startswith("WARNING")] == [
-        "WARNING compiling collectives.loops.combining(int32, add, 1), in every process anew: "
+        "WARNING compiling collectives.arrays.loops.combining(int32, add, 1), "
+        "in every process anew: "
         "cannot cache function 'combining.<locals>.combine': no locator available "
-        f"for file '{ROOT}/collectives/loops.py'"
+        f"for file '{ROOT}/collectives/arrays/loops.py'"
     ]
 
 
 WHY_NOT = """
 import numpy as np
-from collectives import jit, kernels
+from collectives.arrays import jit, kernels
 print(jit.why_not())
 print(kernels.combine("add", np.dtype("float32")), kernels.divide(np.dtype("float32")))
 """
@@ -130,7 +131,7 @@ def test_numba_is_imported_when_it_is_needed() -> None:
     program = """
 import sys
 import collectives
-from collectives import jit, kernels
+from collectives.arrays import jit, kernels
 print("numba" in sys.modules)
 jit.why_not()
 print("numba" in sys.modules)

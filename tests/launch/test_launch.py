@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from collectives import launch as launcher
-from collectives import mpirun, ranks
-from collectives.launch import TIMED_OUT, launch, main
-from collectives.mpirun import MpiNotFound, Mpirun, find_mpirun
+from collectives.launch import TIMED_OUT, launch, mpirun, process_monitor
+from collectives.launch import job as launcher
+from collectives.launch.command import main
+from collectives.launch.mpirun import MpiNotFound, Mpirun, find_mpirun
 
 Script = Callable[..., str]  # (source, name="program.py") -> path
 
@@ -345,10 +345,10 @@ def test_the_connection_to_the_launcher_is_the_highest_descriptor_of_a_rank(scri
     """The one that Linux closes first, before mpirun can see the rank die."""
     source = """
         import os
-        from collectives import rank
+        from collectives.launch import bootstrap
         from mpi4py import MPI
         MPI.COMM_WORLD.Barrier()
-        print(rank._launcher.fileno() == max(map(int, os.listdir("/proc/self/fd"))))
+        print(bootstrap._launcher.fileno() == max(map(int, os.listdir("/proc/self/fd"))))
     """
     job = launch(2, [script(source)], timeout=TOO_LONG, capture=True)
     assert job.stdout.split() == ["True", "True"], job.stderr
@@ -674,7 +674,7 @@ def test_a_command_and_a_size_of_another_type_are_refused() -> None:
 def test_what_a_rank_reported_counts_when_mpirun_itself_crashed(
     said: str, status: int, tmp_path: Path
 ) -> None:
-    with ranks.Watch(str(tmp_path)) as watch, socket.socket(socket.AF_UNIX) as of_rank:
+    with process_monitor.Watch(str(tmp_path)) as watch, socket.socket(socket.AF_UNIX) as of_rank:
         of_rank.connect(str(tmp_path / "launcher"))
         of_rank.sendall(said.encode())
         crash = subprocess.Popen(["sh", "-c", "kill -SEGV $$"])

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
-from collectives.monitor import MPIRUN_ARGS
-from collectives.mpirun import find_mpirun
+from collectives.launch.mpirun import find_mpirun
 
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
 
@@ -27,7 +27,7 @@ PROGRAM = """
 import json
 import numpy
 from mpi4py import MPI
-from collectives.monitor import Counters, MonitorUnavailable
+from collectives.diagnostics.mpi_counters import Counters, MonitorUnavailable
 
 world = MPI.COMM_WORLD
 rank, size = world.rank, world.size

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 
 from bench.jobs import environment
+from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
-from collectives.monitor import MPIRUN_ARGS
-from collectives.mpirun import find_mpirun
+from collectives.launch.mpirun import find_mpirun
 from parallel.choices import STRATEGIES
 from tests.launch.strategies_program import EXACT, ROUNDED
 

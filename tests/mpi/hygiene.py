@@ -13,9 +13,9 @@ from typing import Any
 from mpi4py import MPI
 
 import collectives
-from collectives.compiled import CompiledExecution
-from collectives.mpi import MpiTransport
-from collectives.session import Session
+from collectives.engines.compiled import CompiledExecution
+from collectives.engines.mpi import MpiTransport
+from collectives.runtime.session import Session
 from tests.hygiene import afterwards, calls_of, is_broken, numbers, out_of_step, unfinished
 
 _requests: list[tuple[MPI.Request, str]] = []

@@ -13,12 +13,13 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives import Communicator, Operator, call_cache
-from collectives.compiled import CompiledExecution
-from collectives.flight_recorder import NUM_CALLS
-from collectives.plan import Plan
-from collectives.session import Session
-from collectives.work import Work
+from collectives import Communicator, Operator
+from collectives.diagnostics.flight_recorder import NUM_CALLS
+from collectives.engines.compiled import CompiledExecution
+from collectives.runtime import call_cache
+from collectives.runtime.plan import Plan
+from collectives.runtime.session import Session
+from collectives.runtime.work import Work
 
 pytestmark = pytest.mark.mpi
 

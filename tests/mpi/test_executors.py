@@ -12,14 +12,14 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator, algorithms
-from collectives.arrays import HOST, Arrays
-from collectives.compiled import CompiledExecution
-from collectives.interpreter import Interpreted
-from collectives.layout import even
-from collectives.program import Kind, Program, Row, compile_call
-from collectives.reduction import operator
-from collectives.run_pool import operands_of
-from collectives.spec import SPECS
+from collectives.arrays.backends import HOST, Arrays
+from collectives.arrays.operators import operator
+from collectives.engines.compiled import CompiledExecution
+from collectives.engines.interpreter import Interpreted
+from collectives.programs.program import Kind, Program, Row, compile_call
+from collectives.runtime.run_pool import operands_of
+from collectives.schedule.contracts import SPECS
+from collectives.schedule.layout import even
 from tests.scenarios import ALGORITHMS, variants
 
 pytestmark = pytest.mark.mpi

@@ -15,8 +15,8 @@ from mpi4py import MPI
 
 import collectives
 from collectives import CollectiveMismatch
-from collectives.dropin import requests
-from collectives.intracomm import Cartcomm, Distgraphcomm, Graphcomm
+from collectives.mpi4py_compat import requests
+from collectives.mpi4py_compat.intracomm import Cartcomm, Distgraphcomm, Graphcomm
 from tests.drop_in_program import collective_names
 
 pytestmark = pytest.mark.mpi
@@ -96,7 +96,7 @@ def test_every_collective_of_mpi4py_is_ours() -> None:
     assert len(names) == 17 * 3 + 10  # and the lower-case ones
     for name in names:
         method = getattr(collectives.Intracomm, name)
-        assert method.__module__.startswith("collectives.dropin"), name
+        assert method.__module__.startswith("collectives.mpi4py_compat"), name
         assert method.__name__ == name
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, program
+from collectives import Communicator
+from collectives.programs import program
 from parallel import SGD, Adam, DataParallel, Recipe, Strategy, Zero1, Zero2, Zero3, gpt, text
 from parallel.hsdp import Hsdp
 from parallel.memory import CATEGORIES, num_own, offloaded, predicted, share, states

@@ -19,7 +19,7 @@ from array_api_compat import numpy as host
 
 import collectives
 from collectives import Communicator
-from collectives.arrays import register_backend
+from collectives.arrays.backends import register_backend
 from parallel import Adam, DataParallel, Recipe, Strategy, Zero1, Zero2, Zero3, gpt, text
 from parallel.memory import CATEGORIES, Memory, predicted, predicted_there
 from parallel.nn import Array, Model

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from collectives import algorithms
-from collectives.spec import SPECS
+from collectives.schedule.contracts import SPECS
 
 LARGE = [24, 31, 32, 33, 48, 63, 64]  # where not every number of ranks is tried
 SETTINGS = {

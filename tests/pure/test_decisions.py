@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from collectives import Operator, select
-from collectives.cost import Machine
-from collectives.decisions import Decisions, Measured, Row, extent
+from collectives import Operator
+from collectives.selection import select
+from collectives.selection.cost import Machine
+from collectives.selection.decisions import Decisions, Measured, Row, extent
 
 MATMUL = Operator.from_function(lambda left, right: left @ right, name="matmul")
 MACHINE = {"alpha": 2e-6, "beta": 1e-10, "gamma": 0}

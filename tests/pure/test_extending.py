@@ -13,7 +13,7 @@ import pytest
 
 import collectives
 from bench.__main__ import main
-from collectives import ScheduleError, algorithms, select
+from collectives import ScheduleError, algorithms
 from collectives.algorithms.registry import (
     MOST_OPTION,
     MOST_PIECES,
@@ -22,10 +22,11 @@ from collectives.algorithms.registry import (
     REGISTRY,
     generation,
 )
-from collectives.cost import Machine
-from collectives.decisions import Decisions, Measured
-from collectives.decisions import Row as Best
 from collectives.schedule import Copy, Recv, RecvReduce, Round, Send
+from collectives.selection import select
+from collectives.selection.cost import Machine
+from collectives.selection.decisions import Decisions, Measured
+from collectives.selection.decisions import Row as Best
 
 
 @pytest.fixture(autouse=True)

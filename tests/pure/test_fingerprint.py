@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from collectives import fingerprint
-from collectives.fingerprint import AMISS, NUM_BYTES, Fingerprint
+from collectives.runtime import fingerprint
+from collectives.runtime.fingerprint import AMISS, NUM_BYTES, Fingerprint
 
 SUM = Fingerprint(
     "all_reduce",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from collectives import flight
+from collectives.diagnostics import hang_report
 
 
 def call(name: str, state: str = "complete", ordinal: int = 1, **more: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def test_it_says_who_waits_for_whom_and_who_has_not_called() -> None:
         1: dump(1, call("16"), waiting("17", 0)),
         2: dump(2, call("16"), at="train.py:42 in load_batch"),
     }
-    assert list(flight.lines(dumps)) == [
+    assert list(hang_report.lines(dumps)) == [
         "call 17 of ranks 0, 1, 2: all_reduce (ring)",
         "  rank 0: waits in round 1 of 4 for a message from rank 2, since 3 s; "
         "it is at train.py:7 in step",
@@ -48,31 +48,31 @@ def test_it_says_who_waits_for_whom_and_who_has_not_called() -> None:
 
 
 def test_a_rank_without_a_dump_is_named() -> None:
-    said = list(flight.lines({0: dump(0, waiting("1", 1)), 1: dump(1)}))
+    said = list(hang_report.lines({0: dump(0, waiting("1", 1)), 1: dump(1)}))
     assert said[-2].startswith("  rank 1: has not called it; it has called nothing there")
     assert said[-1] == "  rank 2: no dump: it is dead, stopped, or was not asked"
 
 
 def test_ranks_that_call_different_things_at_once_are_shown_as_such() -> None:
     other = waiting("5", 0, collective="broadcast")
-    said = list(flight.lines({0: dump(0, waiting("5", 1)), 1: dump(1, other)}))
+    said = list(hang_report.lines({0: dump(0, waiting("5", 1)), 1: dump(1, other)}))
     assert said[0] == "call 5 of ranks 0, 1, 2: all_reduce (ring) or broadcast (ring)"
 
 
 def test_a_rank_that_is_through_is_told_from_one_that_is_late() -> None:
-    said = list(flight.lines({0: dump(0, waiting("5", 1)), 1: dump(1, call("5"), call("6"))}))
+    said = list(hang_report.lines({0: dump(0, waiting("5", 1)), 1: dump(1, call("5"), call("6"))}))
     assert said[2].startswith("  rank 1: its call is complete; its last call is 6,")
 
 
 def test_communicators_of_the_same_ranks_are_kept_apart() -> None:
     dumps = {0: dump(0, waiting("5", 1, ordinal=2)), 1: dump(1, call("5"))}
-    said = list(flight.lines(dumps))
+    said = list(hang_report.lines(dumps))
     assert said[0] == "call 5 of ranks 0, 1, 2 (#2): all_reduce (ring)"
     assert "has called nothing there" in said[2]
 
 
 def test_where_nothing_is_under_way_the_last_calls_are_shown() -> None:
-    said = list(flight.lines({0: dump(0, call("5"))}))
+    said = list(hang_report.lines({0: dump(0, call("5"))}))
     assert said[0] == "no call is under way"
     assert said[1].startswith("  rank 0: its last call is 5, all_reduce, complete")
 
@@ -81,7 +81,7 @@ def test_dumps_are_read_from_a_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "flight.0.json").write_text(json.dumps(dump(0, waiting("5", 1))))
-    assert flight.main([str(tmp_path)]) == 0
+    assert hang_report.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("call 5 of ranks 0, 1, 2: all_reduce (ring)\n")
 
 
@@ -94,13 +94,13 @@ def test_a_directory_without_dumps_is_refused(
     if text is not None:
         (tmp_path / "flight.0.json").write_text(text)
     with pytest.raises(SystemExit, match="2"):
-        flight.main([str(tmp_path)])
+        hang_report.main([str(tmp_path)])
     assert sentence in capsys.readouterr().err
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        flight.main([str(tmp_path / "nowhere")])
+        hang_report.main([str(tmp_path / "nowhere")])
     said = capsys.readouterr().err
     assert said.endswith("nowhere cannot be read as a directory (No such file or directory)\n")
 
@@ -109,8 +109,10 @@ def test_older_dumps_can_be_left_out(tmp_path: Path) -> None:
     for rank, age in ((0, 0), (1, 1_000_000_000)):
         (tmp_path / f"flight.{rank}.json").touch()
         os.utime(tmp_path / f"flight.{rank}.json", (age, age))
-    assert [flight.rank_of(path) for path in flight.files(tmp_path)] == [0, 1]
-    assert [flight.rank_of(path) for path in flight.files(tmp_path, since=999_999_999)] == [1]
+    assert [hang_report.rank_of(path) for path in hang_report.files(tmp_path)] == [0, 1]
+    assert [
+        hang_report.rank_of(path) for path in hang_report.files(tmp_path, since=999_999_999)
+    ] == [1]
 
 
 # --- what is no dump ----------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def test_a_foreign_file_is_named_and_hides_nothing(
     (tmp_path / "flight.0.json").write_text(json.dumps(dump(0, waiting("17", 1))))
     foreign = tmp_path / "flight.1.json"
     foreign.write_bytes(content)
-    assert flight.main([str(tmp_path)]) == 0
+    assert hang_report.main([str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert said.err.startswith(f"{foreign} is not the dump of a flight recorder: {why}"), said.err
     assert said.err.count("\n") == 1
@@ -198,7 +200,7 @@ def test_a_foreign_file_is_named_and_hides_nothing(
 
 def test_the_good_dump_is_good() -> None:
     """So that each of the foreign ones is refused for what is wrong with it."""
-    flight.check(GOOD)
+    hang_report.check(GOOD)
 
 
 ODD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -218,7 +220,7 @@ def test_what_is_no_file_or_has_another_name_is_named(name: str, tmp_path: Path)
     make(tmp_path / name)
     (tmp_path / "flight.0.json").write_text(json.dumps(dump(0)))
     (tmp_path / "notes.json").touch()
-    dumps, faults = flight.read(flight.files(tmp_path))
+    dumps, faults = hang_report.read(hang_report.files(tmp_path))
     assert faults == [f"{tmp_path / name} is not the dump of a flight recorder: {why}"]
     assert list(dumps) == [0]
 
@@ -231,7 +233,7 @@ def test_a_file_that_cannot_be_read_is_named(
 
     (tmp_path / "flight.0.json").touch()
     monkeypatch.setattr(Path, "read_bytes", denied)
-    dumps, (fault,) = flight.read(flight.files(tmp_path))
+    dumps, (fault,) = hang_report.read(hang_report.files(tmp_path))
     assert dumps == {}
     assert fault.endswith("it cannot be read (Permission denied)")
 
@@ -243,7 +245,7 @@ def test_text_that_cannot_be_written_is_escaped(
     (tmp_path / "flight.0.json").write_text(json.dumps(dump(0, call("5"), at="\udcff.py:7 in f")))
     with open(tmp_path / "said", "w", encoding="ascii") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert flight.main([str(tmp_path)]) == 0
+        assert hang_report.main([str(tmp_path)]) == 0
     assert "it is at \\udcff.py:7 in f" in (tmp_path / "said").read_text()
 
 
@@ -284,7 +286,7 @@ def test_a_malformed_dump_is_refused_with_a_sentence_whatever_is_wrong_with_it()
     refused: list[str] = []
     for _ in range(5000):
         try:
-            said += flight.lines(spoiled(good, chance))
+            said += hang_report.lines(spoiled(good, chance))
         except ValueError as error:
             refused.append(str(error))
     assert all(sentence.startswith("the dump of rank ") for sentence in refused)

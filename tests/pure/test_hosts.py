@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 
 from collectives import algorithms
-from collectives.count import even_sizes
 from collectives.schedule import original, outgoing
+from collectives.schedule.count import even_sizes
 
 SHAPES = [(2, 8), (3, 8), (4, 8), (8, 8), (3, 4), (5, 2)]  # hosts, ranks per host
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import jit
+from collectives.arrays import jit
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives import jit, kernels
-from collectives.reduction import OPERATORS
+from collectives.arrays import jit, kernels
+from collectives.arrays.operators import OPERATORS
 from tests.scenarios import dtype
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -250,7 +250,7 @@ def test_there_is_none_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_there_is_none_for_float16_where_the_processor_does_not_convert_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from collectives import loops
+    from collectives.arrays import loops
 
     monkeypatch.setattr(loops, "has_float16", lambda: False)
     assert kernels.combine.__wrapped__("add", np.dtype("float16")) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives.layout import Region, by_pair, by_rank, consecutive, even
+from collectives.schedule.layout import Region, by_pair, by_rank, consecutive, even
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, 16, 17, 1000])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collectives.algorithms import info
-from collectives.layout import Region, consecutive
-from collectives.placement import (
+from collectives.programs.placement import (
     Combine,
     Lane,
     Message,
@@ -17,6 +16,7 @@ from collectives.placement import (
     outline,
 )
 from collectives.schedule import Copy, Recv, Schedule, Send
+from collectives.schedule.layout import Region, consecutive
 
 
 def moves(program: Lane) -> list[Move]:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from collectives import algorithms, placement
-from collectives.layout import Region
-from collectives.placement import Message, Step, compile_lane
-from collectives.spec import SPECS
+from collectives import algorithms
+from collectives.programs import placement
+from collectives.programs.placement import Message, Step, compile_lane
+from collectives.schedule.contracts import SPECS
+from collectives.schedule.layout import Region
 from tests.pure.catalogue import each_algorithm, settings
 
 Offset = int | str

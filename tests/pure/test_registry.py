@@ -12,8 +12,8 @@ from collectives import algorithms
 from collectives.algorithms import Formula
 from collectives.algorithms.extending import compare
 from collectives.algorithms.sources import SOURCES
-from collectives.placement import compile_lane
-from collectives.spec import SPECS
+from collectives.programs.placement import compile_lane
+from collectives.schedule.contracts import SPECS
 from tests.pure.catalogue import EVERY, LARGE, cases, each_algorithm
 
 

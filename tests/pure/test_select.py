@@ -6,10 +6,11 @@ import threading
 
 import pytest
 
-from collectives import Operator, algorithms, select, using
-from collectives.labels import named
-from collectives.reduction import operator
-from collectives.spec import SPECS
+from collectives import Operator, algorithms, using
+from collectives.arrays.operators import operator
+from collectives.schedule.contracts import SPECS
+from collectives.selection import select
+from collectives.selection.labels import named
 
 REDUCTIONS = [name for name, spec in SPECS.items() if spec.is_reduction]
 NUM_BYTES = [0, 8, 2**15, 2**15 + 1, 2**20, 2**40]

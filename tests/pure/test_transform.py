@@ -8,7 +8,7 @@ import pytest
 
 from collectives import algorithms
 from collectives.schedule import Copy, Recv, RecvReduce, Round, Send
-from collectives.transform import dual, folded, idle, nested, relabelled, rooted
+from collectives.schedule.transform import dual, folded, idle, nested, relabelled, rooted
 
 
 def test_a_dual_reverses_time_and_messages() -> None:

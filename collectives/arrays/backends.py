@@ -1,0 +1,293 @@
+"""The only file that knows what an array is.
+
+A `Backend` does for one kind of array what the rest of the library needs: allocate, view, combine,
+and move bytes to and from the host.  NumPy's is always there; CuPy's is made when the first CuPy
+array is seen, and nothing imports CuPy before.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.arrays import half_precision
+
+Array = Any  # a NumPy or CuPy array; the two share no base class
+Bytes = NDArray[np.uint8]
+
+_BLOCK = 1 << 16  # elements that are looked at together
+
+
+class BinaryFunction(Protocol):
+    """An element-wise function of two flat arrays, such as `numpy.add`.
+
+    `out` is one of the two, or shares no memory with them.
+    """
+
+    def __call__(self, left: Array, right: Array, out: Array, /) -> object: ...
+
+
+class Backend(Protocol):
+    """What an array kind must offer.  `flat` arrays are one-dimensional and contiguous.
+
+    `name` says where the memory is, such as "cupy:3"; `kind`, such as "cupy", is what a rank tells
+    another, which then uses its own GPU.
+    """
+
+    name: str
+    kind: str
+    is_host: bool
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """A new array, C-ordered, with arbitrary contents."""
+
+    def contiguous(self, x: Array) -> Array:
+        """`x` itself if it is C-contiguous, else a C-ordered copy."""
+
+    def extent(self, x: Array) -> tuple[int, int]:
+        """The addresses of the first byte of a contiguous array and of the byte after the last."""
+
+    def is_writable(self, x: Array) -> bool:
+        """Whether the array may be written to."""
+
+    def copy(self, src: Array, dst: Array) -> None:
+        """Copy one flat array to another of the same length."""
+
+    def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
+        """What combines flat arrays of this dtype as the NumPy function of this name, or this one.
+
+        Results are rounded to the dtype each time.
+        """
+
+    def divide(self, x: Array, divisor: int) -> None:
+        """Divide a flat array by an integer, in place."""
+
+    def first_not_finite(self, x: Array) -> tuple[int, str] | None:
+        """Where the first NaN or infinity of a flat array is, and which; None if there is none."""
+
+    def host_buffer(self, x: Array) -> Bytes:
+        """Host memory for the bytes of a flat array: its own if it is on the host."""
+
+    def to_host(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
+        """Bring flat arrays into host buffers; complete on return."""
+
+    def to_device(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
+        """Bring host buffers into flat arrays, in order with the caller's current stream."""
+
+    def synchronize(self) -> None:
+        """Wait until everything on the caller's current stream is done."""
+
+
+class NumpyBackend:
+    """Arrays in host memory."""
+
+    name = kind = "numpy"
+    is_host = True
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        return np.empty(shape, dtype)
+
+    def contiguous(self, x: Array) -> Array:
+        # `ascontiguousarray` would turn a 0-d array into a 1-d one.
+        return x if x.flags.c_contiguous else np.ascontiguousarray(x)
+
+    def extent(self, x: Array) -> tuple[int, int]:
+        start = x.__array_interface__["data"][0]
+        return start, start + x.nbytes
+
+    def is_writable(self, x: Array) -> bool:
+        return bool(x.flags.writeable)
+
+    def copy(self, src: Array, dst: Array) -> None:
+        dst[...] = src
+
+    def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
+        return half_precision.binary(function, dtype) if isinstance(function, str) else function
+
+    def divide(self, x: Array, divisor: int) -> None:
+        if x.dtype.itemsize == 2:
+            half_precision.divide(x, divisor)
+        else:
+            np.divide(x, divisor, out=x)
+
+    def first_not_finite(self, x: Array) -> tuple[int, str] | None:
+        for start in range(0, x.size, _BLOCK):  # what it says of each is not to be as long as x
+            is_finite = np.isfinite(x[start : start + _BLOCK])
+            if not is_finite.all():
+                index = start + int(is_finite.argmin())
+                return index, str(x[index])
+        return None
+
+    def host_buffer(self, x: Array) -> Bytes:
+        return x.view(np.uint8)  # type: ignore[no-any-return]
+
+    def to_host(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
+        assert not pairs, "host memory needs no staging"
+
+    to_device = to_host
+
+    def synchronize(self) -> None:
+        """The host does everything at once."""
+
+
+class CupyBackend:
+    """Arrays in the memory of one GPU."""
+
+    kind = "cupy"
+    is_host = False
+
+    def __init__(self, device: int) -> None:
+        import cupy  # noqa: PLC0415 - only when a CuPy array has been seen
+        import cupyx  # noqa: PLC0415
+
+        self.cupy, self.cupyx = cupy, cupyx
+        self.name = f"{self.kind}:{device}"
+        self.device = cupy.cuda.Device(device)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        with self.device:
+            return self.cupy.empty(shape, dtype)
+
+    def contiguous(self, x: Array) -> Array:
+        with self.device:
+            return x if x.flags.c_contiguous else self.cupy.ascontiguousarray(x)
+
+    def extent(self, x: Array) -> tuple[int, int]:
+        return x.data.ptr, x.data.ptr + x.nbytes
+
+    def is_writable(self, x: Array) -> bool:
+        return True
+
+    def copy(self, src: Array, dst: Array) -> None:
+        with self.device:
+            dst[...] = src
+
+    def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
+        combine = getattr(self.cupy, function) if isinstance(function, str) else function
+
+        def on_device(left: Array, right: Array, out: Array, /) -> None:
+            with self.device:
+                combine(left, right, out)
+
+        return on_device
+
+    def divide(self, x: Array, divisor: int) -> None:
+        with self.device:
+            if x.dtype.itemsize == 2:  # through float32, in which the divisor is exact
+                x[...] = (x.astype(np.float32) / divisor).astype(x.dtype)
+            else:
+                self.cupy.divide(x, divisor, out=x)
+
+    def first_not_finite(self, x: Array) -> tuple[int, str] | None:
+        with self.device:
+            is_finite = self.cupy.isfinite(x)
+            if bool(is_finite.all()):
+                return None
+            index = int(is_finite.argmin())
+            return index, str(x[index].item())
+
+    def host_buffer(self, x: Array) -> Bytes:
+        # Page-locked memory; there is no such thing as none of it.
+        buffer: Bytes = self.cupyx.empty_pinned((max(x.nbytes, 1),), np.uint8)
+        return buffer[: x.nbytes]
+
+    def to_host(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
+        with self.device:
+            stream = self.cupy.cuda.get_current_stream()
+            for device, host in pairs:
+                if host.size:
+                    device.view(np.uint8).get(stream=stream, out=host, blocking=False)
+            stream.synchronize()
+
+    def to_device(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
+        with self.device:
+            stream = self.cupy.cuda.get_current_stream()
+            for device, host in pairs:
+                if host.size:
+                    device.view(np.uint8).set(host, stream=stream)
+            # The host buffer is reused for the next message, so the copy must be over.
+            stream.synchronize()
+
+    def synchronize(self) -> None:
+        with self.device:
+            self.cupy.cuda.get_current_stream().synchronize()
+
+
+class Arrays(NamedTuple):
+    """The checked arrays of a call: where it reads and where it writes, if this rank does."""
+
+    backend: Backend
+    source: Array | None
+    target: Array | None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of both."""
+        like = self.target if self.source is None else self.source
+        return np.dtype(np.uint8) if like is None else like.dtype
+
+
+HOST = NumpyBackend()
+_backends: dict[str, Backend] = {HOST.name: HOST}
+_kinds: dict[type, str] = {}
+
+
+def register_backend(array_type: type, backend: Backend) -> None:
+    """Serve another kind of array: every instance of `array_type` goes through `backend`."""
+    _kinds[array_type] = backend.name
+    _backends[backend.name] = backend
+
+
+def backend_of_kind(kind: str) -> Backend:
+    """The backend for new arrays of this kind, on a GPU the current device's."""
+    if kind == CupyBackend.kind:
+        import cupy  # noqa: PLC0415 - only when a rank has sent a CuPy array
+
+        return _on_gpu(cupy.cuda.Device().id)
+    if kind not in _backends:
+        raise TypeError(f"another rank sends an array of kind {kind!r}, which is unknown here")
+    return _backends[kind]
+
+
+def _on_gpu(device: int) -> Backend:
+    name = f"{CupyBackend.kind}:{device}"
+    if name not in _backends:
+        _backends[name] = CupyBackend(device)
+    return _backends[name]
+
+
+def backend_of(x: object, what: str = "x") -> Backend:
+    """The backend that serves `x`.  Raises TypeError for what is not an array we can send."""
+    if type(x) is np.ndarray or type(x) is np.memmap:
+        return HOST
+    if type(x) in _kinds:
+        return _backends[_kinds[type(x)]]
+    if "cupy" in sys.modules and array_api_compat.is_cupy_array(x):
+        return _on_gpu(x.device.id)  # type: ignore[attr-defined]
+    if isinstance(x, np.ndarray):
+        raise TypeError(
+            f"{what} is a {type(x).__name__}, whose meaning its bytes do not carry; "
+            "pass a plain numpy.ndarray"
+        )
+    raise TypeError(
+        f"{what} must be a NumPy or CuPy array, not {type(x).__name__}; numpy.asarray makes one"
+    )
+
+
+def check_dtype(dtype: np.dtype[Any], what: str = "x") -> None:
+    """Raise TypeError for elements that have no size or have a meaning in one process only."""
+    if dtype.hasobject:
+        raise TypeError(f"{what} holds Python objects (dtype {dtype}), which are not plain bytes")
+    if dtype.itemsize == 0:
+        raise TypeError(f"{what} has elements of no size (dtype {dtype})")
+
+
+def num_elements(shape: Sequence[int]) -> int:
+    """The product of the dimensions; 1 for a 0-d array."""
+    return math.prod(shape)

@@ -1,0 +1,141 @@
+"""The operators of reductions: what combines two arrays, and for which dtypes that makes sense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.backends import Array, Backend, BinaryFunction, backend_of
+from collectives.arrays.kernels import kind
+from collectives.schedule import SPECS
+
+_INTEGERS, _FLOATS, _COMPLEX, _BOOL = "iu", "f", "c", "b"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What a reduction combines with.  `from_function` makes one; the named ones are `OPERATORS`.
+
+    `function`: the name of a NumPy function, or one that is called in the same way.  `kinds`: the
+    kinds of dtypes it serves, None for all.  An average is divided at the end.  An operator must be
+    associative; only one that is commutative may be combined in another order than that of ranks.
+
+    Every combination of two arrays is rounded to their dtype.  Two-byte floats are combined, and
+    an average of them is divided, in float32; what is sent and kept has two bytes.
+    """
+
+    name: str
+    function: str | BinaryFunction
+    kinds: str | None = None
+    is_average: bool = False
+    is_commutative: bool = True
+
+    @classmethod
+    def from_function(
+        cls,
+        function: Callable[[Array, Array], Array],
+        *,
+        commutative: bool = False,
+        name: str | None = None,
+    ) -> Operator:
+        """An operator of the caller's: `function(left, right)` combines element by element.
+
+        It gets two 1-d arrays of the input's kind (NumPy or CuPy) and dtype, `left` from lower
+        ranks than `right`, and returns a third like them; it may not change the two.  They may be
+        any stretch of the input, the first element alone among them: with that every call tries the
+        function before anything is sent.
+
+        It must be associative.  Unless it is said to be `commutative` it runs on algorithms that
+        keep the order of the ranks, and on no others.
+        """
+        if not callable(function):
+            raise TypeError(f"an operator needs a function of two arrays, not {function!r}")
+        label = str(getattr(function, "__name__", function) if name is None else name)
+        return cls(label, _into_out(function, label), is_commutative=bool(commutative))
+
+    def check(self, dtype: np.dtype[Any]) -> None:
+        """Raise TypeError if the operator has no meaning for this dtype."""
+        if self.kinds is not None and kind(dtype) not in self.kinds:
+            hint = ""
+            if kind(dtype) == _BOOL:
+                hint = "; bool takes and, or, xor, min, max"
+            raise TypeError(f"op {self.name!r} is not defined for dtype {dtype}{hint}")
+
+    def rehearse(self, backend: Backend, x: Array) -> None:
+        """Let a caller's function combine the first element of `x` with itself.
+
+        What it cannot do is better said now, by all ranks, than half-way by those that combine.
+        """
+        if isinstance(self.function, str) or x.size == 0:
+            return
+        first, result = (backend.empty((1,), x.dtype) for _ in range(2))
+        backend.copy(x.reshape(-1)[:1], first)
+        with np.errstate(all="ignore"):
+            backend.binary(self.function, x.dtype)(first, first, result)
+
+
+def _into_out(function: Callable[[Array, Array], Array], name: str) -> BinaryFunction:
+    """A caller's function, whose result is looked at and then copied to where it shall stand."""
+
+    def combine(left: Array, right: Array, out: Array, /) -> None:
+        result = function(left, right)
+        found, wanted = (_likeness(x, f"what op {name!r} returns") for x in (result, left))
+        if found != wanted:
+            form = "{} {} of shape {}".format
+            raise TypeError(f"op {name!r} returns {form(*found)} for two {form(*wanted)}")
+        out[...] = result
+
+    return combine
+
+
+def _likeness(x: Array, what: str) -> tuple[str, np.dtype[Any], tuple[int, ...]]:
+    """Kind, dtype and shape of an array.  Raises TypeError for what is none."""
+    return backend_of(x, what).name, x.dtype, tuple(x.shape)
+
+
+def has_infinities(dtype: np.dtype[Any]) -> bool:
+    """Whether there are values of this dtype that are no finite numbers."""
+    return kind(dtype) in _FLOATS + _COMPLEX
+
+
+# All of these are commutative.
+_NUMBERS = _INTEGERS + _FLOATS + _COMPLEX
+OPERATORS = {
+    op.name: op
+    for op in (
+        Operator("sum", "add", _NUMBERS),
+        Operator("prod", "multiply", _NUMBERS),
+        Operator("min", "minimum", _BOOL + _INTEGERS + _FLOATS),
+        Operator("max", "maximum", _BOOL + _INTEGERS + _FLOATS),
+        Operator("avg", "add", _FLOATS + _COMPLEX, is_average=True),
+        Operator("and", "bitwise_and", _BOOL + _INTEGERS),
+        Operator("or", "bitwise_or", _BOOL + _INTEGERS),
+        Operator("xor", "bitwise_xor", _BOOL + _INTEGERS),
+    )
+}
+
+
+@cache
+def operators(collective: str) -> tuple[str, ...]:
+    """The named operators that a collective takes; for prefixes an average has no meaning."""
+    is_prefix = SPECS[collective].takes is not None
+    return tuple(name for name, op in OPERATORS.items() if not (is_prefix and op.is_average))
+
+
+def operator(op: object, collective: str) -> Operator:
+    """The operator of this name, or the caller's own.  Raises ValueError for anything else."""
+    if isinstance(op, Operator):
+        return op
+    known = operators(collective)
+    if isinstance(op, str) and op in known:
+        return OPERATORS[op]
+    if isinstance(op, str) and op in OPERATORS:
+        raise ValueError(f"op {op!r} has no meaning for {collective}; it takes {', '.join(known)}")
+    raise ValueError(
+        f"unknown op {op!r}; known: {', '.join(known)}, "
+        "and what collectives.Operator.from_function makes"
+    )

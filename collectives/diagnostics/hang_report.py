@@ -1,0 +1,287 @@
+"""Line up what the ranks of a job were doing: ``python -m collectives.flight DIR``.
+
+DIR holds the dumps of a job that was started with COLLECTIVES_FLIGHT=DIR in its environment: a
+rank writes one when a wait runs out of time or fails, and when it gets SIGUSR1.  Of each call that
+is under way somewhere this says who waits for whom, who has not called it, and where that rank is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Call = Mapping[str, Any]
+Dump = Mapping[str, Any]  # as `FlightRecorder.report` makes it
+Group = tuple[tuple[int, ...], int]  # ranks of the job, and which communicator of these ranks
+
+_NAME = re.compile(r"flight\.(0|[1-9][0-9]{0,8})\.json")
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def files(directory: str | Path, since: float = 0.0) -> list[Path]:
+    """The files in a directory that should be dumps, but those that are older.
+
+    Raises OSError if the directory cannot be read.
+    """
+    entries = (path for path in Path(directory).iterdir() if path.match("flight.*.json"))
+    return sorted(path for path in entries if _is_as_new(path, since))
+
+
+def _is_as_new(path: Path, since: float) -> bool:
+    try:
+        return path.stat().st_mtime >= since - 0.01  # the clock of files is a coarse one
+    except OSError:
+        return since <= 0.0  # a link to nothing, or replaced just now
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank whose dump has this name; None if that is not the name of a dump."""
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else int(match[1])
+
+
+def read(paths: Iterable[Path]) -> tuple[dict[int, Dump], list[str]]:
+    """The dumps in these files, by rank of the job, and a sentence on each file that is none."""
+    dumps, faults = {}, []
+    for path in paths:
+        try:
+            dump = _read(path)
+        except ValueError as error:
+            faults.append(f"{path} is not the dump of a flight recorder: {error}")
+        else:
+            dumps[dump["rank"]] = dump
+    return dict(sorted(dumps.items())), faults
+
+
+def _read(path: Path) -> Dump:
+    """Raises ValueError that says why it is no dump."""
+    rank = rank_of(path)
+    if rank is None:
+        raise ValueError("its name is not flight.<rank>.json")
+    try:
+        if not path.is_file():  # to read a pipe could take for ever
+            raise ValueError("it is not a file")
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror})") from None
+    try:
+        dump = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"it is not JSON ({error})") from None
+    check(dump)
+    if dump["rank"] != rank:
+        raise ValueError(f"it says that it is of rank {dump['rank']}")
+    return dump  # type: ignore[no-any-return]
+
+
+# --- what a dump must hold ----------------------------------------------------------------------
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_seconds(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e12  # type: ignore[operator]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_text, value))
+
+
+def _are_ranks(value: object) -> bool:
+    is_list = isinstance(value, list | tuple) and all(map(_is_number, value))
+    return is_list and len(set(value)) == len(value)  # type: ignore[arg-type, call-overload]
+
+
+def _are_waits(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(wait, list | tuple)
+        and len(wait) == 2
+        and _is_number(wait[0])
+        and isinstance(wait[1], bool)
+        for wait in value
+    )
+
+
+def _is_state(value: object) -> bool:
+    return isinstance(value, str) and value in ("complete", "failed", "under way")
+
+
+Fields = Mapping[str, tuple[Callable[[object], bool], str]]
+
+_DUMP: Fields = {
+    "rank": (_is_number, "a rank"),
+    "calls": (_is_list, "a list"),
+    "at": (_are_texts, "a list of texts"),
+}
+_CALL: Fields = {
+    "members": (_are_ranks, "a list of different ranks"),
+    "ordinal": (_is_number, "a number"),
+    "call": (_is_text, "a text"),
+    "collective": (_is_text, "a text"),
+    "algorithm": (_is_text, "a text"),
+    "seconds_ago": (_is_seconds, "a time in seconds"),
+    "state": (_is_state, "the state of a call"),
+}
+_UNDER_WAY: Fields = {
+    "round": (_is_number, "a number"),
+    "among": (_is_text, "a text"),
+    "waiting_for": (_are_waits, "a list of ranks and directions"),
+}
+
+
+def check(dump: object) -> None:
+    """Raises ValueError if this is not what `FlightRecorder.report` makes."""
+    checked = _checked("the dump", dump, _DUMP)
+    for number, each in enumerate(checked["calls"]):
+        what = f"call {number}"
+        call = _checked(what, each, _CALL)
+        if checked["rank"] not in call["members"]:
+            raise ValueError(f"{what} is of ranks to which rank {checked['rank']} does not belong")
+        if call["state"] == "under way":
+            waits = _checked(what, call, _UNDER_WAY)["waiting_for"]
+            if any(peer >= len(call["members"]) for peer, _ in waits):
+                raise ValueError(f"{what} waits for a rank that its communicator does not have")
+
+
+def _checked(what: str, value: object, fields: Fields) -> Mapping[str, Any]:
+    """The value, if it is a mapping with these fields."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} is not an object with fields")
+    for name, (is_right, kind) in fields.items():
+        if name not in value:
+            raise ValueError(f"{what} has no field {name!r}")
+        if not is_right(value[name]):
+            raise ValueError(f"the field {name!r} of {what} is not {kind}")
+    return value
+
+
+# --- what they say ------------------------------------------------------------------------------
+
+
+def lines(dumps: Mapping[int, Dump]) -> Iterator[str]:
+    """What the dumps say together, line by line.  Raises ValueError for what is no dump."""
+    for rank, dump in dumps.items():
+        try:
+            check(dump)
+        except ValueError as error:
+            raise ValueError(f"the dump of rank {rank} is malformed: {error}") from None
+    under_way = 0
+    for group, calls in sorted(_groups(dumps).items()):
+        for name in _under_way(calls):
+            under_way += 1
+            yield from _about(name, group, calls, dumps)
+    if not under_way:
+        yield "no call is under way"
+        yield from (f"  rank {rank}: {_last(dump['calls'], dump)}" for rank, dump in dumps.items())
+
+
+def _groups(dumps: Mapping[int, Dump]) -> dict[Group, dict[int, dict[str, Call]]]:
+    """The calls by communicator, then by rank of the job, then by what they are called."""
+    groups: dict[Group, dict[int, dict[str, Call]]] = {}
+    for rank, dump in dumps.items():
+        for call in dump["calls"]:
+            group = tuple(call["members"]), call["ordinal"]
+            groups.setdefault(group, {}).setdefault(rank, {})[call["call"]] = call
+    return groups
+
+
+def _under_way(calls: Mapping[int, Mapping[str, Call]]) -> list[str]:
+    """The names of the calls that are under way on some rank, the oldest first."""
+    started: dict[str, float] = {}
+    for each in calls.values():
+        for name, call in each.items():
+            if call["state"] == "under way":
+                started[name] = max(started.get(name, 0.0), call["seconds_ago"])
+    return sorted(started, key=lambda name: -started[name])
+
+
+def _about(
+    name: str,
+    group: Group,
+    calls: Mapping[int, Mapping[str, Call]],
+    dumps: Mapping[int, Dump],
+) -> Iterator[str]:
+    """One call that is under way, rank by rank."""
+    members, ordinal = group
+    which = f"ranks {', '.join(map(str, members))}" + (f" (#{ordinal})" if ordinal > 1 else "")
+    kinds = {
+        f"{each[name]['collective']} ({each[name]['algorithm']})"
+        for each in calls.values()
+        if name in each
+    }
+    yield f"call {name} of {which}: {' or '.join(sorted(kinds))}"
+    for rank in members:
+        yield f"  rank {rank}: {_state(name, members, calls.get(rank, {}), dumps.get(rank))}"
+
+
+def _state(name: str, members: Sequence[int], calls: Mapping[str, Call], dump: Dump | None) -> str:
+    """How one rank stands to a call.  Its calls of this communicator, and all that it dumped."""
+    if dump is None:
+        return "no dump: it is dead, stopped, or was not asked"
+    if name not in calls:
+        return f"has not called it; {_last(list(calls.values()), dump)}"
+    call = calls[name]
+    if call["state"] != "under way":
+        return f"its call is {call['state']}; {_last(list(calls.values()), dump)}"
+    waits = [
+        f"for a message from rank {members[peer]}" if is_receive else f"for rank {members[peer]}"
+        for peer, is_receive in call["waiting_for"]
+    ]
+    where = f"round {call['round']} of {call['among']}"
+    waiting = f"waits in {where} {' and '.join(waits)}" if waits else f"works in {where}"
+    return f"{waiting}, since {call['seconds_ago']:.3g} s; {_at(dump)}"
+
+
+def _last(calls: Sequence[Call], dump: Dump) -> str:
+    """The last of these calls, and where the rank is."""
+    if not calls:
+        return f"it has called nothing there; {_at(dump)}"
+    call = calls[-1]
+    what = f"{call['call']}, {call['collective']}, {call['state']}, {call['seconds_ago']:.3g} s ago"
+    return f"its last call is {what}; {_at(dump)}"
+
+
+def _at(dump: Dump) -> str:
+    return f"it is at {dump['at'][-1]}" if dump["at"] else "where it is, is not known"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what the dumps say.  Exit status 2 if there are none that can be read."""
+    parser = argparse.ArgumentParser("python -m collectives.flight", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("directory", type=Path, help="where the dumps are")
+    directory = parser.parse_args(argv).directory
+    try:
+        paths = files(directory)
+    except OSError as error:
+        parser.exit(2, f"{directory} cannot be read as a directory ({error.strerror})\n")
+    dumps, faults = read(paths)
+    sys.stderr.writelines(f"{fault}\n" for fault in faults)
+    if not paths:
+        parser.exit(2, f"{directory} holds no dumps: flight.<rank>.json\n")
+    if not dumps:
+        parser.exit(2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what cannot be written
+    sys.stdout.writelines(f"{line}\n" for line in lines(dumps))
+    return 0

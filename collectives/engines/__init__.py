@@ -1,0 +1,27 @@
+"""TODO."""
+
+from collectives.engines.progress import ProgressThread, the_thread
+from collectives.engines.threads import InprocTransport, run_threads
+from collectives.engines.transport import (
+    Action,
+    Execution,
+    Operands,
+    Reusable,
+    Transport,
+    deadline_in,
+    do,
+)
+
+__all__ = [
+    "Action",
+    "Execution",
+    "InprocTransport",
+    "Operands",
+    "ProgressThread",
+    "Reusable",
+    "Transport",
+    "deadline_in",
+    "do",
+    "run_threads",
+    "the_thread",
+]

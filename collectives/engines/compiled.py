@@ -1,0 +1,382 @@
+"""Executions on host memory over MPI that the compiled loop of `executor.py` runs.
+
+This file fills the blocks of words on which the loop works, and says in Python what the loop
+answers in numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.arrays import Array, jit, kernels
+from collectives.diagnostics import CallLog, Waiting
+from collectives.engines.interpreter import Memory
+from collectives.engines.mpi_errors import Failed, called_off, explained, request_of
+from collectives.engines.transport import Operands, wrong_length
+from collectives.errors import CollectiveMismatch
+from collectives.programs import Kind, Program
+
+Words = NDArray[np.int64]
+_pointer_at = ctypes.c_int64.from_address
+_DATA_FIELD = 16  # of NumPy's array objects; `executor.DATA_FIELD`
+
+_FUNCTIONS = ("MPI_Irecv", "MPI_Isend", "MPI_Testall", "MPI_Get_count")
+_SPINS, _SPINS_WHERE_CROWDED = 2000, 4  # polls before a waiting rank offers its processor
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # of Open MPI's and MPICH's mpirun
+
+
+class Loop(NamedTuple):
+    """The compiled functions, see `executor.py`."""
+
+    advance: Callable[[int, int], int]
+    run: Callable[[int, int, int, int], int]
+    fits: Callable[[int, int, int], bool]
+
+
+@cache
+def why_not() -> str | None:
+    """Why programs cannot be run by the compiled loop, in words; None if they can."""
+    if (reason := jit.why_not()) is not None:
+        return reason
+    try:
+        _addresses()
+    except (AttributeError, OSError) as error:
+        return f"this MPI gives no addresses of its functions: {error}"
+    return None if _knows_arrays() else "NumPy lays out its arrays in another way"
+
+
+@cache
+def loop() -> Loop:
+    """The functions, compiled or loaded when they are first needed."""
+    from collectives.engines import executor  # noqa: PLC0415 - it imports numba
+
+    return Loop(
+        jit.function(executor.advance.py_func, "int64(int64, int64)"),
+        jit.function(executor.run.py_func, "int64(int64, int64, int64, int64)"),
+        jit.function(executor.fits.py_func, "boolean(int64, int64, int64)"),
+    )
+
+
+@cache
+def _addresses() -> list[int]:
+    """Where the MPI library of this process has the functions that the loop calls."""
+    library = ctypes.CDLL(MPI.__file__)  # and what it was linked to
+    functions = [getattr(library, name) for name in _FUNCTIONS]
+    c_library = ctypes.CDLL(None)
+    functions += [c_library.clock_gettime, c_library.sched_yield]
+    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
+
+
+def _knows_arrays() -> bool:
+    """Whether the fields of an array object are where the compiled code looks for them."""
+    from collectives.engines import executor  # noqa: PLC0415
+
+    array = np.zeros((3, 5), np.float32)
+
+    def word(field: int, kind: Any) -> int:
+        return int(kind.from_address(id(array) + field).value)
+
+    dimensions = (ctypes.c_int64 * 2).from_address(word(executor.DIMENSIONS_FIELD, ctypes.c_int64))
+    flags = executor.CONTIGUOUS | executor.ALIGNED | executor.WRITEABLE
+    return (
+        word(executor.DATA_FIELD, ctypes.c_int64) == array.ctypes.data == address(array)
+        and word(executor.NDIM_FIELD, ctypes.c_int32) == 2
+        and tuple(dimensions) == array.shape
+        and word(executor.DTYPE_FIELD, ctypes.c_int64) == id(array.dtype)
+        and word(executor.FLAGS_FIELD, ctypes.c_int32) & flags == flags
+    )
+
+
+def _handle(handle: Any) -> int:
+    """What MPI calls a communicator or datatype: a pointer or an integer."""
+    size = MPI._sizeof(type(handle))
+    return int.from_bytes(ctypes.string_at(MPI._addressof(handle), size), "little", signed=size < 8)
+
+
+def _is_crowded() -> bool:
+    """Whether the ranks of this host outnumber its processors."""
+    found = [os.environ[name] for name in _LOCAL_SIZES if name in os.environ]
+    num_ranks = int(found[0]) if found and found[0].isdecimal() else MPI.COMM_WORLD.size
+    return num_ranks > len(os.sched_getaffinity(0))
+
+
+class Port:
+    """What executions on one communicator have in common."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        from collectives.engines import executor  # noqa: PLC0415
+
+        self.comm, self.names, self.loop = comm, executor, loop()
+        self.words = np.zeros(executor.NUM_PORT_WORDS, np.int64)
+        self.words[: executor.YIELD + 1] = _addresses()
+        self.words[executor.COMM], self.words[executor.BYTE] = _handle(comm), _handle(MPI.BYTE)
+        self.words[executor.REQUEST_BYTES] = MPI._sizeof(MPI.Request)
+        self.words[executor.STATUS_BYTES] = MPI._sizeof(MPI.Status)
+        self.words[executor.SPINS] = _SPINS_WHERE_CROWDED if _is_crowded() else _SPINS
+        null = ctypes.string_at(MPI._addressof(MPI.REQUEST_NULL), MPI._sizeof(MPI.Request))
+        self.no_request = np.frombuffer(null, np.uint8)
+
+
+class CompiledExecution:
+    """An execution whose state the compiled loop works on."""
+
+    def __init__(self, port: Port, program: Program, operands: Operands, tag: int) -> None:
+        self._port, self._names, self.program, self.loop = port, port.names, program, port.loop
+        self._begun: int | None = None  # what `loop.run` has answered and Python has to see to
+        self._dtypes: list[np.dtype[Any] | None] = [None, None]  # of the arrays that are accepted
+        self._operands: Operands | None = operands
+        self._scratch: Array | None = None  # of an execution that compiled code begins
+        # One block of memory: the words of the state, then those of each slot.
+        num_words, num_slots = self._names.NUM_STATE_WORDS, max(program.num_slots, 1)
+        expected, statuses = num_words, num_words + num_slots
+        requests = statuses + num_slots * -(-MPI._sizeof(MPI.Status) // 8)
+        memory = np.zeros(requests + num_slots, np.int64)
+        self.state, self._expected = memory[:num_words], memory[expected:statuses]
+        self.at = address(memory)
+        self._statuses_at = self.at + 8 * statuses
+        handles = memory[requests:].view(np.uint8)[: num_slots * port.no_request.size]
+        self._requests = handles.reshape(num_slots, -1)
+        self._requests[:] = port.no_request
+        dtype = operands.output.dtype
+        words = (  # in the order of their names in `executor.py`
+            *(address(port.words), address(program.rows), len(program.rows), 0),
+            *(self.at + 8 * requests, self._statuses_at, self.at + 8 * expected),
+            *(tag, address(operands.input), address(operands.output), address(operands.scratch)),
+            *(kernel_of(operands.function, dtype), kernels.divide(dtype) or 0),
+            *(operands.divisor, program.itemsize),
+        )
+        self.state[: len(words)] = words
+
+    def attach(self, operands: Operands, tag: int) -> None:
+        """Let the next run be on these arrays and have this tag."""
+        names, self._operands = self._names, operands
+        places = address(operands.input), address(operands.output), address(operands.scratch)
+        self.state[names.TAG : names.SCRATCH_AT + 1] = tag, *places
+
+    def let_go(self) -> Operands | None:
+        """The arrays, which are the caller's again; the next run has others."""
+        operands, self._operands = self._operands, None
+        return operands
+
+    # Runs on other arrays, which compiled code begins
+
+    def accept(
+        self,
+        log: CallLog,
+        key: int,
+        counter: Words,
+        source: Array | None,
+        target: Array | None,
+        tags: range = range(0),
+    ) -> None:
+        """See `Reusable.accept`."""
+        assert self._operands is not None
+        names, state, self._scratch = self._names, self.state, self._operands.scratch
+        self._counter, self._log = counter, log.words
+        words = key, address(log.words), address(counter), tags.start, len(tags)
+        state[names.KEY : names.NUM_TAGS + 1] = words
+        state[names.SHIFT] = _shift(source, target, names.APART)
+        for which, (array, first) in enumerate(
+            ((source, names.INPUT_FORM), (target, names.OUTPUT_FORM))
+        ):
+            if array is not None:
+                self._dtypes[which] = array.dtype
+                form = True, id(array.dtype), array.nbytes, array.ndim, *array.shape
+                state[first : first + len(form)] = form
+
+    def accepts_now(self, source: Array | None, target: Array | None) -> bool:
+        """Whether arrays may not have fitted because a dtype, an equal one, is another object."""
+        has_changed, forms = False, (self._names.INPUT_FORM, self._names.OUTPUT_FORM)
+        for which, array in enumerate((source, target)):
+            if _is_equal_but_other(array, self._dtypes[which]):
+                self._dtypes[which], has_changed = array.dtype, True  # type: ignore[union-attr]
+                self.state[forms[which] + self._names.DTYPE] = id(self._dtypes[which])
+        return has_changed
+
+    @property
+    def reads(self) -> bool:
+        """Whether runs need an input."""
+        return bool(self.state[self._names.INPUT_FORM])
+
+    def accept_like(self, other: CompiledExecution, key: int) -> None:
+        """The same arrays and numbers as another execution of the same program."""
+        first = self._names.KEY
+        self.state[first:] = other.state[first:]
+        self._counter, self._log, self._dtypes = other._counter, other._log, list(other._dtypes)
+        self._scratch = None if self._operands is None else self._operands.scratch
+        self.state[first] = key
+
+    def accept_plan(self, key: int, counter: Words, tag: int) -> None:
+        """See `Reusable.accept_plan`."""
+        names, self._counter = self._names, counter
+        self.state[names.KEY], self.state[names.COUNTER] = key, address(counter)
+        self.state[names.TAG] = tag
+
+    def place(self, source: Array | None, target: Array | None) -> None:
+        """Let the next run, which Python begins, be on these arrays."""
+        names = self._names
+        self.state[names.INPUT_AT] = 0 if source is None else address(source)
+        self.state[names.OUTPUT_AT] = 0 if target is None else address(target)
+
+    def take_tag(self, number: int) -> None:
+        """Let the next run, which Python begins, have the tag that goes with its number."""
+        names = self._names
+        first, num_tags = self.state[names.FIRST_TAG], self.state[names.NUM_TAGS]
+        self.state[names.TAG] = first + number % num_tags
+
+    @property
+    def tag(self) -> int:
+        """That of the run under way."""
+        return int(self.state[self._names.TAG])
+
+    def began(self, answer: int) -> bool:
+        """Go on after what `loop.run` has answered; False if it has not begun."""
+        names = self._names
+        self._begun = None if answer in (names.MISFIT, names.WAITING) else answer
+        return bool(answer != names.MISFIT)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a run that compiled code has begun is not complete."""
+        return bool(self.state[self._names.NUMBER])
+
+    @property
+    def number(self) -> int:
+        """That of the run that compiled code has begun."""
+        return int(self.state[self._names.NUMBER])
+
+    @property
+    def entry(self) -> int:
+        """Where the log has it."""
+        return int(self.state[self._names.ENTRY])
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that keeping it takes."""
+        return int(self.program.rows.nbytes + self.program.num_scratch + 8192)
+
+    @property
+    def row(self) -> int:
+        """The row at which it stands."""
+        return int(self.state[self._names.ROW])
+
+    def restart(self) -> None:
+        """Begin again."""
+        self.state[self._names.ROW] = self.state[self._names.NUMBER] = 0
+
+    def advance(self, seconds: float) -> bool:
+        """See `Execution.advance`."""
+        answer, self._begun = self._begun, None
+        if answer is None:
+            answer = self.loop.advance(self.at, int(seconds * 1e9))
+        return not answer or self._see_to(answer, seconds)
+
+    def _see_to(self, answer: int, seconds: float) -> bool:
+        """Do what compiled code cannot do, and go on; whether the program is complete."""
+        names = self._names
+        while answer == names.PYTHON:
+            self._combine()
+            self.state[names.ROW] += 1
+            answer = self.loop.advance(self.at, int(seconds * 1e9))
+        if answer not in (names.DONE, names.WAITING):
+            self._raise(answer)
+        return bool(answer == names.DONE)
+
+    def interrupt(self, is_wanted: bool) -> None:
+        """Let a wait that is under way in another thread end at once, or no more."""
+        self.state[self._names.INTERRUPT] = is_wanted
+
+    def _combine(self) -> None:
+        """Do in Python what there is no kernel for."""
+        assert self._operands is not None
+        Memory(self._operands, self.program.itemsize).work(self.program.listed[self.row])
+
+    def _raise(self, answer: int) -> None:
+        names, me = self._names, self._port.comm.rank
+        where, error, got = (int(self.state[n]) for n in (names.WHERE, names.ERROR, names.GOT))
+        if answer == names.WRONG_LENGTH:
+            peer, expected = self._ends()[where][0], int(self._expected[where])
+            raise CollectiveMismatch(wrong_length(me, peer, got, expected))
+        raise explained(MPI.Exception(error), me, self._failed())
+
+    def _failed(self) -> list[Failed]:
+        """The messages that MPI has ended with an error, as far as it says."""
+        row, ends = self.program.listed[self.row], self._ends()
+        if row.kind != Kind.WAIT:
+            return [Failed(row.peer, row.kind == Kind.RECEIVE, int(self.state[self._names.ERROR]))]
+        size = MPI._sizeof(MPI.Status)
+        failed = []
+        for number in range(row.size):
+            status = MPI.Status()
+            ctypes.memmove(MPI._addressof(status), self._statuses_at + number * size, size)
+            failed.append(Failed(*ends[row.slot + number], status.Get_error()))
+        return failed
+
+    def _ends(self) -> dict[int, tuple[int, bool]]:
+        """The peer of what was last posted in each slot, and whether it is a receive."""
+        posted = (row for row in self.program.listed[: self.row] if row.kind <= Kind.SEND)
+        return {row.slot: (row.peer, row.kind == Kind.RECEIVE) for row in posted}
+
+    def _posted(self) -> list[tuple[int, MPI.Request]]:
+        """The requests that are not complete, by slot."""
+        requests = [
+            (slot, request_of(self._requests[slot])) for slot in range(self.program.num_slots)
+        ]
+        return [(slot, request) for slot, request in requests if request]
+
+    def posted_ends(self) -> list[tuple[int, bool]]:
+        """The peers of what is under way, and whether it is received."""
+        ends = self._ends()
+        return [ends[slot] for slot, _ in self._posted()]
+
+    def position(self) -> tuple[int, list[Waiting]]:
+        """See `Execution.position`."""
+        rows, row = self.program.listed, self.row
+        number = rows[row].round if row < len(rows) else self.program.num_rounds
+        ends = self._ends()
+        # Not Test: it would take the status of a complete request away from the wait to come.
+        waiting = [
+            Waiting(*ends[slot]) for slot, request in self._posted() if not request.Get_status()
+        ]
+        return number, waiting
+
+    def abandon(self) -> bool:
+        """See `Execution.abandon`."""
+        self.state[self._names.NUMBER] = 0
+        ends, posted = self._ends(), self._posted()
+        receives = [request for slot, request in posted if slot in ends and ends[slot][1]]
+        are_over = called_off([request for _, request in posted], receives)
+        if are_over:
+            self._requests[:] = self._port.no_request
+        return are_over
+
+
+def _is_equal_but_other(array: Array | None, dtype: np.dtype[Any] | None) -> bool:
+    """Whether the dtype of an array is equal to another one, and not that object."""
+    return array is not None and array.dtype is not dtype and bool(array.dtype == dtype)
+
+
+def kernel_of(function: Any, dtype: np.dtype[Any]) -> int:
+    """The address of what combines arrays of this dtype; 0 if only Python can."""
+    return (kernels.combine(function, dtype) or 0) if isinstance(function, str) else 0
+
+
+def _shift(source: Array | None, target: Array | None, apart: int) -> int:
+    """By how many bytes the output begins behind the input if they share memory."""
+    if source is None or target is None:
+        return apart
+    shift = address(target) - address(source)
+    return apart if shift >= source.nbytes or -shift >= target.nbytes else shift
+
+
+def address(array: Array) -> int:
+    """Where the first byte of an array is.  Quicker than its own answer, see `why_not`."""
+    return _pointer_at(id(array) + _DATA_FIELD).value or 0

@@ -1,0 +1,130 @@
+"""Runs programs row by row in plain Python: for ranks that are threads, for arrays on a device, for
+operators written in Python, and wherever the compiled loop of `executor.py` cannot serve.
+"""
+
+from __future__ import annotations
+
+from collectives.arrays import Array, Bytes
+from collectives.diagnostics import Waiting
+from collectives.engines.transport import Messages, Operands
+from collectives.programs import INPUT, OUTPUT, SCRATCH, Kind, Program, Row
+
+
+class Memory:
+    """The three buffers of a program, and what is done with them on this rank alone."""
+
+    def __init__(self, operands: Operands, itemsize: int) -> None:
+        self.operands, self.backend = operands, operands.backend
+        self._itemsize, self._divisor = itemsize, operands.divisor
+        self._arrays = {
+            INPUT: operands.input,
+            OUTPUT: operands.output,
+            SCRATCH: operands.scratch,
+        }
+        if operands.function is not None:
+            self._function = self.backend.binary(operands.function, operands.output.dtype)
+
+    def view(self, buffer: int, offset: int, count: int) -> Array:
+        """The elements in `count` bytes at `offset` of a buffer."""
+        start = offset // self._itemsize
+        return self._arrays[buffer][start : start + count // self._itemsize]
+
+    def work(self, row: Row) -> None:
+        """Copy, combine or divide as a row says."""
+        if row.kind == Kind.COPY:
+            self.copy(row)
+        elif row.kind == Kind.COMBINE:
+            self.combine(row)
+        else:
+            self.divide(row)
+
+    def copy(self, row: Row) -> None:
+        """A copy within this rank."""
+        source = self.view(row.left, row.left_offset, row.size)
+        self.backend.copy(source, self.view(row.buffer, row.offset, row.size))
+
+    def combine(self, row: Row) -> None:
+        """A combination.  NumPy is quicker where one memory has one view."""
+        places = [
+            (row.left, row.left_offset),
+            (row.right, row.right_offset),
+            (row.buffer, row.offset),
+        ]
+        views = {place: self.view(*place, row.size) for place in places}
+        self._function(*(views[place] for place in places))
+
+    def divide(self, row: Row) -> None:
+        """The division of an average."""
+        self.backend.divide(self.view(row.buffer, row.offset, row.size), self._divisor)
+
+
+class Interpreted:
+    """An execution in plain Python."""
+
+    def __init__(self, program: Program, operands: Operands, messages: Messages) -> None:
+        self.program, self.messages = program, messages
+        self.memory = Memory(operands, program.itemsize)
+        self.row = 0
+
+    def attach(self, operands: Operands, tag: int) -> None:
+        """Let the next run be on these arrays and have this tag."""
+        self.memory, self.messages.tag = Memory(operands, self.program.itemsize), tag
+
+    def let_go(self) -> Operands | None:
+        """The arrays, which are the caller's again; the next run has others."""
+        operands = self.memory.operands
+        del self.memory
+        return operands
+
+    def restart(self) -> None:
+        """Begin again."""
+        self.row = 0
+
+    def interrupt(self, is_wanted: bool) -> None:
+        """It never waits."""
+
+    def advance(self, seconds: float) -> bool:
+        """Go on until a message is missing.  It never waits: `seconds` is for those that can."""
+        rows = self.program.listed
+        while self.row < len(rows):
+            row = rows[self.row]
+            if row.kind == Kind.WAIT:
+                if not self.messages.test(range(row.slot, row.slot + row.size), row.peer):
+                    return False
+                self.arrived(row)
+            elif row.kind == Kind.RECEIVE:
+                self.receive(row)
+            elif row.kind == Kind.SEND:
+                self.send(row)
+            else:
+                self.memory.work(row)
+            self.row += 1
+        self.completed()
+        return True
+
+    def receive(self, row: Row) -> None:
+        """Post a receive."""
+        self.messages.receive(row.slot, row.peer, self._bytes(row))
+
+    def send(self, row: Row) -> None:
+        """Post a send."""
+        self.messages.send(row.slot, row.peer, self._bytes(row))
+
+    def arrived(self, row: Row) -> None:
+        """The messages of a WAIT are complete."""
+
+    def completed(self) -> None:
+        """The program is complete."""
+
+    def position(self) -> tuple[int, list[Waiting]]:
+        """See `Execution.position`."""
+        rows = self.program.listed
+        number = rows[self.row].round if self.row < len(rows) else self.program.num_rounds
+        return number, self.messages.waiting_for()
+
+    def abandon(self) -> bool:
+        """See `Execution.abandon`."""
+        return self.messages.abandon()
+
+    def _bytes(self, row: Row) -> Bytes:
+        return self.memory.backend.host_buffer(self.memory.view(row.buffer, row.offset, row.size))

@@ -1,0 +1,77 @@
+"""Runs programs on device memory: messages go through page-locked host memory.
+
+No device pointer ever reaches the engine, so it works with every MPI.
+"""
+
+from __future__ import annotations
+
+from collectives.arrays import Array, Backend, Bytes
+from collectives.engines.interpreter import Interpreted
+from collectives.engines.transport import Messages, Operands
+from collectives.programs import Kind, Program, Row
+
+
+class PinnedMemory:
+    """Page-locked host memory for messages: for each slot a buffer that grows."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._buffers: dict[int, Bytes] = {}
+
+    def _buffer(self, slot: int, array: Array) -> Bytes:
+        """As many bytes as the array has."""
+        num_bytes = array.size * array.dtype.itemsize
+        kept = self._buffers.get(slot)
+        if kept is None or kept.size < num_bytes:
+            kept = self._buffers[slot] = self._backend.host_buffer(array)
+        return kept[:num_bytes]
+
+
+class Staged(Interpreted):
+    """An execution on device memory: brings what is sent to the host and what came to the device.
+
+    All sends that follow each other in the program are brought to the host together, and all
+    receives that are waited for together to the device.
+    """
+
+    def __init__(self, program: Program, operands: Operands, messages: Messages) -> None:
+        super().__init__(program, operands, messages)
+        self._pinned = PinnedMemory(operands.backend)  # kept from run to run of a plan
+        self._arriving: dict[int, tuple[Array, Bytes]] = {}
+        self._leaving: dict[int, Bytes] = {}
+
+    def let_go(self) -> Operands | None:
+        self._pinned = PinnedMemory(self.memory.backend)
+        return super().let_go()
+
+    def receive(self, row: Row) -> None:
+        array, host = self._pair(row)
+        self._arriving[row.slot] = array, host
+        self.messages.receive(row.slot, row.peer, host)
+
+    def send(self, row: Row) -> None:
+        if row.slot not in self._leaving:
+            self._bring_to_host()
+        self.messages.send(row.slot, row.peer, self._leaving.pop(row.slot))
+
+    def _bring_to_host(self) -> None:
+        """What this row sends, and those that follow it."""
+        pairs = []
+        for row in self.program.listed[self.row :]:
+            if row.kind != Kind.SEND:
+                break
+            pairs.append(self._pair(row))
+            self._leaving[row.slot] = pairs[-1][1]
+        self.memory.backend.to_host(pairs)
+
+    def _pair(self, row: Row) -> tuple[Array, Bytes]:
+        array = self.memory.view(row.buffer, row.offset, row.size)
+        return array, self._pinned._buffer(row.slot, array)
+
+    def arrived(self, row: Row) -> None:
+        receives = range(row.slot, row.slot + row.peer)
+        self.memory.backend.to_device([self._arriving.pop(slot) for slot in receives])
+
+    def completed(self) -> None:
+        # This may be another stream than the one that is current when the result is used.
+        self.memory.backend.synchronize()

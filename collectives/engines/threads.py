@@ -1,0 +1,295 @@
+"""The engine without MPI: all ranks in one process, one thread each.
+
+A send copies its bytes into the receiver's mailbox at once.  When every rank that still runs waits
+for a message that is not there, the engine knows that nothing can ever happen and says who waits
+for whom, instead of hanging.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Container, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from collectives.arrays import Bytes
+from collectives.diagnostics import FlightRecorder, Waiting
+from collectives.engines.interpreter import Interpreted
+from collectives.engines.staging import Staged
+from collectives.engines.transport import Execution, Operands, wrong_length
+from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerFailed
+from collectives.programs import Program
+
+if TYPE_CHECKING:
+    from collectives.runtime import Work
+
+_GRACE = 5.0  # seconds that the other ranks have to end when one has failed
+
+Address = tuple[Hashable, int, int, int]  # context, source, destination, tag
+
+
+class World:
+    """What the ranks of one process share: mailboxes, and who is waiting for what."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()  # its lock is re-entrant
+        self.mail: defaultdict[Address, deque[Bytes]] = defaultdict(deque)
+        self.running = set(range(size))
+        self.waiting: dict[int, Sequence[Address]] = {}
+        self.failure: CollectiveError | None = None
+
+    def post(self, address: Address, data: Bytes) -> None:
+        with self.changed:
+            self.mail[address].append(data.copy())
+            self.changed.notify_all()
+
+    def collect(self, address: Address) -> Bytes | None:
+        """The oldest mail at an address, if there is any.  Raises when a rank has failed."""
+        with self.changed:
+            if self.failure is not None:
+                raise self.failure
+            mailbox = self.mail.get(address)
+            if not mailbox:
+                return None
+            data = mailbox.popleft()
+            if not mailbox:
+                del self.mail[address]
+            return data
+
+    def has_mail(self, addresses: Sequence[Address]) -> bool:
+        return any(address in self.mail for address in addresses)
+
+    def leave(self, rank: int) -> None:
+        """The function of a rank has ended."""
+        with self.changed:
+            self.running.discard(rank)
+            self._notice_deadlock()
+
+    def fail(self, failure: CollectiveError) -> None:
+        """Make every wait raise `failure`; the first failure is the one that counts."""
+        with self.changed:
+            self.failure = self.failure or failure
+            self.changed.notify_all()
+
+    def wait_for_any(self, rank: int, addresses: Sequence[Address], deadline: float | None) -> bool:
+        """Wait until mail is at one of the addresses; False if the deadline came first."""
+        with self.changed:
+            if deadline is None:  # with a deadline it will go on by itself
+                self.waiting[rank] = addresses
+            try:
+                while not self.has_mail(addresses):
+                    self._notice_deadlock()
+                    if self.failure is not None:
+                        raise self.failure
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        return False
+                    self.changed.wait(left)
+                return True
+            finally:
+                self.waiting.pop(rank, None)
+
+    def _notice_deadlock(self) -> None:
+        """Nobody can go on if all that still run wait, and none has mail where it waits."""
+        is_stuck = self.running <= set(self.waiting) and not any(
+            map(self.has_mail, self.waiting.values())
+        )
+        if self.running and is_stuck:
+            waits = "; ".join(
+                f"rank {rank} waits for rank {addresses[0][1]}"
+                for rank, addresses in sorted(self.waiting.items())
+            )
+            self.fail(CollectiveMismatch(f"deadlock, the ranks' calls do not match: {waits}"))
+
+
+class InprocTransport:
+    """One rank's end of a communicator among threads.
+
+    `members` are the ranks of the world that take part, in order; `context` keeps the messages of
+    different communicators apart.
+    """
+
+    num_tags = 1 << 30
+    patience = 0.0
+    why_interpreted = "the ranks are threads"
+
+    def __init__(
+        self,
+        world: World,
+        members: Sequence[int],
+        rank: int,
+        context: Hashable = (),
+        parent: InprocTransport | None = None,
+    ) -> None:
+        self.world, self.members, self.context = world, tuple(members), context
+        self.rank, self.size = rank, len(members)
+        # What a rank has under way, in all its communicators.
+        self.in_flight: list[Work] = parent.in_flight if parent else []
+        self.failed: list[Any] = parent.failed if parent else []
+        self.pending: list[ThreadMessages] = parent.pending if parent else []
+        self.flight: FlightRecorder = (
+            parent.flight if parent else FlightRecorder(rank, len(members))
+        )
+        self._num_subgroups: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self._num_alike: Counter[tuple[int, ...]] = parent._num_alike if parent else Counter()
+        self._num_alike[self.members] += 1
+        self.identity = self.members, self._num_alike[self.members]
+        self.log = self.flight.log(*self.identity)
+
+    def execution(self, program: Program, operands: Operands, tag: int) -> Execution:
+        kind = Interpreted if operands.backend.is_host else Staged
+        return kind(program, operands, self.messages(tag))
+
+    def messages(self, tag: int) -> ThreadMessages:
+        return ThreadMessages(self, tag)
+
+    def address(self, src: int, dst: int, tag: int) -> Address:
+        return self.context, self.members[src], self.members[dst], tag
+
+    def subgroup(self, ranks: Sequence[int], deadline: float | None) -> InprocTransport:
+        members = tuple(self.members[rank] for rank in ranks)
+        self._num_subgroups[members] += 1
+        context = (self.context, members, self._num_subgroups[members])
+        return InprocTransport(
+            self.world, members, list(ranks).index(self.rank), context, parent=self
+        )
+
+    def pause(self, deadline: float | None, num_tries: int) -> None:
+        addresses = [address for messages in self.pending for address in messages.addresses()]
+        self.world.wait_for_any(self.members[self.rank], addresses, deadline)
+
+    def split(self, ranks: Sequence[int] | None, deadline: float | None) -> InprocTransport | None:
+        return None if ranks is None else self.subgroup(ranks, deadline)
+
+    can_shrink = False
+
+    def meaning(self, error: BaseException) -> BaseException:
+        return error
+
+    def shrink(self, deadline: float | None) -> tuple[InprocTransport, list[int]]:
+        raise CollectiveError("threads of one process fail together: there is nothing to shrink to")
+
+    def free(self) -> None:
+        """The mailboxes go with the world."""
+
+
+class ThreadMessages:
+    """The messages of an execution between threads."""
+
+    def __init__(self, transport: InprocTransport, tag: int) -> None:
+        self._transport, self.tag = transport, tag
+        self._pending: dict[int, tuple[int, Bytes]] = {}  # receives, by slot
+        self._failure: CollectiveMismatch | None = None
+
+    def receive(self, slot: int, peer: int, data: Bytes) -> None:
+        if not self._pending:
+            self._transport.pending.append(self)
+        self._pending[slot] = peer, data
+
+    def send(self, slot: int, peer: int, data: Bytes) -> None:
+        transport = self._transport
+        transport.world.post(transport.address(transport.rank, peer, self.tag), data)
+
+    def test(self, slots: range, num_receives: int) -> bool:
+        """Take what has arrived.  Messages from one peer go to receives in the order posted."""
+        pending, claimed = self._transport.pending, set[Address]()  # by what was posted before
+        for one in list(pending) if self in pending else ():
+            if one is self or not set(one.addresses()).isdisjoint(self.addresses()):
+                one.collect(claimed)
+                claimed.update(one.addresses())
+            if one is self:
+                break
+        if self._failure is not None:
+            self.abandon()
+            raise self._failure
+        return not any(slot in self._pending for slot in slots[:num_receives])
+
+    def collect(self, claimed: Container[Address]) -> None:
+        """Take what has arrived, but at these addresses: there it is for others."""
+        still_pending: dict[int, tuple[int, Bytes]] = {}
+        for slot, (peer, buffer) in self._pending.items():
+            is_blocked = any(peer == other for other, _ in still_pending.values())
+            is_blocked |= self._address(peer) in claimed
+            data = None if is_blocked else self._transport.world.collect(self._address(peer))
+            if data is None:
+                still_pending[slot] = peer, buffer
+            else:
+                self._take(peer, data, buffer)
+        self._pending = still_pending
+        if not still_pending:
+            self._transport.pending.remove(self)
+
+    def addresses(self) -> list[Address]:
+        """Where it waits for mail."""
+        return [self._address(peer) for peer, _ in self._pending.values()]
+
+    def _address(self, peer: int) -> Address:
+        return self._transport.address(peer, self._transport.rank, self.tag)
+
+    def _take(self, peer: int, data: Bytes, buffer: Bytes) -> None:
+        if data.size == buffer.size:
+            buffer[...] = data
+        else:
+            me = self._transport.rank
+            self._failure = CollectiveMismatch(wrong_length(me, peer, data.size, buffer.size))
+
+    def waiting_for(self) -> list[Waiting]:
+        return [Waiting(peer, is_receive=True) for peer, _ in self._pending.values()]
+
+    def abandon(self) -> bool:
+        self._pending = {}
+        if self in self._transport.pending:
+            self._transport.pending.remove(self)
+        return True  # what may yet come stays in the mailbox: only `test` writes into the buffers
+
+
+def run_threads(
+    function: Callable[[InprocTransport], Any], size: int, timeout: float | None
+) -> list[Any]:
+    """Run `function(transport)` on `size` threads and return what each returned, in rank order.
+
+    Raises what the first failing rank raised.  Raises CollectiveTimeout if a rank is still running
+    after `timeout` seconds.
+    """
+    world = World(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = function(InprocTransport(world, range(size), rank))
+        except BaseException as error:  # noqa: BLE001 - it is raised again by the caller
+            errors.append(error)
+            world.fail(PeerFailed(f"rank {rank} raised {type(error).__name__}: {error}", (rank,)))
+        finally:
+            world.leave(rank)
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    _join(threads, world, errors, timeout)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _join(
+    threads: Sequence[threading.Thread],
+    world: World,
+    errors: Sequence[BaseException],
+    timeout: float | None,
+) -> None:
+    """Wait for all threads; once one has failed, only a moment longer for the others to notice."""
+    deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+    for rank, thread in enumerate(threads):
+        while thread.is_alive():
+            thread.join(0.1)
+            if errors:
+                deadline = min(deadline, time.monotonic() + _GRACE)
+            if time.monotonic() > deadline:
+                late = CollectiveTimeout(f"rank {rank} is still running after {timeout} s")
+                world.fail(late)
+                raise errors[0] if errors else late

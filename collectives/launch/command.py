@@ -1,0 +1,125 @@
+"""The command line of ``python -m collectives.launch``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from collectives.launch.job import launch, made_directory
+from collectives.launch.mpirun import MpiNotFound
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one job as the command line says; its exit status."""
+    parser = _parser()
+    options, command = _split(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(options)
+    if not command or command == ["-m"]:
+        parser.error("a script, or -m and a module, is needed")
+    if command[0] != "-m" and not Path(command[0]).exists():
+        parser.error(f"there is no script {command[0]}")
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        _handle(signum)
+    try:
+        job = launch(
+            arguments.n,
+            command,
+            mpi_args=arguments.mpi_args,
+            timeout=arguments.timeout,
+            fault_tolerant=arguments.fault_tolerant,
+            flight=arguments.flight,
+        )
+    except MpiNotFound as error:
+        parser.exit(2, f"{error}\n")
+    return job.returncode
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m collectives.launch",
+        usage="%(prog)s -n N [--timeout S] [--flight DIR] [--fault-tolerant] "
+        "[--mpi-args ARGS] "
+        "(SCRIPT | -m MODULE) [ARGS ...]",
+        description="Run a Python script or module on N ranks under this environment's MPI.",
+        epilog="Exit status: the job's own (not zero if any rank failed), 124 at the time limit, "
+        "2 for a wrong command line or when there is no MPI.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", metavar="N", type=_ranks, required=True, help="number of ranks")
+    parser.add_argument(
+        "--mpi-args", metavar="ARGS", type=_words, default=[], help="more words for mpirun"
+    )
+    parser.add_argument("--timeout", metavar="S", type=_seconds, help="end the job after S seconds")
+    parser.add_argument(
+        "--flight",
+        metavar="DIR",
+        type=_dumps,
+        help="ranks dump there what they are doing: at a failed wait, SIGUSR1, or the time limit",
+    )
+    parser.add_argument(
+        "--fault-tolerant",
+        action="store_true",
+        help="when a rank dies the others go on, and are told (Open MPI only)",
+    )
+    return parser
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of words: {error}") from None
+
+
+def _dumps(text: str) -> Path:
+    try:
+        return made_directory(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own options, and the command, which argparse never sees and so cannot change.
+
+    A value is joined to its option by "=", or argparse would take ``--mpi-args --verbose`` for two.
+    """
+    rest = list(argv)
+    options = []
+    while rest and rest[0].startswith("-") and rest[0] != "-m":
+        option = rest.pop(0)
+        has_value = option in ("-n", "--mpi-args", "--timeout", "--flight") and rest
+        options.append(f"{option}={rest.pop(0)}" if has_value else option)
+    return options, rest
+
+
+def _handle(signum: signal.Signals) -> None:
+    """Let a signal end the job.  An ignored SIGHUP stays ignored: that is what nohup asks for."""
+    if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+        signal.signal(signum, _stop)
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    """Unwind through ``launch``, which ends the job; a second Ctrl-C must not cut that short."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + signum)

@@ -1,0 +1,5 @@
+"""TODO."""
+
+from collectives.mpi4py_compat.intracomm import Intracomm
+
+__all__ = ["Intracomm"]

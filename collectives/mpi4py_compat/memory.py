@@ -1,0 +1,155 @@
+"""From the messages of MPI to flat arrays of bytes, and back.
+
+What lies in one stretch and without gaps is the array itself; what does not is packed into one of
+the library's own before the call, and unpacked when its result is there.  Packing is local.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.engines import Action
+from collectives.mpi4py_compat.buffers import Message, Part
+
+Bytes = NDArray[np.uint8]
+
+
+class Side(NamedTuple):
+    """One side of a call: the array on which it works, and how many bytes of it each part has.
+
+    `load` brings the user's data into it and `store` brings it back; both are empty where the array
+    is the user's own memory.  `release` gives MPI back what they needed.
+    """
+
+    array: Bytes
+    sizes: list[int]
+    load: tuple[Action, ...] = ()
+    store: tuple[Action, ...] = ()
+    release: tuple[Action, ...] = ()
+
+
+def side(message: Message) -> Side:
+    """The array of a message's bytes: its own memory where possible.
+
+    Raises ValueError if a part does not lie within the memory.
+    """
+    memory = np.empty(0, np.uint8) if message.memory is None else _bytes(message.memory)
+    if len(message.parts) == 1:  # most are one block that is all of the memory
+        ((offset, number, datatype),) = message.parts
+        if number and not offset and number * datatype.size == memory.size and is_plain(datatype):
+            return Side(memory, [memory.size])
+    each = sizes(message)
+    start, num_bytes = _start(message.parts, each), sum(each)
+    if start is not None and 0 <= start <= start + num_bytes <= memory.size:
+        return Side(memory[start : start + num_bytes], each)
+    for part in message.parts:
+        if part.num_elements and message.memory is not None:
+            _check_within(part, memory.size)
+    return _packed(message, memory, each)
+
+
+def sizes(message: Message) -> list[int]:
+    """The bytes of each part, without gaps."""
+    return [n * datatype.size if n else 0 for _, n, datatype in message.parts]
+
+
+def is_plain(datatype: MPI.Datatype) -> bool:
+    """Whether elements of this datatype are so many bytes in a row, without gaps."""
+    return datatype.handle in _PLAIN or _is_without_gaps(datatype)
+
+
+def _is_without_gaps(datatype: MPI.Datatype) -> bool:
+    return datatype.is_predefined and datatype.size == datatype.extent
+
+
+_NAMED = (each for each in vars(MPI).values() if isinstance(each, MPI.Datatype))
+_PLAIN = {each.handle for each in _NAMED if each and _is_without_gaps(each)}
+
+
+def _bytes(memory: MPI.buffer) -> Bytes:
+    return np.frombuffer(memory, np.uint8)  # type: ignore[call-overload, no-any-return]
+
+
+def _check_within(part: Part, length: int) -> None:
+    """Raise ValueError where MPI would read or write memory that is not the buffer's."""
+    lower, extent = part.datatype.Get_true_extent()
+    stride = (part.num_elements - 1) * part.datatype.extent
+    start = part.offset + lower + min(0, stride)
+    stop = part.offset + lower + extent + max(0, stride)
+    if extent and not 0 <= start <= stop <= length:
+        raise ValueError(
+            f"message: {part.num_elements} entries of {extent} bytes at byte {part.offset} "
+            f"reach beyond the buffer, which has {length} bytes"
+        )
+
+
+def _start(parts: tuple[Part, ...], sizes: list[int]) -> int | None:
+    """Where the parts begin if they lie one behind the other without gaps, else None."""
+    start = stop = plain = None
+    for (offset, _, datatype), size in zip(parts, sizes, strict=True):
+        if size == 0:
+            continue
+        if stop not in (None, offset) or not (datatype is plain or is_plain(datatype)):
+            return None
+        start = offset if start is None else start
+        stop, plain = offset + size, datatype
+    return start or 0
+
+
+def _packed(message: Message, memory: Bytes, sizes: list[int]) -> Side:
+    array = np.empty(sum(sizes), np.uint8)
+    end = 0
+    load: list[Action] = []
+    store: list[Action] = []
+    release: list[Action] = []
+    for part, size in zip(message.parts, sizes, strict=True):
+        if size == 0:
+            continue
+        begin, end = end, end + size
+        place = array[begin:end]
+        if message.memory is not None and is_plain(part.datatype):
+            there = memory[part.offset : part.offset + size]
+            load.append(partial(np.copyto, place, there))
+            store.append(partial(np.copyto, there, place))
+            continue
+        whole = Whole(part.datatype, part.num_elements, part.offset, memory)
+        load.append(partial(whole.pack, place))
+        store.append(partial(whole.unpack, place))
+        release.append(whole.free)
+    return Side(array, sizes, tuple(load), tuple(store), tuple(release))
+
+
+class Whole:
+    """Some elements of a datatype, as one element of a datatype of our own.
+
+    It is good for as long as it is kept: the user may free the other meanwhile, as MPI allows.
+    """
+
+    def __init__(self, datatype: MPI.Datatype, count: int, offset: int, memory: Bytes) -> None:
+        # An element at absolute address a is one that lies a - b from an anchor at address b.
+        self._anchor: Any = memory[:1] if memory.size else np.empty(1, np.uint8)
+        if not memory.size:
+            offset -= int(self._anchor.ctypes.data)
+        row = datatype.Create_hvector(count, 1, datatype.extent)
+        placed = row.Create_hindexed([1], [offset])
+        self._datatype = placed.Create_resized(0, 1).Commit()
+        row.Free()
+        placed.Free()
+
+    def pack(self, place: Bytes) -> None:
+        """Copy the elements to `place`, one behind the other."""
+        end = self._datatype.Pack(self._anchor, place, 0, MPI.COMM_SELF)
+        assert end == place.size, f"packed {end} bytes instead of {place.size}"
+
+    def unpack(self, place: Bytes) -> None:
+        """Copy them back."""
+        self._datatype.Unpack(place, 0, self._anchor, MPI.COMM_SELF)
+
+    def free(self) -> None:
+        """Give the datatype back to MPI."""
+        self._datatype.Free()

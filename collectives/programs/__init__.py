@@ -1,0 +1,33 @@
+"""TODO."""
+
+from collectives.programs.lanes import Lanes, num_lanes
+from collectives.programs.placement import Counts, Lane, Message, Step
+from collectives.programs.program import (
+    INPUT,
+    OUTPUT,
+    SCRATCH,
+    CallSpec,
+    Kind,
+    Program,
+    Row,
+    assembled,
+    compile_call,
+)
+
+__all__ = [
+    "INPUT",
+    "OUTPUT",
+    "SCRATCH",
+    "CallSpec",
+    "Counts",
+    "Kind",
+    "Lane",
+    "Lanes",
+    "Message",
+    "Program",
+    "Row",
+    "Step",
+    "assembled",
+    "compile_call",
+    "num_lanes",
+]

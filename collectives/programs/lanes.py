@@ -1,0 +1,132 @@
+"""A large reduction cut into lanes, which run the same rounds one behind the other.
+
+What arrives must be combined while it is still in the cache, so a large vector is cut into pieces
+of which every message is a segment of half a MiB.  A lane is the whole algorithm on one piece.
+Lanes have nothing to do with each other: while one combines, the next one's messages travel, and
+one lane's round may overlap with another's of any number.  So an algorithm is pipelined across its
+rounds without saying so.
+
+`order` says what runs when.  It is the same on all ranks, and a rank waits for a round only after
+it has started everything that comes before in that order; so no rank can wait for one that waits
+for it, and messages between two ranks are sent and received in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache, partial
+from typing import NamedTuple, cast
+
+from collectives.algorithms import Algorithm
+from collectives.programs.placement import Aliasing, Counts, Lane, compile_lane
+from collectives.schedule import SPECS, outgoing
+
+SEGMENT_BYTES = 512 * 1024  # of one message; two or three of these fit into a core's cache
+WIDTH = 3  # lanes under way at a time
+
+
+class Lanes:
+    """The lanes of one rank.  Each begins `stride` elements behind the one before.
+
+    `copies_input`: they must run on a copy of the input, because the output would destroy it.
+    `num_slots`: how many lanes are under way at the same time, and need at most `num_scratch`
+    elements of scratch each.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], stride: int = 0, copies_input: bool = False) -> None:
+        self.lanes, self.stride, self.copies_input = lanes, stride, copies_input
+        self.num_rounds = len(lanes[0].steps)
+        self.num_slots = min(WIDTH, len(lanes))
+        self.num_scratch = max(lane.num_scratch for lane in lanes)
+        self.events = list(order(len(lanes), self.num_rounds))
+
+
+class Event(NamedTuple):
+    """A round of a lane begins, or is waited for."""
+
+    lane: int
+    round: int
+    is_start: bool
+
+
+def order(num_lanes: int, num_rounds: int) -> Iterator[Event]:
+    """What was started first is finished first; then the lane goes on, or the next one begins."""
+    if num_rounds == 0:
+        return
+    waiting, under_way = deque((lane, 0) for lane in range(num_lanes)), deque[tuple[int, int]]()
+    while waiting or under_way:
+        while waiting and len(under_way) < WIDTH:
+            under_way.append(waiting.popleft())
+            yield Event(*under_way[-1], is_start=True)
+        lane, number = under_way.popleft()
+        yield Event(lane, number, is_start=False)
+        if number + 1 < num_rounds:
+            waiting.appendleft((lane, number + 1))
+
+
+def num_lanes(
+    algorithm: Algorithm, size: int, num_bytes: int, options: tuple[tuple[str, int], ...] = ()
+) -> int:
+    """Into how many lanes all ranks cut `num_bytes` (the n of the formulas)."""
+    if num_bytes <= SEGMENT_BYTES or not SPECS[algorithm.collective].is_reduction:
+        return 1
+    num_blocks = _num_divisible(algorithm, size, options)
+    return -(-num_bytes // (SEGMENT_BYTES * num_blocks)) if num_blocks else 1
+
+
+@lru_cache(maxsize=256)
+def _num_divisible(
+    algorithm: Algorithm, size: int, options: tuple[tuple[str, int], ...]
+) -> int | None:
+    """Into how many blocks a reduction cuts n, if lanes can cut each of them further.
+
+    None if it has segments of its own, or blocks that would not stay in one piece.
+    """
+    if "segments" in algorithm.options or size == 1:
+        return None
+    num_pieces = algorithm.case(size, **dict(options)).num_pieces
+    if SPECS[algorithm.collective].has_pieces:
+        return num_pieces
+    sends_single_blocks = num_pieces == 1 and all(
+        len(op.blocks) == 1
+        for rank in range(size)
+        for operations in algorithm.schedule(rank, size, None, **dict(options))
+        for op in outgoing(operations)
+    )
+    return size if sends_single_blocks else None
+
+
+def compile_lanes(
+    algorithm: Algorithm,
+    rank: int,
+    size: int,
+    root: int,
+    counts: Counts,
+    options: tuple[tuple[str, int], ...],
+    aliasing: Aliasing,
+    num_lanes: int,
+) -> Lanes:
+    """The lanes of one rank; the arguments are those of `compile_lane`."""
+    compiled = partial(compile_lane, algorithm, rank, size, root, options=options)
+    whole = compiled(counts, aliasing=aliasing)
+    if num_lanes == 1:
+        return Lanes((whole,), copies_input=whole.copies_input)
+    aliasing = "none" if whole.copies_input else aliasing
+    blocks = (counts,) if isinstance(counts, int) else cast("tuple[int, ...]", counts)  # no table
+    stride = -(-max(blocks) // num_lanes)
+
+    @cache  # most lanes are alike
+    def lane(*parts: int) -> Lane:
+        if isinstance(counts, int):
+            return compiled(parts[0], aliasing=aliasing)
+        return compiled(counts, aliasing=aliasing, parts=parts)
+
+    starts = [number * stride for number in range(num_lanes)]
+    lanes = [lane(*(_part(count, start, stride) for count in blocks)) for start in starts]
+    return Lanes(lanes, stride, whole.copies_input)
+
+
+def _part(count: int, start: int, stride: int) -> int:
+    """How many of `count` elements lie in the `stride` that begin at `start`."""
+    return max(0, min(stride, count - start))

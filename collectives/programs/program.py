@@ -1,0 +1,323 @@
+"""A collective call compiled for one rank: a table of integers that an executor runs.
+
+A row is one operation: post a receive or a send, wait for messages, copy, combine, divide.  Places
+are offsets in bytes into three buffers (input, output, scratch), never addresses, so one program
+serves all arrays of the same size and dtype.  What a program sends is known before it runs; it can
+be printed, proved, priced and kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.algorithms import Algorithm
+from collectives.arrays import Operator
+from collectives.diagnostics import Sent
+from collectives.programs.lanes import Lanes, compile_lanes
+from collectives.programs.placement import Aliasing, Combine, Counts, Lane, Message, Move
+from collectives.schedule import Region
+
+INPUT, OUTPUT, SCRATCH = range(3)
+
+MESSAGE_BYTES = 2**30  # the most that one message of MPI carries; more goes as several
+_ALIGNMENT = 64  # of each part of the scratch, in bytes: a cache line
+
+
+class Kind(IntEnum):
+    """What a row does."""
+
+    RECEIVE = 0  # into (buffer, offset), `size` bytes from `peer`
+    SEND = 1  # from (buffer, offset), `size` bytes to `peer`
+    WAIT = 2  # for `size` messages from `slot` on, of which the first `peer` are receives
+    COPY = 3  # `size` bytes to (buffer, offset) from (left, left_offset)
+    COMBINE = 4  # `size` bytes at (buffer, offset) become left (+) right
+    DIVIDE = 5  # `size` bytes at (buffer, offset), by the number of ranks
+
+
+class Row(NamedTuple):
+    """One operation.  `round` is that of the algorithm; `slot` is where the request is kept."""
+
+    kind: int
+    round: int
+    peer: int = 0
+    buffer: int = 0
+    offset: int = 0
+    size: int = 0
+    slot: int = 0
+    left: int = 0
+    left_offset: int = 0
+    right: int = 0
+    right_offset: int = 0
+
+
+NUM_COLUMNS = len(Row._fields)
+_RECEIVE, _SEND, _WAIT, _COPY, _COMBINE, _DIVIDE = map(int, Kind)  # quicker to write
+_SIZE = Row._fields.index("size")
+
+
+class CallSpec(NamedTuple):
+    """A collective call, as far as it decides what is done; hashable, and the key of all caches.
+
+    `counts`: elements, see `placement.compile_lane`.  `algorithm`, `options` and `segments`: see
+    `select.Choice`; `chosen`: the algorithm as a caller names it.  `aliasing`: where the output
+    lies in memory relative to the input.  `shape`: of the array that the caller passes.  `label`:
+    what the ledger calls it.  `blocking` and `out`: how it is called; they only matter where ranks
+    compare their calls.
+    """
+
+    collective: str
+    algorithm: Algorithm
+    options: tuple[tuple[str, int], ...]
+    segments: int
+    chosen: str
+    dtype: np.dtype[Any]
+    counts: Counts
+    root: int = 0
+    op: Operator | None = None
+    aliasing: Aliasing = "none"
+    shape: tuple[int, ...] | None = None
+    label: str = ""
+    blocking: str = ""
+    out: str = ""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The collective and the algorithm, as the ledger calls them."""
+        return self.label or self.collective, self.chosen
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What one rank does.  `rows`: one `Row` each, as a table of int64.
+
+    `num_rounds`: of the algorithm.  `num_slots`: how many messages are under way at a time, at
+    most.  `num_scratch`: bytes of scratch.  `sent`: (round, destination, bytes, segments) of every
+    message of the schedule, which goes as so many messages of MPI.
+    """
+
+    rows: NDArray[np.int64]
+    num_rounds: int
+    num_slots: int
+    num_scratch: int
+    itemsize: int
+    sent: Sent
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.listed))
+
+    @cached_property
+    def listed(self) -> list[Row]:
+        """The rows with their names."""
+        return [Row(*row) for row in self.rows.tolist()]
+
+
+def compile_call(spec: CallSpec, rank: int, size: int) -> Program:
+    """The program of one rank.  Every program is made once, and boundedly many are kept."""
+    is_average = spec.op is not None and spec.op.is_average
+    return _compiled(
+        *(spec.algorithm, rank, size, spec.root, spec.counts, spec.options, spec.aliasing),
+        *(spec.segments, spec.dtype.itemsize, is_average),
+    )
+
+
+@lru_cache(maxsize=512)
+def _compiled(
+    algorithm: Algorithm,
+    rank: int,
+    size: int,
+    root: int,
+    counts: Counts,
+    options: tuple[tuple[str, int], ...],
+    aliasing: Aliasing,
+    num_lanes: int,
+    itemsize: int,
+    is_average: bool,
+) -> Program:
+    lanes = compile_lanes(algorithm, rank, size, root, counts, options, aliasing, num_lanes)
+    return assembled(lanes, itemsize, is_average=is_average)
+
+
+def assembled(lanes: Lanes, itemsize: int, *, is_average: bool = False) -> Program:
+    """The table of a rank's lanes."""
+    return _Assembler(lanes, itemsize, is_average).program()
+
+
+class _Assembler:
+    """Writes the rows of all lanes in the order in which they run."""
+
+    def __init__(self, lanes: Lanes, itemsize: int, is_average: bool) -> None:
+        self.lanes, self.itemsize, self.is_average = lanes, itemsize, is_average
+        self.most_bytes = max(MESSAGE_BYTES // itemsize, 1) * itemsize  # of a message
+        self.slots_each = max(map(self._num_messages, lanes.lanes))
+        self.rows: list[tuple[int, ...]] = []
+        self.sent: list[list[tuple[int, int, int, int]]] = [[] for _ in lanes.lanes]
+        self.waits: dict[int, tuple[int, ...]] = {}
+        scratch_stride = _aligned(lanes.num_scratch * itemsize, itemsize)
+        self.num_scratch = scratch_stride * lanes.num_slots
+        source = self._source()
+        # Where the buffers of each lane begin.
+        self.bases = [
+            {
+                "input": (source[0], source[1] + start),
+                "output": (OUTPUT, start),
+                "scratch": (SCRATCH, number % lanes.num_slots * scratch_stride),
+            }
+            for number in range(len(lanes.lanes))
+            for start in (number * lanes.stride * itemsize,)
+        ]
+
+    def _source(self) -> tuple[int, int]:
+        """Where the input is read: in scratch if the output would destroy it before it is read."""
+        if not (self.lanes.copies_input and (num_read := _num_read(self.lanes))):
+            return INPUT, 0
+        place, size = (SCRATCH, self.num_scratch), num_read * self.itemsize
+        self.rows.append((_COPY, 0, 0, *place, size, 0, INPUT, 0, 0, 0))
+        self.num_scratch += size
+        return place
+
+    def program(self) -> Program:
+        lanes = self.lanes
+        if lanes.num_rounds == 0:
+            for number, lane in enumerate(lanes.lanes):
+                self._work(number, 0, lane.staying)
+                self._close(number, 0)
+        for event in lanes.events:
+            if event.is_start:
+                self._start(event.lane, event.round)
+            else:
+                self._finish(event.lane, event.round)
+        return Program(
+            np.array(self.rows, np.int64).reshape(-1, NUM_COLUMNS),
+            lanes.num_rounds,
+            self.slots_each * lanes.num_slots,
+            self.num_scratch,
+            self.itemsize,
+            tuple(map(_together, zip(*self.sent, strict=True))),
+        )
+
+    def _start(self, number: int, at: int) -> None:
+        """Pack, post the messages of a round, and make the moves that need not wait for them."""
+        lane, first = self.lanes.lanes[number], self._first_slot(number)
+        step = lane.steps[at]
+        self._work(number, at, step.packing)
+        sends = self._post(_RECEIVE, number, at, step.receives, first)
+        end = self._post(_SEND, number, at, step.sends, sends)
+        self.waits[number] = (_WAIT, at, sends - first, 0, 0, end - first, first, 0, 0, 0, 0)
+        if at == 0:
+            self._work(number, at, lane.staying)
+
+    def _post(
+        self, kind: int, number: int, at: int, messages: tuple[Message, ...], slot: int
+    ) -> int:
+        """Post messages, in pieces that MPI can count, from `slot` on; the slot after them."""
+        for peer, region in messages:
+            buffer, offset, size = self._place(number, region)
+            starts = range(0, size or 1, self.most_bytes)
+            for start in starts:
+                part = min(size - start, self.most_bytes)
+                self.rows.append((kind, at, peer, buffer, offset + start, part, slot, 0, 0, 0, 0))
+                slot += 1
+            if kind == _SEND:
+                self.sent[number].append((at, peer, size, len(starts)))
+        return slot
+
+    def _finish(self, number: int, at: int) -> None:
+        """Wait for the messages of a round, and use what they brought."""
+        wait = self.waits[number]
+        if wait[_SIZE]:
+            self.rows.append(wait)
+        self._work(number, at, self.lanes.lanes[number].steps[at].finishing)
+        if at == self.lanes.num_rounds - 1:
+            self._close(number, at)
+
+    def _close(self, number: int, at: int) -> None:
+        """The last moves of a lane, and the division of an average."""
+        lane = self.lanes.lanes[number]
+        self._work(number, at, lane.closing)
+        stop = _num_written(lane) if self.is_average else 0
+        if stop:
+            place = self._place(number, Region("output", 0, stop))
+            self.rows.append((_DIVIDE, at, 0, *place, 0, 0, 0, 0, 0))
+
+    def _work(self, number: int, at: int, actions: Iterable[Move | Combine]) -> None:
+        """Copies and combinations."""
+        for action in actions:
+            place, left = self._place(number, action[-1]), self._place(number, action[0])[:2]
+            if len(action) == 2:
+                self.rows.append((_COPY, at, 0, *place, 0, *left, 0, 0))
+            else:
+                right = self._place(number, action[1])[:2]
+                self.rows.append((_COMBINE, at, 0, *place, 0, *left, *right))
+
+    def _place(self, number: int, region: Region) -> tuple[int, int, int]:
+        """Buffer, offset and length in bytes of a lane's region."""
+        buffer, start, stop = region
+        where, base = self.bases[number][buffer]
+        return where, base + start * self.itemsize, (stop - start) * self.itemsize
+
+    def _first_slot(self, number: int) -> int:
+        return number % self.lanes.num_slots * self.slots_each
+
+    def _num_messages(self, lane: Lane) -> int:
+        """The most messages of a lane that are under way at a time: those of one round."""
+        most = self.most_bytes // self.itemsize
+        return max(
+            (
+                sum(
+                    -(-region.num_elements // most) or 1 for _, region in step.receives + step.sends
+                )
+                for step in lane.steps
+            ),
+            default=0,
+        )
+
+
+def _together(messages: tuple[tuple[int, int, int, int], ...]) -> tuple[int, int, int, int]:
+    """A message of the schedule, whose segments are spread over the lanes."""
+    number, peer, *_ = messages[0]
+    return number, peer, sum(each[2] for each in messages), sum(each[3] for each in messages)
+
+
+def _num_read(lanes: Lanes) -> int:
+    """The elements of the input that are read, up to the last of them."""
+    stops = [
+        region.stop + number * lanes.stride
+        for number, lane in enumerate(lanes.lanes)
+        for region in _read(lane)
+        if region.buffer == "input"
+    ]
+    return max(stops, default=0)
+
+
+def _read(lane: Lane) -> Iterator[Region]:
+    """The regions that a lane reads."""
+    yield from (message.region for step in lane.steps for message in step.sends)
+    for action in _actions(lane):
+        yield from action[:-1]
+
+
+def _num_written(lane: Lane) -> int:
+    """The elements of the output that a lane fills, up to the last of them."""
+    regions = [action[-1] for action in _actions(lane)]
+    regions += (message.region for step in lane.steps for message in step.receives)
+    return max((region.stop for region in regions if region.buffer == "output"), default=0)
+
+
+def _actions(lane: Lane) -> list[Move | Combine]:
+    """Everything that a lane copies and combines."""
+    within = [action for step in lane.steps for action in (*step.packing, *step.finishing)]
+    return [*lane.staying, *within, *lane.closing]
+
+
+def _aligned(num_bytes: int, itemsize: int) -> int:
+    """At least so many bytes: whole cache lines and whole elements."""
+    unit = math.lcm(_ALIGNMENT, itemsize)
+    return -(-num_bytes // unit) * unit

@@ -1,0 +1,193 @@
+"""A collective with its arrays, to be run many times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from collectives.arrays import Array, validation
+from collectives.engines import Action, Reusable
+from collectives.runtime.runs import Run
+from collectives.runtime.work import Steps, Work, break_off
+
+if TYPE_CHECKING:
+    from collectives.runtime.session import Session
+
+
+def _no_steps() -> Steps:
+    """A plan that was freed holds nothing."""
+    yield from ()
+
+
+class Plan:
+    """A collective with its arrays.  `run()`, or `start()` and then `test()` or `wait()`.
+
+    `result` is what `run` and `wait` return: the output array, or None on a rank that gets none.
+    A plan may be run again as soon as it is complete; every run reads the input afresh.  `timeout`
+    is what `run` and `wait` use where they are given none.
+    """
+
+    def __init__(
+        self, session: Session, run: Run, steps: Callable[[], Steps], result: Array | None
+    ) -> None:
+        """`steps`: all that a run does, with what goes around it."""
+        self._session, self._run, self._steps = session, run, steps
+        self.result, self.timeout = result, session.timeout
+        self.num_runs = np.zeros(1, np.int64)  # counted by compiled code too
+        self._in_flight = session.transport.in_flight
+        self._patience = int(session.transport.patience * 1e9)
+        self._execution: Reusable | None = None  # that may be run without further ado
+        self._arrays: tuple[Array | None, Array | None] = None, None
+        self._work: Work | None = None
+        self._is_busy = False
+        self._last_title = ""  # that of a plan that was freed
+        self._release: Callable[[Run], object] | None = None
+        self._unfreed = [None]  # whoever frees it takes this, in one step
+
+    def begin_by_code(
+        self,
+        source: Array | None,
+        target: Array | None,
+        release: Callable[[Run], object] | None = None,
+    ) -> None:
+        """Let compiled code begin runs.  `release`: takes the run when the plan is freed."""
+        self._execution = execution = self._run.reusable
+        self._arrays = source, target
+        self._compiled, self._at = execution.loop.run, execution.at
+        self._x, self._out = id(source), id(target)
+        self._release = release
+
+    @property
+    def title(self) -> str:
+        """What is run, as messages of errors call it: collective, algorithm, number of the call."""
+        if self._last_title:
+            return self._last_title
+        if not self._run.is_under_way:
+            self._run.number = max(int(self.num_runs[0]), 1)
+        return self._run.title
+
+    def run(self, timeout: float | None = None) -> Array | None:
+        """Start and wait.  `timeout` in seconds."""
+        if timeout is not None:
+            timeout = validation.seconds(timeout)
+        if (work := self._work) is not None and work.is_over and not work.has_failed:
+            self._work = work = None
+        is_free = work is None and not self._is_busy
+        if self._execution is None or not is_free or not self._session.is_quick:
+            return self._begun().run(self._limit(timeout))
+        self._is_busy = True
+        try:
+            patience = 0 if self._in_flight else self._patience
+            answer = self._compiled(self._at, self._x, self._out, patience)
+            if answer and self._execution.began(answer):
+                self._is_busy = False
+                return self._taken_over().run(self._limit(timeout))
+        except BaseException as error:
+            self._break_off(error)
+            raise
+        finally:
+            self._is_busy = False
+        # Compiled code does not begin where the caller has changed an array, to read-only say.
+        return self._begun().run(self._limit(timeout)) if answer else self.result
+
+    def start(self) -> None:
+        """Begin.  Raises RuntimeError while it runs, after a failure, and after `free`."""
+        work, session = self._work, self._session
+        is_free = not self._is_busy and (work is None or (work.is_over and not work.has_failed))
+        if self._execution is None or not is_free or not session.is_quick:
+            self._begun().start(session.thread, session.thread_delay)
+            return
+        self._work = None
+        try:
+            answer = self._compiled(self._at, self._x, self._out, 0)
+            if answer and self._execution.began(answer):
+                self._taken_over().start(session.thread, session.thread_delay)
+                return
+        except BaseException as error:
+            self._break_off(error)
+            raise
+        if answer:
+            self._begun().start(session.thread, session.thread_delay)
+
+    def _taken_over(self) -> Work:
+        """The work of a run that compiled code has begun."""
+        self._run.has_begun()
+        work = Work.of(self._session, self._run, self._arrays, self.result, timeout=self.timeout)
+        self._work = work
+        return work
+
+    def _break_off(self, error: BaseException) -> None:
+        """A signal may have come before anybody knew that the run is under way."""
+        work = self._work or Work.of(self._session, self._run, self._arrays, self.result)
+        break_off(work, self._run, error)
+        if work.is_over:
+            self._work = work
+
+    def _begun(self) -> Work:
+        """The work of a new run."""
+        if self.is_active:
+            self._refuse("is already running; wait for it first")
+        if self._work is not None and self._work.has_failed:
+            self._refuse("has failed")
+        if self._last_title:
+            self._refuse("was freed")
+        self._session.check()
+        self.num_runs[0] += 1
+        self._run.number = int(self.num_runs[0])
+        self._work = Work(self._session, self._all_steps(), self.timeout)
+        return self._work
+
+    def _all_steps(self) -> Steps:
+        yield from self._steps()
+        return self.result
+
+    def _refuse(self, why: str) -> None:
+        raise RuntimeError(f"{self.title} {why}")
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the plan has started and is not complete."""
+        return self._is_busy or (self._work is not None and not self._work.is_over)
+
+    def test(self) -> bool:
+        """Go as far as possible without waiting; whether the plan is complete."""
+        return self._work is None or self._work.test()
+
+    def wait(self, timeout: float | None = None) -> Array | None:
+        """Wait until complete, and return the result.
+
+        Raises CollectiveTimeout, which says whom it waited for, after `timeout` seconds; the plan
+        is then still under way, and `wait` may be called again.
+        """
+        if self._work is not None:
+            self._work.wait(timeout)
+        return self.result
+
+    def _limit(self, timeout: float | None) -> float | None:
+        limit = validation.seconds(timeout)
+        return self.timeout if limit is None else limit
+
+    def when_over(self, action: Action) -> None:
+        """Do this when the run under way is complete or has failed; now if that has happened."""
+        if self._work is None:
+            action()
+        else:
+            self._work.when_over(action)
+
+    def free(self) -> None:
+        """Let go of the arrays.  The plan must be complete and is of no use after."""
+        if self.is_active:
+            self._refuse("is already running; wait for it first")
+        try:
+            self._unfreed.pop()
+        except IndexError:
+            return  # it was freed before
+        self._last_title = self.title
+        self._execution, self._arrays, self._steps = None, (None, None), _no_steps
+        release, self._release = self._release, None
+        if release is None or (self._work is not None and self._work.has_failed):
+            self._run.let_go()
+        else:
+            release(self._run)

@@ -1,0 +1,240 @@
+"""The runs of a communicator: made when first needed, and kept for the next calls of their kind.
+
+A run that is complete waits here, without arrays, until the same is called again; then arrays, tag
+and number are attached.  Runs of plans and of cached calls belong to these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+from collectives.arrays import HOST, Array, Arrays, Operator, ScratchPool
+from collectives.diagnostics import Ancestry, CallLog, Position, Recorder
+from collectives.engines import Operands, Transport
+from collectives.programs import (
+    CallSpec,
+    Lane,
+    Lanes,
+    Message,
+    Program,
+    Step,
+    assembled,
+    compile_call,
+)
+from collectives.runtime.runs import Run
+from collectives.schedule import SPECS, Region, grid
+
+_MOST_KINDS, _MOST_OF_A_KIND = 256, 8  # of runs that wait here
+_MOST_ROWS = 16  # that a time-out shows
+_MOST_ROUNDS = 4  # that it shows before, and after
+
+
+class Ends(NamedTuple):
+    """A send, a receive, or both at once: the ranks at the other ends, and how many elements."""
+
+    name: str
+    dest: int | None
+    num_sent: int
+    source: int | None
+    num_received: int
+    itemsize: int
+
+
+def ends_of(name: str, arrays: Arrays, dest: int | None, source: int | None) -> Ends:
+    """The ends of messages that carry these arrays."""
+    sizes = [0 if x is None else int(x.size) for x in arrays[1:]]
+    return Ends(name, dest, sizes[0], source, sizes[1], arrays.dtype.itemsize)
+
+
+class RunPool:
+    """Makes the runs of a communicator, and keeps those that are idle; boundedly many.
+
+    `name`: goes before their numbers in the ledger.
+    """
+
+    def __init__(self, transport: Transport, name: str, ancestry: Ancestry) -> None:
+        self._transport, self._ancestry = transport, ancestry
+        self._number = partial("{}{}".format, name)  # of calls in the ledger
+        self._number_ahead = partial("{}{}a".format, name)
+        self._number_message = partial("{}p{}".format, name)
+        self._scratch = ScratchPool()
+        self._idle: dict[Hashable, list[Run]] = {}
+        self.num_messages = 0
+        self._message_log: CallLog | None = None
+
+    def call(
+        self, spec: CallSpec, arrays: Arrays, tag: int, number: int, *, is_ahead: bool = False
+    ) -> Run:
+        """The run of a call, or of what is sent ahead of it."""
+        key = spec, arrays.backend.name, is_ahead
+        run = self._again(key, arrays, tag, spec.op)
+        if run is None:
+            numbered = self._number_ahead if is_ahead else self._number
+            run = self._of_call(spec, arrays, tag, numbered, is_ahead=is_ahead)
+        return self._lent(run, key, number)
+
+    def cached_call(self, spec: CallSpec, arrays: Arrays, tag: int, number: int) -> Run:
+        """The run of all calls that look like this one."""
+        run = self._of_call(spec, arrays, tag, self._number)
+        run.number = number
+        return run
+
+    def plan(self, spec: CallSpec, arrays: Arrays, tag: int, number: int) -> Run:
+        """The run of a plan."""
+        return self._of_call(spec, arrays, tag, partial(_of_runs, self._number(number)))
+
+    def renumber_plan(self, run: Run, number: int) -> None:
+        """Let the run be that of another plan."""
+        run.introduce(partial(_of_runs, self._number(number)))
+
+    def message(self, ends: Ends, arrays: Arrays, tag: int) -> Run:
+        """The run of a message between two ranks, or of two."""
+        number = self.num_messages = self.num_messages + 1  # others may send at the same time
+        key = ends, arrays.backend.name
+        run = self._again(key, arrays, tag)
+        if run is None:
+            run = self._of_message(ends, arrays, tag, self._number_message)
+        return self._lent(run, key, number)
+
+    def message_plan(self, ends: Ends, arrays: Arrays, tag: int) -> Run:
+        """The run of its plan."""
+        number = self.num_messages = self.num_messages + 1
+        return self._of_message(ends, arrays, tag, partial(_of_runs, self._number_message(number)))
+
+    def meeting(self, steps: Sequence[Step], tag: int, name: str) -> Run:
+        """The run of messages without contents."""
+        names, operands = ("subgroup", "dissemination"), operands_of(Arrays(HOST, None, None))
+        return self._run(names, _alone(steps, 1), operands, tag, lambda _: name)
+
+    def forget(self) -> None:
+        """Forget the runs that are idle."""
+        self._idle.clear()
+
+    def free(self) -> None:
+        """The communicator is freed."""
+        self.forget()
+        if self._message_log is not None:
+            self._transport.flight.close(self._message_log)
+
+    # Those that are kept
+
+    def _again(
+        self, key: Hashable, arrays: Arrays, tag: int, op: Operator | None = None
+    ) -> Run | None:
+        """An idle run, with other arrays."""
+        idle = self._idle.get(key)
+        if not idle:
+            return None
+        run = idle.pop()
+        run.execution.attach(self._operands(arrays, run.program, op), tag)
+        return run
+
+    def _lent(self, run: Run, key: Hashable, number: int) -> Run:
+        """A run that comes back when it is complete."""
+        run.number, run.release = number, partial(self._take_back, key)
+        return run
+
+    def _take_back(self, key: Hashable, run: Run) -> None:
+        operands = run.execution.let_go()
+        if run.program.num_scratch and operands is not None and operands.backend.is_host:
+            self._scratch.give(operands.scratch)
+        if len(self._idle) >= _MOST_KINDS and key not in self._idle:
+            self._idle.clear()
+        idle = self._idle.setdefault(key, [])
+        if len(idle) < _MOST_OF_A_KIND:
+            idle.append(run)
+
+    # New ones
+
+    def _of_call(
+        self,
+        spec: CallSpec,
+        arrays: Arrays,
+        tag: int,
+        numbered: Callable[[int], str],
+        *,
+        is_ahead: bool = False,
+    ) -> Run:
+        rank, size = self._transport.rank, self._transport.size
+        program = compile_call(spec, rank, size)
+        operands = self._operands(arrays, program, spec.op)
+        run = self._run(spec.names, program, operands, tag, numbered)
+        run.is_ahead, run.picture = is_ahead, partial(_picture, spec, rank, size)
+        return run
+
+    def _of_message(
+        self, ends: Ends, arrays: Arrays, tag: int, numbered: Callable[[int], str]
+    ) -> Run:
+        if self._message_log is None:
+            self._message_log = self._transport.flight.log(*self._transport.identity)
+        names, operands = (ends.name, "point_to_point"), operands_of(arrays)
+        return self._run(names, _message(ends), operands, tag, numbered, self._message_log)
+
+    def _run(
+        self,
+        names: tuple[str, str],
+        program: Program,
+        operands: Operands,
+        tag: int,
+        numbered: Callable[[int], str],
+        log: CallLog | None = None,
+    ) -> Run:
+        transport = self._transport
+        execution = transport.execution(program, operands, tag)
+        recorder = Recorder(names, numbered, program.sent, self._ancestry, transport.rank)
+        return Run(transport, program, execution, recorder, log)
+
+    def _operands(self, arrays: Arrays, program: Program, op: Operator | None) -> Operands:
+        """The arrays as a program sees them, with its scratch."""
+        backend, dtype, num_bytes = arrays.backend, arrays.dtype, program.num_scratch
+        scratch = None
+        if num_bytes and backend.is_host:
+            scratch = self._scratch.take(num_bytes).view(dtype)
+        elif num_bytes:
+            scratch = backend.empty((num_bytes // dtype.itemsize,), dtype)
+        return operands_of(arrays, scratch, op, self._transport.size)
+
+
+def operands_of(
+    arrays: Arrays, scratch: Array | None = None, op: Operator | None = None, divisor: int = 1
+) -> Operands:
+    """Flat arrays for a program; empty ones where there is none."""
+    nothing = arrays.backend.empty((0,), arrays.dtype)
+    source, target = (nothing if x is None else x.reshape(-1) for x in arrays[1:])
+    scratch = nothing if scratch is None else scratch
+    function = None if op is None else op.function
+    return Operands(arrays.backend, source, target, scratch, function, divisor)
+
+
+@lru_cache(maxsize=256)
+def _message(ends: Ends) -> Program:
+    """The program of a message, or of two."""
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
+    if ends.dest is not None:
+        sends = (Message(ends.dest, Region("input", 0, ends.num_sent)),)
+    if ends.source is not None:
+        receives = (Message(ends.source, Region("output", 0, ends.num_received)),)
+    return _alone([Step(sends=sends, receives=receives)], ends.itemsize)
+
+
+def _alone(steps: Sequence[Step], itemsize: int) -> Program:
+    """The program of steps that no algorithm has made."""
+    return assembled(Lanes((Lane(tuple(steps)),)), itemsize)
+
+
+def _picture(spec: CallSpec, rank: int, size: int, position: Position) -> str:
+    """The schedules of the ranks concerned, with the cell where this one waits."""
+    algorithm, here = spec.algorithm, position.round
+    root = spec.root if SPECS[spec.collective].is_rooted else None
+    concerned = {rank, *(waiting.peer for waiting in position.waiting_for)}
+    ranks = range(size) if size <= _MOST_ROWS else sorted(concerned)
+    schedules = {each: algorithm.schedule(each, size, root, **dict(spec.options)) for each in ranks}
+    return grid(schedules, (rank, here), range(max(0, here - _MOST_ROUNDS), here + _MOST_ROUNDS))
+
+
+def _of_runs(name: str, run: int) -> str:
+    """The numbers of the runs of one plan: "7", "7.2", "7.3"."""
+    return name if run == 1 else f"{name}.{run}"

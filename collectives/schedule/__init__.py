@@ -1,0 +1,75 @@
+"""TODO."""
+
+from collectives.schedule.contracts import SPECS, Case, Piece, after, before
+from collectives.schedule.count import Counts, count, even_sizes
+from collectives.schedule.layout import Region, by_pair, by_rank, consecutive, even
+from collectives.schedule.rounds import (
+    Block,
+    Copy,
+    CopyReduce,
+    Operation,
+    Recv,
+    RecvReduce,
+    Round,
+    Schedule,
+    ScheduleError,
+    Send,
+    grid,
+    incoming,
+    local,
+    original,
+    outgoing,
+)
+from collectives.schedule.transform import (
+    RankAlgorithm,
+    dual,
+    folded,
+    idle,
+    nested,
+    relabelled,
+    rooted,
+)
+from collectives.schedule.trees import Stream, ceil_log2, floor_log2
+from collectives.schedule.verify import verify_schedules
+
+__all__ = [
+    "SPECS",
+    "Block",
+    "Case",
+    "Copy",
+    "CopyReduce",
+    "Counts",
+    "Operation",
+    "Piece",
+    "RankAlgorithm",
+    "Recv",
+    "RecvReduce",
+    "Region",
+    "Round",
+    "Schedule",
+    "ScheduleError",
+    "Send",
+    "Stream",
+    "after",
+    "before",
+    "by_pair",
+    "by_rank",
+    "ceil_log2",
+    "consecutive",
+    "count",
+    "dual",
+    "even",
+    "even_sizes",
+    "floor_log2",
+    "folded",
+    "grid",
+    "idle",
+    "incoming",
+    "local",
+    "nested",
+    "original",
+    "outgoing",
+    "relabelled",
+    "rooted",
+    "verify_schedules",
+]

@@ -1,0 +1,128 @@
+"""What each collective promises, as block sets: who holds what before, who must hold it after.
+
+Values need no line of their own.  A block that several ranks hold before is reduced: afterwards it
+must be the combination of all those contributions (for a scan: of those that come first), each
+exactly once.  A block that one rank holds before is moved.  The layout of in- and output follows as
+well: a rank's blocks lie one behind the other, in the order given here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from collectives.schedule.rounds import Block
+
+
+class Case(NamedTuple):
+    """One instance of a collective: number of ranks, root (0 if it has none), number of pieces.
+
+    The pieces are those of the vector, or of every block where there is one for each rank.
+    """
+
+    size: int
+    root: int = 0
+    num_pieces: int = 1
+
+
+class Piece(NamedTuple):
+    """A part of a block that an algorithm cuts up."""
+
+    block: Block
+    number: int
+
+
+BlocksOf = Callable[[int, Case], Sequence[Block]]
+
+
+class Spec(NamedTuple):
+    """A collective: the blocks rank r holds before and after it, and whether it reduces.
+
+    `is_rooted`: it takes a root.  `has_pieces`: its blocks are numbered pieces of one vector (as
+    many as the algorithm likes), otherwise there is one block per rank or per pair of ranks.
+    `takes(source, rank)`: whether what `source` brings to a reduction is part of rank's result;
+    None if it always is.
+    """
+
+    before: BlocksOf
+    after: BlocksOf
+    is_rooted: bool = False
+    is_reduction: bool = False
+    has_pieces: bool = False
+    takes: Callable[[int, int], bool] | None = None
+
+
+def _pieces(rank: int, case: Case) -> Sequence[Block]:
+    return range(case.num_pieces)
+
+
+def _after_first(rank: int, case: Case) -> Sequence[Block]:
+    return _pieces(rank, case) if rank > 0 else ()
+
+
+def _all_ranks(rank: int, case: Case) -> Sequence[Block]:
+    return range(case.size)
+
+
+def _own(rank: int, case: Case) -> Sequence[Block]:
+    return (rank,)
+
+
+def _from_me(rank: int, case: Case) -> Sequence[Block]:
+    return [(rank, destination) for destination in range(case.size)]
+
+
+def _to_me(rank: int, case: Case) -> Sequence[Block]:
+    return [(source, rank) for source in range(case.size)]
+
+
+def _at_root(blocks: BlocksOf) -> BlocksOf:
+    return lambda rank, case: blocks(rank, case) if rank == case.root else ()
+
+
+SPECS: dict[str, Spec] = {
+    "broadcast": Spec(_at_root(_pieces), _pieces, is_rooted=True, has_pieces=True),
+    "reduce": Spec(_pieces, _at_root(_pieces), is_rooted=True, is_reduction=True, has_pieces=True),
+    "all_reduce": Spec(_pieces, _pieces, is_reduction=True, has_pieces=True),
+    "scatter": Spec(_at_root(_all_ranks), _own, is_rooted=True),
+    "gather": Spec(_own, _at_root(_all_ranks), is_rooted=True),
+    "all_gather": Spec(_own, _all_ranks),
+    "reduce_scatter": Spec(_all_ranks, _own, is_reduction=True),
+    "all_to_all": Spec(_from_me, _to_me),
+    "scan": Spec(_pieces, _pieces, is_reduction=True, has_pieces=True, takes=operator.le),
+    "exscan": Spec(_pieces, _after_first, is_reduction=True, has_pieces=True, takes=operator.lt),
+    # A barrier gathers the news that everybody has arrived; its blocks have no bytes.
+    "barrier": Spec(_own, _all_ranks),
+}
+
+
+def before(collective: str, rank: int, case: Case) -> Sequence[Block]:
+    """The blocks, in order, that `rank` holds before the collective."""
+    return _cut(SPECS[collective], SPECS[collective].before(rank, case), case)
+
+
+def after(collective: str, rank: int, case: Case) -> Sequence[Block]:
+    """The blocks, in order, that `rank` must hold after the collective."""
+    return _cut(SPECS[collective], SPECS[collective].after(rank, case), case)
+
+
+def _cut(spec: Spec, blocks: Sequence[Block], case: Case) -> Sequence[Block]:
+    if spec.has_pieces or case.num_pieces == 1:
+        return blocks
+    return [Piece(block, number) for block in blocks for number in range(case.num_pieces)]
+
+
+def holders(collective: str, case: Case) -> dict[Block, list[int]]:
+    """For each block, the ranks that hold it before the collective, in rank order."""
+    held: dict[Block, list[int]] = {}
+    for rank in range(case.size):
+        for block in before(collective, rank, case):
+            held.setdefault(block, []).append(rank)
+    return held
+
+
+def contributions(collective: str, rank: int, sources: Sequence[int]) -> Sequence[int]:
+    """Those of the ranks that hold a block before, in rank order, which `rank`'s result takes."""
+    takes = SPECS[collective].takes
+    return sources if takes is None else [source for source in sources if takes(source, rank)]

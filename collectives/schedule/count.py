@@ -1,0 +1,80 @@
+"""What schedules cost, found by counting: the measure of every formula.
+
+Sizes may be in any unit, also fractions of bytes; where blocks are equal all results are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from collectives.schedule.contracts import Case, holders
+from collectives.schedule.rounds import Block, Round, Schedule, original
+
+Size = int | Fraction
+
+
+class Counts(NamedTuple):
+    """What the registry's formulas state, see `algorithms.Algorithm`, as counted."""
+
+    rounds: int
+    startups: int
+    messages: int
+    busiest: Size
+    total: Size
+    critical: Size
+    work: Size
+
+
+def even_sizes(collective: str, case: Case, n: int) -> dict[Block, Size]:
+    """The sizes of all blocks if a vector of `n` bytes is divided evenly, to a fraction of a byte.
+
+    n is the whole vector; for all-to-all that of one rank's input.
+    """
+    blocks = holders(collective, case)
+    num_each = len(blocks) // (case.size if collective == "all_to_all" else 1)
+    size = Fraction(n, max(num_each, 1))
+    return dict.fromkeys(blocks, int(size) if size.denominator == 1 else size)
+
+
+def count(schedules: Sequence[Schedule], sizes: Mapping[Block, Size]) -> Counts:
+    """Count the schedules of all ranks; `sizes` has those of all blocks of the collective."""
+    loads = [[_load(operations, sizes) for operations in schedule] for schedule in schedules]
+    rounds = list(zip(*loads, strict=True))
+    totals = [[sum(each) for each in zip(*mine, strict=True)] for mine in loads if mine]
+    return Counts(
+        rounds=len(rounds),
+        startups=sum(max(max(load.sends, load.receives) for load in each) for each in rounds),
+        messages=sum(total[0] for total in totals),
+        busiest=max((max(total[2:4]) for total in totals), default=0),
+        total=sum(total[2] for total in totals),
+        critical=sum(max(max(load.sent, load.received) for load in each) for each in rounds),
+        work=max((total[4] for total in totals), default=0),
+    )
+
+
+class _Load(NamedTuple):
+    """What one rank does in one round: messages, and the sizes of what goes, comes, is combined."""
+
+    sends: int
+    receives: int
+    sent: Size
+    received: Size
+    combined: Size
+
+
+def _load(operations: Round, sizes: Mapping[Block, Size]) -> _Load:
+    sends = receives = 0
+    sent: Size = 0
+    received: Size = 0
+    combined: Size = 0
+    for op in operations:
+        size = sum(sizes[original(block, sizes)] for block in op.blocks)
+        if op.kind == "send":
+            sends, sent = sends + 1, sent + size
+        elif op.peer is not None:
+            receives, received = receives + 1, received + size
+        if op.side is not None:
+            combined += size
+    return _Load(sends, receives, sent, received, combined)

@@ -1,0 +1,58 @@
+"""From block names to places: how many elements a block has, and where it lies in a buffer.
+
+Sizes are bound late.  An algorithm that was written for equal blocks therefore serves unequal ones
+(the v-variants of MPI) without a line of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, product
+from typing import Literal, NamedTuple
+
+from collectives.schedule.rounds import Block
+
+Buffer = Literal["input", "output", "scratch"]
+
+
+class Region(NamedTuple):
+    """The elements `start` up to, not including, `stop` of one of the three buffers."""
+
+    buffer: Buffer
+    start: int
+    stop: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.stop - self.start
+
+
+def even(num_elements: int, num_parts: int) -> tuple[int, ...]:
+    """Sizes of `num_parts` parts of `num_elements` elements; they differ by one at most.
+
+    The larger parts come first, as in `numpy.array_split`.
+    """
+    size, extra = divmod(num_elements, num_parts)
+    return tuple(size + (part < extra) for part in range(num_parts))
+
+
+def consecutive(
+    buffer: Buffer, blocks: Iterable[Block], sizes: Mapping[Block, int]
+) -> dict[Block, Region]:
+    """The blocks laid one behind the other in a buffer, in the order given."""
+    regions, start = {}, 0
+    for block in blocks:
+        stop = start + sizes[block]
+        regions[block] = Region(buffer, start, stop)
+        start = stop
+    return regions
+
+
+def by_rank(counts: Sequence[int]) -> dict[Block, int]:
+    """Sizes of blocks that are named by number: block i has counts[i] elements."""
+    return dict(enumerate(counts))
+
+
+def by_pair(counts: Sequence[Sequence[int]]) -> dict[Block, int]:
+    """Sizes of the blocks (source, destination) of an all-to-all, from its p x p table."""
+    return dict(zip(product(range(len(counts)), repeat=2), chain(*counts), strict=True))

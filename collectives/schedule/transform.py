@@ -1,0 +1,123 @@
+"""Schedules made from schedules, so that no algorithm is written twice.
+
+Composition needs no function of its own: an algorithm that runs one after another says
+`yield from first(...)` and `yield from second(...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+from collectives.schedule import trees
+from collectives.schedule.rounds import Block, Operation, Recv, RecvReduce, Round, Send
+
+RankAlgorithm = Callable[..., Iterator[Round]]
+Expand = Callable[[Any], Iterable[Block]]
+
+
+def dual(rounds: Iterable[Round], rank: int, *, combine: bool) -> Iterator[Round]:
+    """The schedule of `rank` run backwards in time, with every message turned round.
+
+    A broadcast becomes a reduction (`combine=True`), a scatter becomes a gather and a
+    reduce-scatter an all-gather (`combine=False`).  An incoming operand stands on the side of its
+    sender's rank, so that a tree whose subtrees are intervals of ranks combines in rank order.
+    """
+    for operations in reversed(list(rounds)):
+        yield tuple(_reversed(op, rank, combine) for op in reversed(operations))
+
+
+def _reversed(op: Operation, rank: int, combine: bool) -> Operation:
+    assert op.peer is not None and not op.into, "what changes its name has no dual"
+    if op.kind != "send":
+        return Send(op.peer, op.blocks)
+    if not combine:
+        return Recv(op.peer, op.blocks)
+    return RecvReduce(op.peer, op.blocks, side="left" if op.peer < rank else "right")
+
+
+def one(block: Block) -> tuple[Block]:
+    """A block stands for itself."""
+    return (block,)
+
+
+def relabelled(
+    rounds: Iterable[Round], peer: Callable[[int], int], expand: Expand = one
+) -> Iterator[Round]:
+    """The same schedule with other ranks, and for every block those that `expand` puts there."""
+
+    def every(blocks: Iterable[Block]) -> tuple[Block, ...]:
+        return tuple(name for block in blocks for name in expand(block))
+
+    def rename(op: Operation) -> Operation:
+        number = None if op.peer is None else peer(op.peer)
+        return op._replace(peer=number, blocks=every(op.blocks), into=every(op.into))
+
+    return (tuple(map(rename, operations)) for operations in rounds)
+
+
+def rooted(*, blocks_are_ranks: bool) -> Callable[[RankAlgorithm], RankAlgorithm]:
+    """Make `f(rank, size)`, written for root 0, into `f(rank, size, root)` by rotating the ranks.
+
+    Where blocks are named by rank (scatter) they rotate too; pieces of a vector keep their names.
+    """
+
+    def decorate(function: RankAlgorithm) -> RankAlgorithm:
+        @wraps(function)
+        def at_root(rank: int, size: int, root: int, **options: Any) -> Iterator[Round]:
+            def real(vrank: int) -> int:
+                return (vrank + root) % size
+
+            schedule = function((rank - root) % size, size, **options)
+            return relabelled(schedule, real, (lambda b: (real(b),)) if blocks_are_ranks else one)
+
+        return at_root
+
+    return decorate
+
+
+def nested(
+    algorithm: RankAlgorithm, rank: int, members: Sequence[int], expand: Expand = one
+) -> Iterator[Round]:
+    """`algorithm(rank, size)` run by some ranks among themselves: members[i] is its rank i.
+
+    What it calls a block are all the blocks of `expand(block)`.
+    """
+    rounds = algorithm(members.index(rank), len(members))
+    return relabelled(rounds, members.__getitem__, expand)
+
+
+def idle(rounds: Iterable[Round]) -> Iterator[Round]:
+    """As many rounds, for a rank that takes no part in them."""
+    return (() for _ in rounds)
+
+
+def folded(
+    core: RankAlgorithm,
+    rank: int,
+    size: int,
+    core_size: int,
+    blocks: Sequence[Block],
+    *,
+    blocks_are_ranks: bool = False,
+) -> Iterator[Round]:
+    """`core`, which serves `core_size` ranks only, for more of them.
+
+    The ranks form groups of neighbours.  The first of each combines the `blocks` of all its group,
+    in rank order, takes part in the core, and hands every member its result: all the blocks, or
+    where blocks are named by rank the member's own; what the core calls block i are then all those
+    of group i.
+    """
+    groups = trees.groups(size, core_size)
+    leader, *members = next(group for group in groups if rank in group)
+    if size > core_size:
+        combines = tuple(RecvReduce(member, blocks, side="right") for member in members)
+        yield combines if rank == leader else (Send(leader, blocks),)
+    expand = groups.__getitem__ if blocks_are_ranks else one
+    rounds = nested(core, leader, [group[0] for group in groups], expand)
+    yield from rounds if rank == leader else idle(rounds)
+    if size > core_size:
+        results = {member: [member] if blocks_are_ranks else blocks for member in members}
+        gives = tuple(Send(member, results[member]) for member in members)
+        yield gives if rank == leader else (Recv(leader, results[rank]),)

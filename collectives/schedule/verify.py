@@ -1,0 +1,255 @@
+"""Proof of an algorithm for given p and root: all ranks are run on symbols, and nothing is assumed.
+
+The value of a block is the sequence of contributions (rank, block) it was combined from, and the
+way in which they were put together.  What is demanded is the specification's: every contribution
+exactly once, in rank order if the algorithm promises order, and put together alike on all ranks if
+it promises the same bits.  Messages must match one to one.  Anything else raises `ScheduleError`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from typing import NamedTuple, NoReturn
+
+from collectives.schedule.contracts import Case, after, before, contributions, holders
+from collectives.schedule.rounds import (
+    Block,
+    Operation,
+    Schedule,
+    ScheduleError,
+    Side,
+    grid,
+    incoming,
+    local,
+    original,
+    outgoing,
+)
+
+
+class Value(NamedTuple):
+    """What a block holds.  Equal `form`s: combined in the same way, but for swapped operands."""
+
+    parts: tuple[tuple[int, Block], ...]
+    form: int
+
+
+_NUM_SHOWN = 16  # rounds of the grid before the one that is wrong, and behind it
+SIDES = ("left", "right", None)
+Messages = dict[tuple[int, int], "deque[tuple[tuple[Block, ...], list[Value]]]"]
+
+
+def verify_schedules(
+    collective: str,
+    case: Case,
+    schedules: Sequence[Schedule],
+    *,
+    is_ordered: bool = True,
+    is_bitwise: bool = True,
+) -> None:
+    """Prove the schedules of all ranks of one collective, or raise `ScheduleError`."""
+    run = _Run(collective, case, schedules)
+    for number in range(run.num_rounds()):
+        run.round(number)
+    run.demand_promise(is_ordered)
+    if is_bitwise:
+        run.demand_same_bits()
+
+
+def objection(op: Operation) -> str | None:
+    """What is wrong with an operation whatever the rest of the schedule is, or None."""
+    if op.kind not in ("send", "recv", "recv_reduce", "copy", "copy_reduce"):
+        return f"there is no operation {op.kind!r}"
+    if (op.side in ("left", "right")) != op.kind.endswith("reduce") or op.side not in SIDES:
+        return f"{op.kind} cannot have the side {op.side!r}"
+    if not all(map(_is_names, (op.blocks, op.into))):
+        return f"{op.kind} names {op.blocks!r} and {op.into!r}, which are no tuples of names"
+    if op.kind.startswith("copy") and op.peer is not None:
+        return f"{op.kind} has no peer"
+    if not op.kind.startswith("copy") and type(op.peer) is not int:
+        return f"{op.kind} names {op.peer!r} as its peer"
+    if op.kind.startswith("copy") and len(set(op.into)) < len(op.into):
+        return f"{op.kind} writes a block of {op.into} twice"
+    if op.kind == "copy_reduce" and set(op.blocks) & set(op.into):
+        return "copy_reduce changes what it reads"
+    return None
+
+
+def _is_names(blocks: object) -> bool:
+    """Whether these can be names of blocks, which are keys of dictionaries."""
+    try:
+        hash(blocks)
+    except TypeError:
+        return False
+    return isinstance(blocks, tuple)
+
+
+class _Run:
+    """All ranks, executed on symbols in lockstep."""
+
+    def __init__(self, collective: str, case: Case, schedules: Sequence[Schedule]) -> None:
+        self.collective, self.case, self.schedules = collective, case, schedules
+        self.holders = holders(collective, case)
+        self.forms: dict[object, int] = {}  # every way of combining, by number
+        self.written: dict[tuple[int, Block], int] = {}  # the last round that wrote a block
+        self.check_operations()
+        self.state: list[dict[Block, Value]] = [
+            {
+                block: Value(((rank, block),), self.form((rank, block)))
+                for block in before(collective, rank, case)
+            }
+            for rank in range(case.size)
+        ]
+
+    def form(self, what: object) -> int:
+        return self.forms.setdefault(what, len(self.forms))
+
+    def fail(self, rank: int, number: int, what: str) -> NoReturn:
+        shown = range(max(0, number - _NUM_SHOWN), number + _NUM_SHOWN)
+        table = grid(self.schedules, mark=(rank, number), rounds=shown)
+        raise ScheduleError(f"rank {rank}, round {number}: {what}\n{table}")
+
+    def check_operations(self) -> None:
+        """Every round is a tuple of operations that are what they can be."""
+        for rank, schedule in enumerate(self.schedules):
+            for number, operations in enumerate(schedule):
+                if type(operations) is not tuple or not all(
+                    isinstance(op, Operation) for op in operations
+                ):
+                    raise ScheduleError(
+                        f"rank {rank}, round {number}: yields {operations!r}, which is not a tuple "
+                        "of operations; a single operation needs a comma behind it"
+                    )
+                for op in operations:
+                    if (what := objection(op)) is not None:
+                        self.fail(rank, number, what)
+
+    def num_rounds(self) -> int:
+        lengths = [len(schedule) for schedule in self.schedules]
+        for rank, length in enumerate(lengths):
+            if length != lengths[0]:
+                self.fail(
+                    rank, min(length, lengths[0]), f"has {length} rounds, rank 0 has {lengths[0]}"
+                )
+        return lengths[0]
+
+    def round(self, number: int) -> None:
+        """Send from the state before the round, then deliver, then do what is local."""
+        messages = self.posted(number)
+        for rank, op in self.operations(number):
+            if op.kind in ("recv", "recv_reduce"):
+                self.deliver(rank, number, op, messages)
+        for (src, dst), queue in messages.items():
+            if queue:
+                self.fail(src, number, f"nobody receives blocks {queue[0][0]} at rank {dst}")
+        for rank, schedule in enumerate(self.schedules):
+            for op in local(schedule[number]):
+                self.move(rank, number, op)
+
+    def operations(self, number: int) -> Iterator[tuple[int, Operation]]:
+        for rank, schedule in enumerate(self.schedules):
+            for op in schedule[number]:
+                yield rank, op
+
+    def posted(self, number: int) -> Messages:
+        messages: Messages = defaultdict(deque)
+        for rank, schedule in enumerate(self.schedules):
+            for op in outgoing(schedule[number]):
+                values = [self.held(rank, number, block) for block in op.blocks]
+                ends = rank, self.peer(rank, number, op)
+                if ends in messages:
+                    self.fail(rank, number, f"sends rank {op.peer} two messages in one round")
+                messages[ends].append((op.blocks, values))
+            self.refuse_races(rank, number)
+        return messages
+
+    def refuse_races(self, rank: int, number: int) -> None:
+        """A block may be received once a round; reductions into it are applied in order."""
+        plain: set[Block] = set()
+        reduced: set[Block] = set()
+        for op in incoming(self.schedules[rank][number]):
+            blocks = set(op.targets)
+            if len(blocks) < len(op.targets) or blocks & (
+                plain if op.kind == "recv_reduce" else plain | reduced
+            ):
+                self.fail(rank, number, f"receives a block of {op.targets} twice in one round")
+            (reduced if op.kind == "recv_reduce" else plain).update(blocks)
+
+    def peer(self, rank: int, number: int, op: Operation) -> int:
+        if op.peer is None or not 0 <= op.peer < self.case.size or op.peer == rank:
+            self.fail(rank, number, f"{op.kind} names {op.peer} as its peer")
+        return op.peer
+
+    def held(self, rank: int, number: int, block: Block) -> Value:
+        if block not in self.state[rank]:
+            self.fail(rank, number, f"does not hold block {block}")
+        return self.state[rank][block]
+
+    def deliver(self, rank: int, number: int, op: Operation, messages: Messages) -> None:
+        peer = self.peer(rank, number, op)
+        queue = messages.get((peer, rank))
+        if not queue:
+            self.fail(rank, number, f"waits for a message that rank {peer} does not send")
+        blocks, values = queue.popleft()
+        if blocks != op.blocks:
+            self.fail(rank, number, f"expects blocks {op.blocks}, rank {peer} sends {blocks}")
+        self.put(rank, number, op, values)
+
+    def move(self, rank: int, number: int, op: Operation) -> None:
+        """A copy, which may be combined; it reads all its blocks before it writes any."""
+        self.put(rank, number, op, [self.held(rank, number, block) for block in op.blocks])
+
+    def put(self, rank: int, number: int, op: Operation, values: Sequence[Value]) -> None:
+        """Let `values` replace what the operation names as its targets, or combine with it."""
+        if len(op.blocks) != len(op.targets):
+            self.fail(rank, number, f"gives {len(op.blocks)} blocks {len(op.targets)} names")
+        for block, target in zip(op.blocks, op.targets, strict=True):
+            if self.original(rank, number, block) != self.original(rank, number, target):
+                self.fail(rank, number, f"gives block {block} the name {target}, of another size")
+        if op.side is not None:
+            own = [self.held(rank, number, target) for target in op.targets]
+            values = [self.combine(*pair, op.side) for pair in zip(values, own, strict=True)]
+        self.state[rank].update(zip(op.targets, values, strict=True))
+        self.written.update(((rank, target), number) for target in op.targets)
+
+    def combine(self, coming: Value, own: Value, side: Side) -> Value:
+        parts = coming.parts + own.parts if side == "left" else own.parts + coming.parts
+        return Value(parts, self.form((min(coming.form, own.form), max(coming.form, own.form))))
+
+    def original(self, rank: int, number: int, block: Block) -> Block:
+        try:
+            return original(block, self.holders)
+        except KeyError:
+            self.fail(rank, number, f"uses the name {block}, which stands for no block")
+
+    def fail_at_end(self, rank: int, block: Block, what: str) -> NoReturn:
+        """Fail where this rank last wrote the block; at the end if it never did."""
+        self.fail(rank, self.written.get((rank, block), max(self.num_rounds() - 1, 0)), what)
+
+    def demand_promise(self, is_ordered: bool) -> None:
+        """Every block due holds every contribution to it once, in rank order if promised."""
+        right: dict[Block, tuple[object, object]] = {}  # what was found right on another rank
+        for rank, state in enumerate(self.state):
+            for block in after(self.collective, rank, self.case):
+                sources = contributions(self.collective, rank, self.holders[block])
+                got = state[block].parts if block in state else ()
+                seen, their_sources = right.get(block, (None, None))
+                if got is seen and sources is their_sources:
+                    continue
+                due = tuple((source, block) for source in sources)
+                in_order = got if is_ordered else tuple(sorted(got, key=itemgetter(0)))
+                if in_order != due:
+                    self.fail_at_end(rank, block, f"block {block} ends as {got}, not {due}")
+                right[block] = got, sources
+
+    def demand_same_bits(self) -> None:
+        """Ranks due the same contributions to a block have combined them in the same way."""
+        first: dict[object, int] = {}
+        for rank, state in enumerate(self.state):
+            for block in after(self.collective, rank, self.case):
+                due = block, len(contributions(self.collective, rank, self.holders[block]))
+                other = first.setdefault(due, rank)
+                if state[block].form != self.state[other][block].form:
+                    what = f"combines block {block} in another way than rank {other}"
+                    self.fail_at_end(rank, block, f"{what}: their last bits may differ")

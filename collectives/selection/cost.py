@@ -1,0 +1,101 @@
+"""What an algorithm costs: its price on a machine, and the lower bounds that none can beat.
+
+The model: a rank sends one message and receives one at a time.  Each bound holds by itself; that
+one algorithm meets all of a collective's at once is not always possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import NamedTuple
+
+from collectives.algorithms import Algorithm
+from collectives.schedule import SPECS, ceil_log2
+
+Size = int | Fraction
+
+
+class Machine(NamedTuple):
+    """A machine and its MPI, in three numbers.
+
+    `alpha`: seconds for each start-up of a message.  `beta`: seconds per byte through the busiest
+    port.  `gamma`: seconds per byte combined.  The defaults are those of two ranks that share the
+    memory of one computer.
+    """
+
+    alpha: float = 2e-6
+    beta: float = 1.7e-10
+    gamma: float = 8e-11
+
+
+def price(algorithm: Algorithm, p: int, n: int, machine: Machine, **options: int) -> float:
+    """The seconds that the algorithm takes on `p` ranks and `n` bytes, by the model of Hockney.
+
+    alpha * start-ups + beta * busiest + gamma * work (Hockney 1994; with combining, Thakur,
+    Rabenseifner and Gropp 2005).  It knows nothing of caches, of links that several ranks share,
+    or of waiting: good for telling the hopeless from the promising, not for a close finish.
+    """
+    startups, busiest, work = (
+        float(formula(p=p, n=n, **options))
+        for formula in (algorithm.startups, algorithm.busiest, algorithm.work)
+    )
+    return machine.alpha * startups + machine.beta * busiest + machine.gamma * work
+
+
+class Bound(NamedTuple):
+    """The least rounds, and the least bytes that some rank must send or receive, and combine."""
+
+    rounds: int
+    bytes: Size
+    work: Size
+
+
+def lower_bound(collective: str, p: int, n: int, pieces: int = 1) -> Bound:
+    """Bounds for `p` ranks and a vector of `n` bytes.
+
+    n is the size of the whole vector; for scatter and gather that of the root's buffer, for
+    all-gather that of the result, for all-to-all that of one rank's input.  `pieces`: into how many
+    a broadcast or reduce cuts it, each in a message of its own.
+
+    What one rank has to say can have reached two ranks after one round, four after two (Bar-Noy and
+    Kipnis 1994; N pieces: Traff 2024).  All of n must reach every rank of a broadcast and leave the
+    root, or the other way round; in a scatter all but the own part; in an all-reduce twice that
+    (Patarasuk and Yuan 2009).  p vectors take p - 1 combinations, by some rank a p-th of them (Chan
+    et al. 2007).  Raises ValueError for an unknown collective, or for less than one rank.
+    """
+    if collective not in SPECS:
+        raise ValueError(f"unknown collective {collective!r}; known: {', '.join(SPECS)}")
+    if p < 1 or pieces < 1:
+        raise ValueError(f"there is no bound for {p} ranks and {pieces} pieces")
+    if p == 1:
+        return Bound(0, 0, 0)
+    whole, part = Fraction(n), Fraction(n * (p - 1), p)
+    num_bytes = {"barrier": Fraction(0), "all_reduce": 2 * part}.get(
+        collective, whole if SPECS[collective].has_pieces else part
+    )
+    num_combined = p - 2 if collective == "exscan" else p - 1
+    work = Fraction(n * num_combined, p) if SPECS[collective].is_reduction else Fraction(0)
+    streams = collective in ("broadcast", "reduce")
+    return Bound(ceil_log2(p) + (pieces - 1) * streams, num_bytes, work)
+
+
+def bounds_met(algorithm: Algorithm, sizes: Iterable[int] = range(1, 65)) -> list[str]:
+    """Which of "rounds", "bytes" and "work" the algorithm meets exactly at all `sizes` it serves.
+
+    Rounds in which a rank has several messages count several times.  By its default options.
+    """
+    met = {"rounds": "startups", "bytes": "busiest", "work": "work"}
+    if not SPECS[algorithm.collective].is_reduction:
+        del met["work"]
+    if algorithm.collective == "barrier":
+        del met["bytes"]
+    for p in filter(algorithm.serves, sizes):
+        n = 5040 * p
+        bound = lower_bound(algorithm.collective, p, n)
+        met = {
+            name: formula
+            for name, formula in met.items()
+            if getattr(algorithm, formula)(p=p, n=n) == getattr(bound, name)
+        }
+    return list(met)

@@ -1,0 +1,197 @@
+"""Decisions by measurement: which algorithms were fastest, on how many ranks, up to what size.
+
+`python -m bench tune` measures, and writes them as JSON:
+
+    {"measured": {"4": {
+        "facts": {"mpi": "Open MPI 5.0.8", "when": "2025-07-01", ...},
+        "machine": {"alpha": 2e-06, "beta": 1.5e-10, "gamma": 1e-10},
+        "tables": {"all_reduce": [{"up_to": 32768, "best": ["recursive_doubling"]},
+                                  {"up_to": null, "best": ["ring", "two_shot"]}], ...}}, ...}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from collectives.schedule import SPECS
+from collectives.selection.cost import Machine
+from collectives.selection.labels import named
+
+
+class Row(NamedTuple):
+    """Up to `largest` bytes (n) these algorithms, best first, as a caller names them."""
+
+    largest: float
+    labels: tuple[str, ...]
+
+
+class Measured(NamedTuple):
+    """What one number of ranks found.
+
+    `facts`: on the measurement, in words.  `tables`: of each collective measured the rows, by size;
+    the last has no limit.
+    """
+
+    facts: Mapping[str, str]
+    machine: Machine
+    tables: Mapping[str, tuple[Row, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """What was measured, by number of ranks.  Equal only to itself, so that it can key a cache."""
+
+    measured: Mapping[int, Measured]
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Decisions:
+        """What `to_json` wrote.  Raises ValueError, naming the place, for anything else."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"decisions are not JSON: {error}") from None
+        found = _object(_object(data, "decisions", ("measured",))["measured"], "measured")
+        return cls({_ranks(key): _measured(each, f"measured.{key}") for key, each in found.items()})
+
+    def including(self, ranks: int, found: Measured) -> Decisions:
+        """With one more measurement, whose tables replace older ones of as many ranks."""
+        older = self.measured[ranks].tables if ranks in self.measured else {}
+        return Decisions({**self.measured, ranks: found._replace(tables={**older, **found.tables})})
+
+    def to_json(self) -> str:
+        """As text, numbers of ranks in order."""
+        data = {str(ranks): _as_dict(self.measured[ranks]) for ranks in sorted(self.measured)}
+        return json.dumps({"measured": data}, indent=1) + "\n"
+
+    def machine(self, size: int) -> Machine:
+        """The machine as `size` ranks found it, or the nearest number of ranks measured."""
+        nearest = self._nearest(size)
+        return self.measured[nearest[0]].machine if nearest else Machine()
+
+    def limits(self, collective: str) -> set[float]:
+        """The sizes at which its rows end."""
+        tables = [found.tables.get(collective, ()) for found in self.measured.values()]
+        return {row.largest for rows in tables for row in rows}
+
+    def ranked(self, collective: str, size: int, num_bytes: float) -> Iterator[tuple[str, str]]:
+        """Algorithms, best first, and in words where each stands; some may not be able to serve.
+
+        Where `size` ranks were not measured the nearest number that was comes first.
+        """
+        for ranks in self._nearest(size):
+            if rows := self.measured[ranks].tables.get(collective):
+                row = next(row for row in rows if num_bytes <= row.largest)
+                nearest = "" if ranks == size else f", the nearest to {size}"
+                sizes = extent(row.largest, num_bytes, [row.largest for row in rows])
+                where = f"table measured on {ranks} ranks{nearest}: {sizes}"
+                yield from ((label, where) for label in row.labels)
+
+    def _nearest(self, size: int) -> list[int]:
+        """The numbers of ranks that were measured, the nearest to `size` by ratio first."""
+
+        def distance(ranks: int) -> tuple[Fraction, int]:
+            return Fraction(max(ranks, size), min(ranks, size)), ranks
+
+        return sorted(self.measured, key=distance)
+
+
+def extent(largest: float, num_bytes: float, limits: Iterable[float]) -> str:
+    """In words the sizes up to `largest`, from the one of the `limits` below `num_bytes` on."""
+    below = max((limit for limit in limits if limit < num_bytes), default=None)
+    words = [] if below is None else [f"above {below}"]
+    words += [] if largest == math.inf else [f"up to {largest}"]
+    return f"{' and '.join(words)} bytes" if words else "every size"
+
+
+# To and from JSON.  `place` is where a value stands, for the sentence that refuses it.
+
+
+def _as_dict(measured: Measured) -> dict[str, Any]:
+    tables = {
+        collective: [
+            {"up_to": None if row.largest == math.inf else row.largest, "best": row.labels}
+            for row in rows
+        ]
+        for collective, rows in measured.tables.items()
+    }
+    return {**measured._asdict(), "machine": measured.machine._asdict(), "tables": tables}
+
+
+def _ranks(text: str) -> int:
+    if not re.fullmatch("[1-9][0-9]{,8}", text):
+        raise ValueError(f"measured: {text!r} is not a number of ranks")
+    return int(text)
+
+
+def _measured(value: object, place: str) -> Measured:
+    found = _object(value, place, Measured._fields)
+    facts, rates, tables = (_object(found[name], f"{place}.{name}") for name in Measured._fields)
+    _object(rates, f"{place}.machine", Machine._fields)
+    return Measured(
+        {name: _text(fact, f"{place}.facts.{name}") for name, fact in facts.items()},
+        Machine(
+            **{name: _seconds(rate, f"{place}.machine.{name}") for name, rate in rates.items()}
+        ),
+        {name: _table(rows, f"{place}.tables.{name}", name) for name, rows in tables.items()},
+    )
+
+
+def _text(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{place} must be a text, not {value!r}")
+    return value
+
+
+def _seconds(value: Any, place: str) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{place} must be a number of seconds, not {value!r}")
+    return float(value)
+
+
+def _table(value: object, place: str, collective: str) -> tuple[Row, ...]:
+    if collective not in SPECS:
+        raise ValueError(f"{place}: there is no such collective; known: {', '.join(SPECS)}")
+    rows = [
+        _row(each, f"{place}[{number}]", collective)
+        for number, each in enumerate(_list(value, place, "rows"))
+    ]
+    limits = [row.largest for row in rows]
+    if limits != sorted(set(limits)) or limits[-1] != math.inf:
+        raise ValueError(f"{place}: up_to must grow from row to row, and be null in the last")
+    return tuple(rows)
+
+
+def _row(value: object, place: str, collective: str) -> Row:
+    found = _object(value, place, ("up_to", "best"))
+    largest = found["up_to"]
+    if largest is not None and (type(largest) is not int or largest < 0):
+        raise ValueError(f"{place}.up_to must be a number of bytes or null, not {largest!r}")
+    best = _list(found["best"], f"{place}.best", "algorithms")
+    try:
+        labels = tuple(named(collective, label).label for label in best)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}.best: {error}") from None
+    return Row(math.inf if largest is None else largest, labels)
+
+
+def _list(value: object, place: str, what: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{place} must be a list of {what}, and not empty")
+    return value
+
+
+def _object(value: object, place: str, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """An object with these fields and no others; with any if no `names` are given."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} must be an object")
+    if names is not None and set(value) != set(names):
+        raise ValueError(f"{place} must have {', '.join(names)}, and nothing else")
+    return value

@@ -1,0 +1,93 @@
+"""What a call would run, and why: predicted times, and what cannot run for what restriction."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from collectives import algorithms
+from collectives.arrays import Operator
+from collectives.selection.cost import Machine, price
+from collectives.selection.decisions import Decisions
+from collectives.selection.labels import named
+from collectives.selection.select import choose, objection, preferred
+
+
+class Candidate(NamedTuple):
+    """An algorithm that could run, and the seconds that the cost model gives it."""
+
+    label: str
+    seconds: float
+
+
+class Rejected(NamedTuple):
+    """An algorithm that could not, and the restriction in words."""
+
+    label: str
+    restriction: str
+
+
+class Explanation(NamedTuple):
+    """What a call would run, and why.
+
+    `num_bytes`: the n of the formulas.  `chosen`: the algorithm as a caller names it.  `reason`:
+    who or what chose it.  `run_by`: what runs the program, and why it is not compiled code if it is
+    not.  `candidates`: all that could run, by predicted time.  The prediction
+    decides nothing: a measured table does, or a built-in rule.
+    """
+
+    collective: str
+    size: int
+    num_bytes: int
+    chosen: str
+    reason: str
+    candidates: tuple[Candidate, ...]
+    rejected: tuple[Rejected, ...]
+    run_by: str = ""
+
+    def __str__(self) -> str:
+        width = max(len(label) for label, _ in (*self.candidates, *self.rejected))
+        lines = [
+            f"{self.collective} of {self.num_bytes} bytes on {self.size} ranks: {self.chosen}",
+            f"why: {self.reason}",
+            *([f"run by: {self.run_by}"] if self.run_by else []),
+            f"  {'algorithm':{width}}  predicted us",
+        ]
+        for label, seconds in self.candidates:
+            mark = "*" if label == self.chosen else " "
+            lines.append(f"{mark} {label:{width}} {seconds * 1e6:13.1f}")
+        lines += [f"  {label:{width}}  {restriction}" for label, restriction in self.rejected]
+        return "\n".join(lines)
+
+
+def explain(
+    collective: str,
+    algorithm: str | None,
+    size: int,
+    num_bytes: int,
+    operator: Operator | None = None,
+    decisions: Decisions | None = None,
+) -> Explanation:
+    """What a call runs here and now.  The arguments, and what is raised, are those of `choose`."""
+    text = preferred(collective) if algorithm is None else algorithm
+    choice = choose(collective, text, size, num_bytes, operator, decisions)
+    is_preferred = algorithm is None and text is not None
+    reason = "named by collectives.using" if is_preferred else choice.reason
+    labels = dict.fromkeys([*algorithms.names(collective), choice.label])  # it may have options
+    objections = {label: objection(named(collective, label), size, operator) for label in labels}
+    machine = Machine() if decisions is None else decisions.machine(size)
+    candidates = [
+        Candidate(label, _predicted(collective, label, size, num_bytes, machine))
+        for label, restriction in objections.items()
+        if restriction is None
+    ]
+    candidates.sort(key=lambda candidate: candidate.seconds)
+    rejected = [Rejected(label, words) for label, words in objections.items() if words is not None]
+    return Explanation(
+        collective, size, num_bytes, choice.label, reason, tuple(candidates), tuple(rejected)
+    )
+
+
+def _predicted(collective: str, label: str, size: int, num_bytes: int, machine: Machine) -> float:
+    """Seconds, with the options that a call would take."""
+    choice = choose(collective, label, size, num_bytes)
+    return price(choice.algorithm, size, num_bytes, machine, **choice.options)

@@ -1,0 +1,256 @@
+"""Which algorithm runs when the caller names none, whether a named one can run at all, and why.
+
+A caller names an algorithm as text, with options if it likes: "ring", "pipeline(segments=8)".  The
+answer depends only on what all ranks know alike, so all ranks give the same.  A named algorithm is
+never replaced by another: it runs, or the call is refused.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+from collectives.algorithms import Algorithm, registry
+from collectives.arrays import Operator
+from collectives.programs import num_lanes
+from collectives.schedule import SPECS
+from collectives.selection.decisions import Decisions, extent
+from collectives.selection.labels import Named, named
+
+SEGMENT_BYTES = 256 * 1024
+_MAX_SEGMENTS = 256
+_MAX_PROVED = 2**14  # pieces times ranks of a proof in the middle of a call, which takes 0.3 s
+
+_EVER = float("inf")
+
+
+class _Rule(NamedTuple):
+    """Up to `largest` bytes (n), and so many ranks, this algorithm.
+
+    `is_for_powers`: only if p is a power of two.
+    """
+
+    largest: float
+    name: str
+    is_for_powers: bool = False
+    most_ranks: float = _EVER
+
+
+# Bytes that Open MPI sends at once between two processes; of more it tells the receiver first.
+_MOST_EAGER = 4000
+
+# Where nothing was measured.  The first that fits and serves is taken.  What combines in another
+# order than that of ranks serves no operator that needs the order; the last one always does.  Those
+# for few ranks were measured on 2 and 4, on two cores, with Open MPI and MPICH.
+_RULES: dict[str, Sequence[_Rule]] = {
+    "broadcast": (
+        _Rule(_EVER, "binomial", most_ranks=2),
+        _Rule(_EVER, "knomial", most_ranks=4),
+        _Rule(512 * 1024, "binomial"),
+        _Rule(_EVER, "pipeline"),
+    ),
+    "reduce": (
+        _Rule(8 * 1024**2, "binomial", most_ranks=2),
+        _Rule(_EVER, "reduce_scatter_gather", most_ranks=2),
+        _Rule(_EVER, "binary", most_ranks=4),
+        _Rule(_EVER, "binomial"),
+        _Rule(_EVER, "in_order_binary"),
+    ),
+    "all_reduce": (
+        _Rule(_MOST_EAGER, "recursive_doubling", most_ranks=2),
+        _Rule(2 * _MOST_EAGER, "ring", most_ranks=2),  # whose messages are half as long
+        _Rule(96 * 1024, "recursive_doubling", most_ranks=2),
+        _Rule(_EVER, "ring", most_ranks=2),
+        _Rule(48 * 1024, "recursive_doubling"),
+        _Rule(512 * 1024, "rabenseifner", is_for_powers=True),
+        _Rule(96 * 1024, "recursive_doubling"),
+        _Rule(_EVER, "ring"),
+        _Rule(_EVER, "two_shot"),
+    ),
+    "scatter": (
+        _Rule(_EVER, "linear_bounded", most_ranks=4),
+        _Rule(32 * 1024, "binomial"),
+        _Rule(_EVER, "linear"),
+    ),
+    "gather": (
+        _Rule(32 * 1024, "linear_bounded", most_ranks=4),
+        _Rule(32 * 1024, "binomial"),
+        _Rule(_EVER, "linear"),
+    ),
+    "all_gather": (
+        _Rule(1024**2, "recursive_doubling", is_for_powers=True),
+        _Rule(32 * 1024, "bruck"),
+        _Rule(_EVER, "ring"),
+    ),
+    "reduce_scatter": (
+        _Rule(256 * 1024, "recursive_halving", is_for_powers=True),
+        _Rule(32 * 1024, "circulant"),
+        _Rule(_EVER, "ring"),
+        _Rule(_EVER, "butterfly"),
+    ),
+    "all_to_all": (
+        _Rule(_EVER, "linear", most_ranks=4),
+        _Rule(1024, "bruck"),
+        _Rule(_EVER, "linear"),
+    ),
+    "scan": (_Rule(_EVER, "linear", most_ranks=4), _Rule(_EVER, "doubling")),
+    "exscan": (_Rule(_EVER, "linear", most_ranks=4), _Rule(_EVER, "min_round")),
+    "barrier": (_Rule(_EVER, "dissemination"),),
+}
+
+
+class Choice(NamedTuple):
+    """An algorithm, its options, and in words why it was chosen.
+
+    `label`: as a caller names it, with options only if given.  `segments`: into how many messages
+    the engine cuts every message of the algorithm.
+    """
+
+    algorithm: Algorithm
+    options: Mapping[str, int]
+    label: str
+    reason: str
+    segments: int
+
+
+def choose(
+    collective: str,
+    text: str | None,
+    size: int,
+    num_bytes: int,
+    operator: Operator | None = None,
+    decisions: Decisions | None = None,
+) -> Choice:
+    """What a call runs: the algorithm named, or None for a choice by size, and its options.
+
+    `num_bytes` is the n of the formulas.  `decisions`: what was measured, before which the built-in
+    rules stand back.  Raises ValueError if there is no algorithm of this name or it cannot serve.
+    """
+    if text is not None:
+        found, reason = check(collective, text, size, operator), "named by the caller"
+    else:
+        is_free = operator is None or operator.is_commutative
+        limits = _limits(collective, decisions)
+        limit = limits[bisect_left(limits, num_bytes)]
+        found, reason = _default(collective, size, limit, is_free, decisions, registry.generation())
+    chosen = {**options(found.algorithm, size, num_bytes), **found.options}
+    segments = num_lanes(found.algorithm, size, num_bytes, tuple(chosen.items()))
+    return Choice(found.algorithm, chosen, found.label, reason, segments)
+
+
+@lru_cache(maxsize=256)
+def _limits(collective: str, decisions: Decisions | None) -> list[float]:
+    """The sizes at which another choice may begin, in order: between two of them all are alike."""
+    limits = {rule.largest for rule in _RULES[collective]}
+    return sorted(limits.union(() if decisions is None else decisions.limits(collective)))
+
+
+@lru_cache(maxsize=1024)
+def _default(
+    collective: str,
+    size: int,
+    num_bytes: float,
+    is_free: bool,
+    decisions: Decisions | None,
+    generation: int,
+) -> tuple[Named, str]:
+    """As measured, else by the rules, and why.  `is_free`: the order of combining does not matter.
+
+    `generation`: which algorithms the names that were measured stand for.
+    """
+    measured = () if decisions is None else decisions.ranked(collective, size, num_bytes)
+    for label, reason in chain(measured, _ruled(collective, size, num_bytes)):
+        found = named(collective, label)
+        if found.serves(size) and (is_free or found.algorithm.is_ordered):
+            return found, reason
+    raise AssertionError(f"no rule for {collective} covers {num_bytes} bytes on {size} ranks")
+
+
+def _ruled(collective: str, size: int, num_bytes: float) -> Iterator[tuple[str, str]]:
+    """The algorithms of the built-in rules that fit, best first, and in words which rule it is."""
+    is_power = size.bit_count() == 1
+    meant = [
+        rule
+        for rule in _RULES[collective]
+        if size <= rule.most_ranks and (is_power or not rule.is_for_powers)
+    ]
+    for rule in meant:
+        if num_bytes <= rule.largest:
+            sizes = extent(rule.largest, num_bytes, [rule.largest for rule in meant])
+            yield rule.name, f"built-in rule: {sizes}"
+
+
+def options(algorithm: Algorithm, size: int, num_bytes: int) -> dict[str, int]:
+    """The options that depend on n: what has segments gets such as stay in cache.
+
+    Of a registered algorithm every number of segments has to be proved, so there are few numbers
+    to choose from, and none so large that the proof takes long.
+    """
+    if "segments" not in algorithm.options:
+        return {}
+    num_parts = algorithm.case(size, segments=1).num_pieces  # before they are cut into segments
+    if not SPECS[algorithm.collective].has_pieces:
+        num_parts *= size
+    segments = max(1, -(-num_bytes // (SEGMENT_BYTES * num_parts)))
+    if algorithm.is_built_in:
+        return {"segments": min(segments, _MAX_SEGMENTS)}
+    power_of_two = 1 << (segments - 1).bit_length()
+    most = min(_MAX_PROVED // (size * num_parts), _MAX_SEGMENTS)
+    return {"segments": max(1, min(power_of_two, most))}
+
+
+# A named algorithm
+
+
+def check(collective: str, text: str, size: int, operator: Operator | None = None) -> Named:
+    """The algorithm named.  Raises TypeError or ValueError if there is none or it cannot serve."""
+    found = named(collective, text)
+    if (restriction := objection(found, size, operator)) is not None:
+        raise ValueError(f"{collective} by {found.label} {restriction}")
+    return found
+
+
+def objection(found: Named, size: int, operator: Operator | None = None) -> str | None:
+    """Why an algorithm cannot serve so many ranks or this operator, in words; None if it can."""
+    algorithm = found.algorithm
+    if not found.serves(size):
+        return f"serves {algorithm.ranks_in_words} only, not {size}"
+    if operator is not None and not (operator.is_commutative or algorithm.is_ordered):
+        return f"needs a commutative operator; {operator.name} is not"
+    return None
+
+
+# What stands for calls that name none
+
+# (collective, label), the innermost first.
+_preferred: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("preferred", default=())
+preferences = _preferred.get  # all of them, hashable
+
+
+@contextmanager
+def using(**algorithms: str) -> Iterator[None]:
+    """Calls inside the block that name no algorithm take these: `using(all_reduce="ring")`.
+
+    One for each collective; of nested blocks the inner one counts.  All ranks use the same.  The
+    choice belongs to the thread (or task) that makes it, and what the library sends for itself
+    keeps to its own.  Raises ValueError for an unknown collective or algorithm; one that cannot
+    serve a call is refused by that call, as if it had named it.
+    """
+    labels = [
+        (collective, named(collective, text).label) for collective, text in algorithms.items()
+    ]
+    token = _preferred.set((*labels, *_preferred.get()))
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+def preferred(collective: str) -> str | None:
+    """The algorithm that stands for calls which name none; None: choose."""
+    return next((label for name, label in _preferred.get() if name == collective), None)
