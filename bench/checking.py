@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +22,7 @@ def measured(num_bytes: int, options: argparse.Namespace) -> list[float]:
     x = np.zeros(max(1, num_bytes // options.dtype.itemsize), options.dtype)
     y = np.empty_like(x)
     plans = [comm.plan.all_reduce(x, out=y) for comm in comms]
-    calls = [partial(comm.all_reduce, x, out=y) for comm in comms]
+    calls: list[Callable[[], Any]] = [partial(comm.all_reduce, x, out=y) for comm in comms]
     effort = Effort(options.warmup, options.samples, SECONDS)
     runs = [*(plan.run for plan in plans), *calls]
     found = times(runs, x, is_small=x.nbytes <= SMALL, effort=effort)

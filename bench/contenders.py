@@ -26,7 +26,7 @@ from bench.ways import WAYS, Contender, nothing
 from collectives import Communicator
 from collectives.arrays.kernels import is_bfloat16
 from collectives.arrays.operators import operator
-from collectives.communicator.calls import Calls
+from collectives.communicator.planner import Planner
 from collectives.mpi4py_compat.ops import OPERATIONS
 from collectives.schedule.contracts import SPECS
 from collectives.selection import select
@@ -60,7 +60,9 @@ def algorithm_of(case: Case, name: str) -> str | None:
     return select.choose(case.collective, None, case.size, case.num_bytes, op).label
 
 
-def _method(comm: Calls, case: Case, buffers: Buffers, **more: Any) -> Callable[[], Any]:
+def _method(
+    comm: Communicator | Planner, case: Case, buffers: Buffers, **more: Any
+) -> Callable[[], Any]:
     """The collective's method with its arrays, and no argument that has its default."""
     method = getattr(comm, case.collective)
     defaults = {"op": "sum", "root": 0}

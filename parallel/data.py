@@ -58,7 +58,7 @@ class AllReduce(Hook):
     """The sum as it is: one all-reduce a bucket, which goes on while backward does."""
 
     def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Finish:
-        work: Work = strategy.comm.all_reduce(
+        work: Work[Any] = strategy.comm.all_reduce(
             flat, op="sum", out=flat, algorithm=strategy.algorithm, async_op=True
         )
         return work.wait

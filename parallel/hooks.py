@@ -48,14 +48,14 @@ class Steps(Hook):
     """
 
     @abstractmethod
-    def run(self, strategy: DataParallel, bucket: str, flat: Array) -> Iterator[Work]:
+    def run(self, strategy: DataParallel, bucket: str, flat: Array) -> Iterator[Work[Any]]:
         """Replace `flat` by the sum over all ranks, by the same calls in the same order on each."""
 
     def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Finish:
         return going_on(self.run(strategy, bucket, flat))
 
 
-def going_on(run: Iterator[Work]) -> Finish:
+def going_on(run: Iterator[Work[Any]]) -> Finish:
     """Let `run` begin its next call; what waits for that and goes on."""
     work = next(run, None)
 
@@ -81,7 +81,7 @@ class Compressed(Steps):
             raise ValueError(f"gradients are compressed to {' or '.join(TWO_BYTES)}, not {dtype!r}")
         self.dtype = dtype_of(dtype)
 
-    def run(self, strategy: DataParallel, bucket: str, flat: Array) -> Iterator[Work]:
+    def run(self, strategy: DataParallel, bucket: str, flat: Array) -> Iterator[Work[Any]]:
         short = rounded(flat, self.dtype)
         yield all_reduce(strategy, short)
         if short is not flat:
@@ -110,7 +110,7 @@ class Int8Blocks(Steps):
         num_blocks(0, block)
         self.block = block
 
-    def run(self, strategy: DataParallel, bucket: str, flat: Array) -> Iterator[Work]:
+    def run(self, strategy: DataParallel, bucket: str, flat: Array) -> Iterator[Work[Any]]:
         comm, xp, me = strategy.comm, array_namespace(flat), strategy.comm.rank
         parts = [shards.span(flat.shape[0], comm.size, rank) for rank in range(comm.size)]
         sizes = self.part_bytes(strategy, bucket)
@@ -238,7 +238,7 @@ class PowerSGD(Steps):
 
     # A step
 
-    def run(self, strategy: DataParallel, bucket: str, flat: Array) -> Iterator[Work]:
+    def run(self, strategy: DataParallel, bucket: str, flat: Array) -> Iterator[Work[Any]]:
         matrices, others = self.divided(strategy, bucket)
         if not matrices:
             yield all_reduce(strategy, flat)
@@ -337,9 +337,9 @@ def orthonormal(x: Array) -> Array:
     return done.T
 
 
-def all_reduce(strategy: DataParallel, x: Array) -> Work:
+def all_reduce(strategy: DataParallel, x: Array) -> Work[Any]:
     """Begin to sum x over the ranks, in place."""
-    work: Work = strategy.comm.all_reduce(
+    work: Work[Any] = strategy.comm.all_reduce(
         x, op="sum", out=x, algorithm=strategy.algorithm, async_op=True
     )
     return work

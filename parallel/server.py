@@ -180,7 +180,7 @@ class Staleness(NamedTuple):
 class Expected(NamedTuple):
     """A push that has not begun: the receive of its first message, and since when it is awaited."""
 
-    work: Work
+    work: Work[Any]
     since: float
 
 

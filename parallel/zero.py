@@ -80,10 +80,10 @@ class Zero1(Strategy):
             )
         return own
 
-    def all_gather(self, unit: str, whole: Array) -> Work:
+    def all_gather(self, unit: str, whole: Array) -> Work[Any]:
         """Begin to fill `whole`, in which the own part is at its place."""
         with collectives.phase(unit):
-            work: Work = self.shard_comm.all_gather(
+            work: Work[Any] = self.shard_comm.all_gather(
                 whole[self.own(unit)], out=whole, counts=self.counts(unit),
                 algorithm=self.algorithm, async_op=True,
             )  # fmt: skip

@@ -266,7 +266,9 @@ def refusal(case: Case, rank: int, size: int) -> Exception | None:
     try:
         perform(Communicator(session), case)
     except (TypeError, ValueError) as error:
-        assert session.num_calls == session.runs.num_messages == 0, "a refused call has counted"
+        assert session.numbering.num_calls == session.runs.num_messages == 0, (
+            "a refused call has counted"
+        )
         return error
     except Reached:
         return None

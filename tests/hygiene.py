@@ -135,7 +135,7 @@ def is_broken(session: Session) -> bool:
 
 def numbers(session: Session) -> int:
     """How many calls this rank has counted, from which tags come."""
-    return session.num_calls
+    return session.numbering.num_calls
 
 
 def out_of_step(counted: dict[int, int]) -> Iterator[str]:

@@ -406,7 +406,9 @@ def header_left_over(comm: Communicator) -> Header:
     session, message = comm._session, np.empty(header.NUM_BYTES, np.uint8)
     arrays = Arrays(HOST, None, message)
     spec = session.spec("broadcast", arrays, message.size, algorithm="binomial")
-    run = session.runs.call(spec, arrays, session.tag(2, session.num_calls), 0)
+    run = session.runs.call(
+        spec, arrays, session.numbering.header_tag(session.numbering.num_calls), 0
+    )
     run.begin()
     while not run.execution.advance(0.01):
         pass

@@ -32,7 +32,7 @@ def leaves_page_locked_memory(comm):
     kept[-1].run()
 
 def leaves_tags_out_of_step(comm):
-    comm._session.next_number() if comm.rank else None
+    comm._session.numbering.next_number() if comm.rank else None
 
 @pytest.mark.parametrize("function", [
     leaves_nothing, leaves_a_message, leaves_a_plan_under_way,
@@ -70,7 +70,7 @@ def leaves_a_communicator(comm):
     comm.split(0)
 
 def leaves_tags_out_of_step(comm):
-    comm._session.next_number() if comm.rank else None
+    comm._session.numbering.next_number() if comm.rank else None
 
 @pytest.mark.parametrize("function", [
     leaves_nothing, leaves_a_message, leaves_a_request,

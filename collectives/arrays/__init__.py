@@ -1,4 +1,7 @@
-"""TODO."""
+"""Arrays: of which kind they are, what combines them, and whether they can serve as arguments.
+
+Only this folder knows NumPy from CuPy.
+"""
 
 from collectives.arrays.backends import (
     HOST,

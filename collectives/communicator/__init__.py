@@ -1,4 +1,7 @@
-"""TODO."""
+"""What the user holds: a communicator with its collectives, plans, groups and ledgers.
+
+From the arguments of a call to what the runtime runs.
+"""
 
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.entry import adopt, mode_of, run, world, wrap

@@ -12,21 +12,34 @@ from typing import Any
 import numpy as np
 
 from collectives import algorithms
-from collectives.arrays import HOST, Array, Arrays, Backend, Operator, operator, validation
-from collectives.communicator.calls import Announced, Calls, Options, Ready
+from collectives.arrays import HOST, Array, Backend, Operator, operator, validation
+from collectives.communicator.collectives import Collectives
+from collectives.communicator.making import Calling
+from collectives.communicator.planner import Planner
+from collectives.communicator.point_to_point import PointToPoint
 from collectives.diagnostics import Counters, Ledger, MonitorUnavailable
 from collectives.engines import deadline_in
-from collectives.runtime import Plan, Plans, Session, Steps, Turn
+from collectives.runtime import (
+    Session,
+    all_gather_integers,
+    broadcast_bytes,
+    gather_bytes,
+    meet,
+    runs_by,
+)
 from collectives.schedule import SPECS
 from collectives.selection import Decisions, Explanation, explain
 
 
-class Communicator(Calls):
+class Communicator(Collectives, PointToPoint):
     """A group of ranks that communicate.
 
     All ranks call the same collectives in the same order; a call that is refused does not count.
     `timeout`, in seconds, is the default of every call; None waits for ever.
     """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(Calling(session))
 
     def __repr__(self) -> str:
         return f"<Communicator{self._session.name}: rank {self.rank} of {self.size}>"
@@ -80,7 +93,7 @@ class Communicator(Calls):
         if color is not None and chosen < 0:
             raise ValueError(f"color must not be negative, got {color}")
         mine = (chosen, validation.small_integer(key, "key"))
-        table = self._session.all_integers(mine, "split", limit)
+        table = all_gather_integers(self._session, mine, "split", limit)
         members = [rank for rank in range(self.size) if table[rank, 0] == chosen]
         members.sort(key=lambda rank: (table[rank, 1], rank))
         make = partial(self._session.transport.split, None if color is None else members)
@@ -100,7 +113,7 @@ class Communicator(Calls):
             raise ValueError(f"ranks names a rank twice: {members}")
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} asks for a subgroup it is not in: {members}")
-        self._session.meet(members, limit)
+        meet(self._session, members, limit)
         make = partial(self._session.transport.subgroup, members)
         transport = self._session.made("subgroup", make, deadline)
         return Communicator(self._session.child(transport, members))
@@ -155,7 +168,7 @@ class Communicator(Calls):
                 combine.check(array.dtype)
         decisions = self._session.decisions
         found = explain(collective, algorithm, self.size, num_bytes, combine, decisions)
-        return found._replace(run_by=self._session.run_by(backend, combine, dtype))
+        return found._replace(run_by=runs_by(self._session.transport, backend, combine, dtype))
 
     @property
     def decisions(self) -> Decisions | None:
@@ -171,30 +184,19 @@ class Communicator(Calls):
         """
         path = Path(path)
         found = json.dumps(_read(path)).encode() if self.rank == 0 else b""
-        text, problem = json.loads(self._from_rank_0(found))
+        text, problem = json.loads(broadcast_bytes(self._session, found, "decisions"))
         if problem:
             raise ValueError(problem)
         self._session.decisions = Decisions.from_json(text)
         self._session.forget_calls()  # what they would run was decided before
-
-    def _from_rank_0(self, data: bytes) -> bytes:
-        """Rank 0's bytes, on every rank."""
-        session, label = self._session, "decisions"
-        lengths = session.all_integers([len(data)], label)
-        shared = np.empty(int(lengths[0, 0]), np.uint8)
-        if self.rank == 0:
-            shared[:] = np.frombuffer(data, np.uint8)
-        arrays = Arrays(HOST, shared if self.rank == 0 else None, shared)
-        spec = session.spec("broadcast", arrays, shared.size, label=label)
-        session.part(partial(session.perform, spec, arrays))
-        return shared.tobytes()
 
     # Traffic
 
     @contextmanager
     def record(self) -> Iterator[Ledger]:
         """Record what this communicator, and those made from it, send inside the block."""
-        ledger = Ledger(self.rank, self.size, collect=self._session.collect)
+        collect = partial(gather_bytes, self._session, label="ledger")
+        ledger = Ledger(self.rank, self.size, collect=collect)
         with self._session.recording(ledger):
             yield ledger
 
@@ -207,54 +209,6 @@ class Communicator(Calls):
             raise MonitorUnavailable("threads of one process have no MPI to count their messages")
         counters: Counters = self._session.transport.counters()
         return counters
-
-
-class Planner(Calls):
-    """The calls of a communicator, which return a `Plan` instead of running it."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session)
-        self._quick = Plans(session)
-
-    def _options(
-        self, collective: str, algorithm: str | None, async_op: bool, timeout: float | None
-    ) -> Options:
-        if async_op or timeout is not None:
-            raise TypeError("a plan takes no async_op or timeout: start() it, or run(timeout)")
-        return super()._options(collective, algorithm, async_op, timeout)
-
-    def _readable(self, x: object) -> tuple[Backend, Array]:
-        backend, array = super()._readable(x)
-        if array is not x:
-            raise ValueError("a plan reads x where it lies at every run; x must be C-contiguous")
-        return backend, array
-
-    def _perform(
-        self, options: Options, found: Ready | Announced, look: tuple[Any, ...] | None
-    ) -> Plan:
-        plan: Plan = self._session.call(partial(self._planned, options, found, look), None)
-        return plan
-
-    def _planned(self, options: Options, found: Ready | Announced, look: Any, turn: Turn) -> Steps:
-        """The plan, after what is needed to know of it."""
-        ready = found if isinstance(found, Ready) else (yield from found(turn))
-        spec = self._spec(options, ready, is_blocking=False)
-        is_plain = isinstance(found, Ready) and ready.left is None
-        return self._session.plan(
-            spec, ready.arrays, ready.answer, turn, look if is_plain else None
-        )
-
-    def _run_point_to_point(
-        self,
-        options: Options,
-        arrays: Arrays,
-        tag: int,
-        *,
-        dest: int | None = None,
-        source: int | None = None,
-    ) -> Plan:
-        session, name = self._session, options.collective
-        return session.message_plan(name, arrays, session.users_tag(tag), dest, source)
 
 
 def _read(path: Path) -> tuple[str, str]:

@@ -1,4 +1,7 @@
-"""TODO."""
+"""What was sent, and where ranks stand: the ledger, the flight recorder, MPI's own counters.
+
+Nothing here knows what a call is; whoever sends says so.
+"""
 
 from collectives.diagnostics.flight_recorder import (
     COMPLETE,

@@ -1,4 +1,7 @@
-"""TODO."""
+"""Engines: how the rows of a program are run and how messages travel; no collective, no algorithm.
+
+`executor` and `compiled` over MPI, `interpreter` for threads and user operators, `staging` for GPUs.
+"""
 
 from collectives.engines.progress import ProgressThread, the_thread
 from collectives.engines.threads import InprocTransport, run_threads

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -25,6 +25,7 @@ from collectives.engines.mpi_errors import FAILURES, Failed, called_off, explain
 from collectives.engines.progress import under_way
 from collectives.engines.staging import Staged
 from collectives.engines.transport import (
+    CallUnderWay,
     Execution,
     Operands,
     back_off,
@@ -35,11 +36,8 @@ from collectives.engines.transport import (
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerFailed
 from collectives.programs import Program
 
-if TYPE_CHECKING:
-    from collectives.runtime import Work
-
 # One list for the process: a call of one communicator may hold up the call of another.
-_in_flight: list[Work] = []
+_in_flight: list[CallUnderWay] = []
 _failed: list[Any] = []
 _flight = FlightRecorder(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
 _num_alike: Counter[tuple[int, ...]] = Counter()  # communicators of the same ranks

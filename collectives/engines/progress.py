@@ -13,9 +13,8 @@ import threading
 import time
 from contextlib import suppress
 from functools import cache
-from typing import Protocol
 
-from collectives.engines.transport import back_off
+from collectives.engines.transport import CallUnderWay, back_off
 
 _LONG = 0.1  # seconds that a call may wait in compiled code in one go, if it is the only one
 _SHORT = 1e-4  # the same if there are others
@@ -23,19 +22,6 @@ _LINGER = 0.5  # seconds without work after which the thread sleeps until it is 
 # Seconds between two looks for work that nobody woke it for.  A look takes the interpreter from the
 # program, so there are fewer as long as all is waited for before it is due.
 _SHORTEST_NAP, _LONGEST_NAP = 1e-3, 16e-3
-
-
-class Progressing(Protocol):
-    """What the thread needs to know of a call."""
-
-    is_over: bool
-    is_awaited: bool
-
-    def progress(self, seconds: float) -> bool:
-        """Go on unless somebody else does, waiting so long at most; whether anything moved.
-
-        Raises nothing but KeyboardInterrupt.
-        """
 
 
 class ProgressThread:
@@ -46,21 +32,21 @@ class ProgressThread:
 
     def __init__(self) -> None:
         self._woken = threading.Event()
-        self._calls: list[tuple[Progressing, float]] = []  # and from when on
+        self._calls: list[tuple[CallUnderWay, float]] = []  # and from when on
         self._is_stopped = False
         self._is_asleep = False
         self._thread = threading.Thread(target=self._work, name="collectives", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # before MPI is finalized
 
-    def adopt(self, call: Progressing, delay: float = 0.0) -> None:
+    def adopt(self, call: CallUnderWay, delay: float = 0.0) -> None:
         """Make a call go on, if after `delay` seconds nobody waits for it."""
         self._calls.append((call, time.monotonic() + delay if delay else 0.0))
         if self._is_asleep or not delay:
             self._woken.set()
 
     @property
-    def calls(self) -> list[Progressing]:
+    def calls(self) -> list[CallUnderWay]:
         """What it makes go on."""
         return [call for call, _ in list(self._calls)]
 
@@ -88,7 +74,7 @@ class ProgressThread:
                 self._sleep(time.monotonic() - idle_since, nap)
                 nap = min(2 * nap, _LONGEST_NAP)
 
-    def _due(self) -> list[Progressing]:
+    def _due(self) -> list[CallUnderWay]:
         """What is to go on now; what is over, awaited or given twice is forgotten."""
         seen = set[int]()
         for entry in list(self._calls):
@@ -98,7 +84,7 @@ class ProgressThread:
         now = time.monotonic()
         return [call for call, since in list(self._calls) if since <= now]
 
-    def _progressed(self, calls: list[Progressing]) -> bool:
+    def _progressed(self, calls: list[CallUnderWay]) -> bool:
         """Let each go on; whether anything moved."""
         seconds, has_moved = _LONG if len(calls) == 1 else _SHORT, False
         for call in calls:
@@ -118,7 +104,7 @@ class ProgressThread:
         self._is_asleep = False
 
 
-def under_way() -> list[Progressing]:
+def under_way() -> list[CallUnderWay]:
     """What the thread of this process, if there is one, has not come to the end of."""
     return the_thread().calls if the_thread.cache_info().currsize else []
 

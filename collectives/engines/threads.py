@@ -12,18 +12,15 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from collectives.arrays import Bytes
 from collectives.diagnostics import FlightRecorder, Waiting
 from collectives.engines.interpreter import Interpreted
 from collectives.engines.staging import Staged
-from collectives.engines.transport import Execution, Operands, wrong_length
+from collectives.engines.transport import CallUnderWay, Execution, Operands, wrong_length
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerFailed
 from collectives.programs import Program
-
-if TYPE_CHECKING:
-    from collectives.runtime import Work
 
 _GRACE = 5.0  # seconds that the other ranks have to end when one has failed
 
@@ -127,7 +124,7 @@ class InprocTransport:
         self.world, self.members, self.context = world, tuple(members), context
         self.rank, self.size = rank, len(members)
         # What a rank has under way, in all its communicators.
-        self.in_flight: list[Work] = parent.in_flight if parent else []
+        self.in_flight: list[CallUnderWay] = parent.in_flight if parent else []
         self.failed: list[Any] = parent.failed if parent else []
         self.pending: list[ThreadMessages] = parent.pending if parent else []
         self.flight: FlightRecorder = (

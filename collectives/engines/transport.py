@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 from collectives.arrays import Array, Backend, BinaryFunction, Bytes
 from collectives.diagnostics import CallLog, FlightRecorder, Waiting
 from collectives.programs import Program
-
-if TYPE_CHECKING:
-    from collectives.runtime import Work
 
 Action = Callable[[], object]
 
@@ -175,6 +172,22 @@ class Messages(Protocol):
         """See `Execution.abandon`."""
 
 
+class CallUnderWay(Protocol):
+    """A call that has begun and goes on when somebody makes it.
+
+    `is_awaited`: whether somebody waits for it, who then makes it go on.
+    """
+
+    is_over: bool
+    is_awaited: bool
+
+    def progress(self, seconds: float = 0.0) -> bool:
+        """Go on unless somebody else does, waiting so long at most; whether anything moved.
+
+        Raises nothing but KeyboardInterrupt.
+        """
+
+
 class Transport(Protocol):
     """One rank's end of a communicator.
 
@@ -189,7 +202,7 @@ class Transport(Protocol):
     rank: int
     size: int
     num_tags: int
-    in_flight: list[Work]
+    in_flight: list[CallUnderWay]
     failed: list[Any]
     flight: FlightRecorder
     log: CallLog

@@ -31,6 +31,7 @@ from collectives.mpi4py_compat.buffers import (
 from collectives.mpi4py_compat.memory import Side, side, sizes
 from collectives.mpi4py_compat.ops import PLAIN_OPERATORS, Combining, combining
 from collectives.mpi4py_compat.requests import Operation, PersistentRequest, Request, needed_thread
+from collectives.runtime import all_gather_integers
 from collectives.selection import named
 
 # Those in which a rank needs to know only what it sends and receives itself, the usual one first.
@@ -402,10 +403,10 @@ class Calls:
         self, collective: str, own: Side, whole: Side | None, algorithm: str | None
     ) -> tuple[list[int], str]:
         """Counts and algorithm of a v-variant.  `whole`: all ranks' parts, at the root."""
-        session, size = self.communicator._session, self.communicator.size
+        size = self.communicator.size
         chosen = algorithm or _LOCAL[collective][0]
         if not self._knows_enough(collective, chosen):
-            table = session.all_integers([own.array.size], "counts")
+            table = all_gather_integers(self.communicator._session, [own.array.size], "counts")
             return table[:, 0].tolist(), chosen
         counts = [0] * size
         counts[self.communicator.rank] = own.array.size
@@ -443,8 +444,7 @@ class Calls:
         """How many elements of a reduce-scatter each rank gets."""
         communicator = self.communicator
         if counts is None and not in_place:
-            session = communicator._session
-            table = session.all_integers([own], "counts")
+            table = all_gather_integers(communicator._session, [own], "counts")
             return [int(number) for number in table[:, 0]]
         if len(counts) != communicator.size:
             raise ValueError(f"expecting {communicator.size} items, got {len(counts)}")

@@ -16,6 +16,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.mpi4py_compat.calls import Calls
+from collectives.runtime import all_gather_integers, broadcast_integers
 
 Operation = MPI.Op | Callable[[Any, Any], Any]
 
@@ -111,11 +112,11 @@ class ObjectCalls(Calls):
 
     def _table(self, numbers: Sequence[int]) -> NDArray[np.int64]:
         """A few integers of every rank on every rank, one row each."""
-        return self.communicator._session.all_integers(numbers, "counts")
+        return all_gather_integers(self.communicator._session, numbers, "counts")
 
     def _numbers(self, root: int, numbers: Sequence[int] | None, length: int) -> list[int]:
         """The root's integers, on every rank."""
-        return self.communicator._session.roots_integers(numbers, length, root, "counts")
+        return broadcast_integers(self.communicator._session, numbers, length, root, "counts")
 
 
 def _pickled(obj: Any) -> NDArray[np.uint8]:

@@ -1,4 +1,7 @@
-"""TODO."""
+"""Programs: a call of known sizes, as a table of integers that any executor can run.
+
+A schedule says which blocks travel; a program says which bytes of which buffer.
+"""
 
 from collectives.programs.lanes import Lanes, num_lanes
 from collectives.programs.placement import Counts, Lane, Message, Step

@@ -11,120 +11,35 @@ every rank the n-th call that is started meets the n-th of the others, however t
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import algorithms
 from collectives.arrays import (
     HOST,
-    OPERATORS,
     Array,
     Arrays,
     Backend,
     Bytes,
-    Operator,
     has_infinities,
-    num_elements,
 )
 from collectives.diagnostics import Ancestry, Recorder
 from collectives.engines import Operands
 from collectives.errors import CollectiveError, CollectiveMismatch, NotFinite
-from collectives.programs import CallSpec, Counts, compile_call
+from collectives.programs import CallSpec, compile_call
 from collectives.runtime import fingerprint
+from collectives.runtime.description import Compared, line_of_caller
 from collectives.runtime.fingerprint import AMISS, Digest, Fingerprint
-from collectives.runtime.runs import Run
+from collectives.runtime.run import Run
+from collectives.runtime.turns import Numbering
 from collectives.runtime.work import Owner as Caller
 from collectives.runtime.work import Steps, Work, break_off
-from collectives.schedule import SPECS
 
 Mode = Literal["calls", "finite"]
 LABEL, ALGORITHM = "check", "bruck"  # in the ledger; it serves any p in log p rounds
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LIKE_ANY_OTHER = ("exscan", "barrier")  # in place or not: it concerns not every rank
-
-
-# What a call looks like
-
-
-@lru_cache(maxsize=1024)
-def describe(spec: CallSpec, has_both: bool) -> Fingerprint:
-    """What all ranks must agree on, as far as this one knows it.
-
-    `has_both`: whether this rank has an input and an output that are not empty.
-    """
-    kind, shape = SPECS[spec.collective], spec.shape
-    layout = "" if shape is None else str(shape)
-    if shape is not None and not kind.has_pieces:  # these join or divide rows
-        layout = f"({', '.join(['*', *map(str, shape[1:])])})"
-    is_whole = kind.has_pieces or shape is None
-    return Fingerprint(
-        spec.label or spec.collective,
-        dtype="" if shape is None else str(spec.dtype),
-        counts="" if is_whole else _rows(spec.counts, num_elements((shape or ())[1:])),
-        op="" if spec.op is None else _operator(spec.op),
-        root=str(spec.root) if kind.is_rooted else "",
-        algorithm=_algorithm(spec),
-        in_place="" if kind.is_rooted else _in_place(spec, has_both),
-        layout=layout,
-        out=spec.out,
-        blocking=spec.blocking,
-    )
-
-
-def _rows(counts: Counts | None, per_row: int) -> str:
-    """Numbers of elements as the rows that the caller counts in."""
-    if counts is None or isinstance(counts, int) or not per_row:
-        return ""
-    if not isinstance(counts[0], int):
-        return str([[count // per_row for count in row] for row in counts])
-    rows = [count // per_row for count in counts]
-    return f"{rows[0]} each" if len(set(rows)) == 1 else str(rows)
-
-
-def _operator(op: Operator) -> str:
-    if OPERATORS.get(op.name) is op:
-        return op.name
-    return f"{op.name} of the caller's, {'' if op.is_commutative else 'not '}commutative"
-
-
-def _algorithm(spec: CallSpec) -> str:
-    options = ", ".join(f"{name}={value}" for name, value in spec.options)
-    return f"{spec.algorithm.name}({options})" if options else spec.algorithm.name
-
-
-def announced(collective: str, like: Array | None, counts: Sequence[int] | None) -> dict[str, str]:
-    """What the ranks tell each other where a header goes first.
-
-    `like` and `counts`: what this rank knows of the root's array and its rows, if anything.
-    """
-    layout = "" if like is None else str(tuple(like.shape))
-    if like is not None and not SPECS[collective].has_pieces:
-        layout = f"({', '.join(['*', *map(str, like.shape[1:])])})"
-    return {
-        "collective": collective,
-        "dtype": "" if like is None else str(like.dtype),
-        "counts": "" if counts is None else _rows(tuple(counts), 1),
-        "algorithm": "",
-        "layout": layout,
-        "out": "not given",
-    }
-
-
-def _in_place(spec: CallSpec, has_both: bool) -> str:
-    """An array without elements is in no place."""
-    if spec.collective in _LIKE_ANY_OTHER or not has_both:
-        return ""
-    return "no" if spec.aliasing == "none" else "yes"
-
-
-# What is exchanged
 
 
 class Owner(Caller, Protocol):
@@ -132,46 +47,7 @@ class Owner(Caller, Protocol):
 
     ancestry: Ancestry
 
-    @property
-    def num_calls(self) -> int:
-        """How many calls there have been."""
-
-    @property
-    def checks(self) -> NDArray[np.int64]:
-        """How many comparisons there have been."""
-
-    @property
-    def checks_tags(self) -> range:
-        """The tags that they have in turns."""
-
-    def next_number(self) -> int:
-        """The number of a new call."""
-
-    def catch_up(self, num_calls: int) -> None:
-        """There have been so many on another rank."""
-
-
-class Compared:
-    """A call that the ranks compare, before a run and with messages of this tag.
-
-    `says`: what of its fingerprint does not follow from the spec.
-    """
-
-    def __init__(
-        self, spec: CallSpec, arrays: Arrays, run: Run, tag: int, says: Mapping[str, str]
-    ) -> None:
-        self.spec, self.arrays, self.says, self.tag = spec, arrays, says, tag
-        self.name, self.title, self.number = run.name, run.title, run.number
-        self.place = "" if spec.blocking == "yes" else _place()
-
-    def fingerprint(self, compares_place: bool) -> Fingerprint:
-        """What is compared, but for values."""
-        source, target = self.arrays.source, self.arrays.target
-        has_both = source is not None and target is not None and bool(source.size and target.size)
-        found = describe(self.spec, has_both)._replace(
-            call=self.name.removesuffix("a"), **self.says
-        )
-        return found if compares_place else found._replace(in_place="")
+    numbering: Numbering
 
 
 class Checker:
@@ -219,7 +95,7 @@ class Checker:
 
     def _all_told(self, call: Compared, mine: Fingerprint) -> Steps:
         """The fingerprints of all ranks."""
-        place = call.place or _place()
+        place = call.place or line_of_caller()
         mine = mine._replace(place=place)
         message = np.frombuffer(fingerprint.encode(mine), np.uint8)
         told = yield from self._exchanged(message, call)
@@ -232,7 +108,7 @@ class Checker:
     def _mine(self, call: Compared) -> Fingerprint:
         """What this rank has to tell of a call that starts now."""
         found = call.fingerprint(self.compares_place)
-        return found._replace(mode=self.mode, num_calls=str(self._owner.num_calls))
+        return found._replace(mode=self.mode, num_calls=str(self._owner.numbering.num_calls))
 
     def _judge(self, ranks: Sequence[Fingerprint]) -> None:
         self._object(ranks, CollectiveMismatch, fingerprint.difference(ranks))
@@ -245,7 +121,7 @@ class Checker:
     def _exchanged(self, mine: Bytes, call: Compared) -> Steps:
         """Every rank's message on every rank, one row each."""
         table = np.empty((self._owner.transport.size, mine.size), np.uint8)
-        number = self._owner.num_calls
+        number = self._owner.numbering.num_calls
         named = partial(_name, call.name)
         run = exchange(self._owner, mine, table.reshape(-1), call, named, number)
         run.part_of = call.title
@@ -263,7 +139,7 @@ class Checker:
     ) -> None:
         """Raise, on all ranks, which count their calls alike from then on."""
         if sentence is not None:
-            self._owner.catch_up(max(int(rank.num_calls) for rank in ranks))
+            self._owner.numbering.catch_up(max(int(rank.num_calls) for rank in ranks))
             self.objection = kind(sentence)
             raise self.objection
 
@@ -317,8 +193,10 @@ class CheckedSteps:
         self._arrays = mine, table
         self._run = exchange(owner, mine, table, call, str, 0)
         self._execution = self._run.reusable
-        log, tags = self._run.log, owner.checks_tags
-        self._execution.accept(log, self._run.key, owner.checks, mine, table, tags)
+        log, tags = self._run.log, owner.numbering.check_tags
+        self._execution.accept(
+            log, self._run.key, owner.numbering.num_checks_made, mine, table, tags
+        )
         self._answer = 0
 
     def are_alike(self, number: int, patience: int) -> bool:
@@ -343,10 +221,10 @@ class CheckedSteps:
         if self._answer:
             execution.began(self._answer)
             self._run.has_begun()
-            run.number = self._owner.num_calls + 1
+            run.number = self._owner.numbering.num_calls + 1
             self._run.part_of = run.title
             yield self._run
-        run.number = self._owner.next_number()
+        run.number = self._owner.numbering.next_number()
         if not (self._table == self._mine).all():
             call = Compared(self._spec, Arrays(HOST, x, out), run, execution.tag, self._says)
             yield from checker.differ(call)
@@ -368,11 +246,3 @@ def _amiss(backend: Backend, array: Array | None) -> str:
     index, value = found
     place = [int(i) for i in np.unravel_index(index, tuple(array.shape))]
     return f"{value} at {place}"
-
-
-def _place() -> str:
-    """The line of the program that makes the call: the first outside this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

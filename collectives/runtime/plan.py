@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from collectives.arrays import Array, validation
 from collectives.engines import Action, Reusable
-from collectives.runtime.runs import Run
+from collectives.runtime.run import Run
+from collectives.runtime.session import Session
 from collectives.runtime.work import Steps, Work, break_off
-
-if TYPE_CHECKING:
-    from collectives.runtime.session import Session
 
 
 def _no_steps() -> Steps:
@@ -40,7 +38,7 @@ class Plan:
         self._patience = int(session.transport.patience * 1e9)
         self._execution: Reusable | None = None  # that may be run without further ado
         self._arrays: tuple[Array | None, Array | None] = None, None
-        self._work: Work | None = None
+        self._work: Work[Any] | None = None
         self._is_busy = False
         self._last_title = ""  # that of a plan that was freed
         self._release: Callable[[Run], object] | None = None
@@ -75,7 +73,7 @@ class Plan:
         if (work := self._work) is not None and work.is_over and not work.has_failed:
             self._work = work = None
         is_free = work is None and not self._is_busy
-        if self._execution is None or not is_free or not self._session.is_quick:
+        if self._execution is None or not is_free or not self._session.has_fast_path:
             return self._begun().run(self._limit(timeout))
         self._is_busy = True
         try:
@@ -96,7 +94,7 @@ class Plan:
         """Begin.  Raises RuntimeError while it runs, after a failure, and after `free`."""
         work, session = self._work, self._session
         is_free = not self._is_busy and (work is None or (work.is_over and not work.has_failed))
-        if self._execution is None or not is_free or not session.is_quick:
+        if self._execution is None or not is_free or not session.has_fast_path:
             self._begun().start(session.thread, session.thread_delay)
             return
         self._work = None
@@ -111,7 +109,7 @@ class Plan:
         if answer:
             self._begun().start(session.thread, session.thread_delay)
 
-    def _taken_over(self) -> Work:
+    def _taken_over(self) -> Work[Any]:
         """The work of a run that compiled code has begun."""
         self._run.has_begun()
         work = Work.of(self._session, self._run, self._arrays, self.result, timeout=self.timeout)
@@ -125,7 +123,7 @@ class Plan:
         if work.is_over:
             self._work = work
 
-    def _begun(self) -> Work:
+    def _begun(self) -> Work[Any]:
         """The work of a new run."""
         if self.is_active:
             self._refuse("is already running; wait for it first")

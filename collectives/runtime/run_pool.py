@@ -23,7 +23,7 @@ from collectives.programs import (
     assembled,
     compile_call,
 )
-from collectives.runtime.runs import Run
+from collectives.runtime.run import Run
 from collectives.schedule import SPECS, Region, grid
 
 _MOST_KINDS, _MOST_OF_A_KIND = 256, 8  # of runs that wait here

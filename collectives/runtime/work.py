@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from collectives.arrays import validation
 from collectives.engines import Action, ProgressThread, Transport, deadline_in
 from collectives.errors import CollectiveTimeout
-from collectives.runtime.runs import Run
+from collectives.runtime.run import Run
 
+Result = TypeVar("Result")
 Steps = Generator[Run, None, Any]
 """The runs of a call, in their order; what it returns is what the call returns.
 
@@ -25,14 +26,14 @@ class Owner(Protocol):
 
     transport: Transport
 
-    def gave_up(self, work: Work, error: BaseException) -> None:
+    def gave_up(self, work: Work[Any], error: BaseException) -> None:
         """A call has failed with this."""
 
-    def is_late(self, work: Work) -> None:
+    def is_late(self, work: Work[Any]) -> None:
         """A call has outlasted its time limit and is still under way."""
 
 
-class Work:
+class Work(Generic[Result]):
     """A collective under way, returned by `async_op=True`.
 
     Only one thread at a time makes it go on, which holds `_lock`.  What most calls never change
@@ -58,7 +59,7 @@ class Work:
         self._at_the_end: list[Action] = []
 
     @classmethod
-    def blocking(cls, owner: Owner, steps: Steps) -> Work:
+    def blocking(cls, owner: Owner, steps: Steps) -> Work[Any]:
         """That of a blocking call."""
         work = cls(owner, steps)
         work.is_blocking = True
@@ -67,14 +68,14 @@ class Work:
     @classmethod
     def of(
         cls, owner: Owner, run: Run, x: Any, result: Any, *, timeout: float | None = None
-    ) -> Work:
+    ) -> Work[Any]:
         """That of a call which is this run alone, begun by compiled code.  It keeps the arrays."""
         work = cls(owner, None, timeout)
         work._run, work._x, work._result = run, x, result
         return work
 
     @classmethod
-    def done(cls, owner: Owner, result: Any) -> Work:
+    def done(cls, owner: Owner, result: Any) -> Work[Any]:
         """That of a call which was complete at once."""
         work = cls(owner, None)
         work._result, work.is_over = result, True
@@ -95,7 +96,7 @@ class Work:
         """Whether the other ranks are in the midst of the call."""
         return self._run is not None and self._run.is_ahead
 
-    def start(self, thread: ProgressThread | None = None, delay: float = 0.0) -> Work:
+    def start(self, thread: ProgressThread | None = None, delay: float = 0.0) -> Work[Any]:
         """Begin.  What is refused is raised here, before anything is sent.
 
         `thread`: makes it go on beside the program, after a `delay` in seconds.  Without one it is
@@ -143,7 +144,7 @@ class Work:
             raise self._error
         return self.is_over
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> Result:
         """Wait until complete, and return what the blocking call would have returned.
 
         Raises CollectiveTimeout, which says whom it waited for, after `timeout` seconds; the call
@@ -154,7 +155,8 @@ class Work:
             self._wait(limit)
         if self._error is not None:
             raise self._error
-        return self._result
+        result: Result = self._result
+        return result
 
     def when_over(self, action: Action) -> None:
         """Do this when the call is complete or has failed; now if that has happened.
@@ -328,7 +330,7 @@ class Work:
         )
 
 
-def break_off(work: Work, run: Run, error: BaseException) -> None:
+def break_off(work: Work[Any], run: Run, error: BaseException) -> None:
     """End a call of this run that a signal has interrupted between compiled code and Python.
 
     Its messages would otherwise go on with nobody to know of them.

@@ -1,4 +1,7 @@
-"""TODO."""
+"""Schedules: rounds of sends, receives and copies of named blocks; no bytes, no arrays, no MPI.
+
+What each collective promises, the proof that a schedule keeps it, and the count of what it costs.
+"""
 
 from collectives.schedule.contracts import SPECS, Case, Piece, after, before
 from collectives.schedule.count import Counts, count, even_sizes

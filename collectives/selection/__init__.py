@@ -1,4 +1,7 @@
-"""TODO."""
+"""Which algorithm runs, and why: named, measured, or by built-in rules, and what it costs.
+
+All ranks choose the same, because the choice depends only on what all of them know.
+"""
 
 from collectives.selection.decisions import Decisions
 from collectives.selection.explanation import Explanation, explain

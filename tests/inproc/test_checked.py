@@ -14,6 +14,7 @@ import pytest
 import collectives
 from collectives import CollectiveMismatch, CollectiveTimeout, Communicator, NotFinite
 from collectives.runtime.fingerprint import DIGEST_BYTES
+from collectives.runtime.turns import Numbering
 from tests import hygiene
 from tests.fake_device import on_device, on_host
 from tests.mismatches import MISTAKES, Mistake, make, noticed, still_works
@@ -119,12 +120,9 @@ def test_a_rank_that_learns_of_a_mismatch_before_others_call_on_counts_as_they_d
 
 
 def test_tags_of_fingerprints_are_nobody_elses_when_they_begin_again() -> None:
-    def body(comm: Communicator) -> set[int]:
-        comm._session.transport.num_tags = 4 * 5
-        return {comm._session.checks_tag() for _ in range(20)}
-
+    numbering = Numbering(num_tags=4 * 5)
     # 15 is that of blocking calls, 16 that of ranks which make a communicator.
-    assert checked(body, 1) == [{17, 18, 19}]
+    assert {numbering.next_check_tag() for _ in range(20)} == {17, 18, 19}
 
 
 def test_a_blocking_and_an_asynchronous_call_meet() -> None:

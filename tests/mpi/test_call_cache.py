@@ -16,7 +16,7 @@ import collectives
 from collectives import Communicator, Operator
 from collectives.diagnostics.flight_recorder import NUM_CALLS
 from collectives.engines.compiled import CompiledExecution
-from collectives.runtime import call_cache
+from collectives.runtime import cached_calls, call_cache
 from collectives.runtime.plan import Plan
 from collectives.runtime.session import Session
 from collectives.runtime.work import Work
@@ -50,7 +50,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def cached(comm: Communicator) -> int:
-    return len(comm._session.cache)
+    return len(comm._session.call_cache)
 
 
 def test_a_call_that_came_before_goes_straight_to_compiled_code(
@@ -248,8 +248,8 @@ def test_the_number_of_idle_executions_of_a_call_is_bounded(comm: Communicator) 
     for _ in range(2):
         works = [comm.all_reduce(np.full(3, n), async_op=True) for n in range(50)]
         assert [work.wait()[0] for work in works] == [n * comm.size for n in range(50)]
-    (make,) = comm._session.cache.latest.values()
-    assert 0 < len(make.__self__.idle) <= call_cache._MOST_IDLE  # type: ignore[attr-defined]
+    (make,) = comm._session.call_cache.latest.values()
+    assert 0 < len(make.__self__.idle) <= cached_calls._MOST_IDLE  # type: ignore[attr-defined]
 
 
 def test_a_plan_like_one_that_was_freed_takes_its_execution(
@@ -525,7 +525,7 @@ def test_a_signal_between_compiled_code_and_python_ends_the_call(
         plan.run()
     comm.barrier()
     if comm.rank == 0:  # the root only receives, and the others do not call
-        (make,) = group._session.cache.latest.values()
+        (make,) = group._session.call_cache.latest.values()
         cached: Any = make.__self__  # type: ignore[attr-defined]
         monkeypatch.setattr(cached, "_compiled", Interrupted(cached._compiled))
         with pytest.raises(KeyboardInterrupt, match="in between"):

@@ -1,0 +1,472 @@
+"""The collectives, as a user calls them.
+
+Arrays are NumPy or CuPy arrays of any dtype with plain elements; all ranks of a call bring the same
+kind.  They are divided and joined along axis 0, whose entries are called rows.  Without `out` the
+result is a new array of the input's kind.  The input is never modified unless it is `out`, which is
+how a call is made in place.  CuPy arrays are sent through page-locked host memory and combined on
+the GPU.
+
+float16 and bfloat16 are combined two at a time: each combination is computed in float32 and rounded
+once to the array's dtype, so what is sent and kept has two bytes.  An average is divided in float32
+and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
+
+from collectives.arrays import Array, Operator
+from collectives.communicator import prepare
+from collectives.communicator.fast_path import collective
+from collectives.communicator.making import Maker
+from collectives.runtime import Session, Work
+
+A = TypeVar("A")  # an array; the result is one of the same kind
+Op = str | Operator
+Counts = Sequence[int]
+
+
+class Blocking(TypedDict, total=False):
+    """Options of a call that returns its result."""
+
+    algorithm: str | None
+    async_op: Literal[False]
+    timeout: float | None
+
+
+class Asynchronous(TypedDict, total=False):
+    """Options of a call that returns a `Work`."""
+
+    algorithm: str | None
+    async_op: Required[Literal[True]]
+    timeout: float | None
+
+
+class Collectives:
+    """The collectives of a communicator.  What becomes of each is up to its maker."""
+
+    def __init__(self, maker: Maker) -> None:
+        self._maker, self._caller, self._cached = maker, maker.caller, maker.cached
+        self._session: Session = maker.session
+        self.rank, self.size = self._caller.rank, self._caller.size
+
+    # Between a root and the others
+
+    @overload
+    def broadcast(
+        self, x: A | None = ..., root: int = ..., *, out: A | None = ..., **how: Unpack[Blocking]
+    ) -> A: ...
+    @overload
+    def broadcast(
+        self,
+        x: A | None = ...,
+        root: int = ...,
+        *,
+        out: A | None = ...,
+        **how: Unpack[Asynchronous],
+    ) -> Work[A]: ...
+    @collective
+    def broadcast(
+        self,
+        x: Array | None = None,
+        root: int = 0,
+        *,
+        out: Array | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send the root's array to every rank.
+
+            x = comm.broadcast(x if comm.rank == 0 else None)
+
+        - `x`: on the root the array to send, of any shape and dtype.  On another rank either an
+          array of the same shape and dtype, which is filled, or None, and then a new array is made.
+        - `root`: the rank that sends.
+        - `out`: an array to be filled instead of `x`, on every rank or on none.
+
+        Returns, on every rank, the array that holds the root's values: `out`, `x`, or a new one.
+
+        Without `out` a header of 256 bytes goes ahead.  It tells the others the shape and dtype; an
+        `x` that differs from it raises ValueError on its rank.  With `out` on every rank no header
+        is sent.
+        """
+        return prepare.broadcast(self._caller, x, root, out)
+
+    @overload
+    def scatter(
+        self,
+        x: A | None = ...,
+        root: int = ...,
+        *,
+        out: A | None = ...,
+        counts: Counts | None = ...,
+        **how: Unpack[Blocking],
+    ) -> A: ...
+    @overload
+    def scatter(
+        self,
+        x: A | None = ...,
+        root: int = ...,
+        *,
+        out: A | None = ...,
+        counts: Counts | None = ...,
+        **how: Unpack[Asynchronous],
+    ) -> Work[A]: ...
+    @collective
+    def scatter(
+        self,
+        x: Array | None = None,
+        root: int = 0,
+        *,
+        out: Array | None = None,
+        counts: Counts | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Divide the rows of the root's array among the ranks.
+
+            mine = comm.scatter(x if comm.rank == 0 else None, counts=[10, 20, 30])
+
+        - `x`: on the root an array of shape (rows, ...); it is not looked at on other ranks.
+        - `root`: the rank that sends.
+        - `out`: the array for this rank's rows, on every rank or on none.
+        - `counts`: `counts[r]` rows go to rank r, in the order of the ranks.  None: as evenly as
+          possible, larger parts first.
+
+        Returns this rank's rows, an array of shape (counts[rank], ...).
+
+        Without `out` a header goes ahead, which tells the other ranks shape, dtype and counts.
+        With `out` on every rank no header is sent; then the parts must be equal, or every rank
+        must pass `counts`.
+        """
+        return prepare.scatter(self._caller, x, root, out, counts)
+
+    @overload
+    def gather(
+        self,
+        x: A,
+        root: int = ...,
+        *,
+        out: A | None = ...,
+        counts: Counts | None = ...,
+        **how: Unpack[Blocking],
+    ) -> A | None: ...
+    @overload
+    def gather(
+        self,
+        x: A,
+        root: int = ...,
+        *,
+        out: A | None = ...,
+        counts: Counts | None = ...,
+        **how: Unpack[Asynchronous],
+    ) -> Work[A | None]: ...
+    @collective
+    def gather(
+        self,
+        x: Array,
+        root: int = 0,
+        *,
+        out: Array | None = None,
+        counts: Counts | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Join the rows of all ranks, in the order of the ranks, on the root.
+
+        - `x`: this rank's rows, an array of shape (rows, ...); the other dimensions and the dtype
+          are the same on all ranks.  0-d arrays become the entries of a vector.
+        - `root`: the rank that receives.
+        - `out`: the array for the result; it matters on the root only.
+        - `counts`: rank r brings `counts[r]` rows, the same list on every rank.  None: all bring
+          equally many.
+
+        Returns all rows on the root, None on the other ranks.
+        """
+        return prepare.gather(self._caller, x, root, out, counts)
+
+    @overload
+    def reduce(
+        self, x: A, op: Op = ..., root: int = ..., *, out: A | None = ..., **how: Unpack[Blocking]
+    ) -> A | None: ...
+    @overload
+    def reduce(
+        self,
+        x: A,
+        op: Op = ...,
+        root: int = ...,
+        *,
+        out: A | None = ...,
+        **how: Unpack[Asynchronous],
+    ) -> Work[A | None]: ...
+    @collective
+    def reduce(
+        self,
+        x: Array,
+        op: Op = "sum",
+        root: int = 0,
+        *,
+        out: Array | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Combine the arrays of all ranks element by element, on the root.
+
+        - `x`: an array of any shape, of the same shape and dtype on all ranks.
+        - `op`: sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator`; the same on all
+          ranks.
+        - `root`: the rank that receives.
+        - `out`: the array for the result; it matters on the root only.
+
+        Returns the combination on the root, None on the other ranks.
+        """
+        return prepare.reduce(self._caller, x, op, root, out)
+
+    # Among all ranks
+
+    @overload
+    def all_reduce(
+        self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Blocking]
+    ) -> A: ...
+    @overload
+    def all_reduce(
+        self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Asynchronous]
+    ) -> Work[A]: ...
+    @collective
+    def all_reduce(
+        self,
+        x: Array,
+        op: Op = "sum",
+        *,
+        out: Array | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Combine the arrays of all ranks element by element, on every rank.
+
+            total = comm.all_reduce(x)
+            comm.all_reduce(x, "max", out=x)                              # in place
+            work = comm.all_reduce(x, algorithm="ring", async_op=True)    # then work.wait()
+
+        - `x`: an array of any shape, of the same shape and dtype on all ranks.
+        - `op`: sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator`; the same on all
+          ranks.
+        - `out`: the array for the result; it may be `x`.
+
+        Returns the combination, of the shape and dtype of `x`: the same values on every rank, to
+        the last bit unless the algorithm's `is_bitwise` is False.
+        """
+        return prepare.reduction(self._caller, "all_reduce", x, op, out)
+
+    @overload
+    def reduce_scatter(
+        self,
+        x: A,
+        op: Op = ...,
+        *,
+        out: A | None = ...,
+        counts: Counts | None = ...,
+        **how: Unpack[Blocking],
+    ) -> A: ...
+    @overload
+    def reduce_scatter(
+        self,
+        x: A,
+        op: Op = ...,
+        *,
+        out: A | None = ...,
+        counts: Counts | None = ...,
+        **how: Unpack[Asynchronous],
+    ) -> Work[A]: ...
+    @collective
+    def reduce_scatter(
+        self,
+        x: Array,
+        op: Op = "sum",
+        *,
+        out: Array | None = None,
+        counts: Counts | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Combine the arrays of all ranks element by element, and divide the rows of the result.
+
+        - `x`: an array of shape (rows, ...), of the same shape and dtype on all ranks.
+        - `op`: sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator`; the same on all
+          ranks.
+        - `out`: the array for this rank's rows.
+        - `counts`: `counts[r]` rows go to rank r; the same list on every rank.  None: as evenly as
+          possible, larger parts first.
+
+        Returns this rank's rows of the combination, an array of shape (counts[rank], ...).
+        """
+        return prepare.reduce_scatter(self._caller, x, op, out, counts)
+
+    @overload
+    def all_gather(
+        self, x: A, *, out: A | None = ..., counts: Counts | None = ..., **how: Unpack[Blocking]
+    ) -> A: ...
+    @overload
+    def all_gather(
+        self, x: A, *, out: A | None = ..., counts: Counts | None = ..., **how: Unpack[Asynchronous]
+    ) -> Work[A]: ...
+    @collective
+    def all_gather(
+        self,
+        x: Array,
+        *,
+        out: Array | None = None,
+        counts: Counts | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Join the rows of all ranks, in the order of the ranks, on every rank.
+
+        - `x`: this rank's rows, an array of shape (rows, ...); the other dimensions and the dtype
+          are the same on all ranks.  0-d arrays become the entries of a vector.
+        - `out`: the array for the result; `x` may be this rank's place in it.
+        - `counts`: rank r brings `counts[r]` rows, the same list on every rank.  None: all bring
+          equally many.
+
+        Returns all rows, an array of shape (sum of counts, ...).
+        """
+        return prepare.all_gather(self._caller, x, out, counts)
+
+    @overload
+    def all_to_all(
+        self,
+        x: A,
+        *,
+        out: A | None = ...,
+        counts: Counts | Sequence[Counts] | None = ...,
+        **how: Unpack[Blocking],
+    ) -> A: ...
+    @overload
+    def all_to_all(
+        self,
+        x: A,
+        *,
+        out: A | None = ...,
+        counts: Counts | Sequence[Counts] | None = ...,
+        **how: Unpack[Asynchronous],
+    ) -> Work[A]: ...
+    @collective
+    def all_to_all(
+        self,
+        x: Array,
+        *,
+        out: Array | None = None,
+        counts: Counts | Sequence[Counts] | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send rows from every rank to every rank.
+
+            y = comm.all_to_all(x, counts=[2, 0, 5])    # 2 rows to rank 0, 5 to rank 2
+
+        - `x`: an array of shape (rows, ...): first the rows for rank 0, then those for rank 1, and
+          so on.
+        - `out`: the array for the result.
+        - `counts`: one of three.  None: all ranks bring equally many rows and divide them as evenly
+          as possible.  p integers: the rows from here to each rank; the ranks then exchange their
+          counts first, and an `out` of a wrong number of rows is refused only after that.  A p x p
+          table, the same on every rank: `counts[s][d]` rows from rank s to rank d; nothing is
+          exchanged.
+
+        Returns the rows that were sent to this rank, in the order of the ranks that they come from.
+        """
+        return prepare.all_to_all(self._caller, x, out, counts)
+
+    @overload
+    def scan(self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Blocking]) -> A: ...
+    @overload
+    def scan(
+        self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Asynchronous]
+    ) -> Work[A]: ...
+    @collective
+    def scan(
+        self,
+        x: Array,
+        op: Op = "sum",
+        *,
+        out: Array | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Combine, on each rank, the arrays of all ranks up to and including this one.
+
+        - `x`: an array of any shape, of the same shape and dtype on all ranks.
+        - `op`: sum, prod, min, max, and, or, xor, or a `collectives.Operator`; not avg.
+        - `out`: the array for the result; it may be `x`.
+
+        Returns the combination of the arrays of ranks 0 to `rank`, always in the order of the
+        ranks.
+        """
+        return prepare.reduction(self._caller, "scan", x, op, out)
+
+    @overload
+    def exscan(
+        self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Blocking]
+    ) -> A | None: ...
+    @overload
+    def exscan(
+        self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Asynchronous]
+    ) -> Work[A | None]: ...
+    @collective
+    def exscan(
+        self,
+        x: Array,
+        op: Op = "sum",
+        *,
+        out: Array | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Combine, on each rank, the arrays of all ranks before this one.
+
+        - `x`: an array of any shape, of the same shape and dtype on all ranks.
+        - `op`: sum, prod, min, max, and, or, xor, or a `collectives.Operator`; not avg.
+        - `out`: the array for the result; it may be `x`.  On rank 0 it is checked and not written.
+
+        Returns the combination of the arrays of ranks 0 to `rank` - 1, in the order of the ranks;
+        None on rank 0.
+        """
+        return prepare.exscan(self._caller, x, op, out)
+
+    @overload
+    def barrier(self, **how: Unpack[Blocking]) -> None: ...
+    @overload
+    def barrier(self, **how: Unpack[Asynchronous]) -> Work[None]: ...
+    def barrier(
+        self,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Return when every rank has called it.
+
+        - `algorithm`: "dissemination" or "tree"; None: the first.
+        - `async_op`: if True, return a `Work` at once; `wait()` for it.
+        - `timeout`: seconds.  None: the communicator's `timeout`.
+
+        Returns None.  Raises `CollectiveTimeout`, which says who is waited for, after `timeout`
+        seconds.
+        """
+        return self._barrier(algorithm=algorithm, async_op=async_op, timeout=timeout)
+
+    @collective
+    def _barrier(self, x: None = None, *, out: None = None, **_: Any) -> Any:
+        """A barrier, with the arguments that all collectives have."""
+        return prepare.barrier(self._caller)

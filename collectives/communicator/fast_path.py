@@ -1,0 +1,96 @@
+"""The way of every collective call: straight to its execution if it was made before.
+
+What a call is follows from its request, which is the collective and all arguments but the arrays,
+and from the shape and dtype of these.  Both together are its key in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import cleandoc
+from typing import Any, TypeVar
+
+from numpy import ndarray
+
+from collectives.arrays import validation
+from collectives.communicator.making import checked_options
+from collectives.runtime import MISFIT
+from collectives.selection import preferences
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_SHARED = """
+All collectives take these options as well:
+
+- `algorithm`: a name from `collectives.algorithms.names(...)`, with its options written as in a
+  call: "bruck(radix=4)".  None: chosen by size.
+- `async_op`: if True, return a `Work` at once; its `wait()` returns the result.
+- `timeout`: seconds.  None: the communicator's `timeout`.
+
+Raises TypeError or ValueError for an argument that cannot work, before any message is sent;
+`CollectiveTimeout`, which says who is waited for, after `timeout` seconds (the call then goes on
+in `error.work.wait()`); and `CollectiveError` if an earlier call that failed half-way has left the
+communicator unusable.
+"""
+
+
+def collective(method: Method) -> Method:
+    """A collective, from the method that prepares it.
+
+    What all collectives have in common is added to its docstring.
+    """
+    name = method.__name__.removeprefix("_")
+
+    @wraps(method)
+    def call(
+        self: Any,
+        x: Any = None,
+        *args: Any,
+        out: Any = None,
+        algorithm: Any = None,
+        async_op: Any = False,
+        timeout: Any = None,
+        **named: Any,
+    ) -> Any:
+        if timeout is not None:
+            timeout = validation.seconds(timeout)
+        request: Any = name, async_op, out is None, algorithm, preferences()
+        if args or named:
+            request += *map(_typed, args), *named, *map(_typed, named.values())
+        ready = self._cached.fast_calls
+        try:
+            latest = ready.latest.get(request)
+        except TypeError:  # something unhashable among the arguments
+            latest = request = None
+        if latest is not None:
+            result = latest(x, out, timeout)
+            if result is not MISFIT:
+                return result
+        key = None if request is None else _key(request, x, out)
+        if key is not None and (other := ready.find(key)) is not None and other is not latest:
+            result = other(x, out, timeout)
+            if result is not MISFIT:
+                return result
+        options = checked_options(self._maker, name, algorithm, async_op, timeout)
+        prepared = method(self, x, *args, out=out, **named)
+        return self._maker.make(options, prepared, key)
+
+    call.__doc__ = f"{cleandoc(method.__doc__ or '')}\n{_SHARED}"
+    return call  # type: ignore[return-value]
+
+
+def _typed(argument: Any) -> tuple[Any, ...]:
+    """An argument with its type, for 1.0 and True equal 1 and are refused as a root; a list, such
+    as that of counts, by its entries."""
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_typed, argument))
+    return type(argument), argument
+
+
+def _key(request: tuple[Any, ...], x: Any, out: Any) -> tuple[Any, ...] | None:
+    """The key of a call; None where calls on such arrays are not cached."""
+    like = out if x is None else x
+    if type(like) is ndarray:
+        return request, like.shape, like.dtype
+    return (request,) if like is None else None

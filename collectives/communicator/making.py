@@ -1,0 +1,174 @@
+"""What becomes of a prepared call: `Calling` makes it, `Planning` makes a plan of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from collectives.arrays import Arrays, validation
+from collectives.communicator.prepare import Caller, Deferred, Ready
+from collectives.programs import CallSpec
+from collectives.runtime import (
+    FastPlans,
+    Plan,
+    Session,
+    Steps,
+    Turn,
+    cached,
+    can_cache,
+    ends_of,
+    make_message_plan,
+    make_plan,
+)
+from collectives.selection import preferred, select
+
+# Without `out=` a header goes ahead of these.
+_WITH_HEADER = ("broadcast", "scatter")
+
+
+class Options(NamedTuple):
+    """What every call takes, checked."""
+
+    collective: str
+    algorithm: str | None
+    async_op: bool
+    timeout: float | None
+
+
+class Maker(Protocol):
+    """What makes something of a call: a result, a `Work` or a `Plan`.
+
+    `cached`: what has `fast_calls`, the cache of those that may go straight to their executions.
+    """
+
+    session: Session
+    caller: Caller
+
+    @property
+    def cached(self) -> Session | FastPlans:
+        """See above."""
+
+    def check(self, async_op: object, timeout: object) -> None:
+        """Refuse options that make no sense here."""
+
+    def make(
+        self, options: Options, prepared: Ready | Deferred, key: tuple[Any, ...] | None
+    ) -> Any:
+        """Make a collective call.  `key`: its key in the cache, if it may be kept there."""
+
+    def make_message(
+        self, options: Options, arrays: Arrays, tag: int, dest: int | None, source: int | None
+    ) -> Any:
+        """Make a send, a receive, or both at once."""
+
+
+class Calling:
+    """Makes calls, or begins them if they are asynchronous."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = self.cached = session
+        self.caller = Caller(session, may_copy=True)
+
+    def check(self, async_op: object, timeout: object) -> None:
+        """All options make sense."""
+
+    def make(
+        self, options: Options, prepared: Ready | Deferred, key: tuple[Any, ...] | None
+    ) -> Any:
+        steps = partial(self._steps, options, prepared, key)
+        if options.async_op:
+            return self.session.started(steps, options.timeout)
+        return self.session.call(steps, options.timeout)
+
+    def _steps(
+        self,
+        options: Options,
+        prepared: Ready | Deferred,
+        key: tuple[Any, ...] | None,
+        turn: Turn,
+    ) -> Steps:
+        """All the runs of a call."""
+        ready = prepared if isinstance(prepared, Ready) else (yield from prepared(turn))
+        session, spec = self.session, spec_of(self.session, options, ready, turn.is_blocking)
+        if not isinstance(prepared, Ready):
+            key = None
+        if key is not None and can_cache(session, key, spec, ready.arrays):
+            yield from cached(session, key, spec, ready.arrays, turn, ready.untouched)
+        else:
+            yield from session.perform(spec, ready.arrays, turn)
+        return ready.result
+
+    def make_message(
+        self, options: Options, arrays: Arrays, tag: int, dest: int | None, source: int | None
+    ) -> Any:
+        session, name = self.session, options.collective
+
+        def steps() -> Steps:
+            yield session.runs.message(ends_of(name, arrays, dest, source), arrays, tag)
+            return arrays.target
+
+        return session.message(steps(), options.timeout, options.async_op)
+
+
+class Planning:
+    """Makes plans."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.cached = session, FastPlans(session)
+        self.caller = Caller(session, may_copy=False)
+
+    def check(self, async_op: object, timeout: object) -> None:
+        if async_op or timeout is not None:
+            raise TypeError("a plan takes no async_op or timeout: start() it, or run(timeout)")
+
+    def make(
+        self, options: Options, prepared: Ready | Deferred, key: tuple[Any, ...] | None
+    ) -> Plan:
+        plan: Plan = self.session.call(partial(self._steps, options, prepared, key), None)
+        return plan
+
+    def _steps(
+        self,
+        options: Options,
+        prepared: Ready | Deferred,
+        key: tuple[Any, ...] | None,
+        turn: Turn,
+    ) -> Steps:
+        """The plan, after what is needed to know of it."""
+        ready = prepared if isinstance(prepared, Ready) else (yield from prepared(turn))
+        spec = spec_of(self.session, options, ready, is_blocking=False)
+        if not isinstance(prepared, Ready) or ready.untouched is not None:
+            key = None
+        return make_plan(self.session, spec, ready.arrays, ready.result, turn, key)
+
+    def make_message(
+        self, options: Options, arrays: Arrays, tag: int, dest: int | None, source: int | None
+    ) -> Plan:
+        return make_message_plan(self.session, options.collective, arrays, tag, dest, source)
+
+
+def checked_options(
+    maker: Maker, collective: str, algorithm: str | None, async_op: object, timeout: object
+) -> Options:
+    """What every call takes, checked before anything is sent."""
+    maker.check(async_op, timeout)
+    if algorithm is None:
+        algorithm = preferred(collective)
+    if algorithm is not None:
+        select.check(collective, algorithm, maker.caller.size)
+    return Options(collective, algorithm, bool(async_op), validation.seconds(timeout))
+
+
+def spec_of(session: Session, options: Options, ready: Ready, is_blocking: bool) -> CallSpec:
+    """The call in the form in which it is compiled, kept and compared."""
+    has_out = {True: "given", False: "not given"}[ready.has_out]
+    return session.spec(
+        options.collective,
+        ready.arrays,
+        ready.counts,
+        root=ready.root,
+        op=ready.op,
+        algorithm=options.algorithm,
+        is_blocking=is_blocking,
+        out=has_out if options.collective in _WITH_HEADER else "",
+    )

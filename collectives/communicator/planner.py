@@ -1,0 +1,49 @@
+"""The calls of a communicator, each of which returns a plan instead of being made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, cast
+
+from collectives.communicator.collectives import Collectives
+from collectives.communicator.making import Planning
+from collectives.communicator.point_to_point import PointToPoint
+from collectives.runtime import Plan, Session
+
+Parameters = ParamSpec("Parameters")
+
+
+def _planned(
+    method: Callable[Concatenate[Any, Parameters], object],
+) -> Callable[Concatenate[Planner, Parameters], Plan]:
+    """The same method, which here returns a plan."""
+    return cast("Callable[Concatenate[Planner, Parameters], Plan]", method)
+
+
+class Planner:
+    """What `comm.plan` is: the calls of a communicator, each of which returns a `Plan`.
+
+    The arguments are those of the calls, without `async_op` and `timeout`; `x` must be
+    C-contiguous, since every run reads it where it lies.
+    """
+
+    def __init__(self, session: Session) -> None:
+        maker = Planning(session)
+        self._maker, self._caller, self._cached = maker, maker.caller, maker.cached
+
+    broadcast = _planned(Collectives.broadcast)
+    scatter = _planned(Collectives.scatter)
+    gather = _planned(Collectives.gather)
+    reduce = _planned(Collectives.reduce)
+    all_reduce = _planned(Collectives.all_reduce)
+    reduce_scatter = _planned(Collectives.reduce_scatter)
+    all_gather = _planned(Collectives.all_gather)
+    all_to_all = _planned(Collectives.all_to_all)
+    scan = _planned(Collectives.scan)
+    exscan = _planned(Collectives.exscan)
+    barrier = _planned(Collectives.barrier)
+    _barrier = Collectives._barrier
+    send = _planned(PointToPoint.send)
+    recv = _planned(PointToPoint.recv)
+    send_recv = _planned(PointToPoint.send_recv)
+    _message, _peer = PointToPoint._message, PointToPoint._peer

@@ -1,0 +1,164 @@
+"""The point-to-point calls, as a user makes them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
+
+from collectives.arrays import Array, Arrays, validation
+from collectives.communicator.making import Maker, Options, checked_options
+from collectives.communicator.prepare import Caller
+from collectives.runtime import Work
+
+A = TypeVar("A")  # an array; the result is one of the same kind
+
+
+class Blocking(TypedDict, total=False):
+    """Options of a call that returns its result."""
+
+    async_op: Literal[False]
+    timeout: float | None
+
+
+class Asynchronous(TypedDict, total=False):
+    """Options of a call that returns a `Work`."""
+
+    async_op: Required[Literal[True]]
+    timeout: float | None
+
+
+class PointToPoint:
+    """Messages between two ranks: a part of a communicator.
+
+    Raises TypeError or ValueError for an argument that cannot work, before anything is sent.
+    """
+
+    _maker: Maker
+    _caller: Caller
+
+    @overload
+    def send(self, x: Array, peer: int, tag: int = ..., **how: Unpack[Blocking]) -> None: ...
+    @overload
+    def send(
+        self, x: Array, peer: int, tag: int = ..., **how: Unpack[Asynchronous]
+    ) -> Work[None]: ...
+    def send(
+        self,
+        x: Array,
+        peer: int,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send an array to another rank, which must receive it.
+
+        - `x`: the array to send.
+        - `peer`: the rank that receives it; not this one.
+        - `tag`: a number from 0 on; the receiver names the same.  Messages between two ranks with
+          one tag arrive in order.
+        - `async_op`: if True, return a `Work` at once; `x` must not change before its `wait()`.
+        - `timeout`: seconds.  None: the communicator's `timeout`.
+
+        Returns None when `x` may be changed again.  Raises `CollectiveTimeout`, which says who is
+        waited for, after `timeout` seconds, and TypeError or ValueError, before anything is sent,
+        for an argument that cannot work.
+        """
+        options = checked_options(self._maker, "send", None, async_op, timeout)
+        arrays = Arrays(*self._caller.readable(x), None)
+        return self._message(options, arrays, tag, self._peer(peer), None)
+
+    @overload
+    def recv(self, x: A, peer: int, tag: int = ..., **how: Unpack[Blocking]) -> A: ...
+    @overload
+    def recv(self, x: A, peer: int, tag: int = ..., **how: Unpack[Asynchronous]) -> Work[A]: ...
+    def recv(
+        self,
+        x: Array,
+        peer: int,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Fill an array with what another rank sends.
+
+        - `x`: a C-contiguous array of the size of the message.
+        - `peer`: the rank that sends it; not this one.
+        - `tag`: the tag that the sender names.
+        - `async_op`: if True, return a `Work` at once; `x` is filled after its `wait()`.
+        - `timeout`: seconds.  None: the communicator's `timeout`.
+
+        Returns `x`.  Raises `CollectiveMismatch` if a message of another length comes,
+        `CollectiveTimeout`, which says who is waited for, after `timeout` seconds, and TypeError or
+        ValueError, before anything is posted, for an argument that cannot work.
+        """
+        options = checked_options(self._maker, "recv", None, async_op, timeout)
+        backend, target = validation.writable(x, "x")
+        return self._message(options, Arrays(backend, None, target), tag, None, self._peer(peer))
+
+    @overload
+    def send_recv(
+        self,
+        x: A,
+        dest: int,
+        source: int,
+        tag: int = ...,
+        *,
+        out: A | None = ...,
+        **how: Unpack[Blocking],
+    ) -> A: ...
+    @overload
+    def send_recv(
+        self,
+        x: A,
+        dest: int,
+        source: int,
+        tag: int = ...,
+        *,
+        out: A | None = ...,
+        **how: Unpack[Asynchronous],
+    ) -> Work[A]: ...
+    def send_recv(
+        self,
+        x: Array,
+        dest: int,
+        source: int,
+        tag: int = 0,
+        *,
+        out: Array | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send to one rank while receiving from another, so that a ring of these cannot block.
+
+            y = comm.send_recv(x, dest=(rank + 1) % size, source=(rank - 1) % size)
+
+        - `x`: the array to send.
+        - `dest`, `source`: the ranks to send to and to receive from; both may be this one.
+        - `tag`: a number from 0 on, the same at both ends.
+        - `out`: where to receive; it may not share memory with `x`.  None: a new array like `x`.
+        - `async_op`: if True, return a `Work` at once; its `wait()` returns the result.
+        - `timeout`: seconds.  None: the communicator's `timeout`.
+
+        Returns the array that holds what came.  Raises as `send` and `recv` do.
+        """
+        options = checked_options(self._maker, "send_recv", None, async_op, timeout)
+        backend, array = self._caller.readable(x)
+        target = validation.result(out, backend, tuple(array.shape), array.dtype)
+        if out is not None and validation.aliasing(backend, array, target) != "none":
+            raise ValueError("out shares memory with x, which is sent while out is filled")
+        to = validation.rank(dest, self._caller.size, "dest")
+        origin = validation.rank(source, self._caller.size, "source")
+        return self._message(options, Arrays(backend, array, target), tag, to, origin)
+
+    def _message(
+        self, options: Options, arrays: Arrays, tag: int, dest: int | None, source: int | None
+    ) -> Any:
+        tag = self._caller.session.numbering.user_tag(tag)
+        return self._maker.make_message(options, arrays, tag, dest, source)
+
+    def _peer(self, peer: object) -> int:
+        number = validation.rank(peer, self._caller.size, "peer")
+        if number == self._caller.rank:
+            raise ValueError(f"rank {number} would wait for itself; send_recv can serve that")
+        return number

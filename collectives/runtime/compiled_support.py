@@ -1,0 +1,46 @@
+"""What compiled code can do of a call, and what Python does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays import HOST, Arrays, Backend, Operator, kernels
+from collectives.engines import Transport
+from collectives.programs import CallSpec
+
+_MOST_DIMENSIONS = 8  # of arrays that compiled code looks at
+
+
+def is_all_compiled(transport: Transport, spec: CallSpec, arrays: Arrays) -> bool:
+    """Whether compiled code can begin such a call, and do all of it."""
+    return is_begun_by_code(transport, arrays) and _has_kernels(spec.op, spec.dtype)
+
+
+def is_begun_by_code(transport: Transport, arrays: Arrays) -> bool:
+    """Whether compiled code can begin runs on these arrays."""
+    is_seen = all(x is None or x.ndim <= _MOST_DIMENSIONS for x in arrays[1:])
+    return arrays.backend is HOST and is_seen and transport.why_interpreted is None
+
+
+def runs_by(
+    transport: Transport, backend: Backend, op: Operator | None, dtype: np.dtype[Any]
+) -> str:
+    """What runs programs on arrays of this kind, in words."""
+    if backend is not HOST:
+        return f"the interpreter: the arrays are on {backend.name}"
+    if transport.why_interpreted is not None:
+        return f"the interpreter: {transport.why_interpreted}"
+    if op is not None and not _has_kernels(op, dtype):
+        return f"compiled code, and Python where it combines {dtype} by {op.name}"
+    return "compiled code"
+
+
+def _has_kernels(op: Operator | None, dtype: np.dtype[Any]) -> bool:
+    """Whether compiled code can combine, and divide, what a call combines."""
+    if op is None:
+        return True
+    if not isinstance(op.function, str) or kernels.combine(op.function, dtype) is None:
+        return False
+    return not op.is_average or kernels.divide(dtype) is not None

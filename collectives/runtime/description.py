@@ -1,0 +1,121 @@
+"""What the ranks compare of a call in checked mode, as far as one rank knows it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from collectives.arrays import OPERATORS, Array, Arrays, Operator, num_elements
+from collectives.programs import CallSpec, Counts
+from collectives.runtime.fingerprint import Fingerprint
+from collectives.runtime.run import Run
+from collectives.schedule import SPECS
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LIKE_ANY_OTHER = ("exscan", "barrier")  # in place or not: it concerns not every rank
+
+
+class Compared:
+    """A call that the ranks compare, before a run and with messages of this tag.
+
+    `says`: what of its fingerprint does not follow from the spec.
+    """
+
+    def __init__(
+        self, spec: CallSpec, arrays: Arrays, run: Run, tag: int, says: Mapping[str, str]
+    ) -> None:
+        self.spec, self.arrays, self.says, self.tag = spec, arrays, says, tag
+        self.name, self.title, self.number = run.name, run.title, run.number
+        self.place = "" if spec.blocking == "yes" else line_of_caller()
+
+    def fingerprint(self, compares_place: bool) -> Fingerprint:
+        """What is compared, but for values."""
+        source, target = self.arrays.source, self.arrays.target
+        has_both = source is not None and target is not None and bool(source.size and target.size)
+        found = describe(self.spec, has_both)._replace(
+            call=self.name.removesuffix("a"), **self.says
+        )
+        return found if compares_place else found._replace(in_place="")
+
+
+@lru_cache(maxsize=1024)
+def describe(spec: CallSpec, has_both: bool) -> Fingerprint:
+    """What all ranks must agree on, as far as this one knows it.
+
+    `has_both`: whether this rank has an input and an output that are not empty.
+    """
+    kind, shape = SPECS[spec.collective], spec.shape
+    layout = "" if shape is None else str(shape)
+    if shape is not None and not kind.has_pieces:  # these join or divide rows
+        layout = f"({', '.join(['*', *map(str, shape[1:])])})"
+    is_whole = kind.has_pieces or shape is None
+    return Fingerprint(
+        spec.label or spec.collective,
+        dtype="" if shape is None else str(spec.dtype),
+        counts="" if is_whole else _rows(spec.counts, num_elements((shape or ())[1:])),
+        op="" if spec.op is None else _operator(spec.op),
+        root=str(spec.root) if kind.is_rooted else "",
+        algorithm=_algorithm(spec),
+        in_place="" if kind.is_rooted else _in_place(spec, has_both),
+        layout=layout,
+        out=spec.out,
+        blocking=spec.blocking,
+    )
+
+
+def _rows(counts: Counts | None, per_row: int) -> str:
+    """Numbers of elements as the rows that the caller counts in."""
+    if counts is None or isinstance(counts, int) or not per_row:
+        return ""
+    if not isinstance(counts[0], int):
+        return str([[count // per_row for count in row] for row in counts])
+    rows = [count // per_row for count in counts]
+    return f"{rows[0]} each" if len(set(rows)) == 1 else str(rows)
+
+
+def _operator(op: Operator) -> str:
+    if OPERATORS.get(op.name) is op:
+        return op.name
+    return f"{op.name} of the caller's, {'' if op.is_commutative else 'not '}commutative"
+
+
+def _algorithm(spec: CallSpec) -> str:
+    options = ", ".join(f"{name}={value}" for name, value in spec.options)
+    return f"{spec.algorithm.name}({options})" if options else spec.algorithm.name
+
+
+def told_with_header(
+    collective: str, like: Array | None, counts: Sequence[int] | None
+) -> dict[str, str]:
+    """What the ranks tell each other where a header goes first.
+
+    `like` and `counts`: what this rank knows of the root's array and its rows, if anything.
+    """
+    layout = "" if like is None else str(tuple(like.shape))
+    if like is not None and not SPECS[collective].has_pieces:
+        layout = f"({', '.join(['*', *map(str, like.shape[1:])])})"
+    return {
+        "collective": collective,
+        "dtype": "" if like is None else str(like.dtype),
+        "counts": "" if counts is None else _rows(tuple(counts), 1),
+        "algorithm": "",
+        "layout": layout,
+        "out": "not given",
+    }
+
+
+def _in_place(spec: CallSpec, has_both: bool) -> str:
+    """An array without elements is in no place."""
+    if spec.collective in _LIKE_ANY_OTHER or not has_both:
+        return ""
+    return "no" if spec.aliasing == "none" else "yes"
+
+
+def line_of_caller() -> str:
+    """The line of the program that makes the call: the first outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
