@@ -1,6 +1,7 @@
 """Engines: how the rows of a program are run and how messages travel; no collective, no algorithm.
 
-`executor` and `compiled` over MPI, `interpreter` for threads and user operators, `staging` for GPUs.
+`executor` and `compiled` run over MPI, `interpreter` for threads and operators in Python, `staging`
+for GPUs.
 """
 
 from collectives.engines.progress import ProgressThread, the_thread
