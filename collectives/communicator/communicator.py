@@ -32,10 +32,12 @@ from collectives.selection import Decisions, Explanation, explain
 
 
 class Communicator(Collectives, PointToPoint):
-    """A group of ranks that communicate.
+    """A group of ranks that communicate.  `collectives.world` and `wrap` make one.
 
-    All ranks call the same collectives in the same order; a call that is refused does not count.
-    `timeout`, in seconds, is the default of every call; None waits for ever.
+    `rank` is the number of this process, or thread, from 0 to `size` - 1.  All ranks call the same
+    collectives in the same order; a call that raises TypeError or ValueError before anything is
+    sent does not count.  Two threads that call collectives at the same time need a communicator
+    each.
     """
 
     def __init__(self, session: Session) -> None:
@@ -46,7 +48,10 @@ class Communicator(Collectives, PointToPoint):
 
     @property
     def timeout(self) -> float | None:
-        """The default time limit of every call made from now on, in seconds."""
+        """The time limit, in seconds, of calls that are given none; None waits for ever.
+
+        May be set.  Raises TypeError or ValueError for what is no number of seconds.
+        """
         return self._session.timeout
 
     @timeout.setter
@@ -61,19 +66,23 @@ class Communicator(Collectives, PointToPoint):
 
     @property
     def plan(self) -> Planner:
-        """The same calls, but each returns a `Plan`, to run many times.
+        """The same calls, each of which returns a `Plan` to be run many times.
 
-        A plan keeps its arrays and its requests; every run reads the input afresh.  Making one is
-        itself a collective call: all ranks make the same plans in the same order.
+            plan = comm.plan.all_reduce(x, out=y)
+            plan.run()                                  # or start(), then test() or wait()
+
+        A plan keeps its arrays; every run reads the input anew.  Making a plan is itself a
+        collective call: all ranks make the same plans in the same order.
         """
         return Planner(self._session)
 
     def last_calls(self) -> list[dict[str, Any]]:
-        """What this rank called lately, in all its communicators; the latest at the end.
+        """The last calls of this rank, in all its communicators; at most 256, the latest last.
 
-        At most 256 calls.  Each has its `members` (ranks of the job), `call` (its number),
-        `collective`, `algorithm`, `bytes` sent, `seconds_ago` it began, and `state`: "complete",
-        "failed", or "under way", then with `round`, `among` (so many) and `waiting_for`.
+        Each is a dict: `members` (ranks of the job), `call` (its number), `collective`,
+        `algorithm`, `bytes` (that this rank sends in it), `seconds_ago` (that it began), and
+        `state`: "complete", "failed" or "under way".  A call under way also has `round`, `among`
+        (the number of rounds) and `waiting_for` (the messages that are not complete).
         """
         return self._session.transport.flight.calls()
 
@@ -82,10 +91,15 @@ class Communicator(Collectives, PointToPoint):
     def split(
         self, color: int | None, key: int = 0, *, timeout: float | None = None
     ) -> Communicator | None:
-        """One communicator for each `color`, its ranks ordered by `key`, then by rank here.
+        """Make one communicator for each color.  All ranks call it.
 
-        All ranks call it; `color=None` takes no part and gets None.  If it fails, and be it because
-        a rank does not call it in time (CollectiveTimeout), nothing more can be called here.
+        - `color`: an integer from 0 on; ranks of the same color are together.  None: take no part.
+        - `key`: the new ranks are ordered by it, and by the rank here where keys are equal.
+        - `timeout`: seconds to wait for all ranks.  None: the communicator's `timeout`.
+
+        Returns the communicator of this rank's color, or None if `color` is None.  Raises
+        `CollectiveTimeout` if a rank does not call it in time; nothing more can be called here
+        after that, or after any other failure half-way.
         """
         limit = self._session.limit(timeout)
         deadline = deadline_in(limit)
@@ -101,10 +115,15 @@ class Communicator(Collectives, PointToPoint):
         return None if transport is None else Communicator(self._session.child(transport, members))
 
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
-        """A communicator of these ranks, in this order.  Exactly these ranks call it.
+        """Make a communicator of some ranks.  Exactly these ranks call it.
 
-        If it fails, and be it because a rank does not call it in time (CollectiveTimeout), nothing
-        more can be called here.
+        - `ranks`: the ranks, in the order that they get in the new communicator; each once, this
+          one among them.
+        - `timeout`: seconds to wait for them.  None: the communicator's `timeout`.
+
+        Returns the communicator.  Raises ValueError if `ranks` is wrong, before anything is sent,
+        and `CollectiveTimeout` if a rank does not call it in time; nothing more can be called here
+        after that, or after any other failure half-way.
         """
         limit = self._session.limit(timeout)
         deadline = deadline_in(limit)
@@ -124,19 +143,26 @@ class Communicator(Collectives, PointToPoint):
         return self._session.transport.can_shrink
 
     def shrink(self, *, timeout: float | None = None) -> Communicator:
-        """A communicator of the ranks that are still alive, in their order here.
+        """Make a communicator of the ranks that are still alive, in their order here.
 
-        All of these call it, after a PeerFailed or without; afterwards nothing else can be called
-        here but `free`.  It needs an Open MPI started with fault tolerance (ULFM, Bland et al.
-        2013): `python -m collectives.launch --fault-tolerant`; without it raises CollectiveError.
-        Raises CollectiveTimeout if a rank is alive and does not call it within `timeout` seconds.
+        All ranks that are alive call it, whether `PeerFailed` was raised before or not.  After it
+        nothing but `free` can be called here.
+
+        - `timeout`: seconds to wait for them.  None: the communicator's `timeout`.
+
+        Returns the communicator.  Raises `CollectiveError` unless the job runs under an Open MPI
+        started with fault tolerance, as `python -m collectives.launch --fault-tolerant` does (ULFM,
+        Bland et al. 2013), and `CollectiveTimeout` if a rank is alive and does not call it in time.
         """
         deadline = deadline_in(self._session.limit(timeout))
         transport, members = self._session.transport.shrink(deadline)
         return Communicator(self._session.child(transport, members))
 
     def free(self) -> None:
-        """Give the communicator back to MPI.  All its ranks call this; it is of no use after."""
+        """Give the communicator back to MPI.  All its ranks call this, and nothing after it.
+
+        Raises RuntimeError if a call or a plan of it is still under way.
+        """
         self._session.free()
 
     # Selection
@@ -149,11 +175,20 @@ class Communicator(Collectives, PointToPoint):
         op: str | Operator = "sum",
         algorithm: str | None = None,
     ) -> Explanation:
-        """What a call here and now would run, and why.  Print it.  Nothing is sent.
+        """Say what a call would run, and why, without sending anything.
 
-        `x`: as the call takes it on this rank; for a broadcast or scatter the root's.  All ranks
-        are taken to bring equally many rows to a gather or all-gather.  A barrier takes none.  An
-        algorithm or operator that cannot serve is refused as the call would refuse it.
+            print(comm.explain("all_reduce", x))
+
+        - `collective`: its name, such as "all_reduce".
+        - `x`: the array that the call takes on this rank; for a broadcast or scatter the root's
+          array; for a barrier None.  All ranks are assumed to bring equally many rows to a gather
+          or all-gather.
+        - `op`: the operator of a reduction.
+        - `algorithm`: as in the call.
+
+        Returns an `Explanation`: the choice, the reason, the predicted times of all candidates,
+        what rules out the others, and what runs the program.  Raises ValueError or TypeError where
+        the call would.
         """
         algorithms.names(collective)
         num_bytes, combine, dtype = 0, None, np.dtype(np.uint8)
@@ -172,15 +207,17 @@ class Communicator(Collectives, PointToPoint):
 
     @property
     def decisions(self) -> Decisions | None:
-        """What was measured and decides which algorithm runs; None: the built-in rules do."""
+        """The measured decisions that choose algorithms; None: the built-in rules choose."""
         return self._session.decisions
 
     def load_decisions(self, path: str | Path) -> None:
-        """Let what `python -m bench tune` wrote decide which algorithm runs when a call names none.
+        """Let measurements choose the algorithm of calls that name none.  All ranks call it.
 
-        A collective call.  Rank 0 reads the file, the others get it from there.  Holds for this
-        communicator, and those made from it afterwards.  Raises ValueError, the same on every rank,
-        if the file cannot be read or is wrong.
+        - `path`: a file that `python -m bench tune` wrote.  Rank 0 reads it and sends it to the
+          others.
+
+        They count for this communicator, and for those made from it afterwards.  Raises ValueError,
+        the same on every rank, if the file cannot be read or is wrong.
         """
         path = Path(path)
         found = json.dumps(_read(path)).encode() if self.rank == 0 else b""
@@ -194,7 +231,14 @@ class Communicator(Collectives, PointToPoint):
 
     @contextmanager
     def record(self) -> Iterator[Ledger]:
-        """Record what this communicator, and those made from it, send inside the block."""
+        """Record what this communicator, and those made from it, send inside a `with` block.
+
+            with comm.record() as ledger, collectives.phase("backward"):
+                comm.all_reduce(x)
+            print(ledger.summary())
+
+        Yields the `Ledger` of this rank.  Each rank may record or not, as it likes.
+        """
         collect = partial(gather_bytes, self._session, label="ledger")
         ledger = Ledger(self.rank, self.size, collect=collect)
         with self._session.recording(ledger):
@@ -203,7 +247,8 @@ class Communicator(Collectives, PointToPoint):
     def counters(self) -> Counters:
         """The MPI library's own count of this process's messages, by rank of COMM_WORLD.
 
-        Raises MonitorUnavailable where there is none.
+        Returns `Counters`.  Raises `MonitorUnavailable` where there is none: on threads, under
+        another MPI than Open MPI, or without `--mca pml_monitoring_enable 2`.
         """
         if not hasattr(self._session.transport, "counters"):
             raise MonitorUnavailable("threads of one process have no MPI to count their messages")

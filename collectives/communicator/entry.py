@@ -22,11 +22,19 @@ Check = bool | Literal["finite"] | None
 
 
 def world(*, progress: str | None = None, check: Check = None) -> Communicator:
-    """All the ranks of the job: COMM_WORLD under mpirun, a world of one without.
+    """Return the communicator of all ranks of the job.
 
-    Every call returns the same communicator, one for each value of `progress` and `check`, which
-    `wrap` explains.  The first is a collective call: all ranks make it.  Raises ImportError, with
-    what to install, if mpi4py finds no MPI library.
+        comm = collectives.world()
+
+    Under mpirun it is over a duplicate of COMM_WORLD; in a program started alone it has one rank.
+    The first call is collective: all ranks make it.  Later calls with the same `progress` and
+    `check` return the same communicator.
+
+    - `progress`: None or "thread", see `wrap`.
+    - `check`: None, False, True or "finite", see `wrap`.
+
+    Raises ImportError, which says what to install, if mpi4py finds no MPI library, and ValueError
+    for another `progress` or `check`.
     """
     mode = mode_of(check)
     made = _world(progress, mode)
@@ -55,19 +63,26 @@ def wrap(
     progress: str | None = None,
     check: Check = None,
 ) -> Communicator:
-    """A communicator over a duplicate of `comm`, so that its messages never meet the caller's.
+    """Make a communicator over a duplicate of an mpi4py communicator.  All its ranks call it.
 
-    A collective call.  `timeout`: the default of every call and of this one, in seconds.
-    `progress="thread"`: what is started with `async_op=True`, or by a plan's `start`, goes on in a
-    thread while the program computes, and not only inside `test` and `wait`; that needs an MPI with
-    MPI_THREAD_MULTIPLE.
+        comm = collectives.wrap(MPI.COMM_WORLD, timeout=60, check=True)
 
-    `check=True`: before every collective the ranks tell each other what they are about to call; if
-    they differ every rank raises CollectiveMismatch, which says which rank differs in what, and
-    nothing of the call is sent.  `check="finite"`: also every rank raises NotFinite if one brings
-    NaN or an infinity, or a reduction makes one.  Communicators made from this one do the same.
-    None: what the environment variable COLLECTIVES_CHECK says (0, 1 or finite; off if it is not
-    set).  All ranks need the same.
+    Because of the duplicate its messages never meet those of `comm`.
+
+    - `comm`: an intracommunicator of mpi4py.
+    - `timeout`: seconds; the limit of this call, and of calls that are given none.  None: no limit.
+    - `progress`: with "thread", calls started with `async_op=True` or by `Plan.start` go on in a
+      thread while the program computes.  With None they go on inside `test` and `wait` only.
+    - `check`: with True, the ranks tell each other before every collective what they are about to
+      call.  If they differ, every rank raises `CollectiveMismatch`, which says which rank differs
+      in what, and nothing of the call is sent.  With "finite", every rank also raises `NotFinite`
+      if one brings NaN or an infinity, or a reduction makes one.  With False nothing is checked.
+      With None the environment variable COLLECTIVES_CHECK decides: 0, 1 or finite; unset means 0.
+      All ranks pass the same.  Communicators made from this one are checked in the same way.
+
+    Returns a `Communicator`.  Raises TypeError or ValueError for an argument that cannot work,
+    RuntimeError if `progress="thread"` and the MPI was started without MPI_THREAD_MULTIPLE, and
+    `CollectiveTimeout` if not all ranks call it in time.
     """
     from mpi4py import MPI  # noqa: PLC0415
 
@@ -89,7 +104,7 @@ def adopt(
     thread: ProgressThread | None = None,
     mode: Mode | None,
 ) -> Communicator:
-    """A communicator over a duplicate that is being made for the library alone."""
+    """A communicator over a duplicate that `Idup` is making for the library alone."""
     from collectives.engines.mpi import duplicated  # noqa: PLC0415
 
     transport = duplicated(*duplicate, timeout)
@@ -98,7 +113,7 @@ def adopt(
 
 
 def _listen(flight: FlightRecorder) -> None:
-    """Dump what is called where the environment says, if it says so: see `flight`."""
+    """Dump the last calls to the directory that COLLECTIVES_FLIGHT names, if it is set."""
     directory = os.environ.get("COLLECTIVES_FLIGHT")
     is_main = threading.current_thread() is threading.main_thread()  # signals are its business
     if directory and flight.directory is None and is_main:
@@ -112,11 +127,18 @@ def run(
     timeout: float | None = 300.0,
     check: Check = None,
 ) -> list[Result]:
-    """Call `fn(comm)` on `size` threads, the ranks of a communicator without MPI.
+    """Call a function on several threads, which are the ranks of a communicator without MPI.
 
-    Returns what each returned, in rank order.  Raises what the first failing rank raised, at once
-    CollectiveMismatch if the ranks wait for each other in a circle, and CollectiveTimeout after
-    `timeout` seconds.  `check`: see `wrap`.
+        collectives.run(lambda comm: comm.all_reduce(np.ones(3)), size=4)
+
+    - `fn`: called as `fn(comm)` on every thread.
+    - `size`: the number of ranks, at least 1.
+    - `timeout`: seconds for all of it; None: no limit.
+    - `check`: None, False, True or "finite", see `wrap`.
+
+    Returns a list of what each rank's `fn` returned, in the order of the ranks.  Raises what the
+    rank that failed first has raised, `CollectiveMismatch` as soon as the ranks wait for each other
+    in a circle, and `CollectiveTimeout` after `timeout` seconds.
     """
     mode, limit, num_ranks = mode_of(check), validation.seconds(timeout), _num_ranks(size)
     if not callable(fn):
@@ -141,7 +163,7 @@ _SPELLED: dict[str, Check] = {"": False, "0": False, "1": True, "finite": "finit
 
 
 def mode_of(check: Check) -> Mode | None:
-    """What is checked.  Raises ValueError for what is neither a choice nor left to the variable."""
+    """What `check` stands for.  Raises ValueError for an unknown value, also of the variable."""
     if check is None:
         spelled = os.environ.get(_VARIABLE, "")
         if spelled not in _SPELLED:
