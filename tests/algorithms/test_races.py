@@ -13,7 +13,7 @@ from collectives.programs import placement
 from collectives.programs.placement import Message, Step, compile_lane
 from collectives.schedule.contracts import SPECS
 from collectives.schedule.layout import Region
-from tests.pure.catalogue import each_algorithm, settings
+from tests.algorithms.catalogue import each_algorithm, settings
 
 Offset = int | str
 

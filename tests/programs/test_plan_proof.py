@@ -21,7 +21,7 @@ from collectives.engines.threads import InprocTransport, World
 from collectives.programs import placement, program
 from collectives.runtime.session import Session
 from collectives.schedule.contracts import SPECS
-from tests.pure.catalogue import EVERY, settings
+from tests.algorithms.catalogue import EVERY, settings
 
 SIZES = [*range(1, 10), 12, 13, 16]
 

@@ -85,7 +85,7 @@ def test_threads_that_come_at_once_get_the_same(caplog: pytest.LogCaptureFixture
         thread.join()
     assert len(addresses) == 6 and len(set(addresses)) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "compiling tests.pure.test_jit.adding(3), once for this machine"
+        "compiling tests.arrays.test_jit.adding(3), once for this machine"
     ]
 
 

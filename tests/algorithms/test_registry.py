@@ -14,7 +14,7 @@ from collectives.algorithms.extending import compare
 from collectives.algorithms.sources import SOURCES
 from collectives.programs.placement import compile_lane
 from collectives.schedule.contracts import SPECS
-from tests.pure.catalogue import EVERY, LARGE, cases, each_algorithm
+from tests.algorithms.catalogue import EVERY, LARGE, cases, each_algorithm
 
 
 @each_algorithm

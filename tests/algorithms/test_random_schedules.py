@@ -23,7 +23,7 @@ from collectives.schedule import Block, Copy, CopyReduce, Recv, RecvReduce, Roun
 from collectives.schedule.contracts import Case, after, before
 from collectives.schedule.layout import by_rank, consecutive
 from collectives.schedule.verify import _Run
-from tests.inproc.test_plan_proof import Words, run_together
+from tests.programs.test_plan_proof import Words, run_together
 
 NUM_ROUNDS, LONGEST = 5, 30
 

@@ -10,7 +10,7 @@ import pytest
 from collectives import algorithms
 from collectives.algorithms import Formula
 from collectives.selection.cost import Bound, Machine, bounds_met, lower_bound, price
-from tests.pure.catalogue import EVERY, each_algorithm
+from tests.algorithms.catalogue import EVERY, each_algorithm
 
 # What each meets exactly at every number of ranks it serves; the others meet nothing.
 MEETS = {

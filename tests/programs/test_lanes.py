@@ -16,7 +16,7 @@ from collectives.programs import lanes, program
 from collectives.programs.lanes import WIDTH, Event, compile_lanes, num_lanes, order
 from collectives.schedule import RecvReduce, Round, Send
 from collectives.schedule.contracts import SPECS, Piece
-from tests.inproc.test_plan_proof import Layout, Words, in_any_order, results
+from tests.programs.test_plan_proof import Layout, Words, in_any_order, results
 
 REDUCTIONS = [
     (collective, name)

@@ -11,7 +11,7 @@ from collectives import ScheduleError, algorithms
 from collectives.schedule import Copy, CopyReduce, Recv, RecvReduce, Round, Send
 from collectives.schedule.contracts import SPECS, Case
 from collectives.schedule.verify import verify_schedules
-from tests.pure.catalogue import EVERY, cases, each_algorithm, roots
+from tests.algorithms.catalogue import EVERY, cases, each_algorithm, roots
 
 SYMMETRIC = [64, 100, 127, 128, 129, 257]
 
