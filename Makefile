@@ -29,7 +29,7 @@ demo: $(READY) ## watch collectives at work, with every byte accounted for
 
 test: $(READY) ## run the tests
 	@$(RUN) -m collectives.warm
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
 
 gpu: ## run all that needs a GPU, and write tables to GPU_OUT=gpu-results
 	@$(PYTHON) -m bench.gpu --out $(GPU_OUT) $(ARGS)
