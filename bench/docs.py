@@ -83,6 +83,8 @@ def run(options: argparse.Namespace) -> int:
     2 if it is impossible, or if the files of speed do not go together.
     """
     try:
+        if options.root == ROOT and not (ROOT / "pyproject.toml").exists():
+            raise ValueError("docs needs a checkout of the project, or --root DIR")
         if not options.root.is_dir():
             raise ValueError(f"there is no folder {options.root}")
         files = list(wanted(options.root, options.speed))

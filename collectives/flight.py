@@ -1,4 +1,4 @@
-"""The command ``python -m collectives.flight DIR``: line up what the ranks of a job were doing."""
+"""Show what the ranks of a job were doing, side by side: ``python -m collectives.flight DIR``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Compile ahead what programs are run by: ``python -m collectives.warm``.
+"""Compile the code that runs programs ahead of time: ``python -m collectives.warm``.
 
 Compiled code is kept on disk, so this takes some seconds once per machine and moments afterwards.
 Without it the first collective that needs a function compiles it.
@@ -6,15 +6,20 @@ Without it the first collective that needs a function compiles it.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
+from collections.abc import Sequence
 
 from collectives.arrays import kernels
 from collectives.engines import compiled
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Compile the loop and the most used kernels.  0, also where programs are interpreted."""
+    parser = argparse.ArgumentParser("python -m collectives.warm", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if (reason := compiled.why_not()) is not None:
         logging.warning("programs will be interpreted: %s", reason)

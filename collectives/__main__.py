@@ -1,0 +1,53 @@
+"""List the commands of this package: ``python -m collectives``."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import collectives
+
+# A command and an example of its arguments.
+COMMANDS = {
+    "collectives.launch": "-n 4 script.py",
+    "collectives.flight": "DIRECTORY",
+    "collectives.warm": "",
+    "parallel.train": "--strategy zero2",
+    "parallel.memory": "--params 7.5e9 --ranks 64",
+    "bench": "all_reduce -b 8 -e 64M --native",
+}
+
+
+def about(module: str) -> str:
+    """The first sentence of a module's docstring, read without importing the module."""
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None, f"{module} is not installed"
+    origin = Path(spec.origin)
+    main = origin.parent / "__main__.py"
+    path = main if origin.name == "__init__.py" and main.exists() else origin
+    first, *_ = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+    return first.partition(": ``")[0].rstrip(".")
+
+
+def lines() -> Iterator[str]:
+    """What there is to run, one command after the other."""
+    yield f"ring-collectives {collectives.__version__}: commands, each of which explains --help"
+    for module, arguments in COMMANDS.items():
+        yield ""
+        yield f"  {about(module)}:"
+        yield f"    python -m {module} {arguments}".rstrip()
+    yield ""
+    yield "Under MPI: python -m collectives.launch -n 4 -m MODULE ARGUMENTS"
+
+
+def main() -> int:
+    """Print the list."""
+    sys.stdout.writelines(f"{line}\n" for line in lines())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
