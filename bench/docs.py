@@ -158,7 +158,15 @@ def chapter(collective: str) -> str:
 
 def costs(entries: list[Algorithm]) -> str:
     """The formulas of the algorithms of one collective."""
-    formulas = ["rounds", "startups", "busiest", "critical", "total", "work", "scratch"]
+    formulas = [
+        "rounds",
+        "startups",
+        "max_bytes_per_rank",
+        "critical_bytes",
+        "total_bytes",
+        "reduction_bytes",
+        "scratch_bytes",
+    ]
     head = ["name", *formulas, "restrictions", "bound met", "source"]
     head[head.index("startups")] = "start-ups"
     rows = [

@@ -40,7 +40,8 @@ class Limit(NamedTuple):
         size = self.timed.size
         chosen = select.choose("all_reduce", self.timed.algorithm, self.ranks, size)
         cost: dict[str, Any] = {"p": self.ranks, "n": size, **chosen.options}
-        sent, combined = chosen.algorithm.total(**cost), chosen.algorithm.work(**cost)
+        sent = chosen.algorithm.total_bytes(**cost)
+        combined = chosen.algorithm.reduction_bytes(**cost)
         return int(2 * sent + self.ranks * combined)
 
     @property

@@ -68,7 +68,7 @@ def _port_bandwidth(case: Case, algorithm: str | None, seconds: float) -> float 
     if algorithm is None:
         return None
     chosen = select.choose(case.collective, algorithm, case.size, case.num_bytes)
-    busiest = chosen.algorithm.busiest(p=case.size, n=case.num_bytes, **chosen.options)
+    busiest = chosen.algorithm.max_bytes_per_rank(p=case.size, n=case.num_bytes, **chosen.options)
     return float(busiest) / seconds / 1e9
 
 

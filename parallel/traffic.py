@@ -63,7 +63,7 @@ class PredictedCall:
         run = collectives.choose(self.collective, self.algorithm, size, self.nbytes)
         messages = run.algorithm.messages(p=size, n=self.nbytes, **run.options)
         messages *= run.segments * calls
-        total = run.algorithm.total(p=size, n=self.nbytes, **run.options) * calls
+        total = run.algorithm.total_bytes(p=size, n=self.nbytes, **run.options) * calls
         if messages != int(messages) or total != int(total):
             raise ValueError(f"the formula of {self} gives a broken number for {size} ranks")
         return Tally(calls if messages else 0, int(messages), int(total))

@@ -14,9 +14,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tests.test_documents import EXAMPLE
 
 from collectives.launch.mpirun import find_mpirun
+from tests.test_documents import EXAMPLE
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("wheel")]
 

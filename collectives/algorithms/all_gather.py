@@ -10,7 +10,7 @@ from collectives.schedule import Block, Piece, Recv, Round, Send, dual, trees
 from collectives.schedule import circulant as graph
 
 
-@algorithm(**costs_of(reduce_scatter.ring), scratch="0", source="Patarasuk and Yuan 2009")
+@algorithm(**costs_of(reduce_scatter.ring), scratch_bytes="0", source="Patarasuk and Yuan 2009")
 def ring(rank: int, size: int) -> Iterator[Round]:
     """Every block travels once round the ring."""
     return dual(reduce_scatter.ring(rank, size), rank, combine=False)
@@ -20,9 +20,9 @@ def ring(rank: int, size: int) -> Iterator[Round]:
     rounds="p // 2",
     startups="p - 1",
     messages="p * (p - 1)",
-    busiest="f * n",
-    total="(p - 1) * n",
-    scratch="0",
+    max_bytes_per_rank="f * n",
+    total_bytes="(p - 1) * n",
+    scratch_bytes="0",
     source="Chan et al. 2007",
 )
 def bidirectional_ring(rank: int, size: int) -> Iterator[Round]:
@@ -38,9 +38,9 @@ def bidirectional_ring(rank: int, size: int) -> Iterator[Round]:
 @algorithm(
     rounds="p // 2",
     messages="p * p // 2",
-    busiest="f * n",
-    total="(p - 1) * n",
-    scratch="0",
+    max_bytes_per_rank="f * n",
+    total_bytes="(p - 1) * n",
+    scratch_bytes="0",
     ranks="even",
     source="Chen et al. 2005",
 )
@@ -64,7 +64,7 @@ def neighbour_exchange(rank: int, size: int) -> Iterator[Round]:
 
 @algorithm(
     **costs_of(reduce_scatter.recursive_halving),
-    scratch="0",
+    scratch_bytes="0",
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
@@ -79,9 +79,9 @@ def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
     rounds="log(p, r)",
     startups="children(p, r)",
     messages="p * children(p, r)",
-    busiest="f * n",
-    total="(p - 1) * n",
-    scratch="n",
+    max_bytes_per_rank="f * n",
+    total_bytes="(p - 1) * n",
+    scratch_bytes="n",
     options={"radix": 2},
     source="Bruck et al. 1997",
 )
@@ -100,7 +100,7 @@ def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
 
 @algorithm(
     **costs_of(reduce_scatter.circulant),
-    scratch="n",
+    scratch_bytes="n",
     source="Loch and Koslovski 2021",
 )
 def sparbit(rank: int, size: int) -> Iterator[Round]:
@@ -113,19 +113,19 @@ def sparbit(rank: int, size: int) -> Iterator[Round]:
         )
 
 
-@algorithm(**costs_of(reduce_scatter.circulant), scratch="n / 2", source="Traff 2024b")
+@algorithm(**costs_of(reduce_scatter.circulant), scratch_bytes="n / 2", source="Traff 2024b")
 def circulant(rank: int, size: int) -> Iterator[Round]:
     """Every round about doubles the blocks that a rank has: those of the ranks ahead come."""
     return dual(reduce_scatter.circulant(rank, size), rank, combine=False)
 
 
-@algorithm(**costs_of(reduce_scatter.swing), scratch="n", source="De Sensi et al. 2024")
+@algorithm(**costs_of(reduce_scatter.swing), scratch_bytes="n", source="De Sensi et al. 2024")
 def swing(rank: int, size: int) -> Iterator[Round]:
     """Partners at distances ..., 21, 11, 5, 3, 1, 1 on alternating sides: short ways on a torus."""
     return dual(reduce_scatter.swing(rank, size), rank, combine=False)
 
 
-@algorithm(**costs_of(reduce_scatter.direct), scratch="0", source="Chan et al. 2007")
+@algorithm(**costs_of(reduce_scatter.direct), scratch_bytes="0", source="Chan et al. 2007")
 def direct(rank: int, size: int) -> Iterator[Round]:
     """Every block straight to everybody, all at once."""
     return dual(reduce_scatter.direct(rank, size), rank, combine=False)
@@ -134,10 +134,10 @@ def direct(rank: int, size: int) -> Iterator[Round]:
 @algorithm(
     rounds="2 * q",
     messages="2 * (p - 1)",
-    busiest="q * n",
-    total="(p - 1) * n + n / p * hops(p, 2)",
-    critical="(q + f) * n",
-    scratch="0",
+    max_bytes_per_rank="q * n",
+    total_bytes="(p - 1) * n + n / p * hops(p, 2)",
+    critical_bytes="(q + f) * n",
+    scratch_bytes="0",
     source="Chan et al. 2007",
 )
 def gather_broadcast(rank: int, size: int) -> Iterator[Round]:
@@ -148,11 +148,11 @@ def gather_broadcast(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="(N - 1 + q) * (p > 1)",
-    messages="p * (N - 1 + q) * (p > 1)",
-    busiest="f * n",
-    total="(p - 1) * n",
-    scratch="n",
+    rounds="N - 1 + q",
+    messages="p * (N - 1 + q)",
+    max_bytes_per_rank="f * n",
+    total_bytes="(p - 1) * n",
+    scratch_bytes="n",
     pieces="N",
     options={"segments": 4},
     source="Traff 2024a",
@@ -181,7 +181,7 @@ def all_broadcast(rank: int, size: int, segments: int = 4) -> Iterator[Round]:
 
 @algorithm(
     **costs_of(reduce_scatter.hierarchical),
-    scratch="n",
+    scratch_bytes="n",
     source="Traff and Hunold 2020",
 )
 def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:

@@ -12,9 +12,9 @@ from collectives.schedule import Block, Recv, Round, Send, nested, trees
     rounds="ceil((p - 1) / m)",
     startups="p - 1",
     messages="p * (p - 1)",
-    busiest="f * n",
-    total="n * (p - 1)",
-    scratch="0",
+    max_bytes_per_rank="f * n",
+    total_bytes="n * (p - 1)",
+    scratch_bytes="0",
     options={"outstanding": 4},
     source="Thakur, Rabenseifner and Gropp 2005",
 )
@@ -30,12 +30,12 @@ def linear_sync(rank: int, size: int, outstanding: int = 4) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="min(1, p - 1)",
+    rounds="1",
     startups="p - 1",
     messages="p * (p - 1)",
-    busiest="f * n",
-    total="n * (p - 1)",
-    scratch="0",
+    max_bytes_per_rank="f * n",
+    total_bytes="n * (p - 1)",
+    scratch_bytes="0",
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def linear(rank: int, size: int) -> Iterator[Round]:
@@ -46,9 +46,9 @@ def linear(rank: int, size: int) -> Iterator[Round]:
 @algorithm(
     rounds="p - 1",
     messages="p * (p - 1)",
-    busiest="f * n",
-    total="n * (p - 1)",
-    scratch="0",
+    max_bytes_per_rank="f * n",
+    total_bytes="n * (p - 1)",
+    scratch_bytes="0",
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def pairwise(rank: int, size: int) -> Iterator[Round]:
@@ -57,12 +57,12 @@ def pairwise(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="p - 1 + p % 2 if p > 1 else 0",
+    rounds="p - 1 + p % 2",
     messages="p * (p - 1)",
-    busiest="f * n",
-    total="n * (p - 1)",
-    critical="n * (p - 1 + p % 2) / p if p > 1 else 0",
-    scratch="0",
+    max_bytes_per_rank="f * n",
+    total_bytes="n * (p - 1)",
+    critical_bytes="n * (p - 1 + p % 2) / p",
+    scratch_bytes="0",
     source="Sanders and Traff 2002",
 )
 def one_factor(rank: int, size: int) -> Iterator[Round]:
@@ -81,9 +81,9 @@ def one_factor(rank: int, size: int) -> Iterator[Round]:
 @algorithm(
     rounds="children(p, r)",
     messages="p * children(p, r)",
-    busiest="n / p * hops(p, r)",
-    total="n * hops(p, r)",
-    scratch="3 * n",
+    max_bytes_per_rank="n / p * hops(p, r)",
+    total_bytes="n * hops(p, r)",
+    scratch_bytes="3 * n",
     options={"radix": 2},
     source="Bruck et al. 1997",
 )
@@ -105,9 +105,9 @@ def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
 @algorithm(
     rounds="g - 1 + p // g - 1",
     messages="p * (g - 1 + p // g - 1)",
-    busiest="n / p * ((g - 1) * (p // g) + (p // g - 1) * g)",
-    total="n * ((g - 1) * (p // g) + (p // g - 1) * g)",
-    scratch="2 * n",
+    max_bytes_per_rank="n / p * ((g - 1) * (p // g) + (p // g - 1) * g)",
+    total_bytes="n * ((g - 1) * (p // g) + (p // g - 1) * g)",
+    scratch_bytes="2 * n",
     ranks="multiple of per_host",
     options={"per_host": 2},
     source="Traff and Rougier 2014",

@@ -8,7 +8,12 @@ from collectives.algorithms import all_gather
 from collectives.algorithms.registry import algorithm, costs_of
 from collectives.schedule import Round
 
-_NO_BYTES = {"busiest": "0", "critical": "0", "total": "0", "scratch": "0"}
+_NO_BYTES = {
+    "max_bytes_per_rank": "0",
+    "critical_bytes": "0",
+    "total_bytes": "0",
+    "scratch_bytes": "0",
+}
 
 
 @algorithm(

@@ -15,9 +15,9 @@ from collectives.schedule import two_trees as pair
 @algorithm(
     rounds="p - 1",
     messages="p - 1",
-    busiest="(p - 1) * n",
-    total="(p - 1) * n",
-    scratch="0",
+    max_bytes_per_rank="(p - 1) * n",
+    total_bytes="(p - 1) * n",
+    scratch_bytes="0",
     source="Chan et al. 2007",
 )
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
@@ -27,12 +27,12 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="min(c, p - 1) * N - 1 + (p - 1) // min(c, p - 1) if p > 1 else 0",
+    rounds="min(c, p - 1) * N - 1 + (p - 1) // min(c, p - 1)",
     messages="(p - 1) * N",
-    busiest="min(c, p - 1) * n",
-    total="(p - 1) * n",
-    critical="(min(c, p - 1) * N - 1 + (p - 1) // min(c, p - 1)) * n / N if p > 1 else 0",
-    scratch="0",
+    max_bytes_per_rank="min(c, p - 1) * n",
+    total_bytes="(p - 1) * n",
+    critical_bytes="(min(c, p - 1) * N - 1 + (p - 1) // min(c, p - 1)) * n / N",
+    scratch_bytes="0",
     pieces="N",
     options={"chains": 2, "segments": 1},
     source="Pjesivac-Grbovic et al. 2007",
@@ -57,12 +57,12 @@ def chain(rank: int, size: int, chains: int = 2, segments: int = 1) -> Iterator[
 
 
 @algorithm(
-    rounds="(p - 2 + N) * (p > 1)",
+    rounds="p - 2 + N",
     messages="(p - 1) * N",
-    busiest="n * (p > 1)",
-    total="(p - 1) * n",
-    critical="(p - 2 + N) * (p > 1) * n / N",
-    scratch="0",
+    max_bytes_per_rank="n",
+    total_bytes="(p - 1) * n",
+    critical_bytes="(p - 2 + N) * n / N",
+    scratch_bytes="0",
     pieces="N",
     options={"segments": 1},
     source="Chan et al. 2007",
@@ -75,10 +75,10 @@ def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Rou
 @algorithm(
     rounds="depth(p) + min(2, p - 1) * (N - 1)",
     messages="(p - 1) * N",
-    busiest="min(2, p - 1) * n",
-    total="(p - 1) * n",
-    critical="(depth(p) + min(2, p - 1) * (N - 1)) * n / N",
-    scratch="0",
+    max_bytes_per_rank="min(2, p - 1) * n",
+    total_bytes="(p - 1) * n",
+    critical_bytes="(depth(p) + min(2, p - 1) * (N - 1)) * n / N",
+    scratch_bytes="0",
     pieces="N",
     options={"segments": 1},
     source="Pjesivac-Grbovic et al. 2007",
@@ -105,14 +105,13 @@ def _binary_streams(rank: int, members: range, start: int, pieces: range) -> lis
 
 
 @algorithm(
-    rounds="max(depth(p // 2), depth((p - 1) // 2) + (p > 2)) + min(2, p - 1) * (N - 1) + 2"
-    " if p > 1 else 0",
+    rounds="max(depth(p // 2), depth((p - 1) // 2) + (p > 2)) + min(2, p - 1) * (N - 1) + 2",
     messages="(p - 1) * (N + 1)",
-    busiest="n * (p > 1) + n / 2 * (p == 4 or p > 5)",
-    total="(p - 1) * n",
-    critical="n / 2 + (max(depth(p // 2), depth((p - 1) // 2) + 1) + 2 * N - 1) * n / (2 * N)"
+    max_bytes_per_rank="n + n / 2 * (p == 4 or p > 5)",
+    total_bytes="(p - 1) * n",
+    critical_bytes="n / 2 + (max(depth(p // 2), depth((p - 1) // 2) + 1) + 2 * N - 1) * n / (2 * N)"
     " if p > 2 else n * (p - 1)",
-    scratch="0",
+    scratch_bytes="0",
     pieces="2 * N",
     options={"segments": 1},
     source="Pjesivac-Grbovic et al. 2007",
@@ -155,9 +154,9 @@ def _swap(rank: int, size: int, first: range, second: range) -> Round:
     rounds="log(p, r)",
     startups="children(p, r)",
     messages="p - 1",
-    busiest="n * children(p, r)",
-    total="(p - 1) * n",
-    scratch="0",
+    max_bytes_per_rank="n * children(p, r)",
+    total_bytes="(p - 1) * n",
+    scratch_bytes="0",
     options={"radix": 4},
     source="Thakur, Rabenseifner and Gropp 2005",
 )
@@ -171,9 +170,9 @@ def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
 @algorithm(
     rounds="q",
     messages="p - 1",
-    busiest="q * n",
-    total="(p - 1) * n",
-    scratch="0",
+    max_bytes_per_rank="q * n",
+    total_bytes="(p - 1) * n",
+    scratch_bytes="0",
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
@@ -182,12 +181,12 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="(fill(p) + 2 * (N - 1)) * (p > 1)",
+    rounds="fill(p) + 2 * (N - 1)",
     messages="2 * (p - 1) * N",
-    busiest="n * (p > 1)",
-    total="(p - 1) * n",
-    critical="(fill(p) + 2 * (N - 1)) * (p > 1) * n / (2 * N)",
-    scratch="0",
+    max_bytes_per_rank="n",
+    total_bytes="(p - 1) * n",
+    critical_bytes="(fill(p) + 2 * (N - 1)) * n / (2 * N)",
+    scratch_bytes="0",
     pieces="2 * N",
     options={"segments": 1},
     source="Sanders, Speck and Traff 2009",
@@ -210,9 +209,9 @@ def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Roun
 @algorithm(
     rounds="2 * q",
     messages="(p - 1) + p * q",
-    busiest="2 * f * n",
-    total="(p - 1) * n + n / p * hops(p, 2)",
-    scratch="n / 2",
+    max_bytes_per_rank="2 * f * n",
+    total_bytes="(p - 1) * n + n / p * hops(p, 2)",
+    scratch_bytes="n / 2",
     pieces="p",
     source="Barnett et al. 1994",
 )
@@ -225,9 +224,9 @@ def scatter_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
 @algorithm(
     rounds="q + p - 1",
     messages="(p - 1) + p * (p - 1)",
-    busiest="2 * f * n",
-    total="(p - 1) * n + n / p * hops(p, 2)",
-    scratch="n / 2",
+    max_bytes_per_rank="2 * f * n",
+    total_bytes="(p - 1) * n + n / p * hops(p, 2)",
+    scratch_bytes="n / 2",
     pieces="p",
     source="Barnett et al. 1994",
 )
@@ -238,11 +237,11 @@ def scatter_ring_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="(N - 1 + q) * (p > 1)",
+    rounds="N - 1 + q",
     messages="(p - 1) * N",
-    busiest="(N - 1 + q) * (p > 1) * n / N",
-    total="(p - 1) * n",
-    scratch="0",
+    max_bytes_per_rank="(N - 1 + q) * n / N",
+    total_bytes="(p - 1) * n",
+    scratch_bytes="0",
     pieces="N",
     options={"segments": 1},
     source="Traff 2024a",
@@ -259,9 +258,9 @@ def circulant(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
 @algorithm(
     rounds="log(p // g, 2) + log(g, 2)",
     messages="p - 1",
-    busiest="(log(p // g, 2) + log(g, 2)) * n",
-    total="(p - 1) * n",
-    scratch="0",
+    max_bytes_per_rank="(log(p // g, 2) + log(g, 2)) * n",
+    total_bytes="(p - 1) * n",
+    scratch_bytes="0",
     ranks="multiple of per_host",
     options={"per_host": 2},
     source="Karonis et al. 2000",

@@ -12,8 +12,8 @@ from collectives.schedule import Copy, CopyReduce, Recv, Round, Send, trees
 
 @algorithm(
     **costs_of(scan.linear),
-    work="n * (p > 2)",
-    scratch="n",
+    reduction_bytes="n * (p > 2)",
+    scratch_bytes="n",
     is_ordered=True,
     source="Thakur, Rabenseifner and Gropp 2005",
 )
@@ -31,12 +31,12 @@ def linear(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="1 + log(p - 1, 2) if p > 1 else 0",
-    messages="p - 1 + sum(p - 1 - 2**i for i in range(log(p - 1, 2))) if p > 1 else 0",
-    busiest="n * (1 + log(p - 1, 2)) if p > 1 else 0",
-    total="n * (p - 1 + sum(p - 1 - 2**i for i in range(log(p - 1, 2)))) if p > 1 else 0",
-    work="n * log(p - 1, 2) if p > 1 else 0",
-    scratch="2 * n",
+    rounds="1 + log(p - 1, 2)",
+    messages="p - 1 + sum(p - 1 - 2**i for i in range(log(p - 1, 2)))",
+    max_bytes_per_rank="n * (1 + log(p - 1, 2))",
+    total_bytes="n * (p - 1 + sum(p - 1 - 2**i for i in range(log(p - 1, 2))))",
+    reduction_bytes="n * log(p - 1, 2)",
+    scratch_bytes="2 * n",
     is_ordered=True,
     source="Hillis and Steele 1986",
 )
@@ -46,14 +46,14 @@ def doubling(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="min(q, 2) + max(0, log(ceil((p - 1) / 3), 2)) if p > 1 else 0",
+    rounds="min(q, 2) + max(0, log(ceil((p - 1) / 3), 2))",
     messages="p - 1 + max(0, p - 2)"
-    " + sum(p - 1 - 3 * 2**i for i in range(log(ceil((p - 1) / 3), 2))) if p > 1 else 0",
-    busiest="n * (min(q, 2) + log(ceil((p - 1) / 3), 2)) if p > 1 else 0",
-    total="n * (p - 1 + max(0, p - 2)"
-    " + sum(p - 1 - 3 * 2**i for i in range(log(ceil((p - 1) / 3), 2)))) if p > 1 else 0",
-    work="n * (2 * min(q, 2) - 2 + log(ceil((p - 1) / 3), 2)) if p > 1 else 0",
-    scratch="2 * n",
+    " + sum(p - 1 - 3 * 2**i for i in range(log(ceil((p - 1) / 3), 2)))",
+    max_bytes_per_rank="n * (min(q, 2) + log(ceil((p - 1) / 3), 2))",
+    total_bytes="n * (p - 1 + max(0, p - 2)"
+    " + sum(p - 1 - 3 * 2**i for i in range(log(ceil((p - 1) / 3), 2))))",
+    reduction_bytes="n * (2 * min(q, 2) - 2 + log(ceil((p - 1) / 3), 2))",
+    scratch_bytes="2 * n",
     is_ordered=True,
     source="Traff 2025",
 )
@@ -66,11 +66,11 @@ def one_two_three(rank: int, size: int) -> Iterator[Round]:
     rounds="q",
     messages="sum(p - 2**i for i in range(turn(p)))"
     " + sum(max(0, p - 1 - (2**turn(p) - 1) * 2**i) for i in range(q - turn(p)))",
-    busiest="q * n",
-    total="n * (sum(p - 2**i for i in range(turn(p)))"
+    max_bytes_per_rank="q * n",
+    total_bytes="n * (sum(p - 2**i for i in range(turn(p)))"
     " + sum(max(0, p - 1 - (2**turn(p) - 1) * 2**i) for i in range(q - turn(p))))",
-    work="n * (q + turn(p) - 2) if p > 1 else 0",
-    scratch="2 * n",
+    reduction_bytes="n * (q + turn(p) - 2)",
+    scratch_bytes="2 * n",
     is_ordered=True,
     source="Traff 2026",
 )

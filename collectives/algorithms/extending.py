@@ -22,7 +22,7 @@ from collectives.algorithms.registry import (
 from collectives.schedule import SPECS, Round, ScheduleError, count, even_sizes
 
 PROVED_SIZES = range(1, 18)
-IN_BYTES = ("busiest", "total", "critical", "work")
+IN_BYTES = ("max_bytes_per_rank", "total_bytes", "critical_bytes", "reduction_bytes")
 
 
 def register(
@@ -43,7 +43,8 @@ def register(
     yields for every rank the same number of rounds, tuples of the operations of
     `collectives.schedule`.  Its name is the function's.  `ranks`, `is_ordered`, `is_bitwise` and
     `pieces` are what it promises, see `Algorithm`; `formulas` are texts for `rounds`, `startups`,
-    `messages`, `busiest`, `total`, `critical`, `work` (see `Formula`): what has none is counted.
+    `messages`, `max_bytes_per_rank`, `total_bytes`, `critical_bytes`, `reduction_bytes` (see
+    `Formula`): what has none is counted.
 
     It is proved for 1 to 17 ranks from all roots, by its default options and with each one and two
     higher, and its formulas are counted, before it is entered.  Any other number of ranks, or value
@@ -93,13 +94,13 @@ def _made(
     """The entry, with whatever has no formula counted."""
     cut = Formula(pieces, options)
     costs: dict[str, Any] = {
-        cost: Formula(formulas[cost], options)
+        cost: Formula(formulas[cost], options, is_cost=True)
         if cost in formulas
         else Counted(cost, collective, function, options, cut)
         for cost in COSTS
     }
     return Algorithm(
-        collective, name, function, **costs, scratch=None, pieces=cut, options=options,
+        collective, name, function, **costs, scratch_bytes=None, pieces=cut, options=options,
         is_built_in=False, **promises,
     )  # fmt: skip
 

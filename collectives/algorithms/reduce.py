@@ -13,7 +13,7 @@ from collectives.schedule import RankAlgorithm, Round, Stream, dual, trees
 def costs(down: RankAlgorithm, scratch: str) -> dict[str, Any]:
     """Those of a broadcast, whose busiest rank sends: here it combines as much."""
     found = costs_of(down)
-    return found | {"work": found["busiest"], "scratch": scratch}
+    return found | {"reduction_bytes": found["max_bytes_per_rank"], "scratch_bytes": scratch}
 
 
 @algorithm(**costs(broadcast.linear, "n"), is_ordered=True, source="Chan et al. 2007")
@@ -42,13 +42,13 @@ def binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round
 
 
 @algorithm(
-    rounds="1 + depth(p - 1) + min(2, p - 1) * (N - 1) if p > 1 else 0",
+    rounds="1 + depth(p - 1) + min(2, p - 1) * (N - 1)",
     messages="(p - 1) * N",
-    busiest="min(2, p - 1) * n",
-    total="(p - 1) * n",
-    critical="(1 + depth(p - 1) + min(2, p - 1) * (N - 1)) * n / N if p > 1 else 0",
-    work="min(2, p - 1) * n",
-    scratch="2 * n / N",
+    max_bytes_per_rank="min(2, p - 1) * n",
+    total_bytes="(p - 1) * n",
+    critical_bytes="(1 + depth(p - 1) + min(2, p - 1) * (N - 1)) * n / N",
+    reduction_bytes="min(2, p - 1) * n",
+    scratch_bytes="2 * n / N",
     pieces="N",
     is_ordered=True,
     options={"segments": 1},
@@ -97,8 +97,8 @@ def double_binary_tree(rank: int, size: int, root: int, segments: int = 1) -> It
 
 @algorithm(
     **costs_of(broadcast.scatter_all_gather),
-    work="f * n",
-    scratch="3 * n / 2",
+    reduction_bytes="f * n",
+    scratch_bytes="3 * n / 2",
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
@@ -109,8 +109,8 @@ def reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
 
 @algorithm(
     **costs_of(broadcast.scatter_ring_all_gather),
-    work="f * n",
-    scratch="3 * n / 2",
+    reduction_bytes="f * n",
+    scratch_bytes="3 * n / 2",
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def ring_reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:

@@ -14,10 +14,10 @@ from collectives.schedule import circulant as graph
 @algorithm(
     rounds="p - 1",
     messages="p * (p - 1)",
-    busiest="f * n",
-    total="(p - 1) * n",
-    work="f * n",
-    scratch="2 * n / p",
+    max_bytes_per_rank="f * n",
+    total_bytes="(p - 1) * n",
+    reduction_bytes="f * n",
+    scratch_bytes="2 * n / p",
     source="Patarasuk and Yuan 2009",
 )
 def ring(rank: int, size: int) -> Iterator[Round]:
@@ -29,8 +29,8 @@ def ring(rank: int, size: int) -> Iterator[Round]:
 
 @algorithm(
     **costs_of(ring),
-    work="f * n",
-    scratch="n / p",
+    reduction_bytes="f * n",
+    scratch_bytes="n / p",
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def pairwise(rank: int, size: int) -> Iterator[Round]:
@@ -41,13 +41,13 @@ def pairwise(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="min(1, p - 1)",
+    rounds="1",
     startups="p - 1",
     messages="p * (p - 1)",
-    busiest="f * n",
-    total="(p - 1) * n",
-    work="f * n",
-    scratch="n",
+    max_bytes_per_rank="f * n",
+    total_bytes="(p - 1) * n",
+    reduction_bytes="f * n",
+    scratch_bytes="n",
     is_ordered=True,
     source="Chan et al. 2007",
 )
@@ -65,16 +65,17 @@ def direct(rank: int, size: int) -> Iterator[Round]:
 _FOLDED_HALVING = {
     "rounds": "k + 2 * (p != P)",
     "messages": "P * k + 2 * (p - P)",
-    "total": "(p - 1) * n + (p - P) * n / p",
-    "scratch": "2 * n",
+    "total_bytes": "(p - 1) * n + (p - P) * n / p",
+    "scratch_bytes": "2 * n",
 }
 
 
 @algorithm(
     **_FOLDED_HALVING,
-    busiest="n * (p != P) + n / p * sum(2**i + min(2**i, p - P) for i in range(k))",
-    critical="(n + n / p) * (p != P) + n / p * sum(2**i + min(2**i, p - P) for i in range(k))",
-    work="n * (p != P) + n / p * sum(2**i + min(2**i, p - P) for i in range(k))",
+    max_bytes_per_rank="n * (p != P) + n / p * sum(2**i + min(2**i, p - P) for i in range(k))",
+    critical_bytes="(n + n / p) * (p != P)"
+    " + n / p * sum(2**i + min(2**i, p - P) for i in range(k))",
+    reduction_bytes="n * (p != P) + n / p * sum(2**i + min(2**i, p - P) for i in range(k))",
     source="Thakur, Rabenseifner and Gropp 2005",
 )
 def recursive_halving(rank: int, size: int) -> Iterator[Round]:
@@ -88,10 +89,11 @@ def recursive_halving(rank: int, size: int) -> Iterator[Round]:
 
 @algorithm(
     **_FOLDED_HALVING,
-    busiest="n * (p != P) + n / p * sum(2**i + ceil((p - P) * 2**i / P) for i in range(k))",
-    critical="(n + n / p) * (p != P)"
+    max_bytes_per_rank="n * (p != P)"
     " + n / p * sum(2**i + ceil((p - P) * 2**i / P) for i in range(k))",
-    work="n * (p != P) + n / p * sum(2**i + ceil((p - P) * 2**i / P) for i in range(k))",
+    critical_bytes="(n + n / p) * (p != P)"
+    " + n / p * sum(2**i + ceil((p - P) * 2**i / P) for i in range(k))",
+    reduction_bytes="n * (p != P) + n / p * sum(2**i + ceil((p - P) * 2**i / P) for i in range(k))",
     is_ordered=True,
     source="Traff 2005",
 )
@@ -125,10 +127,10 @@ def _halving_core(rank: int, size: int, distances: list[int]) -> Iterator[Round]
 @algorithm(
     rounds="q",
     messages="p * q",
-    busiest="f * n",
-    total="(p - 1) * n",
-    work="f * n",
-    scratch="5 * n / 4",
+    max_bytes_per_rank="f * n",
+    total_bytes="(p - 1) * n",
+    reduction_bytes="f * n",
+    scratch_bytes="5 * n / 4",
     source="Traff 2024b",
 )
 def circulant(rank: int, size: int) -> Iterator[Round]:
@@ -143,8 +145,8 @@ def circulant(rank: int, size: int) -> Iterator[Round]:
 
 @algorithm(
     **costs_of(circulant, ranks="even"),
-    work="f * n",
-    scratch="5 * n / 4",
+    reduction_bytes="f * n",
+    scratch_bytes="5 * n / 4",
     source="De Sensi et al. 2024",
 )
 def swing(rank: int, size: int) -> Iterator[Round]:
@@ -180,10 +182,10 @@ def _swing_reach(rank: int, size: int, step: int, num_rounds: int) -> set[int]:
 @algorithm(
     rounds="log(g, 2) + log(p // g, 2)",
     messages="p * (log(g, 2) + log(p // g, 2))",
-    busiest="f * n",
-    total="(p - 1) * n",
-    work="f * n",
-    scratch="5 * n / 4",
+    max_bytes_per_rank="f * n",
+    total_bytes="(p - 1) * n",
+    reduction_bytes="f * n",
+    scratch_bytes="5 * n / 4",
     ranks="multiple of per_host",
     options={"per_host": 2},
     source="Cho et al. 2019",

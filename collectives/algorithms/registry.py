@@ -51,11 +51,14 @@ class Formula:
     Functions: sum, range, min, max, ceil, and, as `trees` and `two_trees` define them, log(p, r) =
     ceil_log, power(p, r) = power_within, children(p, r) = num_children, hops(p, r) = num_hops,
     depth(m), fill(p), turn(p) = exscan_turn.
-    `defaults`: the options' values where none are given.
+    `defaults`: the options' values where none are given.  `is_cost`: for one rank, which has
+    nobody to send to, it is 0 without being evaluated.
     """
 
-    def __init__(self, text: str, defaults: Mapping[str, int] | None = None) -> None:
-        self.text, self.defaults = text, dict(defaults or {})
+    def __init__(
+        self, text: str, defaults: Mapping[str, int] | None = None, *, is_cost: bool = False
+    ) -> None:
+        self.text, self.defaults, self._is_cost = text, dict(defaults or {}), is_cost
         try:
             exact = ast.fix_missing_locations(_Exact().visit(ast.parse(text, mode="eval")))
             self._code: CodeType = compile(exact, f"<formula {text}>", "eval")
@@ -65,6 +68,8 @@ class Formula:
 
     def __call__(self, p: int, n: int = 0, **options: int) -> int | Fraction:
         """The value for `p` ranks and `n` bytes; an int where it is whole."""
+        if self._is_cost and p == 1:
+            return 0
         logs = {"q": ceil_log2(p), "k": floor_log2(p), "P": 1 << floor_log2(p)}
         chosen = {SYMBOLS[name]: value for name, value in {**self.defaults, **options}.items()}
         values = {"p": p, "n": Fraction(n), "f": Fraction(p - 1, p), **logs, **chosen}
@@ -189,13 +194,19 @@ class Algorithm:
     `is_built_in`: the test suite proves it.  Any other one is proved for each number of ranks, root
     and options before they are used for the first time.
 
-    Formulas: `rounds`; `startups`, the sum over rounds of the most messages that one rank sends or
-    receives, equal to the rounds where that is one; `messages` and `total`, what all ranks together
-    send; `busiest`, the bytes through the busiest port, that is the most that one rank sends or
-    receives; `critical`, the sum over rounds of the same, that is what a clock sees; `work`, the
-    most bytes that one rank combines; `scratch`, a bound of the bytes a rank needs besides its
-    input and its output, out of place (None: not stated).  Each is the worst over all roots, with
-    blocks of equal size.
+    Formulas, each the worst over all roots, with blocks of equal size, and 0 for one rank:
+
+    - `rounds`: the number of rounds.
+    - `startups`: the sum over rounds of the most messages that one rank sends or receives, equal to
+      the rounds where that is one message.
+    - `messages`, `total_bytes`: what all ranks together send.
+    - `max_bytes_per_rank`: the most bytes that one rank sends or receives.
+    - `critical_bytes`: the sum over rounds of the most bytes that one rank sends or receives in the
+      round.
+    - `reduction_bytes`: the most bytes that one rank combines.
+    - `scratch_bytes`: a bound of the bytes that a rank needs besides input and output, out of
+      place; None: not stated.
+
     n is the size in bytes of the whole vector; for scatter and gather that of the root's buffer,
     for all-gather that of the result, for all-to-all that of one rank's input.
     """
@@ -206,11 +217,11 @@ class Algorithm:
     rounds: Cost
     startups: Cost
     messages: Cost
-    busiest: Cost
-    total: Cost
-    critical: Cost
-    work: Cost
-    scratch: Formula | None
+    max_bytes_per_rank: Cost
+    total_bytes: Cost
+    critical_bytes: Cost
+    reduction_bytes: Cost
+    scratch_bytes: Formula | None
     pieces: Formula
     ranks: Ranks = "any"
     is_ordered: bool = False
@@ -351,11 +362,24 @@ class Algorithm:
 REGISTRY: dict[str, dict[str, Algorithm]] = {collective: {} for collective in SPECS}
 
 
-COSTS = ("rounds", "startups", "messages", "busiest", "total", "critical", "work")
+COSTS = (
+    "rounds",
+    "startups",
+    "messages",
+    "max_bytes_per_rank",
+    "total_bytes",
+    "critical_bytes",
+    "reduction_bytes",
+)
 
 
 def algorithm(
-    *, rounds: str, busiest: str, work: str = "0", pieces: str = "1", **more: Any
+    *,
+    rounds: str,
+    max_bytes_per_rank: str,
+    reduction_bytes: str = "0",
+    pieces: str = "1",
+    **more: Any,
 ) -> Callable[[Function], Function]:
     """Enter a function into the registry, under its file's collective and its own name.
 
@@ -363,10 +387,14 @@ def algorithm(
     a rank sends and receives one message a round, and all rounds load the same port most.
     """
     options = more.get("options", {})
-    texts = {"rounds": rounds, "busiest": busiest, "work": work, "pieces": pieces}
-    texts |= {"startups": rounds, "critical": busiest}
-    texts |= {name: more.pop(name) for name in (*COSTS, "scratch") if name in more}
-    formulas: dict[str, Any] = {name: Formula(text, options) for name, text in texts.items()}
+    costs = {"rounds": rounds, "startups": rounds, "reduction_bytes": reduction_bytes}
+    costs |= {"max_bytes_per_rank": max_bytes_per_rank, "critical_bytes": max_bytes_per_rank}
+    costs |= {name: more.pop(name) for name in COSTS if name in more}
+    formulas: dict[str, Any] = {
+        name: Formula(text, options, is_cost=True) for name, text in costs.items()
+    }
+    bounds = {"pieces": pieces, "scratch_bytes": more.pop("scratch_bytes")}
+    formulas |= {name: Formula(text, options) for name, text in bounds.items()}
 
     def decorate(function: Function) -> Function:
         collective = _collective_of(function)
@@ -424,6 +452,6 @@ def costs_of(function: Callable[..., Iterator[Round]], **other: Any) -> dict[str
     A dual has the same rounds, messages, ports and bytes; the work is to be said anew.
     """
     entry = REGISTRY[_collective_of(function)][function.__name__]
-    shared = ("rounds", "startups", "messages", "busiest", "total", "critical", "pieces")
+    shared = (*(name for name in COSTS if name != "reduction_bytes"), "pieces")
     texts = {key: str(getattr(entry, key)) for key in shared}
     return {**texts, "ranks": entry.ranks, "options": entry.options, **other}

@@ -11,11 +11,11 @@ from collectives.schedule import RecvReduce, Round, Send, trees
 @algorithm(
     rounds="p - 1",
     messages="p - 1",
-    busiest="n * (p > 1)",
-    total="(p - 1) * n",
-    critical="(p - 1) * n",
-    work="n * (p > 1)",
-    scratch="0",
+    max_bytes_per_rank="n",
+    total_bytes="(p - 1) * n",
+    critical_bytes="(p - 1) * n",
+    reduction_bytes="n",
+    scratch_bytes="0",
     is_ordered=True,
     source="Thakur, Rabenseifner and Gropp 2005",
 )
@@ -29,10 +29,10 @@ def linear(rank: int, size: int) -> Iterator[Round]:
 @algorithm(
     rounds="q",
     messages="p * q - 2**q + 1",
-    busiest="q * n",
-    total="(p * q - 2**q + 1) * n",
-    work="q * n",
-    scratch="n",
+    max_bytes_per_rank="q * n",
+    total_bytes="(p * q - 2**q + 1) * n",
+    reduction_bytes="q * n",
+    scratch_bytes="n",
     is_ordered=True,
     source="Hillis and Steele 1986",
 )

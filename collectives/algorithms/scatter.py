@@ -12,9 +12,9 @@ from collectives.schedule import Round, rooted, trees
     rounds="ceil((p - 1) / m)",
     startups="p - 1",
     messages="p - 1",
-    busiest="f * n",
-    total="f * n",
-    scratch="0",
+    max_bytes_per_rank="f * n",
+    total_bytes="f * n",
+    scratch_bytes="0",
     options={"outstanding": 4},
     source="Chan et al. 2007",
 )
@@ -27,9 +27,9 @@ def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Ite
 @algorithm(
     rounds="p - 1",
     messages="p - 1",
-    busiest="f * n",
-    total="f * n",
-    scratch="0",
+    max_bytes_per_rank="f * n",
+    total_bytes="f * n",
+    scratch_bytes="0",
     source="Chan et al. 2007",
 )
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
@@ -41,9 +41,9 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     rounds="log(p, r)",
     startups="children(p, r)",
     messages="p - 1",
-    busiest="f * n",
-    total="n / p * hops(p, r)",
-    scratch="n / 2",
+    max_bytes_per_rank="f * n",
+    total_bytes="n / p * hops(p, r)",
+    scratch_bytes="n / 2",
     options={"radix": 4},
     source="Chan et al. 2007",
 )
@@ -57,9 +57,9 @@ def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
 @algorithm(
     rounds="q",
     messages="p - 1",
-    busiest="f * n",
-    total="n / p * hops(p, 2)",
-    scratch="n / 2",
+    max_bytes_per_rank="f * n",
+    total_bytes="n / p * hops(p, 2)",
+    scratch_bytes="n / 2",
     source="Chan et al. 2007",
 )
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:

@@ -21,10 +21,10 @@ class Counts(NamedTuple):
     rounds: int
     startups: int
     messages: int
-    busiest: Size
-    total: Size
-    critical: Size
-    work: Size
+    max_bytes_per_rank: Size
+    total_bytes: Size
+    critical_bytes: Size
+    reduction_bytes: Size
 
 
 def even_sizes(collective: str, case: Case, n: int) -> dict[Block, Size]:
@@ -47,10 +47,10 @@ def count(schedules: Sequence[Schedule], sizes: Mapping[Block, Size]) -> Counts:
         rounds=len(rounds),
         startups=sum(max(max(load.sends, load.receives) for load in each) for each in rounds),
         messages=sum(total[0] for total in totals),
-        busiest=max((max(total[2:4]) for total in totals), default=0),
-        total=sum(total[2] for total in totals),
-        critical=sum(max(max(load.sent, load.received) for load in each) for each in rounds),
-        work=max((total[4] for total in totals), default=0),
+        max_bytes_per_rank=max((max(total[2:4]) for total in totals), default=0),
+        total_bytes=sum(total[2] for total in totals),
+        critical_bytes=sum(max(max(load.sent, load.received) for load in each) for each in rounds),
+        reduction_bytes=max((total[4] for total in totals), default=0),
     )
 
 

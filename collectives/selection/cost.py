@@ -32,15 +32,15 @@ class Machine(NamedTuple):
 def price(algorithm: Algorithm, p: int, n: int, machine: Machine, **options: int) -> float:
     """The seconds that the algorithm takes on `p` ranks and `n` bytes, by the model of Hockney.
 
-    alpha * start-ups + beta * busiest + gamma * work (Hockney 1994; with combining, Thakur,
+    alpha * start-ups + beta * bytes + gamma * bytes combined (Hockney 1994; with combining, Thakur,
     Rabenseifner and Gropp 2005).  It knows nothing of caches, of links that several ranks share,
     or of waiting: good for telling the hopeless from the promising, not for a close finish.
     """
-    startups, busiest, work = (
+    startups, num_bytes, num_combined = (
         float(formula(p=p, n=n, **options))
-        for formula in (algorithm.startups, algorithm.busiest, algorithm.work)
+        for formula in (algorithm.startups, algorithm.max_bytes_per_rank, algorithm.reduction_bytes)
     )
-    return machine.alpha * startups + machine.beta * busiest + machine.gamma * work
+    return machine.alpha * startups + machine.beta * num_bytes + machine.gamma * num_combined
 
 
 class Bound(NamedTuple):
@@ -85,7 +85,7 @@ def bounds_met(algorithm: Algorithm, sizes: Iterable[int] = range(1, 65)) -> lis
 
     Rounds in which a rank has several messages count several times.  By its default options.
     """
-    met = {"rounds": "startups", "bytes": "busiest", "work": "work"}
+    met = {"rounds": "startups", "bytes": "max_bytes_per_rank", "work": "reduction_bytes"}
     if not SPECS[algorithm.collective].is_reduction:
         del met["work"]
     if algorithm.collective == "barrier":

@@ -67,9 +67,9 @@ def test_a_registered_algorithm_is_used_by_name() -> None:
 def test_what_has_no_formula_is_counted() -> None:
     register_line(rounds="2 * (p - 1)")
     entry = algorithms.info("all_reduce", "line")
-    assert str(entry.rounds) == "2 * (p - 1)" and str(entry.busiest) == "counted"
-    assert [entry.busiest(p=p, n=10) for p in (1, 2, 3, 9)] == [0, 10, 20, 20]
-    assert entry.total(p=9, n=10) == 160 and entry.work(p=9, n=10) == 10
+    assert str(entry.rounds) == "2 * (p - 1)" and str(entry.max_bytes_per_rank) == "counted"
+    assert [entry.max_bytes_per_rank(p=p, n=10) for p in (1, 2, 3, 9)] == [0, 10, 20, 20]
+    assert entry.total_bytes(p=9, n=10) == 160 and entry.reduction_bytes(p=9, n=10) == 10
 
 
 def test_counting_takes_the_worst_root() -> None:
@@ -80,7 +80,7 @@ def test_counting_takes_the_worst_root() -> None:
         rounds = algorithms.info("broadcast", "binomial").function(rank, size, root)
         return iter([*rounds, *[()] * (size - 1 - (size - 1).bit_length())])
 
-    assert algorithms.info("broadcast", "from_the_left").busiest(p=8, n=1) == 7
+    assert algorithms.info("broadcast", "from_the_left").max_bytes_per_rank(p=8, n=1) == 7
 
 
 def test_it_has_its_place_in_grids_benchmarks_and_documents(tmp_path: Any) -> None:
@@ -97,7 +97,9 @@ def test_it_has_its_place_in_grids_benchmarks_and_documents(tmp_path: Any) -> No
 
 
 def test_options_are_proved_and_passed_on() -> None:
-    @algorithms.register("broadcast", options={"segments": 2}, pieces="N", total="(p - 1) * n")
+    @algorithms.register(
+        "broadcast", options={"segments": 2}, pieces="N", total_bytes="(p - 1) * n"
+    )
     def my_pipeline(rank: int, size: int, root: int, segments: int = 2) -> Iterator[Round]:
         return algorithms.info("broadcast", "pipeline").function(rank, size, root, segments)
 
@@ -161,8 +163,8 @@ def test_formulas_state_the_worst_of_all_roots() -> None:
         rounds = [*algorithms.info("broadcast", name).function(rank, size, root)]
         return iter([*rounds, *[()] * (size - 1 - len(rounds))])
 
-    with pytest.raises(ValueError, match=r"busiest is q \* n"):
-        algorithms.register("broadcast", busiest="q * n")(slow_from_two)
+    with pytest.raises(ValueError, match=r"max_bytes_per_rank is q \* n"):
+        algorithms.register("broadcast", max_bytes_per_rank="q * n")(slow_from_two)
 
 
 def test_the_function_gets_the_options_that_were_declared() -> None:
