@@ -10,7 +10,12 @@ from collectives.schedule import Block, Piece, Recv, Round, Send, dual, trees
 from collectives.schedule import circulant as graph
 
 
-@algorithm(**costs_of(reduce_scatter.ring), scratch_bytes="0", source="Patarasuk and Yuan 2009")
+@algorithm(
+    **costs_of(reduce_scatter.ring),
+    scratch_bytes="0",
+    source="Patarasuk and Yuan 2009",
+    use="Use it for large blocks on any number of ranks: every message goes to a neighbour.",
+)
 def ring(rank: int, size: int) -> Iterator[Round]:
     """Every block travels once round the ring."""
     return dual(reduce_scatter.ring(rank, size), rank, combine=False)
@@ -24,6 +29,8 @@ def ring(rank: int, size: int) -> Iterator[Round]:
     total_bytes="(p - 1) * n",
     scratch_bytes="0",
     source="Chan et al. 2007",
+    use="Use it for large blocks where links carry messages both ways at full speed: half the "
+    "rounds of the ring.",
 )
 def bidirectional_ring(rank: int, size: int) -> Iterator[Round]:
     """Every block travels half-way round the ring in both directions."""
@@ -43,6 +50,8 @@ def bidirectional_ring(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="0",
     ranks="even",
     source="Chen et al. 2005",
+    use="Use it for blocks of middle size on an even number of ranks: half the rounds of the "
+    "ring, with neighbours only.",
 )
 def neighbour_exchange(rank: int, size: int) -> Iterator[Round]:
     """Neighbours on alternating sides swap; from the second round on always the last two blocks."""
@@ -66,6 +75,7 @@ def neighbour_exchange(rank: int, size: int) -> Iterator[Round]:
     **costs_of(reduce_scatter.recursive_halving),
     scratch_bytes="0",
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for small to middle blocks on a power of two of ranks.",
 )
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
     """Partners exchange all they hold; every round doubles it.
@@ -84,6 +94,7 @@ def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="n",
     options={"radix": 2},
     source="Bruck et al. 1997",
+    use="Use it for small blocks on any number of ranks; it moves blocks in memory at the end.",
 )
 def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     """Rank r gathers the blocks r, r+1, ...: every round multiplies them by the radix."""
@@ -102,6 +113,8 @@ def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     **costs_of(reduce_scatter.circulant),
     scratch_bytes="n",
     source="Loch and Koslovski 2021",
+    use="Use it for small to middle blocks on any number of ranks: as few rounds as Bruck's, "
+    "and blocks stay in place.",
 )
 def sparbit(rank: int, size: int) -> Iterator[Round]:
     """Far partners come first, with the least data; blocks stay at their place throughout."""
@@ -113,19 +126,35 @@ def sparbit(rank: int, size: int) -> Iterator[Round]:
         )
 
 
-@algorithm(**costs_of(reduce_scatter.circulant), scratch_bytes="n / 2", source="Traff 2024b")
+@algorithm(
+    **costs_of(reduce_scatter.circulant),
+    scratch_bytes="n / 2",
+    source="Traff 2024b",
+    use="Use it for small to middle blocks on any number of ranks: the fewest rounds and the "
+    "fewest bytes.",
+)
 def circulant(rank: int, size: int) -> Iterator[Round]:
     """Every round about doubles the blocks that a rank has: those of the ranks ahead come."""
     return dual(reduce_scatter.circulant(rank, size), rank, combine=False)
 
 
-@algorithm(**costs_of(reduce_scatter.swing), scratch_bytes="n", source="De Sensi et al. 2024")
+@algorithm(
+    **costs_of(reduce_scatter.swing),
+    scratch_bytes="n",
+    source="De Sensi et al. 2024",
+    use="Use it on a network that is a torus: partners are near each other.",
+)
 def swing(rank: int, size: int) -> Iterator[Round]:
     """Partners at distances ..., 21, 11, 5, 3, 1, 1 on alternating sides: short ways on a torus."""
     return dual(reduce_scatter.swing(rank, size), rank, combine=False)
 
 
-@algorithm(**costs_of(reduce_scatter.direct), scratch_bytes="0", source="Chan et al. 2007")
+@algorithm(
+    **costs_of(reduce_scatter.direct),
+    scratch_bytes="0",
+    source="Chan et al. 2007",
+    use="Use it for small blocks on few ranks of one host, where all messages travel at once.",
+)
 def direct(rank: int, size: int) -> Iterator[Round]:
     """Every block straight to everybody, all at once."""
     return dual(reduce_scatter.direct(rank, size), rank, combine=False)
@@ -139,6 +168,7 @@ def direct(rank: int, size: int) -> Iterator[Round]:
     critical_bytes="(q + f) * n",
     scratch_bytes="0",
     source="Chan et al. 2007",
+    use="Use it where a gather and a broadcast are wanted as they are.",
 )
 def gather_broadcast(rank: int, size: int) -> Iterator[Round]:
     """To rank 0 by a binomial tree, and everything from it by the same."""
@@ -156,6 +186,7 @@ def gather_broadcast(rank: int, size: int) -> Iterator[Round]:
     pieces="N",
     options={"segments": 4},
     source="Traff 2024a",
+    use="Use it where blocks differ much in size: the largest one is cut into segments.",
 )
 def all_broadcast(rank: int, size: int, segments: int = 4) -> Iterator[Round]:
     """All ranks' circulant broadcasts at once, each of so many pieces: best where blocks differ.
@@ -183,6 +214,8 @@ def all_broadcast(rank: int, size: int, segments: int = 4) -> Iterator[Round]:
     **costs_of(reduce_scatter.hierarchical),
     scratch_bytes="n",
     source="Traff and Hunold 2020",
+    use="Use it on several hosts with equally many ranks each: hosts send each other the "
+    "least possible.",
 )
 def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
     """Each rank with its likes on all hosts first; then within every host.

@@ -32,6 +32,8 @@ from collectives.schedule import (
     scratch_bytes="0",
     pieces="p",
     source="Patarasuk and Yuan 2009",
+    use="Use it for large vectors on any number of ranks: no algorithm sends or combines "
+    "fewer bytes, and every message goes to a neighbour.",
 )
 def ring(rank: int, size: int) -> Iterator[Round]:
     """Reduce-scatter round a ring, then all-gather round it: the fewest bytes there can be."""
@@ -49,6 +51,8 @@ def ring(rank: int, size: int) -> Iterator[Round]:
     pieces="p * N",
     options={"segments": 2},
     source="Pjesivac-Grbovic et al. 2007",
+    use="Use it instead of the ring where a block is larger than the cache: what has come is "
+    "combined while it is still there.",
 )
 def segmented_ring(rank: int, size: int, segments: int = 2) -> Iterator[Round]:
     """The ring, but reducing one segment of every block after the other, each small."""
@@ -74,6 +78,7 @@ def segmented_ring(rank: int, size: int, segments: int = 2) -> Iterator[Round]:
     scratch_bytes="n",
     is_ordered=True,
     source="Chan et al. 2007",
+    use="Use it for two ranks, or as the simplest thing to compare others with.",
 )
 def linear(rank: int, size: int) -> Iterator[Round]:
     """Everything to rank 0, one after the other, and the result from it in the same way."""
@@ -91,6 +96,7 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="n",
     is_ordered=True,
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for short vectors where a reduce and a broadcast are wanted as they are.",
 )
 def reduce_broadcast(rank: int, size: int) -> Iterator[Round]:
     """Binomial reduce to rank 0, then binomial broadcast from it."""
@@ -111,6 +117,7 @@ def reduce_broadcast(rank: int, size: int) -> Iterator[Round]:
     is_bitwise=False,
     options={"radix": 3},
     source="Ruefenacht, Bull and Booth 2017",
+    use="Use it for short vectors where a rank can exchange with several partners at once.",
 )
 def recursive_multiplying(rank: int, size: int, radix: int = 3) -> Iterator[Round]:
     """Groups exchange and combine whole vectors; every round multiplies the ranks combined.
@@ -143,6 +150,8 @@ def _multiplying_core(rank: int, size: int, radix: int) -> Iterator[Round]:
     scratch_bytes="n",
     is_ordered=True,
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for short vectors, also where the operator does not commute: one exchange of "
+    "the whole vector in each round.",
 )
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
     """Partners exchange and combine whole vectors; every round doubles the ranks combined.
@@ -163,6 +172,8 @@ def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
     is_ordered=True,
     is_bitwise=False,
     source="Cowan et al. 2023",
+    use="Use it for very short vectors on few ranks of one host, where all messages travel at "
+    "once.",
 )
 def one_shot(rank: int, size: int) -> Iterator[Round]:
     """Everybody sends its vector to everybody, all at once, and combines what comes."""
@@ -180,6 +191,8 @@ def one_shot(rank: int, size: int) -> Iterator[Round]:
     pieces="p",
     is_ordered=True,
     source="Cowan et al. 2023",
+    use="Use it on few ranks of one host, or for large vectors with an operator that does not "
+    "commute: it sends as little as the ring, in two rounds of many messages.",
 )
 def two_shot(rank: int, size: int) -> Iterator[Round]:
     """Every part straight to the rank that combines it, and from there straight to everybody."""
@@ -197,6 +210,8 @@ def two_shot(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="n / 2",
     pieces="P",
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for vectors of middle size, best on a power of two of ranks: as few bytes as "
+    "the ring in few rounds.",
 )
 def rabenseifner(rank: int, size: int) -> Iterator[Round]:
     """Recursive halving, then recursive doubling: few rounds and few bytes.
@@ -221,6 +236,8 @@ def _rabenseifner_core(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="2 * n / 3",
     pieces="p",
     source="Traff 2024b",
+    use="Use it for vectors of middle to large size on any number of ranks: as few bytes as "
+    "the ring, in the fewest rounds of any such algorithm here.",
 )
 def circulant(rank: int, size: int) -> Iterator[Round]:
     """Circulant reduce-scatter, then all-gather: few rounds and the fewest bytes, for any p."""
@@ -233,6 +250,7 @@ def circulant(rank: int, size: int) -> Iterator[Round]:
     reduction_bytes="f * n",
     scratch_bytes="2 * n / 3",
     source="Traff 2024b",
+    use="Use it on several hosts with equally many ranks each: most bytes stay within a host.",
 )
 def circulant_strided(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
     """The circulant all-reduce with ranks counted host by host: far hops stay within a host.
@@ -254,6 +272,8 @@ def circulant_strided(rank: int, size: int, per_host: int = 2) -> Iterator[Round
     reduction_bytes="f * n",
     scratch_bytes="n",
     source="De Sensi et al. 2024",
+    use="Use it for vectors of middle size on a network that is a torus: partners are near "
+    "each other.",
 )
 def swing(rank: int, size: int) -> Iterator[Round]:
     """Swing reduce-scatter, then all-gather: the fewest bytes on short ways."""
@@ -271,6 +291,7 @@ def swing(rank: int, size: int) -> Iterator[Round]:
     ranks="power of two",
     is_bitwise=False,
     source="De Sensi et al. 2024",
+    use="Use it for short vectors on a network that is a torus.",
 )
 def swing_latency(rank: int, size: int) -> Iterator[Round]:
     """Whole vectors between partners at distances 1, 1, 3, 5, 11, ... on alternating sides."""
@@ -290,6 +311,7 @@ def swing_latency(rank: int, size: int) -> Iterator[Round]:
     pieces="2 * N",
     options={"segments": 1},
     source="Sanders, Speck and Traff 2009",
+    use="Use it for large vectors on many ranks, where a ring would take too many rounds.",
 )
 def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
     """Up two binary trees to rank 0 and down the same, half of the pieces in each."""
@@ -306,6 +328,8 @@ def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Roun
     scratch_bytes="2 * n",
     is_bitwise=False,
     source="Bar-Noy, Kipnis and Schieber 1993",
+    use="Use it for short vectors where the number of ranks is no power of two: no algorithm "
+    "takes fewer rounds.",
 )
 def census(rank: int, size: int) -> Iterator[Round]:
     """The fewest rounds there can be, for any p: windows of ranks grow until they reach round."""
@@ -326,6 +350,7 @@ def _census_plan(size: int) -> Iterator[bool]:
     scratch_bytes="2 * p * n",
     is_ordered=True,
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for very short vectors where every rank must combine in the order of the ranks.",
 )
 def all_gather_reduce(rank: int, size: int) -> Iterator[Round]:
     """Everybody gathers all vectors, and combines them in rank order: the same bits everywhere."""
@@ -368,6 +393,8 @@ def _combined_in_order(rank: int, size: int) -> list[Operation]:
     ranks="multiple of per_host",
     options={"per_host": 2},
     source="Cho et al. 2019",
+    use="Use it for large vectors on several hosts with equally many ranks each: hosts send "
+    "each other the least possible.",
 )
 def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
     """Reduce-scatter within every host, all-reduce between likes on all hosts, all-gather within.

@@ -17,6 +17,8 @@ from collectives.schedule import Block, Recv, Round, Send, nested, trees
     scratch_bytes="0",
     options={"outstanding": 4},
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for large blocks on many ranks, where too many messages at once would disturb "
+    "each other.",
 )
 def linear_sync(rank: int, size: int, outstanding: int = 4) -> Iterator[Round]:
     """Nearest partners first, a few at a time."""
@@ -37,6 +39,7 @@ def linear_sync(rank: int, size: int, outstanding: int = 4) -> Iterator[Round]:
     total_bytes="n * (p - 1)",
     scratch_bytes="0",
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for blocks of any size on few ranks: everything travels at once.",
 )
 def linear(rank: int, size: int) -> Iterator[Round]:
     """All messages at once, nearest partner first."""
@@ -50,6 +53,7 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     total_bytes="n * (p - 1)",
     scratch_bytes="0",
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for large blocks on many ranks: one message out and one in at a time.",
 )
 def pairwise(rank: int, size: int) -> Iterator[Round]:
     """One partner ahead and one behind in every round, one step further each time."""
@@ -64,6 +68,7 @@ def pairwise(rank: int, size: int) -> Iterator[Round]:
     critical_bytes="n * (p - 1 + p % 2) / p",
     scratch_bytes="0",
     source="Sanders and Traff 2002",
+    use="Use it for large blocks where exchanges in both directions with one partner are fastest.",
 )
 def one_factor(rank: int, size: int) -> Iterator[Round]:
     """Pairs exchange: in every round each rank has one partner, with odd p one rank rests."""
@@ -86,6 +91,7 @@ def one_factor(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="3 * n",
     options={"radix": 2},
     source="Bruck et al. 1997",
+    use="Use it for blocks of a few bytes: few messages, each of many blocks.",
 )
 def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     """A block that has i ranks to go makes a hop of z * radix**x if digit x of i is z."""
@@ -111,6 +117,8 @@ def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     ranks="multiple of per_host",
     options={"per_host": 2},
     source="Traff and Rougier 2014",
+    use="Use it on several hosts with many ranks each, for small blocks: one message between "
+    "two hosts instead of many.",
 )
 def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
     """Within every host, to the like of each block's destination; then between likes on all hosts.

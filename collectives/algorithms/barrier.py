@@ -19,6 +19,7 @@ _NO_BYTES = {
 @algorithm(
     **costs_of(all_gather.bruck) | _NO_BYTES,
     source="Hensgen, Finkel and Manber 1988",
+    use="Use it on any number of ranks: no algorithm takes fewer rounds.",
 )
 def dissemination(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     """In round k every rank notifies the one 2**k behind it of all the arrivals it knows of.
@@ -31,6 +32,7 @@ def dissemination(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
 @algorithm(
     **costs_of(all_gather.gather_broadcast) | _NO_BYTES,
     source="Mellor-Crummey and Scott 1991",
+    use="Use it where fewer messages count more than fewer rounds.",
 )
 def tree(rank: int, size: int) -> Iterator[Round]:
     """News of arrivals gather at rank 0 by a binomial tree, and from there spread by the same."""

@@ -19,6 +19,7 @@ from collectives.schedule import two_trees as pair
     total_bytes="(p - 1) * n",
     scratch_bytes="0",
     source="Chan et al. 2007",
+    use="Use it for two or three ranks, or as the simplest thing to compare others with.",
 )
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     """The root sends to every other rank, one after the other."""
@@ -36,6 +37,8 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     pieces="N",
     options={"chains": 2, "segments": 1},
     source="Pjesivac-Grbovic et al. 2007",
+    use="Use it for large vectors where the root can feed several lines at once; with one "
+    "chain it is the pipeline.",
 )
 @rooted(blocks_are_ranks=False)
 def chain(rank: int, size: int, chains: int = 2, segments: int = 1) -> Iterator[Round]:
@@ -66,6 +69,8 @@ def chain(rank: int, size: int, chains: int = 2, segments: int = 1) -> Iterator[
     pieces="N",
     options={"segments": 1},
     source="Chan et al. 2007",
+    use="Use it for very large vectors on few ranks: with enough segments the root sends "
+    "little more than n bytes.",
 )
 def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
     """The pieces follow one another along the line of all ranks."""
@@ -82,6 +87,8 @@ def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Rou
     pieces="N",
     options={"segments": 1},
     source="Pjesivac-Grbovic et al. 2007",
+    use="Use it for vectors of middle size: the tree is shallow, but inner ranks send "
+    "everything twice.",
 )
 @rooted(blocks_are_ranks=False)
 def binary(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
@@ -115,6 +122,8 @@ def _binary_streams(rank: int, members: range, start: int, pieces: range) -> lis
     pieces="2 * N",
     options={"segments": 1},
     source="Pjesivac-Grbovic et al. 2007",
+    use="Use it for vectors of middle to large size: it halves what inner ranks of a binary "
+    "tree send.",
 )
 @rooted(blocks_are_ranks=False)
 def split_binary(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
@@ -159,6 +168,8 @@ def _swap(rank: int, size: int, first: range, second: range) -> Round:
     scratch_bytes="0",
     options={"radix": 4},
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for short vectors where a rank can start several sends at once, such as "
+    "within one host.",
 )
 @rooted(blocks_are_ranks=False)
 def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
@@ -174,6 +185,7 @@ def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
     total_bytes="(p - 1) * n",
     scratch_bytes="0",
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for short vectors on any number of ranks: no algorithm takes fewer rounds.",
 )
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     """Every round doubles the number of ranks that have the vector."""
@@ -190,6 +202,8 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     pieces="2 * N",
     options={"segments": 1},
     source="Sanders, Speck and Traff 2009",
+    use="Use it for large vectors on many ranks: it sends the least bytes in a logarithmic "
+    "number of rounds.",
 )
 @rooted(blocks_are_ranks=False)
 def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
@@ -214,6 +228,7 @@ def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Roun
     scratch_bytes="n / 2",
     pieces="p",
     source="Barnett et al. 1994",
+    use="Use it for large vectors on a power of two of ranks, where bytes cost more than rounds.",
 )
 def scatter_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     """The root deals the vector out by a binomial tree; then all gather it, in few rounds."""
@@ -229,6 +244,8 @@ def scatter_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     scratch_bytes="n / 2",
     pieces="p",
     source="Barnett et al. 1994",
+    use="Use it for large vectors where messages to neighbours are the cheapest; its rounds "
+    "grow with the number of ranks.",
 )
 def scatter_ring_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     """The root deals the vector out by a binomial tree; then all gather it round a ring."""
@@ -245,6 +262,8 @@ def scatter_ring_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     pieces="N",
     options={"segments": 1},
     source="Traff 2024a",
+    use="Use it for vectors of any size if the number of segments fits: no algorithm takes "
+    "fewer rounds for as many segments.",
 )
 @rooted(blocks_are_ranks=False)
 def circulant(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
@@ -264,6 +283,8 @@ def circulant(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
     ranks="multiple of per_host",
     options={"per_host": 2},
     source="Karonis et al. 2000",
+    use="Use it for short vectors on several hosts: each host receives the vector once from "
+    "another host.",
 )
 def hierarchical(rank: int, size: int, root: int, per_host: int = 2) -> Iterator[Round]:
     """By a binomial tree to one rank of every host, then by one within every host."""

@@ -16,6 +16,7 @@ from collectives.schedule import Copy, CopyReduce, Recv, Round, Send, trees
     scratch_bytes="n",
     is_ordered=True,
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for few ranks, or for large vectors: a rank sends its result once.",
 )
 def linear(rank: int, size: int) -> Iterator[Round]:
     """Each rank keeps what comes from the rank before, and passes it on with its part added."""
@@ -39,6 +40,8 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="2 * n",
     is_ordered=True,
     source="Hillis and Steele 1986",
+    use="Use it where combining is expensive: it makes no more combinations than a scan of "
+    "one rank less.",
 )
 def doubling(rank: int, size: int) -> Iterator[Round]:
     """Everything one rank up, then a scan by doubling: no combination more than needed."""
@@ -56,6 +59,8 @@ def doubling(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="2 * n",
     is_ordered=True,
     source="Traff 2025",
+    use="Use it for short vectors on many ranks: it saves a round against doubling on most "
+    "numbers of ranks.",
 )
 def one_two_three(rank: int, size: int) -> Iterator[Round]:
     """Distances 1, 2, 3, 6, 12, ...: the second round takes the own part along."""
@@ -73,6 +78,7 @@ def one_two_three(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="2 * n",
     is_ordered=True,
     source="Traff 2026",
+    use="Use it for short vectors on many ranks: no algorithm takes fewer rounds.",
 )
 def min_round(rank: int, size: int) -> Iterator[Round]:
     """The fewest rounds there can be: the own part goes along as often as needed, and no more."""

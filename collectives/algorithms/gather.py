@@ -9,25 +9,46 @@ from collectives.algorithms.registry import algorithm, costs_of
 from collectives.schedule import Round, dual
 
 
-@algorithm(**costs_of(scatter.linear_bounded), scratch_bytes="0", source="Chan et al. 2007")
+@algorithm(
+    **costs_of(scatter.linear_bounded),
+    scratch_bytes="0",
+    source="Chan et al. 2007",
+    use="Use it for blocks of any size on few ranks; the root has a few receives under way at "
+    "a time.",
+)
 def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Iterator[Round]:
     """The root receives every other rank's block, a few at a time."""
     return dual(scatter.linear_bounded(rank, size, root, outstanding), rank, combine=False)
 
 
-@algorithm(**costs_of(scatter.linear), scratch_bytes="0", source="Chan et al. 2007")
+@algorithm(
+    **costs_of(scatter.linear),
+    scratch_bytes="0",
+    source="Chan et al. 2007",
+    use="Use it for large blocks: every block travels once.",
+)
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     """The root receives every other rank's block, one after the other."""
     return dual(scatter.linear(rank, size, root), rank, combine=False)
 
 
-@algorithm(**costs_of(scatter.knomial), scratch_bytes="n", source="Chan et al. 2007")
+@algorithm(
+    **costs_of(scatter.knomial),
+    scratch_bytes="n",
+    source="Chan et al. 2007",
+    use="Use it for small blocks where a rank can receive several messages at once.",
+)
 def knomial(rank: int, size: int, root: int, radix: int = 4) -> Iterator[Round]:
     """Groups of neighbours merge what they hold, then groups of groups do, up to the root."""
     return dual(scatter.knomial(rank, size, root, radix=radix), rank, combine=False)
 
 
-@algorithm(**costs_of(scatter.binomial), scratch_bytes="n", source="Chan et al. 2007")
+@algorithm(
+    **costs_of(scatter.binomial),
+    scratch_bytes="n",
+    source="Chan et al. 2007",
+    use="Use it for small blocks on many ranks: no algorithm takes fewer rounds.",
+)
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     """Neighbours merge what they hold, then neighbouring pairs do, up to the root."""
     return dual(scatter.binomial(rank, size, root), rank, combine=False)

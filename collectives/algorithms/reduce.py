@@ -16,26 +16,45 @@ def costs(down: RankAlgorithm, scratch: str) -> dict[str, Any]:
     return found | {"reduction_bytes": found["max_bytes_per_rank"], "scratch_bytes": scratch}
 
 
-@algorithm(**costs(broadcast.linear, "n"), is_ordered=True, source="Chan et al. 2007")
+@algorithm(
+    **costs(broadcast.linear, "n"),
+    is_ordered=True,
+    source="Chan et al. 2007",
+    use="Use it for two or three ranks, or where the operator does not commute and the vector "
+    "is short.",
+)
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     """The root receives from every other rank, nearest ranks first, and combines in rank order."""
     return dual(broadcast.linear(rank, size, root), rank, combine=True)
 
 
-@algorithm(**costs(broadcast.chain, "min(n, 2 * n / N)"), source="Pjesivac-Grbovic et al. 2007")
+@algorithm(
+    **costs(broadcast.chain, "min(n, 2 * n / N)"),
+    source="Pjesivac-Grbovic et al. 2007",
+    use="Use it for large vectors where the root can take from several lines at once.",
+)
 def chain(rank: int, size: int, root: int, chains: int = 2, segments: int = 1) -> Iterator[Round]:
     """Along several lines of ranks each adds its part to what it passes on; the root joins them."""
     down = broadcast.chain(rank, size, root, chains=chains, segments=segments)
     return dual(down, rank, combine=True)
 
 
-@algorithm(**costs(broadcast.pipeline, "min(n, 2 * n / N)"), source="Chan et al. 2007")
+@algorithm(
+    **costs(broadcast.pipeline, "min(n, 2 * n / N)"),
+    source="Chan et al. 2007",
+    use="Use it for very large vectors on few ranks: with enough segments a rank sends little "
+    "more than n bytes.",
+)
 def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
     """The pieces follow one another along the line of all ranks, and each adds its part."""
     return dual(broadcast.pipeline(rank, size, root, segments), rank, combine=True)
 
 
-@algorithm(**costs(broadcast.binary, "2 * n / N"), source="Pjesivac-Grbovic et al. 2007")
+@algorithm(
+    **costs(broadcast.binary, "2 * n / N"),
+    source="Pjesivac-Grbovic et al. 2007",
+    use="Use it for vectors of middle size.",
+)
 def binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
     """Every rank adds its part to what comes from two others, and passes the sum on."""
     return dual(broadcast.binary(rank, size, root, segments=segments), rank, combine=True)
@@ -53,6 +72,7 @@ def binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round
     is_ordered=True,
     options={"segments": 1},
     source="Pjesivac-Grbovic et al. 2007",
+    use="Use it where the operator does not commute and the vector is of middle to large size.",
 )
 def in_order_binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
     """A binary tree in rank order, with the root wherever it is: lower ranks left, higher right."""
@@ -65,20 +85,32 @@ def in_order_binary(rank: int, size: int, root: int, segments: int = 1) -> Itera
 
 
 @algorithm(
-    **costs(broadcast.split_binary, "min(n, 3 * n / N)"), source="Pjesivac-Grbovic et al. 2007"
+    **costs(broadcast.split_binary, "min(n, 3 * n / N)"),
+    source="Pjesivac-Grbovic et al. 2007",
+    use="Use it for vectors of middle to large size: it halves what inner ranks of a binary "
+    "tree receive.",
 )
 def split_binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
     """Pairs of ranks add one half each; then each half flows up its own binary tree."""
     return dual(broadcast.split_binary(rank, size, root, segments=segments), rank, combine=True)
 
 
-@algorithm(**costs(broadcast.knomial, "r * n"), source="Thakur, Rabenseifner and Gropp 2005")
+@algorithm(
+    **costs(broadcast.knomial, "r * n"),
+    source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for short vectors where a rank can receive several messages at once, such as "
+    "within one host.",
+)
 def knomial(rank: int, size: int, root: int, radix: int = 4) -> Iterator[Round]:
     """Every round divides the number of ranks that hold partial results by the radix."""
     return dual(broadcast.knomial(rank, size, root, radix=radix), rank, combine=True)
 
 
-@algorithm(**costs(broadcast.binomial, "2 * n"), source="Thakur, Rabenseifner and Gropp 2005")
+@algorithm(
+    **costs(broadcast.binomial, "2 * n"),
+    source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for short vectors on any number of ranks: no algorithm takes fewer rounds.",
+)
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     """Every round halves the number of ranks that hold partial results.
 
@@ -87,7 +119,12 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     return dual(broadcast.binomial(rank, size, root), rank, combine=True)
 
 
-@algorithm(**costs(broadcast.double_binary_tree, "n / N"), source="Sanders, Speck and Traff 2009")
+@algorithm(
+    **costs(broadcast.double_binary_tree, "n / N"),
+    source="Sanders, Speck and Traff 2009",
+    use="Use it for large vectors on many ranks: it sends the least bytes in a logarithmic "
+    "number of rounds.",
+)
 def double_binary_tree(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
     """The even pieces flow up one binary tree, the odd ones up another, at full speed."""
     return dual(
@@ -100,6 +137,7 @@ def double_binary_tree(rank: int, size: int, root: int, segments: int = 1) -> It
     reduction_bytes="f * n",
     scratch_bytes="3 * n / 2",
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for large vectors: every rank combines only its part of the vector.",
 )
 def reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     """Everybody combines a part, in few rounds; the root gathers the parts by a binomial tree."""
@@ -112,6 +150,7 @@ def reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     reduction_bytes="f * n",
     scratch_bytes="3 * n / 2",
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for large vectors where messages to neighbours are the cheapest.",
 )
 def ring_reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     """Everybody combines a part round a ring; the root gathers the parts by a binomial tree."""
@@ -119,13 +158,23 @@ def ring_reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Roun
     yield from gather.binomial(rank, size, root)
 
 
-@algorithm(**costs(broadcast.circulant, "min(2 * n, 4 * n / N)"), source="Traff 2024a")
+@algorithm(
+    **costs(broadcast.circulant, "min(2 * n, 4 * n / N)"),
+    source="Traff 2024a",
+    use="Use it for vectors of any size if the number of segments fits: no algorithm takes "
+    "fewer rounds for as many segments.",
+)
 def circulant(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
     """Every piece up its own tree, interleaved so that the rounds are the fewest possible."""
     return dual(broadcast.circulant(rank, size, root, segments=segments), rank, combine=True)
 
 
-@algorithm(**costs(broadcast.hierarchical, "2 * n"), source="Karonis et al. 2000")
+@algorithm(
+    **costs(broadcast.hierarchical, "2 * n"),
+    source="Karonis et al. 2000",
+    use="Use it for short vectors on several hosts: each host sends its partial result once "
+    "to another host.",
+)
 def hierarchical(rank: int, size: int, root: int, per_host: int = 2) -> Iterator[Round]:
     """Within every host to one rank by a binomial tree, then by one between hosts to the root."""
     return dual(broadcast.hierarchical(rank, size, root, per_host), rank, combine=True)

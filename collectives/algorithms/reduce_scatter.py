@@ -19,6 +19,8 @@ from collectives.schedule import circulant as graph
     reduction_bytes="f * n",
     scratch_bytes="2 * n / p",
     source="Patarasuk and Yuan 2009",
+    use="Use it for large vectors on any number of ranks: no algorithm sends or combines "
+    "fewer bytes, and every message goes to a neighbour.",
 )
 def ring(rank: int, size: int) -> Iterator[Round]:
     """Every block travels once round the ring and picks up each rank's contribution."""
@@ -32,6 +34,8 @@ def ring(rank: int, size: int) -> Iterator[Round]:
     reduction_bytes="f * n",
     scratch_bytes="n / p",
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for large vectors where all ranks reach each other equally well: "
+    "contributions travel once, without being kept on the way.",
 )
 def pairwise(rank: int, size: int) -> Iterator[Round]:
     """Every contribution goes straight to its owner, one step further in every round."""
@@ -50,6 +54,7 @@ def pairwise(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="n",
     is_ordered=True,
     source="Chan et al. 2007",
+    use="Use it on few ranks of one host, or for an operator that does not commute.",
 )
 def direct(rank: int, size: int) -> Iterator[Round]:
     """Every contribution goes straight to its owner, all at once."""
@@ -77,6 +82,7 @@ _FOLDED_HALVING = {
     " + n / p * sum(2**i + min(2**i, p - P) for i in range(k))",
     reduction_bytes="n * (p != P) + n / p * sum(2**i + min(2**i, p - P) for i in range(k))",
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for vectors of small to middle size, best on a power of two of ranks.",
 )
 def recursive_halving(rank: int, size: int) -> Iterator[Round]:
     """Partners split what is left between them: each gives away the half that the other keeps.
@@ -96,6 +102,7 @@ def recursive_halving(rank: int, size: int) -> Iterator[Round]:
     reduction_bytes="n * (p != P) + n / p * sum(2**i + ceil((p - P) * 2**i / P) for i in range(k))",
     is_ordered=True,
     source="Traff 2005",
+    use="Use it where the operator does not commute.",
 )
 def butterfly(rank: int, size: int) -> Iterator[Round]:
     """Recursive halving with near partners first: what is combined are always neighbours.
@@ -132,6 +139,8 @@ def _halving_core(rank: int, size: int, distances: list[int]) -> Iterator[Round]
     reduction_bytes="f * n",
     scratch_bytes="5 * n / 4",
     source="Traff 2024b",
+    use="Use it for vectors of small to middle size on any number of ranks: the fewest rounds "
+    "and the fewest bytes.",
 )
 def circulant(rank: int, size: int) -> Iterator[Round]:
     """Every round about halves the blocks that a rank has a part in: ranks ahead take the rest."""
@@ -148,6 +157,7 @@ def circulant(rank: int, size: int) -> Iterator[Round]:
     reduction_bytes="f * n",
     scratch_bytes="5 * n / 4",
     source="De Sensi et al. 2024",
+    use="Use it on a network that is a torus: partners are near each other.",
 )
 def swing(rank: int, size: int) -> Iterator[Round]:
     """Partners at distances 1, 1, 3, 5, 11, 21, ... on alternating sides: short ways on a torus.
@@ -189,6 +199,8 @@ def _swing_reach(rank: int, size: int, step: int, num_rounds: int) -> set[int]:
     ranks="multiple of per_host",
     options={"per_host": 2},
     source="Cho et al. 2019",
+    use="Use it on several hosts with equally many ranks each: hosts send each other the "
+    "least possible.",
 )
 def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
     """Within every host first, for all hosts' blocks; then each rank with its likes on all hosts.

@@ -191,6 +191,7 @@ class Algorithm:
     operator need not be commutative.  `is_bitwise`: ranks that get the same result get the same
     bits, also where rounding depends on the order.  `pieces`: into how many it cuts a vector.
     `options`: what the function takes beyond rank, size and root, with the defaults.
+    `source`: who published it.  `use`: when to use it, in a sentence.
     `is_built_in`: the test suite proves it.  Any other one is proved for each number of ranks, root
     and options before they are used for the first time.
 
@@ -227,6 +228,7 @@ class Algorithm:
     is_ordered: bool = False
     is_bitwise: bool = True
     source: str = ""
+    use: str = ""
     options: Mapping[str, int] = field(default_factory=dict)
     is_built_in: bool = True
     _proved: set[tuple[Any, ...]] = field(default_factory=set, init=False, repr=False)

@@ -18,6 +18,7 @@ from collectives.schedule import RecvReduce, Round, Send, trees
     scratch_bytes="0",
     is_ordered=True,
     source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for few ranks, or for large vectors: a rank sends its result once.",
 )
 def linear(rank: int, size: int) -> Iterator[Round]:
     """Each rank adds its part to what comes from the rank before, and passes it on."""
@@ -35,6 +36,7 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="n",
     is_ordered=True,
     source="Hillis and Steele 1986",
+    use="Use it for short vectors on many ranks: no algorithm takes fewer rounds.",
 )
 def doubling(rank: int, size: int) -> Iterator[Round]:
     """Every round doubles how far back the partial result reaches."""

@@ -17,6 +17,7 @@ from collectives.schedule import Round, rooted, trees
     scratch_bytes="0",
     options={"outstanding": 4},
     source="Chan et al. 2007",
+    use="Use it for blocks of any size on few ranks; the root has a few sends under way at a time.",
 )
 def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Iterator[Round]:
     """The root sends every other rank its block, a few at a time."""
@@ -31,6 +32,7 @@ def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Ite
     total_bytes="f * n",
     scratch_bytes="0",
     source="Chan et al. 2007",
+    use="Use it for large blocks: every block travels once.",
 )
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     """The root sends every other rank its block, one after the other."""
@@ -46,6 +48,7 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     scratch_bytes="n / 2",
     options={"radix": 4},
     source="Chan et al. 2007",
+    use="Use it for small blocks where a rank can start several sends at once.",
 )
 @rooted(blocks_are_ranks=True)
 def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
@@ -61,6 +64,7 @@ def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
     total_bytes="n / p * hops(p, 2)",
     scratch_bytes="n / 2",
     source="Chan et al. 2007",
+    use="Use it for small blocks on many ranks: no algorithm takes fewer rounds.",
 )
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     """Each rank hands the far half of what it holds to the rank in the middle."""
