@@ -17,7 +17,8 @@ import importlib
 import sys
 from types import ModuleType
 
-from bench import check, combine, demo, docs, options, overlap, speed, strategies, tune
+from bench import check, combine, demo, options, overlap, speed, strategies, tune
+from bench.docs import command as docs
 from collectives import algorithms
 
 

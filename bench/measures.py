@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bench.case import MEMCPY, NATIVE
+from bench.case import GLOO, MEMCPY, NATIVE
 from bench.limit import Limit
 from bench.timed import Timed
 
@@ -29,6 +29,11 @@ class Measure(ABC):
     @abstractmethod
     def contenders(self) -> tuple[str, ...]:
         """Who must be timed side by side."""
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """What the value is, for a reader who knows no bound."""
 
     @abstractmethod
     def of(self, timed: Timed) -> float:
@@ -56,6 +61,10 @@ class Ratio(Measure):
     """The rival's time over ours: above 1 ours is faster."""
 
     rival: str = NATIVE
+
+    @property
+    def words(self) -> str:
+        return f"times faster than {'Gloo' if self.rival == GLOO else 'the MPI library'}"
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -91,6 +100,10 @@ class Seconds(InMicroseconds):
     """The time of ours itself."""
 
     @property
+    def words(self) -> str:
+        return "time"
+
+    @property
     def contenders(self) -> tuple[str, ...]:
         return (self.ours,)
 
@@ -106,6 +119,10 @@ class Excess(InMicroseconds):
     """How much longer ours takes than `base`."""
 
     base: str
+
+    @property
+    def words(self) -> str:
+        return f"more than the {self.base}"
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -136,6 +153,10 @@ class RelativeExcess(AsShare):
     wants_more: ClassVar[bool] = False
 
     @property
+    def words(self) -> str:
+        return f"more than the {self.base}"
+
+    @property
     def contenders(self) -> tuple[str, ...]:
         return self.base, self.ours
 
@@ -153,6 +174,10 @@ class MemoryRate(AsShare):
     ranks: int
 
     @property
+    def words(self) -> str:
+        return "of the rate of a copy in memory"
+
+    @property
     def contenders(self) -> tuple[str, ...]:
         return MEMCPY, self.ours
 
@@ -168,6 +193,10 @@ class Hidden(AsShare):
     """The fraction of an all-reduce that is hidden beside something else."""
 
     ours: str = AT_ONCE
+
+    @property
+    def words(self) -> str:
+        return "of the all-reduce hidden"
 
     @property
     def contenders(self) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench import goals, overlap, speed_tables, starting
+from bench.docs.provenance import provenance
 from bench.goals import OVERLAP, RANKS, WITH_GLOO, Finding
 from bench.jobs import Jobs, has_mpi
 from bench.measures import ALONE, AT_ONCE, BESIDE, IN_TURN
@@ -173,6 +174,7 @@ def as_dict(
     limit = speed_tables.limit_of(times)
     return {
         "mpi": speed_tables.mpi_of(jobs.results),
+        "provenance": provenance(["collectives"]),
         "goals": [speed_tables.goal_dict(each) for each in found],
         "limit": None if limit is None else limit.as_dict(),
         "start": start,

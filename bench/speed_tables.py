@@ -179,7 +179,8 @@ def goal_dict(each: Finding) -> dict[str, Any]:
     if goal.in_the_mean and each.value is not None:
         at = "the mean"
     cells = [goal.what, goal.measure.ours, span(goal.sizes), goal.target, shown, at, each.verdict]
-    numbers = {"sizes": list(goal.sizes), "bound": goal.bound, "value": each.value}
+    numbers: dict[str, Any] = {"sizes": list(goal.sizes), "bound": goal.bound, "value": each.value}
+    numbers["measure"] = goal.measure.words
     return {"cells": cells, **numbers, "worst": each.worst, "met": each.is_met}
 
 

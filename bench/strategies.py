@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
+from bench.docs.provenance import provenance
 from bench.jobs import Jobs, has_mpi
 from bench.options import output, seconds
 from bench.verdict import largest_difference
@@ -99,9 +101,11 @@ def run(options: argparse.Namespace) -> int:
         return 2
     with TemporaryDirectory() as folder:
         jobs = Jobs(console, Path(folder), options.timeout)
-        is_good = Strategies(options, jobs).run()
+        strategies = Strategies(options, jobs)
+        is_good = strategies.run()
     if options.json is not None:
-        options.json.write_text(json.dumps(jobs.results, indent=1) + "\n")
+        result = as_dict(strategies.kinds, max(options.ranks), jobs.results)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     failed = [name for name, status in jobs.statuses.items() if status]
     said = f"failed: {'; '.join(failed)}" if failed else f"all {len(jobs.statuses)} jobs ended well"
     console.print(f"{said}: traffic, memory and parameters compared in each", markup=False)
@@ -123,6 +127,35 @@ def refuse_width(options: argparse.Namespace) -> None:
     heads = train.parser().get_default("heads")
     if options.hidden % heads:
         options.refuse(f"{heads} heads do not divide a width of {options.hidden}")
+
+
+def as_dict(kinds: Sequence[Kind], ranks: int, results: dict[str, Any]) -> dict[str, Any]:
+    """Everything, for JSON: the first table, and what every job found."""
+    priced = {kind.name: results.get(price_name(kind, ranks)) for kind in kinds}
+    return {
+        "provenance": provenance(["collectives", "parallel"]) | {"mpi": mpi_name()},
+        "costs": {name: list(costs(result)) for name, result in priced.items() if result},
+        "jobs": results,
+    }
+
+
+def price_name(kind: Kind, ranks: int) -> str:
+    """The job of the first table."""
+    return job_name(kind, "float16", ranks)
+
+
+def job_name(kind: Kind, dtype: str, ranks: int) -> str:
+    """The name of a job."""
+    return f"{kind.name} {dtype} on {ranks}"
+
+
+def mpi_name() -> str:
+    """The MPI that the jobs ran under."""
+    vendor = find_mpirun().vendor
+    try:
+        return f"{vendor} {version(vendor)}"
+    except PackageNotFoundError:  # the system's
+        return vendor
 
 
 class Strategies:
@@ -147,8 +180,9 @@ class Strategies:
         command += ["--layers", str(o.layers), "--hidden", str(o.hidden), "--context", "16"]
         command += ["--batch", str(BATCH), "--micro-batches", str(o.micro_batches)]
         command += ["--text", o.text] if o.text is not None else []
-        name = f"{kind.name} {dtype} on {ranks}"
-        return self.jobs.run(name, ranks, command, self.mpi_args, is_quiet=True)[1]
+        return self.jobs.run(
+            job_name(kind, dtype, ranks), ranks, command, self.mpi_args, is_quiet=True
+        )[1]
 
     def price(self, ranks: int) -> None:
         """The first table."""

@@ -3,6 +3,7 @@
 All ranks choose the same, because the choice depends only on what all of them know.
 """
 
+from collectives.selection.cost import bounds_met
 from collectives.selection.decisions import Decisions
 from collectives.selection.explanation import Explanation, explain
 from collectives.selection.labels import named
@@ -11,6 +12,7 @@ from collectives.selection.select import choose, preferences, preferred, using
 __all__ = [
     "Decisions",
     "Explanation",
+    "bounds_met",
     "choose",
     "explain",
     "named",

@@ -1,4 +1,4 @@
-"""The tables of speed in README.md, from what `python -m bench speed --json FILE` wrote."""
+"""Tables of measurements, from what `bench speed` and `bench strategies` wrote with --json."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.case import CALL, FRESH, NATIVE, NATIVE_FRESH, PLAN
+from bench.docs.provenance import note
+from bench.docs.sections import table
 from bench.goals import PAIR
 from bench.report import times_faster
 from bench.sizes import text
@@ -18,41 +20,77 @@ Result = dict[str, Any]  # of one run of the speed command
 
 def result(path: str) -> Result:
     """An argument's type: what the speed command wrote to a file."""
-    try:
-        found = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"cannot read {path}: {error}") from None
-    if not isinstance(found, dict) or not {"mpi", "goals", "jobs"} <= found.keys():
+    found = _read(path)
+    if not {"mpi", "goals", "jobs", "provenance"} <= found.keys():
         raise argparse.ArgumentTypeError(f"{path} was not written by python -m bench speed --json")
     return found
 
 
+def _read(path: str) -> Result:
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
 def sections(results: Sequence[Result]) -> dict[str, str]:
     """Each section by its name.  ValueError if the runs are not of the same goals and sizes."""
-    return {"speed": goals_section(results), "bandwidth": sizes_section(results)}
+    measured = {"speed": goals_section(results), "bandwidth": sizes_section(results)}
+    said = speed_note(results)
+    return {name: f"{section}\n\n{said}" for name, section in measured.items()}
+
+
+def speed_note(results: Sequence[Result]) -> str:
+    """When and on what they were measured.  ValueError if that was not the same code."""
+    facts = [result["provenance"] for result in results]
+    if any(each["code"] != facts[0]["code"] for each in facts):
+        raise ValueError("the runs of the speed command are not of the same code")
+    return note(facts[0], [result["mpi"] for result in results])
+
+
+def strategies_section(path: str) -> str:
+    """The table of strategies from what `python -m bench strategies --json` wrote."""
+    result = _read(path)
+    if "provenance" not in result or "costs" not in result:
+        raise argparse.ArgumentTypeError(f"{path} was not written by bench strategies --json")
+    head = ["sent / 2 Psi", "between groups", "kept / 16 Psi", "at most", "ms a step"]
+    rows = [[name, *_numbers(costs)] for name, costs in result["costs"].items()]
+    facts = result["provenance"]
+    return f"{table(['strategy'], head, rows)}\n\n{note(facts, [facts['mpi']])}"
+
+
+def _numbers(costs: Sequence[float]) -> list[str]:
+    *shares, milliseconds = costs
+    return [*(f"{share:.3f}" for share in shares), f"{milliseconds:.0f}"]
 
 
 def goals_section(results: Sequence[Result]) -> str:
-    """One line for each goal, with what was found under each MPI, bold where it is met."""
-    demands = [[each["cells"][:4] for each in result["goals"]] for result in results]
-    if any(demand != demands[0] for demand in demands):
+    """One line for each quantity, with what was found under each MPI."""
+    quantities = [list(map(quantity, result["goals"])) for result in results]
+    if any(each != quantities[0] for each in quantities):
         raise ValueError("the runs of the speed command are not of the same goals")
     rows = [
-        [*demand, *(goal_cell(result["goals"][line]) for result in results)]
-        for line, demand in enumerate(demands[0])
+        [*words, *(goal_cell(result["goals"][line]) for result in results)]
+        for line, words in enumerate(quantities[0])
     ]
-    return markdown(["what", "by", "sizes", "wanted"], list(map(name_of, results)), rows)
+    return table(["what", "by", "sizes", "measure"], list(map(name_of, results)), rows)
+
+
+def quantity(goal: dict[str, Any]) -> list[str]:
+    """What was measured, in words."""
+    return [*goal["cells"][:3], goal["measure"]]
 
 
 def goal_cell(goal: dict[str, Any]) -> str:
-    """The value, and the size at which it is."""
+    """The mean, or the worst value and the size at which it is."""
     value, at, verdict = goal["cells"][4:]
     if goal["value"] is None:
         return str(verdict)
-    words = f"{value} at {at}" if goal["worst"] is not None and at != "-" else value
-    if goal["met"] is None:
-        return f"{words} ({verdict})"
-    return f"**{words}**" if goal["met"] else words
+    if at == "the mean":
+        return f"{value} in the mean"
+    words = f"{value} at {at}" if at != "-" else value
+    return words if goal["met"] is not None else f"{words} ({verdict})"
 
 
 def sizes_section(results: Sequence[Result]) -> str:
@@ -66,7 +104,7 @@ def sizes_section(results: Sequence[Result]) -> str:
         [text(size), *(cell for found in columns for cell in size_cells(found[size]))]
         for size in columns[0]
     ]
-    return markdown([], ["size", *heads], rows)
+    return table([], ["size", *heads], rows)
 
 
 def all_reduces(result: Result) -> dict[int, dict[str, float]]:
@@ -94,9 +132,3 @@ def short(seconds: float) -> str:
 def name_of(result: Result) -> str:
     """The MPI library without its version."""
     return str(result["mpi"]).rpartition(" ")[0] or str(result["mpi"])
-
-
-def markdown(words: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; columns of numbers to the right."""
-    lines = [[*words, *numbers], ["---"] * len(words) + ["---:"] * len(numbers), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

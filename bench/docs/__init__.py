@@ -1,0 +1,1 @@
+"""The generated documents: pages of algorithms, the API reference, tables of measurements."""

@@ -1,0 +1,82 @@
+"""Write the generated documents anew: algorithms, API, and tables of measurements.
+
+The pages of algorithms come from the registry, the API from signatures and docstrings.  Tables of
+measurements come from files that `bench speed --json FILE`, once under each MPI, and `bench
+strategies --json FILE` wrote.  Without files they stay as they are, but say it if the code that was
+measured has changed since.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.docs import algorithms, api, measured
+from bench.docs.folders import folders
+from bench.docs.provenance import ROOT, aged
+from bench.docs.sections import has_section, read, with_section
+
+COMMAND = "make docs"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of docs."""
+    parser.set_defaults(run=run)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if files are stale")
+    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR",
+        help="where README.md and docs/ are; default: this checkout")  # fmt: skip
+    parser.add_argument("--speed", nargs="+", type=measured.result, default=[], metavar="FILE",
+        help="what bench speed --json wrote, for each MPI")  # fmt: skip
+    parser.add_argument("--strategies", type=measured.strategies_section, metavar="FILE",
+        help="what bench strategies --json wrote")  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write what is not up to date, or with --check say so; the exit status.
+
+    2 if it is impossible, or if the files of speed do not go together.
+    """
+    try:
+        refuse(options.root)
+        files = list(wanted(options))
+        stale = [(path, text) for path, text in files if read(path) != text]
+    except ValueError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    for path, text in stale:
+        if options.check:
+            print(f"{path} is out of date; run {COMMAND}", file=sys.stderr)
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    return 1 if options.check and stale else 0
+
+
+def refuse(root: Path) -> None:
+    """Raise ValueError where there are no documents."""
+    if root == ROOT and not (root / "pyproject.toml").exists():
+        raise ValueError("docs needs a checkout of the project, or --root DIR")
+    if not root.is_dir():
+        raise ValueError(f"there is no folder {root}")
+
+
+def wanted(options: argparse.Namespace) -> Iterator[tuple[Path, str]]:
+    """The files as they should be: path and text."""
+    generated = [*algorithms.pages(options.root / "docs"), *api.pages(options.root / "docs")]
+    yield from generated
+    sections = {"algorithms": algorithms.overview(), "folders": folders(ROOT / "collectives")}
+    sections |= measured.sections(options.speed) if options.speed else {}
+    sections |= {"strategies": options.strategies} if options.strategies else {}
+    for path in sorted([*options.root.glob("*.md"), *options.root.glob("docs/*.md")]):
+        if path not in dict(generated):
+            yield path, document(read(path), sections)
+
+
+def document(text: str, sections: dict[str, str]) -> str:
+    """A hand-written document with its generated sections."""
+    for name, section in sections.items():
+        if has_section(text, name):
+            text = with_section(text, name, section)
+    return aged(text)
