@@ -22,7 +22,7 @@ from bench.oracle import Array
 from collectives import kernels
 from collectives.half_precision import COMBINE
 from collectives.reduction import OPERATORS
-from parallel.show import print_table, table_with
+from parallel.console import print_table, table_with
 from parallel.train import at_least
 
 Prepare = Callable[[Array, Array], Callable[[], object]]  # what combines these two in place

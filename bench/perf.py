@@ -29,8 +29,8 @@ from collectives import Communicator, ScheduleError, algorithms, arguments, sele
 from collectives.arrays import HOST, Backend, backend_of_kind
 from collectives.reduction import operator
 from collectives.spec import SPECS
-from parallel import agreement, choices
-from parallel.show import console_of, print_table
+from parallel import agreement, registry
+from parallel.console import console_of, print_table
 from parallel.train import can_be_written
 
 
@@ -140,8 +140,9 @@ class Benchmark:
 
 def backend(comm: Communicator, device: str) -> Backend:
     """What serves arrays on this device.  ValueError on all ranks if one has none."""
-    with agreement.together(comm, collectives.phase, "prepare", "preparing the device", ValueError):
-        choices.namespace(device, comm.rank)
+    phase, doing = collectives.phase, "preparing the device"
+    with agreement.raise_on_all_ranks(comm, phase, "prepare", doing, ValueError):
+        registry.device_namespace(device, comm.rank)
         return backend_of_kind({"cpu": "numpy", "cuda": "cupy"}[device])
 
 

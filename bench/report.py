@@ -11,7 +11,7 @@ from rich.table import Table
 from bench.case import CALL, JOINS, NATIVE, SPLITS, Case
 from collectives import select
 from collectives.spec import SPECS
-from parallel.show import table_with
+from parallel.console import table_with
 
 
 class Measurement(NamedTuple):

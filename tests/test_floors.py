@@ -84,23 +84,32 @@ FLOORS = [
     ],
 ]
 STRATEGY_FLOORS = [
-    ["nn", "gpt", "precision", "shards", "text", "optim", "quantise"],
-    ["traffic", "agreement"],
+    ["nn", "gpt", "precision", "shards", "text", "optim", "quantization"],
+    ["traffic", "agreement", "gather"],
     [
-        "memory.counted",
+        "memory.tracker",
         "memory.formulas",
         "memory",
         "offload",
         "strategy",
-        "data",
-        "hooks",
+        "predictions",
+        "data_parallel",
+        "comm_hooks",
         "zero",
         "hsdp",
-        "zeropp",
-        "server",
+        "zero_plus_plus",
+        "parameter_server",
         "elastic",
     ],
-    ["checkpoint", "account", "timeline", "show", "choices", "train", "memory.__main__"],
+    [
+        "checkpoint",
+        "rank_report",
+        "timeline",
+        "console",
+        "registry",
+        "train",
+        "memory.__main__",
+    ],
 ]
 HOUSES = {"collectives": FLOORS, "parallel": STRATEGY_FLOORS}
 DROP_IN = {"intracomm", *(name for floor in FLOORS for name in floor if name[:7] == "dropin.")}
