@@ -94,10 +94,9 @@ class Offload(Protocol):
         """
 
 
-class NoOffload:
+class NoOffload(Offload):
     """Updates on the device; the masters are the parameters unless their dtypes differ.
 
-    See `Offload` for the methods.
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = ()
@@ -131,7 +130,7 @@ class NoOffload:
                 self.parameters[unit][...] = self.masters[unit]
 
 
-class HostOffload:
+class HostOffload(Offload):
     """Updates in host memory, by NumPy.  Ren et al. 2021 (ZeRO-Offload).
 
     Everything to and from a device goes through one buffer, as large as the largest part of a unit

@@ -44,8 +44,8 @@ class Zero1(Strategy):
     >>> import collectives
     >>> from parallel import Recipe, Zero1, gpt
     >>> make = lambda comm: Zero1(comm, gpt(num_layers=1), Recipe("float16", micro_batches=2))
-    >>> collectives.run(lambda comm: make(comm).memory.now["optimizer"], size=2)
-    [3756032, 3756032]
+    >>> collectives.run(lambda comm: make(comm).memory.peak["optimizer"], size=2)
+    [3750912, 3750912]
     """
 
     comm: Communicator
