@@ -33,7 +33,7 @@ from parallel.strategy import Strategy
 from parallel.traffic import PredictedCall
 
 METADATA_FILE = "checkpoint.json"
-VALUES = "values"  # what is saved of a unit beside the states of the optimizer
+VALUES = "values"  # what is saved of a unit in addition to the states of the optimizer
 UNFINISHED = ".unfinished-"  # prefix of a directory that is being written or removed
 NUM_STAGES = {"save": 3, "load": 2}
 
@@ -268,11 +268,11 @@ class Checkpoint:
 
     def check(self, strategy: Strategy) -> None:
         """Raise ValueError unless the layout is the strategy's and each element exists once."""
-        for what, ours in layout_of(strategy).items():
-            for saved, our in zip_longest(self.metadata[what], ours, fillvalue="nothing"):
-                if saved != our:
+        for what, expected in layout_of(strategy).items():
+            for saved, wanted in zip_longest(self.metadata[what], expected, fillvalue="nothing"):
+                if saved != wanted:
                     raise ValueError(
-                        f"{what}: {saved} in the checkpoint, but {our} in the strategy"
+                        f"{what}: {saved} in the checkpoint, but {wanted} in the strategy"
                     )
         for unit, size in strategy.model.unit_sizes.items():
             for name in arrays_of(strategy, unit):

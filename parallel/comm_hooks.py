@@ -71,8 +71,8 @@ def advance(run: Iterator[Work]) -> Completion:
 class HalfPrecision(GeneratorHook):
     """Sum gradients rounded to float16 or bfloat16.
 
-    This takes one all-reduce of 2 n bytes for a bucket of n elements, in whatever dtype the model
-    computes.  In float16 a value beyond 65504 becomes inf, and one below 3e-8 becomes 0.  bfloat16
+    This takes one all-reduce of 2 n bytes for a bucket of n elements, in any dtype of the
+    model.  In float16 a value beyond 65504 becomes inf, and one below 3e-8 becomes 0.  bfloat16
     has the range of float32, and a precision of 8 bits where float16 has 11.
 
     Parameters
@@ -112,7 +112,7 @@ class Int8Blocks(GeneratorHook):
 
     Rank d owns a part of n(d) elements of a bucket.  The others send it their values of this part,
     quantized; it adds them in float32 and sends the quantized sum to all.  So an element is
-    rounded twice, whatever the number of ranks: on its way to the owner, by at most half a scale
+    rounded twice, for any number of ranks: on its way to the owner, by at most half a scale
     on each of the p - 1 other ranks, and on its way back.  See `parallel.quantization`.
 
     | collective | calls | bytes, all ranks                                        |

@@ -75,7 +75,7 @@ class CommHook(Protocol):
 
 
 class AllReduce(CommHook):
-    """The default hook: an exact all-reduce of each bucket, which runs beside backward."""
+    """The default hook: an exact all-reduce of each bucket, which runs during backward."""
 
     def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Completion:
         work: Work = strategy.comm.all_reduce(
@@ -111,8 +111,8 @@ class DataParallel(Strategy):
     | backward/bucket b | all_reduce | S     | 2 (p-1) n(b)    |
     | unused            | all_reduce | S     | l p log2 p, with `find_unused_parameters` |
 
-    beside what all strategies send (`Strategy`).  That is 2 Psi (p-1)/p elements for each rank and
-    step.  The number of micro-batches does not matter: only the last one's backward sends.
+    in addition to what all strategies send (`Strategy`).  That is 2 Psi (p-1)/p elements for each
+    rank and step.  The number of micro-batches does not matter: only the last one's backward sends.
 
     Each rank's loss is the sum over its own rows divided by the rows of the whole batch, and the
     ranks' gradients are added: this is exact for uneven parts too.  Every rank makes the same

@@ -72,9 +72,9 @@ class Elastic(DataParallel):
         recipe: Recipe | None = None,
         **options: Unpack[DataParallelOptions],
     ) -> None:
-        ours = comm.split(0)
-        assert ours is not None
-        super().__init__(ours, model, recipe, hook=BlockingAllReduce(), **options)
+        copy = comm.split(0)  # the strategy replaces and frees it
+        assert copy is not None
+        super().__init__(copy, model, recipe, hook=BlockingAllReduce(), **options)
         if self.loss_scale.is_dynamic:
             raise ValueError("elastic training does not support float16: it may skip updates")
         self.num_steps = -1

@@ -347,8 +347,8 @@ class Sequential(Layer):
         return x, saved_by_layer
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        for layer, its in zip(reversed(self.layers.values()), reversed(saved), strict=True):
-            dy = layer.backward(dy, its)
+        for layer, layer_saved in zip(reversed(self.layers.values()), reversed(saved), strict=True):
+            dy = layer.backward(dy, layer_saved)
         return dy
 
     def activation_bytes(self, shape: Shape, width: int) -> tuple[int, Shape]:

@@ -95,9 +95,7 @@ class Offload(Protocol):
 
 
 class NoOffload(Offload):
-    """Updates on the device; the masters are the parameters unless their dtypes differ.
-
-    """
+    """Updates on the device; the masters are the parameters unless their dtypes differ."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = ()
     is_cross_device = False

@@ -91,9 +91,9 @@ class SyncParameterServer(ParameterServer):
     | norm                 | broadcast  | S, float16 only | 8 (p-1)                 |
     | update/unit          | broadcast  | updates         | (p-1) n(unit)           |
 
-    beside what all strategies send (`Strategy`), whatever the number of micro-batches.  In a step
-    the server sends (p-1) Psi elements, and each other rank Psi.  After a gradient that overflowed,
-    which the norm tells the other ranks, no parameters are sent.
+    in addition to what all strategies send (`Strategy`), for any number of micro-batches.  In a
+    step the server sends (p-1) Psi elements, and each other rank Psi.  After a gradient that
+    overflowed, which the norm tells the other ranks, no parameters are sent.
 
     Parameters
     ----------

@@ -55,7 +55,7 @@ def elastic(
     return strategy
 
 
-# Each with the options of its own, beside those that all take.
+# Each with the options that not all strategies take.
 STRATEGIES: dict[str, tuple[StrategyFactory, tuple[str, ...]]] = {
     "serial": (serial, ()),
     "server-sync": (SyncParameterServer, ()),

@@ -447,9 +447,9 @@ class Strategy:
             self.before_forward(name)
             if name in active:
                 entering = x
-                x, its = layer.forward(x)
-                saved[name] = entering if name in self.recipe.recompute else its
-                del entering, its
+                x, layer_saved = layer.forward(x)
+                saved[name] = entering if name in self.recipe.recompute else layer_saved
+                del entering, layer_saved
                 self.memory.track("activations", saved[name])
             self.after_forward(name)
         return x
@@ -578,7 +578,7 @@ class Strategy:
     # Reports and predictions
 
     def summary_lines(self) -> list[str]:
-        """Return sentences about the run beside its losses, traffic and memory."""
+        """Return sentences about the run that losses, traffic and memory do not show."""
         lines = []
         if self.num_recomputed:
             lines.append(

@@ -166,8 +166,8 @@ class TrafficRow(NamedTuple):
 
     def __str__(self) -> str:
         parts = {"predicted": self.predicted, "recorded": self.recorded, "observed": self.observed}
-        said = [f"{column} {tally}" for column, tally in parts.items() if tally is not None]
-        return f"{self.phase}/{self.collective}: {'; '.join(said)}"
+        columns = [f"{column} {tally}" for column, tally in parts.items() if tally is not None]
+        return f"{self.phase}/{self.collective}: {'; '.join(columns)}"
 
 
 class ObservedTraffic(NamedTuple):
@@ -408,6 +408,6 @@ def rows_of_phase(
     if len(keys) == 1:
         return [TrafficRow(*keys[0], *rows[keys[0]], seen)]
     each = [TrafficRow(*key, *rows[key], None) for key in keys]
-    said = reduce(Tally.plus, (row.predicted for row in each), Tally())
-    sent = reduce(Tally.plus, (row.recorded for row in each), Tally())
-    return [*each, TrafficRow(phase, ALL if keys else "?", said, sent, seen)]
+    predicted = reduce(Tally.plus, (row.predicted for row in each), Tally())
+    recorded = reduce(Tally.plus, (row.recorded for row in each), Tally())
+    return [*each, TrafficRow(phase, ALL if keys else "?", predicted, recorded, seen)]

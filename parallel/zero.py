@@ -3,7 +3,8 @@
 Rajbhandari et al. 2020.  Each of p ranks owns one p-th of every unit of the model, its shard; it
 updates the shard and sends it where it is needed.  Psi is the number of the model's parameters.
 The tables are for S steps of k micro-batches of which no update was skipped.  They give the bytes
-that all ranks together send in a call, by ring, beside what all strategies send (`Strategy`).
+that all ranks together send in a call, by ring, in addition to
+what all strategies send (`Strategy`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Zero1(Strategy):
     | update/unit  | all_gather     | S     | (p-1) n(unit)                             |
     | norm         | all_reduce     | S     | 8 p log2 p, with clipping, and in float16 |
 
-    A rank sends 2 Psi (p-1)/p elements in a step, whatever the number of micro-batches.
+    A rank sends 2 Psi (p-1)/p elements in a step, for any number of micro-batches.
 
     The parameters, errors and attributes are those of `Strategy`; `comm` must be a communicator.
     Initial values must be the same on all ranks.

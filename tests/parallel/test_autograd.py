@@ -1,4 +1,4 @@
-"""The GPT and the optimisers against PyTorch's: the same model out of its functions, in float64.
+"""The GPT and the optimizers against PyTorch's: the same model out of its functions, in float64.
 
 Collected where torch is installed (`conftest.py`).
 """

@@ -208,8 +208,8 @@ def test_training_goes_on_to_the_last_bit(tmp_path: Path, name: str, dtype: str)
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_wherever_updates_are_made_it_does(tmp_path: Path, dtype: str) -> None:
-    for place in (HostOffload, partial(DiskOffload, tmp_path / "states")):
-        one, other = interrupted(tmp_path / str(place), Zero2, 2, dtype, offload=place)
+    for offload in (HostOffload, partial(DiskOffload, tmp_path / "states")):
+        one, other = interrupted(tmp_path / str(offload), Zero2, 2, dtype, offload=offload)
         assert one == other
 
 

@@ -336,9 +336,9 @@ def test_a_norm_rounds_its_normal_vectors_beside_its_results(dtype: str) -> None
     lone = alone(layer := case.make(), dtype)
     gain, bias = (v.astype(np.float32) for v in lone.named_values().values())
     x, dy = case.input(dtype).astype(np.float32), case.slope(dtype).astype(np.float32)
-    centred = x - x.mean(axis=-1, keepdims=True)
-    inverse = 1 / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + np.float32(1e-5))
-    normal = (centred * inverse).astype(dtype_of(dtype)).astype(np.float32)
+    centered = x - x.mean(axis=-1, keepdims=True)
+    inverse = 1 / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + np.float32(1e-5))
+    normal = (centered * inverse).astype(dtype_of(dtype)).astype(np.float32)
     y, saved = layer.forward(case.input(dtype))
     np.testing.assert_array_equal(y, (normal * gain + bias).astype(y.dtype))
     d = dy * gain
@@ -503,7 +503,7 @@ def test_a_draw_depends_on_seed_and_name_alone() -> None:
     assert all((other != drawn).all() for other in others)
 
 
-def test_a_draw_has_the_spread_and_centre() -> None:
+def test_a_draw_has_the_std_and_mean() -> None:
     drawn = ParameterSpec((200, 200), std=2.0, mean=1.0).draw(0, "a")
     assert drawn.mean() == pytest.approx(1, abs=0.05) and drawn.std() == pytest.approx(2, abs=0.05)
     np.testing.assert_array_equal(ParameterSpec((3,), mean=1.0).draw(0, "a"), 1)
@@ -527,19 +527,19 @@ def four_layers(ties: dict[str, str] | None = None) -> Model:
 
 UNTIED = four_layers()
 TIED = four_layers({"last.out.table": "first.token"})
-NEIGHBOURS = Model({"first": embedding(), "last": head()}, {"last.out.table": "first.token"})
+NEIGHBORS = Model({"first": embedding(), "last": head()}, {"last.out.table": "first.token"})
 WITHOUT = Model(  # tied, and nothing of its own is left
     {"first": embedding(), "mid": Linear(3, 3), "last": Unembedding(3, 6)},
     {"last.table": "first.token"},
 )
 BACKWARDS = four_layers({"first.token": "last.out.table"})
-MODELS = [UNTIED, TIED, NEIGHBOURS, WITHOUT, BACKWARDS]
+MODELS = [UNTIED, TIED, NEIGHBORS, WITHOUT, BACKWARDS]
 
 
 @pytest.mark.parametrize(("model", "wanted"), [
     (UNTIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
     (TIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last", "first")}),
-    (NEIGHBOURS, {"first": ("first",), "last": ("last", "first")}),
+    (NEIGHBORS, {"first": ("first",), "last": ("last", "first")}),
     (WITHOUT, {"first": ("first",), "mid": ("mid",), "last": ("first",)}),
     (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ("last",)}),
 ])  # fmt: skip
@@ -551,7 +551,7 @@ def test_the_units_that_a_layer_uses(model: Model, wanted: dict[str, tuple[str, 
 @pytest.mark.parametrize(("model", "wanted"), [
     (UNTIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
     (TIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
-    (NEIGHBOURS, {"first": ("first",), "last": ("last",)}),
+    (NEIGHBORS, {"first": ("first",), "last": ("last",)}),
     (WITHOUT, {"first": ("first",), "mid": ("mid",), "last": ()}),
     (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ()}),
 ])  # fmt: skip
@@ -564,7 +564,7 @@ def test_a_gradient_is_complete_at_the_first_layer_that_uses_it(
 @pytest.mark.parametrize(("model", "wanted"), [
     (UNTIED, {"first": 1, "mid": 1, "last": 1}),
     (TIED, {"first": 2, "mid": 1, "last": 1}),
-    (NEIGHBOURS, {"first": 1, "last": 1}),
+    (NEIGHBORS, {"first": 1, "last": 1}),
     (WITHOUT, {"first": 2, "mid": 1}),
     (BACKWARDS, {"first": 1, "mid": 1, "last": 2}),
 ])  # fmt: skip

@@ -68,7 +68,7 @@ def bits(strategy: Strategy, losses: list[float]) -> list[bytes]:
     return [np.array(losses).tobytes(), *(bare(x).tobytes() for x in arrays)]
 
 
-def accounts(strategy: Strategy) -> None:
+def check_predictions(strategy: Strategy) -> None:
     """What is kept here and there, and what was moved, are what the formulas say."""
     there, rows = strategy.offload.memory.peak, len(batch(0, *strategy.batch_part)[0])
     here = {category: strategy.memory.peak[category] for category in CATEGORIES}
@@ -246,7 +246,7 @@ def test_the_fake_device_does_not_mix_with_the_host(mix: Any) -> None:
 # The same bits
 
 
-def places(folder: Path) -> list[Any]:
+def offloads(folder: Path) -> list[Any]:
     return [NoOffload, HostOffload, partial(DiskOffload, folder)]
 
 
@@ -258,17 +258,19 @@ def places(folder: Path) -> list[Any]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("make", [DataParallel, Zero1, Zero2, Zero3])
-def test_every_place_gives_the_same_bits(make: Make, dtype: str, size: int, tmp_path: Path) -> None:
+def test_every_offload_gives_the_same_bits(
+    make: Make, dtype: str, size: int, tmp_path: Path
+) -> None:
     """And keeps and moves what is predicted; nothing between device and host, which are one."""
 
-    def run(comm: Communicator, place: Any) -> list[bytes]:
-        strategy, losses = trained(make, comm, dtype=dtype, offload=place)
-        accounts(strategy)
+    def run(comm: Communicator, offload: Any) -> list[bytes]:
+        strategy, losses = trained(make, comm, dtype=dtype, offload=offload)
+        check_predictions(strategy)
         assert strategy.offload.moved[TO_HOST] == strategy.offload.moved[TO_DEVICE] == 0
         return bits(strategy, losses)
 
     def runs(comm: Communicator) -> list[list[bytes]]:
-        return [run(comm, place) for place in places(tmp_path)]
+        return [run(comm, offload) for offload in offloads(tmp_path)]
 
     for on_device, in_host_memory, on_disk in collectives.run(runs, size=size):
         assert on_device == in_host_memory == on_disk
@@ -287,11 +289,11 @@ def test_all_that_crosses_is_counted(make: Make, size: int, dtype: str, tmp_path
 
     def check(comm: Communicator) -> None:
         reference = bits(*trained(make, comm, dtype=dtype))
-        for place in places(tmp_path):
+        for offload in offloads(tmp_path):
             crossed().clear()
-            strategy, losses = trained(make, comm, dtype=dtype, xp=FAKE, offload=place)
-            accounts(strategy)
-            assert strategy.offload.is_cross_device is (place is not NoOffload)
+            strategy, losses = trained(make, comm, dtype=dtype, xp=FAKE, offload=offload)
+            check_predictions(strategy)
+            assert strategy.offload.is_cross_device is (offload is not NoOffload)
             assert bits(strategy, losses) == reference
             tokens = STEPS * sum(x.nbytes for x in batch(0, *strategy.batch_part))
             given = strategy.memory.peak["parameters"] + tokens
@@ -319,7 +321,7 @@ class ForgetsToCopyBack(HostOffload):
         pass
 
 
-def test_a_place_that_does_not_tell_is_noticed() -> None:
+def test_an_offload_that_does_not_tell_is_noticed() -> None:
     crossed().clear()
     strategy, _ = trained(serial, None, dtype="float16", xp=FAKE, offload=FetchesTwice)
     assert crossed()["get"] == 2 * strategy.offload.moved[TO_HOST] > 0
@@ -336,15 +338,15 @@ def test_parameters_that_are_not_sent_back_are_noticed() -> None:
 def test_masters_elsewhere_are_copies_and_on_the_device_only_of_another_dtype(
     tmp_path: Path,
 ) -> None:
-    def is_kept_twice(place: Any, dtype: str) -> bool:
-        strategy, _ = trained(serial, None, dtype=dtype, offload=place)
+    def is_kept_twice(offload: Any, dtype: str) -> bool:
+        strategy, _ = trained(serial, None, dtype=dtype, offload=offload)
         mine, theirs = strategy.parameter_shards["block0"], strategy.masters["block0"]
         assert np.shares_memory(mine, theirs) is (strategy.masters is strategy.parameter_shards)
         assert sum(strategy.offload.memory.peak[x] for x in ("master", "optimizer")) > 0
         return strategy.masters is not strategy.parameter_shards
 
     for dtype in ("float64", "float32", "float16"):
-        kept = [is_kept_twice(place, dtype) for place in places(tmp_path)]
+        kept = [is_kept_twice(offload, dtype) for offload in offloads(tmp_path)]
         assert kept == [dtype == "float16", True, True]
 
 
@@ -391,8 +393,8 @@ def test_a_skipped_update_moves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_what_has_no_slope_is_left_alone_and_not_moved(xp: Any, dtype: str, tmp_path: Path) -> None:
     here = dtype_of(dtype)
-    for place in places(tmp_path):
-        it, owned = place(MemoryTracker(), 0), {unit: xp.zeros(4, dtype=here) for unit in "ab"}
+    for offload in offloads(tmp_path):
+        it, owned = offload(MemoryTracker(), 0), {unit: xp.zeros(4, dtype=here) for unit in "ab"}
         optimizer = Adam(it.make_masters(owned, master_dtype(here)), make_state=it.zeros)
         before = Counter(it.moved)
         it.update(optimizer, {"b": xp.ones(4, dtype=here)}, 1.0)
@@ -402,8 +404,8 @@ def test_what_has_no_slope_is_left_alone_and_not_moved(xp: Any, dtype: str, tmp_
 
 
 def test_parameters_that_somebody_else_has_changed_are_loaded(tmp_path: Path) -> None:
-    for place, xp in [(p, xp) for p in places(tmp_path) for xp in (host, FAKE)]:
-        it, owned = place(MemoryTracker(), 0), {"a": xp.zeros(4, dtype=np.dtype(np.float16))}
+    for offload, xp in [(p, xp) for p in offloads(tmp_path) for xp in (host, FAKE)]:
+        it, owned = offload(MemoryTracker(), 0), {"a": xp.zeros(4, dtype=np.dtype(np.float16))}
         masters = it.make_masters(owned, np.dtype(np.float32))
         owned["a"] += 3
         assert not bare(masters["a"]).any()
@@ -417,40 +419,42 @@ def test_parameters_that_somebody_else_has_changed_are_loaded(tmp_path: Path) ->
 def on_disk(
     folder: Path, sizes: dict[str, int], kind: type[DiskOffload] = DiskOffload
 ) -> tuple[DiskOffload, Adam]:
-    """A place with units of these sizes in float32, and an optimizer."""
-    place = kind(folder, MemoryTracker(), 5)
+    """A offload with units of these sizes in float32, and an optimizer."""
+    offload = kind(folder, MemoryTracker(), 5)
     owned = {unit: np.zeros(size, np.float32) for unit, size in sizes.items()}
-    return place, Adam(place.make_masters(owned, np.dtype(np.float32)), make_state=place.zeros)
+    return offload, Adam(
+        offload.make_masters(owned, np.dtype(np.float32)), make_state=offload.zeros
+    )
 
 
-def update(place: DiskOffload, optimizer: Adam) -> None:
-    place.update(optimizer, {unit: x + 1 for unit, x in place.parameters.items()}, 1.0)
+def update(offload: DiskOffload, optimizer: Adam) -> None:
+    offload.update(optimizer, {unit: x + 1 for unit, x in offload.parameters.items()}, 1.0)
 
 
 def test_each_unit_and_state_has_a_file_of_its_own(tmp_path: Path) -> None:
     """With what is in memory, and with nothing for a unit of which the rank updates nothing."""
-    place, optimizer = on_disk(tmp_path / "new" / "folder", {"a": 7, "b/../c": 5, "none": 0})
-    update(place, optimizer)
-    assert place.folder.parent == tmp_path / "new" / "folder"
-    assert place.folder.name.startswith("rank5-")
-    kept = [place.masters, *optimizer.states.values()]
+    offload, optimizer = on_disk(tmp_path / "new" / "folder", {"a": 7, "b/../c": 5, "none": 0})
+    update(offload, optimizer)
+    assert offload.folder.parent == tmp_path / "new" / "folder"
+    assert offload.folder.name.startswith("rank5-")
+    kept = [offload.masters, *optimizer.states.values()]
     for kind, arrays in zip(("master", "state1", "state2"), kept, strict=True):
         for unit, name in (("a", "a"), ("b/../c", "b%2F..%2Fc")):
-            on_file = np.fromfile(place.folder / f"{name}.{kind}", np.float32)
+            on_file = np.fromfile(offload.folder / f"{name}.{kind}", np.float32)
             assert on_file.all() and np.array_equal(on_file, arrays[unit])
-    assert len(list(place.folder.iterdir())) == 6
+    assert len(list(offload.folder.iterdir())) == 6
 
 
 def test_files_are_removed_by_close_and_training_can_go_on(tmp_path: Path) -> None:
-    place, optimizer = on_disk(tmp_path, {"a": 7})
-    update(place, optimizer)
+    offload, optimizer = on_disk(tmp_path, {"a": 7})
+    update(offload, optimizer)
     (tmp_path / "of somebody else").touch()
-    place.close()
-    place.close()
+    offload.close()
+    offload.close()
     assert [x.name for x in tmp_path.iterdir()] == ["of somebody else"]
-    before = place.parameters["a"].copy()
-    update(place, optimizer)
-    assert (place.parameters["a"] != before).all()
+    before = offload.parameters["a"].copy()
+    update(offload, optimizer)
+    assert (offload.parameters["a"] != before).all()
 
 
 def test_files_are_removed_with_the_strategy(tmp_path: Path) -> None:
@@ -462,8 +466,8 @@ def test_files_are_removed_with_the_strategy(tmp_path: Path) -> None:
 
 
 def test_ranks_and_runs_that_share_a_folder_do_not_meet(tmp_path: Path) -> None:
-    places = [on_disk(tmp_path, {"a": 7})[0] for _ in range(3)]
-    assert len({place.folder for place in places}) == len(list(tmp_path.iterdir())) == 3
+    offloads = [on_disk(tmp_path, {"a": 7})[0] for _ in range(3)]
+    assert len({offload.folder for offload in offloads}) == len(list(tmp_path.iterdir())) == 3
 
 
 def test_no_room_is_told_at_once(tmp_path: Path) -> None:
@@ -512,16 +516,16 @@ def test_a_unit_is_written_to_the_disk_as_soon_as_it_is_updated(
             before.append(len(flushed))
             super()._before_read(arrays)
 
-    place, optimizer = on_disk(tmp_path, {"a": 7, "none": 0, "b": 5}, Watched)
+    offload, optimizer = on_disk(tmp_path, {"a": 7, "none": 0, "b": 5}, Watched)
     made = [name for name, _ in flushed]
     flushed.clear()
-    update(place, optimizer)
+    update(offload, optimizer)
     if kind is WritesNothing:  # the negative control
         assert not made and not flushed
         return
     assert made == ["a.master", "b.master"] and before == [0, 3, 3]
     files = [f"{unit}.{what}" for unit in "ab" for what in ("master", "state1", "state2")]
-    assert flushed == [(name, (place.folder / name).read_bytes()) for name in files]
+    assert flushed == [(name, (offload.folder / name).read_bytes()) for name in files]
 
 
 def resident(folder: Path) -> int:
@@ -552,9 +556,9 @@ def test_one_unit_at_a_time_is_held_in_memory(kind: type[DiskOffload], tmp_path:
             seen.append(resident(tmp_path))
             super()._after_write(arrays)
 
-    place, optimizer = on_disk(tmp_path, dict.fromkeys("abc", mib // 4), Watched)
+    offload, optimizer = on_disk(tmp_path, dict.fromkeys("abc", mib // 4), Watched)
     assert seen == ([mib] * 3 if kind is DiskOffload else [mib, 2 * mib, 3 * mib])
     seen.clear()
-    update(place, optimizer)
+    update(offload, optimizer)
     assert seen == ([3 * mib] * 3 if kind is DiskOffload else [5 * mib, 7 * mib, 9 * mib])
     assert resident(tmp_path) == (0 if kind is DiskOffload else 9 * mib)

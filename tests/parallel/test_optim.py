@@ -1,4 +1,4 @@
-"""Optimisers against the papers' algorithms, written out for one number."""
+"""Optimizers against the papers' algorithms, written out for one number."""
 
 from __future__ import annotations
 

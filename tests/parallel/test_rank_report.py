@@ -25,14 +25,14 @@ STEPS = 2
 # One rank's
 
 
-def account_of(end: End) -> RankReport:
+def report_of(end: End) -> RankReport:
     strategy = end.strategy
     updates = strategy.num_updates_in(STEPS) - strategy.num_skipped
     return RankReport.of(strategy, updates, len(batch(0, *strategy.batch_part)[0]), CONTEXT)
 
 
 def reports(make: Any, ranks: int, **recipe: Any) -> list[RankReport]:
-    return [account_of(end) for end in train(make, ranks, Recipe(**recipe), steps=STEPS)]
+    return [report_of(end) for end in train(make, ranks, Recipe(**recipe), steps=STEPS)]
 
 
 def test_memory_is_by_formula_and_counted() -> None:
@@ -73,11 +73,11 @@ def test_what_is_moved_is_by_formula_and_counted(tmp_path: Any) -> None:
 def test_parameters_are_digests_of_the_elements_that_a_rank_has(make: Any, ranks: int) -> None:
     ends = train(make, ranks, steps=1)
     for end in ends:
-        for unit, (start, stop, digest) in account_of(end).parameters.items():
+        for unit, (start, stop, digest) in report_of(end).parameters.items():
             part, x = end.held[unit]
             assert (start, stop) == (part.start, part.stop)
             assert digest == hashlib.sha256(x.tobytes()).hexdigest()
-    assert not differences([account_of(end) for end in ends])
+    assert not differences([report_of(end) for end in ends])
 
 
 def test_pairs_have_zero_for_what_one_does_not_know() -> None:
@@ -99,7 +99,7 @@ def test_what_json_can_say_comes_to_rank_0_in_the_order_of_ranks(ranks: int) -> 
     assert others == [None] * (ranks - 1)
 
 
-def test_accounts_come_to_rank_0() -> None:
+def test_reports_come_to_rank_0() -> None:
     def fn(comm: Communicator) -> list[RankReport] | None:
         pair = comm.rank, 2 * comm.rank
         return gather(comm, RankReport({"gradients": pair}, {}, {"head": (0, 3, "ab" * comm.rank)}))
@@ -151,9 +151,9 @@ def test_only_the_same_elements_are_compared() -> None:
 def test_a_bit_is_enough() -> None:
     """Of real ranks."""
     ends = train(DataParallel, 3, steps=1)
-    assert differences([account_of(end) for end in ends]) == []
+    assert differences([report_of(end) for end in ends]) == []
     first = ends[2].strategy.parameters["block1"]
     first[7] = np.nextafter(first[7], np.inf)
-    assert differences([account_of(end) for end in ends]) == [
+    assert differences([report_of(end) for end in ends]) == [
         "parameters of block1 on ranks 0 and 2"
     ]

@@ -220,7 +220,7 @@ VARIANTS = {
     "float16": (Recipe(dtype="float16"), model),
     "bfloat16, recomputed": (Recipe(dtype="bfloat16", recompute=("block0", "block1")), model),
     "tied": (Recipe(micro_batches=2), partial(model, is_tied=True)),
-    "tied neighbours": (Recipe(), partial(model, is_tied=True, layers=1)),
+    "tied neighbors": (Recipe(), partial(model, is_tied=True, layers=1)),
 }
 
 

@@ -187,7 +187,7 @@ def exchange(comm: Communicator, pairs: Communicator, alone: Communicator) -> No
         comm.all_reduce(np.ones(LARGE, np.uint8), algorithm="ring")
 
 
-# Several rows of one observed_phase phase
+# Several rows of one observed phase
 
 # Two kinds of collective in one phase, of which the first is nested and may still go on.
 BACKWARD = [
@@ -390,7 +390,7 @@ def test_matrices_are_of_outermost_phases() -> None:
     }  # fmt: skip
 
 
-# The witness
+# The monitor
 
 
 class Counted(NamedTuple):
@@ -411,49 +411,49 @@ class Counted(NamedTuple):
 
 
 def watching() -> tuple[TrafficMonitor, Counted]:
-    """A witness on rank 0 of 2, whose counters do not begin at zero."""
+    """A monitor on rank 0 of 2, whose counters do not begin at zero."""
     counted = Counted([5, 5], [500, 500])
     comm: Any = SimpleNamespace(rank=0, size=2, counters=lambda: counted, reduce=lambda x, **_: x)
     return TrafficMonitor(comm), counted
 
 
-def test_a_witness_adds_up_the_visits_of_a_phase() -> None:
-    witness, mpi = watching()
-    with witness:
+def test_a_monitor_adds_up_the_visits_of_a_phase() -> None:
+    monitor, mpi = watching()
+    with monitor:
         for nbytes in (10, 20):
-            with witness.phase("loss"):
+            with monitor.phase("loss"):
                 mpi.send(nbytes)
-    observed = witness.gather()
+    observed = monitor.gather()
     assert observed is not None
     assert observed.tally("loss") == Tally(None, 2, 30)
     assert observed.tally(OUTSIDE) == Tally(None, 0, 0)
     np.testing.assert_array_equal(observed.matrix(), [[0, 30], [0, 0]])
 
 
-def test_a_witness_sees_what_leaves_between_phases() -> None:
-    witness, mpi = watching()
+def test_a_monitor_sees_what_leaves_between_phases() -> None:
+    monitor, mpi = watching()
     mpi.send(7)
-    with witness:
-        with witness.phase("loss"):
+    with monitor:
+        with monitor.phase("loss"):
             mpi.send(10)
         mpi.send(1)
     mpi.send(7)
-    observed = witness.gather()
+    observed = monitor.gather()
     assert observed is not None and observed.tally(OUTSIDE) == Tally(None, 1, 1)
 
 
-def test_a_witness_without_counters_says_why() -> None:
+def test_a_monitor_without_counters_says_why() -> None:
     def counters() -> None:
         raise MonitorUnavailable("MPICH has no monitoring")
 
     comm: Any = SimpleNamespace(rank=0, size=2, counters=counters)
-    witness = TrafficMonitor(comm)
-    with witness, witness.phase("loss"):
+    monitor = TrafficMonitor(comm)
+    with monitor, monitor.phase("loss"):
         pass
-    assert witness.gather() is None and witness.reason == "MPICH has no monitoring"
+    assert monitor.gather() is None and monitor.reason == "MPICH has no monitoring"
 
 
-def test_a_witness_may_be_unwanted() -> None:
+def test_a_monitor_may_be_unwanted() -> None:
     comm: Any = SimpleNamespace(rank=0, size=2)
     assert TrafficMonitor(comm, is_wanted=False).reason == "not monitored"
 
