@@ -17,7 +17,7 @@ from rich.table import Table
 from bench import sizes
 from bench.options import add_sizes
 from collectives.arrays.operators import operator
-from parallel.show import console_of, print_table, table_with
+from parallel.console import console_of, print_table, table_with
 from parallel.train import at_least
 
 MODES = {"off": False, "checked": True, "finite": "finite"}

@@ -65,10 +65,10 @@ def why_not() -> str | None:
     """What is missing, in a sentence."""
     if missing := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         return f"{sys.executable} has no {', '.join(missing)}; PYTHON=... says which Python to use"
-    from parallel.choices import namespace  # noqa: PLC0415 - takes the modules
+    from parallel.registry import device_namespace  # noqa: PLC0415 - takes the modules
 
     try:
-        namespace("cuda", 0)
+        device_namespace("cuda", 0)
     except ValueError as error:
         return str(error)
     return None

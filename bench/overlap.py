@@ -28,7 +28,7 @@ from rich.table import Table
 
 from bench import sizes
 from bench.others import KINDS, Product
-from parallel.show import print_table, table_with
+from parallel.console import print_table, table_with
 from parallel.train import at_least
 
 

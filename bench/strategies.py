@@ -32,8 +32,8 @@ from bench.verdict import largest_difference
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch.mpirun import find_mpirun
 from parallel import train
-from parallel.hsdp import group_size
-from parallel.show import console_of, print_table, table_with
+from parallel.console import console_of, print_table, table_with
+from parallel.hsdp import choose_group_size
 from parallel.traffic import Int64
 from parallel.train import at_least
 
@@ -55,7 +55,7 @@ class Kind(NamedTuple):
 
 KINDS = (
     Kind("server-sync", ["--strategy", "server-sync"]),
-    Kind("server-async", ["--strategy", "server-async", "--bound", "2"], is_exact=False),
+    Kind("server-async", ["--strategy", "server-async", "--staleness-bound", "2"], is_exact=False),
     Kind("ddp", ["--strategy", "ddp"]),
     Kind("ddp, float16 hook", ["--strategy", "ddp", "--hook", "float16"], is_exact=False),
     Kind("ddp, int8 hook", ["--strategy", "ddp", "--hook", "int8"], is_exact=False),
@@ -239,7 +239,7 @@ def costs(result: dict[str, Any]) -> Costs:
     """
     psi, ranks = result["parameters"], result["ranks"]
     sent = sent_in_steps(result["traffic"]["matrices"], ranks)
-    group = np.arange(ranks) // group_size(ranks)
+    group = np.arange(ranks) // choose_group_size(ranks)
     leaving = sent[group[:, None] != group[None, :]]
     whole = result["steps"] * ranks * 2 * psi * 2  # 2 Psi of two bytes, all ranks and steps
     kept = [

@@ -1,3 +1,5 @@
-"""Mixture-of-experts modules (gating, the dispatch of tokens to experts on other ranks, the layer
-itself) will stand here, on top of `collectives` and `parallel`; there are none yet.
+"""Mixture-of-experts modules on top of `collectives` and `parallel`.
+
+The package is empty so far.  It is reserved for gating, the dispatch of tokens to experts on other
+ranks, and the layer that contains them.
 """

@@ -1,57 +1,60 @@
-"""Parallel training strategies on top of `collectives`, each of which shows its traffic.
+"""Parallel training strategies on top of `collectives` that predict their traffic exactly.
 
-Every strategy states what it will send (`traffic`), the library records what it sent, and MPI's own
-counters say what really left: three columns that must be equal to the byte.
+Every strategy predicts what it sends (`Strategy.traffic`), the library records what it sent, and
+MPI's own counters say what left the process: the three are equal to the byte.
 
     python -m collectives.launch -n 4 -m parallel.train --strategy zero2
+
+Psi is the number of a model's parameters, n(unit) the bytes of a unit (the flat parameter of one
+layer), S the number of steps, and k that of micro-batches.
 """
 
 from parallel import checkpoint, text
-from parallel.agreement import ModelsDiffer
-from parallel.data import AllReduce, DataParallel, Hook
-from parallel.elastic import Elastic, ReplicasDiffer
+from parallel.agreement import ModelMismatch
+from parallel.comm_hooks import HalfPrecision, Int8Blocks, PowerSGD
+from parallel.data_parallel import AllReduce, CommHook, DataParallel
+from parallel.elastic import Elastic, ReplicaMismatch
 from parallel.gpt import gpt
-from parallel.hooks import Compressed, Int8Blocks, PowerSGD
-from parallel.hsdp import Hsdp
-from parallel.memory import Memory
+from parallel.hsdp import HSDP
+from parallel.memory import MemoryTracker
 from parallel.nn import Layer, Model
-from parallel.offload import Disk, Host
+from parallel.offload import DiskOffload, HostOffload
 from parallel.optim import SGD, Adam, AdamW, Optimizer
-from parallel.server import ServerAsync, ServerSync
-from parallel.strategy import NoGradient, Recipe, Strategy
-from parallel.traffic import PredictedCall, TrafficMismatch, TrafficTable, Witness
+from parallel.parameter_server import AsyncParameterServer, SyncParameterServer
+from parallel.strategy import MissingGradient, Recipe, Strategy
+from parallel.traffic import PredictedCall, TrafficMismatch, TrafficMonitor, TrafficTable
 from parallel.zero import Zero1, Zero2, Zero3
-from parallel.zeropp import ZeroPlusPlus
+from parallel.zero_plus_plus import ZeroPlusPlus
 
 __all__ = [
+    "HSDP",
     "SGD",
     "Adam",
     "AdamW",
     "AllReduce",
-    "Compressed",
+    "AsyncParameterServer",
+    "CommHook",
     "DataParallel",
-    "Disk",
+    "DiskOffload",
     "Elastic",
-    "Hook",
-    "Host",
-    "Hsdp",
+    "HalfPrecision",
+    "HostOffload",
     "Int8Blocks",
     "Layer",
-    "Memory",
+    "MemoryTracker",
+    "MissingGradient",
     "Model",
-    "ModelsDiffer",
-    "NoGradient",
+    "ModelMismatch",
     "Optimizer",
     "PowerSGD",
     "PredictedCall",
     "Recipe",
-    "ReplicasDiffer",
-    "ServerAsync",
-    "ServerSync",
+    "ReplicaMismatch",
     "Strategy",
+    "SyncParameterServer",
     "TrafficMismatch",
+    "TrafficMonitor",
     "TrafficTable",
-    "Witness",
     "Zero1",
     "Zero2",
     "Zero3",

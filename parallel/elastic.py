@@ -1,4 +1,4 @@
-"""Data parallelism that outlives its ranks: when one dies, the others go on."""
+"""Data parallelism that continues with the surviving ranks when ranks fail."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from collectives import Communicator, PeerFailed
 from parallel import agreement
-from parallel.data import AllReduce, DataParallel
+from parallel.agreement import DIGEST_BYTES, format_ranks
+from parallel.data_parallel import AllReduce, DataParallel, DataParallelOptions
 from parallel.nn import Array, Model, on_host
 from parallel.optim import Optimizer
-from parallel.strategy import Batches, Recipe, Run, Show
+from parallel.strategy import BatchFunction, ProgressCallback, Recipe, RunSize
 from parallel.text import Tokens
 from parallel.traffic import PredictedCall
 
-DIGEST_BYTES = agreement.DIGEST
+
+class ReplicaMismatch(RuntimeError):  # noqa: N818 - named like the errors of `collectives`
+    """Ranks that should hold the same parameters do not.  The message names the ranks."""
 
 
-class ReplicasDiffer(RuntimeError):  # noqa: N818 - as the others of its kind are named
-    """Ranks that should hold the same parameters do not.  The message says which."""
-
-
-class Blocking(AllReduce):
-    """Every sum is over before the next begins, so that a failure leaves none under way."""
+class BlockingAllReduce(AllReduce):
+    """Complete every sum before the next begins, so that none is pending when a rank fails."""
 
     def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Callable[[], object]:
         super().start(strategy, bucket, flat)()
@@ -35,39 +34,64 @@ class Blocking(AllReduce):
 
 
 class Elastic(DataParallel):
-    """Data parallel over the ranks of `comm` that are alive.  It must be one that can shrink.
+    """Data parallelism over the ranks that are alive.
 
-    When a rank dies in a step, the others agree on the step to repeat, go back to its beginning and
-    divide its batch among themselves.  What follows is, to the last bit, what so many ranks would
-    have computed from the same parameters.
+    When a rank dies in a step, the surviving ranks agree on the step to repeat, return to its
+    beginning and divide its batch among themselves.  The results that follow are bitwise those of
+    the smaller number of ranks from the same parameters.
 
-    The ranks need not be at the same place when they learn of a death.  One may be waiting for the
-    last sum of a step, which another has seen complete before it updated and went on.  But no sum
-    completes anywhere before all have begun it, so nobody is ahead by more than one update: a copy
-    of parameters and moments from before the last update is enough to go back.
+    Ranks need not be at the same place when they learn of a failure.  One may wait for the last sum
+    of a step that another completed before it updated and went on.  But no sum completes on any
+    rank before all ranks have begun it, so no rank is ahead by more than one update: a copy of
+    parameters and optimizer states from before the last update is enough to go back.
 
-    ValueError for float16, of which steps may be skipped.
+    Parameters
+    ----------
+    comm : Communicator
+        Of an MPI with fault tolerance: ``comm.can_shrink`` must be true to survive a failure.
+    model, recipe, bucket_bytes, find_unused_parameters, broadcast_algorithm, algorithm, phase
+        As in `DataParallel`.
+
+    Raises
+    ------
+    ValueError
+        As `DataParallel`, and for float16, which may skip updates.
+
+    Attributes
+    ----------
+    comm : Communicator
+        Of the surviving ranks; made from `comm`, and replaced after a failure.
+    num_steps : int
+        The number of completed steps; -1 before `start`.
     """
 
     def __init__(
-        self, comm: Communicator, model: Model, recipe: Recipe | None = None, **options: Any
+        self,
+        comm: Communicator,
+        model: Model,
+        recipe: Recipe | None = None,
+        **options: Unpack[DataParallelOptions],
     ) -> None:
-        ours = comm.split(0)
-        assert ours is not None
-        super().__init__(ours, model, recipe, hook=Blocking(), **options)
+        copy = comm.split(0)  # the strategy replaces and frees it
+        assert copy is not None
+        super().__init__(copy, model, recipe, hook=BlockingAllReduce(), **options)
         if self.loss_scale.is_dynamic:
-            raise ValueError("elastic training takes no float16: it counts updates as steps")
-        self.num_steps = -1  # completed ones; -1 before `start`
+            raise ValueError("elastic training does not support float16: it may skip updates")
+        self.num_steps = -1
         self._state = self.optimizer.arrays()
-        if self.masters is not self.own_parameters:
+        if self.masters is not self.parameter_shards:
             self._state += self.parameters.values()
-        self._before = [array.copy() for array in self._state]  # the last update
+        self._backup = [array.copy() for array in self._state]  # from before the last update
 
-    def calls_of_many(self) -> dict[str, Collection[int]]:
-        """Any number of ranks may be left."""
-        return dict.fromkeys(self.large, range(1, self.size + 1))
+    def collective_sizes(self) -> dict[str, Collection[int]]:
+        """Return any number of ranks: others may fail."""
+        return dict.fromkeys(self.algorithm_collectives, range(1, self.size + 1))
 
     def start(self) -> None:
+        """Check that ranks agree, and broadcast the parameters of rank 0; again after a failure.
+
+        All ranks call this.  Raises ModelMismatch, on all ranks, if shapes or options differ.
+        """
         while self.num_steps < 0:
             try:
                 super().start()
@@ -76,21 +100,30 @@ class Elastic(DataParallel):
                 self.recover()
 
     def train(
-        self, steps: int, batch: Batches, total: int, show: Show, first: int = 0
+        self,
+        steps: int,
+        batch: BatchFunction,
+        total: int,
+        show: ProgressCallback,
+        first: int = 0,
     ) -> list[float]:
-        """As ever, whoever dies; the last loss of a step that was repeated counts."""
-        assert first == 0, "an elastic run begins at the beginning"
+        """Make all steps and return their losses, whichever ranks fail; see `Strategy.train`.
+
+        The loss of a repeated step is that of its last repetition.  `first` must be 0.  Raises
+        ReplicaMismatch if surviving ranks do not have the same parameters.
+        """
+        assert first == 0, "an elastic run begins with the first step"
         losses: list[float] = []
         while True:
             try:
                 for step in range(self.num_steps, steps):
-                    losses[step:] = [self.step(*batch(step, *self.part), total)]
+                    losses[step:] = [self.step(*batch(step, *self.batch_part), total)]
                     show(step + 1, losses[-1])
                 if self.finish():
                     return losses
             except PeerFailed:
                 self.recover()
-            self.start()  # unless some rank had not even come to its end
+            self.start()  # returns at once unless a surviving rank had not completed it
 
     def step(self, inputs: Tokens, targets: Tokens, total: int) -> float:
         loss = super().step(inputs, targets, total)
@@ -98,27 +131,27 @@ class Elastic(DataParallel):
         return loss
 
     def update(self) -> None:
-        for copy, array in zip(self._before, self._state, strict=True):
+        for copy, array in zip(self._backup, self._state, strict=True):
             copy[...] = array
         super().update()
 
-    # When a rank has died
+    # After a failure
 
     def recover(self) -> None:
-        """After a PeerFailed: go back, with the other survivors, to the first step to repeat.
+        """Go back to the first step to repeat, after PeerFailed; `num_steps` says which.
 
-        That is now `num_steps`.  More ranks may die meanwhile.  Raises ReplicasDiffer if parameters
-        and moments are not the same everywhere then.
+        All surviving ranks call this; more of them may fail meanwhile.  Raises ReplicaMismatch if
+        their parameters and optimizer states are then not equal.
         """
         self._shrink()
         self._agree()
 
     def finish(self) -> bool:
-        """After the last step: whether it is over.  If not, all is as after `recover`.
+        """Return whether training is over, after the last step; if not, recover.
 
-        A last sum can complete on one rank and fail on another, which then
-        waits in `recover` for the first.  So here, too, all meet in a shrink.  It leaves the same
-        ranks on all of them; if none is missing, all have come to the end.
+        A last sum can complete on one rank and fail on another, which then waits in `recover` for
+        the first.  So all ranks shrink here, too; the same ranks are left on all of them, and if
+        none is missing, all have completed the last step.
         """
         with contextlib.suppress(PeerFailed):
             self.check()
@@ -147,49 +180,52 @@ class Elastic(DataParallel):
                 return
 
     def _go_back(self, num_steps: int) -> None:
-        """To the parameters and moments after so many steps: the present ones, or those before."""
+        """Restore the state after `num_steps` steps: the current one, or that of the backup."""
         if self.optimizer.steps > max(num_steps, 0):
-            for copy, array in zip(self._before, self._state, strict=True):
+            for copy, array in zip(self._backup, self._state, strict=True):
                 array[...] = copy
             self.optimizer.steps -= 1
         assert self.optimizer.steps == max(num_steps, 0)
         self.num_steps = num_steps
 
-    # Equal to the last bit
+    # Bitwise equality
 
     def check(self) -> None:
-        """Raise ReplicasDiffer on every rank if not all have the same digest."""
+        """Raise ReplicaMismatch, on every rank, unless all have the same state.
+
+        All ranks call this.
+        """
         mine = np.frombuffer(digest(self.optimizer), np.uint8)
         with self.phase("check"):
             digests = self.comm.all_gather(mine, algorithm="ring").reshape(-1, DIGEST_BYTES)
-        if wrong := [rank for rank, other in enumerate(digests) if (other != digests[0]).any()]:
-            ranks = ", ".join(map(str, wrong))
-            raise ReplicasDiffer(
-                f"after {self.optimizer.steps} updates the parameters or moments of rank {ranks}"
-                f" (of {self.comm.size}) are not those of rank 0"
+        is_wrong = (digests != digests[0]).any(axis=1)
+        if is_wrong.any():
+            raise ReplicaMismatch(
+                f"after {self.optimizer.steps} updates the parameters or optimizer states of"
+                f" {format_ranks(is_wrong)} (of {self.comm.size}) are not those of rank 0"
             )
 
-    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
-        """Data parallel's, and the check of `finish`: of a run in which nobody dies."""
+    def step_traffic(self, run: RunSize) -> list[PredictedCall]:
+        """Return what data parallelism and the check of `finish` send if no rank fails."""
         check = PredictedCall("check", "all_gather", "ring", DIGEST_BYTES * self.comm.size)
-        return [*super().traffic_of_steps(run), check]
+        return [*super().step_traffic(run), check]
 
 
-class Doomed(Elastic):
-    """It kills this process in the middle of a step, so that one can see the others go on."""
+class FaultInjectingElastic(Elastic):
+    """Kill this process in the middle of step `last_step`, to demonstrate how the others go on."""
 
     last_step = -1
 
     def options(self) -> dict[str, Any]:
-        """It tells nobody what it is about to do."""
+        """Return the options of `Elastic`, which the other ranks compare with theirs."""
         return super().options() | {"strategy": Elastic.__name__}
 
-    def reduce(self, unit: str) -> None:
-        super().reduce(unit)
+    def gradient_ready(self, unit: str) -> None:
+        super().gradient_ready(unit)
         if self.num_steps == self.last_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def digest(optimizer: Optimizer) -> bytes:
-    """Of the values, their moments and the number of updates: DIGEST_BYTES bytes."""
+    """Return the SHA-256 of the values, the states and the number of updates."""
     return agreement.digest(optimizer.steps, *map(on_host, optimizer.arrays()))

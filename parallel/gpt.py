@@ -1,7 +1,7 @@
-"""A GPT over bytes: what all strategies train.
+"""A small GPT over bytes, the model that all strategies train.
 
 Token and position embedding, pre-layer-norm blocks of causal multi-head attention and a GeLU MLP,
-and a head: Radford et al. 2019.
+and an output layer: Radford et al. 2019.
 """
 
 from __future__ import annotations
@@ -21,41 +21,73 @@ from parallel.nn import (
     Unembedding,
 )
 
-BYTES = 256  # the tokens
+VOCAB_SIZE = 256  # a token is a byte
 
 
 def gpt(
-    *, layers: int = 4, hidden: int = 256, heads: int = 4, context: int = 64, is_tied: bool = False
+    *,
+    num_layers: int = 4,
+    hidden: int = 256,
+    num_heads: int = 4,
+    context: int = 64,
+    is_tied: bool = False,
 ) -> Model:
-    """Tokens (batch, up to `context`) in 0..255 -> logits of the next ones (batch, context, 256).
+    """Return a GPT that predicts the next byte.
 
-    Units: "embedding", "block0", ..., "head".  `is_tied`: the head's table is the embedding's.
-    ValueError for less than no layers, or less than one of `hidden`, `heads` and `context`, and if
-    `heads` does not divide `hidden`.
+    Tokens, integers in 0..255 of shape (batch, up to `context`), become logits (batch, context,
+    256).  Its layers are ``embedding``, ``block0``, ``block1``, ..., ``head``.
+
+    Parameters
+    ----------
+    num_layers : int
+        The number of blocks, at least 0.
+    hidden : int
+        The width of the vectors between layers, at least 1.
+    num_heads : int
+        The number of attention heads, at least 1; divides `hidden`.
+    context : int
+        The number of positions, at least 1.
+    is_tied : bool
+        Whether the table of the output layer is that of the token embedding (Press & Wolf 2017).
+
+    Raises
+    ------
+    ValueError
+        If a number is too small, or if `num_heads` does not divide `hidden`.
+
+    Examples
+    --------
+    >>> from parallel import gpt
+    >>> gpt(num_layers=2, hidden=64).num_parameters
+    136960
     """
-    check_at_least(0, layers=layers)
-    check_at_least(1, hidden=hidden, heads=heads, context=context)
-    if hidden % heads:
-        raise ValueError(f"{heads} heads do not divide a width of {hidden}")
-    named: dict[str, Layer] = {"embedding": Embedding(BYTES, context, hidden)}
-    named |= {f"block{i}": block(hidden, heads, layers) for i in range(layers)}
-    named["head"] = Sequential({"norm": LayerNorm(hidden), "out": Unembedding(hidden, BYTES)})
+    check_at_least(0, num_layers=num_layers)
+    check_at_least(1, hidden=hidden, num_heads=num_heads, context=context)
+    if hidden % num_heads:
+        raise ValueError(f"{num_heads} heads do not divide a width of {hidden}")
+    named: dict[str, Layer] = {"embedding": Embedding(VOCAB_SIZE, context, hidden)}
+    named |= {f"block{i}": block(hidden, num_heads, num_layers) for i in range(num_layers)}
+    named["head"] = Sequential({"norm": LayerNorm(hidden), "out": Unembedding(hidden, VOCAB_SIZE)})
     return Model(named, {"head.out.table": "embedding.token"} if is_tied else None)
 
 
 def check_at_least(least: int, **sizes: int) -> None:
-    """ValueError for one of these sizes that is less."""
+    """Raise ValueError if one of these sizes is less than `least`."""
     for name, size in sizes.items():
         if size < least:
             raise ValueError(f"{name} is {size}: it must be at least {least}")
 
 
-def block(hidden: int, heads: int, layers: int) -> Sequential:
-    """One of `layers` blocks; (batch, context, hidden) -> the same."""
-    gain = 1 / math.sqrt(2 * layers)  # of what adds to the residual stream, in sum as large as it
+def block(hidden: int, num_heads: int, num_layers: int) -> Sequential:
+    """Return one of `num_layers` transformer blocks: (batch, context, hidden) to the same shape.
+
+    The layers that add to the residual stream begin smaller the more blocks there are, so that
+    their sum keeps its magnitude.
+    """
+    gain = 1 / math.sqrt(2 * num_layers)
     attention = Residual({
         "norm": LayerNorm(hidden), "qkv": Linear(hidden, 3 * hidden),
-        "heads": CausalAttention(heads), "out": Linear(hidden, hidden, gain),
+        "heads": CausalAttention(num_heads), "out": Linear(hidden, hidden, gain),
     })  # fmt: skip
     mlp = Residual({
         "norm": LayerNorm(hidden), "up": Linear(hidden, 4 * hidden),

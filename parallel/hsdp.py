@@ -1,60 +1,75 @@
-"""Hierarchical sharding: a model is divided within a group of ranks and repeated in every group.
+"""Hybrid sharding: groups of ranks divide the model, and every group has all of it.
 
-A group is the ranks of a host, as a rule, so that what is gathered does not leave it.  Zhao et al.
-2023 (PyTorch FSDP, hybrid sharding); Zhang et al. 2022 (MiCS).
+A group is usually the ranks of one host, so that parameters are gathered within the host.  Zhao et
+al. 2023 (PyTorch FSDP, hybrid sharding); Zhang et al. 2022 (MiCS).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Unpack
 
 import collectives
 from collectives import Communicator
 from parallel.nn import Model
-from parallel.strategy import Recipe, Run
+from parallel.strategy import Recipe, RunSize
 from parallel.traffic import PredictedCall
-from parallel.zero import Zero3
+from parallel.zero import Zero3, Zero3Options
 
 
-def group_size(ranks: int, wanted: int | None = None) -> int:
-    """How many neighbouring ranks are a group.
+def choose_group_size(num_ranks: int, wanted: int | None = None) -> int:
+    """Return how many consecutive ranks form a group.
 
-    As wanted, else the greatest number below `ranks` that divides it, or `ranks` itself if that is
-    1.  ValueError if `wanted` does not divide `ranks`.
+    This is `wanted`, or by default the largest proper divisor of `num_ranks` above 1; `num_ranks`
+    if there is none.  Raises ValueError if `wanted` does not divide `num_ranks`.
     """
     if wanted is None:
-        divisors = [n for n in range(2, ranks) if ranks % n == 0]
-        return divisors[-1] if divisors else ranks
-    if wanted < 1 or ranks % wanted:
-        raise ValueError(f"{ranks} ranks cannot be divided into groups of {wanted}")
+        divisors = [n for n in range(2, num_ranks) if num_ranks % n == 0]
+        return divisors[-1] if divisors else num_ranks
+    if wanted < 1 or num_ranks % wanted:
+        raise ValueError(f"{num_ranks} ranks cannot be divided into groups of {wanted}")
     return wanted
 
 
 class Mesh:
-    """Ranks as rows of `group` neighbours: `inner` is this rank's row, `outer` its column.
+    """A 2-d mesh of ranks: each row is a group of `group_size` consecutive ranks.
 
-    Making one is a collective call.
+    `inner` is the communicator of this rank's row, `outer` that of its column.  All ranks make a
+    mesh together.  Raises ValueError as `choose_group_size`.
     """
 
-    def __init__(self, comm: Communicator, group: int | None = None) -> None:
-        self.group = group_size(comm.size, group)
-        self.groups = comm.size // self.group
-        self.row, self.column = divmod(comm.rank, self.group)
+    def __init__(self, comm: Communicator, group_size: int | None = None) -> None:
+        self.group_size = choose_group_size(comm.size, group_size)
+        self.num_groups = comm.size // self.group_size
+        self.row, self.column = divmod(comm.rank, self.group_size)
         inner, outer = comm.split(self.row), comm.split(self.column)
         assert inner is not None and outer is not None
         self.inner, self.outer = inner, outer
 
     def free(self) -> None:
-        """Give both communicators back to MPI.  All ranks call this."""
+        """Free both communicators.  All ranks call this."""
         self.inner.free()
         self.outer.free()
 
 
-class Grouped(Zero3):
-    """ZeRO-3 of ranks that form a mesh: `group` neighbours are the ranks of a host, as a rule.
+class GroupedZero3(Zero3):
+    """ZeRO-3 on a mesh of ranks; the base class of `HSDP` and `ZeroPlusPlus`.
 
-    ValueError if groups of that size do not divide the ranks; see `group_size` for the default.
+    Parameters
+    ----------
+    comm, model, recipe, keep_after_forward, algorithm, phase
+        As in `Zero3`.
+    group_size : int, optional
+        The number of consecutive ranks that form a group; see `choose_group_size`.
+
+    Raises
+    ------
+    ValueError
+        As `Zero3`, and if `group_size` does not divide the number of ranks.
+
+    Attributes
+    ----------
+    mesh : Mesh
     """
 
     def __init__(
@@ -63,52 +78,74 @@ class Grouped(Zero3):
         model: Model,
         recipe: Recipe | None = None,
         *,
-        group: int | None = None,
-        **more: Any,
+        group_size: int | None = None,
+        **options: Unpack[Zero3Options],
     ) -> None:
-        self.group = group_size(comm.size, group)
-        super().__init__(comm, model, recipe, **more)
+        self.group_size = choose_group_size(comm.size, group_size)
+        super().__init__(comm, model, recipe, **options)
 
     def _allocate(self) -> None:
-        """The mesh too, after all arguments have been checked: ranks make it together."""
-        self.mesh = Mesh(self.comm, self.group)
+        # After the arguments have been checked: all ranks make the mesh together.
+        self.mesh = Mesh(self.comm, self.group_size)
         super()._allocate()
 
     def close(self) -> None:
         self.mesh.free()
 
     def options(self) -> dict[str, Any]:
-        return super().options() | {"group": self.group}
+        return super().options() | {"group_size": self.group_size}
 
 
-class Hsdp(Grouped):
-    """ZeRO-3 within each group of g ranks; between the G groups gradients are summed once a step.
+class HSDP(GroupedZero3):
+    """ZeRO-3 within each group of g ranks; G groups sum their gradients once a step.
 
-    In S steps of k micro-batches
+    Zhao et al. 2023 (PyTorch FSDP, hybrid sharding).  In S steps of k micro-batches all ranks
+    together send, by ring,
 
-    | phase          | collective     | calls           | bytes a call      |
-    |----------------|----------------|-----------------|-------------------|
-    | forward/unit   | all_gather     | k S a group     | (g-1) n(unit)     |
-    | backward/unit  | all_gather     | k S a group     | (g-1) n(unit)     |
-    | backward/unit  | reduce_scatter | k S a group     | (g-1) n(unit)     |
-    | replicate/unit | all_reduce     | S of each shard | 2 (G-1) n(shard)  |
+    | phase          | collective     | calls                | bytes a call      |
+    |----------------|----------------|----------------------|-------------------|
+    | forward/unit   | all_gather     | k S for each group   | (g-1) n(unit)     |
+    | backward/unit  | all_gather     | k S for each group   | (g-1) n(unit)     |
+    | backward/unit  | reduce_scatter | k S for each group   | (g-1) n(unit)     |
+    | replicate/unit | all_reduce     | S for each shard     | 2 (G-1) n(shard)  |
 
-    and the norm, within each group.  In a step a rank sends 3 k Psi (g-1)/g elements within its
-    group and 2 Psi/g (G-1)/G out of it.
-    With one group it is ZeRO-3, with groups of one rank data parallelism.
+    and the norm within each group.  In a step a rank sends 3 k Psi (g-1)/g elements within its
+    group and 2 Psi/g (G-1)/G to other groups.  With one group this is ZeRO-3; with groups of one
+    rank it is data parallelism.
+
+    Parameters
+    ----------
+    comm, model, recipe, keep_after_forward, algorithm, phase
+        As in `Zero3`.
+    group_size : int, optional
+        The number of consecutive ranks that form a group.  By default the largest proper divisor
+        of the number of ranks above 1, or all ranks if there is none.
+
+    Raises
+    ------
+    ValueError
+        As `Zero3`, and if `group_size` does not divide the number of ranks.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> from parallel import HSDP, gpt
+    >>> make = lambda comm: HSDP(comm, gpt(num_layers=1), group_size=2)
+    >>> collectives.run(lambda comm: make(comm).mesh.num_groups, size=4)
+    [2, 2, 2, 2]
     """
 
-    def calls_of_many(self) -> dict[str, Collection[int]]:
-        calls: dict[str, Collection[int]] = {"all_reduce": (self.size // self.group,)}
-        return calls | dict.fromkeys(self.large, (self.group,))
+    def collective_sizes(self) -> dict[str, Collection[int]]:
+        sizes: dict[str, Collection[int]] = {"all_reduce": (self.size // self.group_size,)}
+        return sizes | dict.fromkeys(self.algorithm_collectives, (self.group_size,))
 
     @property
     def shard_comm(self) -> Communicator:
         return self.mesh.inner
 
     @property
-    def replicas(self) -> tuple[int, int]:
-        return self.mesh.row, self.mesh.groups
+    def replica_group(self) -> tuple[int, int]:
+        return self.mesh.row, self.mesh.num_groups
 
     def before_update(self) -> None:
         with self.phase("replicate"):
@@ -118,12 +155,13 @@ class Hsdp(Grouped):
                         gradient, op="sum", out=gradient, algorithm=self.algorithm
                     )
 
-    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
-        width, calls, groups = self.dtype.itemsize, run.steps, self.mesh.groups
-        return super().traffic_of_steps(run) + [
+    def step_traffic(self, run: RunSize) -> list[PredictedCall]:
+        num_groups = self.mesh.num_groups
+        return super().step_traffic(run) + [
             PredictedCall(
-                f"replicate/{unit}", "all_reduce", self.algorithm, width * n, calls, ranks=groups
+                f"replicate/{unit}", "all_reduce", self.algorithm, self.dtype.itemsize * n,
+                run.num_steps, num_ranks=num_groups,
             )
             for unit in self.model.units
             for n in self.counts(unit)
-        ]
+        ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Optimisers: they change values in place, given gradients under the same names.
+"""Optimizers, which change flat arrays of values in place.
 
-Values and states are what an update is computed in (float32 where the model computes in two bytes);
-gradients may be of a smaller dtype and scaled, as they come out of backward.
+Values and states have the dtype that updates are computed in, which is float32 for models in two
+bytes.  Gradients have the dtype of the model and are still scaled as backward returned them.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, TypedDict, Unpack
 
 import numpy as np
 from array_api_compat import array_namespace
 
 from parallel.nn import Array
 
-PIECE = 1 << 14  # elements updated at a time: with their temporaries they stay in the cache
+PIECE = 1 << 14  # elements updated at a time, so that they stay in the cache with temporaries
 
 
 def pieces(*arrays: Array) -> Iterator[list[Array]]:
-    """The same elements of each of these arrays: all at once on a GPU, else as the cache holds."""
+    """Yield views of the same elements of each array: as many as fit in a CPU's cache, or all."""
     size = arrays[0].shape[0]
     step = PIECE if isinstance(arrays[0], np.ndarray) else max(size, 1)
     for start in range(0, size, step):
@@ -28,23 +28,52 @@ def pieces(*arrays: Array) -> Iterator[list[Array]]:
 
 
 def zeros_like(x: Array) -> Array:
-    """Zeros of x's shape, dtype and device."""
+    """Return zeros of the shape, dtype and device of `x`."""
     return array_namespace(x).zeros_like(x)
 
 
 def check(name: str, option: float, below: float = math.inf, *, may_be_zero: bool = True) -> None:
-    """ValueError unless this option is from 0 to below `below`, and so a finite number."""
+    """Raise ValueError unless 0 <= `option` < `below` (or 0 < `option`, if it may not be zero)."""
     if not 0 <= option < below or (option == 0 and not may_be_zero):
         least = "at least" if may_be_zero else "more than"
         most = "finite" if below == math.inf else f"less than {below:g}"
         raise ValueError(f"{name} is {option}: it must be {least} 0 and {most}")
 
 
-class Optimizer(ABC):
-    """Element by element, so that any part of a model can be updated without the rest.
+class OptimizerOptions(TypedDict, total=False):
+    """The keyword arguments of every `Optimizer`."""
 
-    `values`: arrays of at least one dimension by name; kept, not copied.  `new` makes the states,
-    arrays of zeros like a value.  ValueError unless `lr` is finite and at least 0.
+    lr: float
+    make_state: Callable[[Array], Array]
+
+
+class Optimizer(ABC):
+    """The base class of optimizers that work element by element.
+
+    Any part of a model can therefore be updated without the rest.
+
+    Parameters
+    ----------
+    values : mapping of str to array
+        The values to update, at least 1-d, by name.  They are not copied.
+    lr : float
+        The learning rate, at least 0.
+    make_state : function
+        Called with a value; returns a state of its shape, filled with zeros.
+
+    Raises
+    ------
+    ValueError
+        If an option is out of range or not finite.
+
+    Attributes
+    ----------
+    STATES : tuple of str
+        The names of the states; a class attribute.
+    states : dict of str to (dict of str to array)
+        Each state, by the names of the values.
+    steps : int
+        The number of updates so far.
     """
 
     STATES: ClassVar[tuple[str, ...]] = ()
@@ -54,60 +83,83 @@ class Optimizer(ABC):
         values: Mapping[str, Array],
         *,
         lr: float = 1e-3,
-        new: Callable[[Array], Array] = zeros_like,
+        make_state: Callable[[Array], Array] = zeros_like,
     ) -> None:
         check("lr", lr)
         self.values, self.lr = dict(values), lr
         self.steps = 0
         self.states = {
-            state: {name: new(x) for name, x in self.values.items()} for state in self.STATES
+            state: {name: make_state(x) for name, x in self.values.items()} for state in self.STATES
         }
 
     def step(
         self, gradients: Iterable[tuple[str, Array]] | Mapping[str, Array], scale: float = 1.0
     ) -> None:
-        """One update from gradients that are to be multiplied by `scale` first.
+        """Update the values in place from gradients, each of which is first multiplied by `scale`.
 
-        What gets no gradient stays as it is.  Raises ValueError for one that belongs to nothing, or
-        has another shape than its value.
+        `gradients` are given by name, or as (name, gradient) pairs.  A value without a gradient is
+        not changed.  Raises ValueError for a gradient of an unknown name, or of another shape than
+        its value.
         """
         self.steps += 1
         pairs = gradients.items() if isinstance(gradients, Mapping) else gradients
         for name, gradient in pairs:
             if name not in self.values:
-                raise ValueError(f"a gradient for {name!r}, which is not among the parameters")
-            self._update_whole(name, gradient, scale)
+                raise ValueError(f"there is a gradient for {name!r}, which is not a parameter")
+            self._update_all(name, gradient, scale)
 
-    def _update_whole(self, name: str, gradient: Array, scale: float) -> None:
+    def _update_all(self, name: str, gradient: Array, scale: float) -> None:
         x, states = self.values[name], [state[name] for state in self.states.values()]
         if gradient.shape != x.shape:
-            raise ValueError(f"{name!r}: a gradient {gradient.shape} for values {x.shape}")
-        for part, slope, *others in pieces(x, gradient, *states):
-            slope = slope if slope.dtype == x.dtype else slope.astype(x.dtype)
-            self._update(part, slope if scale == 1 else slope * scale, *others)
+            raise ValueError(
+                f"the gradient of {name!r} has shape {gradient.shape}, its values {x.shape}"
+            )
+        for part, g, *others in pieces(x, gradient, *states):
+            g = g if g.dtype == x.dtype else g.astype(x.dtype)
+            self._update(part, g if scale == 1 else g * scale, *others)
 
     @abstractmethod
     def _update(self, x: Array, g: Array, *states: Array) -> None:
-        """Change x and its states in place.  g may not be changed."""
+        """Change `x` and its states in place, but not the gradient `g`."""
 
     def arrays(self) -> list[Array]:
-        """All that an update changes, beside `steps`: the values and their states."""
+        """Return all arrays that an update changes: the values, then their states."""
         return [*self.values.values(), *(x for s in self.states.values() for x in s.values())]
 
 
 class SGD(Optimizer):
-    """x - lr g, where g may be an average of the past: v = momentum v + g.  Polyak 1964.
+    """Stochastic gradient descent with momentum: v = momentum v + g, then x -= lr v.
 
-    ValueError unless `momentum` is at least 0 and less than 1.
+    Polyak 1964.
+
+    Parameters
+    ----------
+    values, lr, make_state
+        As in `Optimizer`.
+    momentum : float
+        At least 0 and less than 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from parallel import SGD
+    >>> x = np.ones(3)
+    >>> SGD({"x": x}, lr=0.5, momentum=0).step({"x": x})
+    >>> x
+    array([0.5, 0.5, 0.5])
     """
 
     STATES = ("velocity",)
 
     def __init__(
-        self, values: Mapping[str, Array], *, momentum: float = 0.9, **more: object
+        self,
+        values: Mapping[str, Array],
+        *,
+        momentum: float = 0.9,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         check("momentum", momentum, below=1)
-        super().__init__(values, **more)  # type: ignore[arg-type]
+        super().__init__(values, **options)
         self.momentum = momentum
 
     def _update(self, x: Array, g: Array, *states: Array) -> None:
@@ -118,36 +170,44 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Kingma & Ba 2015, algorithm 1.
+    """Adam: Kingma & Ba 2015, algorithm 1.
 
-    `decay`: of the weights, apart from the gradient, in units of the rate (Loshchilov & Hutter
-    2019); 0 in Adam, 0.01 in AdamW.  ValueError unless both `betas` are at least 0 and less than 1,
-    `epsilon` is finite and more than 0, and `decay` is finite and at least 0.
+    Parameters
+    ----------
+    values, lr, make_state
+        As in `Optimizer`.
+    betas : pair of float
+        The decay rates of the averages of the gradient and of its square; at least 0, less than 1.
+    eps : float
+        Added to the root of the second average; more than 0.
+    weight_decay : float, optional
+        The decoupled weight decay, in units of the learning rate, at least 0.  By default 0; 0.01
+        in `AdamW`.
     """
 
     STATES = ("first", "second")
-    DECAY = 0.0
+    WEIGHT_DECAY = 0.0
 
     def __init__(
         self,
         values: Mapping[str, Array],
         *,
         betas: tuple[float, float] = (0.9, 0.999),
-        epsilon: float = 1e-8,
-        decay: float | None = None,
-        **more: object,
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
-        self.betas, self.epsilon = betas, epsilon
-        self.decay = self.DECAY if decay is None else decay
+        self.betas, self.eps = betas, eps
+        self.weight_decay = self.WEIGHT_DECAY if weight_decay is None else weight_decay
         self._check_options()
-        super().__init__(values, **more)  # type: ignore[arg-type]
+        super().__init__(values, **options)
 
     def _check_options(self) -> None:
         beta1, beta2 = self.betas
         check("the first of betas", beta1, below=1)
         check("the second of betas", beta2, below=1)
-        check("epsilon", self.epsilon, may_be_zero=False)
-        check("decay", self.decay)
+        check("eps", self.eps, may_be_zero=False)
+        check("weight_decay", self.weight_decay)
 
     def _update(self, x: Array, g: Array, *states: Array) -> None:
         m, v = states
@@ -156,13 +216,13 @@ class Adam(Optimizer):
         v += (1 - beta2) * (g * g - v)
         root = array_namespace(v).sqrt(v)
         root *= 1 / math.sqrt(1 - beta2**self.steps)
-        root += self.epsilon
-        if self.decay:
-            x *= 1 - self.lr * self.decay
+        root += self.eps
+        if self.weight_decay:
+            x *= 1 - self.lr * self.weight_decay
         x -= (self.lr / (1 - beta1**self.steps)) * m / root
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay.  Loshchilov & Hutter 2019."""
+    """Adam with a decoupled weight decay of 0.01.  Loshchilov & Hutter 2019."""
 
-    DECAY = 0.01
+    WEIGHT_DECAY = 0.01

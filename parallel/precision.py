@@ -1,37 +1,46 @@
-"""What numbers a model computes with, and how float16 is kept from running out of range."""
+"""The dtypes a model computes in, and the loss scale that keeps float16 in range."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-SMALLEST = 2.0**-14  # scales of a loss: with less, no gradient would be a normal float16
+SMALLEST = 2.0**-14  # the least loss scale: with less, no gradient would be a normal float16
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of this name.  ValueError for one that no model computes with."""
+    """Return the dtype of this name.  Raise ValueError if no model computes in it."""
     if name not in DTYPES:
         raise ValueError(f"a model computes in {', '.join(DTYPES)}, not in {name!r}")
-    if name == "bfloat16":
-        import ml_dtypes  # noqa: PLC0415 - only who computes in bfloat16 needs it
-
-        name = ml_dtypes.bfloat16
-    return np.dtype(name)
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def master_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What updates are computed in: lr x gradient would be lost in two bytes."""
+    """Return the dtype that updates are computed in: float32 for two-byte dtypes, else `dtype`.
+
+    In two bytes a small product of learning rate and gradient would be lost.
+    """
     return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
 class LossScale:
-    """By what the loss is multiplied before backward, so that small gradients survive in float16.
+    """The factor of the loss before backward, so that small gradients are not zero in float16.
 
-    It is halved, and the update skipped, when a gradient overflows, and doubled after `interval`
-    updates without; where halving could help no more FloatingPointError is raised.  Micikevicius et
-    al. 2018.  Other dtypes have range enough: the scale stays 1.
+    When a gradient overflows, the scale is halved and the update skipped; after `interval` updates
+    without an overflow it is doubled.  In other dtypes the scale stays 1.  Micikevicius et al.
+    2018.
+
+    Attributes
+    ----------
+    value : float
+        The factor of the next step.
+    is_dynamic : bool
+        Whether the scale changes: for float16.
+    num_good : int
+        The number of updates since the scale changed.
     """
 
     def __init__(
@@ -42,13 +51,17 @@ class LossScale:
         self.interval, self.num_good = interval, 0
 
     def update(self, *, is_finite: bool) -> bool:
-        """After a backward pass: whether its gradients are to be used."""
+        """Set the scale of the next step; return whether this step's gradients are to be used.
+
+        `is_finite` says whether they are all finite.  Raises FloatingPointError if they are not
+        and the scale cannot become smaller.
+        """
         if not self.is_dynamic:
             return True
         if not is_finite:
             if self.value <= SMALLEST:
                 raise FloatingPointError(
-                    f"gradients are not finite with the loss scaled by {self.value:g} either"
+                    f"gradients are not finite, even with the loss scaled by {self.value:g}"
                 )
             self.value, self.num_good = self.value / 2, 0
             return False

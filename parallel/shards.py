@@ -1,4 +1,4 @@
-"""How flat arrays and batches are divided among ranks: contiguous, as evenly as possible."""
+"""Divide flat arrays and batches among ranks: contiguous parts, as even as possible."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from itertools import accumulate, pairwise
 from parallel.nn import Array
 
 
-def counts(total: int, ranks: int) -> tuple[int, ...]:
-    """The sizes of the parts of range(total); they differ by at most one, larger ones first."""
-    size, rest = divmod(total, ranks)
-    return tuple(size + (rank < rest) for rank in range(ranks))
+def span(total: int, num_ranks: int, rank: int) -> slice:
+    """Return the part of ``range(total)`` that belongs to `rank`.
 
-
-def span(total: int, ranks: int, rank: int) -> slice:
-    """One rank's part of range(total)."""
-    size, rest = divmod(total, ranks)
+    The sizes of the parts differ by at most one; the larger parts come first.
+    """
+    size, rest = divmod(total, num_ranks)
     start = rank * size + min(rank, rest)
     return slice(start, start + size + (rank < rest))
 
 
 def length(part: slice) -> int:
-    """How many elements a part has."""
+    """Return the number of elements of a slice with explicit start and stop."""
     return int(part.stop - part.start)
 
 
+def counts(total: int, num_ranks: int) -> tuple[int, ...]:
+    """Return the number of elements of every rank's part, in the order of ranks."""
+    return tuple(length(span(total, num_ranks, rank)) for rank in range(num_ranks))
+
+
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
-    """Views of a 1-d array's parts of these sizes, one after the other."""
+    """Return views of consecutive parts of a 1-d array, of the given sizes."""
     return [x[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]

@@ -1,4 +1,4 @@
-"""One training step, and the places where a strategy divides it among ranks."""
+"""One training step, and the methods by which a strategy divides it among ranks."""
 
 from __future__ import annotations
 
@@ -6,48 +6,79 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
-from array_api_compat import numpy as host
+from array_api_compat import numpy as numpy_namespace
 
 import collectives
 from collectives import Communicator
 from parallel import agreement
-from parallel.agreement import ranks_in_words
-from parallel.memory import Memory
+from parallel.agreement import format_ranks
+from parallel.memory import MemoryTracker
 from parallel.nn import Array, Model, cross_entropy, on_host
-from parallel.offload import Device, Place
+from parallel.offload import NoOffload, Offload
 from parallel.optim import Adam, Optimizer, pieces
 from parallel.precision import LossScale, dtype_of, master_dtype
 from parallel.shards import span
 from parallel.text import Tokens
-from parallel.traffic import PredictedCall, sends_alike
+from parallel.traffic import PredictedCall, sends_blocks_equally
 
-Batches: TypeAlias = Callable[[int, int, int], tuple[Tokens, Tokens]]
-"""(step, rank, number of ranks) -> this rank's rows of that step's batch."""
+BatchFunction: TypeAlias = Callable[[int, int, int], tuple[Tokens, Tokens]]
+"""Called with (step, rank, number of ranks); returns this rank's inputs and targets of the step."""
 
-Show: TypeAlias = Callable[[int, float], object]
+ProgressCallback: TypeAlias = Callable[[int, float], object]
 """Called with the number of steps done and the last loss."""
 
-Phase: TypeAlias = Callable[[str], AbstractContextManager[None]]
+PhaseFunction: TypeAlias = Callable[[str], AbstractContextManager[None]]
+"""Called with a label; returns a context manager, such as `collectives.phase`."""
 
-SMALL = "recursive_doubling"  # the all-reduce of a few numbers
+SCALAR_ALGORITHM = "recursive_doubling"  # the all-reduce of a few numbers
 
 
-class NoGradient(ValueError):  # noqa: N818
-    """Layers of some ranks took no part in a step.  The message says which."""
+class MissingGradient(ValueError):  # noqa: N818 - named like the errors of `collectives`
+    """Layers took no part in a step on some ranks.  The message names the layers and ranks."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train, whatever the strategy.
+    """How to train, independent of the strategy.
 
-    `dtype`: what the model computes, keeps and sends (float64, float32, bfloat16, float16).
-    `optimizer`: called with the values to update.  `clip`: the greatest norm of the whole gradient.
-    `recompute`: names of layers that keep only their input, and run forward again in backward (Chen
-    et al. 2016).  `xp`: where arrays are, NumPy's or CuPy's array namespace.  `place`: where
-    optimizer states are, and updates are made (`parallel.offload`).
+    Attributes
+    ----------
+    dtype : str
+        What the model computes in, keeps and sends: ``"float64"``, ``"float32"``, ``"bfloat16"`` or
+        ``"float16"``.  In two-byte dtypes updates are made in float32.
+    optimizer : function
+        Called with the values to update by name, and ``make_state``; returns an `Optimizer`.
+    micro_batches : int
+        The number of parts in which a rank computes its rows of a batch, at least 1.  Their
+        gradients are added.
+    clip : float, optional
+        The largest norm of the gradient of the whole model, more than 0; a larger gradient is
+        scaled to it.
+    recompute : collection of str
+        Names of layers that keep only their input, and run forward again during backward (Chen et
+        al. 2016).
+    seed : int
+        Of the initial values.
+    xp : namespace
+        The array namespace of the parameters: ``array_api_compat.numpy`` or
+        ``array_api_compat.cupy``.
+    offload : function
+        Makes the `parallel.offload.Offload` that says where updates are made: `NoOffload`,
+        `HostOffload`, or ``partial(DiskOffload, folder)``.
+
+    Raises
+    ------
+    ValueError
+        If an option is out of range.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> from parallel import SGD, Recipe
+    >>> recipe = Recipe(dtype="float16", optimizer=partial(SGD, lr=0.1), clip=1.0)
     """
 
     dtype: str = "float64"
@@ -56,51 +87,100 @@ class Recipe:
     clip: float | None = None
     recompute: Collection[str] = ()
     seed: int = 0
-    xp: Any = host
-    place: Callable[[Memory, int], Place] = Device
+    xp: Any = numpy_namespace
+    offload: Callable[[MemoryTracker, int], Offload] = NoOffload
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
-            raise ValueError(f"there is at least one micro-batch, not {self.micro_batches}")
+            raise ValueError(f"micro_batches is {self.micro_batches}: it must be at least 1")
         if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"clip is a norm above 0, or None; not {self.clip}")
+            raise ValueError(f"clip is {self.clip}: it must be a finite norm above 0, or None")
         if isinstance(self.recompute, str):
-            raise ValueError(f"recompute is several names, not one: [{self.recompute!r}]")
+            raise ValueError(f"recompute is a collection of names: [{self.recompute!r}]")
 
 
-class Run(NamedTuple):
-    """Of which traffic is predicted.  `batch`: see `Strategy.traffic`."""
+class RunSize(NamedTuple):
+    """What traffic is predicted for.  `batch_shape`: see `batch` in `Strategy.traffic`."""
 
-    steps: int
-    updates: int
-    batch: tuple[int, int] | None = None
+    num_steps: int
+    num_updates: int
+    batch_shape: tuple[int, int] | None = None
+
+
+class StrategyOptions(TypedDict, total=False):
+    """The keyword arguments of every `Strategy`."""
+
+    algorithm: str
+    phase: PhaseFunction
 
 
 class Strategy:
-    """Trains a model on one rank: the reference, and what every strategy is derived from.
+    """Train a model on one rank: the reference, and the base class of all strategies.
 
-    A step runs forward and backward over each micro-batch, then updates.  A strategy says what it
-    keeps of each unit of the model (`_allocate`) and steps in where it has something to send:
-    `before_forward`, `after_forward`, `before_backward`, `after_backward` of each layer, `reduce`
-    when a unit's gradient is complete, `finish_backward`, `before_update` and `after_update`.  All
-    are called for the same layers in the same order on every rank.
+    A step runs forward and backward over each micro-batch, then updates.  A subclass defines what
+    it keeps of each unit (flat parameter) of the model in `_allocate`, and communicates in
+    `before_forward`, `after_forward`, `before_backward` and `after_backward` of each layer,
+    `gradient_ready` of each unit, `finish_backward`, `before_update` and `after_update`.  All are
+    called for the same layers in the same order on every rank.
 
-    `whole` are the arrays that layers work on, `parameters` and `gradients` what this rank keeps of
-    them, and `own_parameters` and `own_gradients` the parts of these that it updates (`own`): here
-    these are all the same.
-
-    All strategies check before the first step that ranks agree, and tell each other the loss: with
-    u units and o options, those of `options`, S steps and q = log2 p (for p a power of two)
+    Before the first step all strategies check that ranks agree, and in each step they add up the
+    loss.  With u units, o options (`options`), S steps, p ranks, and q = log2 p for p a power of
+    two, all ranks together send
 
     | phase       | collective | calls | bytes a call                    |
     |-------------|------------|-------|---------------------------------|
     | start/check | all_gather | 2     | 16 p (p-1), 32 (u + o) p (p-1)  |
     | loss        | all_reduce | S     | 16 p q                          |
+
+    Parameters
+    ----------
+    comm : Communicator or None
+        None: there is one rank, and nothing is sent.
+    model : Model
+    recipe : Recipe, optional
+        By default ``Recipe()``.
+    algorithm : str
+        Of the collectives that send parameters and gradients; by default ``"ring"``.
+    phase : function
+        Marks the phases; by default `collectives.phase`.  Pass `TrafficMonitor.phase` to have MPI
+        count what is sent in each.
+
+    Raises
+    ------
+    ValueError
+        If `Recipe.recompute` names a layer that does not exist; if the algorithm does not serve
+        this number of ranks, or gives ranks different bits; or if it has no formula for a unit
+        that the ranks cannot divide into equal parts.
+
+    Attributes
+    ----------
+    parameters, gradients : dict of str to array
+        What this rank keeps of each unit, as flat arrays.
+    parameter_shards, gradient_shards : dict of str to array
+        The parts of these that this rank updates (`shard_slice`).
+    masters : dict of str to array
+        What the optimizer updates: `parameter_shards`, or copies in the dtype of updates.
+    memory : MemoryTracker
+        The bytes that this rank keeps.
+    optimizer, offload, loss_scale
+        As the recipe says.
+    num_updates, num_skipped : int
+        The updates made, and those that an overflow prevented.
+    num_recomputed : int
+        The number of forward passes of layers that ran again.
+
+    Examples
+    --------
+    >>> from parallel import Strategy, gpt, text
+    >>> strategy = Strategy(None, gpt(num_layers=1, hidden=16, context=8))
+    >>> strategy.start()
+    >>> rows = text.batch(text.load(), seed=0, step=0, batch_size=4, context=8)
+    >>> loss = strategy.step(*rows, total=4 * 8)
     """
 
-    divided: ClassVar[frozenset[str]] = frozenset()  # categories of memory that ranks divide
-    must_begin_alike: ClassVar[bool] = True  # in their initial values too
-    large: ClassVar[tuple[str, ...]] = ()  # the collectives that `algorithm` is of
+    sharded: ClassVar[frozenset[str]] = frozenset()  # categories of memory that ranks divide
+    needs_same_initial_values: ClassVar[bool] = True
+    algorithm_collectives: ClassVar[tuple[str, ...]] = ()  # those called by `algorithm`
 
     def __init__(
         self,
@@ -109,175 +189,238 @@ class Strategy:
         recipe: Recipe | None = None,
         *,
         algorithm: str = "ring",
-        phase: Phase = collectives.phase,
+        phase: PhaseFunction = collectives.phase,
     ) -> None:
         self.comm, self.model, self.recipe = comm, model, recipe or Recipe()
         self.algorithm, self.phase = algorithm, phase
         self._check_arguments()
         self.xp, self.dtype = self.recipe.xp, dtype_of(self.recipe.dtype)
-        self.memory, self.loss_scale = Memory(), LossScale(self.dtype)
+        self.memory, self.loss_scale = MemoryTracker(), LossScale(self.dtype)
         self.num_updates = self.num_skipped = self.num_recomputed = 0
-        self.used: set[str] = set()  # layers that took part in this step, on this rank
-        self.unused: set[str] = set()  # units that took part in it on no rank, and are not updated
+        self.used_layers: set[str] = set()  # those of this step, on this rank
+        self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
         self._allocate()
         self.optimizer = self._make_optimizer()
 
     def _check_arguments(self) -> None:
-        """ValueError for what no such model or number of ranks can do."""
         if unknown := [name for name in self.recipe.recompute if name not in self.model.layers]:
             raise ValueError(f"there is no layer {unknown[0]!r} to recompute")
-        for collective, ranks in self.calls_of_many().items():
-            for size in ranks:
-                check_algorithm(collective, self.algorithm, size, self.uneven(size))
+        for collective, sizes in self.collective_sizes().items():
+            for size in sizes:
+                check_algorithm(collective, self.algorithm, size, self.uneven_unit(size))
 
-    def uneven(self, size: int) -> str | None:
-        """A unit that so many ranks, and all, cannot divide into equal parts, if there is one."""
-        sizes = self.model.sizes.items()
+    def uneven_unit(self, size: int) -> str | None:
+        """Return a unit that `size` ranks, or all, cannot divide into equal parts, or None."""
+        sizes = self.model.unit_sizes.items()
         return next((unit for unit, n in sizes if n % size or n % self.size), None)
 
-    def calls_of_many(self) -> dict[str, Collection[int]]:
-        """The collectives that `algorithm` is of, with how many ranks may call each together."""
-        return dict.fromkeys(self.large, (self.size,))
+    def collective_sizes(self) -> dict[str, Collection[int]]:
+        """Return the collectives called by `algorithm`, and the numbers of ranks that call each."""
+        return dict.fromkeys(self.algorithm_collectives, (self.size,))
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This rank; 0 without a communicator."""
         return 0 if self.comm is None else self.comm.rank
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks; 1 without a communicator."""
         return 1 if self.comm is None else self.comm.size
 
     # What is kept
 
     def _allocate(self) -> None:
         """Make `parameters` and `gradients`, and bind the layers if they stay bound."""
-        sizes = self.model.sizes
-        self.parameters = {unit: self.initial(unit, slice(0, n)) for unit, n in sizes.items()}
-        self.gradients = {unit: self.new("gradients", n) for unit, n in sizes.items()}
-        self.own_parameters = {unit: x[self.own(unit)] for unit, x in self.parameters.items()}
-        self.own_gradients = {unit: x[self.own(unit)] for unit, x in self.gradients.items()}
-        self.bind_all()
+        sizes = self.model.unit_sizes
+        self.parameters = {
+            unit: self.initial_values(unit, slice(0, n)) for unit, n in sizes.items()
+        }
+        self.gradients = {unit: self.new_buffer("gradients", n) for unit, n in sizes.items()}
+        self.parameter_shards = {u: x[self.shard_slice(u)] for u, x in self.parameters.items()}
+        self.gradient_shards = {u: x[self.shard_slice(u)] for u, x in self.gradients.items()}
+        self.bind_layers()
 
-    def own(self, unit: str) -> slice:
-        """The elements of a unit that this rank updates."""
-        return slice(0, self.model.sizes[unit])
+    def shard_slice(self, unit: str) -> slice:
+        """Return the elements of a unit that this rank updates."""
+        return slice(0, self.model.unit_sizes[unit])
 
-    def held(self, unit: str) -> slice:
-        """The elements of a unit of which this rank keeps the parameters."""
-        return self.own(unit) if "parameters" in self.divided else slice(0, self.model.sizes[unit])
+    def stored_slice(self, unit: str) -> slice:
+        """Return the elements of a unit whose parameters this rank keeps."""
+        is_sharded = "parameters" in self.sharded
+        return self.shard_slice(unit) if is_sharded else slice(0, self.model.unit_sizes[unit])
 
     @property
-    def replicas(self) -> tuple[int, int]:
-        """Of the ranks that update the same elements: which one is this, and how many there are."""
+    def replica_group(self) -> tuple[int, int]:
+        """The index of this rank among those that update the same elements, and their number."""
         return self.rank, self.size
 
-    def bind_all(self) -> None:
-        """Let every layer work on whole parameters and gradients, whoever it worked for before."""
+    def bind_layers(self) -> None:
+        """Let every layer work on this strategy's parameters and gradients."""
         for layer in self.model.layers:
             self.model.bind(layer, self.parameters, self.gradients)
 
-    def new(self, category: str, num_elements: int, dtype: Any = None) -> Array:
-        """A flat array of zeros, counted."""
+    def new_buffer(
+        self, category: str, num_elements: int, dtype: np.dtype[Any] | type | None = None
+    ) -> Array:
+        """Return a flat array of zeros that `memory` counts, by default in the model's dtype."""
         zeros = self.xp.zeros(num_elements, dtype=self.dtype if dtype is None else dtype)
-        return self.memory.count(category, zeros)
+        return self.memory.track(category, zeros)
 
-    def initial(self, unit: str, part: slice) -> Array:
-        """A part of a unit's parameters as they begin, whoever draws them."""
+    def initial_values(self, unit: str, part: slice) -> Array:
+        """Return the initial values of a part of a unit."""
         values = self.model.draw(unit, self.recipe.seed)[part].astype(self.dtype)
-        return self.memory.count("parameters", self.xp.asarray(values))
+        return self.memory.track("parameters", self.xp.asarray(values))
 
     def _make_optimizer(self) -> Optimizer:
-        """Over the own parameters, or copies: in the dtype of updates, or at another place."""
-        self.place = self.recipe.place(self.memory, self.rank)
-        self.masters = self.place.masters_of(self.own_parameters, master_dtype(self.dtype))
-        return self.recipe.optimizer(self.masters, new=self.place.zeros)
+        self.offload = self.recipe.offload(self.memory, self.rank)
+        self.masters = self.offload.make_masters(self.parameter_shards, master_dtype(self.dtype))
+        return self.recipe.optimizer(self.masters, make_state=self.offload.zeros)
 
     # What a strategy adds
 
     def start(self) -> None:
-        """What is to be done once, before the first step."""
+        """Prepare the first step: check that ranks agree, and send what the strategy must send.
+
+        All ranks call this once, or `resume`.  Raises ModelMismatch, on all ranks, if models or
+        options differ.
+        """
         self.check_models()
 
     def resume(self) -> None:
-        """What is to be done instead if `checkpoint.load` gives the parameters."""
+        """Prepare the first step if `checkpoint.load` will set the parameters; instead of `start`.
+
+        All ranks call this.  Raises ModelMismatch, on all ranks, if models or options differ.
+        """
         self.check_models()
 
     def close(self) -> None:
-        """Give back to MPI what the strategy made there.  All ranks call this, at the end."""
+        """Free the communicators that the strategy made.  All ranks call this at the end."""
 
     def before_forward(self, layer: str) -> None:
-        """The layer's parameters are about to be used."""
+        """Called before a layer's forward pass."""
 
     def after_forward(self, layer: str) -> None:
-        """They have been used."""
+        """Called after a layer's forward pass."""
 
     def before_backward(self, layer: str) -> None:
-        """They are about to be used again, and gradients to be added."""
+        """Called before a layer's backward pass, which adds to the gradients of its units."""
 
-    def reduce(self, unit: str) -> None:
-        """This micro-batch's gradient of a unit is complete."""
+    def gradient_ready(self, unit: str) -> None:
+        """Called when this micro-batch's gradient of a unit is complete."""
 
     def after_backward(self, layer: str) -> None:
-        """The layer's parameters have been used."""
+        """Called after a layer's backward pass."""
 
     def finish_backward(self) -> None:
-        """Every layer's backward is over."""
+        """Called after the backward pass of the last layer."""
 
     def before_update(self) -> None:
-        """All micro-batches are over; `own_gradients` must be complete when this returns."""
+        """Called after all micro-batches; completes `gradient_shards`."""
 
     def after_update(self) -> None:
-        """`own_parameters` has been updated."""
+        """Called when `parameter_shards` have been updated."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, gradients are only added up; for all micro-batches but the last."""
+        """Return a context manager in which gradients are added up and not sent.
+
+        It is entered for all micro-batches but the last.
+        """
         return nullcontext()
 
     # A step
 
     @property
-    def part(self) -> tuple[int, int]:
-        """Which part of a batch is ours: (rank, number of ranks)."""
+    def batch_part(self) -> tuple[int, int]:
+        """Which part of a batch this rank computes: (index, number of parts)."""
         return self.rank, self.size
 
     def train(
-        self, steps: int, batch: Batches, total: int, show: Show, first: int = 0
+        self,
+        steps: int,
+        batch: BatchFunction,
+        total: int,
+        show: ProgressCallback,
+        first: int = 0,
     ) -> list[float]:
-        """Steps `first` to `steps`, after `start`, on batches of `total` tokens; their losses."""
+        """Make steps `first` to `steps` (exclusive) and return their losses.
+
+        All ranks call this, after `start` or `resume`.
+
+        Parameters
+        ----------
+        steps : int
+            The number of steps after which to end, counted from 0.
+        batch : function
+            Called with (step, index, number of parts); returns the inputs and targets of one part
+            of the step's batch, int64 (rows, context).
+        total : int
+            The number of tokens in the batch of all ranks.
+        show : function
+            Called after each step with the number of steps done and the loss.
+        first : int
+            The number of steps that were done before.
+
+        Returns
+        -------
+        list of float
+            The mean loss of each batch in nats per token, the same on all ranks.
+
+        Raises
+        ------
+        MissingGradient
+            As `step`.
+        """
         losses = []
         for step in range(first, steps):
-            losses.append(self.step(*batch(step, *self.part), total))
+            losses.append(self.step(*batch(step, *self.batch_part), total))
             show(step + 1, losses[-1])
         return losses
 
     def step(self, inputs: Tokens, targets: Tokens, total: int) -> float:
-        """One update from this rank's rows of a batch of `total` tokens; the batch's mean loss.
+        """Make one update from this rank's rows of a batch and return the loss of the whole batch.
 
-        `inputs` and `targets` (rows, context) are int64; the loss is in nats.  Raises NoGradient,
-        on all ranks, if a layer of some rank took no part.
+        All ranks call this.
+
+        Parameters
+        ----------
+        inputs, targets : arrays of int64, (rows, context)
+            This rank's rows; the numbers of rows may differ among ranks.
+        total : int
+            The number of tokens in the batch of all ranks.
+
+        Returns
+        -------
+        float
+            The mean loss in nats per token, the same on all ranks.
+
+        Raises
+        ------
+        MissingGradient
+            On all ranks, if a layer took no part in the step on some rank.
+        FloatingPointError
+            If gradients are not finite even with the smallest loss scale (float16).
         """
-        if self.model.worked_on is not self.parameters:  # but on another strategy's
-            self.model.worked_on = self.parameters
-            self.bind_all()
+        if self.model.bound_to is not self.parameters:  # another strategy uses this model too
+            self.model.bound_to = self.parameters
+            self.bind_layers()
         for flat in self.gradients.values():
             flat[...] = 0
-        self.used.clear()
-        with self.overflows_allowed():
-            loss = self.all_micro_batches(inputs, targets, total)
+        self.used_layers.clear()
+        with self.ignore_overflow():
+            loss = self.run_micro_batches(inputs, targets, total)
             self.before_update()
-            whole_loss = self.agree(loss)
+            whole_loss = self.reduce_loss(loss)
             self.update()
         return whole_loss
 
-    def overflows_allowed(self) -> AbstractContextManager[object]:
-        """Where the loss scale is to find its place overflows are expected, and no warning."""
+    def ignore_overflow(self) -> AbstractContextManager[object]:
+        """Return a context manager without NumPy's overflow warnings if the loss scale changes."""
         is_dynamic = self.loss_scale.is_dynamic
         return np.errstate(over="ignore", invalid="ignore") if is_dynamic else nullcontext()
 
-    def all_micro_batches(self, inputs: Tokens, targets: Tokens, total: int) -> float:
-        """Add up the gradients of this rank's rows; the loss of these."""
+    def run_micro_batches(self, inputs: Tokens, targets: Tokens, total: int) -> float:
+        """Add up the gradients of this rank's rows; return the part of the loss they contribute."""
         k = self.recipe.micro_batches
         *others, last = (span(len(inputs), k, number) for number in range(k))
         loss = 0.0
@@ -287,38 +430,38 @@ class Strategy:
         return loss + self.forward_backward(inputs[last], targets[last], total)
 
     def forward_backward(self, inputs: Tokens, targets: Tokens, total: int) -> float:
-        """Add a micro-batch's gradients, which are those of its part of the loss; that part."""
-        kept: dict[str, Any] = {}
+        """Add a micro-batch's gradients; return the part of the loss that it contributes."""
+        saved: dict[str, Any] = {}
         with self.phase("forward"):
-            logits = self._forward(self.xp.asarray(inputs), kept)
+            logits = self._forward(self.xp.asarray(inputs), saved)
         truth, scale = self.xp.asarray(targets), self.loss_scale.value
         loss, dlogits = cross_entropy(logits, truth, total, scale)
         del logits
         with self.phase("backward"):
-            self._backward(dlogits, kept)
+            self._backward(dlogits, saved)
         return loss
 
-    def _forward(self, x: Array, kept: dict[str, Any]) -> Array:
-        route = self.model.route()
+    def _forward(self, x: Array, saved: dict[str, Any]) -> Array:
+        active = self.model.active_layers()
         for name, layer in self.model.layers.items():
             self.before_forward(name)
-            if name in route:
+            if name in active:
                 entering = x
-                x, saved = layer.forward(x)
-                kept[name] = entering if name in self.recipe.recompute else saved
-                del entering, saved
-                self.memory.count("activations", kept[name])
+                x, layer_saved = layer.forward(x)
+                saved[name] = entering if name in self.recipe.recompute else layer_saved
+                del entering, layer_saved
+                self.memory.track("activations", saved[name])
             self.after_forward(name)
         return x
 
-    def _backward(self, dy: Array, kept: dict[str, Any]) -> None:
+    def _backward(self, dy: Array, saved: dict[str, Any]) -> None:
         for name in reversed(self.model.layers):
             self.before_backward(name)
-            if name in kept:
-                dy = self._backward_of(name, dy, kept.pop(name))
-                self.used.add(name)
-            for unit in self.model.completes(name):
-                self.reduce(unit)
+            if name in saved:
+                dy = self._backward_of(name, dy, saved.pop(name))
+                self.used_layers.add(name)
+            for unit in self.model.completed_units(name):
+                self.gradient_ready(unit)
             self.after_backward(name)
         self.finish_backward()
 
@@ -326,25 +469,25 @@ class Strategy:
         layer = self.model.layers[name]
         if name in self.recipe.recompute:
             saved = layer.forward(saved)[1]
-            self.memory.count("activations", saved)
+            self.memory.track("activations", saved)
             self.num_recomputed += 1
         return layer.backward(dy, saved)
 
-    def agree(self, loss: float) -> float:
-        """The loss of the whole batch; NoGradient, on all ranks, if a layer of one is missing."""
-        whole, num_absent = self.sum_small("loss", [loss, sum(self.is_absent())])
+    def reduce_loss(self, loss: float) -> float:
+        """Return the loss of the whole batch.  Raise MissingGradient as `step` does."""
+        whole, num_absent = self.all_reduce_scalars("loss", [loss, sum(self.absent_layers())])
         if num_absent:
-            self.refuse_absent()
+            self.raise_missing_gradient()
         return float(whole)
 
-    def is_absent(self) -> list[bool]:
-        """Of each layer, whether it was to take part in this step and did not, on this rank."""
-        return [name not in self.used for name in self.model.layers]
+    def absent_layers(self) -> list[bool]:
+        """Return for each layer whether it should have taken part in this step and did not."""
+        return [name not in self.used_layers for name in self.model.layers]
 
     def update(self) -> None:
         """Change the parameters, unless a gradient overflowed."""
         squares = self.sum_of_squares()
-        if not self.loss_scale_passes(squares):
+        if not self.update_loss_scale(squares):
             self.num_skipped += 1
             return
         self.num_updates += 1
@@ -352,12 +495,12 @@ class Strategy:
         if self.recipe.clip is not None:
             norm = math.sqrt(squares) * factor
             factor *= self.recipe.clip / max(norm, self.recipe.clip)
-        used = {unit: x for unit, x in self.own_gradients.items() if unit not in self.unused}
-        self.place.update(self.optimizer, used, factor)
+        used = {u: x for u, x in self.gradient_shards.items() if u not in self.unused_units}
+        self.offload.update(self.optimizer, used, factor)
         self.after_update()
 
-    def loss_scale_passes(self, squares: float) -> bool:
-        """Whether the gradients are finite; the scale of the next step follows."""
+    def update_loss_scale(self, squares: float) -> bool:
+        """Set the scale of the next step; return whether this step's gradients are finite."""
         self._scale_used = self.loss_scale.value
         return self.loss_scale.update(is_finite=math.isfinite(squares))
 
@@ -365,57 +508,62 @@ class Strategy:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether an update depends on the norm of the whole gradient, or on its being finite."""
+        """Whether an update depends on the norm of the whole gradient: to clip it or to scale."""
         return self.recipe.clip is not None or self.loss_scale.is_dynamic
 
     def sum_of_squares(self) -> float:
-        """Of the whole gradient as backward made it; not finite if it is not.  0 if unused."""
-        return sum(map(squares, self.own_gradients.values())) if self.needs_norm else 0.0
+        """Return the sum of squares of the whole scaled gradient; 0 if it is not needed."""
+        if not self.needs_norm:
+            return 0.0
+        return sum(map(sum_of_squares, self.gradient_shards.values()))
 
-    def sum_small(self, phase: str, numbers: list[float], comm: Communicator | None = None) -> Any:
-        """The sums over ranks of a few numbers, in float64."""
+    def all_reduce_scalars(
+        self, phase: str, numbers: list[float], comm: Communicator | None = None
+    ) -> list[float]:
+        """Return the sums over ranks of a few numbers, computed in float64."""
         comm = comm or self.comm
         x = np.array(numbers, np.float64)
-        if comm is None:
-            return x.tolist()
-        with self.phase(phase):
-            return comm.all_reduce(x, op="sum", out=x, algorithm=SMALL).tolist()
+        if comm is not None:
+            with self.phase(phase):
+                comm.all_reduce(x, op="sum", out=x, algorithm=SCALAR_ALGORITHM)
+        sums: list[float] = x.tolist()
+        return sums
 
-    def refuse_absent(self) -> None:
-        """Raise NoGradient, naming layers and ranks.  All ranks call this."""
+    def raise_missing_gradient(self) -> None:
+        """Raise MissingGradient with the names of layers and ranks.  All ranks call this."""
         layers = list(self.model.layers)
-        mine = np.array(self.is_absent(), np.uint8)
+        mine = np.array(self.absent_layers(), np.uint8)
         table = mine[None] if self.comm is None else self.comm.all_gather(mine[None])
-        said = [
-            f"{layers[i]} (on {ranks_in_words(table[:, i])})" for i in np.flatnonzero(table.any(0))
+        missing = [
+            f"{layers[i]} (on {format_ranks(table[:, i])})" for i in np.flatnonzero(table.any(0))
         ]
-        raise NoGradient(f"no gradient in this step for {', '.join(said)}")
+        raise MissingGradient(f"no gradient in this step for {', '.join(missing)}")
 
     # Before the first step
 
     def check_models(self) -> None:
-        """Raise ModelsDiffer, on all ranks, if not all begin with the same, in the same way."""
+        """Raise ModelMismatch, on all ranks, unless all have the same model and options."""
         if self.comm is None:
             return
         units = {unit: self._digest(unit) for unit in self.model.units}
         options = {name: agreement.digest(value) for name, value in self.options().items()}
         with self.phase("start"), collectives.phase("check"):
-            agreement.check_alike(self.comm, units, options)
+            agreement.check_same(self.comm, units, options)
 
     def _digest(self, unit: str) -> bytes:
-        """Of a unit's names and shapes; and initial values, if these must be alike.
+        """Return the digest of a unit's names and shapes, and of initial values if compared.
 
-        Where ranks divide them, of those that the parts were taken from.
+        If ranks divide the parameters, the values are those of the whole unit.
         """
         shapes = agreement.shapes_of(self.model.units[unit])
-        if not self.must_begin_alike:
+        if not self.needs_same_initial_values:
             return agreement.digest(shapes)
-        if "parameters" in self.divided:
+        if "parameters" in self.sharded:
             return agreement.digest(shapes, self.model.draw(unit, self.recipe.seed))
         return agreement.digest(shapes, on_host(self.parameters[unit]))
 
     def options(self) -> dict[str, Any]:
-        """What must be the same on all ranks, or they would make different calls."""
+        """Return what must be equal on all ranks, because their calls depend on it."""
         return {
             "strategy": type(self).__name__,
             "algorithm": self.algorithm,
@@ -423,22 +571,23 @@ class Strategy:
             "micro_batches": self.recipe.micro_batches,
             "clip": self.recipe.clip,
             "optimizer": agreement.options_of(self.optimizer),
-            "layers": [[name, *x.likeness()] for name, x in self.model.layers.items()]
+            "layers": [[name, *x.config()] for name, x in self.model.layers.items()]
             + sorted(map(list, self.model.ties.items())),
         }
 
-    # What it says about itself
+    # Reports and predictions
 
-    def remarks(self) -> list[str]:
-        """What a run should tell beside its losses, traffic and memory, in words."""
-        said = []
+    def summary_lines(self) -> list[str]:
+        """Return sentences about the run that losses, traffic and memory do not show."""
+        lines = []
         if self.num_recomputed:
-            said.append(
-                f"{self.num_recomputed} layers' forwards computed again on rank {self.rank}"
+            lines.append(
+                f"{self.num_recomputed} forward passes of layers recomputed on rank {self.rank}"
             )
         if self.loss_scale.is_dynamic:
-            said.append(f"{self.num_skipped} updates skipped, loss scale {self.loss_scale.value:g}")
-        return said
+            scale = f"loss scale {self.loss_scale.value:g}"
+            lines.append(f"{self.num_skipped} updates skipped, {scale}")
+        return lines
 
     def traffic(
         self,
@@ -448,86 +597,105 @@ class Strategy:
         skipped: int = 0,
         is_resumed: bool = False,
     ) -> list[PredictedCall]:
-        """What this strategy sends in `start`, or in `resume`, and in one `train` of so many steps.
+        """Return what `start` and one `train` of `steps` steps will send.
 
-        `batch`: the rows of all ranks together, and the tokens in each; who sends batches must be
-        told.  `skipped`: how many updates an overflow prevents, which only a run can tell.
-        ValueError if there are as many in a dtype that skips none.
+        Parameters
+        ----------
+        steps : int
+        batch : (rows, context), optional
+            The shape of the batch of all ranks; needed by `SyncParameterServer`, which sends it.
+        skipped : int
+            How many updates an overflow prevents, which is known after the run only.
+        is_resumed : bool
+            Whether `resume` is called instead of `start`.
+
+        Returns
+        -------
+        list of PredictedCall
+            For `TrafficTable`; the same on all ranks, and empty without a communicator.
+
+        Raises
+        ------
+        ValueError
+            If `skipped` is not 0 in a dtype that skips no update, or if `batch` is needed.
         """
         if skipped and not self.loss_scale.is_dynamic:
-            raise ValueError(f"in {self.dtype.name} all updates are made, {skipped} were not")
+            raise ValueError(f"in {self.dtype.name} no update is skipped, but skipped is {skipped}")
         if self.comm is None:
             return []
-        run = Run(steps, self.updates_in(steps) - skipped, batch)
-        start = self.traffic_of_check() if is_resumed else self.traffic_of_start()
-        return [*start, *self.traffic_of_steps(run), *self.traffic_of_loss(steps)]
+        run = RunSize(steps, self.num_updates_in(steps) - skipped, batch)
+        start = self.check_traffic() if is_resumed else self.start_traffic()
+        return [*start, *self.step_traffic(run), *self.loss_traffic(steps)]
 
-    def updates_in(self, steps: int) -> int:
-        """How many so many steps make, unless a gradient overflows."""
+    def num_updates_in(self, steps: int) -> int:
+        """Return how many updates `steps` steps make if no gradient overflows."""
         return steps
 
-    def traffic_of_start(self) -> list[PredictedCall]:
-        """What `start` sends."""
-        return self.traffic_of_check()
+    def start_traffic(self) -> list[PredictedCall]:
+        """Return what `start` sends."""
+        return self.check_traffic()
 
-    def traffic_of_check(self) -> list[PredictedCall]:
-        """The check that all ranks begin with the same model."""
+    def check_traffic(self) -> list[PredictedCall]:
+        """Return what the check that all ranks have the same model sends."""
         num_units, num_options = len(self.model.units), len(self.options())
-        return agreement.traffic("start/check", self.size, num_units, num_options)
+        return agreement.check_same_traffic("start/check", self.size, num_units, num_options)
 
-    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
-        """What distinguishes the strategy."""
+    def step_traffic(self, run: RunSize) -> list[PredictedCall]:
+        """Return what the steps send, without the loss."""
         return []
 
-    def traffic_of_loss(self, steps: int) -> list[PredictedCall]:
-        """Loss and number of missing layers: two numbers of 8 bytes."""
-        return [PredictedCall("loss", "all_reduce", SMALL, 16, count=steps)]
+    def loss_traffic(self, steps: int) -> list[PredictedCall]:
+        """Return what the loss and the number of missing layers send: two numbers of 8 bytes."""
+        return [PredictedCall("loss", "all_reduce", SCALAR_ALGORITHM, 16, num_calls=steps)]
 
     @property
-    def groups(self) -> dict[str, int]:
-        """For `PredictedCall`: how many ranks make a call together, and how many such groups."""
-        return {"ranks": self.size, "groups": 1}
+    def call_groups(self) -> dict[str, int]:
+        """For `PredictedCall`: how many ranks call together, and how many such groups there are."""
+        return {"num_ranks": self.size, "num_groups": 1}
 
-    def each_unit(
-        self, phase: str, collective: str, count: int, times: Mapping[str, int] | None = None
+    def calls_per_unit(
+        self, phase: str, collective: str, num_calls: int, times: Mapping[str, int] | None = None
     ) -> list[PredictedCall]:
-        """`count` calls for every unit, or `times` as many for some."""
-        calls = dict.fromkeys(self.model.units, 1) if times is None else times
+        """Return `num_calls` calls for every unit, multiplied by `times` of the unit if given."""
+        factors = dict.fromkeys(self.model.units, 1) if times is None else times
         return [
             PredictedCall(
-                f"{phase}/{unit}", collective, self.algorithm, self.nbytes(unit), count * n,
-                **self.groups,
+                f"{phase}/{unit}", collective, self.algorithm, self.unit_nbytes(unit),
+                num_calls * n, **self.call_groups,
             )
-            for unit, n in calls.items()
+            for unit, n in factors.items()
         ]  # fmt: skip
 
     def buffer_bytes(self) -> int:
-        """The most that is kept at a time beside the rest: whole units that ranks divide."""
+        """Return the most bytes of buffers at a time, such as gathered units."""
         return 0
 
-    def nbytes(self, unit: str) -> int:
-        """Of a whole unit's parameters, or gradients."""
-        return int(self.model.sizes[unit] * self.dtype.itemsize)
+    def unit_nbytes(self, unit: str) -> int:
+        """Return the bytes of a whole unit's parameters, or gradients."""
+        return int(self.model.unit_sizes[unit] * self.dtype.itemsize)
 
 
-def squares(x: Array) -> float:
-    """The sum of the squares of a flat array's elements, in float64."""
+def sum_of_squares(x: Array) -> float:
+    """Return the sum of the squares of a flat array's elements, computed in float64."""
     wide = (piece.astype(np.float64) for (piece,) in pieces(x))
     return sum((float(piece @ piece) for piece in wide), 0.0)
 
 
 def check_algorithm(collective: str, name: str, size: int, uneven: str | None) -> None:
-    """ValueError unless so many ranks can call it, and all get the same bits by it.
+    """Raise ValueError unless `size` ranks can use this algorithm.
 
-    And if it has no formula for the parts of `uneven`, a unit that they cannot divide equally.
+    It must give all ranks the same bits, and have a formula for the parts of `uneven`, a unit that
+    they cannot divide equally.
     """
     chosen = collectives.choose(collective, name, size, 0).algorithm
     if not chosen.is_bitwise:
         raise ValueError(
-            f"by {collective}.{name} ranks get other last bits, and so parameters that differ"
+            f"{collective}.{name} rounds differently on different ranks: their parameters would"
+            " differ; choose another algorithm"
         )
-    if uneven is not None and not sends_alike(collective, name, size):
+    if uneven is not None and not sends_blocks_equally(collective, name, size):
         raise ValueError(
-            f"by {collective}.{name} some blocks are sent more often than others: no formula says"
-            f" what {size} ranks send of {uneven}, which they cannot divide equally"
+            f"{collective}.{name} sends some blocks more often than others: no formula says what"
+            f" {size} ranks send of {uneven}, which they cannot divide equally; choose another"
+            " algorithm"
         )

@@ -1,4 +1,4 @@
-"""Text to train on: bytes of files, and batches that do not depend on how ranks divide them."""
+"""Text to train on: the bytes of files, and batches that do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -15,74 +15,137 @@ from parallel.shards import span
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 def load(path: str | Path | None = None) -> Bytes:
-    """The bytes of a file, of all files under a directory, or (None) of Python's own library.
+    """Return the bytes of a file or directory, or of Python's standard library.
 
-    Files follow each other in the order of their paths below the directory.  Every rank reads for
-    itself, so the text must be the same on every machine.  ValueError where there is none.
+    Every rank reads for itself, so the text must be the same on every machine.
+
+    Parameters
+    ----------
+    path : str or Path, optional
+        A file, or a directory all of whose files are read, in the order of their paths.  By
+        default the ``.py`` files of Python's standard library, without tests.
+
+    Returns
+    -------
+    array of uint8, 1-d
+
+    Raises
+    ------
+    ValueError
+        If there is no file, or if all files are empty.
     """
     root = standard_library() if path is None else Path(path)
     files = library_files(root) if path is None else all_files(root)
     text = b"".join(file.read_bytes() for file in files)
     if not text:
-        raise ValueError(f"no text in {root}")
+        raise ValueError(f"there is no text in {root}")
     return np.frombuffer(text, dtype=np.uint8)
 
 
 def standard_library() -> Path:
-    """Where Python keeps its standard library: several MB of text on every machine."""
+    """Return the directory of Python's standard library: several MB of text on every machine."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def library_files(root: Path) -> list[Path]:
-    """The library's .py files, without installed packages and tests."""
+    """Return the ``.py`` files under `root`, sorted, without installed packages and tests."""
     files = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in NOT_LIBRARY]  # walk goes into what is left
+        folders[:] = [f for f in folders if f not in EXCLUDED]  # os.walk visits only what is left
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return in_order(files)
 
 
 def all_files(root: Path) -> list[Path]:
-    """`root` itself if it is a file, or every file under it."""
+    """Return `root` itself if it is a file, else every file under it, sorted."""
     return [root] if root.is_file() else in_order(f for f in root.rglob("*") if f.is_file())
 
 
 def in_order(files: Iterable[Path]) -> list[Path]:
-    """Sorted by path, part by part, which no locale and no file system changes."""
+    """Sort by the parts of the path, which depends on no locale and no file system."""
     return sorted(files, key=lambda file: file.parts)
 
 
 def unigram_entropy(data: Bytes) -> float:
-    """Nats per byte of the best guess that looks at no context: -sum f log f over frequencies."""
+    """Return the entropy of the frequencies f of bytes, -sum f log f, in nats per byte.
+
+    No model that ignores the context has a smaller loss.
+    """
     counts = np.bincount(data, minlength=256)
     frequency = counts[counts > 0] / len(data)
     return float(-np.sum(frequency * np.log(frequency)))
 
 
-def share(total: int, ranks: int, rank: int) -> slice:
-    """Rank's contiguous part of range(total); sizes differ by at most one, larger ones first.
+def share(total: int, num_ranks: int, rank: int) -> slice:
+    """Return the rows of a batch of `total` rows that belong to `rank`: a contiguous slice.
 
-    ValueError if some rank would get nothing.
+    The numbers of rows differ by at most one; the first ranks have more.  Raises ValueError if
+    some rank would have none.
     """
-    if total < ranks:
-        raise ValueError(f"a global batch of {total} cannot be divided among {ranks} ranks")
-    return span(total, ranks, rank)
+    if total < num_ranks:
+        raise ValueError(f"a global batch of {total} cannot be divided among {num_ranks} ranks")
+    return span(total, num_ranks, rank)
 
 
 def batch(
-    data: Bytes, *, seed: int, step: int, size: int, context: int, rank: int = 0, ranks: int = 1
+    data: Bytes,
+    *,
+    seed: int,
+    step: int,
+    batch_size: int,
+    context: int,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> tuple[Tokens, Tokens]:
-    """Rank's rows of the global batch of `size`: bytes, and those after each, (rows, context) both.
+    """Return one rank's rows of the batch of a step: the inputs, and the byte after each of them.
 
-    The global batch is a function of (seed, step, size) and the text, whatever `ranks` is.
+    The whole batch is a function of `data`, `seed`, `step` and `batch_size`; it does not depend on
+    `num_ranks`.
+
+    Parameters
+    ----------
+    data : array of uint8, 1-d
+        The text, as `load` returns it.
+    seed, step : int
+        Select the batch.
+    batch_size : int
+        The rows of all ranks together.
+    context : int
+        The number of tokens in a row.
+    rank, num_ranks : int
+        Whose rows to return, and the number of ranks that divide the batch; see `share`.
+
+    Returns
+    -------
+    inputs, targets : arrays of int64, (rows, context)
+        In 0..255.  ``targets[i, j]`` follows ``inputs[i, j]`` in the text.
+
+    Raises
+    ------
+    ValueError
+        If `data` is not longer than `context`, or if `batch_size` is less than `num_ranks`.
+
+    Examples
+    --------
+    >>> from parallel import text
+    >>> data = text.load()
+    >>> inputs, targets = text.batch(data, seed=0, step=0, batch_size=8, context=16)
+    >>> inputs.shape
+    (8, 16)
+    >>> mine, _ = text.batch(
+    ...     data, seed=0, step=0, batch_size=8, context=16, rank=1, num_ranks=3
+    ... )
+    >>> (mine == inputs[3:6]).all()
+    np.True_
     """
     if len(data) <= context:
         raise ValueError(f"a text of {len(data)} bytes is too short for a context of {context}")
-    rng = np.random.default_rng([seed, step, size])
-    starts = rng.integers(0, len(data) - context, size=size)[share(size, ranks, rank)]
-    windows = data[starts[:, None] + np.arange(context + 1)].astype(np.int64)
-    return windows[:, :-1], windows[:, 1:]
+    rng = np.random.default_rng([seed, step, batch_size])
+    starts = rng.integers(0, len(data) - context, size=batch_size)
+    windows = data[starts[share(batch_size, num_ranks, rank), None] + np.arange(context + 1)]
+    tokens = windows.astype(np.int64)
+    return tokens[:, :-1], tokens[:, 1:]

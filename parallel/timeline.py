@@ -1,4 +1,4 @@
-"""What every rank did when: phases of training and collective calls, for chrome://tracing."""
+"""When each rank was in which phase and collective call, for chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,36 +11,43 @@ from pathlib import Path
 from typing import Any
 
 from collectives import Communicator, Ledger
-from parallel.account import gather_json
-from parallel.strategy import Phase
+from parallel.gather import gather_json
+from parallel.strategy import PhaseFunction
 
 PHASES, CALLS = 1, 0  # the two tracks of a rank
 
 
 class Timeline:
-    """Phases as they pass; `phase` is what marks them otherwise, and is called as well."""
+    """Records when phases begin and end.
 
-    def __init__(self, comm: Communicator, phase: Phase) -> None:
+    Parameters
+    ----------
+    comm : Communicator
+    phase : function
+        Marks the phases, such as `collectives.phase`; called for every phase of the timeline.
+    """
+
+    def __init__(self, comm: Communicator, phase: PhaseFunction) -> None:
         self.comm, self._phase = comm, phase
-        self.spans: list[tuple[str, float, float]] = []
+        self.spans: list[tuple[str, float, float]] = []  # label, begin and end in seconds
 
     @contextmanager
     def phase(self, label: str) -> Iterator[None]:
-        """A phase, with the time it takes."""
+        """Return a context manager: a phase whose times are recorded."""
         began = time.perf_counter()
         with self._phase(label):
             yield
         self.spans.append((label, began, time.perf_counter()))
 
     def write(self, ledger: Ledger, path: Path) -> None:
-        """All ranks' phases and calls, in one file that rank 0 writes.  All ranks call this.
+        """Write the phases and calls of all ranks to one file, on rank 0.  All ranks call this.
 
-        Times are comparable where ranks share a clock: on one machine.
+        The times of ranks on different machines are not comparable.
         """
-        every = gather_json(self.comm, self._events(ledger))
-        if every is None:
+        events_by_rank = gather_json(self.comm, self._events(ledger))
+        if events_by_rank is None:
             return
-        events = [event for each in every for event in each]
+        events = [event for events in events_by_rank for event in events]
         path.write_text(json.dumps({"traceEvents": events}))
 
     def _events(self, ledger: Ledger) -> list[dict[str, Any]]:

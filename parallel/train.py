@@ -1,4 +1,4 @@
-"""Train a small GPT over bytes by any of the strategies, and account for every byte that is sent.
+"""Train a small GPT over bytes by any strategy; compare all bytes sent with the prediction.
 
     python -m collectives.launch -n 4 -m parallel.train --strategy zero2 --micro-batches 2
     python -m parallel.train --strategy serial --json serial.json
@@ -6,14 +6,14 @@
     python -m collectives.launch -n 4 -m parallel.train --strategy ddp --hook powersgd:4
     python -m collectives.launch -n 4 --fault-tolerant -m parallel.train --strategy elastic
 
-Rank 0 prints the loss, then the memory of every rank, counted and by formula, and the traffic:
-predicted, recorded and observed.  The exit status is 1 if columns differ.  A run is a function of
-its arguments and the text: losses repeat to the last bit, but for server-async, where the order in
-which ranks come decides.  If ranks of an elastic run die the others go on, and no traffic is shown:
-the dead took with them what they had recorded.
+Rank 0 prints the loss, the memory of every rank (by formula, and counted) and the traffic
+(predicted, recorded and observed).  The exit status is 1 if columns differ, and 2 if the arguments
+do not go together.  A run is a function of its arguments and the text, bitwise, except for
+server-async, whose result depends on the order in which gradients arrive.  If ranks of an elastic
+run die, the others continue; no traffic is shown then, because the records of dead ranks are lost.
 
-Under a bare mpirun set OMP_NUM_THREADS=1, as the launcher does: otherwise every rank computes with
-as many threads as there are cores, and they stand in each other's way.
+Under plain mpirun set OMP_NUM_THREADS=1, as the launcher does: otherwise every rank uses as many
+threads as there are cores.
 """
 
 from __future__ import annotations
@@ -29,121 +29,125 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mpi4py.run
+from rich.console import Console
 
 import collectives
 from collectives import Communicator
-from parallel import agreement, checkpoint, choices, text
-from parallel.account import Account, differences, gather
+from parallel import agreement, checkpoint, registry, text
+from parallel.console import console_of, print_rank_reports, print_traffic, progress
 from parallel.gpt import gpt
 from parallel.precision import DTYPES
-from parallel.show import console_of, print_accounts, print_curve, print_traffic, progress
+from parallel.rank_report import RankReport, differences, gather
 from parallel.timeline import Timeline
-from parallel.traffic import PredictedCall, TrafficMismatch, TrafficTable, Witness
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from parallel.traffic import PredictedCall, TrafficMismatch, TrafficMonitor, TrafficTable
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train as told on the command line.  0, 1 if columns differ, 2 if the run cannot be."""
+    """Train as the command line says; return the exit status."""
     parse = parser()
     options = parse.parse_args(arguments)
     is_first = options.threads is not None or collectives.world().rank == 0
     try:
         if options.threads is None:
-            return trained(collectives.world(), options)
-        return collectives.run(partial(trained, options=options), options.threads, timeout=None)[0]
-    except Refused as error:
+            return run_training(collectives.world(), options)
+        return collectives.run(
+            partial(run_training, options=options), options.threads, timeout=None
+        )[0]
+    except InvalidRun as error:
         parse.exit(2, f"{parse.prog}: {error}\n" if is_first else None)
 
 
-class Refused(Exception):  # noqa: N818
-    """The run cannot be, which all ranks say in the same words."""
+class InvalidRun(Exception):  # noqa: N818
+    """The arguments do not go together.  Raised on all ranks, with the same message."""
 
 
-def trained(comm: Communicator, options: argparse.Namespace) -> int:
-    """What `main` does, on one rank."""
+def run_training(comm: Communicator, options: argparse.Namespace) -> int:
+    """Train on one rank; return the exit status.  Raise InvalidRun before anything is computed."""
     try:
         training = Training(comm, options, console_of(comm.rank))
     except ValueError as error:
-        raise Refused(str(error)) from error
-    with ending_all():
+        raise InvalidRun(str(error)) from error
+    with abort_on_error():
         table = training.run()
         training.strategy.close()
     return training.report(table) if training.is_first else 0
 
 
 @contextmanager
-def ending_all() -> Iterator[None]:
-    """What fails on one rank ends the job: the others would wait for it for ever."""
+def abort_on_error() -> Iterator[None]:
+    """Abort the MPI job if the block fails: the other ranks would wait forever."""
     try:
         yield
     except BaseException as error:
         if "mpi4py.MPI" in sys.modules:
-            mpi4py.run.set_abort_status(error)  # heeded when Python ends
+            mpi4py.run.set_abort_status(error)  # takes effect when Python exits
         raise
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parse = argparse.ArgumentParser("python -m parallel.train", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parse.add_argument
-    add("--strategy", choices=choices.STRATEGIES, default="ddp", help="default: %(default)s")
-    add("--text", metavar="PATH", help="file or directory; default: Python's own library")
+    add("--strategy", choices=registry.STRATEGIES, default="ddp", help="default: %(default)s")
+    add("--text", metavar="PATH", help="file or directory; default: Python's standard library")
     add("--steps", type=at_least(1), default=100, help="default: %(default)s")
-    add("--batch", type=at_least(1), default=16, help="rows of all ranks together; %(default)s")
+    add("--batch", type=at_least(1), default=16,
+        help="rows of all ranks together; default: %(default)s")  # fmt: skip
     add("--micro-batches", type=at_least(1), default=1, metavar="K",
-        help="parts of a rank's rows, one after the other; default: %(default)s")  # fmt: skip
+        help="parts in which a rank computes its rows; default: %(default)s")  # fmt: skip
     add("--seed", type=at_least(0), default=0, help="default: %(default)s")
-    add("--threads", type=at_least(1), metavar="N", help="ranks are N threads, without MPI")
+    add("--threads", type=at_least(1), metavar="N", help="run N ranks as threads, without MPI")
 
     add = parse.add_argument_group("model").add_argument
-    add("--layers", type=at_least(1), default=4, help="blocks, default: %(default)s")
-    add("--hidden", type=at_least(1), default=256, help="width, default: %(default)s")
-    add("--heads", type=at_least(1), default=4, help="default: %(default)s")
-    add("--context", type=at_least(1), default=64, help="in bytes, default: %(default)s")
-    add("--tied", action="store_true", help="the head's table is the embedding's")
+    add("--layers", type=at_least(1), default=4, help="number of blocks; default: %(default)s")
+    add("--hidden", type=at_least(1), default=256, help="width; default: %(default)s")
+    add("--heads", type=at_least(1), default=4, help="attention heads; default: %(default)s")
+    add("--context", type=at_least(1), default=64, help="in bytes; default: %(default)s")
+    add("--tied", action="store_true", help="use the embedding's table in the output layer")
     add("--recompute", action="store_true", help="keep only the input of each block")
 
     add = parse.add_argument_group("update").add_argument
     add("--dtype", choices=DTYPES, default="float64",
         help="of parameters, gradients and messages; default: %(default)s")  # fmt: skip
-    add("--optimizer", choices=choices.OPTIMIZERS, default="adam", help="default: %(default)s")
+    add("--optimizer", choices=registry.OPTIMIZERS, default="adam", help="default: %(default)s")
     add("--lr", type=float, default=2e-3, help="default: %(default)s")
-    add("--clip", type=float, metavar="NORM", help="the greatest norm of the whole gradient")
+    add("--clip", type=float, metavar="NORM", help="largest norm of the whole gradient")
     add("--device", choices=("cpu", "cuda"), default="cpu",
-        help="where the model is; cuda takes CuPy; default: %(default)s")  # fmt: skip
+        help="where the model is; cuda needs CuPy; default: %(default)s")  # fmt: skip
     add("--offload", metavar="PLACE", help="update in host memory (host) or on disk (disk:FOLDER)")
 
-    add = parse.add_argument_group("what some strategies take").add_argument
+    add = parse.add_argument_group("options of some strategies").add_argument
+    add("--algorithm", metavar="NAME",
+        help="of the main collectives; default: ring, or linear for server-*")  # fmt: skip
+    add("--bucket-bytes", type=at_least(1), help="ddp, elastic: gradients summed together")
     add(
-        "--algorithm", metavar="NAME", help="of their large collectives; ring, or linear of servers"
+        "--hook", metavar="NAME", help=f"ddp: how gradients are summed: {', '.join(registry.HOOKS)}"
     )
-    add("--bucket-bytes", type=at_least(1), help="ddp: gradients that travel together")
-    add("--hook", metavar="NAME", help=f"ddp: how they do, {', '.join(choices.HOOKS)}")
     add("--keep-after-forward", action="store_true", default=None,
         help="zero3, hsdp: free parameters after backward only")  # fmt: skip
-    add("--group", type=at_least(1), help="hsdp, zeropp: ranks of a group")
-    add("--bound", type=at_least(0), help="server-async: steps that a worker may be ahead")
+    add("--group-size", type=at_least(1), help="hsdp, zeropp: number of ranks in a group")
+    add("--staleness-bound", type=at_least(0),
+        help="server-async: steps that a worker may be ahead of the slowest")  # fmt: skip
     add("--kill", type=rank_and_step, metavar="RANK:STEP",
-        help="elastic: this rank kills itself (-9) in the middle of this step")  # fmt: skip
+        help="elastic: this rank kills its process (-9) in the middle of this step")  # fmt: skip
 
     add = parse.add_argument_group("files").add_argument
-    add("--save", type=Path, metavar="DIR", help="save checkpoints there, one at the end")
-    add("--save-every", type=at_least(1), metavar="STEPS", help="and one after every so many steps")
-    add("--resume", type=Path, metavar="DIR", help="go on from the last checkpoint there")
-    add("--trace", type=Path, metavar="FILE", help="write a timeline, for chrome://tracing")
+    add("--save", type=Path, metavar="DIR", help="save a checkpoint in DIR at the end")
+    add("--save-every", type=at_least(1), metavar="STEPS",
+        help="also save one every STEPS steps")  # fmt: skip
+    add("--resume", type=Path, metavar="DIR", help="continue from the last checkpoint in DIR")
+    add("--trace", type=Path, metavar="FILE", help="write a timeline for chrome://tracing")
     add("--json", type=Path, metavar="FILE", help="write losses, memory and traffic to FILE")
-    add("--no-monitor", action="store_true", help="leave MPI's own counters alone")
+    add("--no-monitor", action="store_true", help="do not read MPI's own counters")
     return parse
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """An argument's type: an integer not below `least`."""
+    """Return an argument type: an integer that is at least `least`."""
 
     def integer(word: str) -> int:
         if (value := int(word)) < least:
@@ -154,83 +158,91 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def can_be_written(path: Path) -> bool:
-    """Whether there can be a file of that name."""
+    """Return whether a file of this name exists or can be made, and can be written."""
     return os.access(path if path.exists() else path.parent, os.W_OK) and not path.is_dir()
 
 
 def rank_and_step(word: str) -> tuple[int, int]:
-    """An argument's type: "2:50" is rank 2 and step 50."""
+    """Return rank 2 and step 50 for "2:50"; an argument type."""
     rank, step = word.split(":")
     return int(rank), int(step)
 
 
 class Training:
-    """One run.  ValueError if arguments, text, checkpoint and ranks do not go together."""
+    """One run, on one rank.
+
+    Raises ValueError, on all ranks, if options, text, checkpoint and ranks do not go together.
+    """
 
     def __init__(self, comm: Communicator, options: argparse.Namespace, console: Console) -> None:
         self.comm, self.options, self.console = comm, options, console
-        self.witness = Witness(comm, is_wanted=not options.no_monitor)
-        self.timeline = Timeline(comm, self.witness.phase)
-        with self.together("reading the text and the options"):
+        self.monitor = TrafficMonitor(comm, is_wanted=not options.no_monitor)
+        self.timeline = Timeline(comm, self.monitor.phase)
+        with self.raise_on_all_ranks("reading the text and the options"):
             self.text = text.load(options.text)
-            self.check()
-        self.compare()
+            self.check_options()
+        self.check_same_options()
         self.entropy = text.unigram_entropy(self.text)
         self.model = gpt(
-            layers=options.layers, hidden=options.hidden, heads=options.heads,
+            num_layers=options.layers, hidden=options.hidden, num_heads=options.heads,
             context=options.context, is_tied=options.tied,
         )  # fmt: skip
-        # In two parts: who fails in the first does not come to the groups made in the second.
-        with self.together("preparing the strategy"):
-            make = choices.maker(comm, self.model, options)
-        with self.together("preparing the strategy"):
+        # In two parts: the second makes communicators, for which no rank may be missing.
+        with self.raise_on_all_ranks("preparing the strategy"):
+            make = registry.strategy_factory(comm, self.model, options)
+        with self.raise_on_all_ranks("preparing the strategy"):
             self.strategy = make(phase=self.timeline.phase)
         self.losses: list[float] = []
         self.seconds, self.skipped_before = 0.0, 0
         self.times: list[float] = []
-        self.accounts: list[Account] = []
+        self.reports: list[RankReport] = []
 
-    def together(self, doing: str) -> AbstractContextManager[None]:
-        """ValueError on all ranks for what fails inside on one."""
-        return agreement.together(self.comm, collectives.phase, "prepare", doing, ValueError)
+    def raise_on_all_ranks(self, doing: str) -> AbstractContextManager[None]:
+        """Return a context manager that raises ValueError on all ranks if its block fails on one.
 
-    def compare(self) -> None:
-        """ModelsDiffer, which is a ValueError, unless all ranks have the same text and options."""
-        told = {name: agreement.digest(value) for name, value in vars(self.options).items()}
-        texts = {"text": agreement.digest(self.text)}
-        agreement.check_alike(self.comm, texts, told | {"length": agreement.digest(len(self.text))})
+        `doing` describes the block.
+        """
+        return agreement.raise_on_all_ranks(
+            self.comm, collectives.phase, "prepare", doing, ValueError
+        )
 
-    def check(self) -> None:
-        """ValueError for what cannot be divided, is too short or could not be written."""
+    def check_same_options(self) -> None:
+        """Raise ModelMismatch, a ValueError, unless all ranks have the same text and options."""
+        options = {name: agreement.digest(value) for name, value in vars(self.options).items()}
+        options["length"] = agreement.digest(len(self.text))
+        agreement.check_same(self.comm, {"text": agreement.digest(self.text)}, options)
+
+    def check_options(self) -> None:
+        """Raise ValueError if the batch, the text, the checkpoints or the files are impossible."""
         self.check_batch()
-        choices.check_saving(self.options)
-        self.source = self.checkpoint()
-        self.first = 0 if self.source is None else checkpoint.steps_of(self.source)
-        self.saves = self.steps_to_save()
+        registry.check_saving(self.options)
+        self.source = self.find_checkpoint()
+        self.first = 0 if self.source is None else checkpoint.num_steps_of(self.source)
+        self.steps_to_save = self.list_steps_to_save()
         self.check_files()
 
-    def steps_to_save(self) -> list[int]:
-        """After how many steps there is to be a checkpoint."""
+    def list_steps_to_save(self) -> list[int]:
+        """Return the numbers of steps after which to save a checkpoint."""
         o = self.options
         if o.save is None:
             return []
-        often = range(self.first + 1, o.steps) if o.save_every is not None else ()
-        return [*(step for step in often if step % o.save_every == 0), o.steps]
+        between = range(self.first + 1, o.steps) if o.save_every is not None else ()
+        return [*(step for step in between if step % o.save_every == 0), o.steps]
 
     def check_files(self) -> None:
-        """ValueError for what would be lost at the end: there already, or nowhere to go."""
+        """Raise ValueError if a checkpoint exists already or a file cannot be written."""
         o = self.options
         if o.save is not None:
             o.save.mkdir(parents=True, exist_ok=True)
-        for place in (checkpoint.place_of(o.save, step) for step in self.saves):
-            if place.exists():
-                raise ValueError(f"there is a checkpoint already where one is to be: {place}")
+        for path in (checkpoint.checkpoint_path(o.save, step) for step in self.steps_to_save):
+            if path.exists():
+                raise ValueError(f"cannot save a checkpoint in {path}: there is one already")
         for path in (o.trace, o.json):
             if self.comm.rank == 0 and path is not None and not can_be_written(path):
                 raise ValueError(f"{path} cannot be written")
 
     def check_batch(self) -> None:
-        """ValueError for what cannot be divided, or is too short."""
+        """Raise ValueError if the batch cannot be divided, or if the text is too short."""
         o, ranks = self.options, self.comm.size
         self.batch(0, 0, 1)
         if o.batch < ranks * o.micro_batches:
@@ -240,66 +252,71 @@ class Training:
             )
 
     def begin(self) -> None:
-        """From the initial values, or from the last checkpoint if the run is to go on."""
+        """Start from the initial values, or load the checkpoint to continue."""
         if self.source is None:
             self.strategy.start()
             return
         self.strategy.resume()
         checkpoint.load(self.strategy, self.source)
         self.skipped_before = self.strategy.num_skipped
-        self.console.print(f"from step {self.first} on")
+        self.console.print(f"continuing from step {self.first}")
 
-    def checkpoint(self) -> Path | None:
-        """What to go on from, if so asked.  ValueError if it is not there, or has nothing to do."""
+    def find_checkpoint(self) -> Path | None:
+        """Return the checkpoint to continue from, if any.
+
+        Raises ValueError if it does not exist, or if all steps are done.
+        """
         if self.options.resume is None:
             return None
         path = checkpoint.latest(self.options.resume)
         if path is None:
-            raise ValueError(f"no checkpoint in {self.options.resume}")
-        if (done := checkpoint.steps_of(path)) >= self.options.steps:
-            raise ValueError(f"{path} has done {done} steps already, of {self.options.steps}")
+            raise ValueError(f"there is no checkpoint in {self.options.resume}")
+        if (done := checkpoint.num_steps_of(path)) >= self.options.steps:
+            raise ValueError(f"{path} is after step {done}: --steps must be more")
         return path
 
     def run(self) -> TrafficTable | None:
-        """Train, recording; then bring the columns together: a table on rank 0, None elsewhere.
+        """Train; return the traffic of all ranks on rank 0, and None on others.
 
-        None if ranks have died, for what these have sent nobody knows.
+        Returns None on all ranks if some have died.
         """
         self.announce()
-        with self.witness, self.comm.record() as ledger:
+        with self.monitor, self.comm.record() as ledger:
             self.begin()
             self.all_steps()
         if self.num_dead:
             return None
         if self.options.trace is not None:
             self.timeline.write(ledger, self.options.trace)
-        rows = len(self.batch(0, *self.strategy.part)[0]) if self.strategy.part[1] else 0
-        updates = self.strategy.updates_in(self.options.steps - self.first) - self.skipped
-        account = Account.of(self.strategy, updates, rows, self.options.context)
-        self.accounts = gather(self.comm, account) or []
-        whole, observed = ledger.gather(), self.witness.gather()
+        rows = (
+            len(self.batch(0, *self.strategy.batch_part)[0]) if self.strategy.batch_part[1] else 0
+        )
+        updates = self.strategy.num_updates_in(self.options.steps - self.first) - self.skipped
+        report = RankReport.of(self.strategy, updates, rows, self.options.context)
+        self.reports = gather(self.comm, report) or []
+        whole, observed = ledger.gather(), self.monitor.gather()
         if whole is None:
             return None
-        size, reason = self.comm.size, self.witness.reason
+        size, reason = self.comm.size, self.monitor.reason
         return TrafficTable(self.traffic(), whole, observed, size=size, reason=reason)
 
     def traffic(self) -> list[PredictedCall]:
-        """What the run was to send."""
+        """Return the predicted traffic of the run."""
         o, is_resumed = self.options, self.source is not None
         calls = self.strategy.traffic(
             o.steps - self.first, batch=(o.batch, o.context), skipped=self.skipped,
             is_resumed=is_resumed,
         )  # fmt: skip
         loads = is_resumed * checkpoint.traffic(self.strategy, "load")
-        return calls + loads + len(self.saves) * checkpoint.traffic(self.strategy)
+        return calls + loads + len(self.steps_to_save) * checkpoint.traffic(self.strategy)
 
     @property
     def skipped(self) -> int:
-        """The updates of this run that an overflow prevented: what nobody can know before."""
+        """The updates of this run that an overflow prevented."""
         return self.strategy.num_skipped - self.skipped_before
 
     def announce(self) -> None:
-        """What is about to run, in one line."""
+        """Print what runs, in one line."""
         o = self.options
         self.console.print(
             f"{o.strategy}, ranks {self.comm.size}, {o.dtype}, seed {o.seed}, batch {o.batch}:"
@@ -307,15 +324,15 @@ class Training:
         )
 
     def all_steps(self) -> None:
-        """Every step, timed together, with progress on the first rank."""
+        """Make and time all steps, with progress on the first rank."""
         o = self.options
         with progress(self.console, self.options.steps) as show_done:
 
             def show(done: int, loss: float) -> None:
                 self.times.append(time.perf_counter())
-                self.console.quiet = not self.is_first  # the first one may have died
+                self.console.quiet = not self.is_first  # it changes if the first rank has died
                 show_done(done, loss)
-                if done in self.saves and done < o.steps:
+                if done in self.steps_to_save and done < o.steps:
                     self.save(done)
 
             began = time.perf_counter()
@@ -326,76 +343,75 @@ class Training:
                 self.save(o.steps)
 
     def save(self, done: int) -> None:
-        """A checkpoint after so many steps."""
+        """Save a checkpoint after `done` steps."""
         checkpoint.save(self.strategy, self.options.save, done)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all: the first of those that are alive."""
+        """Whether this rank prints: it is the first of those that are alive."""
         return self.strategy.rank == 0
 
     @property
     def num_dead(self) -> int:
-        """How many ranks have died."""
+        """The number of ranks that have died."""
         return self.comm.size - self.strategy.size
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
-        """A rank's rows of a step's batch.  ValueError if there are none."""
-        o, where = self.options, {"rank": rank, "ranks": ranks}
+        """Return a rank's rows of a step's batch.  Raise ValueError if there are none."""
+        o, part = self.options, {"rank": rank, "num_ranks": ranks}
         return text.batch(
-            self.text, seed=o.seed, step=step, size=o.batch, context=o.context, **where
+            self.text, seed=o.seed, step=step, batch_size=o.batch, context=o.context, **part
         )
 
     def report(self, table: TrafficTable | None) -> int:
-        """Everything the first rank has to say at the end; the exit status."""
-        print_curve(self.losses, self.console)
+        """Print the results, on the first rank; return the exit status."""
         self.console.print(
             f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} nats per byte,"
             f" unigram entropy {self.entropy:.4f}; {self.seconds:.2f} s,"
             f" {self.rate():.0f} tokens/s"
         )
-        self.console.print("\n".join([*self.strategy.remarks(), ""]), markup=False)
+        self.console.print("\n".join([*self.strategy.summary_lines(), ""]), markup=False)
         status = self.report_bytes(table)
         self.write_json(table)
         return status
 
     def report_bytes(self, table: TrafficTable | None) -> int:
-        """Memory and traffic; the exit status."""
+        """Print memory and traffic; return the exit status."""
         if table is None:
             self.console.print(
                 f"{self.num_dead} of {self.comm.size} ranks died; the others ended with the same"
-                " parameters, to the last bit.  What the dead have sent nobody knows: no traffic."
+                " parameters, bitwise.  No traffic: the records of dead ranks are lost."
             )
             return 0
-        print_accounts([account.kept | account.moved for account in self.accounts], self.console)
+        print_rank_reports([report.memory | report.moved for report in self.reports], self.console)
         print_traffic(table, self.console)
-        return self.verdict(table)
+        return self.compare(table)
 
-    def verdict(self, table: TrafficTable) -> int:
-        """Say what was compared, or what differs; the exit status."""
+    def compare(self, table: TrafficTable) -> int:
+        """Print what was compared, or what differs; return the exit status."""
         try:
             self.console.print(table.check())
         except TrafficMismatch as mismatch:
             self.console.print(f"TrafficMismatch: {mismatch}", markup=False)
             return 1
-        if wrong := differences(self.accounts):
+        if wrong := differences(self.reports):
             self.console.print("these differ: " + "; ".join(wrong), markup=False)
             return 1
         self.console.print("memory: formula = counted, to the byte; parameters: equal, to the bit")
         return 0
 
     def rate(self) -> float:
-        """Tokens per second, all ranks together."""
+        """Return the tokens per second of all ranks together."""
         steps = self.options.steps - self.first
         return float(self.options.batch * self.options.context * steps / self.seconds)
 
     def seconds_per_step(self) -> float:
-        """The median time from the end of a step to that of the next."""
+        """Return the median time between the ends of consecutive steps."""
         gaps = [end - start for start, end in pairwise(self.times)]
         return median(gaps or [self.seconds])
 
     def write_json(self, table: TrafficTable | None) -> None:
-        """Arguments, losses, speed, memory and traffic to the file named by --json, if one was."""
+        """Write options, losses, speed, memory and traffic to the file of --json, if given."""
         if self.options.json is None:
             return
         paths = {k: str(v) for k, v in vars(self.options).items() if isinstance(v, Path)}
@@ -405,8 +421,8 @@ class Training:
             "parameters": self.model.num_parameters, "unigram_entropy": self.entropy,
             "seconds": self.seconds, "seconds_per_step": self.seconds_per_step(),
             "tokens_per_second": self.rate(),
-            "ranks_kept": [account.kept for account in self.accounts],
-            "ranks_moved": [account.moved for account in self.accounts],
+            "ranks_kept": [report.memory for report in self.reports],
+            "ranks_moved": [report.moved for report in self.reports],
             "traffic": None if table is None else table.as_dict(),
         }  # fmt: skip
         self.options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,32 +1,33 @@
-"""ZeRO: ranks divide what data parallelism keeps on every one of them.
+"""ZeRO: ranks divide the memory that data parallelism keeps on each of them.
 
-Rajbhandari et al. 2020.  Each of p ranks owns one p-th of every unit of the model, updates it, and
-sends it where it is needed.  Psi is the number of parameters.  The tables are of S steps of k
-micro-batches, of which no update was skipped: bytes a call by all ranks together (ring), beside
+Rajbhandari et al. 2020.  Each of p ranks owns one p-th of every unit of the model, its shard; it
+updates the shard and sends it where it is needed.  Psi is the number of the model's parameters.
+The tables are for S steps of k micro-batches of which no update was skipped.  They give the bytes
+that all ranks together send in a call, by ring, in addition to
 what all strategies send (`Strategy`).
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Unpack
 
 import collectives
 from collectives import Communicator, Work
 from parallel import shards
-from parallel.nn import Array
-from parallel.strategy import SMALL, Run, Strategy
+from parallel.nn import Array, Model
+from parallel.strategy import SCALAR_ALGORITHM, Recipe, RunSize, Strategy, StrategyOptions
 from parallel.traffic import PredictedCall
 
 
-class Arrival(Protocol):
-    """Parameters on their way."""
+class PendingGather(Protocol):
+    """An all-gather of parameters that has been started."""
 
     def wait(self) -> Any:
-        """Return when they are there."""
+        """Return when the parameters are complete."""
 
 
 class Zero1(Strategy):
-    """Optimizer states are divided: stage 1.
+    """ZeRO stage 1: each rank keeps its shard of the optimizer states.
 
     | phase        | collective     | calls | bytes a call                              |
     |--------------|----------------|-------|-------------------------------------------|
@@ -34,32 +35,45 @@ class Zero1(Strategy):
     | update/unit  | all_gather     | S     | (p-1) n(unit)                             |
     | norm         | all_reduce     | S     | 8 p log2 p, with clipping, and in float16 |
 
-    A rank sends 2 Psi (p-1)/p elements a step, whatever the number of micro-batches.
+    A rank sends 2 Psi (p-1)/p elements in a step, for any number of micro-batches.
+
+    The parameters, errors and attributes are those of `Strategy`; `comm` must be a communicator.
+    Initial values must be the same on all ranks.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> from parallel import Recipe, Zero1, gpt
+    >>> make = lambda comm: Zero1(comm, gpt(num_layers=1), Recipe("float16", micro_batches=2))
+    >>> collectives.run(lambda comm: make(comm).memory.peak["optimizer"], size=2)
+    [3750912, 3750912]
     """
 
     comm: Communicator
-    divided: ClassVar[frozenset[str]] = frozenset({"optimizer", "master"})
-    large = "reduce_scatter", "all_gather"
+    sharded: ClassVar[frozenset[str]] = frozenset({"optimizer", "master"})
+    algorithm_collectives = "reduce_scatter", "all_gather"
 
     @property
     def shard_comm(self) -> Communicator:
-        """The ranks that divide the model."""
+        """The communicator of the ranks that divide the model."""
         return self.comm
 
     def counts(self, unit: str) -> tuple[int, ...]:
-        """The elements of a unit that each rank owns."""
-        return shards.counts(self.model.sizes[unit], self.shard_comm.size)
+        """Return the number of elements of each rank's shard of a unit."""
+        return shards.counts(self.model.unit_sizes[unit], self.shard_comm.size)
 
     @property
-    def groups(self) -> dict[str, int]:
-        return {"ranks": self.shard_comm.size, "groups": self.size // self.shard_comm.size}
+    def call_groups(self) -> dict[str, int]:
+        num_ranks = self.shard_comm.size
+        return {"num_ranks": num_ranks, "num_groups": self.size // num_ranks}
 
     @property
-    def replicas(self) -> tuple[int, int]:
+    def replica_group(self) -> tuple[int, int]:
         return 0, 1
 
-    def own(self, unit: str) -> slice:
-        return shards.span(self.model.sizes[unit], self.shard_comm.size, self.shard_comm.rank)
+    def shard_slice(self, unit: str) -> slice:
+        comm = self.shard_comm
+        return shards.span(self.model.unit_sizes[unit], comm.size, comm.rank)
 
     def before_update(self) -> None:
         with self.phase("reduce"):
@@ -68,119 +82,138 @@ class Zero1(Strategy):
 
     def after_update(self) -> None:
         with self.phase("update"):
-            for unit, whole in self.parameters.items():
-                self.all_gather(unit, whole).wait()
+            for unit, full in self.parameters.items():
+                self.all_gather(unit, full).wait()
 
-    def reduce_scatter(self, unit: str, whole: Array) -> Array:
-        """The own part of the sum of all ranks' gradients, in its place in `whole`."""
-        own = whole[self.own(unit)]
+    def reduce_scatter(self, unit: str, full: Array) -> Array:
+        """Replace this rank's shard of a unit's gradient by its sum over ranks; return the shard.
+
+        `full` is the gradient of the whole unit, of which the shard is a view.
+        """
+        shard = full[self.shard_slice(unit)]
         with collectives.phase(unit):
             self.shard_comm.reduce_scatter(
-                whole, op="sum", out=own, counts=self.counts(unit), algorithm=self.algorithm
+                full, op="sum", out=shard, counts=self.counts(unit), algorithm=self.algorithm
             )
-        return own
+        return shard
 
-    def all_gather(self, unit: str, whole: Array) -> Work[Any]:
-        """Begin to fill `whole`, in which the own part is at its place."""
+    def all_gather(self, unit: str, full: Array) -> Work[Any]:
+        """Start to fill `full`, the whole unit, which contains this rank's shard already."""
         with collectives.phase(unit):
             work: Work[Any] = self.shard_comm.all_gather(
-                whole[self.own(unit)], out=whole, counts=self.counts(unit),
+                full[self.shard_slice(unit)], out=full, counts=self.counts(unit),
                 algorithm=self.algorithm, async_op=True,
             )  # fmt: skip
         return work
 
     def sum_of_squares(self) -> float:
-        """Summed over the ranks, each of which has a part of the gradient."""
+        """Add up the sums of the shards."""
         mine = super().sum_of_squares()
         if not self.needs_norm:
             return mine
-        return float(self.sum_small("norm", [mine], self.shard_comm)[0])
+        return self.all_reduce_scalars("norm", [mine], self.shard_comm)[0]
 
-    def traffic_of_loss(self, steps: int) -> list[PredictedCall]:
-        """And of the norm, whose being infinite is what tells of an overflow: 8 bytes."""
-        norm = PredictedCall("norm", "all_reduce", SMALL, 8, steps, **self.groups)
-        return super().traffic_of_loss(steps) + [norm] * self.needs_norm
+    def loss_traffic(self, steps: int) -> list[PredictedCall]:
+        """Return what the loss sends, and the norm (8 bytes), which also shows an overflow."""
+        norm = PredictedCall("norm", "all_reduce", SCALAR_ALGORITHM, 8, steps, **self.call_groups)
+        return super().loss_traffic(steps) + [norm] * self.needs_norm
 
-    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
+    def step_traffic(self, run: RunSize) -> list[PredictedCall]:
         return [
-            *self.each_unit("reduce", "reduce_scatter", run.steps),
-            *self.each_unit("update", "all_gather", run.updates),
+            *self.calls_per_unit("reduce", "reduce_scatter", run.num_steps),
+            *self.calls_per_unit("update", "all_gather", run.num_updates),
         ]
 
 
 class Zero2(Zero1):
-    """Gradients are divided too: stage 2.  A whole one lives while its layer's backward runs.
+    """ZeRO stage 2: each rank keeps its shard of the optimizer states and gradients.
 
     | phase         | collective     | calls | bytes a call  |
     |---------------|----------------|-------|---------------|
     | backward/unit | reduce_scatter | k S   | (p-1) n(unit) |
     | update/unit   | all_gather     | S     | (p-1) n(unit) |
 
-    and the norm.  A rank sends (k + 1) Psi (p-1)/p elements a step.  Backward goes on when a unit's
-    gradient has been reduced, so that never more than one layer's is whole.
+    and the norm.  A rank sends (k + 1) Psi (p-1)/p elements in a step.  A gradient of a whole unit
+    exists while the backward pass of its layer runs; backward continues when it has been reduced.
+
+    The parameters, errors and attributes are those of `Zero1`.
     """
 
-    divided: ClassVar[frozenset[str]] = Zero1.divided | {"gradients"}
+    sharded: ClassVar[frozenset[str]] = Zero1.sharded | {"gradients"}
 
     def _allocate(self) -> None:
-        sizes = self.model.sizes
-        self.parameters = {unit: self.initial(unit, slice(0, n)) for unit, n in sizes.items()}
-        self.own_parameters = {unit: x[self.own(unit)] for unit, x in self.parameters.items()}
-        self.whole = self.parameters
-        self.whole_gradients: dict[str, Array] = {}
+        sizes = self.model.unit_sizes
+        self.parameters = {
+            unit: self.initial_values(unit, slice(0, n)) for unit, n in sizes.items()
+        }
+        self.parameter_shards = {u: x[self.shard_slice(u)] for u, x in self.parameters.items()}
+        self.full_parameters = self.parameters
+        self.full_gradients: dict[str, Array] = {}
         self._allocate_gradients()
 
     def _allocate_gradients(self) -> None:
-        """Of the own part alone."""
-        sizes = {unit: shards.length(self.own(unit)) for unit in self.model.units}
-        self.gradients = {unit: self.new("gradients", n) for unit, n in sizes.items()}
-        self.own_gradients = self.gradients
+        """Make the shards of the gradients."""
+        sizes = {unit: shards.length(self.shard_slice(unit)) for unit in self.model.units}
+        self.gradients = {unit: self.new_buffer("gradients", n) for unit, n in sizes.items()}
+        self.gradient_shards = self.gradients
 
-    def bind_all(self) -> None:
-        """Each is bound while it runs."""
+    def bind_layers(self) -> None:
+        """Do nothing: each layer is bound while it runs."""
 
     def before_forward(self, layer: str) -> None:
-        self.model.bind(layer, self.whole)
+        self.model.bind(layer, self.full_parameters)
 
     def after_forward(self, layer: str) -> None:
         self.model.unbind(layer)
 
     def before_backward(self, layer: str) -> None:
-        for unit in self.model.uses(layer):
-            if unit not in self.whole_gradients:
-                self.whole_gradients[unit] = self.new("buffers", self.model.sizes[unit])
-        self.model.bind(layer, self.whole, self.whole_gradients)
+        for unit in self.model.units_of(layer):
+            if unit not in self.full_gradients:
+                self.full_gradients[unit] = self.new_buffer("buffers", self.model.unit_sizes[unit])
+        self.model.bind(layer, self.full_parameters, self.full_gradients)
 
-    def reduce(self, unit: str) -> None:
-        self.gradients[unit] += self.reduce_scatter(unit, self.whole_gradients.pop(unit))
+    def gradient_ready(self, unit: str) -> None:
+        self.gradients[unit] += self.reduce_scatter(unit, self.full_gradients.pop(unit))
 
     def after_backward(self, layer: str) -> None:
         self.model.unbind(layer)
 
     def before_update(self) -> None:
-        """The gradients have been reduced as they came."""
+        """Do nothing: the gradients were reduced during backward."""
 
-    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
+    def step_traffic(self, run: RunSize) -> list[PredictedCall]:
+        num_backwards = self.recipe.micro_batches * run.num_steps
         return [
-            *self.each_unit("backward", "reduce_scatter", self.recipe.micro_batches * run.steps),
-            *self.each_unit("update", "all_gather", run.updates),
+            *self.calls_per_unit("backward", "reduce_scatter", num_backwards),
+            *self.calls_per_unit("update", "all_gather", run.num_updates),
         ]
 
     def open_gradients(self, layer: str) -> list[str]:
-        """The units whose whole gradients are alive while a layer's backward runs."""
+        """Return the units whose full gradients exist while a layer's backward runs."""
         layers = list(self.model.layers)
         later = layers[layers.index(layer) :]
-        since = {unit for name in later for unit in self.model.uses(name)}
-        return [unit for unit in self.model.used_until(layer) if unit in since]
+        begun = {unit for name in later for unit in self.model.units_of(name)}
+        return [unit for unit in self.model.units_until(layer) if unit in begun]
 
     def buffer_bytes(self) -> int:
-        """The whole gradient of the layer that runs."""
-        open_bytes = (sum(map(self.nbytes, self.open_gradients(x))) for x in self.model.layers)
+        """Return the bytes of the full gradients of the largest layer."""
+        open_bytes = (
+            sum(map(self.unit_nbytes, self.open_gradients(layer))) for layer in self.model.layers
+        )
         return max(open_bytes)
 
 
+class Zero3Options(StrategyOptions, total=False):
+    """The keyword arguments of `Zero3`."""
+
+    keep_after_forward: bool
+
+
 class Zero3(Zero2):
-    """Parameters are divided too: stage 3.  A layer's are gathered before it runs, and then freed.
+    """ZeRO stage 3: each rank keeps its shard of optimizer states, gradients and parameters.
+
+    A layer's parameters are gathered before it runs and freed after it has run.  While a layer
+    runs, those of the next one are gathered.
 
     | phase         | collective     | calls | bytes a call  |
     |---------------|----------------|-------|---------------|
@@ -188,95 +221,117 @@ class Zero3(Zero2):
     | backward/unit | all_gather     | k S   | (p-1) n(unit) |
     | backward/unit | reduce_scatter | k S   | (p-1) n(unit) |
 
-    and the norm.  A rank sends 3 k Psi (p-1)/p elements a step; 2 k with `keep_after_forward`,
-    which frees after backward only.  While a layer runs the next one's parameters are on their way.
+    and the norm.  A rank sends 3 k Psi (p-1)/p elements in a step, or 2 k Psi (p-1)/p with
+    `keep_after_forward`.
+
+    Parameters
+    ----------
+    comm, model, recipe, algorithm, phase
+        As in `Zero1`.
+    keep_after_forward : bool
+        Free parameters after backward only: this sends less and keeps more.
     """
 
-    divided: ClassVar[frozenset[str]] = Zero2.divided | {"parameters"}
+    sharded: ClassVar[frozenset[str]] = Zero2.sharded | {"parameters"}
 
-    def __init__(self, *args: Any, keep_after_forward: bool = False, **more: Any) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        model: Model,
+        recipe: Recipe | None = None,
+        *,
+        keep_after_forward: bool = False,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
         self.keep_after_forward = keep_after_forward
-        super().__init__(*args, **more)
+        super().__init__(comm, model, recipe, **options)
 
     def _allocate(self) -> None:
-        self.whole, self.whole_gradients = {}, {}
-        self._works: dict[str, Arrival] = {}
-        self.parameters = {unit: self.initial(unit, self.own(unit)) for unit in self.model.units}
-        self.own_parameters = self.parameters
+        self.full_parameters, self.full_gradients = {}, {}
+        self._pending: dict[str, PendingGather] = {}
+        self.parameters = {
+            unit: self.initial_values(unit, self.shard_slice(unit)) for unit in self.model.units
+        }
+        self.parameter_shards = self.parameters
         self._allocate_gradients()
 
     def before_forward(self, layer: str) -> None:
-        self._gather(layer, self.model.after(layer))
+        self._gather(layer, self.model.next_layer(layer))
         super().before_forward(layer)
 
     def after_forward(self, layer: str) -> None:
         super().after_forward(layer)
         if not self.keep_after_forward:
-            self._release(layer, self.model.after(layer))
+            self._free(layer, self.model.next_layer(layer))
 
     def before_backward(self, layer: str) -> None:
-        self._gather(layer, self.model.before(layer))
+        self._gather(layer, self.model.previous_layer(layer))
         super().before_backward(layer)
 
     def after_backward(self, layer: str) -> None:
         super().after_backward(layer)
         if self.keep_after_forward:
-            for unit in self.model.completes(layer):  # an earlier layer may need the others
-                del self.whole[unit]
+            for unit in self.model.completed_units(layer):  # an earlier layer may need the others
+                del self.full_parameters[unit]
         else:
-            self._release(layer, self.model.before(layer))
+            self._free(layer, self.model.previous_layer(layer))
 
     def _gather(self, layer: str, following: str | None) -> None:
-        """Wait for a layer's parameters; those of the following one are on their way by then."""
-        for unit in (*self.model.uses(layer), *self.model.uses(following)):
-            if unit not in self.whole:
-                self.whole[unit] = self.new("buffers", self.model.sizes[unit])
-                self._works[unit] = self.gather_into(unit, self.whole[unit])
-        for unit in self.model.uses(layer):
-            if unit in self._works:
-                self._works.pop(unit).wait()
+        """Wait for a layer's parameters, and start to gather those of the following layer."""
+        for unit in (*self.model.units_of(layer), *self.model.units_of(following)):
+            if unit not in self.full_parameters:
+                full = self.new_buffer("buffers", self.model.unit_sizes[unit])
+                self.full_parameters[unit] = full
+                self._pending[unit] = self.start_gather(unit, full)
+        for unit in self.model.units_of(layer):
+            if unit in self._pending:
+                self._pending.pop(unit).wait()
 
-    def gather_into(self, unit: str, whole: Array) -> Arrival:
-        """Begin to gather a unit's parameters."""
-        whole[self.own(unit)] = self.parameters[unit]
-        return self.all_gather(unit, whole)
+    def start_gather(self, unit: str, full: Array) -> PendingGather:
+        """Start to gather a unit's parameters into `full`."""
+        full[self.shard_slice(unit)] = self.parameters[unit]
+        return self.all_gather(unit, full)
 
-    def _release(self, layer: str, following: str | None) -> None:
-        """Free a layer's parameters, unless the following one needs them."""
-        for unit in self.model.uses(layer):
-            if unit not in self.model.uses(following):
-                del self.whole[unit]
+    def _free(self, layer: str, following: str | None) -> None:
+        """Free a layer's parameters, except those that the following layer needs."""
+        for unit in self.model.units_of(layer):
+            if unit not in self.model.units_of(following):
+                del self.full_parameters[unit]
 
     def after_update(self) -> None:
-        """Nobody needs the new parameters before the next forward."""
+        """Do nothing: the next forward pass gathers the new parameters."""
 
-    def traffic_of_steps(self, run: Run) -> list[PredictedCall]:
-        """A unit that several layers use is gathered anew for each, unless they are neighbours."""
-        calls, gathers = self.recipe.micro_batches * run.steps, self.model.times_gathered()
+    def step_traffic(self, run: RunSize) -> list[PredictedCall]:
+        """Return what the steps send.
+
+        A unit that several layers use is gathered for each, unless they are adjacent.
+        """
+        passes, gathers = self.recipe.micro_batches * run.num_steps, self.model.num_gathers()
         forward = dict.fromkeys(gathers, 1) if self.keep_after_forward else gathers
         backward = {} if self.keep_after_forward else gathers
         return [
-            *self.each_unit("forward", "all_gather", calls, forward),
-            *self.each_unit("backward", "all_gather", calls, backward),
-            *self.each_unit("backward", "reduce_scatter", calls),
+            *self.calls_per_unit("forward", "all_gather", passes, forward),
+            *self.calls_per_unit("backward", "all_gather", passes, backward),
+            *self.calls_per_unit("backward", "reduce_scatter", passes),
         ]
 
     def options(self) -> dict[str, Any]:
         return super().options() | {"keep_after_forward": self.keep_after_forward}
 
     def buffer_bytes(self) -> int:
-        """Two layers' parameters, or all so far, and the gradient of the one in backward."""
+        """Return the bytes of two layers' parameters (or all so far) and one layer's gradients."""
         layers, most = list(self.model.layers), 0
         for i, layer in enumerate(layers):
             kept = layers[: i + 1] if self.keep_after_forward else [layer]
-            gradients = sum(map(self.nbytes, self.open_gradients(layer)))
+            gradients = sum(map(self.unit_nbytes, self.open_gradients(layer)))
             most = max(
                 most,
-                self._bytes_of([*kept, self.model.after(layer)]),
-                self._bytes_of([*kept, self.model.before(layer)]) + gradients,
+                self._bytes_of([*kept, self.model.next_layer(layer)]),
+                self._bytes_of([*kept, self.model.previous_layer(layer)]) + gradients,
             )
         return most
 
     def _bytes_of(self, layers: list[str | None]) -> int:
-        """Of the units that these layers use, each once."""
-        return sum(map(self.nbytes, {unit for name in layers for unit in self.model.uses(name)}))
+        """Return the bytes of the units that these layers use, each counted once."""
+        units = {unit for name in layers for unit in self.model.units_of(name)}
+        return sum(map(self.unit_nbytes, units))

@@ -2,9 +2,9 @@
 
     python -m parallel.memory --params 7.5e9 --ranks 64
 
-Parameters, gradients and optimizer states, in GB (10^9 bytes), by the formulas of `states` and
-`offloaded`: of rank 0, which has no less than any other.  Activations and whole units that come and
-go depend on the model, and are not in the table.
+Parameters, gradients, master copies and optimizer states in GB (10^9 bytes), by the formulas of
+`parallel.memory`, for rank 0, which keeps no less than any other.  Activations and gathered units
+depend on the model and are not in the table.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import sys
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 
-from parallel.data import DataParallel
-from parallel.memory import offloaded, share, states
-from parallel.offload import TO_DEVICE, TO_HOST, moved_by_update
+from parallel.console import console_of, print_table, table_with
+from parallel.data_parallel import DataParallel
+from parallel.memory import offloaded_bytes, shard_size, state_bytes
+from parallel.offload import TO_DEVICE, TO_HOST, bytes_moved_by_update
 from parallel.optim import SGD, Adam, Optimizer
 from parallel.precision import DTYPES, dtype_of
 from parallel.strategy import Strategy
@@ -33,48 +34,46 @@ MOVED = (TO_HOST, TO_DEVICE)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table that the command line asks for."""
+    """Print the table that the command line asks for; return the exit status."""
     options = parser().parse_args(arguments)
-    from parallel.show import console_of, print_table, table_with  # noqa: PLC0415 - needs rich
-
     console = console_of(0)
     console.print(
         f"GB per rank of {options.ranks}: {options.params} parameters in {options.dtype},"
         f" {options.optimizer}"
     )
-    table = table_with("strategy", numbers=[*KEPT, "in all", "on host", *MOVED])
+    table = table_with("strategy", numbers=[*KEPT, "total", "on host", *MOVED])
     for name, numbers in rows(options):
         table.add_row(name, *map(gigabytes, numbers))
     print_table(table, console)
-    console.print("offload: updates in host memory; to and from there goes so much in each")
+    console.print("offload: updates are made in host memory; to host, to device: by each update")
     return 0
 
 
 def rows(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
-    """Name and bytes by column: of each strategy, then with updates made in host memory."""
+    """Yield name and bytes by column for each strategy, then for each with offloaded updates."""
     for is_offloaded in (False, True):
         for name, strategy in STRATEGIES.items():
-            yield name + ", offload" * is_offloaded, row(options, strategy.divided, is_offloaded)
+            yield name + ", offload" * is_offloaded, row(options, strategy.sharded, is_offloaded)
 
 
-def row(options: argparse.Namespace, divided: frozenset[str], is_offloaded: bool) -> list[int]:
-    """What a rank keeps: by category, in all, and on the host; and what an update moves."""
+def row(options: argparse.Namespace, sharded: frozenset[str], is_offloaded: bool) -> list[int]:
+    """Return the bytes kept by category, in total and on the host, and moved by an update."""
     dtype, num_states = dtype_of(options.dtype), len(OPTIMIZERS[options.optimizer].STATES)
-    part = share([options.params], options.ranks, 0)
-    kept = states(
+    part = shard_size([options.params], options.ranks, 0)
+    kept = state_bytes(
         options.params, part, dtype,
-        divided=divided, num_states=num_states, is_offloaded=is_offloaded,
+        sharded=sharded, num_states=num_states, is_offloaded=is_offloaded,
     )  # fmt: skip
-    updated = part if "optimizer" in divided else options.params
-    there = offloaded(updated, dtype, num_states=num_states)
-    moved = moved_by_update(updated, dtype, num_states)
-    elsewhere = [sum(there.values()), *(moved[column] for column in MOVED)]
+    updated = part if "optimizer" in sharded else options.params
+    on_host = offloaded_bytes(updated, dtype, num_states=num_states)
+    moved = bytes_moved_by_update(updated, dtype, num_states)
+    if_offloaded = [sum(on_host.values()), *(moved[column] for column in MOVED)]
     by_category = [kept[category] for category in KEPT]
-    return [*by_category, sum(by_category), *(n * is_offloaded for n in elsewhere)]
+    return [*by_category, sum(by_category), *(n * is_offloaded for n in if_offloaded)]
 
 
 def gigabytes(nbytes: int) -> str:
-    """In units of 10^9 bytes, with three significant digits."""
+    """Return a number of bytes in units of 10^9, with three significant digits."""
     if nbytes == 0:
         return "0"
     digits = 2 - math.floor(math.log10(nbytes / 1e9))
@@ -82,19 +81,19 @@ def gigabytes(nbytes: int) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parse = argparse.ArgumentParser("python -m parallel.memory", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parse.add_argument
-    add("--params", type=whole_number, required=True, help="of the model, such as 7.5e9")
-    add("--ranks", type=whole_number, default=1, help="default: %(default)s")
-    add("--dtype", choices=DTYPES, default="float16", help="of the model, default: %(default)s")
+    add("--params", type=whole_number, required=True, help="number of parameters, such as 7.5e9")
+    add("--ranks", type=whole_number, default=1, help="number of ranks; default: %(default)s")
+    add("--dtype", choices=DTYPES, default="float16", help="of the model; default: %(default)s")
     add("--optimizer", choices=OPTIMIZERS, default="adam", help="default: %(default)s")
     return parse
 
 
 def whole_number(word: str) -> int:
-    """An argument's type: "64", or "7.5e9"; exactly, and from 1 on."""
+    """Return 64 for "64" and 7500000000 for "7.5e9"; an argument type.  At least 1, and exact."""
     try:
         value = Decimal(word)
     except InvalidOperation:

@@ -14,8 +14,8 @@ import collectives
 from bench.gpu import no_mpi
 from collectives import Communicator
 from parallel import DataParallel, Zero1, Zero2, Zero3
-from parallel.offload import TO_DEVICE, TO_HOST, Device, Disk, Host
-from tests.parallel.test_offload import Make, accounts, serial, trained
+from parallel.offload import TO_DEVICE, TO_HOST, DiskOffload, HostOffload, NoOffload
+from tests.parallel.test_offload import Make, check_predictions, serial, trained
 
 pytestmark = pytest.mark.gpu
 CLOSE = {"float64": 1e-9, "float32": 1e-5, "float16": 1e-3}
@@ -41,13 +41,13 @@ def test_losses_are_those_of_the_host_wherever_updates_are_made(
 
     def check(comm: Communicator) -> None:
         _, wanted = trained(make, comm, dtype=dtype)
-        places: list[Any] = [Device, Host, partial(Disk, tmp_path)]
-        for place in places:
-            strategy, losses = trained(make, comm, dtype=dtype, xp=on_gpu, place=place)
+        offloads: list[Any] = [NoOffload, HostOffload, partial(DiskOffload, tmp_path)]
+        for offload in offloads:
+            strategy, losses = trained(make, comm, dtype=dtype, xp=on_gpu, offload=offload)
             np.testing.assert_allclose(losses, wanted, rtol=CLOSE[dtype])
-            accounts(strategy)
-            crossed = strategy.place.moved[TO_HOST], strategy.place.moved[TO_DEVICE]
-            assert all(crossed) is (place is not Device)
+            check_predictions(strategy)
+            crossed = strategy.offload.moved[TO_HOST], strategy.offload.moved[TO_DEVICE]
+            assert all(crossed) is (offload is not NoOffload)
             assert all(hasattr(x, "get") for x in strategy.parameters.values())
 
     collectives.run(check, size=size)

@@ -15,8 +15,8 @@ import numpy as np
 import collectives
 from collectives import Communicator, PeerFailed
 from parallel import text
-from parallel.data import DataParallel
-from parallel.elastic import Elastic, ReplicasDiffer, digest
+from parallel.data_parallel import DataParallel
+from parallel.elastic import Elastic, ReplicaMismatch, digest
 from parallel.gpt import gpt
 from parallel.nn import Model
 from parallel.strategy import Recipe
@@ -36,8 +36,8 @@ class Killed(Elastic):
         self.delays: list[float] = []
         self.failed: list[list[int]] = []
 
-    def reduce(self, unit: str) -> None:
-        super().reduce(unit)
+    def gradient_ready(self, unit: str) -> None:
+        super().gradient_ready(unit)
         if unit == "block1" and DEATHS.get(self.me) == self.num_steps:
             (FOLDER / f"died-{len(self.delays)}").write_text(repr(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -53,11 +53,13 @@ class Killed(Elastic):
 
 
 def batch(step: int, rank: int, ranks: int) -> Any:
-    return text.batch(DATA, seed=0, step=step, size=BATCH, context=CONTEXT, rank=rank, ranks=ranks)
+    return text.batch(
+        DATA, seed=0, step=step, batch_size=BATCH, context=CONTEXT, rank=rank, num_ranks=ranks
+    )
 
 
 def model() -> Model:
-    return gpt(layers=2, hidden=32, context=CONTEXT)
+    return gpt(num_layers=2, hidden=32, context=CONTEXT)
 
 
 def killed(comm: Communicator) -> None:
@@ -81,7 +83,7 @@ def alter(strategy: Elastic) -> str:
         first[0] = np.nextafter(first[0], np.inf)
     try:
         strategy.check()
-    except ReplicasDiffer as differ:
+    except ReplicaMismatch as differ:
         return str(differ)
     return ""
 
@@ -96,7 +98,7 @@ def left(comm: Communicator) -> None:
             if rest is None:
                 return
             strategy.comm = rest
-        losses.append(strategy.step(*batch(step, *strategy.part), BATCH * CONTEXT))
+        losses.append(strategy.step(*batch(step, *strategy.batch_part), BATCH * CONTEXT))
     write(comm.rank, losses=losses, digest=digest(strategy.optimizer).hex())
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import collectives
 from collectives import Communicator
-from parallel.account import differences
+from parallel.rank_report import differences
 from parallel.strategy import Strategy
 from parallel.traffic import TrafficMismatch, TrafficTable
 from parallel.train import Training, parser
@@ -31,9 +31,9 @@ SMALL = (
 EXACT = (
     "server-sync", "ddp", "ddp --bucket-bytes 1", "ddp --dtype float16", "zero1", "zero2",
     "zero2 --dtype float16 --clip 1", "zero3", "zero3 --keep-after-forward --tied", "hsdp",
-    "hsdp --group 1",
+    "hsdp --group-size 1",
 )  # fmt: skip
-ROUNDED = ("server-async --bound 0", "ddp --hook int8", "ddp --hook powersgd:2", "zeropp")
+ROUNDED = ("server-async --staleness-bound 0", "ddp --hook int8", "ddp --hook powersgd:2", "zeropp")
 Leak = Callable[[Communicator], None]
 CLOSE = {"float64": 1e-12, "float16": 1e-5}  # of the losses, relative
 
@@ -54,7 +54,7 @@ def serial_losses(like: Training) -> list[float]:
 def verdict(run: Training, table: TrafficTable, *, is_exact: bool) -> str:
     """On rank 0: what was compared.  Exits if anything differs."""
     sentence = table.check()
-    if wrong := differences(run.accounts):
+    if wrong := differences(run.reports):
         sys.exit(f"{run.options.strategy}: {'; '.join(wrong)}")
     if is_exact:
         close = CLOSE[run.options.dtype]

@@ -71,7 +71,7 @@ def test_a_run_goes_on_with_its_traffic_watched(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert "predicted = recorded" + " = observed" * is_open_mpi in done.stdout
-    assert "from step 2 on" in done.stdout
+    assert "continuing from step 2" in done.stdout
 
 
 def test_what_fails_on_one_rank_ends_a_bare_job(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from bench.jobs import environment
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
 from collectives.launch.mpirun import find_mpirun
-from parallel.choices import STRATEGIES
+from parallel.registry import STRATEGIES
 from tests.launch.strategies_program import EXACT, ROUNDED
 
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
 EQUAL = (
     "predicted = recorded = observed by MPI, to the byte"
     if IS_OPEN_MPI
-    else "predicted = recorded, to the byte; two columns compared, for MPI was not observed"
+    else "predicted = recorded, to the byte (two columns compared: MPI was not observed)"
 )
 DIFFERENT = "predicted, recorded and observed differ:"
 UNPREDICTED = (

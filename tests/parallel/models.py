@@ -39,7 +39,7 @@ class Bound(NamedTuple):
 def bound(model: Model, dtype: str = "float64", seed: int = 7) -> Bound:
     """With random values everywhere: in the biases too, which begin at zero."""
     rng, values = np.random.default_rng(seed), {}
-    for unit, size in model.sizes.items():
+    for unit, size in model.unit_sizes.items():
         drawn = model.draw(unit, seed) + 0.3 * rng.standard_normal(size)
         values[unit] = drawn.astype(dtype_of(dtype))
     gradients = {unit: np.zeros_like(x) for unit, x in values.items()}

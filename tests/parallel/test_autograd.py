@@ -1,4 +1,4 @@
-"""The GPT and the optimisers against PyTorch's: the same model out of its functions, in float64.
+"""The GPT and the optimizers against PyTorch's: the same model out of its functions, in float64.
 
 Collected where torch is installed (`conftest.py`).
 """
@@ -23,8 +23,8 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 
 CLOSE = 1e-12  # relatively to the largest number
 SIZES = [
-    {"layers": 2, "hidden": 12, "heads": 3, "context": 7},
-    {"layers": 1, "hidden": 8, "heads": 1, "context": 4},
+    {"num_layers": 2, "hidden": 12, "num_heads": 3, "context": 7},
+    {"num_layers": 1, "hidden": 8, "num_heads": 1, "context": 4},
 ]
 each_tie = pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 
@@ -102,11 +102,11 @@ def check(made: Bound, inputs: Values, targets: Values, heads: int) -> None:
 @pytest.mark.parametrize("shorter", [0, 2])
 def test_loss_and_all_gradients(sizes: dict[str, int], is_tied: bool, shorter: int) -> None:
     made = bound(gpt(**sizes, is_tied=is_tied))
-    check(made, *tokens(5, sizes["context"] - shorter), sizes["heads"])
+    check(made, *tokens(5, sizes["context"] - shorter), sizes["num_heads"])
 
 
 @pytest.mark.parametrize("change", [
-    {"epsilon": 2e-5}, {"cubic": 0.0447}, {"heads": 1},
+    {"epsilon": 2e-5}, {"cubic": 0.0447}, {"num_heads": 1},
 ])  # fmt: skip
 def test_a_slightly_other_model_is_noticed(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -116,7 +116,7 @@ def test_a_slightly_other_model_is_noticed(
     monkeypatch.setattr("parallel.nn.Gelu.CUBIC", change.get("cubic", 0.044715))
     made = bound(gpt(**SIZES[0]))
     with pytest.raises(AssertionError):
-        check(made, *tokens(5, 7), change.get("heads", 3))
+        check(made, *tokens(5, 7), change.get("num_heads", 3))
 
 
 # Training
@@ -131,7 +131,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., torch.optim.Optimi
         lambda x: torch.optim.SGD(x, lr=0.1, momentum=0.9),
     ),
     "adam": (
-        lambda x, **o: Adam(x, lr=0.01, betas=(0.8, 0.99), epsilon=1e-7, **o),
+        lambda x, **o: Adam(x, lr=0.01, betas=(0.8, 0.99), eps=1e-7, **o),
         lambda x: torch.optim.Adam(x, lr=0.01, betas=(0.8, 0.99), eps=1e-7),
     ),
     "adamw": (  # the decay is both sides' own
@@ -139,7 +139,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., torch.optim.Optimi
         lambda x: torch.optim.AdamW(x, lr=0.01),
     ),
     "adamw with decay": (
-        lambda x, **o: AdamW(x, lr=0.01, decay=0.3, **o),
+        lambda x, **o: AdamW(x, lr=0.01, weight_decay=0.3, **o),
         lambda x: torch.optim.AdamW(x, lr=0.01, weight_decay=0.3),
     ),
 }
@@ -177,7 +177,7 @@ def test_training(ours: Any, theirs: Any, is_tied: bool) -> None:
         inputs, targets = tokens(5, sizes["context"], step)
         loss = strategy.step(inputs, targets, targets.size)
         other.zero_grad()
-        wanted = torch_loss(tensors, inputs, targets, sizes["heads"])
+        wanted = torch_loss(tensors, inputs, targets, sizes["num_heads"])
         wanted.backward()
         other.step()
         assert loss == pytest.approx(wanted.item(), rel=CLOSE), step

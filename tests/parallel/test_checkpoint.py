@@ -20,16 +20,16 @@ import collectives
 from collectives import Communicator
 from parallel import checkpoint, text
 from parallel.checkpoint import LoadFailed, SaveFailed, latest, load, save
-from parallel.data import DataParallel
+from parallel.data_parallel import DataParallel
 from parallel.gpt import gpt
-from parallel.hsdp import Hsdp
-from parallel.offload import Disk, Host
+from parallel.hsdp import HSDP
+from parallel.offload import DiskOffload, HostOffload
 from parallel.optim import SGD, AdamW
-from parallel.server import ServerSync
+from parallel.parameter_server import SyncParameterServer
 from parallel.strategy import Recipe, Strategy
 from parallel.traffic import TrafficMismatch, TrafficTable
 from parallel.zero import Zero1, Zero2, Zero3
-from parallel.zeropp import ZeroPlusPlus
+from parallel.zero_plus_plus import ZeroPlusPlus
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = np.frombuffer(bytes(range(256)) * 8, np.uint8)
@@ -41,17 +41,19 @@ def reference(comm: Communicator, *args: Any) -> Strategy:
 
 
 def in_pairs(kind: Any) -> Any:
-    return partial(kind, group=2)
+    return partial(kind, group_size=2)
 
 
 def make(comm: Communicator, kind: Any = Zero3, hidden: int = 6, **recipe: Any) -> Any:
     """Units of 1560, 510 and 1548 elements, which 4, 5 and 8 ranks divide unevenly."""
-    return kind(comm, gpt(layers=1, hidden=hidden, heads=2, context=CONTEXT), Recipe(**recipe))
+    return kind(
+        comm, gpt(num_layers=1, hidden=hidden, num_heads=2, context=CONTEXT), Recipe(**recipe)
+    )
 
 
 def batch(step: int, rank: int, ranks: int) -> Any:
-    where = {"rank": rank, "ranks": ranks}
-    return text.batch(DATA, seed=0, step=step, size=BATCH, context=CONTEXT, **where)
+    where = {"rank": rank, "num_ranks": ranks}
+    return text.batch(DATA, seed=0, step=step, batch_size=BATCH, context=CONTEXT, **where)
 
 
 def train(strategy: Strategy, steps: int, first: int = 0) -> list[float]:
@@ -70,11 +72,11 @@ def state(strategy: Strategy) -> State:
     scale, units = strategy.loss_scale, strategy.model.units
     return State(
         {
-            name: (strategy.own(unit), flat.copy())
+            name: (strategy.shard_slice(unit), flat.copy())
             for unit in units
             for name, flat in checkpoint.arrays_of(strategy, unit).items()
         },
-        {unit: (strategy.held(unit), strategy.parameters[unit].copy()) for unit in units},
+        {unit: (strategy.stored_slice(unit), strategy.parameters[unit].copy()) for unit in units},
         (strategy.optimizer.steps, strategy.num_skipped, scale.value, scale.num_good),
     )
 
@@ -148,9 +150,9 @@ KINDS = {
     "zero1": (Zero1, 3),
     "zero2": (Zero2, 2),
     "zero3": (Zero3, 4),
-    "hsdp": (in_pairs(Hsdp), 4),
+    "hsdp": (in_pairs(HSDP), 4),
     "zeropp": (in_pairs(ZeroPlusPlus), 4),
-    "server": (ServerSync, 3),
+    "server": (SyncParameterServer, 3),
 }
 CASES = [
     *((name, "float16") for name in KINDS), ("reference", "float32"), ("ddp", "float64"),
@@ -206,8 +208,8 @@ def test_training_goes_on_to_the_last_bit(tmp_path: Path, name: str, dtype: str)
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_wherever_updates_are_made_it_does(tmp_path: Path, dtype: str) -> None:
-    for place in (Host, partial(Disk, tmp_path / "states")):
-        one, other = interrupted(tmp_path / str(place), Zero2, 2, dtype, place=place)
+    for offload in (HostOffload, partial(DiskOffload, tmp_path / "states")):
+        one, other = interrupted(tmp_path / str(offload), Zero2, 2, dtype, offload=offload)
         assert one == other
 
 
@@ -221,7 +223,7 @@ def forget_a_moment(strategy: Strategy) -> None:
 
 def forget_the_masters(strategy: Strategy) -> None:
     for unit, master in strategy.masters.items():
-        master[...] = strategy.own_parameters[unit].astype(np.float32)
+        master[...] = strategy.parameter_shards[unit].astype(np.float32)
 
 
 def forget_the_good_steps(strategy: Strategy) -> None:
@@ -244,10 +246,10 @@ def test_loading_fills_the_arrays_that_are_there(tmp_path: Path) -> None:
         strategy = make(comm, Zero1, dtype="float16")
         strategy.start()
         memory = strategy.memory
-        before = dict(memory.now), dict(memory.peak), memory.most
+        before = dict(memory.now), dict(memory.peak)
         arrays = [checkpoint.arrays_of(strategy, unit) for unit in strategy.model.units]
         load(strategy, tmp_path / "step-00000001")
-        assert (dict(memory.now), dict(memory.peak), memory.most) == before
+        assert (dict(memory.now), dict(memory.peak)) == before
         for unit, were in zip(strategy.model.units, arrays, strict=True):
             now = checkpoint.arrays_of(strategy, unit)
             assert all(now[name] is x for name, x in were.items())
@@ -363,7 +365,7 @@ FAULTS = {
     remove: "rank-1-of-3.safetensors",
     truncate: "rank-1-of-3.safetensors is broken",
     garble: "rank-1-of-3.safetensors is broken",
-    repeat: "elements 0 to 520 of embedding.values are there twice",
+    repeat: "elements 0 to 520 of embedding.values occur twice",
     exchange_steps: "rank-1-of-3.safetensors is not of step 1",
     leave_one_out: r"elements \d+ to \d+ of head.first are missing",
     halve: "head.first is F32, not F64",
@@ -402,8 +404,8 @@ def test_what_is_broken_is_noticed_before_anything_is_changed(tmp_path: Path, sp
     ("options", "said"),
     [
         ({"hidden": 8}, "shapes: ['embedding.token', [256, 6]] in the checkpoint"),
-        ({"dtype": "float32"}, "dtype: float64 in the checkpoint, float32 here"),
-        ({"optimizer": SGD}, "states: first in the checkpoint, velocity here"),
+        ({"dtype": "float32"}, "dtype: float64 in the checkpoint, but float32 in the strategy"),
+        ({"optimizer": SGD}, "states: first in the checkpoint, but velocity in the strategy"),
     ],
 )
 def test_what_is_of_something_else_is_refused(
@@ -441,7 +443,7 @@ def test_bad_arguments_are_refused_before_any_message(
         strategy = make(comm)
         with comm.record() as ledger:
             if comm.rank == 0:  # alone: nobody waits for the others
-                with pytest.raises(ValueError, match="cannot save step"):
+                with pytest.raises(ValueError, match=r"step is .* and keep is"):
                     save(strategy, tmp_path, **arguments)
         assert not list(ledger.rows())
 
@@ -462,14 +464,6 @@ def test_ranks_that_save_different_steps_all_hear_of_it(tmp_path: Path) -> None:
     assert latest(tmp_path) is None and not list(tmp_path.iterdir())
 
 
-def test_without_safetensors_it_is_said_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    (said,) = set(errors(2, lambda comm: save(make(comm), tmp_path, 1)))
-    assert "pip install safetensors" in said
-
-
 # --- those that are kept ------------------------------------------------------------------------
 
 
@@ -487,7 +481,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
 
 # --- one fails, or dies, while saving -----------------------------------------------------------
 
-WHO_FAILS = {"prepare": 0, "write_part": 1, "finish": 0, "forget": 0}
+WHO_FAILS = {"prepare": 0, "write_part": 1, "finish": 0, "remove_old": 0}
 
 
 @pytest.mark.parametrize("stage", WHO_FAILS)

@@ -15,8 +15,8 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel.data import AllReduce, DataParallel, Finish, Hook
-from parallel.elastic import Blocking
+from parallel.data_parallel import AllReduce, CommHook, Completion, DataParallel
+from parallel.elastic import BlockingAllReduce
 from parallel.nn import Array, Model
 from parallel.optim import AdamW
 from parallel.strategy import Recipe, Strategy
@@ -40,12 +40,16 @@ A_BUCKET_A_LAYER = 1  # byte
 
 def backward_order(of: Model) -> list[str]:
     """Units in the order in which backward completes their gradients."""
-    return [unit for layer in reversed(of.layers) for unit in of.completes(layer)]
+    return [unit for layer in reversed(of.layers) for unit in of.completed_units(layer)]
 
 
 # Buckets
 
-EMBEDDING, BLOCK, HEAD = model().sizes["embedding"], model().sizes["block0"], model().sizes["head"]
+EMBEDDING, BLOCK, HEAD = (
+    model().unit_sizes["embedding"],
+    model().unit_sizes["block0"],
+    model().unit_sizes["head"],
+)
 LIMITS = {  # bytes, and the buckets that they make
     "a byte": (A_BUCKET_A_LAYER, [["head"], ["block1"], ["block0"], ["embedding"]]),
     "two blocks": (8 * 2 * BLOCK, [["head"], ["block1", "block0"], ["embedding"]]),
@@ -63,8 +67,8 @@ def test_buckets_are_filled_in_the_order_of_backward(limit: str) -> None:
     ddp = end.strategy
     assert list(ddp.buckets.values()) == wanted
     for bucket, units in ddp.buckets.items():
-        assert ddp.bucket_bytes(bucket) == ddp.flats[bucket].nbytes
-        assert ddp.bucket_bytes(bucket) <= bucket_bytes or len(units) == 1
+        assert ddp.bucket_nbytes(bucket) == ddp.flats[bucket].nbytes
+        assert ddp.bucket_nbytes(bucket) <= bucket_bytes or len(units) == 1
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -80,7 +84,7 @@ def test_gradients_are_views_of_the_buckets_and_fill_them(bucket_bytes: int, is_
         ddp.flats[bucket][...] = np.arange(ddp.flats[bucket].size)
         seen = np.concatenate([ddp.gradients[unit] for unit in units])
         np.testing.assert_array_equal(seen, ddp.flats[bucket])
-    assert {unit: x.size for unit, x in ddp.gradients.items()} == of().sizes
+    assert {unit: x.size for unit, x in ddp.gradients.items()} == of().unit_sizes
 
 
 @pytest.mark.parametrize("bucket_bytes", [A_BUCKET_A_LAYER, 8 * 2 * BLOCK])
@@ -102,7 +106,7 @@ class Observing(AllReduce):
         self.events: list[str] = []
         self.complete: list[set[str]] = []
 
-    def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Finish:
+    def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Completion:
         self.events.append(f"start {bucket}")
         self.complete.append({unit for unit, x in strategy.gradients.items() if x.any()})
         finish = super().start(strategy, bucket, flat)
@@ -134,7 +138,7 @@ def test_a_sum_begins_before_the_backward_of_earlier_layers() -> None:
         of = noting_backward(model(), lambda layer: hook.events.append(f"backward {layer}"))
         ddp = DataParallel(comm, of, hook=hook, bucket_bytes=8 * 2 * BLOCK)
         ddp.start()
-        ddp.step(*batch(0, *ddp.part), TOTAL)
+        ddp.step(*batch(0, *ddp.batch_part), TOTAL)
         return hook.events, hook.complete
 
     for events, complete in collectives.run(fn, size=3):
@@ -148,7 +152,7 @@ def test_a_sum_begins_before_the_backward_of_earlier_layers() -> None:
         assert complete == [{"head"}, {"head"} | late, {"head", "embedding"} | late]
 
 
-def gets_through(hook: type[Hook], seconds: float) -> bool:
+def gets_through(hook: type[CommHook], seconds: float) -> bool:
     """Whether rank 0 begins the last layer's backward before rank 1 has begun the first one's."""
     is_there, is_through = threading.Event(), []
 
@@ -161,7 +165,7 @@ def gets_through(hook: type[Hook], seconds: float) -> bool:
 
         ddp = DataParallel(comm, noting_backward(model(), note), hook=hook(), bucket_bytes=1)
         ddp.start()
-        ddp.step(*batch(0, *ddp.part), TOTAL)
+        ddp.step(*batch(0, *ddp.batch_part), TOTAL)
 
     collectives.run(fn, size=2)
     return is_through[0]
@@ -173,7 +177,7 @@ def test_backward_waits_for_no_other_rank() -> None:
 
 def test_a_backward_that_waits_would_be_noticed() -> None:
     """The negative control: a hook that ends each sum before the next begins."""
-    assert not gets_through(Blocking, 0.1)
+    assert not gets_through(BlockingAllReduce, 0.1)
 
 
 # Micro-batches
@@ -185,7 +189,7 @@ def test_no_sync_sends_nothing_and_adds_up() -> None:
     def fn(comm: Communicator) -> tuple[Any, Any, int, bool]:
         ddp = DataParallel(comm, model())
         ddp.start()
-        mine = batch(0, *ddp.part)
+        mine = batch(0, *ddp.batch_part)
         with comm.record() as ledger, ddp.no_sync():
             ddp.forward_backward(*mine, TOTAL)
         num_messages, local = len(ledger.rows()), copied(ddp.gradients)
@@ -265,7 +269,9 @@ def test_predicted_is_recorded_by_every_algorithm(ranks: int, algorithm: str) ->
 
 @pytest.mark.parametrize("algorithm", [name for name in IS_BITWISE if not IS_BITWISE[name]])
 def test_algorithms_by_which_parameters_would_differ_are_refused(algorithm: str) -> None:
-    with pytest.raises(ValueError, match=f"by all_reduce.{algorithm} ranks get other last bits"):
+    with pytest.raises(
+        ValueError, match=f"all_reduce.{algorithm} rounds differently on different ranks"
+    ):
         train(partial(DataParallel, algorithm=algorithm), 2, steps=0)
 
 
@@ -277,7 +283,7 @@ def test_initial_values_may_be_sent_by_another_algorithm(algorithm: str) -> None
 def test_the_rows_are_the_docstrings() -> None:
     """Those of `DataParallel`, and of `Strategy`, of which it is one."""
     p, q, steps, of = 4, 2, 3, model()  # q is log2 p
-    make = partial(DataParallel, bucket_bytes=8 * 2 * BLOCK, find_unused=True)
+    make = partial(DataParallel, bucket_bytes=8 * 2 * BLOCK, find_unused_parameters=True)
     end = train(make, p, steps=steps)[0]
     assert end.table is not None
     u, o, psi = len(of.units), len(end.strategy.options()), of.num_parameters
@@ -372,7 +378,7 @@ class Routed(Model):
         super().__init__(model().layers, ties)
         self.skipped = ""
 
-    def route(self) -> list[str]:
+    def active_layers(self) -> list[str]:
         return [name for name in self.layers if name != self.skipped]
 
 
@@ -382,7 +388,7 @@ def routed(*by_step: Any, ranks: int, dtype: str = "float64", **options: Any) ->
     def make(comm: Communicator, *_: Any) -> DataParallel:
         of = Routed()
         ddp = DataParallel(
-            comm, of, Recipe(dtype=dtype, optimizer=AdamW), find_unused=True, **options
+            comm, of, Recipe(dtype=dtype, optimizer=AdamW), find_unused_parameters=True, **options
         )
         really, steps = ddp.step, iter(by_step)
 
@@ -456,7 +462,7 @@ def test_a_layer_that_was_unused_once_may_be_used_again() -> None:
     nobody = dict.fromkeys(range(2), "block1")
     ends, before = routed({}, nobody, {}, ranks=2), routed({}, nobody, ranks=2)
     assert bits(ends[0], "block1") != bits(before[0], "block1")
-    assert not ends[0].strategy.unused
+    assert not ends[0].strategy.unused_units
 
 
 def test_what_another_layer_uses_is_not_unused() -> None:
@@ -465,29 +471,31 @@ def test_what_another_layer_uses_is_not_unused() -> None:
     def fn(comm: Communicator) -> Any:
         of = Routed({"block1.mlp.up.weight": "block0.mlp.up.weight"})
         of.skipped = "block0"
-        ddp = DataParallel(comm, of, find_unused=True)
+        ddp = DataParallel(comm, of, find_unused_parameters=True)
         ddp.start()
         before = ddp.parameters["block0"].copy()
-        ddp.step(*batch(0, *ddp.part), TOTAL)
-        return ddp.unused, np.array_equal(ddp.parameters["block0"], before)
+        ddp.step(*batch(0, *ddp.batch_part), TOTAL)
+        return ddp.unused_units, np.array_equal(ddp.parameters["block0"], before)
 
     assert collectives.run(fn, size=2) == [(set(), False)] * 2
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_to_be_used_by_one_micro_batch_is_enough(find_unused: bool) -> None:
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_to_be_used_by_one_micro_batch_is_enough(find_unused_parameters: bool) -> None:
     """The last one leaves the block out, but not the first one."""
 
     class Once(Model):
-        def route(self) -> list[str]:
+        def active_layers(self) -> list[str]:
             return next(routes)
 
     def fn(comm: Communicator) -> Any:
-        ddp = DataParallel(comm, Once(model().layers), two, find_unused=find_unused)
+        ddp = DataParallel(
+            comm, Once(model().layers), two, find_unused_parameters=find_unused_parameters
+        )
         before = ddp.parameters["block1"].copy()
         ddp.start()
         ddp.train(1, batch, TOTAL, nothing)
-        return ddp.unused, np.array_equal(ddp.parameters["block1"], before)
+        return ddp.unused_units, np.array_equal(ddp.parameters["block1"], before)
 
     two, every = Recipe(micro_batches=2), list(model().layers)
     routes: Iterator[list[str]] = iter([every, [x for x in every if x != "block1"]])

@@ -15,8 +15,8 @@ import pytest
 import collectives
 from collectives import Communicator, PeerFailed
 from parallel import text
-from parallel.data import DataParallel
-from parallel.elastic import DIGEST_BYTES, Elastic, ReplicasDiffer, digest
+from parallel.data_parallel import DataParallel
+from parallel.elastic import DIGEST_BYTES, Elastic, ReplicaMismatch, digest
 from parallel.gpt import gpt
 from parallel.nn import Model
 from parallel.strategy import Recipe
@@ -96,11 +96,13 @@ class End(NamedTuple):
 
 
 def batch(step: int, rank: int, ranks: int) -> Any:
-    return text.batch(DATA, seed=0, step=step, size=BATCH, context=CONTEXT, rank=rank, ranks=ranks)
+    return text.batch(
+        DATA, seed=0, step=step, batch_size=BATCH, context=CONTEXT, rank=rank, num_ranks=ranks
+    )
 
 
 def model() -> Model:
-    return gpt(layers=2, hidden=8, heads=2, context=CONTEXT)
+    return gpt(num_layers=2, hidden=8, num_heads=2, context=CONTEXT)
 
 
 def elastic(*fates: Fate | None, kind: type[Elastic] = Elastic) -> list[End]:
@@ -132,7 +134,7 @@ def leaving(*leaves: tuple[int, int]) -> End:
                 rest = [rank for rank in range(strategy.comm.size) if rank != leaver]
                 strategy.comm = strategy.comm.subgroup(rest)
             if step < STEPS:
-                losses.append(strategy.step(*batch(step, *strategy.part), BATCH * CONTEXT))
+                losses.append(strategy.step(*batch(step, *strategy.batch_part), BATCH * CONTEXT))
         return End(losses, digest(strategy.optimizer))
 
     return next(end for end in collectives.run(fn, size=RANKS) if end is not None)
@@ -187,7 +189,7 @@ class Forgetful(Elastic):
 def test_an_update_that_is_not_taken_back_would_be_noticed() -> None:
     """Rank 0 has not heard the sum of the losses after which the others have updated."""
     in_the_loss = START + LAYERS
-    with pytest.raises(ReplicasDiffer, match="after 0 updates"):
+    with pytest.raises(ReplicaMismatch, match="after 0 updates"):
         elastic(Fate(in_the_loss, 2, [0]), kind=Forgetful)
 
 
@@ -202,7 +204,7 @@ class Altered(Elastic):
 
 
 def test_a_rank_that_differs_in_one_bit_is_noticed() -> None:
-    with pytest.raises(ReplicasDiffer, match=r"after 3 updates .* of rank 1 \(of 3\) are not"):
+    with pytest.raises(ReplicaMismatch, match=r"after 3 updates .* of rank 1 \(of 3\) are not"):
         elastic(Fate(START, 2, []), kind=Altered)
 
 

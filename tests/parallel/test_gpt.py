@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from parallel.gpt import gpt
-from parallel.memory import Memory
+from parallel.memory import MemoryTracker
 from parallel.nn import Gelu, Layer, LayerNorm, Model, Sequential, cross_entropy
 from parallel.precision import dtype_of
 from tests.parallel.models import Bound, Values, along, bound
 
 each_tie = pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-SMALL = {"layers": 2, "hidden": 6, "heads": 2, "context": 5}
+SMALL = {"num_layers": 2, "hidden": 6, "num_heads": 2, "context": 5}
 
 
 def tokens(rows: int, context: int = 5, seed: int = 1) -> tuple[Values, Values]:
@@ -156,7 +156,7 @@ def test_rows_do_not_see_each_other() -> None:
 
 
 def test_the_units_and_their_parameters() -> None:
-    model = gpt(layers=2, hidden=8, heads=2, context=6)
+    model = gpt(num_layers=2, hidden=8, num_heads=2, context=6)
     assert list(model.units) == ["embedding", "block0", "block1", "head"]
     shapes = {key: spec.shape for key, spec in model.units["block1"].items()}
     assert shapes == {
@@ -177,17 +177,19 @@ def test_the_number_of_parameters(
     layers: int, h: int, heads: int, context: int, is_tied: bool
 ) -> None:
     """12 h^2 + 13 h a block, as GPT-2's has."""
-    model = gpt(layers=layers, hidden=h, heads=heads, context=context, is_tied=is_tied)
+    model = gpt(num_layers=layers, hidden=h, num_heads=heads, context=context, is_tied=is_tied)
     tables = 256 * h * (1 if is_tied else 2)
     assert model.num_parameters == tables + context * h + layers * (12 * h * h + 13 * h) + 2 * h
 
 
 def test_a_tied_head_uses_the_embeddings_unit() -> None:
     model = gpt(**SMALL, is_tied=True)
-    assert model.uses("head") == ("head", "embedding")
-    assert model.completes("head") == ("head",) and model.completes("embedding") == ("embedding",)
-    assert model.times_gathered() == {"embedding": 2, "block0": 1, "block1": 1, "head": 1}
-    assert gpt(**SMALL | {"layers": 0}, is_tied=True).times_gathered() == {
+    assert model.units_of("head") == ("head", "embedding")
+    assert model.completed_units("head") == ("head",) and model.completed_units("embedding") == (
+        "embedding",
+    )
+    assert model.num_gathers() == {"embedding": 2, "block0": 1, "block1": 1, "head": 1}
+    assert gpt(**SMALL | {"num_layers": 0}, is_tied=True).num_gathers() == {
         "embedding": 1,
         "head": 1,
     }
@@ -196,22 +198,22 @@ def test_a_tied_head_uses_the_embeddings_unit() -> None:
 @pytest.mark.parametrize(
     ("name", "size", "least"),
     [
-        ("layers", -1, 0), ("hidden", 0, 1), ("hidden", -6, 1), ("heads", 0, 1), ("heads", -2, 1),
-        ("context", 0, 1), ("context", -3, 1),
+        ("num_layers", -1, 0), ("hidden", 0, 1), ("hidden", -6, 1), ("num_heads", 0, 1),
+        ("num_heads", -2, 1), ("context", 0, 1), ("context", -3, 1),
     ],
 )  # fmt: skip
 def test_sizes_that_make_no_model_are_refused(name: str, size: int, least: int) -> None:
     """And the least that does make one is not."""
     with pytest.raises(ValueError, match=f"^{name} is {size}: it must be at least {least}$"):
         gpt(**SMALL | {name: size})
-    ones = {"layers": 1, "hidden": 1, "heads": 1, "context": 1}
+    ones = {"num_layers": 1, "hidden": 1, "num_heads": 1, "context": 1}
     assert gpt(**ones | {name: least}).num_parameters > 0
 
 
 @pytest.mark.parametrize("heads", [3, 8])
 def test_heads_must_divide_the_width(heads: int) -> None:
     with pytest.raises(ValueError, match=f"{heads} heads do not divide a width of 4"):
-        gpt(hidden=4, heads=heads)
+        gpt(hidden=4, num_heads=heads)
 
 
 # First values
@@ -219,7 +221,7 @@ def test_heads_must_divide_the_width(heads: int) -> None:
 
 def test_first_values_depend_on_seed_and_name_alone() -> None:
     """Not on how many layers there are, or on who draws what first."""
-    small, large = gpt(**SMALL | {"layers": 1}), gpt(**SMALL | {"layers": 3})
+    small, large = gpt(**SMALL | {"num_layers": 1}), gpt(**SMALL | {"num_layers": 3})
     mine = small.named({unit: small.draw(unit, 5) for unit in small.units})
     theirs = large.named({unit: large.draw(unit, 5) for unit in reversed(large.units)})
     for name, value in mine.items():
@@ -244,7 +246,7 @@ def test_the_first_loss(is_tied: bool, variance: float) -> None:
 
     A row of the head's table has length 0.1, one of the embedding's 0.1 sqrt(width).
     """
-    model = gpt(layers=2, hidden=64, context=32, is_tied=is_tied)
+    model = gpt(num_layers=2, hidden=64, context=32, is_tied=is_tied)
     values = {unit: model.draw(unit, 0) for unit in model.units}
     for layer in model.layers:
         model.bind(layer, values)
@@ -261,14 +263,14 @@ def test_the_first_loss(is_tied: bool, variance: float) -> None:
 def test_kept_is_what_is_alive_after_forward(dtype: str, is_tied: bool) -> None:
     """Layer by layer, and all together: nothing is kept twice."""
     made, (x, _) = bound(gpt(**SMALL, is_tied=is_tied), dtype), tokens(3)
-    formula = made.model.kept(x.shape, dtype_of(dtype).itemsize)
-    memory, held = Memory(), []
+    formula = made.model.activation_bytes(x.shape, dtype_of(dtype).itemsize)
+    memory, held = MemoryTracker(), []
     for name, layer in made.model.layers.items():
         nbytes, entering = formula[name]
         assert entering == (0 if x.dtype.kind == "i" else x.nbytes)
         x, saved = layer.forward(x)
         before = memory.now["activations"]
-        held.append(memory.count("activations", saved))
+        held.append(memory.track("activations", saved))
         assert memory.now["activations"] - before == nbytes
     del saved
     held.clear()

@@ -18,13 +18,14 @@ import collectives
 from collectives import Communicator
 from collectives.programs import program
 from parallel import SGD, Adam, DataParallel, Recipe, Strategy, Zero1, Zero2, Zero3, gpt, text
-from parallel.hsdp import Hsdp
-from parallel.memory import CATEGORIES, num_own, offloaded, predicted, share, states
+from parallel.hsdp import HSDP
+from parallel.memory import CATEGORIES, offloaded_bytes, shard_size, state_bytes
 from parallel.memory.__main__ import gigabytes, main
 from parallel.nn import Array, Model
+from parallel.parameter_server import SyncParameterServer
 from parallel.precision import dtype_of
-from parallel.server import ServerSync
-from parallel.zeropp import ZeroPlusPlus
+from parallel.predictions import num_shard_elements, peak_memory
+from parallel.zero_plus_plus import ZeroPlusPlus
 
 ROOT = Path(__file__).parents[2]
 CONTEXT, ROWS = 3, 7  # rows of the whole batch: an uneven one for 2, 3, 4 and 5 ranks
@@ -44,9 +45,9 @@ STRATEGIES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "zero2": (Zero2, (1, 2, 3, 4, 5)),
     "zero3": (Zero3, (1, 2, 3, 4, 5)),
     "zero3-keep": (partial(Zero3, keep_after_forward=True), (1, 2, 3, 4, 5)),
-    "hsdp": (Hsdp, (4,)),
+    "hsdp": (HSDP, (4,)),
     "zeropp": (ZeroPlusPlus, (4,)),
-    "server": (ServerSync, (3,)),
+    "server": (SyncParameterServer, (3,)),
 }
 
 
@@ -60,7 +61,9 @@ class Case(NamedTuple):
     hidden: int = 6
 
     def model(self) -> Model:
-        return gpt(layers=2, hidden=self.hidden, heads=2, context=CONTEXT, is_tied=self.is_tied)
+        return gpt(
+            num_layers=2, hidden=self.hidden, num_heads=2, context=CONTEXT, is_tied=self.is_tied
+        )
 
     def recipe(self, **more: Any) -> Recipe:
         more |= {"recompute": self.recompute, "micro_batches": self.micro_batches}
@@ -78,7 +81,9 @@ MIXED = Case("float16", ("block1",), is_tied=True, micro_batches=3)
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
-    return text.batch(TEXT, seed=0, step=step, size=ROWS, context=CONTEXT, rank=rank, ranks=ranks)
+    return text.batch(
+        TEXT, seed=0, step=step, batch_size=ROWS, context=CONTEXT, rank=rank, num_ranks=ranks
+    )
 
 
 def trained(make: Make, comm: Communicator | None, case: Case, **more: Any) -> Strategy:
@@ -94,8 +99,8 @@ def counted(strategy: Strategy) -> dict[str, int]:
 
 
 def formula(strategy: Strategy, more_rows: int = 0) -> dict[str, int]:
-    rows = len(batch(0, *strategy.part)[0])
-    return predicted(strategy, rows + more_rows, CONTEXT)
+    rows = len(batch(0, *strategy.batch_part)[0])
+    return peak_memory(strategy, rows + more_rows, CONTEXT)
 
 
 # Every strategy
@@ -151,17 +156,17 @@ def test_the_optimizer_says_how_many_states_there_are(make: Make) -> None:
 class HoardsGradients(Zero2):
     """Does not free what has been reduced."""
 
-    def reduce(self, unit: str) -> None:
-        self.hoard = [*getattr(self, "hoard", []), self.whole_gradients[unit]]
-        super().reduce(unit)
+    def gradient_ready(self, unit: str) -> None:
+        self.hoard = [*getattr(self, "hoard", []), self.full_gradients[unit]]
+        super().gradient_ready(unit)
 
 
 class HoardsParameters(Zero3):
     """Does not free what has been used."""
 
-    def _release(self, layer: str, following: str | None) -> None:
-        self.hoard = [*getattr(self, "hoard", []), *self.whole.values()]
-        super()._release(layer, following)
+    def _free(self, layer: str, following: str | None) -> None:
+        self.hoard = [*getattr(self, "hoard", []), *self.full_parameters.values()]
+        super()._free(layer, following)
 
 
 class HoardsActivations(Strategy):
@@ -177,7 +182,7 @@ class CopiesMasters(Strategy):
 
     def _allocate(self) -> None:
         super()._allocate()
-        self.hoard = [self.new("master", 1)]
+        self.hoard = [self.new_buffer("master", 1)]
 
 
 @pytest.mark.parametrize(
@@ -206,17 +211,19 @@ def test_a_wrong_formula_is_noticed() -> None:
         strategy = trained(Zero2, comm, MIXED)
         counts, whole = counted(strategy), strategy.model.num_parameters
         right: dict[str, Any] = {
-            "whole": whole, "own": num_own(strategy), "dtype": strategy.dtype,
-            "divided": Zero2.divided, "num_states": 2, "is_offloaded": False,
+            "num_elements": whole, "num_shard_elements": num_shard_elements(strategy),
+            "dtype": strategy.dtype,
+            "sharded": Zero2.sharded, "num_states": 2, "is_offloaded": False,
         }  # fmt: skip
         wrong = {
-            "whole": whole + 1, "own": share(strategy.model.sizes.values(), 4, 0),
-            "dtype": dtype_of("float32"), "divided": Zero1.divided, "num_states": 1,
+            "num_elements": whole + 1,
+            "num_shard_elements": shard_size(strategy.model.unit_sizes.values(), 4, 0),
+            "dtype": dtype_of("float32"), "sharded": Zero1.sharded, "num_states": 1,
             "is_offloaded": True,
         }  # fmt: skip
-        assert states(**right).items() <= counts.items()
+        assert state_bytes(**right).items() <= counts.items()
         assert formula(strategy, more_rows=3)["activations"] > counts["activations"]
-        return [x for x in right if states(**right | {x: wrong[x]}).items() <= counts.items()]
+        return [x for x in right if state_bytes(**right | {x: wrong[x]}).items() <= counts.items()]
 
     assert collectives.run(wrong_ones, size=4)[3] == []
 
@@ -227,7 +234,7 @@ def test_a_wrong_formula_is_noticed() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 64])
 def test_shares_are_as_even_as_units_allow_and_make_up_the_whole(ranks: int) -> None:
     sizes = [1, 5, 64, 1000]
-    shares = [share(sizes, ranks, rank) for rank in range(ranks)]
+    shares = [shard_size(sizes, ranks, rank) for rank in range(ranks)]
     assert sum(shares) == sum(sizes)
     assert shares == sorted(shares, reverse=True)
     assert max(shares) - min(shares) <= len(sizes)
@@ -238,17 +245,19 @@ def test_what_a_rank_owns_is_its_share() -> None:
 
     def check(comm: Communicator) -> None:
         model, (rank, size) = MIXED.model(), (comm.rank, comm.size)
-        sizes = model.sizes.values()
-        assert num_own(Zero1(comm, model)) == share(sizes, size, rank)
-        assert num_own(Hsdp(comm, model, group=2)) == share(sizes, 2, rank % 2)
-        assert num_own(DataParallel(comm, model)) == share(sizes, 1, 0) == sum(sizes)
+        sizes = model.unit_sizes.values()
+        assert num_shard_elements(Zero1(comm, model)) == shard_size(sizes, size, rank)
+        assert num_shard_elements(HSDP(comm, model, group_size=2)) == shard_size(sizes, 2, rank % 2)
+        assert (
+            num_shard_elements(DataParallel(comm, model)) == shard_size(sizes, 1, 0) == sum(sizes)
+        )
 
     collectives.run(check, size=4)
 
 
 def in_all(params: float, ranks: int, strategy: type[Strategy], dtype: str = "float16") -> int:
-    own = share([int(params)], ranks, 0)
-    return sum(states(int(params), own, dtype_of(dtype), divided=strategy.divided).values())
+    own = shard_size([int(params)], ranks, 0)
+    return sum(state_bytes(int(params), own, dtype_of(dtype), sharded=strategy.sharded).values())
 
 
 def test_the_numbers_of_the_zero_paper() -> None:
@@ -258,18 +267,18 @@ def test_the_numbers_of_the_zero_paper() -> None:
 
 
 def test_two_well_known_models() -> None:
-    gpt2 = states(int(1.5e9), int(1.5e9), dtype_of("float16"))
+    gpt2 = state_bytes(int(1.5e9), int(1.5e9), dtype_of("float16"))
     assert (gpt2["parameters"], sum(gpt2.values())) == (3e9, 24e9)
-    gpt3 = states(int(175e9), int(175e9), dtype_of("float32"))
+    gpt3 = state_bytes(int(175e9), int(175e9), dtype_of("float32"))
     assert gpt3 == {"parameters": 700e9, "gradients": 700e9, "optimizer": 1400e9, "master": 0}
 
 
 def test_what_is_offloaded_is_what_the_device_no_longer_keeps() -> None:
-    psi, part = 7_500_000_001, share([7_500_000_001], 64, 0)
+    psi, part = 7_500_000_001, shard_size([7_500_000_001], 64, 0)
     for dtype in map(dtype_of, ("bfloat16", "float16", "float32", "float64")):
-        here = states(psi, part, dtype, divided=Zero2.divided)
-        left = states(psi, part, dtype, divided=Zero2.divided, is_offloaded=True)
-        there = offloaded(part, dtype)
+        here = state_bytes(psi, part, dtype, sharded=Zero2.sharded)
+        left = state_bytes(psi, part, dtype, sharded=Zero2.sharded, is_offloaded=True)
+        there = offloaded_bytes(part, dtype)
         assert there["master"] == part * max(4, dtype.itemsize)  # there they are always copies
         assert here == left | {"optimizer": there["optimizer"], "master": here["master"]}
         assert here["master"] in (0, there["master"])
@@ -300,7 +309,7 @@ def test_nothing_is_alive_after_a_step_but_what_is_counted(make: Make) -> None:
     def uncounted(comm: Communicator) -> int:
         before = numpys()
         strategy = trained(make, comm, large)
-        assert min(map(strategy.nbytes, strategy.model.units)) > 16 * 1024
+        assert min(map(strategy.unit_nbytes, strategy.model.units)) > 16 * 1024
         comm._session.runs.forget()
         program._compiled.cache_clear()
         return numpys() - before - sum(strategy.memory.now.values())
@@ -351,7 +360,7 @@ def table(capsys: Any, *arguments: str) -> dict[str, dict[str, str]]:
 def test_the_table_has_the_papers_numbers(capsys: Any) -> None:
     rows = table(capsys, "--params", "7.5e9", "--ranks", "64")
     want = {"data parallel": "120", "ZeRO-1": "31.4", "ZeRO-2": "16.6", "ZeRO-3": "1.88"}
-    assert {name: rows[name]["in all"] for name in want} == want
+    assert {name: rows[name]["total"] for name in want} == want
     offload = rows["ZeRO-2, offload"]
     psi = 7.5  # and an N-th of it 0.1172: two bytes of each parameter cross each way
     assert offload["to host"] == offload["to device"] == f"{2 * psi / 64:.3f}" == "0.234"
@@ -361,11 +370,11 @@ def test_the_table_has_the_papers_numbers(capsys: Any) -> None:
 
 def test_the_table_has_two_well_known_models(capsys: Any) -> None:
     gpt2 = table(capsys, "--params", "1500000000")["data parallel"]
-    assert (gpt2["parameters"], gpt2["in all"]) == ("3.00", "24.0")
+    assert (gpt2["parameters"], gpt2["total"]) == ("3.00", "24.0")
     gpt3 = table(capsys, "--params", "175e9", "--dtype", "float32")["data parallel"]
     assert list(gpt3.values())[:5] == ["700", "700", "0", "1400", "2800"]
     sgd = table(capsys, "--params", "175e9", "--dtype", "float32", "--optimizer", "sgd")
-    assert sgd["data parallel"]["in all"] == "2100"
+    assert sgd["data parallel"]["total"] == "2100"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import parallel.nn
-from parallel.memory import Memory
+from parallel.memory import MemoryTracker
 from parallel.nn import (
     CausalAttention,
     Embedding,
@@ -20,12 +20,12 @@ from parallel.nn import (
     LayerNorm,
     Linear,
     Model,
+    ParameterSpec,
     Residual,
     Sequential,
-    Spec,
     Unembedding,
     cross_entropy,
-    product,
+    matmul,
 )
 from parallel.precision import dtype_of
 from tests.parallel.models import CLOSE, Bound, Values, alone, bound, in_float32, numerical
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
     def slope(self, dtype: str = "float64") -> Values:
         """Some derivative by the output."""
-        _, shape = self.make().kept(self.shape, 8)
+        _, shape = self.make().activation_bytes(self.shape, 8)
         return np.random.default_rng(2).standard_normal(shape).astype(dtype_of(dtype))
 
 
@@ -264,7 +264,7 @@ def test_more_tokens_than_positions_are_refused() -> None:
     for context in (1, 4):
         alone(layer := Embedding(6, context, 3))
         layer.forward(np.zeros((2, context), np.int64))
-        words = f"{context + 1} tokens in a row, and positions for {context}"
+        words = f"{context + 1} tokens in a row, but positions for {context} only"
         with pytest.raises(ValueError, match=words):
             layer.forward(np.zeros((2, context + 1), np.int64))
 
@@ -324,7 +324,7 @@ def test_a_second_rounding_is_noticed(dtype: str) -> None:
 
     class Twice(Linear):
         def forward(self, x: Any) -> Any:
-            return product(x, self.value["weight"]) + self.value["bias"], x
+            return matmul(x, self.value["weight"]) + self.value["bias"], x
 
     (small, *_), (wide, *_) = both(LONG["linear"]._replace(make=lambda: Twice(300, 41)), dtype)
     assert 0.1 < np.mean(small != wide.astype(small.dtype)) < 0.9
@@ -336,9 +336,9 @@ def test_a_norm_rounds_its_normal_vectors_beside_its_results(dtype: str) -> None
     lone = alone(layer := case.make(), dtype)
     gain, bias = (v.astype(np.float32) for v in lone.named_values().values())
     x, dy = case.input(dtype).astype(np.float32), case.slope(dtype).astype(np.float32)
-    centred = x - x.mean(axis=-1, keepdims=True)
-    inverse = 1 / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + np.float32(1e-5))
-    normal = (centred * inverse).astype(dtype_of(dtype)).astype(np.float32)
+    centered = x - x.mean(axis=-1, keepdims=True)
+    inverse = 1 / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + np.float32(1e-5))
+    normal = (centered * inverse).astype(dtype_of(dtype)).astype(np.float32)
     y, saved = layer.forward(case.input(dtype))
     np.testing.assert_array_equal(y, (normal * gain + bias).astype(y.dtype))
     d = dy * gain
@@ -408,18 +408,18 @@ def check_kept(layer: Layer, x: Values, dtype: str) -> None:
     """By formula, and counted from the arrays that are alive, each memory once."""
     alone(layer, dtype)
     y, saved = layer.forward(x)
-    memory = Memory()
-    memory.count("activations", saved)
-    nbytes, shape = layer.kept(x.shape, dtype_of(dtype).itemsize)
+    memory = MemoryTracker()
+    memory.track("activations", saved)
+    nbytes, shape = layer.activation_bytes(x.shape, dtype_of(dtype).itemsize)
     assert (nbytes, shape) == (memory.now["activations"], y.shape)
 
 
 def test_kept_in_numbers() -> None:
     """Two rows of three positions, four wide, in float16."""
-    assert Embedding(9, 3, 4).kept((2, 3), 2) == (0, (2, 3, 4))
-    assert Linear(4, 5).kept((2, 3, 4), 2) == (2 * 24, (2, 3, 5))
-    assert LayerNorm(4).kept((2, 3, 4), 2) == (2 * 24 + 4 * 6, (2, 3, 4))
-    assert CausalAttention(2).kept((2, 3, 12), 2) == (2 * 72 + 2 * 2 * 2 * 9, (2, 3, 4))
+    assert Embedding(9, 3, 4).activation_bytes((2, 3), 2) == (0, (2, 3, 4))
+    assert Linear(4, 5).activation_bytes((2, 3, 4), 2) == (2 * 24, (2, 3, 5))
+    assert LayerNorm(4).activation_bytes((2, 3, 4), 2) == (2 * 24 + 4 * 6, (2, 3, 4))
+    assert CausalAttention(2).activation_bytes((2, 3, 12), 2) == (2 * 72 + 2 * 2 * 2 * 9, (2, 3, 4))
 
 
 def test_one_array_more_is_noticed() -> None:
@@ -494,7 +494,7 @@ def test_the_loss_of_two_bytes_is_float32s(dtype: str) -> None:
 
 
 def test_a_draw_depends_on_seed_and_name_alone() -> None:
-    spec = Spec((3, 2), spread=2.0, centre=1.0)
+    spec = ParameterSpec((3, 2), std=2.0, mean=1.0)
     drawn = spec.draw(5, "a")
     np.random.default_rng(5).standard_normal(9)
     np.testing.assert_array_equal(spec.draw(5, "a"), drawn)
@@ -503,10 +503,10 @@ def test_a_draw_depends_on_seed_and_name_alone() -> None:
     assert all((other != drawn).all() for other in others)
 
 
-def test_a_draw_has_the_spread_and_centre() -> None:
-    drawn = Spec((200, 200), spread=2.0, centre=1.0).draw(0, "a")
+def test_a_draw_has_the_std_and_mean() -> None:
+    drawn = ParameterSpec((200, 200), std=2.0, mean=1.0).draw(0, "a")
     assert drawn.mean() == pytest.approx(1, abs=0.05) and drawn.std() == pytest.approx(2, abs=0.05)
-    np.testing.assert_array_equal(Spec((3,), centre=1.0).draw(0, "a"), 1)
+    np.testing.assert_array_equal(ParameterSpec((3,), mean=1.0).draw(0, "a"), 1)
 
 
 # Models
@@ -527,56 +527,56 @@ def four_layers(ties: dict[str, str] | None = None) -> Model:
 
 UNTIED = four_layers()
 TIED = four_layers({"last.out.table": "first.token"})
-NEIGHBOURS = Model({"first": embedding(), "last": head()}, {"last.out.table": "first.token"})
+NEIGHBORS = Model({"first": embedding(), "last": head()}, {"last.out.table": "first.token"})
 WITHOUT = Model(  # tied, and nothing of its own is left
     {"first": embedding(), "mid": Linear(3, 3), "last": Unembedding(3, 6)},
     {"last.table": "first.token"},
 )
 BACKWARDS = four_layers({"first.token": "last.out.table"})
-MODELS = [UNTIED, TIED, NEIGHBOURS, WITHOUT, BACKWARDS]
+MODELS = [UNTIED, TIED, NEIGHBORS, WITHOUT, BACKWARDS]
 
 
 @pytest.mark.parametrize(("model", "wanted"), [
     (UNTIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
     (TIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last", "first")}),
-    (NEIGHBOURS, {"first": ("first",), "last": ("last", "first")}),
+    (NEIGHBORS, {"first": ("first",), "last": ("last", "first")}),
     (WITHOUT, {"first": ("first",), "mid": ("mid",), "last": ("first",)}),
     (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ("last",)}),
 ])  # fmt: skip
 def test_the_units_that_a_layer_uses(model: Model, wanted: dict[str, tuple[str, ...]]) -> None:
-    assert {layer: model.uses(layer) for layer in model.layers} == wanted
-    assert model.uses(None) == ()
+    assert {layer: model.units_of(layer) for layer in model.layers} == wanted
+    assert model.units_of(None) == ()
 
 
 @pytest.mark.parametrize(("model", "wanted"), [
     (UNTIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
     (TIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
-    (NEIGHBOURS, {"first": ("first",), "last": ("last",)}),
+    (NEIGHBORS, {"first": ("first",), "last": ("last",)}),
     (WITHOUT, {"first": ("first",), "mid": ("mid",), "last": ()}),
     (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ()}),
 ])  # fmt: skip
 def test_a_gradient_is_complete_at_the_first_layer_that_uses_it(
     model: Model, wanted: dict[str, tuple[str, ...]]
 ) -> None:
-    assert {layer: model.completes(layer) for layer in model.layers} == wanted
+    assert {layer: model.completed_units(layer) for layer in model.layers} == wanted
 
 
 @pytest.mark.parametrize(("model", "wanted"), [
     (UNTIED, {"first": 1, "mid": 1, "last": 1}),
     (TIED, {"first": 2, "mid": 1, "last": 1}),
-    (NEIGHBOURS, {"first": 1, "last": 1}),
+    (NEIGHBORS, {"first": 1, "last": 1}),
     (WITHOUT, {"first": 2, "mid": 1}),
     (BACKWARDS, {"first": 1, "mid": 1, "last": 2}),
 ])  # fmt: skip
 def test_how_often_a_unit_is_gathered(model: Model, wanted: dict[str, int]) -> None:
-    assert model.times_gathered() == wanted
+    assert model.num_gathers() == wanted
 
 
 def test_the_order_of_layers() -> None:
     names = list(UNTIED.layers)
-    assert [UNTIED.after(name) for name in names] == ["gelu", "mid", "last", None]
-    assert [UNTIED.before(name) for name in names] == [None, "first", "gelu", "mid"]
-    assert UNTIED.route() == names
+    assert [UNTIED.next_layer(name) for name in names] == ["gelu", "mid", "last", None]
+    assert [UNTIED.previous_layer(name) for name in names] == [None, "first", "gelu", "mid"]
+    assert UNTIED.active_layers() == names
 
 
 def random_model(rng: np.random.Generator) -> Model:
@@ -596,17 +596,17 @@ def test_gathered_and_completed_as_a_pass_does_it(model: Model) -> None:
         times: Counter[str] = Counter()
         held: set[str] = set()
         for layer, following in zip(names, [*names[1:], None], strict=True):
-            wanted = {*model.uses(layer), *model.uses(following)}
+            wanted = {*model.units_of(layer), *model.units_of(following)}
             times.update(wanted - held)
-            held = (held | wanted) - ({*model.uses(layer)} - {*model.uses(following)})
-        assert times == Counter(model.times_gathered()) and not held
-    open_until = {unit: layer for layer in reversed(model.layers) for unit in model.uses(layer)}
-    completed = {unit: layer for layer in model.layers for unit in model.completes(layer)}
+            held = (held | wanted) - ({*model.units_of(layer)} - {*model.units_of(following)})
+        assert times == Counter(model.num_gathers()) and not held
+    open_until = {unit: layer for layer in reversed(model.layers) for unit in model.units_of(layer)}
+    completed = {unit: layer for layer in model.layers for unit in model.completed_units(layer)}
     assert completed == open_until and set(completed) == set(model.units)
     names = list(model.layers)
     for i, layer in enumerate(names, start=1):
-        used = {unit: None for name in names[:i] for unit in model.uses(name)}
-        assert model.used_until(layer) == list(used)
+        used = {unit: None for name in names[:i] for unit in model.units_of(name)}
+        assert model.units_until(layer) == list(used)
 
 
 @pytest.mark.parametrize("ties", [
@@ -623,10 +623,10 @@ def test_a_tie_of_what_is_not_there_is_refused(ties: dict[str, str]) -> None:
 
 def test_a_unit_is_the_parameters_one_after_the_other() -> None:
     model = TIED
-    assert model.sizes == {"first": 6 * 3 + 4 * 3, "mid": 3 * 3 + 3, "last": 3 + 3}
+    assert model.unit_sizes == {"first": 6 * 3 + 4 * 3, "mid": 3 * 3 + 3, "last": 3 + 3}
     assert model.num_parameters == 48
     assert list(model.units["last"]) == ["norm.gain", "norm.bias"]
-    flats = {unit: np.arange(size) for unit, size in model.sizes.items()}
+    flats = {unit: np.arange(size) for unit, size in model.unit_sizes.items()}
     views = model.named(flats)
     assert list(views) == [
         "first.token", "first.position", "mid.weight", "mid.bias",
@@ -683,5 +683,5 @@ def test_a_tied_layer_needs_both_units() -> None:
     model.bind("last", {"last": values["last"]})
     with pytest.raises(KeyError, match="table"):
         model.layers["last"].forward(x)
-    model.bind("last", {unit: values[unit] for unit in model.uses("last")})
+    model.bind("last", {unit: values[unit] for unit in model.units_of("last")})
     model.layers["last"].forward(x)

@@ -21,21 +21,21 @@ import collectives
 from collectives import Communicator
 from collectives.arrays.backends import register_backend
 from parallel import Adam, DataParallel, Recipe, Strategy, Zero1, Zero2, Zero3, gpt, text
-from parallel.memory import CATEGORIES, Memory, predicted, predicted_there
+from parallel.memory import CATEGORIES, MemoryTracker
 from parallel.nn import Array, Model
 from parallel.offload import (
     READ,
     TO_DEVICE,
     TO_HOST,
     WRITTEN,
-    Device,
-    Disk,
-    Host,
-    moved_by_load,
-    moved_by_update,
-    predicted_moves,
+    DiskOffload,
+    HostOffload,
+    NoOffload,
+    bytes_moved_by_load,
+    bytes_moved_by_update,
 )
 from parallel.precision import dtype_of, master_dtype
+from parallel.predictions import offload_traffic, peak_memory, peak_offloaded_memory
 from tests.fake_device import FakeBackend
 
 CONTEXT, ROWS, STEPS = 3, 7, 2
@@ -49,12 +49,14 @@ def serial(comm: Communicator | None, model: Model, recipe: Recipe) -> Strategy:
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
-    return text.batch(TEXT, seed=0, step=step, size=ROWS, context=CONTEXT, rank=rank, ranks=ranks)
+    return text.batch(
+        TEXT, seed=0, step=step, batch_size=ROWS, context=CONTEXT, rank=rank, num_ranks=ranks
+    )
 
 
 def trained(make: Make, comm: Communicator | None, **recipe: Any) -> tuple[Strategy, list[float]]:
     """A strategy that has done its steps, and their losses."""
-    model = gpt(layers=1, hidden=6, heads=2, context=CONTEXT)
+    model = gpt(num_layers=1, hidden=6, num_heads=2, context=CONTEXT)
     strategy = make(comm, model, Recipe(micro_batches=2, clip=0.5, **recipe))
     strategy.start()
     return strategy, strategy.train(STEPS, batch, ROWS * CONTEXT, lambda *done: None)
@@ -66,14 +68,14 @@ def bits(strategy: Strategy, losses: list[float]) -> list[bytes]:
     return [np.array(losses).tobytes(), *(bare(x).tobytes() for x in arrays)]
 
 
-def accounts(strategy: Strategy) -> None:
+def check_predictions(strategy: Strategy) -> None:
     """What is kept here and there, and what was moved, are what the formulas say."""
-    there, rows = strategy.place.memory.peak, len(batch(0, *strategy.part)[0])
+    there, rows = strategy.offload.memory.peak, len(batch(0, *strategy.batch_part)[0])
     here = {category: strategy.memory.peak[category] for category in CATEGORIES}
-    assert here == predicted(strategy, rows, CONTEXT)
-    assert predicted_there(strategy) == {x: there[x] for x in predicted_there(strategy)}
-    updates = strategy.updates_in(STEPS) - strategy.num_skipped
-    assert predicted_moves(strategy, updates) == strategy.place.moved
+    assert here == peak_memory(strategy, rows, CONTEXT)
+    assert peak_offloaded_memory(strategy) == {x: there[x] for x in peak_offloaded_memory(strategy)}
+    updates = strategy.num_updates_in(STEPS) - strategy.num_skipped
+    assert offload_traffic(strategy, updates) == strategy.offload.moved
 
 
 # A device that is not there
@@ -244,8 +246,8 @@ def test_the_fake_device_does_not_mix_with_the_host(mix: Any) -> None:
 # The same bits
 
 
-def places(folder: Path) -> list[Any]:
-    return [Device, Host, partial(Disk, folder)]
+def offloads(folder: Path) -> list[Any]:
+    return [NoOffload, HostOffload, partial(DiskOffload, folder)]
 
 
 @pytest.mark.parametrize(
@@ -256,17 +258,19 @@ def places(folder: Path) -> list[Any]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("make", [DataParallel, Zero1, Zero2, Zero3])
-def test_every_place_gives_the_same_bits(make: Make, dtype: str, size: int, tmp_path: Path) -> None:
+def test_every_offload_gives_the_same_bits(
+    make: Make, dtype: str, size: int, tmp_path: Path
+) -> None:
     """And keeps and moves what is predicted; nothing between device and host, which are one."""
 
-    def run(comm: Communicator, place: Any) -> list[bytes]:
-        strategy, losses = trained(make, comm, dtype=dtype, place=place)
-        accounts(strategy)
-        assert strategy.place.moved[TO_HOST] == strategy.place.moved[TO_DEVICE] == 0
+    def run(comm: Communicator, offload: Any) -> list[bytes]:
+        strategy, losses = trained(make, comm, dtype=dtype, offload=offload)
+        check_predictions(strategy)
+        assert strategy.offload.moved[TO_HOST] == strategy.offload.moved[TO_DEVICE] == 0
         return bits(strategy, losses)
 
     def runs(comm: Communicator) -> list[list[bytes]]:
-        return [run(comm, place) for place in places(tmp_path)]
+        return [run(comm, offload) for offload in offloads(tmp_path)]
 
     for on_device, in_host_memory, on_disk in collectives.run(runs, size=size):
         assert on_device == in_host_memory == on_disk
@@ -285,15 +289,15 @@ def test_all_that_crosses_is_counted(make: Make, size: int, dtype: str, tmp_path
 
     def check(comm: Communicator) -> None:
         reference = bits(*trained(make, comm, dtype=dtype))
-        for place in places(tmp_path):
+        for offload in offloads(tmp_path):
             crossed().clear()
-            strategy, losses = trained(make, comm, dtype=dtype, xp=FAKE, place=place)
-            accounts(strategy)
-            assert strategy.place.is_crossing is (place is not Device)
+            strategy, losses = trained(make, comm, dtype=dtype, xp=FAKE, offload=offload)
+            check_predictions(strategy)
+            assert strategy.offload.is_cross_device is (offload is not NoOffload)
             assert bits(strategy, losses) == reference
-            tokens = STEPS * sum(x.nbytes for x in batch(0, *strategy.part))
+            tokens = STEPS * sum(x.nbytes for x in batch(0, *strategy.batch_part))
             given = strategy.memory.peak["parameters"] + tokens
-            moved = strategy.place.moved
+            moved = strategy.offload.moved
             is_looked_at = make in (Zero1, Zero2)
             looked_at = is_looked_at * strategy.memory.peak["parameters"]
             ways = {"get": moved[TO_HOST] + looked_at, "set": moved[TO_DEVICE], "asarray": given}
@@ -302,30 +306,30 @@ def test_all_that_crosses_is_counted(make: Make, size: int, dtype: str, tmp_path
     collectives.run(check, size=size)
 
 
-class FetchesTwice(Host):
+class FetchesTwice(HostOffload):
     """Counts half of what it moves."""
 
-    def _on_host(self, x: Array) -> Array:
+    def _copy_to_host(self, x: Array) -> Array:
         x.get(out=np.empty(x.shape, x.dtype))
-        return super()._on_host(x)
+        return super()._copy_to_host(x)
 
 
-class ForgetsToSendBack(Host):
+class ForgetsToCopyBack(HostOffload):
     """Leaves the parameters as they are."""
 
-    def _send_back(self, master: Array, x: Array) -> None:
+    def _copy_back(self, master: Array, x: Array) -> None:
         pass
 
 
-def test_a_place_that_does_not_tell_is_noticed() -> None:
+def test_an_offload_that_does_not_tell_is_noticed() -> None:
     crossed().clear()
-    strategy, _ = trained(serial, None, dtype="float16", xp=FAKE, place=FetchesTwice)
-    assert crossed()["get"] == 2 * strategy.place.moved[TO_HOST] > 0
+    strategy, _ = trained(serial, None, dtype="float16", xp=FAKE, offload=FetchesTwice)
+    assert crossed()["get"] == 2 * strategy.offload.moved[TO_HOST] > 0
 
 
 def test_parameters_that_are_not_sent_back_are_noticed() -> None:
     right = bits(*trained(serial, None, dtype="float16"))
-    assert bits(*trained(serial, None, dtype="float16", place=ForgetsToSendBack)) != right
+    assert bits(*trained(serial, None, dtype="float16", offload=ForgetsToCopyBack)) != right
 
 
 # What is kept, and moved
@@ -334,15 +338,15 @@ def test_parameters_that_are_not_sent_back_are_noticed() -> None:
 def test_masters_elsewhere_are_copies_and_on_the_device_only_of_another_dtype(
     tmp_path: Path,
 ) -> None:
-    def is_kept_twice(place: Any, dtype: str) -> bool:
-        strategy, _ = trained(serial, None, dtype=dtype, place=place)
-        mine, theirs = strategy.own_parameters["block0"], strategy.masters["block0"]
-        assert np.shares_memory(mine, theirs) is (strategy.masters is strategy.own_parameters)
-        assert sum(strategy.place.memory.peak[x] for x in ("master", "optimizer")) > 0
-        return strategy.masters is not strategy.own_parameters
+    def is_kept_twice(offload: Any, dtype: str) -> bool:
+        strategy, _ = trained(serial, None, dtype=dtype, offload=offload)
+        mine, theirs = strategy.parameter_shards["block0"], strategy.masters["block0"]
+        assert np.shares_memory(mine, theirs) is (strategy.masters is strategy.parameter_shards)
+        assert sum(strategy.offload.memory.peak[x] for x in ("master", "optimizer")) > 0
+        return strategy.masters is not strategy.parameter_shards
 
     for dtype in ("float64", "float32", "float16"):
-        kept = [is_kept_twice(place, dtype) for place in places(tmp_path)]
+        kept = [is_kept_twice(offload, dtype) for offload in offloads(tmp_path)]
         assert kept == [dtype == "float16", True, True]
 
 
@@ -353,10 +357,10 @@ def test_masters_elsewhere_are_copies_and_on_the_device_only_of_another_dtype(
 def test_bytes_moved_for_each_element(dtype: str, update: Any, load: Any) -> None:
     """ZeRO-Offload's numbers: 2 Psi/N each way in float16, of which 12 Psi/N are kept there."""
     columns = TO_HOST, TO_DEVICE, READ, WRITTEN
-    assert moved_by_update(10, dtype_of(dtype)) == {
+    assert bytes_moved_by_update(10, dtype_of(dtype)) == {
         x: 10 * n for x, n in zip(columns, update, strict=True)
     }
-    assert moved_by_load(10, dtype_of(dtype)) == {
+    assert bytes_moved_by_load(10, dtype_of(dtype)) == {
         x: 10 * n for x, n in zip(columns, load, strict=True)
     }
 
@@ -365,44 +369,44 @@ def test_one_buffer_holds_what_comes_and_goes() -> None:
     """As large as the largest part of a unit that the rank updates, whatever the others are."""
 
     def found(comm: Communicator) -> tuple[int, int]:
-        strategy, _ = trained(Zero2, comm, dtype="float16", xp=FAKE, place=Host)
-        parts = [x.shape[0] for x in strategy.own_parameters.values()]
+        strategy, _ = trained(Zero2, comm, dtype="float16", xp=FAKE, offload=HostOffload)
+        parts = [x.shape[0] for x in strategy.parameter_shards.values()]
         assert min(parts) < max(parts)
-        return strategy.place.memory.peak["buffers"], 2 * max(parts)
+        return strategy.offload.memory.peak["buffers"], 2 * max(parts)
 
     assert all(kept == largest for kept, largest in collectives.run(found, size=3))
 
 
 def test_a_skipped_update_moves_nothing(tmp_path: Path) -> None:
-    model = gpt(layers=1, hidden=6, heads=2, context=CONTEXT)
-    recipe = Recipe("float16", place=partial(Disk, tmp_path), xp=FAKE)
+    model = gpt(num_layers=1, hidden=6, num_heads=2, context=CONTEXT)
+    recipe = Recipe("float16", offload=partial(DiskOffload, tmp_path), xp=FAKE)
     strategy = Strategy(None, model, recipe)
-    before = Counter(strategy.place.moved)
+    before = Counter(strategy.offload.moved)
     strategy.loss_scale.value = 2.0**40
     strategy.step(*batch(0, 0, 1), ROWS * CONTEXT)
     assert (strategy.num_skipped, strategy.num_updates) == (1, 0)
-    assert strategy.place.moved == before == predicted_moves(strategy, 0)
-    assert all(n < predicted_moves(strategy, 1)[x] for x, n in before.items())
+    assert strategy.offload.moved == before == offload_traffic(strategy, 0)
+    assert all(n < offload_traffic(strategy, 1)[x] for x, n in before.items())
 
 
 @pytest.mark.parametrize("xp", [host, FAKE])
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_what_has_no_slope_is_left_alone_and_not_moved(xp: Any, dtype: str, tmp_path: Path) -> None:
     here = dtype_of(dtype)
-    for place in places(tmp_path):
-        it, owned = place(Memory(), 0), {unit: xp.zeros(4, dtype=here) for unit in "ab"}
-        optimizer = Adam(it.masters_of(owned, master_dtype(here)), new=it.zeros)
+    for offload in offloads(tmp_path):
+        it, owned = offload(MemoryTracker(), 0), {unit: xp.zeros(4, dtype=here) for unit in "ab"}
+        optimizer = Adam(it.make_masters(owned, master_dtype(here)), make_state=it.zeros)
         before = Counter(it.moved)
         it.update(optimizer, {"b": xp.ones(4, dtype=here)}, 1.0)
         assert not bare(owned["a"]).any() and bare(owned["b"]).all()
-        gone, one = it.moved - before, Counter(moved_by_update(4, here))
+        gone, one = it.moved - before, Counter(bytes_moved_by_update(4, here))
         assert gone == Counter({x: one[x] for x in it.COLUMNS if xp is FAKE or "disk" in x})
 
 
 def test_parameters_that_somebody_else_has_changed_are_loaded(tmp_path: Path) -> None:
-    for place, xp in [(p, xp) for p in places(tmp_path) for xp in (host, FAKE)]:
-        it, owned = place(Memory(), 0), {"a": xp.zeros(4, dtype=np.dtype(np.float16))}
-        masters = it.masters_of(owned, np.dtype(np.float32))
+    for offload, xp in [(p, xp) for p in offloads(tmp_path) for xp in (host, FAKE)]:
+        it, owned = offload(MemoryTracker(), 0), {"a": xp.zeros(4, dtype=np.dtype(np.float16))}
+        masters = it.make_masters(owned, np.dtype(np.float32))
         owned["a"] += 3
         assert not bare(masters["a"]).any()
         it.load()
@@ -412,45 +416,49 @@ def test_parameters_that_somebody_else_has_changed_are_loaded(tmp_path: Path) ->
 # On disk
 
 
-def on_disk(folder: Path, sizes: dict[str, int], kind: type[Disk] = Disk) -> tuple[Disk, Adam]:
-    """A place with units of these sizes in float32, and an optimizer."""
-    place = kind(folder, Memory(), 5)
+def on_disk(
+    folder: Path, sizes: dict[str, int], kind: type[DiskOffload] = DiskOffload
+) -> tuple[DiskOffload, Adam]:
+    """A offload with units of these sizes in float32, and an optimizer."""
+    offload = kind(folder, MemoryTracker(), 5)
     owned = {unit: np.zeros(size, np.float32) for unit, size in sizes.items()}
-    return place, Adam(place.masters_of(owned, np.dtype(np.float32)), new=place.zeros)
+    return offload, Adam(
+        offload.make_masters(owned, np.dtype(np.float32)), make_state=offload.zeros
+    )
 
 
-def update(place: Disk, optimizer: Adam) -> None:
-    place.update(optimizer, {unit: x + 1 for unit, x in place.owned.items()}, 1.0)
+def update(offload: DiskOffload, optimizer: Adam) -> None:
+    offload.update(optimizer, {unit: x + 1 for unit, x in offload.parameters.items()}, 1.0)
 
 
 def test_each_unit_and_state_has_a_file_of_its_own(tmp_path: Path) -> None:
     """With what is in memory, and with nothing for a unit of which the rank updates nothing."""
-    place, optimizer = on_disk(tmp_path / "new" / "folder", {"a": 7, "b/../c": 5, "none": 0})
-    update(place, optimizer)
-    assert place.folder.parent == tmp_path / "new" / "folder"
-    assert place.folder.name.startswith("rank5-")
-    kept = [place.masters, *optimizer.states.values()]
+    offload, optimizer = on_disk(tmp_path / "new" / "folder", {"a": 7, "b/../c": 5, "none": 0})
+    update(offload, optimizer)
+    assert offload.folder.parent == tmp_path / "new" / "folder"
+    assert offload.folder.name.startswith("rank5-")
+    kept = [offload.masters, *optimizer.states.values()]
     for kind, arrays in zip(("master", "state1", "state2"), kept, strict=True):
         for unit, name in (("a", "a"), ("b/../c", "b%2F..%2Fc")):
-            on_file = np.fromfile(place.folder / f"{name}.{kind}", np.float32)
+            on_file = np.fromfile(offload.folder / f"{name}.{kind}", np.float32)
             assert on_file.all() and np.array_equal(on_file, arrays[unit])
-    assert len(list(place.folder.iterdir())) == 6
+    assert len(list(offload.folder.iterdir())) == 6
 
 
 def test_files_are_removed_by_close_and_training_can_go_on(tmp_path: Path) -> None:
-    place, optimizer = on_disk(tmp_path, {"a": 7})
-    update(place, optimizer)
+    offload, optimizer = on_disk(tmp_path, {"a": 7})
+    update(offload, optimizer)
     (tmp_path / "of somebody else").touch()
-    place.close()
-    place.close()
+    offload.close()
+    offload.close()
     assert [x.name for x in tmp_path.iterdir()] == ["of somebody else"]
-    before = place.owned["a"].copy()
-    update(place, optimizer)
-    assert (place.owned["a"] != before).all()
+    before = offload.parameters["a"].copy()
+    update(offload, optimizer)
+    assert (offload.parameters["a"] != before).all()
 
 
 def test_files_are_removed_with_the_strategy(tmp_path: Path) -> None:
-    strategy, _ = trained(serial, None, place=partial(Disk, tmp_path))
+    strategy, _ = trained(serial, None, offload=partial(DiskOffload, tmp_path))
     assert len(list(tmp_path.iterdir())) == 1
     del strategy
     gc.collect()
@@ -458,20 +466,20 @@ def test_files_are_removed_with_the_strategy(tmp_path: Path) -> None:
 
 
 def test_ranks_and_runs_that_share_a_folder_do_not_meet(tmp_path: Path) -> None:
-    places = [on_disk(tmp_path, {"a": 7})[0] for _ in range(3)]
-    assert len({place.folder for place in places}) == len(list(tmp_path.iterdir())) == 3
+    offloads = [on_disk(tmp_path, {"a": 7})[0] for _ in range(3)]
+    assert len({offload.folder for offload in offloads}) == len(list(tmp_path.iterdir())) == 3
 
 
 def test_no_room_is_told_at_once(tmp_path: Path) -> None:
     """And not by a signal, when what is not there is written to."""
     with pytest.raises(OSError, match=r"too large|No space"):
-        Disk(tmp_path, Memory(), 0)._zeros("a", 2**60, np.dtype(np.float32))
+        DiskOffload(tmp_path, MemoryTracker(), 0)._zeros("a", 2**60, np.dtype(np.float32))
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="file"):
-        Disk(tmp_path / "file", Memory(), 0)
+        DiskOffload(tmp_path / "file", MemoryTracker(), 0)
 
 
 @pytest.fixture
@@ -487,37 +495,37 @@ def flushed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes]]:
     return seen
 
 
-class WritesNothing(Disk):
+class WritesNothing(DiskOffload):
     """Lets go of what it has not written: the system may write it at some time, or never."""
 
-    def _end(self, arrays: list[Array]) -> None:
+    def _after_write(self, arrays: list[Array]) -> None:
         for x in arrays:
             if x.size:
                 x.base.madvise(mmap.MADV_DONTNEED)
 
 
-@pytest.mark.parametrize("kind", [Disk, WritesNothing])
+@pytest.mark.parametrize("kind", [DiskOffload, WritesNothing])
 def test_a_unit_is_written_to_the_disk_as_soon_as_it_is_updated(
-    kind: type[Disk], tmp_path: Path, flushed: list[tuple[str, bytes]]
+    kind: type[DiskOffload], tmp_path: Path, flushed: list[tuple[str, bytes]]
 ) -> None:
     """Each of its files once, as it then is; and the masters when they are made."""
     before = []
 
     class Watched(kind):  # type: ignore[misc,valid-type]
-        def _begin(self, arrays: list[Array]) -> None:
+        def _before_read(self, arrays: list[Array]) -> None:
             before.append(len(flushed))
-            super()._begin(arrays)
+            super()._before_read(arrays)
 
-    place, optimizer = on_disk(tmp_path, {"a": 7, "none": 0, "b": 5}, Watched)
+    offload, optimizer = on_disk(tmp_path, {"a": 7, "none": 0, "b": 5}, Watched)
     made = [name for name, _ in flushed]
     flushed.clear()
-    update(place, optimizer)
+    update(offload, optimizer)
     if kind is WritesNothing:  # the negative control
         assert not made and not flushed
         return
     assert made == ["a.master", "b.master"] and before == [0, 3, 3]
     files = [f"{unit}.{what}" for unit in "ab" for what in ("master", "state1", "state2")]
-    assert flushed == [(name, (place.folder / name).read_bytes()) for name in files]
+    assert flushed == [(name, (offload.folder / name).read_bytes()) for name in files]
 
 
 def resident(folder: Path) -> int:
@@ -531,26 +539,26 @@ def resident(folder: Path) -> int:
     return found
 
 
-class HoldsOn(Disk):
+class HoldsOn(DiskOffload):
     """Lets nothing go."""
 
-    def _end(self, arrays: list[Array]) -> None:
+    def _after_write(self, arrays: list[Array]) -> None:
         pass
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is resident")
-@pytest.mark.parametrize("kind", [Disk, HoldsOn])
-def test_one_unit_at_a_time_is_held_in_memory(kind: type[Disk], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [DiskOffload, HoldsOn])
+def test_one_unit_at_a_time_is_held_in_memory(kind: type[DiskOffload], tmp_path: Path) -> None:
     mib, seen = 2**20, []
 
     class Watched(kind):  # type: ignore[misc,valid-type]
-        def _end(self, arrays: list[Array]) -> None:
+        def _after_write(self, arrays: list[Array]) -> None:
             seen.append(resident(tmp_path))
-            super()._end(arrays)
+            super()._after_write(arrays)
 
-    place, optimizer = on_disk(tmp_path, dict.fromkeys("abc", mib // 4), Watched)
-    assert seen == ([mib] * 3 if kind is Disk else [mib, 2 * mib, 3 * mib])
+    offload, optimizer = on_disk(tmp_path, dict.fromkeys("abc", mib // 4), Watched)
+    assert seen == ([mib] * 3 if kind is DiskOffload else [mib, 2 * mib, 3 * mib])
     seen.clear()
-    update(place, optimizer)
-    assert seen == ([3 * mib] * 3 if kind is Disk else [5 * mib, 7 * mib, 9 * mib])
-    assert resident(tmp_path) == (0 if kind is Disk else 9 * mib)
+    update(offload, optimizer)
+    assert seen == ([3 * mib] * 3 if kind is DiskOffload else [5 * mib, 7 * mib, 9 * mib])
+    assert resident(tmp_path) == (0 if kind is DiskOffload else 9 * mib)

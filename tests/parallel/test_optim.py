@@ -1,4 +1,4 @@
-"""Optimisers against the papers' algorithms, written out for one number."""
+"""Optimizers against the papers' algorithms, written out for one number."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def scalar_adam(
     *,
     lr: float,
     betas: tuple[float, float],
-    epsilon: float,
-    decay: float = 0.0,
+    eps: float,
+    weight_decay: float = 0.0,
 ) -> float:
-    """Kingma & Ba 2015, algorithm 1, line by line; `decay` as Loshchilov & Hutter 2019 have it."""
+    """Kingma & Ba 2015, algorithm 1; the weight decay of Loshchilov & Hutter 2019."""
     m = v = 0.0
     for t, g in enumerate(slopes, start=1):
         m = betas[0] * m + (1 - betas[0]) * g
         v = betas[1] * v + (1 - betas[1]) * g * g
         m_hat, v_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
-        x -= lr * (m_hat / (math.sqrt(v_hat) + epsilon) + decay * x)
+        x -= lr * (m_hat / (math.sqrt(v_hat) + eps) + weight_decay * x)
     return x
 
 
-ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "epsilon": 1e-6}
+ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6}
 PAPERS: dict[str, tuple[type[Optimizer], Callable[..., float], dict[str, Any]]] = {
     "sgd": (SGD, scalar_sgd, {"lr": 0.01, "momentum": 0.0}),
     "sgd with momentum": (SGD, scalar_sgd, {"lr": 0.01, "momentum": 0.9}),
     "adam": (Adam, scalar_adam, ADAM),
-    "adam with decay": (Adam, scalar_adam, ADAM | {"decay": 0.3}),
-    "adamw": (AdamW, scalar_adam, ADAM | {"decay": 0.3}),
+    "adam with decay": (Adam, scalar_adam, ADAM | {"weight_decay": 0.3}),
+    "adamw": (AdamW, scalar_adam, ADAM | {"weight_decay": 0.3}),
 }
 each_kind = pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 
@@ -115,7 +115,7 @@ def test_the_papers_differ() -> None:
         {"lr": 0.011},
         {"betas": (0.81, 0.95)},
         {"betas": (0.8, 0.96)},
-        {"epsilon": 2e-6},
+        {"eps": 2e-6},
     ):
         assert scalar_adam(1.0, slopes, **ADAM | option) not in ends
 
@@ -149,17 +149,17 @@ def test_a_gradient_of_zero_changes_nothing(kind: type[Optimizer]) -> None:
 
 LR = "lr is {}: it must be at least 0 and finite"
 BETA = "the {} of betas is {}: it must be at least 0 and less than 1"
-EPSILON = "epsilon is {}: it must be more than 0 and finite"
+EPSILON = "eps is {}: it must be more than 0 and finite"
 MOMENTUM = "momentum is {}: it must be at least 0 and less than 1"
-DECAY = "decay is {}: it must be at least 0 and finite"
+DECAY = "weight_decay is {}: it must be at least 0 and finite"
 NAN, INF = math.nan, math.inf
 REFUSED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
     *((kind, {"lr": x}, LR.format(x)) for kind in (SGD, Adam, AdamW) for x in (-1, NAN, INF, -INF)),
     *((SGD, {"momentum": x}, MOMENTUM.format(x)) for x in (-0.1, 1, 1.5, NAN, INF)),
     *((Adam, {"betas": (x, 0.9)}, BETA.format("first", x)) for x in (-0.1, 1.0, 2.0, NAN, INF)),
     *((Adam, {"betas": (0.9, x)}, BETA.format("second", x)) for x in (-0.1, 1.0, 2.0, NAN, INF)),
-    *((Adam, {"epsilon": x}, EPSILON.format(x)) for x in (-1, 0, NAN, INF)),
-    *((AdamW, {"decay": x}, DECAY.format(x)) for x in (-0.1, NAN, INF)),
+    *((Adam, {"eps": x}, EPSILON.format(x)) for x in (-1, 0, NAN, INF)),
+    *((AdamW, {"weight_decay": x}, DECAY.format(x)) for x in (-0.1, NAN, INF)),
     (AdamW, {"betas": (1.0, 0.9)}, BETA.format("first", 1.0)),
 ]
 
@@ -171,7 +171,7 @@ def test_options_without_a_meaning_are_refused(
     """At once, before any state is made."""
     made: list[Any] = []
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        kind({"x": np.ones(1)}, new=made.append, **options)
+        kind({"x": np.ones(1)}, make_state=made.append, **options)
     assert not made
 
 
@@ -179,8 +179,8 @@ def test_options_without_a_meaning_are_refused(
     ("kind", "options"),
     [
         (SGD, {"lr": 0.0, "momentum": 0.0}), (SGD, {"lr": 1e3, "momentum": 0.999999}),
-        (Adam, {"lr": 0, "betas": (0, 0), "epsilon": 1e-300, "decay": 0}),
-        (AdamW, {"lr": 1e3, "betas": (0.999999, 0.999999), "epsilon": 1e3, "decay": 1e3}),
+        (Adam, {"lr": 0, "betas": (0, 0), "eps": 1e-300, "weight_decay": 0}),
+        (AdamW, {"lr": 1e3, "betas": (0.999999, 0.999999), "eps": 1e3, "weight_decay": 1e3}),
     ],
 )  # fmt: skip
 def test_options_at_the_edge_have_a_meaning(kind: type[Optimizer], options: dict[str, Any]) -> None:
@@ -308,14 +308,14 @@ def test_any_part_can_be_updated_without_the_rest() -> None:
     np.testing.assert_array_equal(parts, whole)
 
 
-def test_states_are_made_by_new() -> None:
+def test_states_are_made_by_make_state() -> None:
     made = []
 
-    def new(x: Any) -> Any:
+    def make_state(x: Any) -> Any:
         made.append(np.zeros_like(x))
         return made[-1]
 
-    optimizer = Adam({"a": np.ones(2), "b": np.ones(3)}, new=new)
+    optimizer = Adam({"a": np.ones(2), "b": np.ones(3)}, make_state=make_state)
     optimizer.step({"a": np.ones(2), "b": np.ones(3)})
     states = [state[name] for state in optimizer.states.values() for name in ("a", "b")]
     assert len(made) == 4 and all(mine is its for mine, its in zip(made, states, strict=True))
@@ -332,7 +332,7 @@ def test_no_values_are_no_harm() -> None:
 
 @each_kind
 def test_a_gradient_that_belongs_to_nothing_is_refused(kind: type[Optimizer]) -> None:
-    with pytest.raises(ValueError, match="a gradient for 'b', which is not among the parameters"):
+    with pytest.raises(ValueError, match="there is a gradient for 'b', which is not a parameter"):
         kind({"a": np.ones(1)}).step({"b": np.ones(1)})
 
 
@@ -340,6 +340,8 @@ def test_a_gradient_that_belongs_to_nothing_is_refused(kind: type[Optimizer]) ->
 @pytest.mark.parametrize("shape", [(2,), (4,), (3, 1), ()])
 def test_a_gradient_of_another_shape_is_refused(kind: type[Optimizer], shape: tuple[int]) -> None:
     x = np.ones(3)
-    with pytest.raises(ValueError, match=r"'a': a gradient \(.*\) for values \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"the gradient of 'a' has shape \(.*\), its values \(3,\)"
+    ):
         kind({"a": x}).step({"a": np.ones(shape)})
     np.testing.assert_array_equal(x, 1)

@@ -84,7 +84,7 @@ def test_other_dtypes_have_range_enough(name: str) -> None:
 
 def test_a_step_that_overflows_is_skipped() -> None:
     """Nothing is changed but the scale; the next ones are halved until the gradient is finite."""
-    model = gpt(layers=1, hidden=4, heads=1, context=3)
+    model = gpt(num_layers=1, hidden=4, num_heads=1, context=3)
     strategy = Strategy(None, model, Recipe(dtype="float16"))
     strategy.loss_scale = scaled(initial=2.0**30)
     held = [*strategy.parameters.values(), *strategy.optimizer.arrays()]

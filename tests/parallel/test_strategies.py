@@ -13,18 +13,18 @@ import pytest
 
 import collectives
 from collectives import CollectiveError, Communicator
-from parallel.agreement import ModelsDiffer
-from parallel.data import DataParallel
+from parallel.agreement import ModelMismatch
+from parallel.comm_hooks import HalfPrecision
+from parallel.data_parallel import DataParallel
 from parallel.gpt import gpt
-from parallel.hooks import Compressed
-from parallel.hsdp import Hsdp, Mesh
+from parallel.hsdp import HSDP, Mesh
 from parallel.nn import Linear, Model
 from parallel.optim import SGD, Adam, AdamW
-from parallel.server import ServerAsync, ServerSync
-from parallel.strategy import NoGradient, Recipe, Run, Strategy
+from parallel.parameter_server import AsyncParameterServer, SyncParameterServer
+from parallel.strategy import MissingGradient, Recipe, RunSize, Strategy
 from parallel.traffic import TrafficMismatch
 from parallel.zero import Zero1, Zero2, Zero3
-from parallel.zeropp import ZeroPlusPlus
+from parallel.zero_plus_plus import ZeroPlusPlus
 from tests.parallel.training import (
     CONTEXT,
     ROWS,
@@ -39,15 +39,15 @@ from tests.parallel.training import (
 )
 
 EXACT: dict[str, Make] = {
-    "server-sync": ServerSync,
+    "server-sync": SyncParameterServer,
     "ddp": DataParallel,
     "ddp, a bucket a layer": partial(DataParallel, bucket_bytes=1),
     "zero1": Zero1,
     "zero2": Zero2,
     "zero3": Zero3,
     "zero3, kept": partial(Zero3, keep_after_forward=True),
-    "hsdp": Hsdp,
-    "hsdp, groups of one": partial(Hsdp, group=1),
+    "hsdp": HSDP,
+    "hsdp, groups of one": partial(HSDP, group_size=1),
 }
 ALL = EXACT | {"zeropp": ZeroPlusPlus}
 DIFFER = "shapes or initial values of layers, or options, differ from rank 0's"
@@ -91,7 +91,7 @@ def test_a_gradient_that_is_not_summed_would_be_noticed() -> None:
 
     class Alone(Zero2):
         def reduce_scatter(self, unit: str, whole: Any) -> Any:
-            return whole[self.own(unit)]
+            return whole[self.shard_slice(unit)]
 
     assert not np.allclose(train(Alone, 3)[0].losses, serial().losses, rtol=1e-6)
 
@@ -182,7 +182,7 @@ def test_predicted_is_recorded(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("name", [*ALL, "server-async"])
 def test_traffic_is_known_before_a_run(name: str) -> None:
     def fn(comm: Communicator) -> bool:
-        strategy = (ALL | {"server-async": ServerAsync})[name](comm, model())
+        strategy = (ALL | {"server-async": AsyncParameterServer})[name](comm, model())
         before = strategy.traffic(2, batch=(ROWS, CONTEXT))
         strategy.start()
         strategy.train(2, batch, ROWS * CONTEXT, nothing)
@@ -191,7 +191,7 @@ def test_traffic_is_known_before_a_run(name: str) -> None:
     assert collectives.run(fn, size=4) == [True] * 4
 
 
-@pytest.mark.parametrize("make", [Zero1, Zero2, ServerSync])
+@pytest.mark.parametrize("make", [Zero1, Zero2, SyncParameterServer])
 def test_an_update_that_was_not_made_is_noticed(make: Any) -> None:
     """Were the number of updates read off the run, the columns would be equal."""
 
@@ -206,10 +206,10 @@ def test_an_update_that_was_not_made_is_noticed(make: Any) -> None:
 
 def test_what_no_run_can_do_is_not_predicted() -> None:
     def fn(comm: Communicator) -> None:
-        with pytest.raises(ValueError, match="in float64 all updates are made, 1 were not"):
+        with pytest.raises(ValueError, match="in float64 no update is skipped, but skipped is 1"):
             Zero1(comm, model()).traffic(3, skipped=1)
-        with pytest.raises(ValueError, match="say how many rows of how many tokens"):
-            ServerSync(comm, model()).traffic(3)
+        with pytest.raises(ValueError, match=r"pass batch=\(rows, context\)"):
+            SyncParameterServer(comm, model()).traffic(3)
 
     collectives.run(fn, size=2)
 
@@ -220,7 +220,7 @@ VARIANTS = {
     "float16": (Recipe(dtype="float16"), model),
     "bfloat16, recomputed": (Recipe(dtype="bfloat16", recompute=("block0", "block1")), model),
     "tied": (Recipe(micro_batches=2), partial(model, is_tied=True)),
-    "tied neighbours": (Recipe(), partial(model, is_tied=True, layers=1)),
+    "tied neighbors": (Recipe(), partial(model, is_tied=True, layers=1)),
 }
 
 
@@ -259,7 +259,7 @@ def test_a_rogue_call_is_noticed(name: str) -> None:
 def bytes_of(name: str, ranks: int, **recipe: Any) -> float:
     """What a rank sends in a step on average, in units of the parameters; no small messages."""
     strategy = train(ALL[name], ranks, Recipe(**recipe), steps=1)[0].strategy
-    calls = strategy.traffic_of_steps(Run(1, 1, (ROWS, CONTEXT)))
+    calls = strategy.step_traffic(RunSize(1, 1, (ROWS, CONTEXT)))
     whole_model = strategy.model.num_parameters * strategy.dtype.itemsize
     return float(sum(call.sent(ranks).bytes for call in calls) / ranks / whole_model)
 
@@ -328,25 +328,25 @@ def test_models_of_other_shapes_are_refused_on_all_ranks(name: str) -> None:
         return Model(layers)
 
     said = outcome(ALL[name], 3, of)
-    assert said == 3 * [f"ModelsDiffer: {DIFFER}: head of rank 1"]
+    assert said == 3 * [f"ModelMismatch: {DIFFER}: head of rank 1"]
 
 
 @every
 def test_models_of_other_sizes_are_refused_on_all_ranks(name: str) -> None:
     said = outcome(ALL[name], 3, lambda rank: model(layers=1 + (rank == 2)))
-    assert said == 3 * ["ModelsDiffer: ranks have models of [3, 3, 4] layers"]
+    assert said == 3 * ["ModelMismatch: ranks have models of [3, 3, 4] layers"]
 
 
 def test_initial_values_that_differ_are_refused_where_nobody_sends_them() -> None:
     seeds = {0: 0, 1: 5, 2: 5}
-    for kind in (Zero1, Zero2, Zero3, Hsdp, ZeroPlusPlus):
+    for kind in (Zero1, Zero2, Zero3, HSDP, ZeroPlusPlus):
         said = outcome(kind, 3, lambda _: model(), lambda rank: Recipe(seed=seeds[rank]))
         assert set(said) == {said[0]}
         assert f"{DIFFER}: embedding of ranks 1, 2, block0 of ranks 1, 2" in said[0]
 
 
 def test_rank_0_gives_initial_values_where_it_sends_them() -> None:
-    for kind in (DataParallel, ServerSync):
+    for kind in (DataParallel, SyncParameterServer):
         ends = outcome(kind, 3, lambda _: model(), lambda rank: Recipe(seed=rank))
         assert ends == 3 * [""]
 
@@ -365,25 +365,29 @@ def test_options_that_differ_are_refused_on_all_ranks(name: str, option: str) ->
     """Or the ranks would make different calls, and wait for each other for ever."""
     said = outcome(ALL[name], 3, recipe=lambda rank: OTHER[option] if rank == 2 else Recipe())
     assert set(said) == {said[0]}
-    assert said[0].startswith(f"ModelsDiffer: {DIFFER}: ")
+    assert said[0].startswith(f"ModelMismatch: {DIFFER}: ")
     assert said[0].endswith(f"option {option} of rank 2")
 
 
 DIFFERENT = {
     "bucket_bytes": lambda comm, *given: DataParallel(comm, *given, bucket_bytes=1 + comm.rank),
-    "find_unused": lambda comm, *given: DataParallel(comm, *given, find_unused=comm.rank > 0),
+    "find_unused_parameters": lambda comm, *given: DataParallel(
+        comm, *given, find_unused_parameters=comm.rank > 0
+    ),
     "hook": lambda comm, *given: DataParallel(
-        comm, *given, hook=Compressed("bfloat16" if comm.rank else "float16")
+        comm, *given, hook=HalfPrecision("bfloat16" if comm.rank else "float16")
     ),
     "keep_after_forward": lambda comm, *given: Zero3(
         comm, *given, keep_after_forward=comm.rank > 0
     ),
-    "group": lambda comm, *given: Hsdp(comm, *given, group=2 if comm.rank < 2 else 4),
+    "group_size": lambda comm, *given: HSDP(comm, *given, group_size=2 if comm.rank < 2 else 4),
     "block": lambda comm, *given: ZeroPlusPlus(comm, *given, block=8 + comm.rank),
     "algorithm": lambda comm, *given: Zero1(
         comm, *given, algorithm="direct" if comm.rank else "ring"
     ),
-    "bound": lambda comm, *given: ServerAsync(comm, *given, bound=comm.rank),
+    "staleness_bound": lambda comm, *given: AsyncParameterServer(
+        comm, *given, staleness_bound=comm.rank
+    ),
     "strategy": lambda comm, *given: (Zero2 if comm.rank else Zero1)(comm, *given),
 }
 
@@ -410,7 +414,7 @@ def test_options_of_an_optimizer_are_compared_however_they_are_written(
         DataParallel, 2,
         recipe=lambda rank: Recipe(optimizer=partial(Adam, **(theirs if rank else ours))),
     )  # fmt: skip
-    assert said == 2 * ["" if is_alike else f"ModelsDiffer: {DIFFER}: option optimizer of rank 1"]
+    assert said == 2 * ["" if is_alike else f"ModelMismatch: {DIFFER}: option optimizer of rank 1"]
 
 
 def test_ties_that_differ_are_refused_on_all_ranks() -> None:
@@ -418,7 +422,7 @@ def test_ties_that_differ_are_refused_on_all_ranks() -> None:
         layers = {name: Linear(3, 3) for name in "abc"}
         return Model(layers, ties={"c.weight": f"{'ab'[rank]}.weight"})
 
-    assert outcome(Zero3, 2, of) == 2 * [f"ModelsDiffer: {DIFFER}: option layers of rank 1"]
+    assert outcome(Zero3, 2, of) == 2 * [f"ModelMismatch: {DIFFER}: option layers of rank 1"]
 
 
 @every
@@ -426,26 +430,26 @@ def test_layers_that_compute_otherwise_are_refused_on_all_ranks(name: str) -> No
     """The heads of attention show in no shape."""
 
     def of(rank: int) -> Model:
-        return gpt(layers=1, hidden=6, heads=3 if rank == 1 else 2, context=CONTEXT)
+        return gpt(num_layers=1, hidden=6, num_heads=3 if rank == 1 else 2, context=CONTEXT)
 
-    assert outcome(ALL[name], 3, of) == 3 * [f"ModelsDiffer: {DIFFER}: option layers of rank 1"]
+    assert outcome(ALL[name], 3, of) == 3 * [f"ModelMismatch: {DIFFER}: option layers of rank 1"]
 
 
 def test_a_resumed_run_is_compared_too() -> None:
     def fn(comm: Communicator) -> None:
         Zero2(comm, model(), Recipe(clip=1.0 + comm.rank)).resume()
 
-    with pytest.raises(ModelsDiffer, match=r"option clip of ranks 1, 2"):
+    with pytest.raises(ModelMismatch, match=r"option clip of ranks 1, 2"):
         collectives.run(fn, size=3)
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"micro_batches": 0}, "at least one micro-batch, not 0"),
-        ({"clip": 0.0}, "clip is a norm above 0, or None; not 0.0"),
-        ({"clip": float("nan")}, "not nan"),
-        ({"recompute": "block1"}, r"several names, not one: \['block1'\]"),
+        ({"micro_batches": 0}, "micro_batches is 0: it must be at least 1"),
+        ({"clip": 0.0}, "clip is 0.0: it must be a finite norm above 0"),
+        ({"clip": float("nan")}, "clip is nan"),
+        ({"recompute": "block1"}, r"a collection of names: \['block1'\]"),
         ({"recompute": ["block9"]}, "there is no layer 'block9' to recompute"),
         ({"dtype": "int8"}, "not in 'int8'"),
     ],
@@ -458,12 +462,12 @@ def test_recipes_that_cannot_work_are_refused(options: Any, sentence: str) -> No
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (partial(DataParallel, algorithm="one_shot"), "all_reduce.one_shot ranks get other last"),
+        (partial(DataParallel, algorithm="one_shot"), "all_reduce.one_shot rounds differently"),
         (partial(DataParallel, algorithm="bruck"), "bruck"),
-        (partial(DataParallel, bucket_bytes=0), "bucket_bytes is at least 1, not 0"),
+        (partial(DataParallel, bucket_bytes=0), "bucket_bytes is 0: it must be at least 1"),
         (partial(Zero3, algorithm="recursive_halving(radix=2)"), "radix"),
-        (partial(Hsdp, group=2, algorithm="swing"), "swing"),
-        (partial(ServerSync, algorithm="ring"), "ring"),
+        (partial(HSDP, group_size=2, algorithm="swing"), "swing"),
+        (partial(SyncParameterServer, algorithm="ring"), "ring"),
         (partial(ZeroPlusPlus, keep_after_forward=True), "it has no keep_after_forward"),
     ],
 )
@@ -476,20 +480,23 @@ def test_arguments_that_cannot_work_are_refused(make: Make, sentence: str) -> No
     ("make", "name"),
     [
         (partial(ZeroPlusPlus, algorithm="recursive_doubling"), "all_gather.recursive_doubling"),
-        (partial(ServerAsync, algorithm="scatter_all_gather"), "broadcast.scatter_all_gather"),
+        (
+            partial(AsyncParameterServer, algorithm="scatter_all_gather"),
+            "broadcast.scatter_all_gather",
+        ),
     ],
 )
 def test_algorithms_without_a_formula_for_uneven_parts_are_refused(make: Make, name: str) -> None:
     assert set(outcome(make, 5)) == {
-        f"ValueError: by {name} some blocks are sent more often than others: no formula says what"
-        " 5 ranks send of head, which they cannot divide equally"
+        f"ValueError: {name} sends some blocks more often than others: no formula says what"
+        " 5 ranks send of head, which they cannot divide equally; choose another algorithm"
     }
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_algorithms_that_need_equal_parts_serve_units_that_have_them(ranks: int) -> None:
     def even() -> Model:
-        return gpt(layers=1, hidden=8, heads=2, context=CONTEXT)
+        return gpt(num_layers=1, hidden=8, num_heads=2, context=CONTEXT)
 
     verdict(train(partial(ZeroPlusPlus, algorithm="gather_broadcast"), ranks, of=even))
 
@@ -498,7 +505,7 @@ def test_algorithms_that_need_equal_parts_would_miss_the_formula_otherwise() -> 
     """Were they not refused."""
 
     class Unchecked(ZeroPlusPlus):
-        def calls_of_many(self) -> dict[str, Any]:
+        def collective_sizes(self) -> dict[str, Any]:
             return {}
 
     with pytest.raises(TrafficMismatch, match="forward/block0/all_gather: predicted"):
@@ -508,14 +515,14 @@ def test_algorithms_that_need_equal_parts_would_miss_the_formula_otherwise() -> 
 def test_what_is_refused_has_made_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr("parallel.hsdp.Mesh", lambda *given: made.append(given) or Mesh(*given))
-    assert "layer 'x'" in outcome(Hsdp, 2, recipe=lambda rank: Recipe(recompute=["x"]))[0]
+    assert "layer 'x'" in outcome(HSDP, 2, recipe=lambda rank: Recipe(recompute=["x"]))[0]
     assert not made
-    assert outcome(Hsdp, 2) == ["", ""] and len(made) == 2
+    assert outcome(HSDP, 2) == ["", ""] and len(made) == 2
 
 
 def test_a_closed_strategy_has_freed_its_groups_and_nothing_else() -> None:
     def fn(comm: Communicator) -> int:
-        strategy = Hsdp(comm, model(), group=2)
+        strategy = HSDP(comm, model(), group_size=2)
         strategy.close()
         for group in (strategy.mesh.inner, strategy.mesh.outer):
             with pytest.raises(CollectiveError, match="freed"):
@@ -530,7 +537,7 @@ def test_other_strategies_are_refused_on_all_ranks() -> None:
         return (Zero1 if comm.rank else Zero3)(comm, *given)
 
     assert outcome(make, 2) == 2 * [
-        "ModelsDiffer: ranks train by different strategies, with different options"
+        "ModelMismatch: ranks train by different strategies, with different options"
     ]
 
 
@@ -541,32 +548,32 @@ class Skipping(Model):
         super().__init__(model().layers)
         self.skipped = skipped
 
-    def route(self) -> list[str]:
+    def active_layers(self) -> list[str]:
         return [name for name in self.layers if name != self.skipped]
 
 
 @every
 def test_a_layer_without_gradient_is_refused_on_all_ranks(name: str) -> None:
     said = outcome(ALL[name], 3, lambda rank: Skipping("block1" if rank else ""))
-    assert said == 3 * ["NoGradient: no gradient in this step for block1 (on ranks 1, 2)"]
+    assert said == 3 * ["MissingGradient: no gradient in this step for block1 (on ranks 1, 2)"]
 
 
 @every
 def test_a_layer_that_one_micro_batch_uses_has_a_gradient(name: str) -> None:
     class Sometimes(Skipping):
-        def route(self) -> list[str]:
+        def active_layers(self) -> list[str]:
             self.skipped = "" if self.skipped else "block1"
-            return super().route()
+            return super().active_layers()
 
     steps = train(ALL[name], 2, Recipe(micro_batches=2), of=lambda: Sometimes(""), steps=2)
     assert len(steps[0].losses) == 2
 
 
-@pytest.mark.parametrize("kind", [Hsdp, ZeroPlusPlus])
+@pytest.mark.parametrize("kind", [HSDP, ZeroPlusPlus])
 def test_groups_that_do_not_divide_the_ranks_are_refused(kind: Any) -> None:
-    said = outcome(partial(kind, group=2), 3, lambda _: model())
+    said = outcome(partial(kind, group_size=2), 3, lambda _: model())
     assert said == 3 * ["ValueError: 3 ranks cannot be divided into groups of 2"]
 
 
 def test_the_errors_are_value_errors() -> None:
-    assert issubclass(ModelsDiffer, ValueError) and issubclass(NoGradient, ValueError)
+    assert issubclass(ModelMismatch, ValueError) and issubclass(MissingGradient, ValueError)

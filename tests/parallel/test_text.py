@@ -58,9 +58,9 @@ def test_more_ranks_than_rows_are_refused() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_ranks_divide_the_same_batch(ranks: int) -> None:
-    inputs, targets = text.batch(DATA, seed=1, step=2, size=13, context=4)
+    inputs, targets = text.batch(DATA, seed=1, step=2, batch_size=13, context=4)
     parts = [
-        text.batch(DATA, seed=1, step=2, size=13, context=4, rank=rank, ranks=ranks)
+        text.batch(DATA, seed=1, step=2, batch_size=13, context=4, rank=rank, num_ranks=ranks)
         for rank in range(ranks)
     ]
     np.testing.assert_array_equal(np.concatenate([p[0] for p in parts]), inputs)
@@ -69,12 +69,12 @@ def test_ranks_divide_the_same_batch(ranks: int) -> None:
 
 def test_a_batch_that_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ValueError, match="a global batch of 3 cannot be divided among 4 ranks"):
-        text.batch(DATA, seed=0, step=0, size=3, context=4, rank=3, ranks=4)
+        text.batch(DATA, seed=0, step=0, batch_size=3, context=4, rank=3, num_ranks=4)
 
 
 @pytest.mark.parametrize("context", [1, 4])
 def test_targets_are_the_bytes_after_each(context: int) -> None:
-    inputs, targets = text.batch(DATA, seed=1, step=2, size=50, context=context)
+    inputs, targets = text.batch(DATA, seed=1, step=2, batch_size=50, context=context)
     assert inputs.shape == targets.shape == (50, context)
     assert inputs.dtype == targets.dtype == np.int64
     first = inputs[:, :1]  # DATA counts, so what follows a byte is known
@@ -84,7 +84,7 @@ def test_targets_are_the_bytes_after_each(context: int) -> None:
 
 def test_every_window_can_be_drawn_and_no_other() -> None:
     data = np.arange(6, dtype=np.uint8)
-    inputs, targets = text.batch(data, seed=0, step=0, size=200, context=4)
+    inputs, targets = text.batch(data, seed=0, step=0, batch_size=200, context=4)
     assert {tuple(row) for row in inputs.tolist()} == {(0, 1, 2, 3), (1, 2, 3, 4)}
     assert {tuple(row) for row in targets.tolist()} == {(1, 2, 3, 4), (2, 3, 4, 5)}
 
@@ -92,14 +92,14 @@ def test_every_window_can_be_drawn_and_no_other() -> None:
 def test_a_batch_does_not_look_into_the_text() -> None:
     """What is changed in a batch is not changed in the text."""
     data = DATA.copy()
-    for part in text.batch(data, seed=0, step=0, size=3, context=4):
+    for part in text.batch(data, seed=0, step=0, batch_size=3, context=4):
         part[...] = 0
     np.testing.assert_array_equal(data, DATA)
 
 
 def test_batches_differ_by_seed_and_step() -> None:
     def drawn(seed: int, step: int) -> bytes:
-        return text.batch(DATA, seed=seed, step=step, size=9, context=4)[0].tobytes()
+        return text.batch(DATA, seed=seed, step=step, batch_size=9, context=4)[0].tobytes()
 
     assert drawn(1, 2) == drawn(1, 2)
     assert len({drawn(seed, step) for seed in range(3) for step in range(3)}) == 9
@@ -107,4 +107,4 @@ def test_batches_differ_by_seed_and_step() -> None:
 
 def test_a_text_without_one_window_is_refused() -> None:
     with pytest.raises(ValueError, match="a text of 4 bytes is too short for a context of 4"):
-        text.batch(DATA[:4], seed=0, step=0, size=1, context=4)
+        text.batch(DATA[:4], seed=0, step=0, batch_size=1, context=4)

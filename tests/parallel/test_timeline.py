@@ -86,7 +86,7 @@ def lies_in(call: dict[str, Any], span: dict[str, Any]) -> bool:
 
 
 def test_what_marks_phases_otherwise_is_called_too() -> None:
-    """The witness's phases count messages: theirs is the inside."""
+    """The monitor's phases count messages: theirs is the inside."""
     marked: list[tuple[str, str]] = []
 
     @contextmanager

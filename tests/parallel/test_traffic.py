@@ -14,22 +14,22 @@ from rich.console import Console
 import collectives
 from collectives import Communicator, MonitorUnavailable, algorithms
 from parallel import shards
-from parallel.show import print_traffic
+from parallel.console import print_traffic
 from parallel.traffic import (
     ALL,
     OUTSIDE,
-    Observed,
+    ObservedTraffic,
     PredictedCall,
     Tally,
     TrafficMismatch,
+    TrafficMonitor,
     TrafficTable,
-    Witness,
-    sends_alike,
-    watched,
+    observed_phase,
+    sends_blocks_equally,
 )
 
 # Two ranks: a ring all-reduce of 10 bytes is 2(p-1) = 2 messages and 10 bytes from each.
-CALLS = [PredictedCall("loss", "all_reduce", "ring", 10, count=3)]
+CALLS = [PredictedCall("loss", "all_reduce", "ring", 10, num_calls=3)]
 MATRIX = np.array([[0, 30], [30, 0]])
 RECORDED = {("loss", "all_reduce"): Tally(3, 12, 60)}
 SEEN = np.array([[[0, 6], [6, 0]], MATRIX])
@@ -46,7 +46,7 @@ def table(
     observed: dict[str, Any] | None = None,
     **options: Any,
 ) -> TrafficTable:
-    seen = None if observed is None else Observed(observed)
+    seen = None if observed is None else ObservedTraffic(observed)
     return TrafficTable(calls, ledger(recorded), seen, size=2, **options)
 
 
@@ -56,7 +56,7 @@ def test_three_equal_columns() -> None:
 
 
 def test_two_columns_are_called_two() -> None:
-    assert "two columns compared, for MPI was not observed" in table().check()
+    assert "two columns compared: MPI was not observed" in table().check()
 
 
 def test_nothing_is_sent_by_one_rank_alone() -> None:
@@ -102,27 +102,30 @@ def test_calls_of_one_phase_add_up() -> None:
 
 def test_calls_of_several_groups() -> None:
     """Two groups of three: a ring sends 2 (p-1) p messages and 2 (p-1) n bytes in each."""
-    call = PredictedCall("p", "all_reduce", "ring", 12, count=5, ranks=3, groups=2)
+    call = PredictedCall("p", "all_reduce", "ring", 12, num_calls=5, num_ranks=3, num_groups=2)
     assert call.sent(6) == Tally(2 * 5, 2 * 5 * 12, 2 * 5 * 48)
 
 
 def test_groups_of_one_send_nothing() -> None:
-    assert PredictedCall("p", "all_reduce", "ring", 12, 5, ranks=1, groups=6).sent(6) == Tally()
+    assert (
+        PredictedCall("p", "all_reduce", "ring", 12, 5, num_ranks=1, num_groups=6).sent(6)
+        == Tally()
+    )
 
 
 @pytest.mark.parametrize("collective", ["send", "send_recv"])
 def test_messages_from_one_to_another(collective: str) -> None:
     """Their calls nobody counts, for the two ends number their own."""
-    call = PredictedCall("p", collective, "point_to_point", 12, count=5)
+    call = PredictedCall("p", collective, "point_to_point", 12, num_calls=5)
     assert call.sent(3) == Tally(None, 5, 60)
-    assert PredictedCall("p", collective, "", 12, count=5, groups=2).sent(4) == Tally(None, 10, 120)
+    assert PredictedCall("p", collective, "", 12, num_calls=5, num_groups=2).sent(4) == Tally(
+        None, 10, 120
+    )
 
 
 def test_a_formula_for_even_blocks_only_is_refused() -> None:
     """Ten bytes on three ranks, by an algorithm whose formula is exact for multiples of three."""
-    with pytest.raises(
-        ValueError, match=r"the formula of PredictedCall\(.*\) gives a broken number"
-    ):
+    with pytest.raises(ValueError, match=r"the formula of PredictedCall\(.*\) gives no integer"):
         PredictedCall("p", "reduce_scatter", "recursive_halving", 10).sent(3)
 
 
@@ -134,8 +137,10 @@ def test_predictions_are_what_is_recorded() -> None:
     calls = [
         PredictedCall("step/a", "all_reduce", "ring", 40),
         PredictedCall("step/b", "all_gather", "ring", 8 * 5),
-        PredictedCall("groups", "all_reduce", "recursive_doubling", 24, 2, ranks=2, groups=2),
-        PredictedCall("alone", "all_reduce", "ring", 24, 2, ranks=1, groups=4),
+        PredictedCall(
+            "groups", "all_reduce", "recursive_doubling", 24, 2, num_ranks=2, num_groups=2
+        ),
+        PredictedCall("alone", "all_reduce", "ring", 24, 2, num_ranks=1, num_groups=4),
         PredictedCall("line", "send", "", 16, 3),
         PredictedCall("circle", "send_recv", "", 8, 4),
         PredictedCall("in segments", "all_reduce", "ring", LARGE),
@@ -182,12 +187,12 @@ def exchange(comm: Communicator, pairs: Communicator, alone: Communicator) -> No
         comm.all_reduce(np.ones(LARGE, np.uint8), algorithm="ring")
 
 
-# Several rows of one watched phase
+# Several rows of one observed phase
 
 # Two kinds of collective in one phase, of which the first is nested and may still go on.
 BACKWARD = [
-    PredictedCall("backward/bucket0", "all_reduce", "ring", 10, count=3),
-    PredictedCall("backward", "broadcast", "binomial", 8, count=2),
+    PredictedCall("backward/bucket0", "all_reduce", "ring", 10, num_calls=3),
+    PredictedCall("backward", "broadcast", "binomial", 8, num_calls=2),
 ]
 BACKWARD_RECORDED = {
     ("backward/bucket0", "all_reduce"): Tally(3, 12, 60),
@@ -202,7 +207,7 @@ def backward(
     recorded: dict[tuple[str, str], Tally] = BACKWARD_RECORDED,
     observed: dict[str, Any] | None = None,
 ) -> TrafficTable:
-    seen = Observed({"backward": BACKWARD_SEEN} if observed is None else observed)
+    seen = ObservedTraffic({"backward": BACKWARD_SEEN} if observed is None else observed)
     return TrafficTable(calls, ledger(recorded, BACKWARD_MATRIX), seen, size=2)
 
 
@@ -221,7 +226,7 @@ def test_rows_of_one_phase_have_a_sum_that_was_observed() -> None:
 def test_a_single_row_needs_no_sum() -> None:
     """Nested or not."""
     for phase in ("loss", "loss/deep/er"):
-        calls = [PredictedCall(phase, "all_reduce", "ring", 10, count=3)]
+        calls = [PredictedCall(phase, "all_reduce", "ring", 10, num_calls=3)]
         made = table(calls, {(phase, "all_reduce"): Tally(3, 12, 60)}, {"loss": SEEN})
         assert [row.observed for row in made.rows] == [Tally(None, 12, 60)]
         made.check()
@@ -261,8 +266,8 @@ def test_a_sum_that_differs(what: int) -> None:
 
 def test_a_label_belongs_to_the_longest_watched_phase_it_lies_in() -> None:
     labels = ["backward", "backward/bucket0", "backward/bucket0/x", "backwards", "back", OUTSIDE]
-    observed = Observed(dict.fromkeys(("backward", "backward/bucket0", "loss"), SEEN))
-    assert [watched(label, observed) for label in labels] == [
+    observed = ObservedTraffic(dict.fromkeys(("backward", "backward/bucket0", "loss"), SEEN))
+    assert [observed_phase(label, observed) for label in labels] == [
         "backward", "backward/bucket0", "backward/bucket0", OUTSIDE, OUTSIDE, OUTSIDE,
     ]  # fmt: skip
 
@@ -293,7 +298,10 @@ SENT = np.array([[[0, 2], [0, 0]], [[0, 10], [0, 0]]])
 
 def test_calls_without_messages_beside_others_in_one_phase() -> None:
     """In groups of one rank nothing is sent: neither the row nor the sum counts on it."""
-    calls = [*CALLS, PredictedCall("loss", "broadcast", "binomial", 8, 4, ranks=1, groups=2)]
+    calls = [
+        *CALLS,
+        PredictedCall("loss", "broadcast", "binomial", 8, 4, num_ranks=1, num_groups=2),
+    ]
     made = table(calls, observed={"loss": SEEN})
     assert [row.predicted for row in made.rows] == [Tally(3, 12, 60), Tally(), Tally(3, 12, 60)]
     made.check()
@@ -382,7 +390,7 @@ def test_matrices_are_of_outermost_phases() -> None:
     }  # fmt: skip
 
 
-# The witness
+# The monitor
 
 
 class Counted(NamedTuple):
@@ -402,52 +410,52 @@ class Counted(NamedTuple):
         self.bytes[1] += nbytes
 
 
-def watching() -> tuple[Witness, Counted]:
-    """A witness on rank 0 of 2, whose counters do not begin at zero."""
+def watching() -> tuple[TrafficMonitor, Counted]:
+    """A monitor on rank 0 of 2, whose counters do not begin at zero."""
     counted = Counted([5, 5], [500, 500])
     comm: Any = SimpleNamespace(rank=0, size=2, counters=lambda: counted, reduce=lambda x, **_: x)
-    return Witness(comm), counted
+    return TrafficMonitor(comm), counted
 
 
-def test_a_witness_adds_up_the_visits_of_a_phase() -> None:
-    witness, mpi = watching()
-    with witness:
+def test_a_monitor_adds_up_the_visits_of_a_phase() -> None:
+    monitor, mpi = watching()
+    with monitor:
         for nbytes in (10, 20):
-            with witness.phase("loss"):
+            with monitor.phase("loss"):
                 mpi.send(nbytes)
-    observed = witness.gather()
+    observed = monitor.gather()
     assert observed is not None
     assert observed.tally("loss") == Tally(None, 2, 30)
     assert observed.tally(OUTSIDE) == Tally(None, 0, 0)
     np.testing.assert_array_equal(observed.matrix(), [[0, 30], [0, 0]])
 
 
-def test_a_witness_sees_what_leaves_between_phases() -> None:
-    witness, mpi = watching()
+def test_a_monitor_sees_what_leaves_between_phases() -> None:
+    monitor, mpi = watching()
     mpi.send(7)
-    with witness:
-        with witness.phase("loss"):
+    with monitor:
+        with monitor.phase("loss"):
             mpi.send(10)
         mpi.send(1)
     mpi.send(7)
-    observed = witness.gather()
+    observed = monitor.gather()
     assert observed is not None and observed.tally(OUTSIDE) == Tally(None, 1, 1)
 
 
-def test_a_witness_without_counters_says_why() -> None:
+def test_a_monitor_without_counters_says_why() -> None:
     def counters() -> None:
         raise MonitorUnavailable("MPICH has no monitoring")
 
     comm: Any = SimpleNamespace(rank=0, size=2, counters=counters)
-    witness = Witness(comm)
-    with witness, witness.phase("loss"):
+    monitor = TrafficMonitor(comm)
+    with monitor, monitor.phase("loss"):
         pass
-    assert witness.gather() is None and witness.reason == "MPICH has no monitoring"
+    assert monitor.gather() is None and monitor.reason == "MPICH has no monitoring"
 
 
-def test_a_witness_may_be_unwanted() -> None:
+def test_a_monitor_may_be_unwanted() -> None:
     comm: Any = SimpleNamespace(rank=0, size=2)
-    assert Witness(comm, is_wanted=False).reason == "not monitored"
+    assert TrafficMonitor(comm, is_wanted=False).reason == "not monitored"
 
 
 DIVIDED = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
@@ -486,7 +494,7 @@ def formula_holds(collective: str, algorithm: str, size: int, num_bytes: int) ->
 
 @pytest.mark.parametrize("size", [3, 4, 5, 6])
 @pytest.mark.parametrize("collective", DIVIDED)
-def test_who_sends_alike_has_a_formula_for_uneven_parts_and_nobody_else(
+def test_who_sends_blocks_equally_has_a_formula_for_uneven_parts_and_nobody_else(
     collective: str, size: int
 ) -> None:
     """Of all algorithms; those that do not have one for even parts."""
@@ -494,5 +502,5 @@ def test_who_sends_alike_has_a_formula_for_uneven_parts_and_nobody_else(
         if not algorithms.info(collective, name).serves(size):
             continue
         uneven = [formula_holds(collective, name, size, n) for n in range(size + 1, 2 * size)]
-        assert all(uneven) is sends_alike(collective, name, size), name
+        assert all(uneven) is sends_blocks_equally(collective, name, size), name
         assert formula_holds(collective, name, size, 2 * size), name

@@ -19,12 +19,12 @@ from safetensors.numpy import load_file
 
 import collectives
 from collectives import Communicator
-from parallel import choices, offload, text
-from parallel.checkpoint import ABOUT, Checkpoint
-from parallel.data import DataParallel
-from parallel.hooks import Compressed, Int8Blocks, PowerSGD
+from parallel import offload, predictions, registry, text
+from parallel.checkpoint import METADATA_FILE, Checkpoint
+from parallel.comm_hooks import HalfPrecision, Int8Blocks, PowerSGD
+from parallel.console import console_of
+from parallel.data_parallel import DataParallel
 from parallel.precision import LossScale
-from parallel.show import console_of
 from parallel.strategy import Strategy
 from parallel.train import Training, main, parser
 
@@ -69,7 +69,7 @@ def training_of(comm: Communicator, *words: str | Path) -> Training:
 # Every strategy
 
 OTHER_RANKS = {"serial": 1, "hsdp": 4, "zeropp": 4}  # 3 otherwise
-ON_THREADS = [name for name in choices.STRATEGIES if name != "elastic"]
+ON_THREADS = [name for name in registry.STRATEGIES if name != "elastic"]
 
 
 @pytest.mark.parametrize("strategy", ON_THREADS)
@@ -86,7 +86,7 @@ def test_every_strategy_accounts_for_all_it_sends_and_keeps(run: Any, strategy: 
         "tokens/s",
         "f = by formula, c = counted",
         "p = predicted, r = recorded, o = observed by MPI",
-        "predicted = recorded, to the byte; two columns compared",
+        "predicted = recorded, to the byte (two columns compared",
         "memory: formula = counted, to the byte; parameters: equal, to the bit",
     ):
         assert words in done.said
@@ -120,7 +120,7 @@ def test_a_model_that_hardly_moves_learns_less_than_that(run: Any) -> None:
 
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
     """The strategy does not predict that it sends its loss."""
-    monkeypatch.setattr(DataParallel, "traffic_of_loss", lambda self, steps: [])
+    monkeypatch.setattr(DataParallel, "loss_traffic", lambda self, steps: [])
 
 
 def more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +144,12 @@ def other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def more_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes from the disk, for which the formula has a byte more."""
-    really = offload.moved_by_load
+    really = predictions.bytes_moved_by_load
 
-    def moved_by_load(*given: Any) -> dict[str, int]:
+    def bytes_moved_by_load(*given: Any) -> dict[str, int]:
         return really(*given) | {offload.READ: 1}
 
-    monkeypatch.setattr(offload, "moved_by_load", moved_by_load)
+    monkeypatch.setattr(predictions, "bytes_moved_by_load", bytes_moved_by_load)
 
 
 DIFFERENCES = {
@@ -191,7 +191,7 @@ def test_json_holds_arguments_losses_memory_and_traffic(run: Any, tmp_path: Path
     kept, moved = written["ranks_kept"], written["ranks_moved"]
     assert len(kept) == len(moved) == 3
     assert all(rank["parameters"] == [8 * psi, 8 * psi] for rank in kept)
-    assert sum(rank["optimizer, elsewhere"][1] for rank in kept) == 2 * 8 * psi
+    assert sum(rank["optimizer, offloaded"][1] for rank in kept) == 2 * 8 * psi
     assert set(moved[0]) == {offload.TO_HOST, offload.TO_DEVICE}
 
     traffic = written["traffic"]
@@ -287,7 +287,7 @@ def test_a_resumed_run_goes_on_exactly(run: Any, tmp_path: Path, strategy: str, 
     if HALF in strategy:
         check_halved(first)
     assert first.losses + rest.losses == whole.losses
-    assert "from step 4" in rest.said and "from step" not in whole.said
+    assert "from step 4" in rest.said and "continuing" not in whole.said
     assert "| load " in rest.said and "| load " not in whole.said
     assert "start/broadcast" not in rest.said  # of what is loaded
     for part in (whole_path / "step-00000006").glob("*.safetensors"):
@@ -295,7 +295,7 @@ def test_a_resumed_run_goes_on_exactly(run: Any, tmp_path: Path, strategy: str, 
         assert {name: x.tobytes() for name, x in one.items()} == {
             name: x.tobytes() for name, x in other.items()
         }
-    one, other = (root / "step-00000006" / ABOUT for root in (whole_path, path))
+    one, other = (root / "step-00000006" / METADATA_FILE for root in (whole_path, path))
     assert one.read_text() == other.read_text()
 
 
@@ -354,8 +354,8 @@ def taken(done: Run) -> Strategy:
 def test_hook(run: Any) -> None:
     plain = run()
     hooks = {
-        "float16": Compressed,
-        "bfloat16": Compressed,
+        "float16": HalfPrecision,
+        "bfloat16": HalfPrecision,
         "int8": Int8Blocks,
         "powersgd:2": PowerSGD,
     }
@@ -372,10 +372,10 @@ def test_offload(run: Any, tmp_path: Path, place: str) -> None:
     word = f"disk:{tmp_path}" if place == "disk" else place
     done = run("--strategy", "zero3", "--offload", word)
     assert done.losses == run("--strategy", "zero3").losses
-    assert "master, elsewhere f" in done.said and "parameters f" in done.said
+    assert "master, offloaded f" in done.said and "parameters f" in done.said
     assert ("written to disk c" in done.said) == (place == "disk")
     if place == "disk":
-        assert taken(done).place.moved["written to disk"] > 0
+        assert taken(done).offload.moved["written to disk"] > 0
 
 
 def test_clip(run: Any) -> None:
@@ -402,9 +402,9 @@ def test_tied(run: Any) -> None:
 
 
 def test_group(run: Any) -> None:
-    assert taken(run("--strategy", "hsdp")).mesh.group == 2
+    assert taken(run("--strategy", "hsdp")).mesh.group_size == 2
     for strategy in ("hsdp", "zeropp"):
-        assert taken(run("--strategy", strategy, "--group", "1")).mesh.group == 1
+        assert taken(run("--strategy", strategy, "--group-size", "1")).mesh.group_size == 1
 
 
 def test_keep_after_forward(run: Any) -> None:
@@ -416,10 +416,10 @@ def test_keep_after_forward(run: Any) -> None:
         assert freed.losses == kept.losses
 
 
-def test_bound(run: Any) -> None:
-    assert taken(run("--strategy", "server-async", ranks=3)).bound is None
-    bounded = taken(run("--strategy", "server-async", "--bound", "0", ranks=3))
-    assert bounded.bound == 0
+def test_staleness_bound(run: Any) -> None:
+    assert taken(run("--strategy", "server-async", ranks=3)).staleness_bound is None
+    bounded = taken(run("--strategy", "server-async", "--staleness-bound", "0", ranks=3))
+    assert bounded.staleness_bound == 0
     assert max(each.updates for each in bounded.staleness) <= 1
 
 
@@ -472,15 +472,15 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
         ["--strategy", "zero1", "--hook", "int8"], 2, "the strategy zero1 takes no --hook",
     ),
     "several": (
-        ["--bound", "1", "--keep-after-forward"], 2,
-        "the strategy ddp takes no --bound, --keep-after-forward",
+        ["--staleness-bound", "1", "--keep-after-forward"], 2,
+        "the strategy ddp takes no --keep-after-forward, --staleness-bound",
     ),
     "kill": (["--kill", "1:1"], 2, "the strategy ddp takes no --kill"),
-    "hook": (["--hook", "int4"], 2, "no hook 'int4'; there are float16, bfloat16, int8, powersgd"),
-    "hook's rank": (["--hook", "powersgd:x"], 2, "no hook 'powersgd:x'"),
-    "hook's rank 0": (["--hook", "powersgd:0"], 2, "approximated with rank 1 or more, not 0"),
-    "place": (["--offload", "moon"], 2, "no place 'moon' to offload to; there are host and disk:F"),
-    "folder": (["--offload", "disk:"], 2, "no place 'disk:' to offload to"),
+    "hook": (["--hook", "int4"], 2, "there is no hook 'int4'; choose float16, bfloat16, int8"),
+    "hook's rank": (["--hook", "powersgd:x"], 2, "there is no hook 'powersgd:x'"),
+    "hook's rank 0": (["--hook", "powersgd:0"], 2, "the rank of an approximation is 0"),
+    "place": (["--offload", "moon"], 2, "cannot offload to 'moon'; choose host or disk:F"),
+    "folder": (["--offload", "disk:"], 2, "cannot offload to 'disk:'"),
     "algorithm": (["--algorithm", "rang"], 2, "unknown algorithm 'rang' for all_reduce; known"),
     "algorithm's ranks": (["--algorithm", "swing"], 3, "all_reduce by swing serves an even number"),
     "algorithm of both": (
@@ -492,23 +492,24 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
         "unknown algorithm 'scatter_all_gather' for reduce",
     ),
     "algorithm of groups": (
-        ["--strategy", "hsdp", "--algorithm", "swing", "--group", "4"], 4,
+        ["--strategy", "hsdp", "--algorithm", "swing", "--group-size", "4"], 4,
         "all_reduce by swing serves an even number of ranks only, not 1",
     ),
     "algorithm by which ranks differ": (
-        ["--algorithm", "one_shot"], 3, "by all_reduce.one_shot ranks get other last bits",
+        ["--algorithm", "one_shot"], 3, "all_reduce.one_shot rounds differently on different ranks",
     ),
     "algorithm of nothing": (
         ["--strategy", "serial", "--algorithm", "ring"], 1,
         "the strategy serial takes no --algorithm",
     ),
     "group": (
-        ["--strategy", "hsdp", "--group", "2"], 3, "3 ranks cannot be divided into groups of 2",
+        ["--strategy", "hsdp", "--group-size", "2"], 3,
+        "3 ranks cannot be divided into groups of 2",
     ),
     "save": (["--save-every", "1"], 2, "--save-every needs --save"),
     "save, asynchronous": (
         ["--strategy", "server-async", "--save", "x", "--save-every", "1"], 2,
-        "server-async saves at the end only",
+        "server-async takes no --save-every",
     ),
     "save, elastic": (
         ["--strategy", "elastic", "--save", "x"], 2, "the elastic strategy takes no --save",
@@ -559,7 +560,7 @@ def test_a_device_that_is_not_there_is_refused(
 def test_what_one_rank_alone_cannot_do_is_refused_on_all() -> None:
     said = sentences(lambda rank: ["--text", "/no/such/text"] if rank == 1 else [], 3)
     assert said == 3 * [said[0]]
-    assert "failed: rank 1: no text in /no/such/text" in said[0]
+    assert "failed: rank 1: there is no text in /no/such/text" in said[0]
 
 
 @pytest.mark.parametrize(("option", "value"), [("lr", "0.1"), ("seed", "1"), ("text", __file__)])
@@ -575,18 +576,18 @@ def test_a_rank_that_cannot_prepare_stops_the_others(
 ) -> None:
     """Also where they would divide into groups first, and wait for it."""
 
-    def namespace(device: str, rank: int) -> Any:
+    def device_namespace(device: str, rank: int) -> Any:
         if rank == 1:
             raise ImportError("no GPU here")
 
-    monkeypatch.setattr(choices, "namespace", namespace)
+    monkeypatch.setattr(registry, "device_namespace", device_namespace)
     assert sentences(lambda _: ["--strategy", strategy], 4) == 4 * [
         "preparing the strategy failed: rank 1: no GPU here"
     ]
 
 
 def test_a_failure_without_words_in_utf_8_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "namespace", Mock(side_effect=OSError("folder \udcff")))
+    monkeypatch.setattr(registry, "device_namespace", Mock(side_effect=OSError("folder \udcff")))
     assert sentences(lambda _: [], 2) == 2 * ["preparing the strategy failed: ranks 0, 1: folder ?"]
 
 
@@ -598,14 +599,14 @@ def test_a_checkpoint_that_is_there_is_not_made_again(
     run("--save", tmp_path)
     (said, _) = sentences(lambda _: ["--save", tmp_path, *words], 2)
     there = tmp_path / "step-00000003"
-    assert said.endswith(f"there is a checkpoint already where one is to be: {there}")
+    assert said.endswith(f"cannot save a checkpoint in {there}: there is one already")
 
 
 def test_what_is_over_cannot_be_resumed(run: Any, tmp_path: Path) -> None:
     run("--save", tmp_path)
     said = sentences(lambda _: ["--resume", tmp_path], 2)
     assert said == 2 * [said[0]]
-    assert f"{tmp_path / 'step-00000003'} has done 3 steps already, of 3" in said[0]
+    assert f"{tmp_path / 'step-00000003'} is after step 3: --steps must be more" in said[0]
 
 
 def test_a_checkpoint_of_another_model_is_refused(run: Any, tmp_path: Path) -> None:
@@ -659,10 +660,11 @@ def test_main_is_status_0_1_or_2(
     assert statuses(monkeypatch) == [1, 0]
 
 
-def test_without_rich_one_sentence_says_what_to_install() -> None:
+def test_importing_the_package_needs_no_rich() -> None:
+    """Only the commands show tables; they are the control."""
     program = "import sys; sys.modules['rich'] = None; import parallel; import parallel.train"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert "pip install 'ring-collectives[bench]'" in done.stderr
-    assert "parallel/train.py" in done.stderr  # `import parallel` alone needs no rich
+    assert "parallel/train.py" in done.stderr
+    assert "No module named 'rich.console'" in done.stderr

@@ -12,8 +12,8 @@ import collectives
 from collectives import Communicator
 from parallel import text
 from parallel.gpt import gpt
-from parallel.memory import predicted
 from parallel.nn import Model
+from parallel.predictions import peak_memory
 from parallel.strategy import Recipe, Strategy
 from parallel.traffic import TrafficTable
 
@@ -36,11 +36,11 @@ class End(NamedTuple):
 
 def model(*, is_tied: bool = False, layers: int = 2) -> Model:
     """Units whose sizes 3, 4, 5 and 8 ranks divide unevenly."""
-    return gpt(layers=layers, hidden=6, heads=2, context=CONTEXT, is_tied=is_tied)
+    return gpt(num_layers=layers, hidden=6, num_heads=2, context=CONTEXT, is_tied=is_tied)
 
 
 def batch(step: int, rank: int, ranks: int) -> Any:
-    where = {"size": ROWS, "context": CONTEXT, "rank": rank, "ranks": ranks}
+    where = {"batch_size": ROWS, "context": CONTEXT, "rank": rank, "num_ranks": ranks}
     return text.batch(DATA, seed=0, step=step, **where)
 
 
@@ -75,13 +75,15 @@ def train(
 
 
 def held_by(strategy: Strategy) -> dict[str, tuple[slice, np.ndarray]]:
-    return {unit: (strategy.held(unit), x.copy()) for unit, x in strategy.parameters.items()}
+    return {
+        unit: (strategy.stored_slice(unit), x.copy()) for unit, x in strategy.parameters.items()
+    }
 
 
 def kept_by(strategy: Strategy) -> dict[str, tuple[int, int]]:
     """Memory by formula, and the most that was counted."""
-    rows = len(batch(0, *strategy.part)[0])
-    formula, counted = predicted(strategy, rows, CONTEXT), strategy.memory.peak
+    rows = len(batch(0, *strategy.batch_part)[0])
+    formula, counted = peak_memory(strategy, rows, CONTEXT), strategy.memory.peak
     return {name: (formula[name], counted[name]) for name in formula | counted}
 
 
@@ -94,7 +96,7 @@ def serial(recipe: Recipe | None = None, steps: int = 4, **options: Any) -> End:
 
 def whole(ends: list[End]) -> Values:
     """The parameters that all ranks hold together; AssertionError if two hold different bits."""
-    found = {unit: np.zeros(n) for unit, n in ends[0].strategy.model.sizes.items()}
+    found = {unit: np.zeros(n) for unit, n in ends[0].strategy.model.unit_sizes.items()}
     known = {unit: np.zeros(x.size, bool) for unit, x in found.items()}
     for end in ends:
         for unit, (part, x) in end.held.items():

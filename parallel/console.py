@@ -1,42 +1,37 @@
-"""What rank 0 shows: progress, and the traffic table; plain where it is not a terminal."""
+"""What rank 0 prints: progress and tables, in plain text if the output is not a terminal."""
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-try:
-    from rich import box
-    from rich.console import Console
-    from rich.measure import Measurement
-    from rich.progress import Progress
-    from rich.table import Table
-except ImportError as error:
-    raise ImportError(
-        "tables and progress are shown with rich: pip install 'ring-collectives[bench]'"
-    ) from error
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import Progress
+from rich.table import Table
 
+from parallel.strategy import ProgressCallback
 from parallel.traffic import TrafficRow, TrafficTable
 
-EVERY = 20  # steps between two lines where there is no terminal to animate
-WIDE = 1 << 16  # characters: wider than any table
+EVERY = 20  # steps between two lines if the output is not a terminal
+MAX_WIDTH = 1 << 16  # characters: wider than any table
 
 
 def console_of(rank: int) -> Console:
-    """Rank 0 writes; plain where it is not a terminal.
+    """Return a console that prints on rank 0 only, in plain text if that is not a terminal.
 
-    Open MPI gives every rank a terminal of its own as standard output, wherever its launcher
-    writes to; standard error tells.
+    Under Open MPI standard output is a terminal on every rank, wherever the launcher writes to;
+    standard error is a terminal only if the launcher's is.
     """
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     return Console(quiet=rank != 0, highlight=False, soft_wrap=True, force_terminal=is_terminal)
 
 
 @contextmanager
-def progress(console: Console, steps: int) -> Iterator[Callable[[int, float], None]]:
-    """A function to call with (steps done, loss): it moves a bar, or prints a line now and then."""
+def progress(console: Console, steps: int) -> Iterator[ProgressCallback]:
+    """Yield a function of (steps done, loss) that moves a bar, or prints a line every 20 steps."""
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("training", total=steps)
 
@@ -49,7 +44,7 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[int, float], No
 
 
 def print_traffic(traffic: TrafficTable, console: Console) -> None:
-    """The columns and the matrix of bytes; where there is no third column, why not."""
+    """Print the table and the matrix of bytes, and why nothing was observed if so."""
     console.print("Sent by all ranks together: p = predicted, r = recorded, o = observed by MPI")
     print_table(columns(traffic), console)
     console.print("Bytes from row to column")
@@ -59,17 +54,17 @@ def print_traffic(traffic: TrafficTable, console: Console) -> None:
 
 
 def columns(traffic: TrafficTable) -> Table:
-    """One row per phase and collective; rows that differ are red."""
+    """Return a table with a row for each phase and collective; rows that differ are red."""
     counts = [f"{what} {column}" for what in ("messages", "bytes") for column in "pro"]
     table = table_with("phase", "collective", numbers=["calls p", "calls r", *counts])
-    unseen = "n/a" if traffic.observed is None else ""  # of one row; their sum's has what was seen
+    unseen = "n/a" if traffic.observed is None else ""  # another row has the sum of several rows
     for row in traffic.rows:
         table.add_row(*cells(row, unseen), style=None if row.is_equal else "bold red")
     return table
 
 
 def cells(row: TrafficRow, unseen: str) -> list[str]:
-    """A row of the table as text; nothing for calls that nobody counts."""
+    """Return a row of the table as text; empty where calls are not counted."""
     tallies = [row.predicted, row.recorded, row.observed]
     calls = [row.predicted.calls, row.recorded.calls]
     counts = [
@@ -81,16 +76,16 @@ def cells(row: TrafficRow, unseen: str) -> list[str]:
 
 
 def matrix(traffic: TrafficTable) -> Table:
-    """The recorded bytes, p x p."""
+    """Return a table of the recorded bytes, from row to column."""
     table = table_with("", numbers=range(traffic.size))
     for src, sent in enumerate(traffic.matrix):
         table.add_row(str(src), *(str(n) for n in sent.tolist()))
     return table
 
 
-def print_accounts(ranks: Sequence[Mapping[str, Sequence[int]]], console: Console) -> None:
-    """Of each rank: what is kept at most, or moved -> bytes by formula, and counted."""
-    console.print("Bytes that each rank keeps at most: f = by formula, c = counted from the arrays")
+def print_rank_reports(ranks: Sequence[Mapping[str, Sequence[int]]], console: Console) -> None:
+    """Print for each rank the bytes by formula and counted; `ranks` maps names to these pairs."""
+    console.print("Peak bytes of each rank: f = by formula, c = counted from the arrays")
     names = [name for name in ranks[0] if any(any(each[name]) for each in ranks)]
     table = table_with("rank", numbers=[f"{name} {column}" for name in names for column in "fc"])
     for rank, each in enumerate(ranks):
@@ -100,36 +95,8 @@ def print_accounts(ranks: Sequence[Mapping[str, Sequence[int]]], console: Consol
     print_table(table, console)
 
 
-def print_curve(values: Sequence[float], console: Console) -> None:
-    """The values from left to right, as a picture of letters."""
-    for line in curve(values):
-        console.print(line, markup=False)
-
-
-def curve(values: Sequence[float], width: int = 64, height: int = 10) -> list[str]:
-    """Lines from top to bottom; several values in a column are averaged, NaN and inf left out."""
-    width = min(width, len(values))
-    parts = (
-        values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)
-    )
-    columns = [sum(part) / len(part) for part in parts]
-    finite = [value for value in columns if math.isfinite(value)]
-    if not finite:
-        return []
-    low, high = min(finite), max(finite)
-    places = [
-        round((value - low) / (high - low or 1) * (height - 1)) if math.isfinite(value) else None
-        for value in columns
-    ]
-    ends = {height - 1: f"{high:10.4f} |", 0: f"{low:10.4f} |"}
-    return [
-        ends.get(row, " " * 11 + "|") + "".join("*" if place == row else " " for place in places)
-        for row in reversed(range(height))
-    ]
-
-
 def table_with(*words: str, numbers: Iterable[object]) -> Table:
-    """An empty table: columns of words, then columns of numbers."""
+    """Return an empty table with columns of words, then columns of numbers."""
     table = Table()
     for head in words:
         table.add_column(head, no_wrap=True)
@@ -139,7 +106,8 @@ def table_with(*words: str, numbers: Iterable[object]) -> Table:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """As wide as it needs to be, for a digit must not be cut off; ASCII if not on a terminal."""
+    """Print a table as wide as it must be to cut off no digit; in ASCII if not on a terminal."""
     table.box = box.SIMPLE_HEAD if console.is_terminal else box.ASCII
-    table.width = Measurement.get(console, console.options.update(width=WIDE), table).maximum
+    options = console.options.update(width=MAX_WIDTH)
+    table.width = Measurement.get(console, options, table).maximum
     console.print(table, crop=False)

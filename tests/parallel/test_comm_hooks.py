@@ -13,18 +13,18 @@ import pytest
 import collectives
 from collectives import Communicator, Work
 from parallel import shards, text
-from parallel.data import AllReduce, DataParallel, Finish, Hook
+from parallel.comm_hooks import GeneratorHook, HalfPrecision, Int8Blocks, PowerSGD, orthonormal
+from parallel.data_parallel import AllReduce, CommHook, Completion, DataParallel
 from parallel.gpt import gpt
-from parallel.hooks import Compressed, Int8Blocks, PowerSGD, Steps, orthonormal
-from parallel.nn import Array, Layer, Model, Spec
+from parallel.nn import Array, Layer, Model, ParameterSpec
 from parallel.optim import SGD, Adam
 from parallel.precision import dtype_of
 from parallel.strategy import Recipe
 from parallel.traffic import PredictedCall, TrafficMismatch, TrafficTable
 
-HOOKS: dict[str, Callable[[], Hook]] = {
-    "float16": lambda: Compressed("float16"),
-    "bfloat16": lambda: Compressed("bfloat16"),
+HOOKS: dict[str, Callable[[], CommHook]] = {
+    "float16": lambda: HalfPrecision("float16"),
+    "bfloat16": lambda: HalfPrecision("bfloat16"),
     "int8": lambda: Int8Blocks(block=100),
     "rank 2": lambda: PowerSGD(2),
 }
@@ -40,8 +40,10 @@ class Given(Layer):
         super().__init__()
         self.gradients, self.rank, self.step = gradients, rank, 0
 
-    def specs(self) -> dict[str, Spec]:
-        return {name: Spec(given(self.rank, 0).shape) for name, given in self.gradients.items()}
+    def specs(self) -> dict[str, ParameterSpec]:
+        return {
+            name: ParameterSpec(given(self.rank, 0).shape) for name, given in self.gradients.items()
+        }
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         return np.zeros((*x.shape[:2], 2), self.dtype), None
@@ -56,7 +58,7 @@ class Given(Layer):
     def dtype(self) -> Any:
         return next(iter(self.value.values())).dtype
 
-    def kept(self, shape: tuple[int, ...], width: int) -> tuple[int, tuple[int, ...]]:
+    def activation_bytes(self, shape: tuple[int, ...], width: int) -> tuple[int, tuple[int, ...]]:
         return 0, (*shape[:2], 2)
 
 
@@ -74,7 +76,7 @@ class Run(NamedTuple):
 
 
 def add(
-    make: Callable[[], Hook | None],
+    make: Callable[[], CommHook | None],
     size: int,
     units: Mapping[str, Mapping[str, Gradient]],
     *,
@@ -162,7 +164,7 @@ def test_a_hook_that_says_too_little_is_seen() -> None:
         first.check_traffic()
 
 
-def sent(make: Callable[[], Hook | None], units: Any, size: int) -> int:
+def sent(make: Callable[[], CommHook | None], units: Any, size: int) -> int:
     """The bytes of one step's backward, recorded, all ranks together."""
     table = add(make, size, units)[0].table
     assert table is not None
@@ -175,8 +177,8 @@ def test_what_is_saved(size: int) -> None:
     units = {"a": {"w": random(64, 128)}}
     whole = sent(lambda: None, units, size)
     assert whole == 8 * (size - 1) * 64 * 128
-    assert sent(lambda: Compressed("float16"), units, size) * 2 == whole
-    assert sent(lambda: Compressed("bfloat16"), units, size) * 2 == whole
+    assert sent(lambda: HalfPrecision("float16"), units, size) * 2 == whole
+    assert sent(lambda: HalfPrecision("bfloat16"), units, size) * 2 == whole
     assert sent(Int8Blocks, units, size) == whole * (1 / 4 + 1 / 256)
     assert sent(lambda: PowerSGD(2), units, size) == whole * 2 * (64 + 128) / (64 * 128)
 
@@ -213,7 +215,7 @@ def test_a_part_that_its_owner_does_not_round_is_seen() -> None:
     assert differ(add(Careless, 2, MIXED)) == sorted(MIXED)
 
 
-# Compressed
+# HalfPrecision
 
 
 @pytest.mark.parametrize("to", ["float16", "bfloat16"])
@@ -221,21 +223,21 @@ def test_a_part_that_its_owner_does_not_round_is_seen() -> None:
 def test_two_gradients_are_rounded_and_their_sum_is(to: str, dtype: str) -> None:
     short, given = dtype_of(to), random(100)
     a, b = (given(rank, 0).astype(dtype).astype(short).astype(np.float32) for rank in (0, 1))
-    runs = add(lambda: Compressed(to), 2, {"a": {"x": given}}, dtype=dtype)
+    runs = add(lambda: HalfPrecision(to), 2, {"a": {"x": given}}, dtype=dtype)
     for run in runs:
         np.testing.assert_array_equal(run.sums[0]["a.x"], (a + b).astype(short).astype(np.float64))
 
 
 @pytest.mark.parametrize("to", ["float16", "bfloat16"])
 def test_a_model_of_that_dtype_loses_nothing_more(to: str) -> None:
-    plain, same = (add(make, 3, MIXED, dtype=to) for make in (AllReduce, lambda: Compressed(to)))
+    plain, same = (add(make, 3, MIXED, dtype=to) for make in (AllReduce, lambda: HalfPrecision(to)))
     for name, x in plain[0].sums[0].items():
         np.testing.assert_array_equal(same[0].sums[0][name], x)
 
 
 def test_only_two_byte_dtypes() -> None:
-    with pytest.raises(ValueError, match="to float16 or bfloat16, not 'float32'"):
-        Compressed("float32")
+    with pytest.raises(ValueError, match="dtype is 'float32': it must be float16 or bfloat16"):
+        HalfPrecision("float32")
 
 
 # Infinite numbers
@@ -266,9 +268,9 @@ def test_float16_overflows_to_infinity(values: tuple[float, float]) -> None:
     def given(rank: int, step: int) -> Any:
         return np.full(3, values[rank])
 
-    for run in add(lambda: Compressed("float16"), 2, {"a": {"x": given}}):
+    for run in add(lambda: HalfPrecision("float16"), 2, {"a": {"x": given}}):
         assert (run.sums[0]["a.x"] == np.inf).all()
-    for run in add(lambda: Compressed("bfloat16"), 2, {"a": {"x": given}}):
+    for run in add(lambda: HalfPrecision("bfloat16"), 2, {"a": {"x": given}}):
         np.testing.assert_allclose(run.sums[0]["a.x"], sum(values), rtol=2**-8)
 
 
@@ -305,7 +307,7 @@ def test_one_scale_for_all_is_worse_than_blocks() -> None:
     def given(rank: int, step: int) -> Any:
         return spread * random(1024)(rank, step)
 
-    def relative_error(make: Callable[[], Hook]) -> float:
+    def relative_error(make: Callable[[], CommHook]) -> float:
         x = add(make, 2, {"a": {"x": given}})[0].sums[0]["a.x"]
         wanted = exact(given, 2)
         return float(np.linalg.norm((x - wanted)[spread < 1]) / np.linalg.norm(wanted[spread < 1]))
@@ -315,7 +317,7 @@ def test_one_scale_for_all_is_worse_than_blocks() -> None:
 
 
 def test_a_block_has_elements() -> None:
-    with pytest.raises(ValueError, match="one element or more, not 0"):
+    with pytest.raises(ValueError, match="at least one element, not 0"):
         Int8Blocks(block=0)
 
 
@@ -366,7 +368,7 @@ def test_vectors_beside_matrices_are_summed_as_they_are() -> None:
         assert is_same == ("weight" not in name)
 
 
-def left_out(make: Callable[[], Hook], matrix: Any, steps: int) -> list[float]:
+def left_out(make: Callable[[], CommHook], matrix: Any, steps: int) -> list[float]:
     """How far the mean of what was sent so far is from a gradient that stays the same."""
     sums = [run["a.w"] for run in add(make, 2, {"a": {"w": constant(matrix)}}, steps=steps)[0].sums]
     mean = np.cumsum(sums, axis=0) / np.arange(1, steps + 1)[:, None, None]
@@ -451,7 +453,7 @@ def test_it_remembers_one_strategy_only() -> None:
 
 
 def test_a_rank_of_one_or_more() -> None:
-    with pytest.raises(ValueError, match="rank 1 or more, not 0"):
+    with pytest.raises(ValueError, match="is 0: it must be at least 1"):
         PowerSGD(0)
 
 
@@ -525,7 +527,7 @@ class Trained(NamedTuple):
 
 
 def train(
-    make: Callable[[], Hook | None],
+    make: Callable[[], CommHook | None],
     size: int = 2,
     recipe: Recipe = SGD_RECIPE,
     *,
@@ -536,13 +538,13 @@ def train(
     """Some steps of a small GPT; the traffic is checked."""
 
     def batch(step: int, rank: int, ranks: int) -> Any:
-        shape = {"size": ROWS, "context": CONTEXT}
-        return text.batch(TEXT, seed=0, step=step, rank=rank, ranks=ranks, **shape)
+        shape = {"batch_size": ROWS, "context": CONTEXT}
+        return text.batch(TEXT, seed=0, step=step, rank=rank, num_ranks=ranks, **shape)
 
     def rank(comm: Communicator) -> Trained:
-        model = gpt(layers=1, hidden=16, heads=2, context=CONTEXT)
+        model = gpt(num_layers=1, hidden=16, num_heads=2, context=CONTEXT)
         if route is not None:
-            model.route = partial(route, comm.rank)  # type: ignore[method-assign]
+            model.active_layers = partial(route, comm.rank)  # type: ignore[method-assign]
         strategy = DataParallel(comm, model, recipe, hook=make(), bucket_bytes=8000, **options)
         with comm.record() as ledger:
             strategy.start()
@@ -556,10 +558,10 @@ def train(
     return collectives.run(rank, size=size)
 
 
-RUNS: dict[str, tuple[Callable[[], Hook | None], Recipe]] = {
+RUNS: dict[str, tuple[Callable[[], CommHook | None], Recipe]] = {
     "plain": (lambda: None, SGD_RECIPE),
-    "float16": (lambda: Compressed("float16"), SGD_RECIPE),
-    "bfloat16": (lambda: Compressed("bfloat16"), SGD_RECIPE),
+    "float16": (lambda: HalfPrecision("float16"), SGD_RECIPE),
+    "bfloat16": (lambda: HalfPrecision("bfloat16"), SGD_RECIPE),
     "rank 4": (lambda: PowerSGD(4), SGD_RECIPE),
     "rank 1": (lambda: PowerSGD(1), SGD_RECIPE),
     "rank 4 without feedback": (lambda: PowerSGD(4, error_feedback=False), SGD_RECIPE),
@@ -599,7 +601,7 @@ class Counting(Int8Blocks):
 
     num_starts = 0
 
-    def start(self, *args: Any) -> Finish:
+    def start(self, *args: Any) -> Completion:
         self.num_starts += 1
         return super().start(*args)
 
@@ -620,8 +622,8 @@ def test_a_layer_that_some_ranks_do_not_use(name: str) -> None:
     def route(rank: int) -> list[str]:
         return ["embedding", "head"] if rank == 1 else ["embedding", "block0", "head"]
 
-    runs = train(HOOKS[name], 3, steps=3, route=route, find_unused=True)
-    plain = train(lambda: None, 3, steps=3, route=route, find_unused=True)
+    runs = train(HOOKS[name], 3, steps=3, route=route, find_unused_parameters=True)
+    plain = train(lambda: None, 3, steps=3, route=route, find_unused_parameters=True)
     np.testing.assert_allclose(runs[0].losses, plain[0].losses, rtol=1e-2)
     first, *others = (run.strategy.parameters["block0"].tobytes() for run in runs)
     assert all(other == first for other in others)
@@ -636,7 +638,7 @@ class Largest:
     def __init__(self, num: int) -> None:
         self.num = num
 
-    def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Finish:
+    def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Completion:
         num = min(self.num, len(flat))
         places = np.argsort(-np.abs(flat))[:num]
         message = np.stack([places.astype(np.float64), flat[places]])
@@ -676,7 +678,7 @@ def test_a_hook_of_ones_own() -> None:
     assert not differ(some)
 
 
-class Twice(Steps):
+class Twice(GeneratorHook):
     """Two sums, one after the other, of which each bucket notes when they begin."""
 
     def __init__(self) -> None:
@@ -689,8 +691,8 @@ class Twice(Steps):
         flat /= strategy.size
 
     def traffic(self, strategy: DataParallel, bucket: str) -> list[PredictedCall]:
-        nbytes = strategy.bucket_bytes(bucket)
-        return [PredictedCall(strategy.phase_of(bucket), "all_reduce", "ring", nbytes, count=2)]
+        nbytes = strategy.bucket_nbytes(bucket)
+        return [PredictedCall(strategy.phase_of(bucket), "all_reduce", "ring", nbytes, num_calls=2)]
 
 
 def test_a_hook_that_sends_more_later_lets_other_buckets_go_first() -> None:

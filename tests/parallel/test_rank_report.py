@@ -11,10 +11,11 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel.account import Account, differences, gather, gather_json, pairs
-from parallel.data import DataParallel
-from parallel.hsdp import Hsdp
-from parallel.offload import READ, WRITTEN, Disk, Host
+from parallel.data_parallel import DataParallel
+from parallel.gather import gather_json
+from parallel.hsdp import HSDP
+from parallel.offload import READ, WRITTEN, DiskOffload, HostOffload
+from parallel.rank_report import RankReport, differences, gather, pairs
 from parallel.strategy import Recipe
 from parallel.zero import Zero1, Zero3
 from tests.parallel.training import CONTEXT, End, batch, model, train
@@ -24,21 +25,21 @@ STEPS = 2
 # One rank's
 
 
-def account_of(end: End) -> Account:
+def report_of(end: End) -> RankReport:
     strategy = end.strategy
-    updates = strategy.updates_in(STEPS) - strategy.num_skipped
-    return Account.of(strategy, updates, len(batch(0, *strategy.part)[0]), CONTEXT)
+    updates = strategy.num_updates_in(STEPS) - strategy.num_skipped
+    return RankReport.of(strategy, updates, len(batch(0, *strategy.batch_part)[0]), CONTEXT)
 
 
-def accounts(make: Any, ranks: int, **recipe: Any) -> list[Account]:
-    return [account_of(end) for end in train(make, ranks, Recipe(**recipe), steps=STEPS)]
+def reports(make: Any, ranks: int, **recipe: Any) -> list[RankReport]:
+    return [report_of(end) for end in train(make, ranks, Recipe(**recipe), steps=STEPS)]
 
 
 def test_memory_is_by_formula_and_counted() -> None:
     """Of ZeRO-1 on two ranks: each updates half of every unit, and the sizes are even."""
     psi = model().num_parameters
-    for account in accounts(Zero1, 2, dtype="float16"):
-        kept = {name: pair for name, pair in account.kept.items() if name != "activations"}
+    for report in reports(Zero1, 2, dtype="float16"):
+        kept = {name: pair for name, pair in report.memory.items() if name != "activations"}
         assert kept == {
             "parameters": (2 * psi, 2 * psi),
             "gradients": (2 * psi, 2 * psi),
@@ -46,37 +47,37 @@ def test_memory_is_by_formula_and_counted() -> None:
             "master": (2 * psi, 2 * psi),
             "buffers": (0, 0),
         }
-        formula, counted = account.kept["activations"]
+        formula, counted = report.memory["activations"]
         assert formula == counted > 0
-        assert account.moved == {}
+        assert report.moved == {}
 
 
 def test_what_is_elsewhere_has_names_of_its_own() -> None:
     psi = model().num_parameters
-    for account in accounts(Zero1, 2, place=Host):
-        assert account.kept["master, elsewhere"] == (4 * psi, 4 * psi)
-        assert account.kept["optimizer, elsewhere"] == (8 * psi, 8 * psi)
-        assert account.kept["master"] == account.kept["optimizer"] == (0, 0)
+    for report in reports(Zero1, 2, offload=HostOffload):
+        assert report.memory["master, offloaded"] == (4 * psi, 4 * psi)
+        assert report.memory["optimizer, offloaded"] == (8 * psi, 8 * psi)
+        assert report.memory["master"] == report.memory["optimizer"] == (0, 0)
 
 
 def test_what_is_moved_is_by_formula_and_counted(tmp_path: Any) -> None:
     """Two updates of three files each, 8 bytes an element; once the masters are made."""
     psi = model().num_parameters
-    for account in accounts(Zero1, 2, place=partial(Disk, tmp_path)):
+    for report in reports(Zero1, 2, offload=partial(DiskOffload, tmp_path)):
         read, written = 2 * 3 * 4 * psi, (2 * 3 + 1) * 4 * psi
-        assert account.moved[READ] == (read, read)
-        assert account.moved[WRITTEN] == (written, written)
+        assert report.moved[READ] == (read, read)
+        assert report.moved[WRITTEN] == (written, written)
 
 
-@pytest.mark.parametrize(("make", "ranks"), [(DataParallel, 2), (Zero3, 3), (Hsdp, 4)])
+@pytest.mark.parametrize(("make", "ranks"), [(DataParallel, 2), (Zero3, 3), (HSDP, 4)])
 def test_parameters_are_digests_of_the_elements_that_a_rank_has(make: Any, ranks: int) -> None:
     ends = train(make, ranks, steps=1)
     for end in ends:
-        for unit, (start, stop, digest) in account_of(end).parameters.items():
+        for unit, (start, stop, digest) in report_of(end).parameters.items():
             part, x = end.held[unit]
             assert (start, stop) == (part.start, part.stop)
             assert digest == hashlib.sha256(x.tobytes()).hexdigest()
-    assert not differences([account_of(end) for end in ends])
+    assert not differences([report_of(end) for end in ends])
 
 
 def test_pairs_have_zero_for_what_one_does_not_know() -> None:
@@ -98,14 +99,14 @@ def test_what_json_can_say_comes_to_rank_0_in_the_order_of_ranks(ranks: int) -> 
     assert others == [None] * (ranks - 1)
 
 
-def test_accounts_come_to_rank_0() -> None:
-    def fn(comm: Communicator) -> list[Account] | None:
+def test_reports_come_to_rank_0() -> None:
+    def fn(comm: Communicator) -> list[RankReport] | None:
         pair = comm.rank, 2 * comm.rank
-        return gather(comm, Account({"gradients": pair}, {}, {"head": (0, 3, "ab" * comm.rank)}))
+        return gather(comm, RankReport({"gradients": pair}, {}, {"head": (0, 3, "ab" * comm.rank)}))
 
     first, *others = collectives.run(fn, size=3)
     assert others == [None, None]
-    assert [list(each.kept["gradients"]) for each in first] == [[0, 0], [1, 2], [2, 4]]
+    assert [list(each.memory["gradients"]) for each in first] == [[0, 0], [1, 2], [2, 4]]
     assert [list(each.parameters["head"]) for each in first] == [
         [0, 3, ""], [0, 3, "ab"], [0, 3, "abab"],
     ]  # fmt: skip
@@ -120,39 +121,39 @@ def test_accounts_come_to_rank_0() -> None:
 # Differences
 
 
-def account(**changes: Any) -> Account:
-    same = Account(
+def report(**changes: Any) -> RankReport:
+    same = RankReport(
         {"parameters": (8, 8), "buffers": (0, 0)}, {READ: (5, 5)}, {"head": (0, 4, "abc")}
     )
     return same._replace(**changes)
 
 
 def test_nothing_differs_where_all_is_equal() -> None:
-    assert differences([account(), account()]) == []
+    assert differences([report(), report()]) == []
 
 
 @pytest.mark.parametrize(("changed", "said"), [
-    ({"kept": {"parameters": (8, 9)}}, "parameters of rank 1: 8 by formula, 9 counted"),
-    ({"kept": {"other": (0, 1)}}, "other of rank 1: 0 by formula, 1 counted"),
+    ({"memory": {"parameters": (8, 9)}}, "parameters of rank 1: 8 by formula, 9 counted"),
+    ({"memory": {"other": (0, 1)}}, "other of rank 1: 0 by formula, 1 counted"),
     ({"moved": {READ: (5, 4)}}, "read from disk of rank 1: 5 by formula, 4 counted"),
     ({"parameters": {"head": (0, 4, "abd")}}, "parameters of head on ranks 0 and 1"),
 ])  # fmt: skip
 def test_whatever_differs_is_named(changed: dict[str, Any], said: str) -> None:
-    assert differences([account(), account(**changed), account()]) == [said]
+    assert differences([report(), report(**changed), report()]) == [said]
 
 
 def test_only_the_same_elements_are_compared() -> None:
     """Of ranks that have other parts of a unit, or other units."""
     others = [{"head": (4, 8, "x")}, {"head": (0, 3, "y")}, {"other": (0, 4, "z")}, {}]
-    assert differences([account(), *(account(parameters=each) for each in others)]) == []
+    assert differences([report(), *(report(parameters=each) for each in others)]) == []
 
 
 def test_a_bit_is_enough() -> None:
     """Of real ranks."""
     ends = train(DataParallel, 3, steps=1)
-    assert differences([account_of(end) for end in ends]) == []
+    assert differences([report_of(end) for end in ends]) == []
     first = ends[2].strategy.parameters["block1"]
     first[7] = np.nextafter(first[7], np.inf)
-    assert differences([account_of(end) for end in ends]) == [
+    assert differences([report_of(end) for end in ends]) == [
         "parameters of block1 on ranks 0 and 2"
     ]

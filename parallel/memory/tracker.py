@@ -1,0 +1,89 @@
+"""Track the memory of arrays while they are alive."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from parallel.nn import Array
+
+T = TypeVar("T")
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "master", "activations", "buffers")
+
+
+class MemoryTracker:
+    """Counts the bytes of arrays, from the call of `track` until they are freed.
+
+    Attributes
+    ----------
+    now : Counter of str
+        The bytes of the arrays that are alive, by category (see `CATEGORIES`).
+    peak : Counter of str
+        The most bytes that were alive at a time, by category.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from parallel import MemoryTracker
+    >>> memory = MemoryTracker()
+    >>> x = memory.track("buffers", np.zeros(10))
+    >>> del x
+    >>> memory.now["buffers"], memory.peak["buffers"]
+    (0, 80)
+    """
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._tracked: dict[int, weakref.finalize[Any, Any]] = {}
+        self._lock = threading.RLock()  # an array may be freed in any thread, also in `_track`
+
+    def track(self, category: str, held: T) -> T:
+        """Count the arrays in `held`, an array or nested containers of arrays; return `held`.
+
+        A view counts as the memory of the array it views, once.  Arrays of int64 are data (tokens)
+        and are not counted.
+        """
+        for array in arrays_in(held):
+            self._track(category, owner_of(array))
+        return held
+
+    def _track(self, category: str, owner: Array) -> None:
+        with self._lock:
+            if id(owner) in self._tracked:
+                return
+            nbytes = int(owner.nbytes)
+            self._tracked[id(owner)] = weakref.finalize(
+                owner, self._freed, category, id(owner), nbytes
+            )
+            self.now[category] += nbytes
+            self.peak[category] = max(self.peak[category], self.now[category])
+
+    def _freed(self, category: str, key: int, nbytes: int) -> None:
+        with self._lock:
+            del self._tracked[key]
+            self.now[category] -= nbytes
+
+
+def arrays_in(held: Any) -> Iterable[Array]:
+    """Yield the arrays in nested lists, tuples and mappings, except those of int64."""
+    if isinstance(held, Mapping):
+        held = held.values()
+    if isinstance(held, Iterable) and not hasattr(held, "dtype"):
+        for item in held:
+            yield from arrays_in(item)
+    elif hasattr(held, "dtype") and held.dtype != np.int64:
+        yield held
+
+
+def owner_of(array: Array) -> Array:
+    """Return the array whose memory a view looks at."""
+    while hasattr(getattr(array, "base", None), "nbytes"):
+        array = array.base
+    return array
