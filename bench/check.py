@@ -17,8 +17,7 @@ from rich.table import Table
 from bench import sizes
 from bench.options import add_sizes
 from collectives.arrays.operators import operator
-from parallel.console import console_of, print_table, table_with
-from parallel.train import at_least
+from parallel.cli import at_least, console_of, print_table, table_with
 
 MODES = {"off": False, "checked": True, "finite": "finite"}
 

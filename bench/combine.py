@@ -22,8 +22,7 @@ from bench.oracle import Array
 from collectives.arrays import kernels
 from collectives.arrays.half_precision import COMBINE
 from collectives.arrays.operators import OPERATORS
-from parallel.console import print_table, table_with
-from parallel.train import at_least
+from parallel.cli import at_least, print_table, table_with
 
 Prepare = Callable[[Array, Array], Callable[[], object]]  # what combines these two in place
 

@@ -24,7 +24,7 @@ from bench.options import output, seconds
 from bench.verdict import TOLERANCES, Verdict
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch.mpirun import find_mpirun
-from parallel.console import console_of, print_table
+from parallel.cli import console_of, print_table
 
 STEPS = {"float64": 200, "float32": 20}
 # A few that differ on 2 ranks.  The best of many would be the luckiest of many.

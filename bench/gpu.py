@@ -65,7 +65,7 @@ def why_not() -> str | None:
     """What is missing, in a sentence."""
     if missing := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         return f"{sys.executable} has no {', '.join(missing)}; PYTHON=... says which Python to use"
-    from parallel.registry import device_namespace  # noqa: PLC0415 - takes the modules
+    from parallel.cli import device_namespace  # noqa: PLC0415 - takes the modules
 
     try:
         device_namespace("cuda", 0)

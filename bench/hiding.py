@@ -20,7 +20,7 @@ from bench.sizes import whole_blocks
 from bench.timing import Effort, times
 from bench.ways import Contender, nothing
 from collectives import Communicator
-from parallel.console import console_of
+from parallel.cli import console_of
 
 TRIAL = Effort(warmup=2, samples=5, seconds=5.0)
 MOST_SECONDS = 30.0

@@ -18,7 +18,7 @@ from bench import sizes
 from collectives.arrays.operators import operators
 from collectives.schedule.contracts import SPECS
 from collectives.selection import labels
-from parallel.train import at_least, can_be_written
+from parallel.cli import at_least, can_be_written
 
 
 def add_options(parser: argparse.ArgumentParser, collective: str) -> None:

@@ -28,8 +28,7 @@ from rich.table import Table
 
 from bench import sizes
 from bench.others import KINDS, Product
-from parallel.console import print_table, table_with
-from parallel.train import at_least
+from parallel.cli import at_least, print_table, table_with
 
 
 class Overlap(NamedTuple):

@@ -31,9 +31,8 @@ from collectives.arrays.backends import HOST, Backend, backend_of_kind
 from collectives.arrays.operators import operator
 from collectives.schedule.contracts import SPECS
 from collectives.selection import select
-from parallel import agreement, registry
-from parallel.console import console_of, print_table
-from parallel.train import can_be_written
+from parallel import raise_on_all_ranks
+from parallel.cli import can_be_written, console_of, device_namespace, print_table
 
 
 def run(options: argparse.Namespace) -> int:
@@ -143,8 +142,8 @@ class Benchmark:
 def backend(comm: Communicator, device: str) -> Backend:
     """What serves arrays on this device.  ValueError on all ranks if one has none."""
     phase, doing = collectives.phase, "preparing the device"
-    with agreement.raise_on_all_ranks(comm, phase, "prepare", doing, ValueError):
-        registry.device_namespace(device, comm.rank)
+    with raise_on_all_ranks(comm, phase, "prepare", doing, ValueError):
+        device_namespace(device, comm.rank)
         return backend_of_kind({"cpu": "numpy", "cuda": "cupy"}[device])
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from bench.case import CALL, JOINS, NATIVE, SPLITS, Case
 from collectives.schedule.contracts import SPECS
 from collectives.selection import select
-from parallel.console import table_with
+from parallel.cli import table_with
 
 
 class Measurement(NamedTuple):

@@ -36,7 +36,7 @@ from bench.measures import ALONE, AT_ONCE, BESIDE, IN_TURN
 from bench.options import output, seconds
 from bench.overlap import Overlap
 from bench.timed import Timed, Times
-from parallel.console import console_of
+from parallel.cli import console_of
 
 NO_TORCH = "torch is not installed"
 NOT_CHOSEN = "not chosen by --job"

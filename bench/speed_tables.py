@@ -16,7 +16,7 @@ from bench.limit import Limit
 from bench.report import times_faster, us
 from bench.sizes import text
 from bench.timed import ENOUGH, Timed, Times
-from parallel.console import print_table, table_with
+from parallel.cli import print_table, table_with
 
 Start = Mapping[str, Mapping[str, float]]  # by processes, and what they did
 

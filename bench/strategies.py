@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from bench.docs.provenance import provenance
@@ -31,16 +32,14 @@ from bench.options import output, seconds
 from bench.verdict import largest_difference
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch.mpirun import find_mpirun
-from parallel import train
-from parallel.console import console_of, print_table, table_with
-from parallel.hsdp import choose_group_size
-from parallel.traffic import Int64
-from parallel.train import at_least
+from parallel import choose_group_size
+from parallel.cli import at_least, console_of, print_table, table_with
 
 STEPS = {"float64": (100, 1e-9), "float32": (20, 1e-5)}  # so many, and so close
 RANKS = (1, 2, 3, 4, 5, 8)
 KEPT = "parameters", "gradients", "optimizer", "master"
 PRICE = 5  # steps of which traffic, memory and time are told
+HEADS = 4  # of attention
 BATCH = 19  # rows of all ranks together: of 2 to 8 ranks none can divide it equally
 ONCE = "start", "finish"  # outermost phases of what is sent before all steps or after them
 
@@ -124,9 +123,8 @@ def refuse_batch(options: argparse.Namespace) -> None:
 
 def refuse_width(options: argparse.Namespace) -> None:
     """End, before any job, if `parallel.train` would refuse the model."""
-    heads = train.parser().get_default("heads")
-    if options.hidden % heads:
-        options.refuse(f"{heads} heads do not divide a width of {options.hidden}")
+    if options.hidden % HEADS:
+        options.refuse(f"{HEADS} heads do not divide a width of {options.hidden}")
 
 
 def as_dict(kinds: Sequence[Kind], ranks: int, results: dict[str, Any]) -> dict[str, Any]:
@@ -178,6 +176,7 @@ class Strategies:
         o = self.options
         command = ["-m", "parallel.train", *kind.words, "--dtype", dtype, "--steps", str(steps)]
         command += ["--layers", str(o.layers), "--hidden", str(o.hidden), "--context", "16"]
+        command += ["--heads", str(HEADS)]
         command += ["--batch", str(BATCH), "--micro-batches", str(o.micro_batches)]
         command += ["--text", o.text] if o.text is not None else []
         return self.jobs.run(
@@ -252,7 +251,7 @@ def costs(result: dict[str, Any]) -> Costs:
     )  # fmt: skip
 
 
-def sent_in_steps(matrices: dict[str, Any], ranks: int) -> Int64:
+def sent_in_steps(matrices: dict[str, Any], ranks: int) -> NDArray[np.int64]:
     """Bytes from row to column, of all phases but those that a run goes through once."""
     each = [np.array(matrix) for phase, matrix in matrices.items() if phase not in ONCE]
     return sum(each, np.zeros((ranks, ranks), np.int64))

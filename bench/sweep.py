@@ -33,7 +33,7 @@ from bench.side_by_side import outcomes
 from bench.timed import ENOUGH, Timed, less_disturbed
 from bench.timing import FEWEST, Effort
 from collectives import Communicator
-from parallel.console import console_of
+from parallel.cli import console_of
 
 FP32 = np.dtype("float32")
 QUICK = Effort(warmup=1, samples=FEWEST, seconds=1.0)

@@ -25,7 +25,7 @@ from bench.timing import Effort
 from collectives import Communicator, ScheduleError, algorithms
 from collectives.selection.decisions import Decisions, Measured
 from collectives.selection.select import choose
-from parallel.console import console_of, print_table, table_with
+from parallel.cli import console_of, print_table, table_with
 
 WARMUP, SAMPLES = 3, 50
 

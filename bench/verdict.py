@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from bench.report import times_faster
-from parallel.console import table_with
+from parallel.cli import table_with
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5}  # of the losses, relative
 

@@ -9,13 +9,13 @@ Psi is the number of a model's parameters, n(unit) the bytes of a unit (the flat
 layer), S the number of steps, and k that of micro-batches.
 """
 
-from parallel import checkpoint, text
-from parallel.agreement import ModelMismatch
+from parallel import checkpoint, cli, text
+from parallel.agreement import ModelMismatch, raise_on_all_ranks
 from parallel.comm_hooks import HalfPrecision, Int8Blocks, PowerSGD
 from parallel.data_parallel import AllReduce, CommHook, DataParallel
 from parallel.elastic import Elastic, ReplicaMismatch
 from parallel.gpt import gpt
-from parallel.hsdp import HSDP
+from parallel.hsdp import HSDP, choose_group_size
 from parallel.memory import MemoryTracker
 from parallel.nn import Layer, Model
 from parallel.offload import DiskOffload, HostOffload
@@ -60,6 +60,9 @@ __all__ = [
     "Zero3",
     "ZeroPlusPlus",
     "checkpoint",
+    "choose_group_size",
+    "cli",
     "gpt",
+    "raise_on_all_ranks",
     "text",
 ]

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import Progress
 from rich.table import Table
 
+from parallel.cli import print_table, table_with
 from parallel.strategy import ProgressCallback
 from parallel.traffic import TrafficRow, TrafficTable
 
 EVERY = 20  # steps between two lines if the output is not a terminal
-MAX_WIDTH = 1 << 16  # characters: wider than any table
-
-
-def console_of(rank: int) -> Console:
-    """Return a console that prints on rank 0 only, in plain text if that is not a terminal.
-
-    Under Open MPI standard output is a terminal on every rank, wherever the launcher writes to;
-    standard error is a terminal only if the launcher's is.
-    """
-    is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
-    return Console(quiet=rank != 0, highlight=False, soft_wrap=True, force_terminal=is_terminal)
 
 
 @contextmanager
@@ -93,21 +80,3 @@ def print_rank_reports(ranks: Sequence[Mapping[str, Sequence[int]]], console: Co
         numbers = [str(n) for name in names for n in each[name]]
         table.add_row(str(rank), *numbers, style=None if is_equal else "bold red")
     print_table(table, console)
-
-
-def table_with(*words: str, numbers: Iterable[object]) -> Table:
-    """Return an empty table with columns of words, then columns of numbers."""
-    table = Table()
-    for head in words:
-        table.add_column(head, no_wrap=True)
-    for number in numbers:
-        table.add_column(str(number), justify="right", no_wrap=True)
-    return table
-
-
-def print_table(table: Table, console: Console) -> None:
-    """Print a table as wide as it must be to cut off no digit; in ASCII if not on a terminal."""
-    table.box = box.SIMPLE_HEAD if console.is_terminal else box.ASCII
-    options = console.options.update(width=MAX_WIDTH)
-    table.width = Measurement.get(console, options, table).maximum
-    console.print(table, crop=False)

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from array_api_compat import numpy as numpy_namespace
-
 from collectives import Communicator
+from parallel.cli import device_namespace
 from parallel.comm_hooks import HalfPrecision, Int8Blocks, PowerSGD
 from parallel.data_parallel import CommHook, DataParallel
 from parallel.elastic import Elastic, FaultInjectingElastic
@@ -123,23 +122,6 @@ def make_recipe(comm: Communicator, model: Model, options: argparse.Namespace) -
         offload=offload_factory(options.offload),
         xp=device_namespace(options.device, comm.rank),
     )
-
-
-def device_namespace(device: str, rank: int) -> Any:
-    """Return the array namespace of a device: NumPy's for "cpu", CuPy's for "cuda".
-
-    Ranks use the GPUs of the machine in turn.  Raises ValueError without CuPy or without a GPU.
-    """
-    if device == "cpu":
-        return numpy_namespace
-    try:
-        import cupy  # noqa: PLC0415 - an optional dependency
-        from array_api_compat import cupy as cupy_namespace  # noqa: PLC0415
-
-        cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
-    except Exception as error:  # noqa: BLE001 - no CuPy, driver or GPU: each has its own error
-        raise ValueError(f"--device cuda needs CuPy and a GPU: {error}") from None
-    return cupy_namespace
 
 
 def comm_hook(name: str) -> CommHook:

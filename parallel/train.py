@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -37,7 +36,8 @@ from rich.console import Console
 import collectives
 from collectives import Communicator
 from parallel import agreement, checkpoint, registry, text
-from parallel.console import console_of, print_rank_reports, print_traffic, progress
+from parallel.cli import at_least, can_be_written, console_of
+from parallel.console import print_rank_reports, print_traffic, progress
 from parallel.gpt import gpt
 from parallel.precision import DTYPES
 from parallel.rank_report import RankReport, differences, gather
@@ -144,22 +144,6 @@ def parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write losses, memory and traffic to FILE")
     add("--no-monitor", action="store_true", help="do not read MPI's own counters")
     return parse
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return an argument type: an integer that is at least `least`."""
-
-    def integer(word: str) -> int:
-        if (value := int(word)) < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        return value
-
-    return integer
-
-
-def can_be_written(path: Path) -> bool:
-    """Return whether a file of this name exists or can be made, and can be written."""
-    return os.access(path if path.exists() else path.parent, os.W_OK) and not path.is_dir()
 
 
 def rank_and_step(word: str) -> tuple[int, int]:

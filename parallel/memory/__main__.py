@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 
-from parallel.console import console_of, print_table, table_with
+from parallel.cli import console_of, print_table, table_with
 from parallel.data_parallel import DataParallel
 from parallel.memory import offloaded_bytes, shard_size, state_bytes
 from parallel.offload import TO_DEVICE, TO_HOST, bytes_moved_by_update

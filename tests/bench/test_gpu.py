@@ -12,7 +12,7 @@ from bench.gpu import Step
 from bench.strategies import KINDS
 from collectives import algorithms
 from collectives.launch.mpirun import MpiNotFound
-from parallel import registry, train
+from parallel import cli, train
 
 
 def test_a_module_that_is_missing_is_named(tmp_path, monkeypatch, capsys):
@@ -40,7 +40,7 @@ def test_a_driver_without_a_gpu_is_an_error_of_the_same_kind(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "cupy", Cupy())
     with pytest.raises(ValueError, match="needs CuPy and a GPU"):
-        registry.device_namespace("cuda", 0)
+        cli.device_namespace("cuda", 0)
 
 
 def test_what_fails_does_not_keep_the_others_from_running(tmp_path, monkeypatch, capsys):

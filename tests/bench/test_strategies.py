@@ -314,7 +314,7 @@ def run_of(tmp_path):
         file = tmp_path / "all.json"
         words = ["--ranks", str(ranks), "--text", TEXT, "--layers", "1", "--json", str(file)]
         assert run("--only", name, *words) == 0
-        (found,) = json.loads(file.read_text()).values()
+        (found,) = json.loads(file.read_text())["jobs"].values()
         return found, costs(found)
 
     return run_of

@@ -21,8 +21,8 @@ import collectives
 from collectives import Communicator
 from parallel import offload, predictions, registry, text
 from parallel.checkpoint import METADATA_FILE, Checkpoint
+from parallel.cli import console_of
 from parallel.comm_hooks import HalfPrecision, Int8Blocks, PowerSGD
-from parallel.console import console_of
 from parallel.data_parallel import DataParallel
 from parallel.precision import LossScale
 from parallel.strategy import Strategy
