@@ -250,7 +250,7 @@ class LayerNorm(Layer):
         return cast(y, x.dtype), (normalized, inverse)
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        """The subtracted means are the derivatives of the mean and of the variance by x."""
+        """Return the derivative; its subtracted means are those of the mean and of the variance."""
         xp = array_namespace(dy)
         normalized, inverse = upcast(saved[0]), saved[1]
         self.gradient["gain"] += cast(sum_rows(flatten_rows(dy * normalized)), dy.dtype)

@@ -27,7 +27,7 @@ def activation_bytes(strategy: Strategy, rows: int, context: int) -> int:
     is a largest one.
     """
     recipe, width = strategy.recipe, strategy.dtype.itemsize
-    largest = length(span(rows, recipe.micro_batches, 0))
+    largest = length(span(rows, recipe.num_micro_batches, 0))
     before, most = 0, 0
     by_layer = strategy.model.activation_bytes((largest, context), width)
     for layer, (needed, entering) in by_layer.items():

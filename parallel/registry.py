@@ -115,7 +115,7 @@ def make_recipe(comm: Communicator, model: Model, options: argparse.Namespace) -
     return Recipe(
         dtype=options.dtype,
         optimizer=partial(OPTIMIZERS[options.optimizer], lr=options.lr),
-        micro_batches=options.micro_batches,
+        num_micro_batches=options.micro_batches,
         clip=options.clip,
         recompute=blocks if options.recompute else (),
         seed=options.seed,

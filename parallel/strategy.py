@@ -51,7 +51,7 @@ class Recipe:
         ``"float16"``.  In two-byte dtypes updates are made in float32.
     optimizer : function
         Called with the values to update by name, and ``make_state``; returns an `Optimizer`.
-    micro_batches : int
+    num_micro_batches : int
         The number of parts in which a rank computes its rows of a batch, at least 1.  Their
         gradients are added.
     clip : float, optional
@@ -83,7 +83,7 @@ class Recipe:
 
     dtype: str = "float64"
     optimizer: Callable[..., Optimizer] = Adam
-    micro_batches: int = 1
+    num_micro_batches: int = 1
     clip: float | None = None
     recompute: Collection[str] = ()
     seed: int = 0
@@ -91,8 +91,9 @@ class Recipe:
     offload: Callable[[MemoryTracker, int], Offload] = NoOffload
 
     def __post_init__(self) -> None:
-        if self.micro_batches < 1:
-            raise ValueError(f"micro_batches is {self.micro_batches}: it must be at least 1")
+        if self.num_micro_batches < 1:
+            k = self.num_micro_batches
+            raise ValueError(f"num_micro_batches is {k}: it must be at least 1")
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"clip is {self.clip}: it must be a finite norm above 0, or None")
         if isinstance(self.recompute, str):
@@ -421,7 +422,7 @@ class Strategy:
 
     def run_micro_batches(self, inputs: Tokens, targets: Tokens, total: int) -> float:
         """Add up the gradients of this rank's rows; return the part of the loss they contribute."""
-        k = self.recipe.micro_batches
+        k = self.recipe.num_micro_batches
         *others, last = (span(len(inputs), k, number) for number in range(k))
         loss = 0.0
         for rows in others:
@@ -568,7 +569,7 @@ class Strategy:
             "strategy": type(self).__name__,
             "algorithm": self.algorithm,
             "dtype": self.dtype.name,
-            "micro_batches": self.recipe.micro_batches,
+            "num_micro_batches": self.recipe.num_micro_batches,
             "clip": self.recipe.clip,
             "optimizer": agreement.options_of(self.optimizer),
             "layers": [[name, *x.config()] for name, x in self.model.layers.items()]
@@ -594,7 +595,7 @@ class Strategy:
         steps: int,
         *,
         batch: tuple[int, int] | None = None,
-        skipped: int = 0,
+        num_skipped: int = 0,
         is_resumed: bool = False,
     ) -> list[PredictedCall]:
         """Return what `start` and one `train` of `steps` steps will send.
@@ -604,7 +605,7 @@ class Strategy:
         steps : int
         batch : (rows, context), optional
             The shape of the batch of all ranks; needed by `SyncParameterServer`, which sends it.
-        skipped : int
+        num_skipped : int
             How many updates an overflow prevents, which is known after the run only.
         is_resumed : bool
             Whether `resume` is called instead of `start`.
@@ -617,13 +618,15 @@ class Strategy:
         Raises
         ------
         ValueError
-            If `skipped` is not 0 in a dtype that skips no update, or if `batch` is needed.
+            If `num_skipped` is not 0 in a dtype that skips no update, or if `batch` is needed.
         """
-        if skipped and not self.loss_scale.is_dynamic:
-            raise ValueError(f"in {self.dtype.name} no update is skipped, but skipped is {skipped}")
+        if num_skipped and not self.loss_scale.is_dynamic:
+            raise ValueError(
+                f"in {self.dtype.name} no update is skipped, but num_skipped is {num_skipped}"
+            )
         if self.comm is None:
             return []
-        run = RunSize(steps, self.num_updates_in(steps) - skipped, batch)
+        run = RunSize(steps, self.num_updates_in(steps) - num_skipped, batch)
         start = self.check_traffic() if is_resumed else self.start_traffic()
         return [*start, *self.step_traffic(run), *self.loss_traffic(steps)]
 

@@ -177,7 +177,7 @@ class Training:
         with self.raise_on_all_ranks("preparing the strategy"):
             self.strategy = make(phase=self.timeline.phase)
         self.losses: list[float] = []
-        self.seconds, self.skipped_before = 0.0, 0
+        self.seconds, self.num_skipped_before = 0.0, 0
         self.times: list[float] = []
         self.reports: list[RankReport] = []
 
@@ -242,7 +242,7 @@ class Training:
             return
         self.strategy.resume()
         checkpoint.load(self.strategy, self.source)
-        self.skipped_before = self.strategy.num_skipped
+        self.num_skipped_before = self.strategy.num_skipped
         self.console.print(f"continuing from step {self.first}")
 
     def find_checkpoint(self) -> Path | None:
@@ -275,7 +275,7 @@ class Training:
         rows = (
             len(self.batch(0, *self.strategy.batch_part)[0]) if self.strategy.batch_part[1] else 0
         )
-        updates = self.strategy.num_updates_in(self.options.steps - self.first) - self.skipped
+        updates = self.strategy.num_updates_in(self.options.steps - self.first) - self.num_skipped
         report = RankReport.of(self.strategy, updates, rows, self.options.context)
         self.reports = gather(self.comm, report) or []
         whole, observed = ledger.gather(), self.monitor.gather()
@@ -288,16 +288,16 @@ class Training:
         """Return the predicted traffic of the run."""
         o, is_resumed = self.options, self.source is not None
         calls = self.strategy.traffic(
-            o.steps - self.first, batch=(o.batch, o.context), skipped=self.skipped,
+            o.steps - self.first, batch=(o.batch, o.context), num_skipped=self.num_skipped,
             is_resumed=is_resumed,
         )  # fmt: skip
         loads = is_resumed * checkpoint.traffic(self.strategy, "load")
         return calls + loads + len(self.steps_to_save) * checkpoint.traffic(self.strategy)
 
     @property
-    def skipped(self) -> int:
+    def num_skipped(self) -> int:
         """The updates of this run that an overflow prevented."""
-        return self.strategy.num_skipped - self.skipped_before
+        return self.strategy.num_skipped - self.num_skipped_before
 
     def announce(self) -> None:
         """Print what runs, in one line."""

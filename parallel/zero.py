@@ -44,7 +44,7 @@ class Zero1(Strategy):
     --------
     >>> import collectives
     >>> from parallel import Recipe, Zero1, gpt
-    >>> make = lambda comm: Zero1(comm, gpt(num_layers=1), Recipe("float16", micro_batches=2))
+    >>> make = lambda comm: Zero1(comm, gpt(num_layers=1), Recipe("float16", num_micro_batches=2))
     >>> collectives.run(lambda comm: make(comm).memory.peak["optimizer"], size=2)
     [3750912, 3750912]
     """
@@ -182,7 +182,7 @@ class Zero2(Zero1):
         """Do nothing: the gradients were reduced during backward."""
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
-        num_backwards = self.recipe.micro_batches * run.num_steps
+        num_backwards = self.recipe.num_micro_batches * run.num_steps
         return [
             *self.calls_per_unit("backward", "reduce_scatter", num_backwards),
             *self.calls_per_unit("update", "all_gather", run.num_updates),
@@ -306,7 +306,7 @@ class Zero3(Zero2):
 
         A unit that several layers use is gathered for each, unless they are adjacent.
         """
-        passes, gathers = self.recipe.micro_batches * run.num_steps, self.model.num_gathers()
+        passes, gathers = self.recipe.num_micro_batches * run.num_steps, self.model.num_gathers()
         forward = dict.fromkeys(gathers, 1) if self.keep_after_forward else gathers
         backward = {} if self.keep_after_forward else gathers
         return [

@@ -192,7 +192,7 @@ class ZeroPlusPlus(GroupedZero3):
 
     def _traffic_of(self, unit: str, steps: int) -> Iterator[PredictedCall]:
         mesh, algorithm = self.mesh, self.algorithm
-        passes, gathers = steps * self.recipe.micro_batches, self.model.num_gathers()[unit]
+        passes, gathers = steps * self.recipe.num_micro_batches, self.model.num_gathers()[unit]
         group = {"num_ranks": mesh.group_size, "num_groups": mesh.num_groups}
         sizes, n = self.packed_bytes(unit), self.unit_nbytes(unit)
         yield PredictedCall(f"forward/{unit}", "all_gather", algorithm, sum(sizes), passes)

@@ -170,7 +170,7 @@ def test_training(ours: Any, theirs: Any, is_tied: bool) -> None:
     """Ten steps of the whole model, from the values it begins with."""
     sizes = SIZES[0]
     model = gpt(**sizes, is_tied=is_tied)
-    strategy = Strategy(None, model, Recipe(optimizer=ours, micro_batches=2))
+    strategy = Strategy(None, model, Recipe(optimizer=ours, num_micro_batches=2))
     tensors = as_tensors(model.named(strategy.parameters))
     other = theirs(list(tensors.values()))
     for step in range(10):

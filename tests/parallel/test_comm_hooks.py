@@ -99,7 +99,7 @@ def add(
                 named = model.named(strategy.gradients)
                 sums.append({name: x.astype(np.float64) for name, x in named.items()})
         whole = ledger.gather()
-        calls = strategy.traffic(steps, skipped=strategy.num_skipped)
+        calls = strategy.traffic(steps, num_skipped=strategy.num_skipped)
         table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
         return Run(sums, strategy, table)
 
@@ -551,7 +551,7 @@ def train(
             losses = strategy.train(steps, batch, ROWS * CONTEXT, lambda *_: None)
         whole = ledger.gather()
         if whole is not None:
-            calls = strategy.traffic(steps, skipped=strategy.num_skipped)
+            calls = strategy.traffic(steps, num_skipped=strategy.num_skipped)
             TrafficTable(calls, whole, None, size=comm.size).check()
         return Trained(np.array(losses), strategy)
 
@@ -607,7 +607,7 @@ class Counting(Int8Blocks):
 
 
 def test_micro_batches_are_added_up_and_sent_once() -> None:
-    recipe = replace(SGD_RECIPE, micro_batches=3)
+    recipe = replace(SGD_RECIPE, num_micro_batches=3)
     for run in train(Counting, recipe=recipe, steps=3):
         hook = run.strategy.hook
         assert isinstance(hook, Counting)

@@ -226,7 +226,7 @@ def test_no_sync_inside_no_sync_ends_with_the_outer_one() -> None:
 
 
 def test_micro_batches_send_as_much_as_one() -> None:
-    one, four = (train(DataParallel, 3, Recipe(micro_batches=k)) for k in (1, 4))
+    one, four = (train(DataParallel, 3, Recipe(num_micro_batches=k)) for k in (1, 4))
     verdict(four)
     assert one[0].table is not None and four[0].table is not None
     assert one[0].table.rows == four[0].table.rows
@@ -241,7 +241,7 @@ def test_a_micro_batch_that_synchronises_would_be_noticed() -> None:
             return Strategy.no_sync(self)
 
     with pytest.raises(TrafficMismatch, match="backward/bucket0"):
-        verdict(train(Eager, 3, Recipe(micro_batches=2), steps=1))
+        verdict(train(Eager, 3, Recipe(num_micro_batches=2), steps=1))
 
 
 # Traffic
@@ -497,6 +497,6 @@ def test_to_be_used_by_one_micro_batch_is_enough(find_unused_parameters: bool) -
         ddp.train(1, batch, TOTAL, nothing)
         return ddp.unused_units, np.array_equal(ddp.parameters["block1"], before)
 
-    two, every = Recipe(micro_batches=2), list(model().layers)
+    two, every = Recipe(num_micro_batches=2), list(model().layers)
     routes: Iterator[list[str]] = iter([every, [x for x in every if x != "block1"]])
     assert collectives.run(fn, size=1) == [(set(), False)]

@@ -57,7 +57,7 @@ class Case(NamedTuple):
     dtype: str
     recompute: tuple[str, ...]
     is_tied: bool
-    micro_batches: int
+    num_micro_batches: int
     hidden: int = 6
 
     def model(self) -> Model:
@@ -66,7 +66,7 @@ class Case(NamedTuple):
         )
 
     def recipe(self, **more: Any) -> Recipe:
-        more |= {"recompute": self.recompute, "micro_batches": self.micro_batches}
+        more |= {"recompute": self.recompute, "num_micro_batches": self.num_micro_batches}
         return Recipe(self.dtype, **more)
 
 
@@ -77,7 +77,7 @@ CASES = [
     for i in range(3)
     for j in range(3)
 ]
-MIXED = Case("float16", ("block1",), is_tied=True, micro_batches=3)
+MIXED = Case("float16", ("block1",), is_tied=True, num_micro_batches=3)
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
@@ -331,7 +331,7 @@ def test_nothing_is_alive_between_forward_and_backward_but_what_is_counted(case:
             return logits
 
     trained(lambda comm, *more: Watched(None, *more), None, case)
-    assert len(seen) == case.micro_batches
+    assert len(seen) == case.num_micro_batches
     assert all(alive == count for alive, count in seen)
 
 

@@ -57,7 +57,7 @@ def batch(step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
 def trained(make: Make, comm: Communicator | None, **recipe: Any) -> tuple[Strategy, list[float]]:
     """A strategy that has done its steps, and their losses."""
     model = gpt(num_layers=1, hidden=6, num_heads=2, context=CONTEXT)
-    strategy = make(comm, model, Recipe(micro_batches=2, clip=0.5, **recipe))
+    strategy = make(comm, model, Recipe(num_micro_batches=2, clip=0.5, **recipe))
     strategy.start()
     return strategy, strategy.train(STEPS, batch, ROWS * CONTEXT, lambda *done: None)
 

@@ -80,7 +80,7 @@ def train(
             )
             after(strategy)
         whole = ledger.gather()
-        calls = strategy.traffic(steps, batch=(ROWS, CONTEXT), skipped=strategy.num_skipped)
+        calls = strategy.traffic(steps, batch=(ROWS, CONTEXT), num_skipped=strategy.num_skipped)
         table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
         return End(losses, digests, strategy, whole, table)
 
@@ -164,7 +164,7 @@ def test_the_server_alone_reads_and_reads_whole_batches() -> None:
     assert asked == [(0, step, 0, 1) for step in range(STEPS)]
 
 
-MIXED = {"dtype": "float16", "clip": 0.5, "micro_batches": 2}
+MIXED = {"dtype": "float16", "clip": 0.5, "num_micro_batches": 2}
 overflows = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 
@@ -451,8 +451,8 @@ def test_a_negative_bound_is_refused() -> None:
     "recipe",
     [
         Recipe(),
-        Recipe(dtype="float32", micro_batches=3, clip=0.1),
-        Recipe(dtype="float16", micro_batches=2),
+        Recipe(dtype="float32", num_micro_batches=3, clip=0.1),
+        Recipe(dtype="float16", num_micro_batches=2),
     ],
     ids=["float64", "float32", "float16"],
 )

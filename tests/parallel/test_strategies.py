@@ -64,7 +64,7 @@ every = pytest.mark.parametrize("name", ALL)
 @exact
 @pytest.mark.parametrize("ranks", RANKS)
 def test_losses_are_those_of_one_rank(name: str, ranks: int) -> None:
-    recipe = Recipe(micro_batches=2, clip=0.5)
+    recipe = Recipe(num_micro_batches=2, clip=0.5)
     ends = train(EXACT[name], ranks, recipe)
     for end in ends:
         np.testing.assert_allclose(end.losses, serial(recipe).losses, rtol=1e-12)
@@ -166,7 +166,7 @@ def test_layers_may_be_computed_twice_instead_of_kept(name: str) -> None:
 @exact
 def test_more_micro_batches_than_rows_leave_some_empty(name: str) -> None:
     """11 rows for 4 ranks, 2 or 3 each, in 3 micro-batches."""
-    recipe = Recipe(micro_batches=3)
+    recipe = Recipe(num_micro_batches=3)
     np.testing.assert_allclose(train(EXACT[name], 4, recipe)[0].losses, serial().losses, rtol=1e-12)
 
 
@@ -206,8 +206,10 @@ def test_an_update_that_was_not_made_is_noticed(make: Any) -> None:
 
 def test_what_no_run_can_do_is_not_predicted() -> None:
     def fn(comm: Communicator) -> None:
-        with pytest.raises(ValueError, match="in float64 no update is skipped, but skipped is 1"):
-            Zero1(comm, model()).traffic(3, skipped=1)
+        with pytest.raises(
+            ValueError, match="in float64 no update is skipped, but num_skipped is 1"
+        ):
+            Zero1(comm, model()).traffic(3, num_skipped=1)
         with pytest.raises(ValueError, match=r"pass batch=\(rows, context\)"):
             SyncParameterServer(comm, model()).traffic(3)
 
@@ -215,11 +217,11 @@ def test_what_no_run_can_do_is_not_predicted() -> None:
 
 
 VARIANTS = {
-    "micro-batches, clipped": (Recipe(micro_batches=3, clip=0.1), model),
+    "micro-batches, clipped": (Recipe(num_micro_batches=3, clip=0.1), model),
     "float32": (Recipe(dtype="float32", optimizer=SGD), model),
     "float16": (Recipe(dtype="float16"), model),
     "bfloat16, recomputed": (Recipe(dtype="bfloat16", recompute=("block0", "block1")), model),
-    "tied": (Recipe(micro_batches=2), partial(model, is_tied=True)),
+    "tied": (Recipe(num_micro_batches=2), partial(model, is_tied=True)),
     "tied neighbors": (Recipe(), partial(model, is_tied=True, layers=1)),
 }
 
@@ -270,7 +272,7 @@ def test_the_formulas_of_the_papers(ranks: int, k: int) -> None:
     """Psi elements times these, times (N-1)/N: Rajbhandari et al. 2020, with k micro-batches."""
     times = {"ddp": 2, "zero1": 2, "zero2": k + 1, "zero3": 3 * k, "zero3, kept": 2 * k}
     for name, multiple in times.items():
-        found = bytes_of(name, ranks, micro_batches=k)
+        found = bytes_of(name, ranks, num_micro_batches=k)
         assert found == pytest.approx(multiple * (ranks - 1) / ranks, rel=1e-12), name
 
 
@@ -352,7 +354,7 @@ def test_rank_0_gives_initial_values_where_it_sends_them() -> None:
 
 
 OTHER = {
-    "micro_batches": Recipe(micro_batches=2),
+    "num_micro_batches": Recipe(num_micro_batches=2),
     "clip": Recipe(clip=1.0),
     "dtype": Recipe(dtype="float32"),
     "optimizer": Recipe(optimizer=partial(Adam, lr=0.1)),
@@ -446,7 +448,7 @@ def test_a_resumed_run_is_compared_too() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"micro_batches": 0}, "micro_batches is 0: it must be at least 1"),
+        ({"num_micro_batches": 0}, "num_micro_batches is 0: it must be at least 1"),
         ({"clip": 0.0}, "clip is 0.0: it must be a finite norm above 0"),
         ({"clip": float("nan")}, "clip is nan"),
         ({"recompute": "block1"}, r"a collection of names: \['block1'\]"),
@@ -565,7 +567,7 @@ def test_a_layer_that_one_micro_batch_uses_has_a_gradient(name: str) -> None:
             self.skipped = "" if self.skipped else "block1"
             return super().active_layers()
 
-    steps = train(ALL[name], 2, Recipe(micro_batches=2), of=lambda: Sometimes(""), steps=2)
+    steps = train(ALL[name], 2, Recipe(num_micro_batches=2), of=lambda: Sometimes(""), steps=2)
     assert len(steps[0].losses) == 2
 
 

@@ -437,7 +437,7 @@ def test_ranks_may_be_threads_of_the_program(capsys: pytest.CaptureFixture[str])
 
 def test_options_have_their_defaults(run: Any) -> None:
     ddp = taken(run())
-    assert (type(ddp).__name__, ddp.algorithm, ddp.recipe.micro_batches) == (
+    assert (type(ddp).__name__, ddp.algorithm, ddp.recipe.num_micro_batches) == (
         "DataParallel",
         "ring",
         1,

@@ -66,7 +66,7 @@ def train(
             losses = strategy.train(steps, batch, ROWS * CONTEXT, nothing)
             after(strategy)
         whole = ledger.gather()
-        calls = strategy.traffic(steps, batch=(ROWS, CONTEXT), skipped=strategy.num_skipped)
+        calls = strategy.traffic(steps, batch=(ROWS, CONTEXT), num_skipped=strategy.num_skipped)
         table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
         return End(losses, held_by(strategy), strategy, kept_by(strategy), table)
 
