@@ -15,21 +15,41 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 
-from bench import check, combine, demo, options, overlap, speed, strategies, tune
-from bench.docs import command as docs
+from bench import options
 from collectives import algorithms
+from collectives.__main__ import about as first_sentence
+
+COMMANDS = {
+    "check": "bench.check",
+    "combine": "bench.combine",
+    "demo": "bench.demo",
+    "docs": "bench.docs.command",
+    "overlap": "bench.overlap",
+    "speed": "bench.speed",
+    "strategies": "bench.strategies",
+    "tune": "bench.tune",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what the command line says; the exit status."""
-    chosen = parser().parse_args(arguments)
+    chosen = parsed(sys.argv[1:] if arguments is None else arguments)
     return int(chosen.run(chosen))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line: one command for each collective, and demo and docs."""
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line; `run` makes something of them."""
+    return parser(words).parse_args(words)
+
+
+def parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """The command line: a command for each collective, and others.
+
+    Only the module of the command that is among `words` is imported: some of them start MPI.
+    """
     parse = argparse.ArgumentParser("python -m bench", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     parse.add_argument("--import", action="append", type=imported, metavar="MODULE",
@@ -38,20 +58,14 @@ def parser() -> argparse.ArgumentParser:
     for collective in algorithms.collectives():
         about = f"measure {collective}, every algorithm"
         command = commands.add_parser(collective, help=about, description=about)
-        options.add_options(command, collective)
-    others = {
-        "check": check,
-        "combine": combine,
-        "demo": demo,
-        "docs": docs,
-        "overlap": overlap,
-        "speed": speed,
-        "strategies": strategies,
-        "tune": tune,
-    }
-    for name, module in others.items():
-        about = (module.__doc__ or "").partition("\n")[0]
-        module.add_options(commands.add_parser(name, help=about, description=module.__doc__))
+        if collective in words:
+            options.add_options(command, collective)
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=first_sentence(module))
+        if name in words:
+            found = importlib.import_module(module)
+            command.description = found.__doc__
+            found.add_options(command)
     return parse
 
 

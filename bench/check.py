@@ -10,15 +10,22 @@ ranks' fingerprints first, and "finite" also looks at every value of input and r
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
 from rich.table import Table
 
+import collectives
 from bench import sizes
 from bench.options import add_sizes
+from bench.perf import mpi_version
+from bench.timing import SMALL, Effort, times
 from collectives.arrays.operators import operator
 from parallel.cli import at_least, console_of, print_table, table_with
 
+SECONDS = 20.0  # after which fewer samples must do
 MODES = {"off": False, "checked": True, "finite": "finite"}
 
 
@@ -35,11 +42,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print.  0, or 2 if it cannot be measured."""
-    # These start MPI, which other commands must not.
-    import collectives  # noqa: PLC0415
-    from bench.checking import measured  # noqa: PLC0415
-    from bench.perf import mpi_version  # noqa: PLC0415
-
     comm = collectives.world(check=False)
     console = console_of(comm.rank)
     try:
@@ -53,6 +55,21 @@ def run(options: argparse.Namespace) -> int:
     console.print(f"{mpi_version()}, {comm.size} ranks, {options.dtype}: all-reduce, microseconds")
     print_table(table(found), console)
     return 0
+
+
+def measured(num_bytes: int, options: argparse.Namespace) -> list[float]:
+    """Seconds of the plan in each mode, and then of the call."""
+    comms = [collectives.world(check=check) for check in MODES.values()]  # type: ignore[arg-type]
+    x = np.zeros(max(1, num_bytes // options.dtype.itemsize), options.dtype)
+    y = np.empty_like(x)
+    plans = [comm.plan.all_reduce(x, out=y) for comm in comms]
+    calls: list[Callable[[], Any]] = [partial(comm.all_reduce, x, out=y) for comm in comms]
+    effort = Effort(options.warmup, options.samples, SECONDS)
+    runs = [*(plan.run for plan in plans), *calls]
+    found = times(runs, x, is_small=x.nbytes <= SMALL, effort=effort)
+    for plan in plans:
+        plan.free()
+    return found
 
 
 def table(found: Mapping[int, Sequence[float]]) -> Table:

@@ -28,14 +28,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench import goals, overlap, speed_tables, starting
+from bench import goals, speed_tables, starting
 from bench.docs.provenance import provenance
 from bench.goals import OVERLAP, RANKS, WITH_GLOO, Finding
 from bench.jobs import Jobs, has_mpi
 from bench.measures import ALONE, AT_ONCE, BESIDE, IN_TURN
 from bench.options import output, seconds
-from bench.overlap import Overlap
-from bench.timed import Timed, Times
+from bench.timed import Overlap, Timed, Times, overlaps
 from parallel.cli import console_of
 
 NO_TORCH = "torch is not installed"
@@ -153,7 +152,7 @@ def times_of(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str, i
         for case in result.get("cases", [])
     }
     overlapped = results.get(OVERLAP) or {}
-    for way in overlap.ways(overlapped):
+    for way in overlaps(overlapped):
         if way.progress == "thread" and way.slices == 1:
             timed = of_way(way, overlapped["size"])
             found[OVERLAP, way.beside, timed.size] = timed

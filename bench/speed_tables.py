@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench import overlap
+from bench import overlap_table
 from bench.case import CALL, FRESH, MEMCPY, NATIVE, NATIVE_FRESH, PLAN
 from bench.goals import CROWD, MPI4PY, OVERLAP, PAIR, RANKS, WAYS, WITH_GLOO, Finding, summary
 from bench.limit import Limit
 from bench.report import times_faster, us
 from bench.sizes import text
-from bench.timed import ENOUGH, Timed, Times
+from bench.timed import ENOUGH, Timed, Times, overlaps
 from parallel.cli import print_table, table_with
 
 Start = Mapping[str, Mapping[str, float]]  # by processes, and what they did
@@ -39,7 +39,7 @@ def show(
         print_table(table, console)
     if overlapped := results.get(OVERLAP):
         console.print("\nOverlap")
-        overlap.show(overlapped, overlap.ways(overlapped), console)
+        overlap_table.show(overlapped, overlaps(overlapped), console)
     if start:
         console.print("\nStart: medians in ms")
         print_table(start_table(start), console)

@@ -12,10 +12,33 @@ status is 2 if FILE or the options are wrong.
 from __future__ import annotations
 
 import argparse
+import os
+import platform
+import time
+from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
+from mpi4py import MPI
+from rich.console import Console
+from rich.table import Table
+
+import collectives
+from bench import ranking, sizes
+from bench.case import Case, in_place, out_of_place
+from bench.contenders import contender
 from bench.options import add_sizes, seconds
-from collectives import algorithms
+from bench.perf import cases, check_output, check_schedule, every_algorithm, mpi_version
+from bench.ranking import HOPELESS, Times
+from bench.report import times_faster, us
+from bench.side_by_side import outcomes
+from bench.timing import Effort
+from collectives import Communicator, ScheduleError, algorithms
+from collectives.selection.decisions import Decisions, Measured
+from collectives.selection.select import choose
+from parallel.cli import console_of, print_table, table_with
+
+WARMUP, SAMPLES = 3, 50
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +56,116 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure; the exit status."""
-    from bench import tuning  # noqa: PLC0415 - this starts MPI, which the demo and docs must not
+    """Measure as told.  0, or 2 if that is impossible."""
+    comm = collectives.world()
+    console, status = console_of(comm.rank), 0
+    try:
+        known = earlier(comm, options)
+        tuner = Tuner(comm, options)
+    except (TypeError, ValueError, ScheduleError) as error:
+        console.print(f"bench: {error}", markup=False)
+        status = 2
+    else:
+        decisions = tuner.decisions(known, console)
+        if comm.rank == 0:
+            options.output.write_text(decisions.to_json())
+        console.print(f"Written to {options.output}", markup=False)
+    comm.barrier()  # a launcher may end the job at the first failing rank; let rank 0 say why
+    return status
 
-    return tuning.run(options)
+
+def earlier(comm: Communicator, options: argparse.Namespace) -> Decisions:
+    """What the file says so far.  ValueError on every rank if it is wrong, or cannot be written."""
+    path = options.output
+    has_folder, has_file = MPI.COMM_WORLD.bcast((path.parent.is_dir(), path.exists()))
+    if not has_folder:
+        raise ValueError(f"there is no folder {path.parent}")
+    check_output(path)
+    if has_file:
+        comm.load_decisions(path)
+    return comm.decisions or Decisions({})
+
+
+class Tuner:
+    """Every collective at every size.
+
+    TypeError or ValueError if the options do not fit, and ScheduleError if an algorithm that was
+    registered is wrong on so many ranks.
+    """
+
+    def __init__(self, comm: Communicator, options: argparse.Namespace) -> None:
+        if comm.size == 1:
+            raise ValueError("on one rank there is nothing to choose; run it under mpirun")
+        self.comm, self.options = comm, options
+        self.cases = {
+            collective: cases(comm, argparse.Namespace(**vars(options), collective=collective))
+            for collective in options.collectives or algorithms.collectives()
+        }
+        for case in (each for its_cases in self.cases.values() for each in its_cases):
+            for name in every_algorithm(case.collective, case.size):
+                if not algorithms.info(case.collective, name).is_built_in:
+                    check_schedule(case, name)
+        self._num_left = sum(map(len, self.cases.values()))
+        self._end = time.perf_counter() + options.seconds
+
+    def decisions(self, known: Decisions, console: Console) -> Decisions:
+        """What is known, and what these ranks find; rank 0 shows it as it goes."""
+        facts = self.facts()
+        console.print(", ".join(f"{key} {value}" for key, value in facts.items()), markup=False)
+        times = dict(self.times(console))
+        samples = ranking.samples(self.comm.size, times)
+        machine = ranking.fitted(samples, start=known.machine(self.comm.size))
+        error = ranking.typical_error(samples, machine)
+        rates = ", ".join(f"{name} {rate:.3g} s" for name, rate in machine._asdict().items())
+        console.print(f"Machine: {rates}; half of the predictions are within {error:.0%}")
+        tables = {c: ranking.rows(c, self.comm.size, each) for c, each in times.items()}
+        return known.including(self.comm.size, Measured(facts, machine, tables))
+
+    def facts(self) -> dict[str, str]:
+        """What was measured where and when."""
+        return {
+            "mpi": mpi_version(),
+            "machine": f"{platform.node()}, {os.cpu_count()} cores",
+            "when": date.today().isoformat(),
+            "dtype": self.options.dtype.name,
+        }
+
+    def times(self, console: Console) -> Iterator[tuple[str, Times]]:
+        """Of each collective."""
+        for collective, its_cases in self.cases.items():
+            times = {case.num_bytes: self.times_of(case) for case in its_cases}
+            console.print(f"\n{collective} on {self.comm.size} ranks")
+            print_table(winners(collective, self.comm.size, times), console)
+            if names := left_out(collective, self.comm.size, times):
+                console.print(f"Not measured where predicted to take over {HOPELESS} times the "
+                    f"least: {', '.join(names)}")  # fmt: skip
+            yield collective, times
+
+    def times_of(self, case: Case) -> dict[str, float]:
+        """Seconds of every promising algorithm, out of place where there is such a form."""
+        names = ranking.promising(case.collective, case.size, case.num_bytes)
+        buffers = out_of_place(case) or in_place(case)
+        assert buffers is not None, "every collective has one form or the other"
+        made = [contender(self.comm, case, buffers, name) for name in names]
+        share = (self._end - time.perf_counter()) / self._num_left
+        self._num_left -= 1
+        found = outcomes(case, buffers, made, Effort(WARMUP, SAMPLES, share), is_checked=False)
+        return {name: outcome.seconds for name, outcome in zip(names, found, strict=True)}
+
+
+def winners(collective: str, size: int, times: Times) -> Table:
+    """Size by size what is best, and how many times slower the built-in rule's choice is."""
+    table = table_with("best", "built-in", numbers=["size", "us", "built-in us", "times slower"])
+    rankings = ranking.rankings(collective, size, times)
+    for (num_bytes, found), (best, *_) in zip(times.items(), rankings, strict=True):
+        rule = choose(collective, None, size, num_bytes).label
+        slower = found[rule] / found[best] if rule in found else None
+        numbers = [us(found[best]), us(found.get(rule)), times_faster(slower)]
+        table.add_row(best, rule, sizes.text(num_bytes) if num_bytes else "-", *numbers)
+    return table
+
+
+def left_out(collective: str, size: int, times: Times) -> list[str]:
+    """The algorithms that were hopeless at some size."""
+    names = every_algorithm(collective, size)
+    return [name for name in names if not all(name in each for each in times.values())]

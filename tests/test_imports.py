@@ -11,23 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import parallel
+from bench.docs.folders import ORDER
+
 ROOT = Path(__file__).parent.parent
 
-# A file of `collectives` imports from its own folder and from those named before it.
-ORDER = [
-    "errors",
-    "schedule",
-    "algorithms",
-    "diagnostics",
-    "arrays",
-    "programs",
-    "selection",
-    "engines",
-    "runtime",
-    "communicator",
-    "launch",
-    "mpi4py_compat",
-]
 # Other folders import the names that a folder hands on, not its files; but these import MPI or
 # numba, and are imported where they are needed.
 IMPORTED_LATE = {"engines.mpi", "engines.mpi_errors", "engines.compiled", "engines.executor"}
@@ -165,6 +153,24 @@ def test_strategies_use_the_public_face_only(package: str) -> None:
                 assert top in MAY_USE[package], f"{path} imports {imported}"
             if top == "collectives":
                 assert imported == "collectives", f"{path} reaches into {imported}"
+
+
+def private_names(path: Path) -> list[str]:
+    """What a file imports of `parallel` that is not public."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("parallel"):
+            base, _, module = (node.module or "").partition(".")
+            names = [module] if module else [alias.name for alias in node.names]
+            found += [f"{base}.{name}" for name in names if name not in parallel.__all__]
+    return found
+
+
+def test_benchmarks_use_public_names_of_the_strategies_only(tmp_path: Path) -> None:
+    assert [name for path in files("bench").values() for name in private_names(path)] == []
+    other = tmp_path / "other.py"
+    other.write_text("from parallel.cli import at_least\nfrom parallel.zero import Zero1\n")
+    assert private_names(other) == ["parallel.zero"]
 
 
 @pytest.mark.parametrize("package", ["collectives", "parallel", "moe"])

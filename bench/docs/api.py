@@ -31,6 +31,9 @@ NAMES = {
 }
 
 
+WITHOUT_MEMBERS = (collectives.Intracomm,)  # its calls are described by mpi4py
+
+
 class Page(NamedTuple):
     """A page: its file and title, and the modules whose public names it lists, with its intro."""
 
@@ -111,7 +114,7 @@ def entry(name: str, value: Any) -> Iterator[str]:
         yield from (f"`{value!r}`", "")
         return
     yield from ("```python", signature(name, value), "```", "", described(value), "")
-    if inspect.isclass(value) and not issubclass(value, BaseException):
+    if inspect.isclass(value) and not issubclass(value, (BaseException, *WITHOUT_MEMBERS)):
         for member, each in members(value):
             yield from (f"#### {name}.{member}", "")
             if not isinstance(each, property):
@@ -143,8 +146,8 @@ def signature(name: str, value: Any) -> str:
     except (TypeError, ValueError):
         return f"{name}(...)"
     kept = [each for each in found.parameters.values() if each.name not in ("self", "cls")]
-    kept = [each.replace(annotation=each.annotation) for each in kept]
     words = str(found.replace(parameters=kept)).replace("'", "").replace(" -> Any", "")
+    words = re.sub(r"<(?:function|class) ?([\w.]*\.)?(\w+)(?: at 0x\w+)?>", r"\2", words)
     line = f"{name}{words}"
     if len(line) <= 88:
         return line

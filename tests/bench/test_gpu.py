@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bench import gpu
-from bench.__main__ import parser
+from bench.__main__ import parsed
 from bench.gpu import Step
 from bench.strategies import KINDS
 from collectives import algorithms
@@ -91,4 +91,4 @@ def test_every_step_is_a_command_that_can_be_run(no_mpi):
         options = train.parser().parse_args(words[words.index("parallel.train") + 1 :])
         assert options.device == "cuda" and options.threads == (2 if no_mpi else None)
     for words in found.values():
-        assert parser().parse_args(words[words.index("bench") + 1 :]).device == "cuda"
+        assert parsed(words[words.index("bench") + 1 :]).device == "cuda"

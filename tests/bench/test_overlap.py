@@ -9,7 +9,8 @@ import pytest
 
 from bench.__main__ import main
 from bench.others import KINDS
-from bench.overlap import Overlap, cores_in_words, who
+from bench.overlap_table import cores_in_words, who
+from bench.timed import Overlap
 from collectives.launch import launch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.__main__ import main, parser
+from bench.__main__ import main, parsed
 from collectives import algorithms
 from collectives.launch import launch
 
@@ -96,7 +96,7 @@ def test_options_without_a_meaning_are_refused(command, capsys):
 )
 def test_what_is_no_time_is_refused(command, text, capsys):
     with pytest.raises(SystemExit) as stop:
-        parser().parse_args([*command, text])
+        parsed([*command, text])
     assert stop.value.code == 2
     assert f"argument {command[1]}" in capsys.readouterr().err
 
@@ -105,7 +105,7 @@ def test_what_is_no_time_is_refused(command, text, capsys):
 def test_a_file_that_cannot_be_written_is_refused_before_any_job(command, tmp_path, capsys):
     for path in (tmp_path / "missing" / "all.json", tmp_path):
         with pytest.raises(SystemExit) as stop:
-            parser().parse_args([command, "--json", str(path)])
+            parsed([command, "--json", str(path)])
         assert stop.value.code == 2
         assert f"argument --json: {path} cannot be written" in capsys.readouterr().err
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_measured_is_said_before_measuring(tmp_path, monkeypatch)
 
 def test_options_of_algorithms_are_read_as_the_library_reads_them():
     command = ["all_gather", "--algorithm", "bruck( radix=4 )", "--algorithm", "ring"]
-    assert parser().parse_args(command).names == ["bruck(radix=4)", "ring"]
+    assert parsed(command).names == ["bruck(radix=4)", "ring"]
 
 
 def test_reading_the_command_line_does_not_start_mpi():

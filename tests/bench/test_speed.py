@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import goals, jobs, speed, speed_tables, starting
-from bench.__main__ import main, parser
+from bench.__main__ import main, parsed
 from bench.case import (
     ASYNC,
     CALL,
@@ -297,7 +297,7 @@ def test_medians_over_jobs():
 
 
 def options(*words: str) -> argparse.Namespace:
-    return parser().parse_args(["speed", *words])
+    return parsed(["speed", *words])
 
 
 class FakeJobs:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from bench import strategies
-from bench.__main__ import main, parser
+from bench.__main__ import main, parsed
 from bench.strategies import BATCH, KINDS, Strategies, costs, distance, numbers, refuse_batch
 from collectives.launch.mpirun import MpiNotFound, find_mpirun
 from parallel.registry import STRATEGIES
@@ -39,7 +39,7 @@ def test_what_is_not_a_number_or_a_strategy_is_refused(capsys):
         ["--only", "zero4"], ["--layers", "x"], ["--hidden", "0"],
     ):  # fmt: skip
         with pytest.raises(SystemExit):
-            parser().parse_args(["strategies", *words])
+            parsed(["strategies", *words])
         assert f"argument {words[0]}" in capsys.readouterr().err
 
 
@@ -70,7 +70,7 @@ def test_what_is_refused_is_what_every_job_would_refuse(ranks, parts):
         options=SimpleNamespace(batch=BATCH, micro_batches=parts),
         comm=SimpleNamespace(size=ranks), batch=lambda *_: None,
     )  # fmt: skip
-    ours = fails(SystemExit, refuse_batch, parser().parse_args(words))
+    ours = fails(SystemExit, refuse_batch, parsed(words))
     assert ours == fails(ValueError, Training.check_batch, job)
 
 
@@ -225,7 +225,7 @@ class Told:
 def compare(found, *words):
     """Whether it is good, and the jobs."""
     jobs = Told(found)
-    options = parser().parse_args(["strategies", "--ranks", "1,3", *words])
+    options = parsed(["strategies", "--ranks", "1,3", *words])
     return Strategies(options, jobs).run(), jobs
 
 
@@ -352,5 +352,5 @@ def test_without_mpi_it_is_said_what_to_install(monkeypatch, capsys):
         raise MpiNotFound("install one of these")
 
     monkeypatch.setattr("bench.jobs.find_mpirun", find_none)
-    assert strategies.run(parser().parse_args(["strategies"])) == 2
+    assert strategies.run(parsed(["strategies"])) == 2
     assert "install one of these" in capsys.readouterr().out
