@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -115,6 +116,8 @@ def entry(name: str, value: Any) -> Iterator[str]:
         return
     yield from ("```python", signature(name, value), "```", "", described(value), "")
     if inspect.isclass(value) and not issubclass(value, (BaseException, *WITHOUT_MEMBERS)):
+        if bases := [base.__name__ for base in value.__mro__[1:] if base in documented()]:
+            yield from (f"It also has the members of [`{bases[0]}`](#{anchor(bases[0])}).", "")
         for member, each in members(value):
             yield from (f"#### {name}.{member}", "")
             if not isinstance(each, property):
@@ -122,13 +125,22 @@ def entry(name: str, value: Any) -> Iterator[str]:
             yield from (described(each), "")
 
 
+@cache
+def documented() -> frozenset[type]:
+    """The classes that have entries."""
+    modules = (module for page in PAGES for module in page.modules)
+    values = (value for module in modules for _, value in public(module))
+    return frozenset(value for value in values if inspect.isclass(value))
+
+
 def members(kind: type) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties that a class defines, or inherits from this project."""
+    """The public methods and properties of a class, but those of a base that has its own entry."""
     bases = [*kind.__mro__[1:], kind]
     for name in dict.fromkeys(each for base in bases for each in vars(base)):
         owner = next(base for base in kind.__mro__ if name in vars(base))
         value = inspect.getattr_static(kind, name)
         is_ours = owner.__module__.partition(".")[0] in ("collectives", "parallel")
+        is_ours &= owner is kind or owner not in documented()
         if not name.startswith("_") and is_ours and (callable(value) or is_other(value)):
             yield name, value
 
