@@ -180,13 +180,36 @@ def split(arguments: str) -> Iterator[str]:
 
 
 def described(value: Any) -> str:
-    """A docstring as Markdown: examples, which are indented, become code."""
+    """A docstring as Markdown: prose with indented examples, then sections as NumPy has them."""
     text = inspect.getdoc(value) or ""
     if inspect.isclass(value) and "__doc__" not in vars(value):
         text = ""
-    return re.sub(r"(?m)(?:^    .*\n?(?:\n(?=    ))?)+", _code, text.replace("``", "`")).strip()
+    prose, *sections = _HEADING.split(text.replace("``", "`"))
+    parts = [re.sub(r"(?m)(?:^    .*\n?(?:\n(?=    ))?)+", _code, prose)]
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        parts += [f"**{title}**\n", _examples(body) if ">>>" in body else _items(body)]
+    return "\n".join(parts).strip()
+
+
+_HEADING = re.compile(r"(?m)^([A-Z][a-z]+)\n-{3,}\n")
 
 
 def _code(match: re.Match[str]) -> str:
+    """An indented example as a block of code."""
     lines = [line[4:] for line in match.group().rstrip().splitlines()]
     return "\n".join(["```python", *lines, "```", ""])
+
+
+def _examples(body: str) -> str:
+    return f"```python\n{body.strip()}\n```\n"
+
+
+def _items(body: str) -> str:
+    """A section of names, each with indented lines of text, as a list."""
+    lines = []
+    for line in body.strip("\n").splitlines():
+        if not line.startswith(" ") and line:
+            lines.append(f"- `{line}`")
+        else:
+            lines.append(f"  {line.strip()}".rstrip())
+    return "\n".join(lines) + "\n"
