@@ -1,4 +1,4 @@
-"""What can go wrong between ranks.  The caller's own mistakes are TypeError and ValueError."""
+"""The exceptions of calls that fail between ranks; wrong arguments raise TypeError, ValueError."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 
 class CollectiveError(RuntimeError):
-    """Something went wrong between ranks: the call cannot complete as it was meant."""
+    """A call cannot complete because of what happened between ranks.  The base of the others."""
 
 
 class CollectiveTimeout(CollectiveError):  # noqa: N818 - the name is part of the public face
-    """A wait outlasted its time limit.  Says which call, which round, and whom it waited for.
+    """A wait lasted longer than its time limit.
 
-    The call is still under way and its buffers are in use; where it names an earlier call, that one
-    is, and the one that raised it has not begun.  Nothing is lost: `work.wait()` of this
-    error waits on, also where the call itself was a blocking one.  A call that
-    timed out while its header or counts went ahead goes on only when `work` is waited for or
-    tested, or at the next call; a plan or a message in between does not carry it along.  Only where
-    a communicator was to be made (`split`, `subgroup`, `shrink`) is there no `work`, and the call
-    is given up.
+    The message says which call waited in which round, and for which ranks.  If it names an earlier
+    call, that call is still under way, and the one that raised the error has not begun.
+
+    `work` is the call that is under way; its arrays are in use.  `error.work.wait()` waits on, for
+    blocking calls too.  A call that timed out while its header or counts were sent goes on only in
+    `work.wait()`, `work.test()` or the next collective call.  `work` is None where a communicator
+    was to be made (`split`, `subgroup`, `shrink`): then the call is given up.
     """
 
     def __init__(self, message: str, work: Any = None) -> None:
@@ -27,22 +27,26 @@ class CollectiveTimeout(CollectiveError):  # noqa: N818 - the name is part of th
 
 
 class CollectiveMismatch(CollectiveError):  # noqa: N818
-    """The ranks did not call the same thing.
+    """The ranks made calls that do not belong together.
 
-    In checked mode every rank raises it, before anything of the call is sent, and it says which
-    rank differs in what.  Without, a message had another length than expected.
+    In checked mode every rank raises it before anything of the call is sent, and the message says
+    which rank differs in what.  Without checked mode it is raised by a rank that receives a message
+    of another length than expected.
     """
 
 
 class NotFinite(CollectiveError):  # noqa: N818
-    """A rank brought NaN or an infinity, or a reduction made one; every rank raises it."""
+    """A rank brought NaN or an infinity, or a reduction made one; with `check="finite"` only.
+
+    Every rank raises it, and the message says which rank, which value, and where.
+    """
 
 
 class PeerFailed(CollectiveError):  # noqa: N818
-    """Another rank failed, so this call can never complete.
+    """Another rank has failed, so that this call can never complete.
 
-    `ranks`: those of the communicator that have failed, as far as that is known.  No more can be
-    called on it but `shrink`, which makes a communicator of the others where MPI is fault-tolerant.
+    `ranks`: the ranks of the communicator that are known to have failed.  Nothing but `shrink` and
+    `free` can be called on the communicator after it.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:

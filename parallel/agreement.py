@@ -82,10 +82,10 @@ def raise_on_all_ranks(
     doing: str,
     failure: type[Exception],
 ) -> Iterator[None]:
-    """Raise `failure` on all ranks, at the end of the block, if the block fails on some.
+    """Return a context manager that raises `failure` on all ranks if its block fails on some.
 
-    `doing` describes the block and must be the same on all ranks.  The ranks tell each other how
-    it ended in phase `label`.  All ranks enter the block.
+    All ranks of `comm` enter the block.  At its end they tell each other, in phase `label` of the
+    ledger, whether it succeeded.  `doing` describes the block and must be the same on all ranks.
     """
     why, cause = "", None
     try:

@@ -32,6 +32,10 @@ from parallel.shards import length, span
 from parallel.strategy import Strategy
 from parallel.traffic import PredictedCall
 
+__all__ = [
+    "LoadFailed", "SaveFailed", "checkpoint_path", "latest", "load", "save", "traffic",
+]  # fmt: skip
+
 METADATA_FILE = "checkpoint.json"
 VALUES = "values"  # what is saved of a unit in addition to the states of the optimizer
 UNFINISHED = ".unfinished-"  # prefix of a directory that is being written or removed
@@ -143,12 +147,12 @@ def load(strategy: Strategy, path: str | Path) -> int:
 
 
 def checkpoint_path(root: str | Path, step: int) -> Path:
-    """Return the directory of the checkpoint after `step` steps."""
+    """Return the directory in `root` of the checkpoint after `step` steps."""
     return Path(root, f"step-{step:08d}")
 
 
 def latest(root: str | Path) -> Path | None:
-    """Return the directory of the complete checkpoint after the most steps; None if none exists.
+    """Return the directory in `root` of the complete checkpoint with the most steps, or None.
 
     No communication takes place.
     """
@@ -156,7 +160,7 @@ def latest(root: str | Path) -> Path | None:
 
 
 def traffic(strategy: Strategy, phase: str = "save") -> list[PredictedCall]:
-    """Return what one `save` or `load` sends.
+    """Return what one `save` or `load` of a `strategy` sends.
 
     `phase` is ``"save"`` or ``"load"``.  After each stage, all ranks tell each other whether they
     succeeded.

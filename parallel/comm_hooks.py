@@ -49,7 +49,11 @@ class GeneratorHook(CommHook):
 
     @abstractmethod
     def run(self, strategy: DataParallel, bucket: str, flat: Array) -> Iterator[Work[Any]]:
-        """Replace `flat` by the sum over all ranks, by the same calls in the same order on each."""
+        """Replace `flat` by its sum over all ranks, and yield each call that it has started.
+
+        The strategy starts it in the phase of the `bucket`, and continues after each call when
+        that is complete.  Every rank must make the same calls in the same order.
+        """
 
     def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Completion:
         return advance(self.run(strategy, bucket, flat))
@@ -157,7 +161,7 @@ class Int8Blocks(GeneratorHook):
         return total
 
     def part_bytes(self, strategy: DataParallel, bucket: str) -> list[int]:
-        """Return the bytes of each rank's part of a bucket, quantized."""
+        """Return the bytes of each rank's quantized part of a `bucket` of the `strategy`."""
         counts = shards.counts(num_elements(strategy, bucket), strategy.comm.size)
         return [quantized_bytes(n, self.block) for n in counts]
 
@@ -252,14 +256,17 @@ class PowerSGD(GeneratorHook):
         return sum(each) * master_dtype(strategy.dtype).itemsize
 
     def all_matrices(self, strategy: DataParallel) -> Iterator[tuple[str, Matrix]]:
-        """Yield the matrices of all buckets."""
+        """Yield the name and place of each matrix in all buckets of a `strategy`."""
         for bucket in strategy.buckets:
             yield from self.split_bucket(strategy, bucket)[0].items()
 
     def split_bucket(
         self, strategy: DataParallel, bucket: str
     ) -> tuple[dict[str, Matrix], list[slice]]:
-        """Return the matrices of a bucket to approximate, and where its other parameters are."""
+        """Return the matrices of a strategy's bucket that are approximated, by name.
+
+        The second result are the slices of the bucket's other parameters.
+        """
         matrices: dict[str, Matrix] = {}
         others: list[slice] = []
         stop = 0
@@ -274,7 +281,10 @@ class PowerSGD(GeneratorHook):
         return matrices, others
 
     def saves_bytes(self, strategy: DataParallel, rows: int, columns: int) -> bool:
-        """Return whether P and Q of a matrix are fewer bytes than the matrix."""
+        """Return whether P and Q of a matrix of (rows, columns) are fewer bytes than the matrix.
+
+        The strategy's dtype is that of the matrix; P and Q are in the dtype of its masters.
+        """
         factors = self.rank * (rows + columns) * master_dtype(strategy.dtype).itemsize
         return bool(factors < rows * columns * strategy.dtype.itemsize)
 

@@ -70,7 +70,7 @@ class CommHook(Protocol):
         return
 
     def state_bytes(self, strategy: DataParallel) -> int:
-        """Return the bytes that `allocate` makes; 0 by default."""
+        """Return the bytes that `allocate` makes for a `strategy`; 0 by default."""
         return 0
 
 

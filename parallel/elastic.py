@@ -206,7 +206,7 @@ class Elastic(DataParallel):
             )
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
-        """Return what data parallelism and the check of `finish` send if no rank fails."""
+        """Return what the steps of `run` and the check of `finish` send if no rank fails."""
         check = PredictedCall("check", "all_gather", "ring", DIGEST_BYTES * self.comm.size)
         return [*super().step_traffic(run), check]
 

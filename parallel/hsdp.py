@@ -156,6 +156,7 @@ class HSDP(GroupedZero3):
                     )
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
+        """Return what the steps of `run` send: ZeRO-3 within groups, then the sums over groups."""
         num_groups = self.mesh.num_groups
         return super().step_traffic(run) + [
             PredictedCall(

@@ -75,7 +75,10 @@ class Layer(ABC):
         return {}
 
     def bind(self, values: dict[str, Array], gradients: dict[str, Array]) -> None:
-        """Set the arrays that the layer reads its parameters from and adds its gradients to."""
+        """Read parameters from the arrays `values`, and add gradients to the arrays `gradients`.
+
+        Both are views by name, of the shapes in `specs`.
+        """
         self.value, self.gradient = values, gradients
 
     @abstractmethod
@@ -500,7 +503,10 @@ class Model:
     def bind(
         self, layer: str, values: Mapping[str, Array], gradients: Mapping[str, Array] | None = None
     ) -> None:
-        """Let a layer work on flat arrays, given by unit; without gradients, for forward only."""
+        """Let a `layer` work on flat arrays: `values` and `gradients`, by unit.
+
+        Without gradients the layer can run forward only.
+        """
         views = self._views(layer, values), self._views(layer, gradients or {})
         self.layers[layer].bind(*views)
 

@@ -88,14 +88,22 @@ class Offload(Protocol):
         """Set the masters to the values of the parameters, which have been changed."""
 
     def update(self, optimizer: Optimizer, gradients: Mapping[str, Array], factor: float) -> None:
-        """Make one step with gradients multiplied by `factor`; copy the masters to the parameters.
+        """Make one step of `optimizer` with gradients times `factor`; set the parameters.
 
         Units without a gradient do not change.
         """
 
 
 class NoOffload(Offload):
-    """Updates on the device; the masters are the parameters unless their dtypes differ."""
+    """Updates on the device; the masters are the parameters unless their dtypes differ.
+
+    Parameters
+    ----------
+    memory : MemoryTracker
+        Counts the masters and optimizer states.
+    rank : int
+        Not used: nothing is written to files.
+    """
 
     COLUMNS: ClassVar[tuple[str, ...]] = ()
     is_cross_device = False

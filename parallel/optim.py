@@ -223,6 +223,9 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with a decoupled weight decay of 0.01.  Loshchilov & Hutter 2019."""
+    """Adam with a decoupled weight decay of 0.01.  Loshchilov & Hutter 2019.
+
+    `values`, `betas`, `eps`, `weight_decay` and the other options are those of `Adam`.
+    """
 
     WEIGHT_DECAY = 0.01

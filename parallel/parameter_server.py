@@ -196,7 +196,10 @@ class SyncParameterServer(ParameterServer):
         return [*super().start_traffic(), *self.calls_per_unit("start/broadcast", "broadcast", 1)]
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
-        """Return what the steps send.  Raise ValueError without the shape of the batches."""
+        """Return what the steps of `run` send.
+
+        Raises ValueError if `run.batch_shape` is None: the server sends the batches.
+        """
         if run.batch_shape is None:
             raise ValueError("the server sends the batches: pass batch=(rows, context)")
         steps, (rows, context) = run.num_steps, run.batch_shape
@@ -476,7 +479,7 @@ class AsyncParameterServer(ParameterServer):
         return steps * max(self.size - 1, 1)
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
-        """Return what every worker's steps and the broadcast at the end send."""
+        """Return what the steps of `run` by every worker send, and the broadcast at the end."""
         steps, sizes = run.num_steps, [self.unit_nbytes(unit) for unit in self.model.units]
         return [
             *(
@@ -489,5 +492,5 @@ class AsyncParameterServer(ParameterServer):
         ]
 
     def loss_traffic(self, steps: int) -> list[PredictedCall]:
-        """Return nothing: the loss is a part of each push."""
+        """Return no calls, for any number of `steps`: the loss is a part of each push."""
         return []

@@ -264,7 +264,10 @@ class Strategy:
     def new_buffer(
         self, category: str, num_elements: int, dtype: np.dtype[Any] | type | None = None
     ) -> Array:
-        """Return a flat array of zeros that `memory` counts, by default in the model's dtype."""
+        """Return a 1-d array of `num_elements` zeros, which `memory` counts in `category`.
+
+        `dtype` is the model's by default.
+        """
         zeros = self.xp.zeros(num_elements, dtype=self.dtype if dtype is None else dtype)
         return self.memory.track(category, zeros)
 
@@ -421,7 +424,11 @@ class Strategy:
         return np.errstate(over="ignore", invalid="ignore") if is_dynamic else nullcontext()
 
     def run_micro_batches(self, inputs: Tokens, targets: Tokens, total: int) -> float:
-        """Add up the gradients of this rank's rows; return the part of the loss they contribute."""
+        """Add up the gradients of this rank's rows; return the part of the loss they contribute.
+
+        `inputs` and `targets` are tokens of shape (rows, context); `total` is the number of tokens
+        in the batch of all ranks.
+        """
         k = self.recipe.num_micro_batches
         *others, last = (span(len(inputs), k, number) for number in range(k))
         loss = 0.0
@@ -431,7 +438,10 @@ class Strategy:
         return loss + self.forward_backward(inputs[last], targets[last], total)
 
     def forward_backward(self, inputs: Tokens, targets: Tokens, total: int) -> float:
-        """Add a micro-batch's gradients; return the part of the loss that it contributes."""
+        """Add a micro-batch's gradients; return the part of the loss that it contributes.
+
+        `inputs`, `targets` and `total` are those of `run_micro_batches`, for one micro-batch.
+        """
         saved: dict[str, Any] = {}
         with self.phase("forward"):
             logits = self._forward(self.xp.asarray(inputs), saved)
@@ -501,7 +511,10 @@ class Strategy:
         self.after_update()
 
     def update_loss_scale(self, squares: float) -> bool:
-        """Set the scale of the next step; return whether this step's gradients are finite."""
+        """Set the scale of the next step; return whether this step's gradients are finite.
+
+        `squares` is the sum of their squares over all ranks.
+        """
         self._scale_used = self.loss_scale.value
         return self.loss_scale.update(is_finite=math.isfinite(squares))
 
@@ -521,7 +534,10 @@ class Strategy:
     def all_reduce_scalars(
         self, phase: str, numbers: list[float], comm: Communicator | None = None
     ) -> list[float]:
-        """Return the sums over ranks of a few numbers, computed in float64."""
+        """Return the sums over the ranks of `comm` of a few numbers, computed in float64.
+
+        The ledger shows the call under `phase`.  By default `comm` is the strategy's.
+        """
         comm = comm or self.comm
         x = np.array(numbers, np.float64)
         if comm is not None:
@@ -644,11 +660,11 @@ class Strategy:
         return agreement.check_same_traffic("start/check", self.size, num_units, num_options)
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
-        """Return what the steps send, without the loss."""
+        """Return what the steps of `run` send, without the loss."""
         return []
 
     def loss_traffic(self, steps: int) -> list[PredictedCall]:
-        """Return what the loss and the number of missing layers send: two numbers of 8 bytes."""
+        """Return what the loss and the number of missing layers send: 16 bytes, in all `steps`."""
         return [PredictedCall("loss", "all_reduce", SCALAR_ALGORITHM, 16, num_calls=steps)]
 
     @property
@@ -659,7 +675,10 @@ class Strategy:
     def calls_per_unit(
         self, phase: str, collective: str, num_calls: int, times: Mapping[str, int] | None = None
     ) -> list[PredictedCall]:
-        """Return `num_calls` calls for every unit, multiplied by `times` of the unit if given."""
+        """Return `num_calls` calls of a `collective` for every unit, in phase ``phase/unit``.
+
+        `times`: how often each unit is sent instead of once.
+        """
         factors = dict.fromkeys(self.model.units, 1) if times is None else times
         return [
             PredictedCall(

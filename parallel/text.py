@@ -66,12 +66,12 @@ def all_files(root: Path) -> list[Path]:
 
 
 def in_order(files: Iterable[Path]) -> list[Path]:
-    """Sort by the parts of the path, which depends on no locale and no file system."""
+    """Return `files` sorted by the parts of their paths, whatever locale and file system."""
     return sorted(files, key=lambda file: file.parts)
 
 
 def unigram_entropy(data: Bytes) -> float:
-    """Return the entropy of the frequencies f of bytes, -sum f log f, in nats per byte.
+    """Return the entropy of the bytes in `data`, -sum f log f for frequencies f, in nats per byte.
 
     No model that ignores the context has a smaller loss.
     """

@@ -238,7 +238,7 @@ class TrafficMonitor:
 
     @contextmanager
     def phase(self, label: str) -> Iterator[None]:
-        """Return a context manager: a phase of the ledger whose messages MPI counts as well."""
+        """Return a context manager: phase `label` of the ledger, whose messages MPI counts too."""
         before = self._read()
         with collectives.phase(label):
             yield

@@ -37,7 +37,8 @@ class Zero1(Strategy):
 
     A rank sends 2 Psi (p-1)/p elements in a step, for any number of micro-batches.
 
-    The parameters, errors and attributes are those of `Strategy`; `comm` must be a communicator.
+    The parameters (`comm`, `model`, `recipe`, `algorithm`, `phase`), errors and attributes are
+    those of `Strategy`, but `comm` must be a communicator.
     Initial values must be the same on all ranks.
 
     Examples
@@ -98,7 +99,10 @@ class Zero1(Strategy):
         return shard
 
     def all_gather(self, unit: str, full: Array) -> Work[Any]:
-        """Start to fill `full`, the whole unit, which contains this rank's shard already."""
+        """Start to fill `full`, the whole unit, which contains this rank's shard already.
+
+        Returns the call to wait for.
+        """
         with collectives.phase(unit):
             work: Work[Any] = self.shard_comm.all_gather(
                 full[self.shard_slice(unit)], out=full, counts=self.counts(unit),
@@ -114,11 +118,15 @@ class Zero1(Strategy):
         return self.all_reduce_scalars("norm", [mine], self.shard_comm)[0]
 
     def loss_traffic(self, steps: int) -> list[PredictedCall]:
-        """Return what the loss sends, and the norm (8 bytes), which also shows an overflow."""
+        """Return what the loss and the norm (8 bytes) send in a number of steps.
+
+        The norm also shows an overflow.
+        """
         norm = PredictedCall("norm", "all_reduce", SCALAR_ALGORITHM, 8, steps, **self.call_groups)
         return super().loss_traffic(steps) + [norm] * self.needs_norm
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
+        """Return what the steps of `run` send, as in the table."""
         return [
             *self.calls_per_unit("reduce", "reduce_scatter", run.num_steps),
             *self.calls_per_unit("update", "all_gather", run.num_updates),
@@ -136,7 +144,8 @@ class Zero2(Zero1):
     and the norm.  A rank sends (k + 1) Psi (p-1)/p elements in a step.  A gradient of a whole unit
     exists while the backward pass of its layer runs; backward continues when it has been reduced.
 
-    The parameters, errors and attributes are those of `Zero1`.
+    The parameters (`comm`, `model`, `recipe`, `algorithm`, `phase`), errors and attributes are
+    those of `Zero1`.
     """
 
     sharded: ClassVar[frozenset[str]] = Zero1.sharded | {"gradients"}
@@ -182,6 +191,7 @@ class Zero2(Zero1):
         """Do nothing: the gradients were reduced during backward."""
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
+        """Return what the steps of `run` send, as in the table."""
         num_backwards = self.recipe.num_micro_batches * run.num_steps
         return [
             *self.calls_per_unit("backward", "reduce_scatter", num_backwards),
@@ -288,7 +298,7 @@ class Zero3(Zero2):
                 self._pending.pop(unit).wait()
 
     def start_gather(self, unit: str, full: Array) -> PendingGather:
-        """Start to gather a unit's parameters into `full`."""
+        """Start to gather a unit's parameters into `full`.  Returns the call to wait for."""
         full[self.shard_slice(unit)] = self.parameters[unit]
         return self.all_gather(unit, full)
 
@@ -302,7 +312,7 @@ class Zero3(Zero2):
         """Do nothing: the next forward pass gathers the new parameters."""
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
-        """Return what the steps send.
+        """Return what the steps of `run` send.
 
         A unit that several layers use is gathered for each, unless they are adjacent.
         """

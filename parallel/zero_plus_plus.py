@@ -177,13 +177,13 @@ class ZeroPlusPlus(GroupedZero3):
         return [quantized_bytes(n, self.block) for n in self.counts(unit)]
 
     def unpacked(self, packed: Array, counts: Sequence[int]) -> list[Array]:
-        """Return float32 arrays of these numbers of elements, quantized one after the other."""
+        """Return the float32 arrays of `counts` elements that are quantized in `packed`."""
         sizes = [quantized_bytes(n, self.block) for n in counts]
         parts = zip(shards.split(packed, sizes), counts, strict=True)
         return [dequantize(part, n, self.block) for part, n in parts]
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
-        """Return what the steps send.
+        """Return what the steps of `run` send.
 
         A unit that several layers use is gathered within the group from the second time on.
         """

@@ -130,7 +130,7 @@ def unfinished(call: Work | Execution) -> str:
 
 def is_broken(session: Session) -> bool:
     """Whether the communicator has said that it is of no more use, other than by its `free`."""
-    return session._damage is not None and str(session._damage) != FREED
+    return session._broken_by is not None and str(session._broken_by) != FREED
 
 
 def numbers(session: Session) -> int:

@@ -44,19 +44,22 @@ __all__ = [
 
 
 def collectives() -> list[str]:
-    """The names of all collectives."""
+    """Return the names of all collectives, such as "all_reduce"."""
     return list(SPECS)
 
 
 def names(collective: str) -> list[str]:
-    """The names of the algorithms of a collective.  Raises ValueError for an unknown one."""
+    """Return the names of the algorithms of a collective.  Raises ValueError for an unknown one."""
     if collective not in REGISTRY:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(REGISTRY)}")
     return list(REGISTRY[collective])
 
 
 def info(collective: str, name: str) -> Algorithm:
-    """What an algorithm states about itself.  Raises ValueError for an unknown name."""
+    """Return the `Algorithm` of this collective and name: formulas, restrictions, source.
+
+    Raises ValueError for an unknown `collective` or `name`.
+    """
     if name not in names(collective):
         known = ", ".join(REGISTRY[collective])
         raise ValueError(f"unknown algorithm {name!r} for {collective}; known: {known}")
@@ -72,19 +75,30 @@ def schedule(
     root: int | None = None,
     **options: int,
 ) -> Schedule:
-    """The rounds of one rank, as a list.  `root` defaults to 0 where the collective has one.
+    """Return the rounds of one rank, as a list of tuples of `collectives.schedule.Operation`.
 
+        schedule("all_reduce", "ring", rank=2, size=5)
+
+    `collective` and `name` say which algorithm, `rank` and `size` which rank of how many.  `root`
+    is 0 if it is not given and the collective has one; `options` are those of the algorithm.
     Raises ValueError for a rank, size, root or option that the algorithm cannot serve.
     """
     return info(collective, name).schedule(rank, size, root, **options)
 
 
 def grid(collective: str, name: str, size: int, root: int | None = None, **options: int) -> str:
-    """The rounds of all ranks as a table, one row per rank and one column per round."""
+    """Return the rounds of all ranks as text: a row for each rank, a column for each round.
+
+    The arguments `collective`, `name`, `size`, `root` and `options` are those of `schedule`.
+    """
     entry = info(collective, name)
     return vocabulary.grid([entry.schedule(rank, size, root, **options) for rank in range(size)])
 
 
 def verify(collective: str, name: str, size: int, root: int | None = None, **options: int) -> None:
-    """Prove an algorithm for `size` ranks and `root`, or raise `ScheduleError` with the grid."""
+    """Prove an algorithm for `size` ranks and `root`; raise `ScheduleError` if it is wrong.
+
+    The message of the error ends with the grid, in which the wrong cell is marked.  The arguments
+    `collective`, `name`, `size`, `root` and `options` are those of `schedule`.
+    """
     info(collective, name).verify(size, root, **options)

@@ -37,24 +37,32 @@ def register(
     source: str = "registered by the user",
     **formulas: str,
 ) -> Callable[[Function], Function]:
-    """Add an algorithm: `@register("all_reduce")` above a function that yields its rounds.
+    """Add an algorithm: a decorator of the function that yields its rounds.
 
-    The function takes `rank`, `size`, for a rooted collective `root`, and its options by name; it
-    yields for every rank the same number of rounds, tuples of the operations of
-    `collectives.schedule`.  Its name is the function's.  `ranks`, `is_ordered`, `is_bitwise` and
-    `pieces` are what it promises, see `Algorithm`; `formulas` are texts for `rounds`, `startups`,
-    `messages`, `max_bytes_per_rank`, `total_bytes`, `critical_bytes`, `reduction_bytes` (see
-    `Formula`): what has none is counted.
+        @register("all_reduce", is_ordered=True)
+        def there_and_back(rank, size): ...
 
-    It is proved for 1 to 17 ranks from all roots, by its default options and with each one and two
-    higher, and its formulas are counted, before it is entered.  Any other number of ranks, or value
-    of an option, is proved before the first call that uses it, and that call is refused by all
-    ranks if the proof fails.  Raises ScheduleError, with the grid and the wrong cell marked, if the
-    algorithm is wrong, and ValueError for a wrong formula, an unknown collective, option or
-    promise, the name of a built-in algorithm, or a schedule that is too long.
+    The function takes `rank`, `size`, for a rooted collective `root`, and its options by name.  For
+    every rank it yields the same number of rounds, each a tuple of operations of
+    `collectives.schedule`.
 
-    A name that was registered before gets the new algorithm, as when a cell of a notebook is run
-    again.
+    - `collective`: its name.
+    - `name`: the algorithm's name; None: the function's.
+    - `ranks`, `is_ordered`, `is_bitwise`, `pieces`, `source`: what it promises, see `Algorithm`.
+    - `options`: the names of its options, with their defaults.
+    - `formulas`: texts for `rounds`, `startups`, `messages`, `max_bytes_per_rank`, `total_bytes`,
+      `critical_bytes`, `reduction_bytes`, see `Formula`.  A cost without a formula is counted.
+
+    Before it is entered it is proved for 1 to 17 ranks from all roots, with its default options and
+    with each of them one and two higher, and its formulas are compared with what counting finds.
+    Any other number of ranks, or value of an option, is proved before the first call that uses it;
+    if the proof fails all ranks refuse the call.  An algorithm that was registered before under
+    the same name is replaced, as when a cell of a notebook is run again.
+
+    Returns the decorator, which returns the function unchanged.  Raises ScheduleError, with the
+    grid and the wrong cell marked, if the algorithm is wrong, and ValueError for a wrong formula,
+    an unknown collective, option or promise, the name of a built-in algorithm, or a schedule that
+    is too long.
     """
     if collective not in REGISTRY:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(REGISTRY)}")

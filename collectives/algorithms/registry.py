@@ -44,7 +44,7 @@ SYMBOLS = {"segments": "N", "radix": "r", "outstanding": "m", "chains": "c", "pe
 
 
 class Formula:
-    """A closed formula, written as an expression and evaluated in exact arithmetic.
+    """A closed formula: `text` is an expression, which is evaluated in exact arithmetic.
 
     Variables: p ranks, n bytes, f = (p - 1) / p, q = ceil(log2 p), k = floor(log2 p), P = 2**k, and
     the options: N segments, radix r, m outstanding messages, c chains, g ranks per host.
@@ -269,11 +269,11 @@ class Algorithm:
         }[self.ranks]
 
     def case(self, size: int, root: int | None = None, **options: int) -> Case:
-        """The instance of the collective that `size` ranks with these options solve."""
+        """The instance of the collective that `size` ranks with this `root` and options solve."""
         return Case(size, root or 0, _num_pieces(self.label, self.pieces, size, options))
 
     def schedule(self, rank: int, size: int, root: int | None = None, **options: int) -> Schedule:
-        """The rounds of one rank.
+        """The rounds of one rank of `size` ranks.
 
         Raises ValueError for what the algorithm cannot serve, and on every rank ScheduleError if a
         registered algorithm is wrong for this number of ranks, this root or these options.
@@ -292,7 +292,9 @@ class Algorithm:
         verify_schedules(self.collective, case, schedules, **promises)
 
     def prove(self, size: int, root: int | None = None, **options: int) -> None:
-        """Prove it as `verify` does, but only once.  ValueError if the proof would take too long.
+        """Prove it for `size` ranks and `root` as `verify` does, but only once.
+
+        Raises ValueError if the proof would take too long.
 
         Every rank proves the schedules of all ranks, so all ranks come to the same verdict.
         """
@@ -347,7 +349,7 @@ class Algorithm:
             raise ValueError(f"{self.label} serves {self.ranks_in_words}, not {size}")
 
     def check_options(self, options: Mapping[str, int]) -> None:
-        """Raise ValueError for an option that the algorithm has not, or a value it cannot take."""
+        """Raise ValueError for `options` that the algorithm does not have, or for wrong values."""
         if unknown := sorted(set(options) - set(self.options)):
             known = dict(self.options)
             raise ValueError(f"{self.label} knows no option {unknown[0]!r}; it has {known}")

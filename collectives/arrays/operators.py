@@ -18,14 +18,17 @@ _INTEGERS, _FLOATS, _COMPLEX, _BOOL = "iu", "f", "c", "b"
 
 @dataclass(frozen=True)
 class Operator:
-    """What a reduction combines with.  `from_function` makes one; the named ones are `OPERATORS`.
+    """What combines two arrays in a reduction.  `from_function` makes one of your own.
 
-    `function`: the name of a NumPy function, or one that is called in the same way.  `kinds`: the
-    kinds of dtypes it serves, None for all.  An average is divided at the end.  An operator must be
-    associative; only one that is commutative may be combined in another order than that of ranks.
+    - `name`: what errors call it.
+    - `function`: the name of a NumPy function, or a function that is called in the same way.
+    - `kinds`: the kinds of dtypes that it serves; None: all.
+    - `is_average`: whether the result is divided by the number of ranks.
+    - `is_commutative`: whether arrays may be combined in another order than that of the ranks.
 
-    Every combination of two arrays is rounded to their dtype.  Two-byte floats are combined, and
-    an average of them is divided, in float32; what is sent and kept has two bytes.
+    An operator must be associative.  Every combination of two arrays is rounded to their dtype.
+    Floats of two bytes are combined, and an average of them is divided, in float32; what is sent
+    and kept has two bytes.
     """
 
     name: str
@@ -42,15 +45,20 @@ class Operator:
         commutative: bool = False,
         name: str | None = None,
     ) -> Operator:
-        """An operator of the caller's: `function(left, right)` combines element by element.
+        """Make an operator of a function that combines two arrays element by element.
 
-        It gets two 1-d arrays of the input's kind (NumPy or CuPy) and dtype, `left` from lower
-        ranks than `right`, and returns a third like them; it may not change the two.  They may be
-        any stretch of the input, the first element alone among them: with that every call tries the
-        function before anything is sent.
+            largest = Operator.from_function(lambda a, b: np.where(abs(a) < abs(b), b, a))
 
-        It must be associative.  Unless it is said to be `commutative` it runs on algorithms that
-        keep the order of the ranks, and on no others.
+        - `function`: called as `function(left, right)` with two 1-d arrays of the input's kind
+          (NumPy or CuPy) and dtype; `left` comes from lower ranks than `right`.  It returns a new
+          array of the same shape and dtype, and does not change the two.  It must be associative.
+          The arrays may be any part of the input.  Every call tries the function on the first
+          element before anything is sent.
+        - `commutative`: whether the order does not matter.  If False, only algorithms that keep the
+          order of the ranks are used.
+        - `name`: what errors call it; None: the function's name.
+
+        Returns the operator.  Raises TypeError if `function` cannot be called.
         """
         if not callable(function):
             raise TypeError(f"an operator needs a function of two arrays, not {function!r}")
@@ -66,9 +74,10 @@ class Operator:
             raise TypeError(f"op {self.name!r} is not defined for dtype {dtype}{hint}")
 
     def rehearse(self, backend: Backend, x: Array) -> None:
-        """Let a caller's function combine the first element of `x` with itself.
+        """Let a caller's function combine the first element of `x` with itself, on `backend`.
 
-        What it cannot do is better said now, by all ranks, than half-way by those that combine.
+        So a function that cannot serve fails on all ranks before anything is sent, and not half-way
+        on those that combine.
         """
         if isinstance(self.function, str) or x.size == 0:
             return

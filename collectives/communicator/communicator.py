@@ -111,7 +111,7 @@ class Communicator(Collectives, PointToPoint):
         members = [rank for rank in range(self.size) if table[rank, 0] == chosen]
         members.sort(key=lambda rank: (table[rank, 1], rank))
         make = partial(self._session.transport.split, None if color is None else members)
-        transport = self._session.made("split", make, deadline)
+        transport = self._session.made_by_engine("split", make, deadline)
         return None if transport is None else Communicator(self._session.child(transport, members))
 
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
@@ -134,7 +134,7 @@ class Communicator(Collectives, PointToPoint):
             raise ValueError(f"rank {self.rank} asks for a subgroup it is not in: {members}")
         meet(self._session, members, limit)
         make = partial(self._session.transport.subgroup, members)
-        transport = self._session.made("subgroup", make, deadline)
+        transport = self._session.made_by_engine("subgroup", make, deadline)
         return Communicator(self._session.child(transport, members))
 
     @property

@@ -106,7 +106,7 @@ def _broadcast_root(caller: Caller, x: object, out: Array | None, root: int) -> 
 
 
 def _broadcast_other(caller: Caller, x: object, out: Array | None, root: int) -> Ready | Deferred:
-    """Another rank, which fills `out`, `x` if it is what the header says, or a new array."""
+    """Another rank, which fills `out`, `x` if it is what the header fields, or a new array."""
     if out is not None:
         backend, target = validation.writable(out, "out")
         return Ready(Arrays(backend, None, target), int(target.size), target, True, root)
@@ -322,8 +322,8 @@ def _after_counts(
     turn: Turn,
 ) -> Generator[Run, None, Ready]:
     """An all-to-all whose ranks exchange their counts first."""
-    says = {"collective": "all_to_all"}
-    exchanged = yield from gather_table(caller.session, own, "counts", turn, says=says)
+    fields = {"collective": "all_to_all"}
+    exchanged = yield from gather_table(caller.session, own, "counts", turn, fields=fields)
     table = tuple(tuple(row) for row in exchanged.tolist())
     return _exchanged(caller, backend, source, out, table)
 
@@ -379,8 +379,8 @@ def _header(
     counts: Sequence[int] | None = None,
 ) -> Steps:
     """The root's header, on every rank.  `like` and `counts`: what this rank expects."""
-    says = told_with_header(collective, like, counts)
-    return broadcast_header(caller.session, head, root, num_counts, turn, says)
+    fields = told_with_header(collective, like, counts)
+    return broadcast_header(caller.session, head, root, num_counts, turn, fields)
 
 
 def _new(head: Header, shape: tuple[int, ...]) -> Arrays:

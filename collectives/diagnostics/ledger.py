@@ -26,12 +26,16 @@ _current_phase = _phase.get
 
 
 def phase(label: str) -> AbstractContextManager[None]:
-    """Label everything sent inside the block; labels nest as "outer/inner".
+    """Label everything that is sent inside a `with` block; labels nest as "outer/inner".
 
-    The label belongs to the thread (or task) that sets it.  Raises TypeError for what is no text.
+        with collectives.phase("backward"):
+            comm.all_reduce(gradients)
+
+    `label`: any text.  It belongs to the thread (or task) that sets it.  Returns a context manager.
+    Raises TypeError if `label` is not a text.
     """
     if not isinstance(label, str):
-        raise TypeError(f"a phase is labelled by a text, not {label!r}")
+        raise TypeError(f"the label of a phase must be a text, not {label!r}")
     return _labelled(label)
 
 
@@ -150,9 +154,10 @@ def finish(entered: list[list[Any]], finished: float) -> None:
 
 
 class Ledger:
-    """What one rank sent while the ledger was open; `gather` joins those of all ranks.
+    """The record of what one rank sent while it was open.  `Communicator.record` makes one.
 
-    `rank` and `size` are those of the recording communicator.
+    `rank` and `size` are those of the recording communicator.  `gather` joins the ledgers of all
+    ranks.
     """
 
     def __init__(self, rank: int, size: int, collect: Collect | None = None) -> None:
@@ -162,17 +167,20 @@ class Ledger:
 
     @property
     def entries(self) -> list[Entry]:
-        """The calls recorded, in the order in which they were entered; gathered, rank by rank."""
+        """The recorded calls in the order of entry; if gathered, rank by rank."""
         return [Entry(*each) for each in self.entered]
 
     def rows(self) -> list[Row]:
-        """One row per message sent, in the order of the calls."""
+        """Return one `Row` for each message sent, in the order of the calls."""
         return [row for entry in self.entries for row in entry.rows()]
 
     def summary(
         self, by: Sequence[str] = ("phase", "collective")
     ) -> dict[tuple[Any, ...], Summary]:
-        """Calls, messages and bytes, grouped by these columns, in order of first appearance.
+        """Return numbers of calls, messages and bytes, grouped by columns of the rows.
+
+        `by`: the names of the columns.  The result maps a tuple of their values to a `Summary`, in
+        the order in which the values first appear.
 
         Raises ValueError for a column that there is not.
         """
@@ -191,16 +199,20 @@ class Ledger:
         }
 
     def matrix(self) -> NDArray[np.int64]:
-        """p x p bytes from row to column; before `gather` only this rank's row is filled."""
+        """Return the bytes sent from each rank (row) to each rank (column), an int64 array.
+
+        Its shape is (size, size).  Before `gather` only this rank's row is filled.
+        """
         matrix = np.zeros((self.size, self.size), np.int64)
         for row in self.rows():
             matrix[row.src, row.dst] += row.bytes
         return matrix
 
     def gather(self) -> Ledger | None:
-        """A ledger of every rank's calls on rank 0, None on the others.  All ranks call it.
+        """Join the ledgers of all ranks.  All ranks call it.
 
-        What it sends for this is labelled "ledger" in the ledgers that are still open.  Raises
+        Returns a ledger of every rank's calls on rank 0, None on the others.  The messages that
+        this takes have the label "ledger" in ledgers that are still open.  Raises
         ValueError for a ledger that was gathered, or that was not made by `record`.
         """
         if self._collect is None:
@@ -213,7 +225,7 @@ class Ledger:
         return whole
 
     def to_csv(self, path: str | Path) -> None:
-        """Write the rows as a CSV file with a header, in UTF-8.
+        """Write the rows to the file `path`: CSV with a header, in UTF-8.
 
         A lone surrogate in a phase, which has no place in UTF-8, is written as its escape sequence.
         """
@@ -224,11 +236,11 @@ class Ledger:
         _write(path, table.getvalue())
 
     def to_json(self, path: str | Path) -> None:
-        """Write the rows as a JSON list of objects."""
+        """Write the rows to the file `path`: a JSON list of objects."""
         _write(path, json.dumps([row._asdict() for row in self.rows()], indent=0))
 
     def to_chrome_trace(self, path: str | Path) -> None:
-        """Write the calls as a timeline for chrome://tracing or Perfetto.
+        """Write the calls to the file `path`: a timeline for chrome://tracing or Perfetto.
 
         One bar per call from its start to the moment it was found complete, in microseconds, and
         one process per rank.  Times of different ranks are comparable on one host, where they share

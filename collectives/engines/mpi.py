@@ -118,7 +118,7 @@ class MpiTransport:
     def pause(self, deadline: float | None, num_tries: int) -> None:
         back_off(num_tries)
 
-    def meaning(self, error: BaseException) -> BaseException:
+    def translate_error(self, error: BaseException) -> BaseException:
         if not isinstance(error, MPI.Exception) or error.Get_error_class() not in FAILURES:
             return error
         self.comm.Revoke()  # or those who wait for us, who gave up, would never know

@@ -163,7 +163,7 @@ class InprocTransport:
 
     can_shrink = False
 
-    def meaning(self, error: BaseException) -> BaseException:
+    def translate_error(self, error: BaseException) -> BaseException:
         return error
 
     def shrink(self, deadline: float | None) -> tuple[InprocTransport, list[int]]:

@@ -238,7 +238,7 @@ class Transport(Protocol):
     def can_shrink(self) -> bool:
         """Whether `shrink` works."""
 
-    def meaning(self, error: BaseException) -> BaseException:
+    def translate_error(self, error: BaseException) -> BaseException:
         """What a failure of the engine below means: PeerFailed, or the error itself."""
 
     def shrink(self, deadline: float | None) -> tuple[Transport, list[int]]:

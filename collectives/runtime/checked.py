@@ -1,12 +1,12 @@
-"""Checked mode: the ranks tell each other what they are about to call, and stop where they differ.
+"""Checked mode: the ranks compare what they are about to call, and all raise if they differ.
 
-Before a call's own messages every rank gets from every rank 16 bytes, a digest of the call as that
-rank sees it.  Where digests differ the ranks tell each other all of it.  All then see the same and
-say the same, and nothing of the call is sent.  In the mode "finite" values are looked at as well:
-those that are brought before anything is sent, and afterwards those that a reduction has made.
+Before a call's own messages every rank receives 16 bytes from every rank: a digest of the call as
+that rank sees it.  If digests differ, the ranks exchange the whole description, called fingerprint.
+So all ranks know the same and raise the same error, and nothing of the call is sent.  The mode
+"finite" also checks values: a rank's input before anything is sent, and the result of a reduction.
 
-What is told has a schedule of its own, the same whatever the call, and numbers of its own: on
-every rank the n-th call that is started meets the n-th of the others, however they are made.
+A comparison has the same schedule for every call, and tags of its own: on every rank the n-th call
+that starts is compared with the n-th of the other ranks, however they are made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collectives.errors import CollectiveError, CollectiveMismatch, NotFinite
 from collectives.programs import CallSpec, compile_call
 from collectives.runtime import fingerprint
 from collectives.runtime.description import Compared, line_of_caller
-from collectives.runtime.fingerprint import AMISS, Digest, Fingerprint
+from collectives.runtime.fingerprint import BAD_VALUE, Digest, Fingerprint
 from collectives.runtime.run import Run
 from collectives.runtime.turns import Numbering
 from collectives.runtime.work import Owner as Caller
@@ -43,7 +43,7 @@ LABEL, ALGORITHM = "check", "bruck"  # in the ledger; it serves any p in log p r
 
 
 class Owner(Caller, Protocol):
-    """Whose calls are compared: a session."""
+    """What makes the calls that are compared: a session."""
 
     ancestry: Ancestry
 
@@ -53,73 +53,77 @@ class Owner(Caller, Protocol):
 class Checker:
     """Compares the calls of one communicator.
 
-    `compares_place`: whether ranks must agree on being in place; not if that is the choice of a
-    layer above, which brings some ranks' data together elsewhere.  `objection`: what all ranks
-    have raised last, together.
+    `compares_place`: whether the ranks must agree on being in place.  The drop-in for mpi4py sets
+    it to False, because it copies the data of some ranks.  `mismatch`: the last error that all
+    ranks raised together.
     """
 
     def __init__(self, owner: Owner, mode: Mode) -> None:
         self._owner, self.mode = owner, mode
         self.compares_place = True
-        self.objection: CollectiveError | None = None
+        self.mismatch: CollectiveError | None = None
 
     def before(self, call: Compared) -> Steps:
-        """All ranks see the same and go on, or raise the same."""
-        amiss = self._amiss(call, call.arrays.source)
-        ranks = yield from self._told(call, amiss)
+        """The comparison before a call: all ranks go on, or all raise the same error."""
+        bad_value = self._bad_value(call, call.arrays.source)
+        ranks = yield from self._compare(call, bad_value)
         if ranks:
-            self._judge(ranks)
+            self._refuse_differences(ranks)
 
     def after(self, call: Compared) -> Steps:
-        """The same for the values that a reduction has made, if they are looked at."""
+        """The comparison of what a reduction has made, if values are checked."""
         if self.mode == "finite" and call.spec.op is not None:
-            amiss = self._amiss(call, call.arrays.target)
-            ranks = yield from self._told(call, amiss)
+            bad_value = self._bad_value(call, call.arrays.target)
+            ranks = yield from self._compare(call, bad_value)
             if ranks:
-                self._object(ranks, NotFinite, fingerprint.not_finite(ranks, "gets", "from"))
+                self._raise_together(
+                    ranks, NotFinite, fingerprint.not_finite(ranks, "gets", "from")
+                )
 
-    def _told(self, call: Compared, amiss: str) -> Steps:
-        """The fingerprints of all ranks; none if their digests say that they are alike."""
-        mine = self._mine(call)._replace(amiss=amiss)
-        digest = AMISS if amiss else self.digest(call).numbered(call.number)
-        told = yield from self._exchanged(np.array(digest, np.uint64).view(np.uint8), call)
-        if not amiss and (told == told[0]).all():
+    def _compare(self, call: Compared, bad_value: str) -> Steps:
+        """Compare digests; the result is the fingerprints of all ranks, or none if all agree."""
+        mine = self._own_fingerprint(call)._replace(bad_value=bad_value)
+        digest = BAD_VALUE if bad_value else self.digest(call).numbered(call.number)
+        rows = yield from self._exchange(np.array(digest, np.uint64).view(np.uint8), call)
+        if not bad_value and (rows == rows[0]).all():
             return []
-        return (yield from self._all_told(call, mine))
+        return (yield from self._all_fingerprints(call, mine))
 
     def digest(self, call: Compared) -> Digest:
-        """That of a call, but for its number."""
+        """The digest of a call without its number."""
         found = call.fingerprint(self.compares_place)
         unnumbered = found.call.removesuffix(str(call.number))
         return fingerprint.digest(found._replace(call=unnumbered, mode=self.mode))
 
-    def _all_told(self, call: Compared, mine: Fingerprint) -> Steps:
+    def _all_fingerprints(self, call: Compared, mine: Fingerprint) -> Steps:
         """The fingerprints of all ranks."""
         place = call.place or line_of_caller()
         mine = mine._replace(place=place)
         message = np.frombuffer(fingerprint.encode(mine), np.uint8)
-        told = yield from self._exchanged(message, call)
-        return [fingerprint.decode(row.tobytes()) for row in told]
+        rows = yield from self._exchange(message, call)
+        return [fingerprint.decode(row.tobytes()) for row in rows]
 
-    def differ(self, call: Compared) -> Steps:
-        """Some digests are not alike: raise, on all ranks, how the calls differ, if they do."""
-        self._judge((yield from self._all_told(call, self._mine(call))))
+    def refuse(self, call: Compared) -> Steps:
+        """Exchange fingerprints after digests have differed, and raise if the calls differ."""
+        self._refuse_differences(
+            (yield from self._all_fingerprints(call, self._own_fingerprint(call)))
+        )
 
-    def _mine(self, call: Compared) -> Fingerprint:
-        """What this rank has to tell of a call that starts now."""
+    def _own_fingerprint(self, call: Compared) -> Fingerprint:
+        """The fingerprint of a call that starts now on this rank."""
         found = call.fingerprint(self.compares_place)
         return found._replace(mode=self.mode, num_calls=str(self._owner.numbering.num_calls))
 
-    def _judge(self, ranks: Sequence[Fingerprint]) -> None:
-        self._object(ranks, CollectiveMismatch, fingerprint.difference(ranks))
-        self._object(ranks, NotFinite, fingerprint.not_finite(ranks, "brings", "to"))
+    def _refuse_differences(self, ranks: Sequence[Fingerprint]) -> None:
+        self._raise_together(ranks, CollectiveMismatch, fingerprint.difference(ranks))
+        self._raise_together(ranks, NotFinite, fingerprint.not_finite(ranks, "brings", "to"))
 
     def steps(self, call: Compared) -> CheckedSteps:
-        """What goes before a cached call that looks like this."""
+        """The comparison before cached calls like this one."""
         return CheckedSteps(self, self._owner, call)
 
-    def _exchanged(self, mine: Bytes, call: Compared) -> Steps:
-        """Every rank's message on every rank, one row each."""
+    def _exchange(self, mine: Bytes, call: Compared) -> Steps:
+        """Bring every rank's message to every rank, a row for each rank."""
         table = np.empty((self._owner.transport.size, mine.size), np.uint8)
         number = self._owner.numbering.num_calls
         named = partial(_name, call.name)
@@ -128,25 +132,25 @@ class Checker:
         yield run
         return table
 
-    def _amiss(self, call: Compared, array: Array | None) -> str:
-        """The first value that is not finite, and where it is, if that is looked for."""
+    def _bad_value(self, call: Compared, array: Array | None) -> str:
+        """The first value that is not finite, and its place; nothing if values are not checked."""
         if self.mode != "finite":
             return ""
-        return _amiss(call.arrays.backend, _watched(array))
+        return _first_bad_value(call.arrays.backend, _watched(array))
 
-    def _object(
+    def _raise_together(
         self, ranks: Sequence[Fingerprint], kind: type[CollectiveError], sentence: str | None
     ) -> None:
-        """Raise, on all ranks, which count their calls alike from then on."""
+        """Raise an error on all ranks, whose calls are numbered alike after it."""
         if sentence is not None:
             self._owner.numbering.catch_up(max(int(rank.num_calls) for rank in ranks))
-            self.objection = kind(sentence)
-            raise self.objection
+            self.mismatch = kind(sentence)
+            raise self.mismatch
 
 
 @lru_cache(maxsize=64)
-def _exchange(size: int, num_bytes: int) -> CallSpec:
-    """The call by which ranks tell each other so many bytes."""
+def _exchange_spec(size: int, num_bytes: int) -> CallSpec:
+    """The call in which ranks exchange so many bytes."""
     algorithm = algorithms.info("all_gather", ALGORITHM)
     options = tuple(algorithm.options.items())
     bytes_each = (num_bytes,) * size
@@ -167,7 +171,9 @@ def exchange(
 ) -> Run:
     """The run that brings every rank's message to every rank."""
     transport = owner.transport
-    program = compile_call(_exchange(transport.size, mine.size), transport.rank, transport.size)
+    program = compile_call(
+        _exchange_spec(transport.size, mine.size), transport.rank, transport.size
+    )
     operands = Operands(HOST, mine, table, np.empty(program.num_scratch, np.uint8))
     execution = transport.execution(program, operands, call.tag)
     recorder = Recorder((LABEL, ALGORITHM), named, program.sent, owner.ancestry, transport.rank)
@@ -177,14 +183,14 @@ def exchange(
 
 
 class CheckedSteps:
-    """The comparison before a cached call: its digests, exchanged by compiled code.
+    """The comparison before a cached call, whose digests compiled code exchanges.
 
-    `call`: the first that looked so, from which the others differ in their numbers.
+    `call`: the first of these calls; the others differ from it in their numbers only.
     """
 
     def __init__(self, checker: Checker, owner: Owner, call: Compared) -> None:
         self._checker, self._owner = checker, owner
-        self._spec, self._says = call.spec, call.says
+        self._spec, self._fields = call.spec, call.fields
         self._has_result = call.arrays.target is not None
         self._digest = checker.digest(call)
         self._mine = np.zeros(2, np.uint64)
@@ -200,7 +206,7 @@ class CheckedSteps:
         self._answer = 0
 
     def are_alike(self, number: int, patience: int) -> bool:
-        """Whether all ranks have told, by now, that they make this call; else see `steps`."""
+        """Whether all digests have come and agree.  If not, `steps` has the rest of the call."""
         mine, (own, table) = self._mine, self._arrays
         mine[0], mine[1] = self._digest.numbered(number)
         execution = self._execution
@@ -216,7 +222,7 @@ class CheckedSteps:
         return bool(table.tobytes() == own.tobytes() * len(self._table))
 
     def steps(self, run: Run, x: Array | None, out: Array | None) -> Steps:
-        """The rest of a call of which it is not known whether all are alike."""
+        """The rest of a call whose digests have not all come, or do not all agree."""
         execution, checker = self._execution, self._checker
         if self._answer:
             execution.began(self._answer)
@@ -226,8 +232,8 @@ class CheckedSteps:
             yield self._run
         run.number = self._owner.numbering.next_number()
         if not (self._table == self._mine).all():
-            call = Compared(self._spec, Arrays(HOST, x, out), run, execution.tag, self._says)
-            yield from checker.differ(call)
+            call = Compared(self._spec, Arrays(HOST, x, out), run, execution.tag, self._fields)
+            yield from checker.refuse(call)
         run.reusable.place(x, out)
         yield run
         return out if self._has_result else None
@@ -238,7 +244,7 @@ def _watched(array: Array | None) -> Array | None:
     return None if array is None or not has_infinities(array.dtype) else array
 
 
-def _amiss(backend: Backend, array: Array | None) -> str:
+def _first_bad_value(backend: Backend, array: Array | None) -> str:
     """The first value that is not finite, and where it is; nothing if there is none."""
     found = None if array is None else backend.first_not_finite(array.reshape(-1))
     if array is None or found is None:

@@ -20,13 +20,13 @@ _LIKE_ANY_OTHER = ("exscan", "barrier")  # in place or not: it concerns not ever
 class Compared:
     """A call that the ranks compare, before a run and with messages of this tag.
 
-    `says`: what of its fingerprint does not follow from the spec.
+    `fields`: what of its fingerprint does not follow from the spec.
     """
 
     def __init__(
-        self, spec: CallSpec, arrays: Arrays, run: Run, tag: int, says: Mapping[str, str]
+        self, spec: CallSpec, arrays: Arrays, run: Run, tag: int, fields: Mapping[str, str]
     ) -> None:
-        self.spec, self.arrays, self.says, self.tag = spec, arrays, says, tag
+        self.spec, self.arrays, self.fields, self.tag = spec, arrays, fields, tag
         self.name, self.title, self.number = run.name, run.title, run.number
         self.place = "" if spec.blocking == "yes" else line_of_caller()
 
@@ -35,7 +35,7 @@ class Compared:
         source, target = self.arrays.source, self.arrays.target
         has_both = source is not None and target is not None and bool(source.size and target.size)
         found = describe(self.spec, has_both)._replace(
-            call=self.name.removesuffix("a"), **self.says
+            call=self.name.removesuffix("a"), **self.fields
         )
         return found if compares_place else found._replace(in_place="")
 

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 
 class Fingerprint(NamedTuple):
-    """A call as one rank sees it.  All values are text; an empty one goes with any other.
+    """A call as one rank sees it.  All values are text; an empty one matches any other.
 
-    `out`: whether a broadcast or scatter has one, since without it a header goes first.
-    `blocking`: whether the call itself waits; the messages of one that does have another tag.
-    `mode`: what is checked.  `call`: its number.  `amiss`: what there is among the values that is
-    not finite.  `place`, the line of the program, and `num_calls`, how many calls there have been,
-    are told but not compared.
+    `out`: whether a broadcast or scatter has one; without it a header is sent first.
+    `blocking`: whether the call itself waits; messages of blocking calls have another tag.
+    `mode`: what is checked.  `call`: its number.  `bad_value`: the first value that is not finite.
+    `place`, the line of the program, and `num_calls`, the number of calls so far, are reported but
+    not compared.
     """
 
     collective: str
@@ -33,7 +33,7 @@ class Fingerprint(NamedTuple):
     blocking: str = ""
     mode: str = ""
     call: str = ""
-    amiss: str = ""
+    bad_value: str = ""
     place: str = ""
     num_calls: str = ""
 
@@ -52,7 +52,7 @@ _LENGTHS = {
     "blocking": 4,
     "mode": 8,
     "call": 40,
-    "amiss": 48,
+    "bad_value": 48,
     "place": 48,
     "num_calls": 12,
 }
@@ -78,14 +78,14 @@ class Digest(NamedTuple):
         return Digest((self.first + number) % _WORD, self.second)
 
 
-AMISS = Digest(_WORD - 1, _WORD - 1)  # of a call that brings, or has made, what is not finite
+BAD_VALUE = Digest(_WORD - 1, _WORD - 1)  # of a call that brings, or has made, what is not finite
 
 _SLOTS = {
     field: slice(end - length, end)
     for (field, length), end in zip(_LENGTHS.items(), accumulate(_LENGTHS.values()), strict=True)
 }
 
-_COMPARED = [field for field in _LENGTHS if field not in ("amiss", *_TOLD_ONLY)]
+_COMPARED = [field for field in _LENGTHS if field not in ("bad_value", *_TOLD_ONLY)]
 _DECIDE_ALGORITHM = ("dtype", "counts", "op", "layout")
 _NUM_DIGITS, _NUM_LAST = 12, 10
 _MOST_GROUPS, _MOST_SPANS = 4, 8
@@ -146,11 +146,11 @@ def difference(ranks: Sequence[Fingerprint]) -> str | None:
 
 def not_finite(ranks: Sequence[Fingerprint], verb: str, preposition: str) -> str | None:
     """Which ranks bring, or get, what is not a finite number, in a sentence; None if none does."""
-    amiss = [(number, rank.amiss) for number, rank in enumerate(ranks) if rank.amiss]
-    if not amiss:
+    bad_value = [(number, rank.bad_value) for number, rank in enumerate(ranks) if rank.bad_value]
+    if not bad_value:
         return None
-    listed = ", ".join(f"rank {number} {verb} {what}" for number, what in amiss[:_MOST_GROUPS])
-    more = len(amiss) - _MOST_GROUPS
+    listed = ", ".join(f"rank {number} {verb} {what}" for number, what in bad_value[:_MOST_GROUPS])
+    more = len(bad_value) - _MOST_GROUPS
     and_more = f" and {more} other ranks the like" if more > 0 else ""
     return f"{listed}{and_more} {preposition} {ranks[0].collective}{_where(ranks)}"
 

@@ -31,11 +31,11 @@ def broadcast_header(
     root: int,
     num_counts: int,
     turn: Turn,
-    says: Mapping[str, str],
+    fields: Mapping[str, str],
 ) -> Steps:
     """The root's header, on every rank, ahead of a call.
 
-    `says`: what the ranks tell each other of that call in checked mode.
+    `fields`: what the ranks tell each other of that call in checked mode.
     """
     message: Bytes = np.empty(header.num_bytes(num_counts), np.uint8)
     if head is not None:
@@ -43,7 +43,7 @@ def broadcast_header(
     arrays = Arrays(HOST, None if head is None else message, message)
     named: dict[str, Any] = {"root": root, "algorithm": "binomial", "label": "header"}
     spec = session.spec("broadcast", arrays, message.size, **named, is_blocking=turn.is_blocking)
-    yield from session.perform(spec, arrays, turn, is_ahead=True, says=says)
+    yield from session.perform(spec, arrays, turn, is_ahead=True, fields=fields)
     return header.decode(message)
 
 
@@ -54,14 +54,14 @@ def gather_table(
     turn: Turn,
     *,
     is_ahead: bool = True,
-    says: Mapping[str, str] | None = None,
+    fields: Mapping[str, str] | None = None,
 ) -> Steps:
     """A few integers of every rank on every rank, one row each; ahead of a call."""
     mine, size = np.array(numbers, np.int64), session.transport.size
     table = np.empty((size, mine.size), np.int64)
     arrays = Arrays(HOST, mine, table)
     spec = session.spec("all_gather", arrays, (mine.size,) * size, label=label)
-    yield from session.perform(spec, arrays, turn, is_ahead=is_ahead, says=says)
+    yield from session.perform(spec, arrays, turn, is_ahead=is_ahead, fields=fields)
     return table
 
 

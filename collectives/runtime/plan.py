@@ -1,4 +1,4 @@
-"""A collective with its arrays, to be run many times."""
+"""Plans: calls with their arrays, made once and run many times."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from collectives.runtime.work import Steps, Work, break_off
 
 
 def _no_steps() -> Steps:
-    """A plan that was freed holds nothing."""
+    """The steps of a plan that was freed."""
     yield from ()
 
 
 class Plan:
-    """A collective with its arrays.  `run()`, or `start()` and then `test()` or `wait()`.
+    """A call with its arrays, to be run many times.  `Communicator.plan` makes one.
+
+        plan = comm.plan.all_reduce(x, out=y)
+        plan.run()                              # or start(), then test() or wait()
 
     `result` is what `run` and `wait` return: the output array, or None on a rank that gets none.
     A plan may be run again as soon as it is complete; every run reads the input afresh.  `timeout`
@@ -30,7 +33,7 @@ class Plan:
     def __init__(
         self, session: Session, run: Run, steps: Callable[[], Steps], result: Array | None
     ) -> None:
-        """`steps`: all that a run does, with what goes around it."""
+        """`steps`: all that a run does, with the comparisons of checked mode around it."""
         self._session, self._run, self._steps = session, run, steps
         self.result, self.timeout = result, session.timeout
         self.num_runs = np.zeros(1, np.int64)  # counted by compiled code too
@@ -50,7 +53,10 @@ class Plan:
         target: Array | None,
         release: Callable[[Run], object] | None = None,
     ) -> None:
-        """Let compiled code begin runs.  `release`: takes the run when the plan is freed."""
+        """Let compiled code begin runs that read `source` and write `target`.
+
+        `release`: what takes the run when the plan is freed.
+        """
         self._execution = execution = self._run.reusable
         self._arrays = source, target
         self._compiled, self._at = execution.loop.run, execution.at
@@ -59,7 +65,7 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """What is run, as messages of errors call it: collective, algorithm, number of the call."""
+        """What is run, as error messages name it: collective, algorithm, number of the call."""
         if self._last_title:
             return self._last_title
         if not self._run.is_under_way:
@@ -67,7 +73,10 @@ class Plan:
         return self._run.title
 
     def run(self, timeout: float | None = None) -> Array | None:
-        """Start and wait.  `timeout` in seconds."""
+        """Start and wait; return the result.
+
+        `timeout`: seconds; None: the plan's `timeout`.  Raises what `start` and `wait` raise.
+        """
         if timeout is not None:
             timeout = validation.seconds(timeout)
         if (work := self._work) is not None and work.is_over and not work.has_failed:
@@ -91,7 +100,7 @@ class Plan:
         return self._begun().run(self._limit(timeout)) if answer else self.result
 
     def start(self) -> None:
-        """Begin.  Raises RuntimeError while it runs, after a failure, and after `free`."""
+        """Start a run.  Raises RuntimeError during a run, after a failure, and after `free`."""
         work, session = self._work, self._session
         is_free = not self._is_busy and (work is None or (work.is_over and not work.has_failed))
         if self._execution is None or not is_free or not session.has_fast_path:
@@ -117,7 +126,7 @@ class Plan:
         return work
 
     def _break_off(self, error: BaseException) -> None:
-        """A signal may have come before anybody knew that the run is under way."""
+        """End a run that a signal interrupted before it was known to be under way."""
         work = self._work or Work.of(self._session, self._run, self._arrays, self.result)
         break_off(work, self._run, error)
         if work.is_over:
@@ -150,7 +159,10 @@ class Plan:
         return self._is_busy or (self._work is not None and not self._work.is_over)
 
     def test(self) -> bool:
-        """Go as far as possible without waiting; whether the plan is complete."""
+        """Advance the run as far as possible without waiting; return whether it is complete.
+
+        Raises what the run failed with.
+        """
         return self._work is None or self._work.test()
 
     def wait(self, timeout: float | None = None) -> Array | None:
@@ -168,14 +180,17 @@ class Plan:
         return self.timeout if limit is None else limit
 
     def when_over(self, action: Action) -> None:
-        """Do this when the run under way is complete or has failed; now if that has happened."""
+        """Call `action` when the run under way is complete or has failed; now if it is over."""
         if self._work is None:
             action()
         else:
             self._work.when_over(action)
 
     def free(self) -> None:
-        """Let go of the arrays.  The plan must be complete and is of no use after."""
+        """Release the arrays.  The plan cannot be run after that.
+
+        Raises RuntimeError while a run is under way.
+        """
         if self.is_active:
             self._refuse("is already running; wait for it first")
         try:

@@ -13,7 +13,7 @@ from collectives.programs import Program
 
 
 class _Over:
-    """Stands for the execution of a run that does not come again."""
+    """The execution of a run that has ended and is not run again."""
 
     row, is_begun = -1, False
 
@@ -24,7 +24,7 @@ class _Over:
         raise AssertionError("this run does not come again")
 
     def let_go(self) -> None:
-        """It has no arrays."""
+        """There are no arrays."""
 
     def advance(self, seconds: float) -> bool:
         return True
@@ -43,13 +43,14 @@ OVER = _Over()
 
 
 class Run:
-    """A program with its execution, and what there is to say of it.
+    """A program with its execution, its entries in the ledgers, and its place in the log.
 
-    `log`: where it is entered if not with the communicator's collectives.  `part_of`: what errors
-    name, if that is another call, of which this is a part.  `among`: how many rounds there are, in
-    words, where they are not those of the algorithm.  `picture`: shows a position in the schedules
-    of all ranks.  `is_ahead`: whether the other ranks are in the midst of a call when this is over.
-    `release`: takes the run back, once it is complete.
+    - `log`: where it is entered; None: in the log of the communicator's collectives.
+    - `part_of`: the call that error messages name, if this run is only a part of it.
+    - `among`: the number of rounds in words, if they are not those of the algorithm.
+    - `picture`: shows a position in the schedules of all ranks.
+    - `is_ahead`: whether the call itself comes after this run.
+    - `release`: takes the run back when it is complete.
     """
 
     part_of = among = ""
@@ -72,21 +73,21 @@ class Run:
         self.key = self.log.introduce(recorder.describe, self)
         self._entry = -1
         self.is_under_way = False
-        self._is_left_by_code = False  # which then says in the log when the run is complete
+        self._is_left_by_code = False  # compiled code says in the log that the run is complete
 
     def introduce(self, numbered: Callable[[int], str]) -> None:
-        """Give its runs other numbers in the ledgers, and another key in the log."""
+        """Give the run other numbers in the ledgers, and another key in the log."""
         self._recorder = self._recorder.renumbered(numbered)
         self.key = self.log.introduce(self._recorder.describe, self)
 
     @property
     def reusable(self) -> Reusable:
-        """The execution, of a run that compiled code can begin."""
+        """The execution of a run that compiled code can begin."""
         return cast(Reusable, self.execution)
 
     @property
     def number(self) -> int:
-        """That of the run under way, or of the one that begins next, in the ledger."""
+        """The number, in the ledger, of the run under way or of the next one."""
         return self.reusable.number if self._is_left_by_code else self._number
 
     @number.setter
@@ -100,14 +101,14 @@ class Run:
 
     @property
     def title(self) -> str:
-        """What is run, as messages of errors call it: collective, algorithm, number of the call."""
+        """What is run, as error messages name it: collective, algorithm, number of the call."""
         if self.part_of:
             return self.part_of
         collective, algorithm = self._recorder.names
         return f"{collective} ({algorithm}), call {self.name}"
 
     def begin(self) -> None:
-        """It begins; its messages are posted when the execution is advanced."""
+        """Begin.  Messages are posted when the execution is advanced."""
         if not self.is_under_way:
             self.is_under_way = True
             self.execution.restart()
@@ -115,11 +116,11 @@ class Run:
             self._entered = self._recorder.record(self.number, time.perf_counter())
 
     def has_begun(self) -> None:
-        """Compiled code has let this run begin, and has entered it into the log."""
+        """Compiled code has begun this run and has entered it into the log."""
         self.is_under_way = self._is_left_by_code = True
 
     def complete(self) -> None:
-        """It has come to its end."""
+        """The run is complete."""
         if self._is_left_by_code:
             self.is_under_way = self._is_left_by_code = False
         else:
@@ -129,15 +130,15 @@ class Run:
             self._entered = []
 
     def give_back(self) -> None:
-        """It is complete, and what comes after it has begun: others may run it again."""
+        """Release the run: it is complete, and the next run of its call has begun."""
         if (release := self.release) is not None:
             self.release = None
             release(self)
 
     def fail(self) -> bool:
-        """Give up.  Its buffers go to nobody else until nothing is on its way, and be it never.
+        """End the run after a failure; return whether none of its messages is still under way.
 
-        Returns whether nothing is on its way now.
+        While messages are under way its buffers are kept, if need be for ever.
         """
         execution, failed = self.execution, self.transport.failed
         self.transport.flight.dump_if_asked()
@@ -150,14 +151,14 @@ class Run:
         return is_over
 
     def _leave(self, state: int) -> None:
-        """It is over, which compiled code says in the log only of what it completes."""
+        """Say in the log that the run is over, as compiled code does of runs that it completes."""
         if self._is_left_by_code:
             self._number, self._entry = self.number, self.reusable.entry
         self.log.leave(self._entry, self.key, self._number, state)
         self.is_under_way = self._is_left_by_code = False
 
     def let_go(self) -> None:
-        """It is not run again: let go of the arrays."""
+        """Release the arrays; the run is not run again."""
         self.execution = OVER
 
     def position(self) -> Position:
@@ -166,7 +167,7 @@ class Run:
         return Position(number, self.among or str(self.program.num_rounds), waiting)
 
     def timed_out(self, timeout: float | None, work: Any) -> CollectiveTimeout:
-        """The error that says whom it waited for.  `work`: what goes on, and may be waited for."""
+        """The error that says who is waited for.  `work`: the call that is under way."""
         self.transport.flight.dump_if_asked()
         position = self.position()
         waiting_for = ", ".join(map(str, position.waiting_for))

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class Session:
-    """What a communicator and its planner share."""
+    """What the calls of one rank on one communicator share, and what keeps them in order."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class Session:
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
         self._family: WeakSet[Session] = WeakSet() if parent is None else parent._family
         self._family.add(self)
-        # One call at a time is made; whoever makes it has the only token, taken in one step.
+        # Only the thread that holds this token makes a call; it is taken and given in one step.
         self.turn = [None]
-        self._late: Work[Any] | None = None  # a blocking call that timed out; the next waits for it
-        self._damage: CollectiveError | None = None  # why nothing can be called any more
+        self._timed_out: Work[Any] | None = None  # a blocking call that the next one waits for
+        self._broken_by: CollectiveError | None = None  # why nothing can be called any more
         self.num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.runs = RunPool(transport, name, self.ancestry)
         self.call_cache, self.plan_cache = CallCache(), CallCache()
@@ -62,7 +62,7 @@ class Session:
         self.refresh()
 
     def child(self, transport: Transport, members: Sequence[int]) -> Session:
-        """The session of a communicator of some of our ranks, recorded by whoever records us."""
+        """The session of a communicator of some of these ranks, recorded wherever this one is."""
         self.num_children[tuple(members)] += 1
         times = self.num_children[tuple(members)]
         name = f"{self.name}[{','.join(map(str, members))}{f' #{times}' if times > 1 else ''}]"
@@ -81,7 +81,7 @@ class Session:
         """Make a blocking call."""
         with self.my_turn():
             limit = self.limit(timeout)
-            self._wait_for_the_late(limit)
+            self._wait_for_timed_out(limit)
             return Work.blocking(self, steps(Turn(self.numbering, is_blocking=True))).run(limit)
 
     def started(self, steps: Callable[[Turn], Steps], timeout: float | None) -> Work[Any]:
@@ -94,14 +94,14 @@ class Session:
             return work.start(self.thread, self.thread_delay)
 
     def message(self, steps: Steps, timeout: float | None, is_async: bool) -> Any:
-        """Send or receive; that needs no turn, since its tag is the user's."""
+        """Send or receive.  This needs no turn, because its tag is the user's."""
         self.check()
         work: Work[Any] = Work(self, steps, timeout=self.limit(timeout))
         return work.start(self.thread) if is_async else work.run(self.limit(timeout))
 
     @contextmanager
     def my_turn(self) -> Iterator[None]:
-        """While this thread makes a call, no other thread can."""
+        """Keep other threads from making a call.  Raises NotYourTurn if one does."""
         try:
             token = self.turn.pop()
         except IndexError:
@@ -111,79 +111,80 @@ class Session:
         finally:
             self.turn.append(token)
 
-    def _wait_for_the_late(self, limit: float | None) -> None:
-        """A call that timed out comes first: all have the same tag."""
+    def _wait_for_timed_out(self, limit: float | None) -> None:
+        """Wait for a blocking call that timed out, because all blocking calls have one tag."""
         self.check()
-        if self._late is not None:
-            if not self._late.is_over:
-                self._late.wait(limit)
-            self._late.test()  # what it failed with is what the next call has to say
-            self._late = None
+        if self._timed_out is not None:
+            if not self._timed_out.is_over:
+                self._timed_out.wait(limit)
+            self._timed_out.test()  # raises what it failed with
+            self._timed_out = None
             self.refresh()
 
     def limit(self, timeout: object) -> float | None:
-        """The time limit of a call in seconds: its own, or that of all."""
+        """The time limit of a call in seconds: its own, or the default of all calls."""
         limit = validation.seconds(timeout)
         return self.timeout if limit is None else limit
 
-    def is_late(self, work: Work[Any]) -> None:
+    def when_timed_out(self, work: Work[Any]) -> None:
         """A call has outlasted its time limit and goes on when somebody waits."""
         if work.is_blocking:
-            self._late = work
+            self._timed_out = work
             self.refresh()
         work.list()
 
-    def gave_up(self, work: Work[Any], error: BaseException) -> None:
-        """What failed half-way may leave messages that the next call would take for its own.
+    def when_failed(self, work: Work[Any], error: BaseException) -> None:
+        """Make the communicator unusable if a failed call may have left messages behind.
 
-        So a blocking call, and one of which the others are in the midst, is the last thing that
-        this communicator does; but what all ranks stopped together has left nothing.
+        The next call would take them for its own.  That holds for blocking calls, and for calls
+        that failed before the call itself, which other ranks may have begun.  A call that all ranks
+        stopped together, in checked mode, leaves nothing behind.
         """
         self.forget_calls()
-        is_stopped = self.checker is not None and self.checker.objection is error
+        is_stopped = self.checker is not None and self.checker.mismatch is error
         if (work.is_blocking or work.was_ahead) and not is_stopped:
             self._break(work.title, error)
 
     def _break(self, what: str, error: BaseException) -> None:
-        """Nothing can be called any more, since this did not end as the other ranks expect."""
+        """Refuse all later calls: `what` did not end as the other ranks expect."""
         reason, *_ = f"{type(error).__name__}: {error}".splitlines()
         what = f"{what} failed half-way on rank {self.transport.rank}: {reason}"
-        self._damage = CollectiveError(f"this communicator is of no more use: {what}")
+        self._broken_by = CollectiveError(f"this communicator is of no more use: {what}")
         if isinstance(error, PeerFailed):
-            self._damage = error
+            self._broken_by = error
         self.refresh()
 
     def check(self) -> None:
         """Raise CollectiveError if a failure has left this communicator unusable."""
-        if self._damage is not None:
-            raise self._damage.with_traceback(None)
+        if self._broken_by is not None:
+            raise self._broken_by.with_traceback(None)
 
     def _under_way(self) -> list[Work[Any]]:
         """The calls of this communicator that are under way."""
         calls = [*self.transport.in_flight, *([] if self.thread is None else self.thread.calls)]
-        if self._late is not None:
-            calls.append(self._late)
+        if self._timed_out is not None:
+            calls.append(self._timed_out)
         ours = [call for call in calls if isinstance(call, Work) and call.owner is self]
         return [work for work in ours if not work.is_over]
 
     @property
     def is_freed(self) -> bool:
-        """Whether the communicator was given back."""
-        return self._damage is not None and str(self._damage) == FREED
+        """Whether the communicator was freed."""
+        return self._broken_by is not None and str(self._broken_by) == FREED
 
     def free(self) -> None:
-        """Give the communicator below back, if nothing is under way on it."""
+        """Free the communicator of the engine.  Raises RuntimeError if a call is under way."""
         for work in self._under_way():
             if not work.test():
                 raise RuntimeError(f"{work.title} is already running; wait for it first")
         self.forget_calls()
         self.runs.free()
         self.transport.flight.close(self.transport.log)
-        # MPI gives the next communicator the number of one that was freed: after a failure it might
-        # get the messages that this one has left as well.
-        if self._damage is None or isinstance(self._damage, PeerFailed):
+        # MPI reuses the number of a freed communicator: after a failure the next communicator could
+        # receive messages that this one has left.
+        if self._broken_by is None or isinstance(self._broken_by, PeerFailed):
             self.transport.free()
-            self._damage = CollectiveError(FREED)
+            self._broken_by = CollectiveError(FREED)
         self.refresh()
 
     # The fast path: calls that came before go straight to their executions
@@ -193,7 +194,7 @@ class Session:
 
         Those that are recorded begin in Python.
         """
-        is_clear = self._damage is None and self._late is None
+        is_clear = self._broken_by is None and self._timed_out is None
         self.is_recorded = any(ledgers for ledgers, _ in self.ancestry)
         self.has_fast_path = is_clear and not self.is_recorded and self.checker is None
         can_check = self.checker is None or (self.checker.mode == "calls" and not self.is_recorded)
@@ -201,7 +202,7 @@ class Session:
         self.fast_plans = self.plan_cache if is_clear and self.checker is None else NO_CALLS
 
     def forget_calls(self) -> None:
-        """Forget what is ready to run again; plans that were made stay as they are."""
+        """Forget all cached calls; plans that were made stay as they are."""
         self.call_cache.forget()
         self.plan_cache.forget()
 
@@ -235,9 +236,9 @@ class Session:
         is_blocking: bool | None = None,
         out: str = "",
     ) -> CallSpec:
-        """The call in a form in which it can be compiled, kept and compared.
+        """The call in the form in which it is compiled, kept and compared.
 
-        `label`: what the ledger calls it if not by its name.
+        `label`: its name in the ledger, if that is not the collective's.
         """
         dtype, size = arrays.dtype, self.transport.size
         num_bytes = _num_bytes(counts, dtype)
@@ -267,17 +268,17 @@ class Session:
         turn: Turn,
         *,
         is_ahead: bool = False,
-        says: Mapping[str, str] | None = None,
+        fields: Mapping[str, str] | None = None,
     ) -> Steps:
-        """The runs of a collective: the call itself, and what ranks tell each other around it.
+        """The runs of a collective: the call itself, and the comparisons of checked mode around it.
 
-        `is_ahead`: whether it is sent ahead of the call of this turn.  `says`: what the ranks tell
-        each other of it in checked mode, where that does not follow from the rest.
+        `is_ahead`: whether this is a header exchange that precedes the call of this turn.
+        `fields`: what the ranks compare in checked mode, where that does not follow from the spec.
         """
         self.check()
         tag = turn.header_tag if is_ahead else turn.tag
         run = self.runs.call(spec, arrays, tag, turn.number, is_ahead=is_ahead)
-        yield from self.guarded(run, spec, arrays, lambda: turn.check_tag, says)
+        yield from self.guarded(run, spec, arrays, lambda: turn.check_tag, fields)
 
     def guarded(
         self,
@@ -285,34 +286,34 @@ class Session:
         spec: CallSpec,
         arrays: Arrays,
         tag: Callable[[], int],
-        says: Mapping[str, str] | None = None,
+        fields: Mapping[str, str] | None = None,
     ) -> Steps:
-        """A run, and what the ranks tell each other before and after it in checked mode."""
+        """A run, with the comparisons of checked mode before and after it."""
         if self.checker is None:
             yield run
             return
-        call = Compared(spec, arrays, run, tag(), says or {})
+        call = Compared(spec, arrays, run, tag(), fields or {})
         yield from self.checker.before(call)
         yield run
         yield from self.checker.after(call)
 
-    # Calls that are parts of something larger
+    # Parts of larger operations
 
     def part(self, steps: Callable[[Turn], Steps], timeout: float | None = None) -> Any:
-        """A part of what only makes sense as a whole, on all ranks: one that timed out ends it."""
-        late = self._late
+        """Make a call that is a part of a larger operation, which ends if the call times out."""
+        before = self._timed_out
         try:
             return self.call(steps, timeout)
         except CollectiveTimeout as error:
-            if error.work is not late:
+            if error.work is not before:
                 error.work.give_up(error)
                 error.work = None
             raise
 
-    def made(
+    def made_by_engine(
         self, what: str, make: Callable[[float | None], Result], deadline: float | None
     ) -> Result:
-        """What only MPI can make, when all ranks concerned are there."""
+        """Make what only MPI can make, with all its ranks; a failure makes this unusable."""
         try:
             return make(deadline)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""A call under way: runs one after the other, and whoever waits for it makes it go on."""
+"""Calls under way: each is a sequence of runs, and whoever waits for it advances it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ from collectives.runtime.run import Run
 
 Result = TypeVar("Result")
 Steps = Generator[Run, None, Any]
-"""The runs of a call, in their order; what it returns is what the call returns.
+"""The runs of a call, in order; what the generator returns is what the call returns.
 
-What is done between them is done when the one before is complete: so a header is read, and the rest
-of the call follows from it.
+The code between two `yield`s runs when the run before is complete.  There a header is read, from
+which the rest of the call follows.
 """
 
 
 class Owner(Protocol):
-    """Whose calls these are: a session."""
+    """What makes calls: a session."""
 
     transport: Transport
 
-    def gave_up(self, work: Work[Any], error: BaseException) -> None:
-        """A call has failed with this."""
+    def when_failed(self, work: Work[Any], error: BaseException) -> None:
+        """`work` has failed with `error`."""
 
-    def is_late(self, work: Work[Any]) -> None:
-        """A call has outlasted its time limit and is still under way."""
+    def when_timed_out(self, work: Work[Any]) -> None:
+        """`work` has reached its time limit and is still under way."""
 
 
 class Work(Generic[Result]):
-    """A collective under way, returned by `async_op=True`.
+    """A call under way, returned by `async_op=True`.
 
-    Only one thread at a time makes it go on, which holds `_lock`.  What most calls never change
-    stands in the class.
+        work = comm.all_reduce(x, async_op=True)
+        ...
+        total = work.wait()
+
+    `is_over` says whether it is complete or has failed.  Only the thread that holds `_lock`
+    advances it.  Attributes that most calls never change are attributes of the class.
     """
 
     _run: Run | None = None
@@ -52,7 +56,7 @@ class Work(Generic[Result]):
     _is_listed = False  # among the calls that whoever waits keeps going
 
     def __init__(self, owner: Owner, steps: Steps | None, timeout: float | None = None) -> None:
-        """`timeout`: the time limit where `wait` is given none."""
+        """`timeout`: the time limit of a `wait` that is given none."""
         self.owner, self._steps, self._timeout = owner, steps, timeout
         self._in_flight = owner.transport.in_flight
         self._lock = threading.Lock()
@@ -60,7 +64,7 @@ class Work(Generic[Result]):
 
     @classmethod
     def blocking(cls, owner: Owner, steps: Steps) -> Work[Any]:
-        """That of a blocking call."""
+        """Return the work of a blocking call of `owner` with these `steps`."""
         work = cls(owner, steps)
         work.is_blocking = True
         return work
@@ -69,38 +73,41 @@ class Work(Generic[Result]):
     def of(
         cls, owner: Owner, run: Run, x: Any, result: Any, *, timeout: float | None = None
     ) -> Work[Any]:
-        """That of a call which is this run alone, begun by compiled code.  It keeps the arrays."""
+        """Return the work of a call of `owner` that consists of one `run`, begun by compiled code.
+
+        It keeps the arrays `x` and `result`.  `timeout`: see `wait`.
+        """
         work = cls(owner, None, timeout)
         work._run, work._x, work._result = run, x, result
         return work
 
     @classmethod
     def done(cls, owner: Owner, result: Any) -> Work[Any]:
-        """That of a call which was complete at once."""
+        """Return the work of a call of `owner` that was complete at once, with this `result`."""
         work = cls(owner, None)
         work._result, work.is_over = result, True
         return work
 
     @property
     def title(self) -> str:
-        """What is under way: collective, algorithm and number of the call."""
+        """What is under way, as error messages name it: collective, algorithm, number."""
         return self._title if self._run is None else self._run.title
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is over, and with an error."""
+        """Whether it has ended with an error."""
         return self._error is not None
 
     @property
     def was_ahead(self) -> bool:
-        """Whether the other ranks are in the midst of the call."""
+        """Whether it stands in a run ahead of the call itself, which others may have begun."""
         return self._run is not None and self._run.is_ahead
 
     def start(self, thread: ProgressThread | None = None, delay: float = 0.0) -> Work[Any]:
-        """Begin.  What is refused is raised here, before anything is sent.
+        """Begin, and return this object.  Refusals are raised here, before anything is sent.
 
-        `thread`: makes it go on beside the program, after a `delay` in seconds.  Without one it is
-        among those that whoever waits for anything keeps going.
+        `thread`: advances it beside the program, after a `delay` in seconds.  Without a thread it
+        is advanced by whatever waits or tests on this rank.
         """
         self._thread = thread
         if self._run is None:
@@ -113,13 +120,13 @@ class Work(Generic[Result]):
         return self
 
     def list(self) -> None:
-        """From now on it is among those that go on with others, unless a thread sees to it."""
+        """Enter it among the calls that every wait of this rank advances, unless a thread does."""
         if self._thread is None and not self._is_listed:
             self._is_listed = True
             self._in_flight.append(self)
 
     def run(self, timeout: float | None) -> Any:
-        """Begin, and wait to the end."""
+        """Begin, wait for at most `timeout` seconds, and return the result."""
         if self._run is None:
             self._begin_next()
         try:
@@ -131,10 +138,10 @@ class Work(Generic[Result]):
             raise
 
     def test(self) -> bool:
-        """Go as far as possible without waiting; whether the collective is complete.
+        """Advance it as far as possible without waiting; return whether it is complete.
 
-        All else that is under way goes on too, so ranks may ask for the same calls in different
-        orders.  Raises what the call failed with.
+        Everything else that is under way on this rank is advanced too, so ranks may test their
+        calls in different orders.  Raises what the call failed with.
         """
         if not self.is_over:
             self.progress()
@@ -145,10 +152,11 @@ class Work(Generic[Result]):
         return self.is_over
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Wait until complete, and return what the blocking call would have returned.
+        """Wait until it is complete, and return what the blocking call would have returned.
 
-        Raises CollectiveTimeout, which says whom it waited for, after `timeout` seconds; the call
-        is then still under way, and `wait` may be called again.
+        `timeout`: seconds; None: the time limit of the call.  Raises `CollectiveTimeout`, which
+        says who is waited for, after that; the call is then still under way, and `wait` may be
+        called again.  Raises what the call failed with.
         """
         limit = self._timeout if timeout is None else validation.seconds(timeout)
         if not self.is_over:
@@ -159,16 +167,16 @@ class Work(Generic[Result]):
         return result
 
     def when_over(self, action: Action) -> None:
-        """Do this when the call is complete or has failed; now if that has happened.
+        """Call `action` when the call is complete or has failed; now if it is over.
 
-        Whoever makes the call go on to its end does it.
+        The thread that advances the call to its end calls it.
         """
         self._at_the_end.append(action)
         if self.is_over:
             self._do_at_the_end()
 
     def _do_at_the_end(self) -> None:
-        """What was asked for, each once, whoever else does it at the same time."""
+        """Call each action of `when_over` once, also if several threads do so at the same time."""
         while self._at_the_end:
             try:
                 action = self._at_the_end.pop(0)
@@ -177,10 +185,10 @@ class Work(Generic[Result]):
             action()
 
     def progress(self, seconds: float = 0.0) -> bool:
-        """Go on unless somebody else does, waiting so long at most; whether anything moved.
+        """Advance it for at most `seconds`, unless another thread does; return whether it moved.
 
-        Raises only KeyboardInterrupt, for whoever waits: a failure is for those who wait for this
-        call, and others call this too.
+        Raises only KeyboardInterrupt.  A failure is kept for those who wait for this call, because
+        those who wait for others call this too.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -192,19 +200,19 @@ class Work(Generic[Result]):
             self._lock.release()
 
     def _place(self) -> tuple[Run | None, int]:
-        """Where it stands, to be compared."""
+        """The place where it stands, for comparison."""
         return self._run, -1 if self._run is None else self._run.execution.row
 
     def give_up(self, error: BaseException) -> None:
-        """End it with this error, wherever it stands."""
+        """End it with this `error`, wherever it stands."""
         with self._lock:
             if not self.is_over:
                 self._fail(error)
 
-    # By whoever holds the lock, or before anybody else knows of it
+    # For the thread that holds the lock, or before another thread knows of the call
 
     def _begin_next(self) -> None:
-        """Let the next run begin; the call is over if there is none."""
+        """Begin the next run; end the call if there is none."""
         if self._steps is None:
             self._end()
             return
@@ -217,7 +225,7 @@ class Work(Generic[Result]):
             self._run.begin()
 
     def _advance(self, seconds: float) -> bool:
-        """Go on; whether the call is over.  Keeps what it fails with."""
+        """Advance it for at most `seconds`; return whether it is over.  A failure is kept."""
         try:
             while self._run is not None:
                 if not self._run.execution.advance(seconds):
@@ -233,8 +241,8 @@ class Work(Generic[Result]):
         return self.is_over
 
     def _fail(self, error: BaseException) -> None:
-        """Give up; what is raised is the error, or what it means."""
-        failure = self.owner.transport.meaning(error)
+        """End the call with the error, or with what the engine says that it means."""
+        failure = self.owner.transport.translate_error(error)
         if failure is not error:
             failure.__cause__ = error
         self._error = failure
@@ -244,11 +252,11 @@ class Work(Generic[Result]):
                 self.owner.transport.failed.append((self._x, self._result, self._steps))
                 self._steps = None
         finally:
-            self.owner.gave_up(self, failure)
+            self.owner.when_failed(self, failure)
             self._end()
 
     def _end(self) -> None:
-        """It is over: nothing is kept of it but the result."""
+        """The call is over: keep nothing of it but the result."""
         if self._error is not None and self._run is not None:
             self._title = self._run.title
         self._run = self._x = None
@@ -273,7 +281,7 @@ class Work(Generic[Result]):
                     self._lock.release()
             run = self._run  # None if the thread is just bringing it to its end
             if run is not None and not self.is_over:
-                self.owner.is_late(self)
+                self.owner.when_timed_out(self)
                 raise run.timed_out(timeout, self)
         finally:
             self.is_awaited = False
@@ -281,7 +289,7 @@ class Work(Generic[Result]):
                 self._thread.adopt(self)
 
     def _take_over(self, timeout: float | None) -> bool:
-        """Let whoever makes it go on let go of it, and wait; False if it takes too long."""
+        """Take the call over from the thread that advances it; False if that takes too long."""
         run = self._run
         if run is not None:
             run.execution.interrupt(True)
@@ -292,10 +300,10 @@ class Work(Generic[Result]):
                 run.execution.interrupt(False)
 
     def _advance_until(self, deadline: float | None) -> None:
-        """Make it go on, and all else that is under way, until it is over or the time is up.
+        """Advance it, and all else that is under way, until it is over or the time is up.
 
-        If we waited for our own messages only, two ranks that wait for the same calls in different
-        orders would wait for ever.
+        If a rank advanced only the call that it waits for, two ranks that wait for the same calls
+        in different orders would wait for ever.
         """
         num_tries = 0
         while not self._advance(self._patience(deadline)):
@@ -306,14 +314,14 @@ class Work(Generic[Result]):
                 num_tries += 1
 
     def _carry_others(self) -> bool:
-        """Let all else that is under way go on; whether anything moved."""
+        """Advance all other calls that are under way; return whether any moved."""
         has_moved = False
         for other in tuple(self._in_flight):
             has_moved |= other is not self and other.progress()
         return has_moved
 
     def _pause(self, deadline: float | None, num_tries: int) -> None:
-        """Let time pass; Ctrl-C and the end of other ranks end the call."""
+        """Let time pass.  Ctrl-C, and the failure of other ranks, end the call."""
         try:
             self.owner.transport.pause(deadline, num_tries)
         except BaseException as error:
@@ -321,7 +329,7 @@ class Work(Generic[Result]):
             raise
 
     def _patience(self, deadline: float | None) -> float:
-        """How long the execution may wait by itself."""
+        """The seconds that the execution may wait without coming back to Python."""
         if len(self._in_flight) > self._is_listed:  # others need us meanwhile
             return 0.0
         patience = self.owner.transport.patience
@@ -333,7 +341,7 @@ class Work(Generic[Result]):
 def break_off(work: Work[Any], run: Run, error: BaseException) -> None:
     """End a call of this run that a signal has interrupted between compiled code and Python.
 
-    Its messages would otherwise go on with nobody to know of them.
+    Otherwise its messages would be under way without anything that knows of them.
     """
     if isinstance(error, CollectiveTimeout):
         return  # it goes on

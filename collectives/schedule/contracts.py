@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a block that an algorithm cuts up."""
+    """A part of a block that an algorithm cuts up: the `block`, and the `number` of the part."""
 
     block: Block
     number: int

@@ -22,10 +22,13 @@ Side = Literal["left", "right"]
 
 
 class Operation(NamedTuple):
-    """One operation of one rank.  Made by `Send`, `Recv`, `RecvReduce`, `Copy` and `CopyReduce`.
+    """One operation of one rank.  `Send`, `Recv`, `RecvReduce`, `Copy` and `CopyReduce` make them.
 
-    `side` says where the coming operand of a reduction stands: "left" means coming (+) own.
-    `into` names what the blocks become here, one name for each; () where they keep theirs.
+    - `kind`: which of the five it is.
+    - `peer`: the rank at the other end; None for a copy.
+    - `blocks`: the names of the blocks, in order.
+    - `side`: where the incoming operand of a reduction stands; "left" means incoming (+) own.
+    - `into`: the names that the blocks get here, one for each; () if they keep theirs.
     """
 
     kind: Kind
@@ -45,12 +48,15 @@ Schedule = list[Round]
 
 
 def Send(peer: int, blocks: Iterable[Block]) -> Operation:  # noqa: N802 - reads as the verb it is
-    """Send `blocks`, as they were when the round began, to `peer` in one message."""
+    """Return the operation that sends `blocks` to `peer` in one message.
+
+    Their values are those at the beginning of the round.
+    """
     return Operation("send", peer, tuple(blocks))
 
 
 def Recv(peer: int, blocks: Iterable[Block], into: Iterable[Block] = ()) -> Operation:  # noqa: N802
-    """Receive `blocks` from `peer`; what this rank held under these names is replaced.
+    """Return the operation that receives `blocks` from `peer` and replaces what was held.
 
     With `into` they are held under those names instead of the sender's.
     """
@@ -60,15 +66,16 @@ def Recv(peer: int, blocks: Iterable[Block], into: Iterable[Block] = ()) -> Oper
 def RecvReduce(  # noqa: N802
     peer: int, blocks: Iterable[Block], side: Side = "left", into: Iterable[Block] = ()
 ) -> Operation:
-    """Receive `blocks` from `peer` and combine each with the one held, incoming on `side`.
+    """Return the operation that receives `blocks` from `peer` and combines them with those held.
 
-    With `into` they are combined with the blocks of those names instead of the sender's.
+    The incoming operand stands on `side`.  With `into` they are combined with the blocks of those
+    names instead of the sender's.
     """
     return Operation("recv_reduce", peer, tuple(blocks), side, tuple(into))
 
 
 def Copy(src: Iterable[Block], dst: Iterable[Block]) -> Operation:  # noqa: N802
-    """Give the values of the blocks `src` the names `dst` as well, after the round's messages.
+    """Return the operation that copies the blocks `src` to the names `dst`, after the messages.
 
     A name that the collective does not know is a pair (label, block), and stands for a value of the
     size of that block: every rank can tell how long a message is from the names it carries.
@@ -77,9 +84,10 @@ def Copy(src: Iterable[Block], dst: Iterable[Block]) -> Operation:  # noqa: N802
 
 
 def CopyReduce(src: Iterable[Block], dst: Iterable[Block], side: Side = "left") -> Operation:  # noqa: N802
-    """Combine each block of `src`, standing on `side`, into that of `dst`, after the messages.
+    """Return the operation that combines each block of `src` into that of `dst`.
 
-    No block may be on both sides, or twice in `dst`.
+    It follows the messages of the round.  The operand from `src` stands on `side`.  No block may be
+    on both sides, or twice in `dst`.
     """
     return Operation("copy_reduce", None, tuple(src), side, tuple(dst))
 

@@ -18,7 +18,7 @@ Expand = Callable[[Any], Iterable[Block]]
 
 
 def dual(rounds: Iterable[Round], rank: int, *, combine: bool) -> Iterator[Round]:
-    """The schedule of `rank` run backwards in time, with every message turned round.
+    """The schedule of `rank` with its `rounds` in reverse order and every message turned round.
 
     A broadcast becomes a reduction (`combine=True`), a scatter becomes a gather and a
     reduce-scatter an all-gather (`combine=False`).  An incoming operand stands on the side of its
@@ -45,7 +45,7 @@ def one(block: Block) -> tuple[Block]:
 def relabelled(
     rounds: Iterable[Round], peer: Callable[[int], int], expand: Expand = one
 ) -> Iterator[Round]:
-    """The same schedule with other ranks, and for every block those that `expand` puts there."""
+    """The same `rounds` among other ranks: `peer(r)` stands for r, the blocks `expand(b)` for b."""
 
     def every(blocks: Iterable[Block]) -> tuple[Block, ...]:
         return tuple(name for block in blocks for name in expand(block))
@@ -58,9 +58,11 @@ def relabelled(
 
 
 def rooted(*, blocks_are_ranks: bool) -> Callable[[RankAlgorithm], RankAlgorithm]:
-    """Make `f(rank, size)`, written for root 0, into `f(rank, size, root)` by rotating the ranks.
+    """Return a decorator that makes an algorithm for root 0 one for any root.
 
-    Where blocks are named by rank (scatter) they rotate too; pieces of a vector keep their names.
+    It rotates the ranks, and makes `f(rank, size)` a function `f(rank, size, root)`.
+    `blocks_are_ranks`: whether blocks are named by rank, as in a scatter.  Such blocks rotate too;
+    the pieces of a vector keep their names.
     """
 
     def decorate(function: RankAlgorithm) -> RankAlgorithm:
@@ -80,9 +82,9 @@ def rooted(*, blocks_are_ranks: bool) -> Callable[[RankAlgorithm], RankAlgorithm
 def nested(
     algorithm: RankAlgorithm, rank: int, members: Sequence[int], expand: Expand = one
 ) -> Iterator[Round]:
-    """`algorithm(rank, size)` run by some ranks among themselves: members[i] is its rank i.
+    """Return the rounds of `algorithm(rank, size)` among some ranks: `members[i]` is its rank i.
 
-    What it calls a block are all the blocks of `expand(block)`.
+    `rank` is this rank.  What the algorithm calls a block stands for all of `expand(block)`.
     """
     rounds = algorithm(members.index(rank), len(members))
     return relabelled(rounds, members.__getitem__, expand)
@@ -102,11 +104,11 @@ def folded(
     *,
     blocks_are_ranks: bool = False,
 ) -> Iterator[Round]:
-    """`core`, which serves `core_size` ranks only, for more of them.
+    """Return the rounds of `rank` where `core`, which serves `core_size` ranks only, serves `size`.
 
-    The ranks form groups of neighbours.  The first of each combines the `blocks` of all its group,
-    in rank order, takes part in the core, and hands every member its result: all the blocks, or
-    where blocks are named by rank the member's own; what the core calls block i are then all those
+    The ranks form groups of neighbours.  The first rank of a group combines the `blocks` of its
+    group, in rank order, takes part in the core, and sends every member the result: all blocks, or,
+    if `blocks_are_ranks`, the member's own.  In that case block i of the core stands for all blocks
     of group i.
     """
     groups = trees.groups(size, core_size)

@@ -57,7 +57,7 @@ def verify_schedules(
         run.demand_same_bits()
 
 
-def objection(op: Operation) -> str | None:
+def invalid_operation(op: Operation) -> str | None:
     """What is wrong with an operation whatever the rest of the schedule is, or None."""
     if op.kind not in ("send", "recv", "recv_reduce", "copy", "copy_reduce"):
         return f"there is no operation {op.kind!r}"
@@ -122,7 +122,7 @@ class _Run:
                         "of operations; a single operation needs a comma behind it"
                     )
                 for op in operations:
-                    if (what := objection(op)) is not None:
+                    if (what := invalid_operation(op)) is not None:
                         self.fail(rank, number, what)
 
     def num_rounds(self) -> int:

@@ -9,7 +9,7 @@ from collectives.arrays import Operator
 from collectives.selection.cost import Machine, price
 from collectives.selection.decisions import Decisions
 from collectives.selection.labels import named
-from collectives.selection.select import choose, objection, preferred
+from collectives.selection.select import choose, preferred, restriction_of
 
 
 class Candidate(NamedTuple):
@@ -73,15 +73,19 @@ def explain(
     is_preferred = algorithm is None and text is not None
     reason = "named by collectives.using" if is_preferred else choice.reason
     labels = dict.fromkeys([*algorithms.names(collective), choice.label])  # it may have options
-    objections = {label: objection(named(collective, label), size, operator) for label in labels}
+    restrictions = {
+        label: restriction_of(named(collective, label), size, operator) for label in labels
+    }
     machine = Machine() if decisions is None else decisions.machine(size)
     candidates = [
         Candidate(label, _predicted(collective, label, size, num_bytes, machine))
-        for label, restriction in objections.items()
+        for label, restriction in restrictions.items()
         if restriction is None
     ]
     candidates.sort(key=lambda candidate: candidate.seconds)
-    rejected = [Rejected(label, words) for label, words in objections.items() if words is not None]
+    rejected = [
+        Rejected(label, words) for label, words in restrictions.items() if words is not None
+    ]
     return Explanation(
         collective, size, num_bytes, choice.label, reason, tuple(candidates), tuple(rejected)
     )

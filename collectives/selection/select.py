@@ -126,10 +126,19 @@ def choose(
     operator: Operator | None = None,
     decisions: Decisions | None = None,
 ) -> Choice:
-    """What a call runs: the algorithm named, or None for a choice by size, and its options.
+    """Return the `Choice` of a call: its algorithm and options, and the reason.
 
-    `num_bytes` is the n of the formulas.  `decisions`: what was measured, before which the built-in
-    rules stand back.  Raises ValueError if there is no algorithm of this name or it cannot serve.
+        collectives.choose("all_reduce", None, size=4, num_bytes=1 << 20).label    # "ring"
+
+    - `collective`: its name.
+    - `text`: the algorithm that the caller names, such as "pipeline(segments=8)"; None: chosen by
+      size.
+    - `size`: the number of ranks.
+    - `num_bytes`: the n of the formulas: bytes of the whole vector.
+    - `operator`: of a reduction; one that does not commute needs an algorithm that keeps the order.
+    - `decisions`: what was measured, which counts before the built-in rules; None: only the rules.
+
+    Raises TypeError or ValueError if there is no such algorithm, or if it cannot serve.
     """
     if text is not None:
         found, reason = check(collective, text, size, operator), "named by the caller"
@@ -210,12 +219,12 @@ def options(algorithm: Algorithm, size: int, num_bytes: int) -> dict[str, int]:
 def check(collective: str, text: str, size: int, operator: Operator | None = None) -> Named:
     """The algorithm named.  Raises TypeError or ValueError if there is none or it cannot serve."""
     found = named(collective, text)
-    if (restriction := objection(found, size, operator)) is not None:
+    if (restriction := restriction_of(found, size, operator)) is not None:
         raise ValueError(f"{collective} by {found.label} {restriction}")
     return found
 
 
-def objection(found: Named, size: int, operator: Operator | None = None) -> str | None:
+def restriction_of(found: Named, size: int, operator: Operator | None = None) -> str | None:
     """Why an algorithm cannot serve so many ranks or this operator, in words; None if it can."""
     algorithm = found.algorithm
     if not found.serves(size):
@@ -234,12 +243,17 @@ preferences = _preferred.get  # all of them, hashable
 
 @contextmanager
 def using(**algorithms: str) -> Iterator[None]:
-    """Calls inside the block that name no algorithm take these: `using(all_reduce="ring")`.
+    """Choose the algorithms of calls inside a `with` block that name none.
 
-    One for each collective; of nested blocks the inner one counts.  All ranks use the same.  The
-    choice belongs to the thread (or task) that makes it, and what the library sends for itself
-    keeps to its own.  Raises ValueError for an unknown collective or algorithm; one that cannot
-    serve a call is refused by that call, as if it had named it.
+        with collectives.using(all_reduce="ring", broadcast="pipeline(segments=8)"):
+            ...
+
+    `algorithms`: for each collective, an algorithm as a call names it.  All ranks use the same.  Of
+    nested blocks the inner one counts.  The choice belongs to the thread (or task) that makes it;
+    what the library sends for itself is not affected.
+
+    Returns a context manager.  Raises ValueError for an unknown collective or algorithm.  If an
+    algorithm cannot serve a call, that call raises ValueError, as if it had named it.
     """
     labels = [
         (collective, named(collective, text).label) for collective, text in algorithms.items()

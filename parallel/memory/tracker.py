@@ -45,7 +45,7 @@ class MemoryTracker:
         self._lock = threading.RLock()  # an array may be freed in any thread, also in `_track`
 
     def track(self, category: str, held: T) -> T:
-        """Count the arrays in `held`, an array or nested containers of arrays; return `held`.
+        """Count the arrays in `held`, an array or nested containers, in `category`; return `held`.
 
         A view counts as the memory of the array it views, once.  Arrays of int64 are data (tokens)
         and are not counted.

@@ -91,9 +91,9 @@ def test_it_has_its_place_in_grids_benchmarks_and_documents(tmp_path: Any) -> No
         "1     +0:0     >0:0",
     ]
     assert main(["docs", "--root", str(tmp_path)]) == 0
-    page = (tmp_path / "docs" / "algorithms.md").read_text()
-    assert "### all_reduce.line\n\nAlong the line of ranks and back again." in page
-    assert "| `line` | counted |" in page.replace("`counted`", "counted")
+    page = (tmp_path / "docs" / "algorithms" / "all_reduce.md").read_text()
+    assert "## line\n\nAlong the line of ranks and back again." in page
+    assert "| [line](#line) | counted |" in page
 
 
 def test_options_are_proved_and_passed_on() -> None:

@@ -57,7 +57,7 @@ def test_what_is_explained_is_what_runs(collective: str) -> None:
         assert told.count(told[0]) == P
         ledger = recorded(lambda comm, n=num_rows: call(comm, collective, n))
         algorithm = collectives.choose(collective, told[0].chosen, P, told[0].num_bytes)
-        total = algorithm.algorithm.total(p=P, n=told[0].num_bytes, **algorithm.options)
+        total = algorithm.algorithm.total_bytes(p=P, n=told[0].num_bytes, **algorithm.options)
         summary = ledger.summary(by=("collective", "algorithm"))
         assert summary[collective, told[0].chosen].bytes == total
         assert [key for key in summary if key[0] == collective] == [(collective, told[0].chosen)]

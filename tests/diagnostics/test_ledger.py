@@ -54,7 +54,8 @@ def test_bytes_and_messages_are_those_of_the_formula(
     ledger = recorded(body, size)
     info = collectives.algorithms.info(collective, algorithm)
     options = select.options(info, size, n)
-    messages, total = info.messages(p=size, n=n, **options), info.total(p=size, n=n, **options)
+    messages = info.messages(p=size, n=n, **options)
+    total = info.total_bytes(p=size, n=n, **options)
     assert ledger.summary(by=("collective", "algorithm")) == {
         (collective, algorithm): (1, messages, total)
     }
@@ -311,7 +312,7 @@ def test_links_and_devices_are_written_in_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("label", [5, None, b"step"])
 def test_only_a_text_can_label_a_phase(label: Any) -> None:
-    with pytest.raises(TypeError, match="a phase is labelled by a text, not"):
+    with pytest.raises(TypeError, match="the label of a phase must be a text, not"):
         collectives.phase(label)
 
 

@@ -419,8 +419,3 @@ def run_python(*arguments: str) -> str:
 def test_the_module_runs_and_warns_of_nothing() -> None:
     said = run_python("-m", "parallel.memory", "--params", "7.5e9", "--ranks", "64")
     assert "31.4" in said
-
-
-def test_importing_it_needs_no_rich() -> None:
-    program = "import sys; sys.modules['rich'] = None; from parallel import memory"
-    assert not run_python("-c", program)

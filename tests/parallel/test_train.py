@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -658,13 +657,3 @@ def test_main_is_status_0_1_or_2(
     assert capsys.readouterr().err == said
     more_memory(monkeypatch)
     assert statuses(monkeypatch) == [1, 0]
-
-
-def test_importing_the_package_needs_no_rich() -> None:
-    """Only the commands show tables; they are the control."""
-    program = "import sys; sys.modules['rich'] = None; import parallel; import parallel.train"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert "parallel/train.py" in done.stderr
-    assert "No module named 'rich.console'" in done.stderr

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from collectives.runtime import fingerprint
-from collectives.runtime.fingerprint import AMISS, NUM_BYTES, Fingerprint
+from collectives.runtime.fingerprint import BAD_VALUE, NUM_BYTES, Fingerprint
 
 SUM = Fingerprint(
     "all_reduce",
@@ -82,7 +82,7 @@ def test_what_a_rank_does_not_know_goes_with_anything(field: str) -> None:
 
 @pytest.mark.parametrize("field", Fingerprint._fields)
 def test_every_field_but_the_told_ones_is_compared(field: str) -> None:
-    is_told_only = field in ("amiss", "place", "num_calls")
+    is_told_only = field in ("bad_value", "place", "num_calls")
     said = fingerprint.difference(ranks(3, r1={field: "9"}, r2={field: "8"}))
     assert (said is None) == is_told_only
 
@@ -109,12 +109,12 @@ def test_of_many_ranks_few_are_listed() -> None:
 
 
 def test_what_is_not_finite_is_listed() -> None:
-    given = ranks(9, r1={"amiss": "nan at [3]"}, r4={"amiss": "inf at [0]"})
+    given = ranks(9, r1={"bad_value": "nan at [3]"}, r4={"bad_value": "inf at [0]"})
     assert fingerprint.not_finite(given, "brings", "to") == (
         "rank 1 brings nan at [3], rank 4 brings inf at [0] to all_reduce "
         "(call 17, from train.py:42)"
     )
-    many = ranks(9, **{f"r{rank}": {"amiss": "nan at [3]"} for rank in range(9)})
+    many = ranks(9, **{f"r{rank}": {"bad_value": "nan at [3]"} for rank in range(9)})
     said = fingerprint.not_finite(many, "brings", "to")
     assert said is not None and "rank 3 brings nan at [3] and 5 other ranks the like to" in said
     assert fingerprint.not_finite(ranks(9), "brings", "to") is None
@@ -147,7 +147,7 @@ def test_fields_that_are_put_later_are_those_of_the_message() -> None:
     assert bytes(message) == fingerprint.encode(SUM)
 
 
-@pytest.mark.parametrize("field", [name for name in Fingerprint._fields if name != "amiss"])
+@pytest.mark.parametrize("field", [name for name in Fingerprint._fields if name != "bad_value"])
 def test_digests_differ_where_what_is_compared_differs(field: str) -> None:
     other = fingerprint.digest(SUM._replace(**{field: "other"}))
     assert (other == fingerprint.digest(SUM)) == (field in ("place", "num_calls"))
@@ -157,4 +157,4 @@ def test_digests_differ_by_the_number_of_the_call() -> None:
     digest = fingerprint.digest(SUM)
     numbered = [digest.numbered(number) for number in (0, 1, 2**40)]
     assert numbered[0] == digest and len(set(numbered)) == 3
-    assert AMISS.numbered(1).first < 2**64
+    assert BAD_VALUE.numbered(1).first < 2**64
