@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="steps whose names begin so: tests, train, or a collective")  # fmt: skip
     options = parse.parse_args(arguments)
     folder = options.out
-    if reason := why_not():
+    if reason := why_unavailable():
         print(f"make gpu: nothing was run: {reason}")
         return 2
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(bool(failed))
 
 
-def why_not() -> str | None:
+def why_unavailable() -> str | None:
     """What is missing, in a sentence."""
     if missing := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         return f"{sys.executable} has no {', '.join(missing)}; PYTHON=... says which Python to use"

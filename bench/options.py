@@ -71,7 +71,7 @@ def add_sizes(parser: argparse.ArgumentParser, last: str = "64M") -> None:
 def algorithm(collective: str, text: str) -> str:
     """An argument's type: an algorithm of the collective, with options if there are any."""
     try:
-        return labels.named(collective, text).label
+        return labels.parse_label(collective, text).label
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -41,7 +41,7 @@ from collectives import Communicator
 from parallel.cli import at_least, console_of
 
 TRIAL = Effort(warmup=2, samples=5, seconds=5.0)
-MOST_SECONDS = 30.0
+MAX_SECONDS = 30.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def every_way(comm: Communicator, case: Case, beside: list[str]) -> list[Way]:
 
 def measured(case: Case, ways: list[Way], samples: int) -> list[Overlap]:
     """All of them side by side."""
-    effort = Effort(TRIAL.warmup, samples, MOST_SECONDS)
+    effort = Effort(TRIAL.warmup, samples, MAX_SECONDS)
     made = [contender for way in ways for contender in way.contenders()]
     found = iter(outcomes(case, ways[0].buffers, made, effort))
     return [way.overlap([next(found) for _ in way.contenders()]) for way in ways]

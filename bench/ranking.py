@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from collectives.selection.cost import Machine, price
 from collectives.selection.decisions import Row
 from collectives.selection.explanation import explain
-from collectives.selection.labels import Named, named
+from collectives.selection.labels import NamedAlgorithm, parse_label
 from collectives.selection.select import choose
 
 Times = Mapping[int, Mapping[str, float]]  # n in bytes, growing -> algorithm -> seconds per call
@@ -74,15 +74,15 @@ def _fast(times: Mapping[str, float]) -> list[str]:
 
 def reachable(collective: str, labels: Sequence[str]) -> tuple[str, ...]:
     """Without those that come after one that can run wherever they can."""
-    kept: list[Named] = []
+    kept: list[NamedAlgorithm] = []
     for label in labels:
-        other = named(collective, label)
+        other = parse_label(collective, label)
         if not any(_covers(better, other) for better in kept):
             kept.append(other)
     return tuple(each.label for each in kept)
 
 
-def _covers(better: Named, other: Named) -> bool:
+def _covers(better: NamedAlgorithm, other: NamedAlgorithm) -> bool:
     """Whether the one can run wherever the other can."""
     keeps_order = better.algorithm.is_ordered or not other.algorithm.is_ordered
     return keeps_order and all(better.serves(p) for p in SIZES if other.serves(p))

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    if (reason := compiled.why_not()) is not None:
+    if (reason := compiled.why_unavailable()) is not None:
         logging.warning("programs will be interpreted: %s", reason)
         return 0
     compiled.loop()

@@ -55,7 +55,7 @@ def by_call(comm: Communicator) -> None:
     op = failing(comm, at=3)
     fails(comm, lambda: comm.all_reduce(LARGE, op, algorithm="ring", timeout=LIMIT))
     if comm.rank == 0:
-        with pytest.raises(CollectiveError, match=r"no more use: .*on purpose"):
+        with pytest.raises(CollectiveError, match=r"is unusable: .*on purpose"):
             comm.all_reduce(np.ones(3))
 
 

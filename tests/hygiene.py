@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from collectives.engines.staging import PinnedMemory
-from collectives.engines.threads import InprocTransport, World
+from collectives.engines.threads import ThreadTransport, World
 from collectives.engines.transport import Execution
 from collectives.runtime.session import FREED, Session
 from collectives.runtime.work import Work
@@ -38,16 +38,16 @@ class Made:
 
     def __init__(self) -> None:
         self.worlds: list[World] = []
-        self.transports: list[InprocTransport] = []
+        self.transports: list[ThreadTransport] = []
         self.sessions: list[Session] = []
         self.buffers: list[weakref.ref[np.ndarray]] = []
 
     def install(self) -> None:
         """Note from now on what is made."""
         afterwards(World, "__init__", lambda world, _: self.worlds.append(world))
-        afterwards(InprocTransport, "__init__", lambda made, _: self.transports.append(made))
+        afterwards(ThreadTransport, "__init__", lambda made, _: self.transports.append(made))
         afterwards(Session, "__init__", lambda session, _: self.sessions.append(session))
-        afterwards(PinnedMemory, "_buffer", lambda _, buffer: self._note(buffer))
+        afterwards(PinnedMemory, "buffer", lambda _, buffer: self._note(buffer))
 
     def _note(self, buffer: np.ndarray) -> None:
         """Remember the memory itself; what is handed out are views of it."""
@@ -77,7 +77,7 @@ class Made:
         broken = {
             session.transport.context
             for session in self.sessions
-            if isinstance(session.transport, InprocTransport) and is_broken(session)
+            if isinstance(session.transport, ThreadTransport) and is_broken(session)
         }
         for world in self.worlds:
             for (context, source, dest, tag), letters in world.mail.items():
@@ -89,7 +89,7 @@ class Made:
         groups = defaultdict(list)
         for session in self.sessions:
             transport = session.transport
-            if isinstance(transport, InprocTransport) and transport.world.failure is None:
+            if isinstance(transport, ThreadTransport) and transport.world.failure is None:
                 groups[id(transport.world), transport.context].append(session)
         for sessions in groups.values():
             if not any(map(is_broken, sessions)):
@@ -129,7 +129,7 @@ def unfinished(call: Work | Execution) -> str:
 
 
 def is_broken(session: Session) -> bool:
-    """Whether the communicator has said that it is of no more use, other than by its `free`."""
+    """Whether the communicator is unusable for another reason than by its `free`."""
     return session._broken_by is not None and str(session._broken_by) != FREED
 
 

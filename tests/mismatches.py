@@ -166,7 +166,7 @@ MISTAKES = [
         "an operator that is not commutative",
         _reduced(FLOATS, op=_added(False), algorithm="recursive_doubling"),
         _reduced(FLOATS, op=_added(True), algorithm="recursive_doubling"),
-        r"called all_reduce\(op=mine of the caller's, not commutative\), ",
+        r"called all_reduce\(op=mine, user-defined, not commutative\), ",
     ),
     Mistake(
         "another collective",

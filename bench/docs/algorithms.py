@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bench.docs.formulas import readable
-from bench.docs.pictures import MOST_MESSAGES, num_messages, picture
+from bench.docs.pictures import MAX_MESSAGES, num_messages, picture
 from bench.docs.sections import table
 from collectives import Communicator, algorithms
 from collectives.algorithms import Algorithm
@@ -215,7 +215,7 @@ def drawing(entry: Algorithm) -> str | None:
     """The picture of its example; None where it would have too many arrows."""
     size, root, options = example(entry)
     schedules = [entry.schedule(rank, size, root, **options) for rank in range(size)]
-    if not 0 < num_messages(schedules) <= MOST_MESSAGES:
+    if not 0 < num_messages(schedules) <= MAX_MESSAGES:
         return None
     return picture(schedules, f"{entry.label} on {size} ranks")
 

@@ -158,6 +158,8 @@ def signature(name: str, value: Any) -> str:
     except (TypeError, ValueError):
         return f"{name}(...)"
     kept = [each for each in found.parameters.values() if each.name not in ("self", "cls")]
+    if inspect.isclass(value) and [each.name for each in kept] == ["args", "kwargs"]:
+        kept = []  # a protocol has this signature until its first object is made
     words = str(found.replace(parameters=kept)).replace("'", "").replace(" -> Any", "")
     words = re.sub(r"<(?:function|class) ?([\w.]*\.)?(\w+)(?: at 0x\w+)?>", r"\2", words)
     line = f"{name}{words}"

@@ -9,7 +9,7 @@ from collectives.schedule import Schedule, incoming
 
 _WIDE, _HIGH, _LEFT, _TOP = 110, 46, 64, 34  # of a round and a rank, and around them
 _PLAIN, _COMBINED = "#3b5b92", "#b3542d"
-MOST_MESSAGES = 48  # of a picture: more are no longer seen
+MAX_MESSAGES = 48  # of a picture: more are no longer seen
 
 
 def num_messages(schedules: Sequence[Schedule]) -> int:

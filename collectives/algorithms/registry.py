@@ -34,10 +34,10 @@ Ranks = Literal["any", "even", "power of two", "multiple of per_host"]
 Function = TypeVar("Function", bound=Callable[..., Iterator[Round]])
 
 # What is refused because it is too large, or would never end.
-MOST_OPTION = 2**16  # the greatest value of an option
-MOST_PIECES = 2**20  # of a vector, or of a block
-MOST_ROUNDS = 2**18  # of a schedule
-MOST_PROVED = 2**20  # operations and their blocks, of all ranks: some ten seconds of proof
+MAX_OPTION = 2**16  # the greatest value of an option
+MAX_PIECES = 2**20  # of a vector, or of a block
+MAX_ROUNDS = 2**18  # of a schedule
+MAX_PROVED = 2**20  # operations and their blocks, of all ranks: some ten seconds of proof
 
 # How formulas call the options.
 SYMBOLS = {"segments": "N", "radix": "r", "outstanding": "m", "chains": "c", "per_host": "g"}
@@ -159,8 +159,8 @@ def _num_pieces(label: str, pieces: Formula, size: int, options: Mapping[str, in
     number = pieces(p=size, **options)
     if not isinstance(number, int) or number < 1:
         raise ValueError(f"{label} cuts into {number} pieces")
-    if number > MOST_PIECES:
-        raise ValueError(f"{label} cuts into more than {MOST_PIECES} pieces on {size} rank(s)")
+    if number > MAX_PIECES:
+        raise ValueError(f"{label} cuts into more than {MAX_PIECES} pieces on {size} rank(s)")
     return number
 
 
@@ -174,9 +174,9 @@ def _num_steps(operations: object) -> int:
 
 def _listed(label: str, rounds: Iterator[Round]) -> Schedule:
     """All rounds.  ValueError if there are too many, as of a function that yields for ever."""
-    schedule = list(islice(rounds, MOST_ROUNDS + 1))
-    if len(schedule) > MOST_ROUNDS:
-        raise ValueError(f"{label} has more than {MOST_ROUNDS} rounds")
+    schedule = list(islice(rounds, MAX_ROUNDS + 1))
+    if len(schedule) > MAX_ROUNDS:
+        raise ValueError(f"{label} has more than {MAX_ROUNDS} rounds")
     return schedule
 
 
@@ -321,11 +321,11 @@ class Algorithm:
         """Raise ValueError for schedules of too many operations."""
         num_steps = size * self.case(size, root, **options).num_pieces
         for rank in range(size):
-            if num_steps <= MOST_PROVED:
+            if num_steps <= MAX_PROVED:
                 num_steps += sum(map(_num_steps, self._rounds(rank, size, root, options)))
-        if num_steps > MOST_PROVED:
+        if num_steps > MAX_PROVED:
             raise ValueError(
-                f"{self.label} on {size} ranks with {dict(options)} has more than {MOST_PROVED} "
+                f"{self.label} on {size} ranks with {dict(options)} has more than {MAX_PROVED} "
                 "operations on blocks, too many to prove it before it is used"
             )
 
@@ -359,8 +359,8 @@ class Algorithm:
                 raise ValueError(f"{self.label}: {name} must be an int, not {value!r}")
             if value < least:
                 raise ValueError(f"{self.label}: {name} is at least {least}, got {value}")
-            if value > MOST_OPTION:
-                raise ValueError(f"{self.label}: {name} is at most {MOST_OPTION}, got {value}")
+            if value > MAX_OPTION:
+                raise ValueError(f"{self.label}: {name} is at most {MAX_OPTION}, got {value}")
 
 
 REGISTRY: dict[str, dict[str, Algorithm]] = {collective: {} for collective in SPECS}

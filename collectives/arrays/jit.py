@@ -29,14 +29,14 @@ _compiled: dict[object, Any] = {}  # numba's objects; the code lives as long as 
 _said: set[str] = set()  # what is logged as a warning the first time only
 
 
-def why_not() -> str | None:
+def why_unavailable() -> str | None:
     """Why nothing can be compiled here, in a few words; None if it can."""
     with _one_thread:
-        return _why_not()
+        return _why_unavailable()
 
 
 @cache
-def _why_not() -> str | None:
+def _why_unavailable() -> str | None:
     try:
         import numba  # noqa: PLC0415 - takes a quarter of a second
         from numba.core import caching, ccallback, sigutils  # noqa: F401, PLC0415
@@ -52,7 +52,7 @@ def function(py_function: Callable[..., Any], signature: str) -> Callable[..., A
 
     Its closure may hold numbers and strings only.  It is compiled anew when its own file changes,
     or numba, but not when a file changes whose compiled functions it calls.  Raises RuntimeError
-    if `why_not()` gives a reason.
+    if `why_unavailable()` gives a reason.
     """
 
     def make() -> Any:
@@ -96,7 +96,7 @@ def _once(kind: str, py_function: Any, signature: str, make: Callable[[], Any]) 
     key = kind, py_function.__code__, repr(closure), signature
     with _one_thread:
         if key not in _compiled:
-            if reason := _why_not():
+            if reason := _why_unavailable():
                 raise RuntimeError(f"{name} cannot be compiled: {reason}")
             _compiled[key] = make()
         return _compiled[key]

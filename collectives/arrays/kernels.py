@@ -92,7 +92,7 @@ def numpys(name: str) -> Callable[..., object]:
 
 def _is_served(dtype: np.dtype[Any]) -> bool:
     """Whether elements of this dtype can be loaded; those of `long double`, for one, cannot."""
-    if jit.why_not() is not None or not dtype.isnative:
+    if jit.why_unavailable() is not None or not dtype.isnative:
         return False
     from collectives.arrays import loops  # noqa: PLC0415 - imports numba
 

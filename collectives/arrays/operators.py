@@ -92,7 +92,7 @@ def _into_out(function: Callable[[Array, Array], Array], name: str) -> BinaryFun
 
     def combine(left: Array, right: Array, out: Array, /) -> None:
         result = function(left, right)
-        found, wanted = (_likeness(x, f"what op {name!r} returns") for x in (result, left))
+        found, wanted = (_kind_dtype_shape(x, f"what op {name!r} returns") for x in (result, left))
         if found != wanted:
             form = "{} {} of shape {}".format
             raise TypeError(f"op {name!r} returns {form(*found)} for two {form(*wanted)}")
@@ -101,7 +101,7 @@ def _into_out(function: Callable[[Array, Array], Array], name: str) -> BinaryFun
     return combine
 
 
-def _likeness(x: Array, what: str) -> tuple[str, np.dtype[Any], tuple[int, ...]]:
+def _kind_dtype_shape(x: Array, what: str) -> tuple[str, np.dtype[Any], tuple[int, ...]]:
     """Kind, dtype and shape of an array.  Raises TypeError for what is none."""
     return backend_of(x, what).name, x.dtype, tuple(x.shape)
 

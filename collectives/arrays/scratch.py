@@ -6,7 +6,7 @@ import numpy as np
 
 from collectives.arrays.backends import Array, Bytes
 
-MOST_BYTES = 64 * 2**20  # that wait for somebody to take them
+MAX_BYTES = 64 * 2**20  # that wait for somebody to take them
 _UNIT = 4096  # bytes; sizes are rounded up to a power of two of these
 
 
@@ -36,7 +36,7 @@ class ScratchPool:
             memory = memory.base
         self._free.insert(0, memory)
         self.num_bytes += memory.size
-        while self.num_bytes > MOST_BYTES:
+        while self.num_bytes > MAX_BYTES:
             self.num_bytes -= self._free.pop().size
 
 

@@ -24,8 +24,8 @@ from collectives.runtime import (
     all_gather_integers,
     broadcast_bytes,
     gather_bytes,
-    meet,
     runs_by,
+    subgroup_barrier,
 )
 from collectives.schedule import SPECS
 from collectives.selection import Decisions, Explanation, explain
@@ -81,8 +81,8 @@ class Communicator(Collectives, PointToPoint):
 
         Each is a dict: `members` (ranks of the job), `call` (its number), `collective`,
         `algorithm`, `bytes` (that this rank sends in it), `seconds_ago` (that it began), and
-        `state`: "complete", "failed" or "under way".  A call under way also has `round`, `among`
-        (the number of rounds) and `waiting_for` (the messages that are not complete).
+        `state`: "complete", "failed" or "under way".  A call under way also has `round`,
+        `num_rounds` and `waiting_for` (the messages that are not complete).
         """
         return self._session.transport.flight.calls()
 
@@ -132,7 +132,7 @@ class Communicator(Collectives, PointToPoint):
             raise ValueError(f"ranks names a rank twice: {members}")
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} asks for a subgroup it is not in: {members}")
-        meet(self._session, members, limit)
+        subgroup_barrier(self._session, members, limit)
         make = partial(self._session.transport.subgroup, members)
         transport = self._session.made_by_engine("subgroup", make, deadline)
         return Communicator(self._session.child(transport, members))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from collectives.arrays import validation
 from collectives.communicator.communicator import Communicator
 from collectives.diagnostics import FlightRecorder
-from collectives.engines import InprocTransport, ProgressThread, run_threads, the_thread
+from collectives.engines import ProgressThread, ThreadTransport, run_threads, shared_progress_thread
 from collectives.runtime import Mode, Session
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def wrap(
     if progress is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError("progress='thread' needs MPI_THREAD_MULTIPLE; this MPI started without")
     limit, mode = validation.seconds(timeout), mode_of(check)
-    thread = None if progress is None else the_thread()
+    thread = None if progress is None else shared_progress_thread()
     return adopt(comm.Idup(), timeout=limit, thread=thread, mode=mode)
 
 
@@ -144,7 +144,7 @@ def run(
     if not callable(fn):
         raise TypeError(f"fn must be a function of a communicator, not {fn!r}")
 
-    def body(transport: InprocTransport) -> Result:
+    def body(transport: ThreadTransport) -> Result:
         return fn(Communicator(Session(transport, check=mode)))
 
     return run_threads(body, num_ranks, limit)

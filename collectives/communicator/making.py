@@ -9,11 +9,11 @@ from collectives.arrays import Arrays, validation
 from collectives.communicator.prepare import Caller, Deferred, Ready
 from collectives.programs import CallSpec
 from collectives.runtime import (
+    CallId,
     FastPlans,
     Plan,
     Session,
     Steps,
-    Turn,
     cached,
     can_cache,
     ends_of,
@@ -85,17 +85,17 @@ class Calling:
         options: Options,
         prepared: Ready | Deferred,
         key: tuple[Any, ...] | None,
-        turn: Turn,
+        call_id: CallId,
     ) -> Steps:
         """All the runs of a call."""
-        ready = prepared if isinstance(prepared, Ready) else (yield from prepared(turn))
-        session, spec = self.session, spec_of(self.session, options, ready, turn.is_blocking)
+        ready = prepared if isinstance(prepared, Ready) else (yield from prepared(call_id))
+        session, spec = self.session, spec_of(self.session, options, ready, call_id.is_blocking)
         if not isinstance(prepared, Ready):
             key = None
         if key is not None and can_cache(session, key, spec, ready.arrays):
-            yield from cached(session, key, spec, ready.arrays, turn, ready.untouched)
+            yield from cached(session, key, spec, ready.arrays, call_id, ready.unwritten_out)
         else:
-            yield from session.perform(spec, ready.arrays, turn)
+            yield from session.perform(spec, ready.arrays, call_id)
         return ready.result
 
     def make_message(
@@ -132,14 +132,14 @@ class Planning:
         options: Options,
         prepared: Ready | Deferred,
         key: tuple[Any, ...] | None,
-        turn: Turn,
+        call_id: CallId,
     ) -> Steps:
         """The plan, after what is needed to know of it."""
-        ready = prepared if isinstance(prepared, Ready) else (yield from prepared(turn))
+        ready = prepared if isinstance(prepared, Ready) else (yield from prepared(call_id))
         spec = spec_of(self.session, options, ready, is_blocking=False)
-        if not isinstance(prepared, Ready) or ready.untouched is not None:
+        if not isinstance(prepared, Ready) or ready.unwritten_out is not None:
             key = None
-        return make_plan(self.session, spec, ready.arrays, ready.result, turn, key)
+        return make_plan(self.session, spec, ready.arrays, ready.result, call_id, key)
 
     def make_message(
         self, options: Options, arrays: Arrays, tag: int, dest: int | None, source: int | None

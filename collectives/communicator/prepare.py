@@ -22,14 +22,14 @@ from collectives.arrays import (
 )
 from collectives.programs import Counts
 from collectives.runtime import (
+    CallId,
     Header,
     Run,
     Session,
     Steps,
-    Turn,
     broadcast_header,
+    fields_with_header,
     gather_table,
-    told_with_header,
 )
 from collectives.schedule import even
 
@@ -40,7 +40,7 @@ class Ready(NamedTuple):
     """A call whose arguments are checked and whose arrays are known.
 
     `counts`: see `compile_lane`.  `result`: what the call returns.  `has_out`: whether the caller
-    gave an array for the result.  `untouched`: such an array, if it is checked but not written.
+    gave an array for the result.  `unwritten_out`: such an array, if it is checked but not written.
     """
 
     arrays: Arrays
@@ -49,10 +49,10 @@ class Ready(NamedTuple):
     has_out: bool
     root: int = 0
     op: Operator | None = None
-    untouched: Array | None = None
+    unwritten_out: Array | None = None
 
 
-Deferred = Callable[[Turn], Generator[Run, None, Ready]]
+Deferred = Callable[[CallId], Generator[Run, None, Ready]]
 """A call of which a rank knows too little before something is sent: a header, or counts."""
 
 
@@ -98,8 +98,8 @@ def _broadcast_root(caller: Caller, x: object, out: Array | None, root: int) -> 
         return Ready(Arrays(backend, source, target), int(source.size), out, True, root)
     head = Header(backend.kind, source.dtype, tuple(source.shape))
 
-    def after_header(turn: Turn) -> Generator[Run, None, Ready]:
-        yield from _header(caller, "broadcast", head, root, 0, turn, source)
+    def after_header(call_id: CallId) -> Generator[Run, None, Ready]:
+        yield from _header(caller, "broadcast", head, root, 0, call_id, source)
         return Ready(Arrays(backend, source, source), int(source.size), x, False, root)
 
     return after_header
@@ -113,8 +113,8 @@ def _broadcast_other(caller: Caller, x: object, out: Array | None, root: int) ->
     given = None if x is None else validation.writable(x, "x")
     like = None if given is None else given[1]
 
-    def after_header(turn: Turn) -> Generator[Run, None, Ready]:
-        head = yield from _header(caller, "broadcast", None, root, 0, turn, like)
+    def after_header(call_id: CallId) -> Generator[Run, None, Ready]:
+        head = yield from _header(caller, "broadcast", None, root, 0, call_id, like)
         arrays = _new(head, head.shape) if given is None else Arrays(given[0], None, given[1])
         target: Array = arrays.target
         if target.dtype != head.dtype or tuple(target.shape) != head.shape:
@@ -160,8 +160,8 @@ def _scatter_root(
         return ready
     head = Header(backend.kind, source.dtype, tuple(source.shape), numbers)
 
-    def after_header(turn: Turn) -> Generator[Run, None, Ready]:
-        yield from _header(caller, "scatter", head, root, caller.size, turn, source, numbers)
+    def after_header(call_id: CallId) -> Generator[Run, None, Ready]:
+        yield from _header(caller, "scatter", head, root, caller.size, call_id, source, numbers)
         return ready
 
     return after_header
@@ -180,8 +180,8 @@ def _scatter_other(
         elements = _elements(numbers, target)
         return Ready(Arrays(backend, None, target), elements, target, True, root)
 
-    def after_header(turn: Turn) -> Generator[Run, None, Ready]:
-        head = yield from _header(caller, "scatter", None, root, caller.size, turn, None, counts)
+    def after_header(call_id: CallId) -> Generator[Run, None, Ready]:
+        head = yield from _header(caller, "scatter", None, root, caller.size, call_id, None, counts)
         if counts is not None and counts != head.counts:
             raise ValueError(f"counts is {counts} here and {head.counts} at the root")
         arrays = _new(head, (head.counts[caller.rank], *head.shape[1:]))
@@ -244,14 +244,14 @@ def reduction(
 ) -> Ready:
     """A reduction of whole vectors.  `has_result`: whether this rank gets the result."""
     backend, source = caller.readable(x)
-    target = untouched = None
+    target = unwritten_out = None
     if has_result or out is not None:
         target = validation.result(out, backend, tuple(source.shape), source.dtype)
     if not has_result:
-        target, untouched = None, target
+        target, unwritten_out = None, target
     combine = _checked_operator(collective, op, backend, source)
     arrays = Arrays(backend, source, target)
-    return Ready(arrays, int(source.size), target, out is not None, root, combine, untouched)
+    return Ready(arrays, int(source.size), target, out is not None, root, combine, unwritten_out)
 
 
 def reduce_scatter(
@@ -319,11 +319,11 @@ def _after_counts(
     source: Array,
     out: Array | None,
     own: Sequence[int],
-    turn: Turn,
+    call_id: CallId,
 ) -> Generator[Run, None, Ready]:
     """An all-to-all whose ranks exchange their counts first."""
     fields = {"collective": "all_to_all"}
-    exchanged = yield from gather_table(caller.session, own, "counts", turn, fields=fields)
+    exchanged = yield from gather_table(caller.session, own, "counts", call_id, fields=fields)
     table = tuple(tuple(row) for row in exchanged.tolist())
     return _exchanged(caller, backend, source, out, table)
 
@@ -374,13 +374,13 @@ def _header(
     head: Header | None,
     root: int,
     num_counts: int,
-    turn: Turn,
+    call_id: CallId,
     like: Array | None = None,
     counts: Sequence[int] | None = None,
 ) -> Steps:
     """The root's header, on every rank.  `like` and `counts`: what this rank expects."""
-    fields = told_with_header(collective, like, counts)
-    return broadcast_header(caller.session, head, root, num_counts, turn, fields)
+    fields = fields_with_header(collective, like, counts)
+    return broadcast_header(caller.session, head, root, num_counts, call_id, fields)
 
 
 def _new(head: Header, shape: tuple[int, ...]) -> Arrays:

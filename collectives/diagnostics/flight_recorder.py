@@ -28,7 +28,7 @@ NUM_CALLS = 256
 WORDS = 4  # of an entry
 UNDER_WAY, COMPLETE, FAILED = 1, 2, 3  # states of a call
 _STATES = {UNDER_WAY: "under way", COMPLETE: "complete", FAILED: "failed"}
-_NUM_OVER = 16  # communicators that were freed, whose calls are still known
+_MAX_FREED_LOGS = 16  # communicators that were freed, whose calls are still known
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
@@ -51,7 +51,7 @@ class Position(NamedTuple):
     """Where a run stands: in which round, of how many (in words), and what that waits for."""
 
     round: int
-    among: str
+    num_rounds: str
     waiting_for: list[Waiting]
 
 
@@ -83,7 +83,7 @@ class CallLog:
         self._runs: dict[int, tuple[Describe, ReferenceType[Run]]] = {}
         self._next_key, self._most_runs = 0, 2 * NUM_CALLS
 
-    def introduce(self, describe: Describe, run: Run) -> int:
+    def register_run(self, describe: Describe, run: Run) -> int:
         """The number that stands for a program in the entries.  The log keeps no run alive."""
         if len(self._runs) >= self._most_runs:
             self._forget()
@@ -100,14 +100,14 @@ class CallLog:
                 del self._runs[key]
         self._most_runs = len(self._runs) + 2 * NUM_CALLS
 
-    def enter(self, key: int, number: int) -> int:
+    def begin_entry(self, key: int, number: int) -> int:
         """A run has begun; where its entry is."""
         at = int(self.words[0]) % NUM_CALLS
         self.words[0] += 1
         self._entries[at] = key, number, time.perf_counter_ns(), UNDER_WAY
         return at
 
-    def leave(self, at: int, key: int, number: int, state: int) -> None:
+    def end_entry(self, at: int, key: int, number: int, state: int) -> None:
         """A run is over, unless its entry has gone to another since."""
         if self._entries[at, 0] == key and self._entries[at, 1] == number:
             self._entries[at, 3] = state
@@ -136,7 +136,7 @@ class FlightRecorder:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.logs: list[CallLog] = []
-        self._over: deque[CallLog] = deque(maxlen=_NUM_OVER)
+        self._freed_logs: deque[CallLog] = deque(maxlen=_MAX_FREED_LOGS)
         self.directory: Path | None = None
         self._thread = threading.get_ident()
 
@@ -149,12 +149,12 @@ class FlightRecorder:
         """A communicator was freed; its log stays until some others were."""
         if log in self.logs:
             self.logs.remove(log)
-            self._over.append(log)
+            self._freed_logs.append(log)
 
     def calls(self) -> list[dict[str, Any]]:
         """The last calls, the latest at the end."""
         now = time.perf_counter_ns()
-        found = [each for log in (*self._over, *self.logs) for each in log.calls(now)]
+        found = [each for log in (*self._freed_logs, *self.logs) for each in log.calls(now)]
         found.sort(key=itemgetter(0))
         return [call for _, call in found[-NUM_CALLS:]]
 

@@ -144,7 +144,7 @@ _CALL: Fields = {
 }
 _UNDER_WAY: Fields = {
     "round": (_is_number, "a number"),
-    "among": (_is_text, "a text"),
+    "num_rounds": (_is_text, "a text"),
     "waiting_for": (_are_waits, "a list of ranks and directions"),
 }
 
@@ -247,7 +247,7 @@ def _state(name: str, members: Sequence[int], calls: Mapping[str, Call], dump: D
         f"for a message from rank {members[peer]}" if is_receive else f"for rank {members[peer]}"
         for peer, is_receive in call["waiting_for"]
     ]
-    where = f"round {call['round']} of {call['among']}"
+    where = f"round {call['round']} of {call['num_rounds']}"
     waiting = f"waits in {where} {' and '.join(waits)}" if waits else f"works in {where}"
     return f"{waiting}, since {call['seconds_ago']:.3g} s; {_at(dump)}"
 

@@ -127,8 +127,8 @@ class Entry(NamedTuple):
                 segments,
             )
 
-    def told(self) -> list[Any]:
-        """The same for another rank, as JSON has it; `_heard` reads it."""
+    def to_json(self) -> list[Any]:
+        """The same for another rank, as JSON has it; `_from_json` reads it."""
         call, ranks = self.call, self.call.ranks
         sent = call.sent
         if ranks is not None:
@@ -137,7 +137,7 @@ class Entry(NamedTuple):
         return [what, call.numbered(self.number), *self[1:]]
 
 
-def _heard(what: list[Any], number_in_words: str, *run: Any) -> list[Any]:
+def _from_json(what: list[Any], number_in_words: str, *run: Any) -> list[Any]:
     """An entry of another rank, from what that has told of it."""
     collective, algorithm, sent, src = what
     messages = tuple(tuple(message) for message in sent)
@@ -217,11 +217,11 @@ class Ledger:
         """
         if self._collect is None:
             raise ValueError("only a ledger made by `record` can be gathered, and only once")
-        parts = self._collect(json.dumps([entry.told() for entry in self.entries]).encode())
+        parts = self._collect(json.dumps([entry.to_json() for entry in self.entries]).encode())
         if parts is None:
             return None
         whole = Ledger(self.rank, self.size)
-        whole.entered = [_heard(*entry) for part in parts for entry in json.loads(part)]
+        whole.entered = [_from_json(*entry) for part in parts for entry in json.loads(part)]
         return whole
 
     def to_csv(self, path: str | Path) -> None:

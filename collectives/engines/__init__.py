@@ -1,31 +1,31 @@
-"""Engines: how the rows of a program are run and how messages travel; no collective, no algorithm.
+"""Engines: how the rows of a program run and how messages travel; no collective, no algorithm.
 
-`executor` and `compiled` run over MPI, `interpreter` for threads and operators in Python, `staging`
-for GPUs.
+`executor` and `compiled` run programs over MPI; `interpreter` serves threads and operators written
+in Python; `staging` serves GPUs.
 """
 
-from collectives.engines.progress import ProgressThread, the_thread
-from collectives.engines.threads import InprocTransport, run_threads
+from collectives.engines.progress import ProgressThread, shared_progress_thread
+from collectives.engines.threads import ThreadTransport, run_threads
 from collectives.engines.transport import (
     Action,
     Execution,
     Operands,
     Reusable,
     Transport,
+    call_all,
     deadline_in,
-    do,
 )
 
 __all__ = [
     "Action",
     "Execution",
-    "InprocTransport",
     "Operands",
     "ProgressThread",
     "Reusable",
+    "ThreadTransport",
     "Transport",
+    "call_all",
     "deadline_in",
-    "do",
     "run_threads",
-    "the_thread",
+    "shared_progress_thread",
 ]

@@ -1,7 +1,6 @@
-"""Executions on host memory over MPI that the compiled loop of `executor.py` runs.
+"""Executions on host memory over MPI, which the compiled loop of `executor.py` runs.
 
-This file fills the blocks of words on which the loop works, and says in Python what the loop
-answers in numbers.
+This file fills the blocks of words on which the loop works, and translates its results into Python.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from collectives.arrays import Array, jit, kernels
 from collectives.diagnostics import CallLog, Waiting
 from collectives.engines.interpreter import Memory
-from collectives.engines.mpi_errors import Failed, called_off, explained, request_of
+from collectives.engines.mpi_errors import Failed, cancel_all, request_of, translate_message_error
 from collectives.engines.transport import Operands, wrong_length
 from collectives.errors import CollectiveMismatch
 from collectives.programs import Kind, Program
@@ -30,11 +29,11 @@ _DATA_FIELD = 16  # of NumPy's array objects; `executor.DATA_FIELD`
 
 _FUNCTIONS = ("MPI_Irecv", "MPI_Isend", "MPI_Testall", "MPI_Get_count")
 _SPINS, _SPINS_WHERE_CROWDED = 2000, 4  # polls before a waiting rank offers its processor
-_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # of Open MPI's and MPICH's mpirun
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # set by Open MPI and MPICH
 
 
 class Loop(NamedTuple):
-    """The compiled functions, see `executor.py`."""
+    """The compiled functions; see `executor.py`."""
 
     advance: Callable[[int, int], int]
     run: Callable[[int, int, int, int], int]
@@ -42,20 +41,20 @@ class Loop(NamedTuple):
 
 
 @cache
-def why_not() -> str | None:
-    """Why programs cannot be run by the compiled loop, in words; None if they can."""
-    if (reason := jit.why_not()) is not None:
+def why_unavailable() -> str | None:
+    """The reason, as text, why the compiled loop cannot run programs; None if it can."""
+    if (reason := jit.why_unavailable()) is not None:
         return reason
     try:
         _addresses()
     except (AttributeError, OSError) as error:
-        return f"this MPI gives no addresses of its functions: {error}"
-    return None if _knows_arrays() else "NumPy lays out its arrays in another way"
+        return f"the addresses of this MPI's functions cannot be found: {error}"
+    return None if _knows_arrays() else "this NumPy has another layout of array objects"
 
 
 @cache
 def loop() -> Loop:
-    """The functions, compiled or loaded when they are first needed."""
+    """The compiled functions, which are compiled or loaded at first use."""
     from collectives.engines import executor  # noqa: PLC0415 - it imports numba
 
     return Loop(
@@ -67,8 +66,8 @@ def loop() -> Loop:
 
 @cache
 def _addresses() -> list[int]:
-    """Where the MPI library of this process has the functions that the loop calls."""
-    library = ctypes.CDLL(MPI.__file__)  # and what it was linked to
+    """The addresses of the functions that the loop calls, in this process's MPI and C libraries."""
+    library = ctypes.CDLL(MPI.__file__)  # and the MPI library that it is linked to
     functions = [getattr(library, name) for name in _FUNCTIONS]
     c_library = ctypes.CDLL(None)
     functions += [c_library.clock_gettime, c_library.sched_yield]
@@ -76,7 +75,7 @@ def _addresses() -> list[int]:
 
 
 def _knows_arrays() -> bool:
-    """Whether the fields of an array object are where the compiled code looks for them."""
+    """Whether the fields of an array object have the offsets that the compiled code uses."""
     from collectives.engines import executor  # noqa: PLC0415
 
     array = np.zeros((3, 5), np.float32)
@@ -96,7 +95,7 @@ def _knows_arrays() -> bool:
 
 
 def _handle(handle: Any) -> int:
-    """What MPI calls a communicator or datatype: a pointer or an integer."""
+    """MPI's handle of a communicator or datatype: a pointer or an integer."""
     size = MPI._sizeof(type(handle))
     return int.from_bytes(ctypes.string_at(MPI._addressof(handle), size), "little", signed=size < 8)
 
@@ -109,7 +108,7 @@ def _is_crowded() -> bool:
 
 
 class Port:
-    """What executions on one communicator have in common."""
+    """The data that all executions on one communicator share."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         from collectives.engines import executor  # noqa: PLC0415
@@ -126,29 +125,35 @@ class Port:
 
 
 class CompiledExecution:
-    """An execution whose state the compiled loop works on."""
+    """An execution whose state is a block of words for the compiled loop."""
 
     def __init__(self, port: Port, program: Program, operands: Operands, tag: int) -> None:
         self._port, self._names, self.program, self.loop = port, port.names, program, port.loop
-        self._begun: int | None = None  # what `loop.run` has answered and Python has to see to
+        self._pending_answer: int | None = (
+            None  # the answer of `loop.run` that Python has to handle
+        )
         self._dtypes: list[np.dtype[Any] | None] = [None, None]  # of the arrays that are accepted
         self._operands: Operands | None = operands
-        self._scratch: Array | None = None  # of an execution that compiled code begins
+        self._scratch: Array | None = None  # kept while compiled code may start a run
         # One block of memory: the words of the state, then those of each slot.
         num_words, num_slots = self._names.NUM_STATE_WORDS, max(program.num_slots, 1)
         expected, statuses = num_words, num_words + num_slots
         requests = statuses + num_slots * -(-MPI._sizeof(MPI.Status) // 8)
         memory = np.zeros(requests + num_slots, np.int64)
         self.state, self._expected = memory[:num_words], memory[expected:statuses]
-        self.at = address(memory)
-        self._statuses_at = self.at + 8 * statuses
+        self.state_address = address(memory)
+        self._statuses_at = self.state_address + 8 * statuses
         handles = memory[requests:].view(np.uint8)[: num_slots * port.no_request.size]
         self._requests = handles.reshape(num_slots, -1)
         self._requests[:] = port.no_request
         dtype = operands.output.dtype
         words = (  # in the order of their names in `executor.py`
             *(address(port.words), address(program.rows), len(program.rows), 0),
-            *(self.at + 8 * requests, self._statuses_at, self.at + 8 * expected),
+            *(
+                self.state_address + 8 * requests,
+                self._statuses_at,
+                self.state_address + 8 * expected,
+            ),
             *(tag, address(operands.input), address(operands.output), address(operands.scratch)),
             *(kernel_of(operands.function, dtype), kernels.divide(dtype) or 0),
             *(operands.divisor, program.itemsize),
@@ -156,19 +161,19 @@ class CompiledExecution:
         self.state[: len(words)] = words
 
     def attach(self, operands: Operands, tag: int) -> None:
-        """Let the next run be on these arrays and have this tag."""
+        """Set the arrays and the tag of the next run."""
         names, self._operands = self._names, operands
         places = address(operands.input), address(operands.output), address(operands.scratch)
         self.state[names.TAG : names.SCRATCH_AT + 1] = tag, *places
 
-    def let_go(self) -> Operands | None:
-        """The arrays, which are the caller's again; the next run has others."""
+    def detach(self) -> Operands | None:
+        """Return the arrays to the caller; the next run has others."""
         operands, self._operands = self._operands, None
         return operands
 
-    # Runs on other arrays, which compiled code begins
+    # Runs on other arrays, which compiled code starts
 
-    def accept(
+    def make_reusable(
         self,
         log: CallLog,
         key: int,
@@ -177,7 +182,7 @@ class CompiledExecution:
         target: Array | None,
         tags: range = range(0),
     ) -> None:
-        """See `Reusable.accept`."""
+        """See `Reusable.make_reusable`."""
         assert self._operands is not None
         names, state, self._scratch = self._names, self.state, self._operands.scratch
         self._counter, self._log = counter, log.words
@@ -192,8 +197,8 @@ class CompiledExecution:
                 form = True, id(array.dtype), array.nbytes, array.ndim, *array.shape
                 state[first : first + len(form)] = form
 
-    def accepts_now(self, source: Array | None, target: Array | None) -> bool:
-        """Whether arrays may not have fitted because a dtype, an equal one, is another object."""
+    def update_dtypes(self, source: Array | None, target: Array | None) -> bool:
+        """See `Reusable.update_dtypes`."""
         has_changed, forms = False, (self._names.INPUT_FORM, self._names.OUTPUT_FORM)
         for which, array in enumerate((source, target)):
             if _is_equal_but_other(array, self._dtypes[which]):
@@ -202,100 +207,100 @@ class CompiledExecution:
         return has_changed
 
     @property
-    def reads(self) -> bool:
+    def reads_input(self) -> bool:
         """Whether runs need an input."""
         return bool(self.state[self._names.INPUT_FORM])
 
-    def accept_like(self, other: CompiledExecution, key: int) -> None:
-        """The same arrays and numbers as another execution of the same program."""
+    def make_reusable_like(self, other: CompiledExecution, key: int) -> None:
+        """Serve the same kinds of arrays, with the same counter, as another execution."""
         first = self._names.KEY
         self.state[first:] = other.state[first:]
         self._counter, self._log, self._dtypes = other._counter, other._log, list(other._dtypes)
         self._scratch = None if self._operands is None else self._operands.scratch
         self.state[first] = key
 
-    def accept_plan(self, key: int, counter: Words, tag: int) -> None:
-        """See `Reusable.accept_plan`."""
+    def reuse_for_plan(self, key: int, counter: Words, tag: int) -> None:
+        """See `Reusable.reuse_for_plan`."""
         names, self._counter = self._names, counter
         self.state[names.KEY], self.state[names.COUNTER] = key, address(counter)
         self.state[names.TAG] = tag
 
-    def place(self, source: Array | None, target: Array | None) -> None:
-        """Let the next run, which Python begins, be on these arrays."""
+    def set_arrays(self, source: Array | None, target: Array | None) -> None:
+        """Set the arrays of the next run, which Python starts."""
         names = self._names
         self.state[names.INPUT_AT] = 0 if source is None else address(source)
         self.state[names.OUTPUT_AT] = 0 if target is None else address(target)
 
-    def take_tag(self, number: int) -> None:
-        """Let the next run, which Python begins, have the tag that goes with its number."""
+    def set_tag(self, run_number: int) -> None:
+        """Set the tag of the next run, which Python starts, from its number."""
         names = self._names
         first, num_tags = self.state[names.FIRST_TAG], self.state[names.NUM_TAGS]
-        self.state[names.TAG] = first + number % num_tags
+        self.state[names.TAG] = first + run_number % num_tags
 
     @property
     def tag(self) -> int:
-        """That of the run under way."""
+        """The tag of the current run."""
         return int(self.state[self._names.TAG])
 
-    def began(self, answer: int) -> bool:
-        """Go on after what `loop.run` has answered; False if it has not begun."""
+    def started(self, answer: int) -> bool:
+        """Continue after the answer of `loop.run`; return False if the run has not started."""
         names = self._names
-        self._begun = None if answer in (names.MISFIT, names.WAITING) else answer
+        self._pending_answer = None if answer in (names.MISFIT, names.WAITING) else answer
         return bool(answer != names.MISFIT)
 
     @property
-    def is_begun(self) -> bool:
-        """Whether a run that compiled code has begun is not complete."""
+    def is_running(self) -> bool:
+        """Whether a run that compiled code has started is not complete."""
         return bool(self.state[self._names.NUMBER])
 
     @property
-    def number(self) -> int:
-        """That of the run that compiled code has begun."""
+    def run_number(self) -> int:
+        """The number of the run that compiled code has started."""
         return int(self.state[self._names.NUMBER])
 
     @property
-    def entry(self) -> int:
-        """Where the log has it."""
+    def log_entry(self) -> int:
+        """The index of that run's entry in the log."""
         return int(self.state[self._names.ENTRY])
 
     @property
     def num_bytes(self) -> int:
-        """The memory that keeping it takes."""
+        """The memory that the idle execution needs, in bytes."""
         return int(self.program.rows.nbytes + self.program.num_scratch + 8192)
 
     @property
     def row(self) -> int:
-        """The row at which it stands."""
+        """The row that runs next."""
         return int(self.state[self._names.ROW])
 
     def restart(self) -> None:
-        """Begin again."""
+        """Go back to the first row."""
         self.state[self._names.ROW] = self.state[self._names.NUMBER] = 0
 
     def advance(self, seconds: float) -> bool:
         """See `Execution.advance`."""
-        answer, self._begun = self._begun, None
+        answer, self._pending_answer = self._pending_answer, None
         if answer is None:
-            answer = self.loop.advance(self.at, int(seconds * 1e9))
-        return not answer or self._see_to(answer, seconds)
+            answer = self.loop.advance(self.state_address, int(seconds * 1e9))
+        return not answer or self._run_python_rows(answer, seconds)
 
-    def _see_to(self, answer: int, seconds: float) -> bool:
-        """Do what compiled code cannot do, and go on; whether the program is complete."""
+    def _run_python_rows(self, answer: int, seconds: float) -> bool:
+        """Run rows that need Python, and continue; return whether the program is complete."""
         names = self._names
         while answer == names.PYTHON:
             self._combine()
             self.state[names.ROW] += 1
-            answer = self.loop.advance(self.at, int(seconds * 1e9))
+            answer = self.loop.advance(self.state_address, int(seconds * 1e9))
         if answer not in (names.DONE, names.WAITING):
             self._raise(answer)
         return bool(answer == names.DONE)
 
     def interrupt(self, is_wanted: bool) -> None:
-        """Let a wait that is under way in another thread end at once, or no more."""
+        """End a wait in another thread at once; with False, allow waits again."""
         self.state[self._names.INTERRUPT] = is_wanted
 
     def _combine(self) -> None:
-        """Do in Python what there is no kernel for."""
+        """Run a row for which there is no kernel."""
         assert self._operands is not None
         Memory(self._operands, self.program.itemsize).work(self.program.listed[self.row])
 
@@ -305,10 +310,10 @@ class CompiledExecution:
         if answer == names.WRONG_LENGTH:
             peer, expected = self._ends()[where][0], int(self._expected[where])
             raise CollectiveMismatch(wrong_length(me, peer, got, expected))
-        raise explained(MPI.Exception(error), me, self._failed())
+        raise translate_message_error(MPI.Exception(error), me, self._failed())
 
     def _failed(self) -> list[Failed]:
-        """The messages that MPI has ended with an error, as far as it says."""
+        """The messages of the failed row, with MPI's error codes."""
         row, ends = self.program.listed[self.row], self._ends()
         if row.kind != Kind.WAIT:
             return [Failed(row.peer, row.kind == Kind.RECEIVE, int(self.state[self._names.ERROR]))]
@@ -321,28 +326,23 @@ class CompiledExecution:
         return failed
 
     def _ends(self) -> dict[int, tuple[int, bool]]:
-        """The peer of what was last posted in each slot, and whether it is a receive."""
+        """The peer of the last message in each slot, and whether it is a receive."""
         posted = (row for row in self.program.listed[: self.row] if row.kind <= Kind.SEND)
         return {row.slot: (row.peer, row.kind == Kind.RECEIVE) for row in posted}
 
     def _posted(self) -> list[tuple[int, MPI.Request]]:
-        """The requests that are not complete, by slot."""
+        """The requests that are not complete, with their slots."""
         requests = [
             (slot, request_of(self._requests[slot])) for slot in range(self.program.num_slots)
         ]
         return [(slot, request) for slot, request in requests if request]
-
-    def posted_ends(self) -> list[tuple[int, bool]]:
-        """The peers of what is under way, and whether it is received."""
-        ends = self._ends()
-        return [ends[slot] for slot, _ in self._posted()]
 
     def position(self) -> tuple[int, list[Waiting]]:
         """See `Execution.position`."""
         rows, row = self.program.listed, self.row
         number = rows[row].round if row < len(rows) else self.program.num_rounds
         ends = self._ends()
-        # Not Test: it would take the status of a complete request away from the wait to come.
+        # `Test` would free a complete request, whose status the next wait needs.
         waiting = [
             Waiting(*ends[slot]) for slot, request in self._posted() if not request.Get_status()
         ]
@@ -353,24 +353,24 @@ class CompiledExecution:
         self.state[self._names.NUMBER] = 0
         ends, posted = self._ends(), self._posted()
         receives = [request for slot, request in posted if slot in ends and ends[slot][1]]
-        are_over = called_off([request for _, request in posted], receives)
-        if are_over:
+        are_done = cancel_all([request for _, request in posted], receives)
+        if are_done:
             self._requests[:] = self._port.no_request
-        return are_over
+        return are_done
 
 
 def _is_equal_but_other(array: Array | None, dtype: np.dtype[Any] | None) -> bool:
-    """Whether the dtype of an array is equal to another one, and not that object."""
+    """Whether the dtype of an array is equal to `dtype` but another object."""
     return array is not None and array.dtype is not dtype and bool(array.dtype == dtype)
 
 
 def kernel_of(function: Any, dtype: np.dtype[Any]) -> int:
-    """The address of what combines arrays of this dtype; 0 if only Python can."""
+    """The address of the kernel that combines arrays of this dtype; 0 if there is none."""
     return (kernels.combine(function, dtype) or 0) if isinstance(function, str) else 0
 
 
 def _shift(source: Array | None, target: Array | None, apart: int) -> int:
-    """By how many bytes the output begins behind the input if they share memory."""
+    """The offset in bytes of the output from the input if they overlap, else `apart`."""
     if source is None or target is None:
         return apart
     shift = address(target) - address(source)
@@ -378,5 +378,5 @@ def _shift(source: Array | None, target: Array | None, apart: int) -> int:
 
 
 def address(array: Array) -> int:
-    """Where the first byte of an array is.  Quicker than its own answer, see `why_not`."""
+    """The address of an array's first byte.  `_knows_arrays` checks this fast way to read it."""
     return _pointer_at(id(array) + _DATA_FIELD).value or 0

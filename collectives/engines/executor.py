@@ -1,12 +1,12 @@
 """The loop that runs programs on host memory over MPI, compiled by numba.
 
-It posts, polls, copies and combines without the interpreter and without its lock, and comes back to
-Python when the program is complete, when its time is spent, for an operator written in Python, or
-on an error.  It calls the MPI library that is loaded, and the kernels that combine, by address.
+It posts, polls, copies and combines without the interpreter and without its lock.  It returns to
+Python when the program is complete, at the time limit, for an operator written in Python, or after
+an error.  It calls the functions of the loaded MPI library, and the kernels, by address.
 
-Everything it works on is in blocks of 64-bit words, whose places have names below; `compiled.py`
-fills them.  All arguments of MPI's functions are passed as 64 bits: a callee reads as many as it
-declares, so one loop serves handles that are integers (MPICH) and pointers (Open MPI).
+All its data is in blocks of 64-bit words, whose indices have names below; `compiled.py` fills them.
+All arguments of MPI's functions are passed as 64 bits.  A callee reads as many bits as it declares,
+so one loop serves handles that are integers (MPICH) and pointers (Open MPI).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from collectives.programs import Kind, Row
 (IRECV, ISEND, TESTALL, GET_COUNT, CLOCK, YIELD, COMM, BYTE, REQUEST_BYTES, STATUS_BYTES,
  SPINS, NUM_PORT_WORDS) = range(12)  # fmt: skip
 
-# Words of a state, one for each execution.  First what is run, and on what:
+# Words of a state, one for each execution.  First the program and its arrays:
 (PORT, ROWS, NUM_ROWS, ROW, REQUESTS, STATUSES, EXPECTED, TAG, INPUT_AT, OUTPUT_AT, SCRATCH_AT,
  COMBINE, DIVIDE, DIVISOR, ITEMSIZE, INTERRUPT) = range(16)  # fmt: skip
-# what went wrong, and room for what MPI and the clock answer:
+# the error, and room for the results of MPI and the clock:
 ERROR, WHERE, GOT, FLAG, TIME = range(16, 21)  # TIME has two words
-# how runs are counted and logged:
+# the counter and the log of the runs:
 ENTRY, NUMBER, KEY, LOG, COUNTER, FIRST_TAG, NUM_TAGS = range(22, 29)
-# and which arrays may be run on (see `fits`): forms, and how far the output is behind the input.
+# and the arrays that fit (see `fits`): their forms, and the output's offset from the input.
 INPUT_FORM, OUTPUT_FORM, SHIFT, NUM_STATE_WORDS = 29, 41, 53, 54
 
-# Words of the form of an array: whether there is one, its dtype's address, its shape.
+# Words of the form of an array: whether it exists, its dtype's address, its shape.
 EXISTS, DTYPE, NUM_BYTES, NDIM, SHAPE = range(5)
-MOST_DIMENSIONS = 8
-assert OUTPUT_FORM - INPUT_FORM == SHIFT - OUTPUT_FORM == SHAPE + MOST_DIMENSIONS
+MAX_DIMENSIONS = 8
+assert OUTPUT_FORM - INPUT_FORM == SHIFT - OUTPUT_FORM == SHAPE + MAX_DIMENSIONS
 
-DONE, WAITING, PYTHON, MPI_ERROR, WRONG_LENGTH, MISFIT = range(6)  # what the loop answers
+DONE, WAITING, PYTHON, MPI_ERROR, WRONG_LENGTH, MISFIT = range(6)  # answers of the loop
 APART = -(2**62)  # the SHIFT of an output that shares no memory with the input
 
 # Fields of a NumPy array object, in bytes from its address (the C struct PyArrayObject_fields).
@@ -48,7 +48,7 @@ CONTIGUOUS, ALIGNED, WRITEABLE = 0x1, 0x100, 0x400
 
 _I64, _I32 = ir.IntType(64), ir.IntType(32)
 
-# Compiled code is kept on disk until this file changes, so what other files define stands here too.
+# Compiled code is cached until this file changes, so constants of other files are repeated here.
 _RECEIVE, _SEND, _WAIT, _COPY, _COMBINE, _DIVIDE = range(6)
 (KIND, ROUND, PEER, BUFFER, OFFSET, SIZE, SLOT, LEFT, LEFT_OFFSET, RIGHT, RIGHT_OFFSET,
  _ROW_BYTES) = range(0, 96, 8)  # fmt: skip
@@ -58,7 +58,7 @@ assert [globals()[name.upper()] for name in Row._fields] == [*range(0, _ROW_BYTE
 assert (flight_recorder.NUM_CALLS, 8 * flight_recorder.WORDS) == (_NUM_ENTRIES, _ENTRY_BYTES)
 assert (flight_recorder.UNDER_WAY, flight_recorder.COMPLETE) == (_UNDER_WAY, _COMPLETE)
 
-_YIELDS_BETWEEN_LOOKS = 8  # at the clock
+_YIELDS_PER_CLOCK = 8  # times that a waiting rank yields before it reads the clock
 
 
 @intrinsic
@@ -120,7 +120,7 @@ def move(_: Any, target: Any, source: Any, count: Any) -> Any:
 
 
 def _caller(num_arguments: int, answer: Any) -> Any:
-    """A call by address, with 64-bit arguments; what it answers has 32 bits or is nothing."""
+    """A call by address, with 64-bit arguments; it returns 32 bits or nothing."""
 
     @intrinsic
     def call(_: Any, function: Any, arguments: Any) -> Any:
@@ -148,7 +148,7 @@ combine_with = _caller(4, ir.VoidType())
 
 @njit(nogil=True, error_model="numpy")
 def now(port: int, state: int) -> int:
-    """Nanoseconds on the clock that Python calls monotonic."""
+    """Nanoseconds of the clock that is `time.monotonic` in Python."""
     at = state + 8 * TIME
     call2(load(port + 8 * CLOCK), (1, at))
     return load(at) * 1_000_000_000 + load(at + 8)
@@ -156,7 +156,7 @@ def now(port: int, state: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def fail(state: int, where: int, error: int, got: int, answer: int) -> int:
-    """Say what went wrong, and with which message."""
+    """Store an error and the slot of its message; return `answer`."""
     store(state + 8 * WHERE, where)
     store(state + 8 * ERROR, error)
     store(state + 8 * GOT, got)
@@ -165,7 +165,7 @@ def fail(state: int, where: int, error: int, got: int, answer: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def post(state: int, port: int, row: int) -> int:
-    """Post the receive or send of a row; MPI's error code."""
+    """Post the receive or send of a row; return MPI's error code."""
     buffer, count, slot = load(row + BUFFER), load(row + SIZE), load(row + SLOT)
     place = load(state + 8 * (INPUT_AT + buffer)) + load(row + OFFSET)
     request = load(state + 8 * REQUESTS) + slot * load(port + 8 * REQUEST_BYTES)
@@ -187,7 +187,7 @@ def post(state: int, port: int, row: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def wait(state: int, port: int, row: int, nanoseconds: int) -> int:
-    """Wait for the messages of a row, for so long at most, and check their lengths."""
+    """Wait for the messages of a row, for at most `nanoseconds`, and check their lengths."""
     slot, count, num_receives = load(row + SLOT), load(row + SIZE), load(row + PEER)
     requests = load(state + 8 * REQUESTS) + slot * load(port + 8 * REQUEST_BYTES)
     statuses, flag = load(state + 8 * STATUSES), state + 8 * FLAG
@@ -203,7 +203,7 @@ def wait(state: int, port: int, row: int, nanoseconds: int) -> int:
         tries += 1
         if tries >= spins:
             call0(load(port + 8 * YIELD), ())
-            if tries % _YIELDS_BETWEEN_LOOKS == 0:
+            if tries % _YIELDS_PER_CLOCK == 0:
                 time = now(port, state)
                 if started == 0:
                     started = time
@@ -220,7 +220,7 @@ def wait(state: int, port: int, row: int, nanoseconds: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def work(state: int, row: int) -> int:
-    """Copy, combine or divide as a row says; PYTHON where there is no kernel for that."""
+    """Copy, combine or divide, as a row says; PYTHON if there is no kernel for it."""
     kind, count = load(row), load(row + SIZE)
     target = load(state + 8 * (INPUT_AT + load(row + BUFFER))) + load(row + OFFSET)
     left = load(state + 8 * (INPUT_AT + load(row + LEFT))) + load(row + LEFT_OFFSET)
@@ -241,7 +241,7 @@ def work(state: int, row: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def advance(state: int, nanoseconds: int) -> int:
-    """Go on from the row where the execution stands."""
+    """Continue from the current row."""
     port, rows = load(state + 8 * PORT), load(state + 8 * ROWS)
     number, stop = load(state + 8 * ROW), load(state + 8 * NUM_ROWS)
     answer = DONE
@@ -261,13 +261,13 @@ def advance(state: int, nanoseconds: int) -> int:
         number += 1
     store(state + 8 * ROW, number)
     if answer == DONE and load(state + 8 * NUMBER) != 0:
-        leave(state)
+        log_completion(state)
     return answer
 
 
 @njit(nogil=True, error_model="numpy")
-def leave(state: int) -> None:
-    """Say in the log that the run is complete, unless its entry has gone to another since."""
+def log_completion(state: int) -> None:
+    """Mark the run complete in the log, unless a later run has reused its entry."""
     entry = load(state + 8 * LOG) + 8 + load(state + 8 * ENTRY) * _ENTRY_BYTES
     is_ours = load(entry) == load(state + 8 * KEY)
     if is_ours and load(entry + 8) == load(state + 8 * NUMBER):
@@ -290,7 +290,7 @@ def has_form(array: int, form: int, flags: int) -> bool:
 
 @njit(nogil=True, error_model="numpy")
 def fits(state: int, x: int, out: int) -> bool:
-    """Whether arrays are such as the execution was made for; and take their addresses.
+    """Whether the execution was made for such arrays; if so, store their addresses.
 
     `x` and `out` are addresses of NumPy's array objects.
     """
@@ -317,7 +317,7 @@ def fits(state: int, x: int, out: int) -> bool:
 
 @njit(nogil=True, error_model="numpy")
 def begin(state: int) -> None:
-    """Count the run, and enter it into the log of its communicator."""
+    """Count a run, and enter it in the log of its communicator."""
     port, counter = load(state + 8 * PORT), load(state + 8 * COUNTER)
     number = load(counter) + 1
     store(counter, number)
@@ -340,7 +340,7 @@ def begin(state: int) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def run(state: int, x: int, out: int, nanoseconds: int) -> int:
-    """A run from its beginning, on these arrays, as far as it comes in this time."""
+    """Start a run on two arrays, and advance it for at most `nanoseconds`."""
     if not fits(state, x, out):
         return MISFIT
     begin(state)

@@ -1,5 +1,7 @@
-"""Runs programs row by row in plain Python: for ranks that are threads, for arrays on a device, for
-operators written in Python, and wherever the compiled loop of `executor.py` cannot serve.
+"""Runs programs row by row in plain Python.
+
+It serves ranks that are threads, arrays on a device, operators written in Python, and machines
+where the compiled loop of `executor.py` is not available.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collectives.programs import INPUT, OUTPUT, SCRATCH, Kind, Program, Row
 
 
 class Memory:
-    """The three buffers of a program, and what is done with them on this rank alone."""
+    """The three buffers of a program, and the operations on them that send nothing."""
 
     def __init__(self, operands: Operands, itemsize: int) -> None:
         self.operands, self.backend = operands, operands.backend
@@ -25,12 +27,12 @@ class Memory:
             self._function = self.backend.binary(operands.function, operands.output.dtype)
 
     def view(self, buffer: int, offset: int, count: int) -> Array:
-        """The elements in `count` bytes at `offset` of a buffer."""
+        """The elements of `count` bytes at byte `offset` of a buffer."""
         start = offset // self._itemsize
         return self._arrays[buffer][start : start + count // self._itemsize]
 
     def work(self, row: Row) -> None:
-        """Copy, combine or divide as a row says."""
+        """Copy, combine or divide, as the row says."""
         if row.kind == Kind.COPY:
             self.copy(row)
         elif row.kind == Kind.COMBINE:
@@ -39,12 +41,12 @@ class Memory:
             self.divide(row)
 
     def copy(self, row: Row) -> None:
-        """A copy within this rank."""
+        """Copy within this rank."""
         source = self.view(row.left, row.left_offset, row.size)
         self.backend.copy(source, self.view(row.buffer, row.offset, row.size))
 
     def combine(self, row: Row) -> None:
-        """A combination.  NumPy is quicker where one memory has one view."""
+        """Combine two regions into one.  NumPy is faster if equal regions are the same view."""
         places = [
             (row.left, row.left_offset),
             (row.right, row.right_offset),
@@ -54,7 +56,7 @@ class Memory:
         self._function(*(views[place] for place in places))
 
     def divide(self, row: Row) -> None:
-        """The division of an average."""
+        """Divide a sum by the number of ranks."""
         self.backend.divide(self.view(row.buffer, row.offset, row.size), self._divisor)
 
 
@@ -67,24 +69,24 @@ class Interpreted:
         self.row = 0
 
     def attach(self, operands: Operands, tag: int) -> None:
-        """Let the next run be on these arrays and have this tag."""
+        """Set the arrays and the tag of the next run."""
         self.memory, self.messages.tag = Memory(operands, self.program.itemsize), tag
 
-    def let_go(self) -> Operands | None:
-        """The arrays, which are the caller's again; the next run has others."""
+    def detach(self) -> Operands | None:
+        """Return the arrays to the caller; the next run has others."""
         operands = self.memory.operands
         del self.memory
         return operands
 
     def restart(self) -> None:
-        """Begin again."""
+        """Go back to the first row."""
         self.row = 0
 
     def interrupt(self, is_wanted: bool) -> None:
-        """It never waits."""
+        """Do nothing: this execution never waits."""
 
     def advance(self, seconds: float) -> bool:
-        """Go on until a message is missing.  It never waits: `seconds` is for those that can."""
+        """Continue until a message is missing.  It never waits, so `seconds` is not used."""
         rows = self.program.listed
         while self.row < len(rows):
             row = rows[self.row]
@@ -111,10 +113,10 @@ class Interpreted:
         self.messages.send(row.slot, row.peer, self._bytes(row))
 
     def arrived(self, row: Row) -> None:
-        """The messages of a WAIT are complete."""
+        """Called when the messages of a WAIT row are complete."""
 
     def completed(self) -> None:
-        """The program is complete."""
+        """Called when the program is complete."""
 
     def position(self) -> tuple[int, list[Waiting]]:
         """See `Execution.position`."""

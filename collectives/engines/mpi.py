@@ -1,4 +1,4 @@
-"""The MPI engine: point-to-point messages of mpi4py, and nothing else of it."""
+"""The MPI engine: it uses only mpi4py's point-to-point messages."""
 
 from __future__ import annotations
 
@@ -21,54 +21,54 @@ from collectives.diagnostics import Counters, FlightRecorder, Waiting
 from collectives.engines import compiled
 from collectives.engines.compiled import CompiledExecution, Port
 from collectives.engines.interpreter import Interpreted
-from collectives.engines.mpi_errors import FAILURES, Failed, called_off, explained
-from collectives.engines.progress import under_way
+from collectives.engines.mpi_errors import FAILURES, Failed, cancel_all, translate_message_error
+from collectives.engines.progress import calls_in_progress
 from collectives.engines.staging import Staged
 from collectives.engines.transport import (
-    CallUnderWay,
     Execution,
     Operands,
+    PendingCall,
     back_off,
     deadline_in,
-    until,
+    poll_until,
     wrong_length,
 )
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerFailed
 from collectives.programs import Program
 
-# One list for the process: a call of one communicator may hold up the call of another.
-_in_flight: list[CallUnderWay] = []
+# The process has one list, because a call of one communicator may block a call of another.
+_in_flight: list[PendingCall] = []
 _failed: list[Any] = []
 _flight = FlightRecorder(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
 _num_alike: Counter[tuple[int, ...]] = Counter()  # communicators of the same ranks
 
-_PATIENCE = 1e-3  # seconds that the compiled loop waits before Python looks at signals
-_NEWS = 1.0  # seconds that it may take to learn which ranks have failed
+_MAX_WAIT = 1e-3  # seconds that the compiled loop waits before Python checks for signals
+_FAILURE_NEWS = 1.0  # seconds within which every rank learns which ranks have failed
 
-# A matter of how Open MPI was started.
+# Set when Open MPI is started with fault tolerance.
 _is_fault_tolerant = (
     os.environ.get("OMPI_MCA_mpi_ft_enable", "0") not in ("0", "false")  # noqa: SIM112 - as above
 )
 
 
 @atexit.register
-def _keep_for_ever() -> None:
-    """Let the memory of calls that are under way outlive the interpreter.
+def _keep_memory_past_finalize() -> None:
+    """Keep the memory of unfinished calls until the process ends.
 
-    MPI_Finalize, which comes after that has taken everything down, still moves their messages.
+    MPI_Finalize runs after the interpreter has freed its objects, and still transfers messages.
     """
-    for call in (*_in_flight, *_failed, *under_way()):
+    for call in (*_in_flight, *_failed, *calls_in_progress()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))
 
 
 class MpiTransport:
-    """One rank's end of an MPI communicator that belongs to the library alone."""
+    """One rank's end of an MPI communicator that only this library uses."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
-        comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises them; the caller's comm may abort
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # so that mpi4py raises them
         self.rank, self.size = comm.rank, comm.size
-        largest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # MPI keeps it there alone
+        largest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # only COMM_WORLD has this attribute
         assert isinstance(largest_tag, int)
         self.num_tags = largest_tag + 1
         self.in_flight, self.failed, self.flight = _in_flight, _failed, _flight
@@ -79,13 +79,13 @@ class MpiTransport:
 
     @cached_property
     def port(self) -> Port:
-        """What the compiled loop needs of this communicator."""
+        """The data of this communicator that the compiled loop needs."""
         return Port(self.comm)
 
     @property
     def why_interpreted(self) -> str | None:
-        """Why programs are not run by the compiled loop; None if they are."""
-        return compiled.why_not()
+        """Why Python runs the programs instead of the compiled loop; None if the loop does."""
+        return compiled.why_unavailable()
 
     def execution(self, program: Program, operands: Operands, tag: int) -> Execution:
         if not operands.backend.is_host:
@@ -100,20 +100,20 @@ class MpiTransport:
     def subgroup(self, ranks: Sequence[int], deadline: float | None) -> MpiTransport:
         everyone = self.comm.Get_group()
         group = everyone.Incl(list(ranks))
-        comm = _limited("subgroup", partial(self.comm.Create_group, group), deadline)
+        comm = _call_by_deadline("subgroup", partial(self.comm.Create_group, group), deadline)
         group.Free()
         everyone.Free()
         return MpiTransport(comm)
 
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> MpiTransport | None:
-        # Unlike Create_group, Split keeps its own messages out of Open MPI's count of the user's.
+        # Open MPI counts the messages of Create_group as the user's, but not those of Split.
         color, key = (MPI.UNDEFINED, 0) if ranks is None else (min(ranks), ranks.index(self.rank))
-        comm = _limited("split", partial(self.comm.Split, color, key), deadline)
+        comm = _call_by_deadline("split", partial(self.comm.Split, color, key), deadline)
         return None if ranks is None else MpiTransport(comm)
 
     @cached_property
-    def patience(self) -> float:
-        return 0.0 if self.why_interpreted else _PATIENCE
+    def max_wait(self) -> float:
+        return 0.0 if self.why_interpreted else _MAX_WAIT
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
         back_off(num_tries)
@@ -121,7 +121,7 @@ class MpiTransport:
     def translate_error(self, error: BaseException) -> BaseException:
         if not isinstance(error, MPI.Exception) or error.Get_error_class() not in FAILURES:
             return error
-        self.comm.Revoke()  # or those who wait for us, who gave up, would never know
+        self.comm.Revoke()  # ranks that wait for this one would otherwise wait for ever
         ranks = self._failed_ranks()
         names = ", ".join(map(str, ranks)) or "of another communicator"
         return PeerFailed(
@@ -129,11 +129,11 @@ class MpiTransport:
         )
 
     def _failed_ranks(self) -> tuple[int, ...]:
-        """Who has failed, in our numbering.  It may take a moment to be known on every rank."""
-        deadline = time.monotonic() + _NEWS
+        """The ranks of this communicator that have failed; the news may take a moment."""
+        deadline = time.monotonic() + _FAILURE_NEWS
         while (failed := self.comm.Get_failed()).size == 0 and time.monotonic() < deadline:
             failed.Free()
-            MPI.COMM_SELF.Iprobe()  # news come in when MPI is called
+            MPI.COMM_SELF.Iprobe()  # MPI receives the news only while it is called
             time.sleep(1e-3)
         mine = self.comm.Get_group()
         ranks = MPI.Group.Translate_ranks(failed, range(failed.size), mine)
@@ -150,18 +150,18 @@ class MpiTransport:
                 "python -m collectives.launch --fault-tolerant, or mpirun --with-ft ulfm"
             )
         self.comm.Revoke()
-        self._meet(deadline)
-        comm: MPI.Intracomm = _limited("shrink", self.comm.Shrink, deadline)
+        self._wait_for_survivors(deadline)
+        comm: MPI.Intracomm = _call_by_deadline("shrink", self.comm.Shrink, deadline)
         return MpiTransport(comm), list(_ranks_in(self.comm, comm))
 
-    def _meet(self, deadline: float | None) -> None:
-        """Wait until all ranks that are alive are here, on a communicator that is revoked."""
+    def _wait_for_survivors(self, deadline: float | None) -> None:
+        """Wait until all ranks that are alive call this, on a communicator that is revoked."""
         flag = np.ones(1, np.intc)
         try:
-            is_met = until(self.comm.Iagree(flag).Test, deadline)
-        except MPI.Exception as error:  # that ranks have failed is known: all others are here
-            is_met = error.Get_error_class() in FAILURES
-        if not is_met:
+            have_all_called = poll_until(self.comm.Iagree(flag).Test, deadline)
+        except MPI.Exception as error:  # MPI reports the failed ranks when all others are here
+            have_all_called = error.Get_error_class() in FAILURES
+        if not have_all_called:
             raise CollectiveTimeout("shrink: not all ranks that are alive have called it in time")
 
     def free(self) -> None:
@@ -175,16 +175,16 @@ class MpiTransport:
 def duplicated(
     duplicate: MPI.Intracomm, request: MPI.Request, timeout: float | None
 ) -> MpiTransport:
-    """The transport of what `Idup` makes, as soon as all ranks have called that."""
-    if not until(request.Test, deadline_in(timeout)):
+    """The transport of a duplicate that `Idup` makes, when all ranks have called it."""
+    if not poll_until(request.Test, deadline_in(timeout)):
         raise CollectiveTimeout(f"not all ranks have made this communicator within {timeout} s")
     return MpiTransport(duplicate)
 
 
-def _limited(what: str, call: Callable[[], Any], deadline: float | None) -> Any:
-    """Make a call of MPI's that knows no time limit and lets no signal in.
+def _call_by_deadline(what: str, call: Callable[[], Any], deadline: float | None) -> Any:
+    """Make a blocking call of MPI, which has no time limit and blocks signals.
 
-    Where MPI allows it another thread does, and it stays behind if we cannot wait any longer.
+    If MPI supports threads, another thread makes the call and is left behind after `deadline`.
     """
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return call()
@@ -193,7 +193,7 @@ def _limited(what: str, call: Callable[[], Any], deadline: float | None) -> Any:
     def make() -> None:
         try:
             answer.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
             answer.set_exception(error)
 
     threading.Thread(target=make, name=f"collectives {what}", daemon=True).start()
@@ -204,7 +204,7 @@ def _limited(what: str, call: Callable[[], Any], deadline: float | None) -> Any:
 
 
 class MpiMessages:
-    """The messages of an execution that is interpreted, by mpi4py's own calls."""
+    """The messages of an interpreted execution, by mpi4py's own calls."""
 
     def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
         self._comm, self.tag = comm, tag
@@ -226,8 +226,10 @@ class MpiMessages:
             if not MPI.Request.Testall(requests, self._statuses):
                 return False
         except MPI.Exception as error:
-            raise explained(error, self._comm.rank, self._failed(slots)) from error.__cause__
-        for number, slot in enumerate(slots[:num_receives]):  # MPI notices only what is too long
+            raise translate_message_error(
+                error, self._comm.rank, self._failed(slots)
+            ) from error.__cause__
+        for number, slot in enumerate(slots[:num_receives]):  # MPI checks only for longer ones
             peer, _, data = self._ends[slot]
             got = self._statuses[number].Get_count(MPI.BYTE)
             if got != data.size:
@@ -244,7 +246,7 @@ class MpiMessages:
         ]
 
     def waiting_for(self) -> list[Waiting]:
-        # Not Test: it would take the status of a complete request away from the wait to come.
+        # `Test` would free a complete request, whose status the next wait needs.
         return [
             Waiting(*self._ends[slot][:2])
             for slot, request in list(self._requests.items())
@@ -254,11 +256,11 @@ class MpiMessages:
     def abandon(self) -> bool:
         requests = list(self._requests.values())
         receives = [self._requests[slot] for slot in self._requests if self._ends[slot][1]]
-        return called_off(requests, receives)
+        return cancel_all(requests, receives)
 
 
 def _ranks_in(whole: MPI.Intracomm, comm: MPI.Intracomm) -> tuple[int, ...]:
-    """The ranks that a communicator's ranks have in another one."""
+    """The ranks in `whole` of the ranks of `comm`."""
     theirs, group = whole.Get_group(), comm.Get_group()
     ranks = MPI.Group.Translate_ranks(group, range(group.size), theirs)
     theirs.Free()

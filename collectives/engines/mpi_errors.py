@@ -1,4 +1,4 @@
-"""What MPI's errors mean, and how messages are called off after one."""
+"""Translates MPI's errors, and cancels messages after one."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from collectives.arrays import Bytes
-from collectives.engines.transport import until
+from collectives.engines.transport import poll_until
 from collectives.errors import CollectiveMismatch
 
-# Fault tolerance (ULFM) is a matter of how Open MPI was started; MPICH has none of it.
+# Only an Open MPI that was started with fault tolerance (ULFM) has these errors.
 FAILURES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
 
-_PATIENCE = 0.1  # seconds that a message called off gets to be over
+_CANCEL_SECONDS = 0.1  # seconds that cancelled messages have to complete
 
 
 class Failed(NamedTuple):
-    """A message and the error code with which MPI has ended it; or SUCCESS, or ERR_PENDING."""
+    """A message and its error code, which may also be SUCCESS or ERR_PENDING."""
 
     peer: int
     is_receive: bool
     code: int
 
 
-def explained(error: MPI.Exception, rank: int, messages: Sequence[Failed]) -> BaseException:
-    """What to raise for MPI's error: ours where a message was longer than its buffer.
+def translate_message_error(
+    error: MPI.Exception, rank: int, messages: Sequence[Failed]
+) -> BaseException:
+    """The error to raise for MPI's: a CollectiveMismatch if a message exceeded its buffer.
 
-    `messages`: those that were waited for.
+    `messages`: the messages that the failed call waited for.
     """
     if error.Get_error_class() not in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
         return error
@@ -55,28 +57,29 @@ def _too_long(rank: int, failed: Sequence[Failed]) -> str:
 
 
 def request_of(handle: Bytes) -> MPI.Request:
-    """The request with this handle; whoever holds the handle owns it."""
+    """A request object for a handle, which stays the property of the caller."""
     request = MPI.Request()
     ctypes.memmove(MPI._addressof(request), handle.ctypes.data, handle.size)
     return request
 
 
-def called_off(requests: Sequence[MPI.Request], receives: Sequence[MPI.Request]) -> bool:
-    """Call off the receives among the requests and let all go; whether all were over by then.
+def cancel_all(requests: Sequence[MPI.Request], receives: Sequence[MPI.Request]) -> bool:
+    """Cancel the receives, wait shortly for all requests, and free them.
 
-    A receive whose message has begun to come, and a send, can only be waited for.
+    Returns whether all were complete.  A send, and a receive whose message has started to arrive,
+    cannot be cancelled.
     """
     for request in receives:
         if request and not request.Get_status():
             request.Cancel()
-    deadline = time.monotonic() + _PATIENCE
-    are_over = [until(partial(_is_over, request), deadline) for request in requests]
+    deadline = time.monotonic() + _CANCEL_SECONDS
+    are_done = [poll_until(partial(_is_done, request), deadline) for request in requests]
     for request in requests:
         if request:
             request.Free()
-    return all(are_over)
+    return all(are_done)
 
 
-def _is_over(request: MPI.Request) -> bool:
-    """Whether the request is complete; one that MPI has ended with an error is over too."""
+def _is_done(request: MPI.Request) -> bool:
+    """Whether the request is complete or has failed."""
     return not request or bool(request.Get_status())

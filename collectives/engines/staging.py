@@ -1,6 +1,6 @@
-"""Runs programs on device memory: messages go through page-locked host memory.
+"""Runs programs on device memory; messages are staged in page-locked host memory.
 
-No device pointer ever reaches the engine, so it works with every MPI.
+MPI never receives a device pointer, so every MPI works.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collectives.programs import Kind, Program, Row
 
 
 class PinnedMemory:
-    """Page-locked host memory for messages: for each slot a buffer that grows."""
+    """Page-locked host memory for messages: one buffer for each slot, which grows as needed."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._buffers: dict[int, Bytes] = {}
 
-    def _buffer(self, slot: int, array: Array) -> Bytes:
-        """As many bytes as the array has."""
+    def buffer(self, slot: int, array: Array) -> Bytes:
+        """A buffer of as many bytes as the array has."""
         num_bytes = array.size * array.dtype.itemsize
         kept = self._buffers.get(slot)
         if kept is None or kept.size < num_bytes:
@@ -28,10 +28,10 @@ class PinnedMemory:
 
 
 class Staged(Interpreted):
-    """An execution on device memory: brings what is sent to the host and what came to the device.
+    """An execution on device memory: copies sends to the host, and received data to the device.
 
-    All sends that follow each other in the program are brought to the host together, and all
-    receives that are waited for together to the device.
+    Consecutive sends are copied to the host together, and so are the receives of one WAIT to the
+    device.
     """
 
     def __init__(self, program: Program, operands: Operands, messages: Messages) -> None:
@@ -40,9 +40,9 @@ class Staged(Interpreted):
         self._arriving: dict[int, tuple[Array, Bytes]] = {}
         self._leaving: dict[int, Bytes] = {}
 
-    def let_go(self) -> Operands | None:
+    def detach(self) -> Operands | None:
         self._pinned = PinnedMemory(self.memory.backend)
-        return super().let_go()
+        return super().detach()
 
     def receive(self, row: Row) -> None:
         array, host = self._pair(row)
@@ -55,7 +55,7 @@ class Staged(Interpreted):
         self.messages.send(row.slot, row.peer, self._leaving.pop(row.slot))
 
     def _bring_to_host(self) -> None:
-        """What this row sends, and those that follow it."""
+        """Copy what this row and the sends that follow it send."""
         pairs = []
         for row in self.program.listed[self.row :]:
             if row.kind != Kind.SEND:
@@ -66,12 +66,12 @@ class Staged(Interpreted):
 
     def _pair(self, row: Row) -> tuple[Array, Bytes]:
         array = self.memory.view(row.buffer, row.offset, row.size)
-        return array, self._pinned._buffer(row.slot, array)
+        return array, self._pinned.buffer(row.slot, array)
 
     def arrived(self, row: Row) -> None:
         receives = range(row.slot, row.slot + row.peer)
         self.memory.backend.to_device([self._arriving.pop(slot) for slot in receives])
 
     def completed(self) -> None:
-        # This may be another stream than the one that is current when the result is used.
+        # The caller may use the result on another stream than the current one.
         self.memory.backend.synchronize()

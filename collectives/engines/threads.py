@@ -1,8 +1,8 @@
-"""The engine without MPI: all ranks in one process, one thread each.
+"""The engine without MPI: all ranks are threads of one process.
 
-A send copies its bytes into the receiver's mailbox at once.  When every rank that still runs waits
-for a message that is not there, the engine knows that nothing can ever happen and says who waits
-for whom, instead of hanging.
+A send copies its bytes into the receiver's mailbox at once.  If every running rank waits for a
+message that is not there, the ranks are deadlocked, and the engine raises an error that says who
+waits for whom.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from collectives.arrays import Bytes
 from collectives.diagnostics import FlightRecorder, Waiting
 from collectives.engines.interpreter import Interpreted
 from collectives.engines.staging import Staged
-from collectives.engines.transport import CallUnderWay, Execution, Operands, wrong_length
+from collectives.engines.transport import Execution, Operands, PendingCall, wrong_length
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerFailed
 from collectives.programs import Program
 
-_GRACE = 5.0  # seconds that the other ranks have to end when one has failed
+_GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 
 Address = tuple[Hashable, int, int, int]  # context, source, destination, tag
 
 
 class World:
-    """What the ranks of one process share: mailboxes, and who is waiting for what."""
+    """What the ranks of one process share: mailboxes, and what each rank waits for."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -44,7 +44,7 @@ class World:
             self.changed.notify_all()
 
     def collect(self, address: Address) -> Bytes | None:
-        """The oldest mail at an address, if there is any.  Raises when a rank has failed."""
+        """The oldest message at an address, or None.  Raises if a rank has failed."""
         with self.changed:
             if self.failure is not None:
                 raise self.failure
@@ -60,21 +60,21 @@ class World:
         return any(address in self.mail for address in addresses)
 
     def leave(self, rank: int) -> None:
-        """The function of a rank has ended."""
+        """Note that the function of a rank has ended."""
         with self.changed:
             self.running.discard(rank)
             self._notice_deadlock()
 
     def fail(self, failure: CollectiveError) -> None:
-        """Make every wait raise `failure`; the first failure is the one that counts."""
+        """Make every wait raise `failure`, or the failure that came before it."""
         with self.changed:
             self.failure = self.failure or failure
             self.changed.notify_all()
 
     def wait_for_any(self, rank: int, addresses: Sequence[Address], deadline: float | None) -> bool:
-        """Wait until mail is at one of the addresses; False if the deadline came first."""
+        """Wait for a message at one of the addresses; return False if the deadline comes first."""
         with self.changed:
-            if deadline is None:  # with a deadline it will go on by itself
+            if deadline is None:  # a wait with a deadline ends by itself
                 self.waiting[rank] = addresses
             try:
                 while not self.has_mail(addresses):
@@ -90,7 +90,7 @@ class World:
                 self.waiting.pop(rank, None)
 
     def _notice_deadlock(self) -> None:
-        """Nobody can go on if all that still run wait, and none has mail where it waits."""
+        """Fail if all running ranks wait, and none has a message where it waits."""
         is_stuck = self.running <= set(self.waiting) and not any(
             map(self.has_mail, self.waiting.values())
         )
@@ -102,15 +102,15 @@ class World:
             self.fail(CollectiveMismatch(f"deadlock, the ranks' calls do not match: {waits}"))
 
 
-class InprocTransport:
+class ThreadTransport:
     """One rank's end of a communicator among threads.
 
-    `members` are the ranks of the world that take part, in order; `context` keeps the messages of
-    different communicators apart.
+    `members`: its ranks of the world, in order.  `context`: separates the messages of different
+    communicators.
     """
 
     num_tags = 1 << 30
-    patience = 0.0
+    max_wait = 0.0
     why_interpreted = "the ranks are threads"
 
     def __init__(
@@ -119,12 +119,12 @@ class InprocTransport:
         members: Sequence[int],
         rank: int,
         context: Hashable = (),
-        parent: InprocTransport | None = None,
+        parent: ThreadTransport | None = None,
     ) -> None:
         self.world, self.members, self.context = world, tuple(members), context
         self.rank, self.size = rank, len(members)
-        # What a rank has under way, in all its communicators.
-        self.in_flight: list[CallUnderWay] = parent.in_flight if parent else []
+        # The calls of a rank in all its communicators.
+        self.in_flight: list[PendingCall] = parent.in_flight if parent else []
         self.failed: list[Any] = parent.failed if parent else []
         self.pending: list[ThreadMessages] = parent.pending if parent else []
         self.flight: FlightRecorder = (
@@ -146,11 +146,11 @@ class InprocTransport:
     def address(self, src: int, dst: int, tag: int) -> Address:
         return self.context, self.members[src], self.members[dst], tag
 
-    def subgroup(self, ranks: Sequence[int], deadline: float | None) -> InprocTransport:
+    def subgroup(self, ranks: Sequence[int], deadline: float | None) -> ThreadTransport:
         members = tuple(self.members[rank] for rank in ranks)
         self._num_subgroups[members] += 1
         context = (self.context, members, self._num_subgroups[members])
-        return InprocTransport(
+        return ThreadTransport(
             self.world, members, list(ranks).index(self.rank), context, parent=self
         )
 
@@ -158,7 +158,7 @@ class InprocTransport:
         addresses = [address for messages in self.pending for address in messages.addresses()]
         self.world.wait_for_any(self.members[self.rank], addresses, deadline)
 
-    def split(self, ranks: Sequence[int] | None, deadline: float | None) -> InprocTransport | None:
+    def split(self, ranks: Sequence[int] | None, deadline: float | None) -> ThreadTransport | None:
         return None if ranks is None else self.subgroup(ranks, deadline)
 
     can_shrink = False
@@ -166,7 +166,7 @@ class InprocTransport:
     def translate_error(self, error: BaseException) -> BaseException:
         return error
 
-    def shrink(self, deadline: float | None) -> tuple[InprocTransport, list[int]]:
+    def shrink(self, deadline: float | None) -> tuple[ThreadTransport, list[int]]:
         raise CollectiveError("threads of one process fail together: there is nothing to shrink to")
 
     def free(self) -> None:
@@ -174,9 +174,9 @@ class InprocTransport:
 
 
 class ThreadMessages:
-    """The messages of an execution between threads."""
+    """The messages of one execution between threads."""
 
-    def __init__(self, transport: InprocTransport, tag: int) -> None:
+    def __init__(self, transport: ThreadTransport, tag: int) -> None:
         self._transport, self.tag = transport, tag
         self._pending: dict[int, tuple[int, Bytes]] = {}  # receives, by slot
         self._failure: CollectiveMismatch | None = None
@@ -191,8 +191,8 @@ class ThreadMessages:
         transport.world.post(transport.address(transport.rank, peer, self.tag), data)
 
     def test(self, slots: range, num_receives: int) -> bool:
-        """Take what has arrived.  Messages from one peer go to receives in the order posted."""
-        pending, claimed = self._transport.pending, set[Address]()  # by what was posted before
+        """Collect the messages that have arrived, for receives in the order posted."""
+        pending, claimed = self._transport.pending, set[Address]()  # by receives posted before
         for one in list(pending) if self in pending else ():
             if one is self or not set(one.addresses()).isdisjoint(self.addresses()):
                 one.collect(claimed)
@@ -205,7 +205,7 @@ class ThreadMessages:
         return not any(slot in self._pending for slot in slots[:num_receives])
 
     def collect(self, claimed: Container[Address]) -> None:
-        """Take what has arrived, but at these addresses: there it is for others."""
+        """Collect the messages that have arrived, except at addresses that others claimed."""
         still_pending: dict[int, tuple[int, Bytes]] = {}
         for slot, (peer, buffer) in self._pending.items():
             is_blocked = any(peer == other for other, _ in still_pending.values())
@@ -220,7 +220,7 @@ class ThreadMessages:
             self._transport.pending.remove(self)
 
     def addresses(self) -> list[Address]:
-        """Where it waits for mail."""
+        """The addresses at which it waits for messages."""
         return [self._address(peer) for peer, _ in self._pending.values()]
 
     def _address(self, peer: int) -> Address:
@@ -240,15 +240,15 @@ class ThreadMessages:
         self._pending = {}
         if self in self._transport.pending:
             self._transport.pending.remove(self)
-        return True  # what may yet come stays in the mailbox: only `test` writes into the buffers
+        return True  # later messages stay in the mailbox: only `test` writes into the buffers
 
 
 def run_threads(
-    function: Callable[[InprocTransport], Any], size: int, timeout: float | None
+    function: Callable[[ThreadTransport], Any], size: int, timeout: float | None
 ) -> list[Any]:
-    """Run `function(transport)` on `size` threads and return what each returned, in rank order.
+    """Run `function(transport)` on `size` threads; return their results in rank order.
 
-    Raises what the first failing rank raised.  Raises CollectiveTimeout if a rank is still running
+    Raises the error of the rank that failed first, and CollectiveTimeout if a rank is still running
     after `timeout` seconds.
     """
     world = World(size)
@@ -257,7 +257,7 @@ def run_threads(
 
     def body(rank: int) -> None:
         try:
-            results[rank] = function(InprocTransport(world, range(size), rank))
+            results[rank] = function(ThreadTransport(world, range(size), rank))
         except BaseException as error:  # noqa: BLE001 - it is raised again by the caller
             errors.append(error)
             world.fail(PeerFailed(f"rank {rank} raised {type(error).__name__}: {error}", (rank,)))
@@ -279,7 +279,7 @@ def _join(
     errors: Sequence[BaseException],
     timeout: float | None,
 ) -> None:
-    """Wait for all threads; once one has failed, only a moment longer for the others to notice."""
+    """Wait for all threads; after one has failed, wait `_GRACE` seconds for the others."""
     deadline = time.monotonic() + (math.inf if timeout is None else timeout)
     for rank, thread in enumerate(threads):
         while thread.is_alive():

@@ -1,4 +1,4 @@
-"""What an engine offers to those who run programs: messages, executions, and how to wait."""
+"""The interface of an engine: messages, executions of programs, and how to wait."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from collectives.programs import Program
 
 Action = Callable[[], object]
 
-_YIELDS = 10_000  # offers of the processor to other ranks; who has waited so long may sleep
+_YIELDS = 10_000  # offers of the processor to other ranks before a waiting rank sleeps
 
 
 class Operands(NamedTuple):
-    """What a program works on: flat arrays, the backend that serves them, and how to combine.
+    """The flat arrays of a run, the backend that serves them, and the function that combines.
 
-    `function`: the name of a NumPy function or one that is called in the same way, if the program
-    combines.  `divisor`: what an average is divided by.
+    `function`: the name of a NumPy function, or a function called in the same way; None if the
+    program does not combine.  `divisor`: the divisor of an average.
     """
 
     backend: Backend
@@ -35,89 +35,89 @@ class Operands(NamedTuple):
 
 
 class Execution(Protocol):
-    """A program that is being run: it stands at a row and goes on from there."""
+    """A program that is being run, from the row that it has reached."""
 
     @property
     def row(self) -> int:
-        """Where it stands."""
+        """The row that runs next."""
 
     def advance(self, seconds: float) -> bool:
-        """Go on, waiting at most so long for messages; whether the program is complete.
+        """Continue, wait for messages at most `seconds`; return whether the program is complete.
 
-        Raises CollectiveMismatch on a message of a wrong length, and what an operator raises.
+        Raises CollectiveMismatch for a message of the wrong length, and what an operator raises.
         """
 
     def restart(self) -> None:
-        """Begin again, after the program was complete."""
+        """Go back to the first row, after the program was complete."""
 
     def attach(self, operands: Operands, tag: int) -> None:
-        """Let the next run be on these arrays and have this tag."""
+        """Set the arrays and the tag of the next run."""
 
-    def let_go(self) -> Operands | None:
-        """The arrays, which are the caller's again; the next run has others."""
+    def detach(self) -> Operands | None:
+        """Return the arrays to the caller; the next run has others."""
 
     def interrupt(self, is_wanted: bool) -> None:
-        """Let a wait that is under way in another thread end at once, or no more."""
+        """End a wait in another thread at once; with False, allow waits again."""
 
     def position(self) -> tuple[int, list[Waiting]]:
-        """The round in which it stands, and the messages that were posted and are not complete."""
+        """The current round, and the messages that were posted and are not complete."""
 
     def abandon(self) -> bool:
-        """After a failure: call off what is still to come.  Whether nothing is on its way now."""
+        """Cancel the messages of a failed run; return whether none is in flight any more."""
 
 
 class Loop(Protocol):
-    """The compiled functions that begin executions; arrays go in as addresses of their objects."""
+    """The compiled functions that start executions; arrays are passed as object addresses."""
 
     @property
     def run(self) -> Callable[[int, int, int, int], int]:
-        """Begin a run of a state, on these arrays, for so many nanoseconds; 0 if it is complete."""
+        """Start a run of a state on two arrays, for some nanoseconds; 0 if it is complete."""
 
     @property
     def fits(self) -> Callable[[int, int, int], bool]:
-        """Whether a run of a state could begin on these arrays."""
+        """Whether a run of a state can start on two arrays."""
 
 
 class Reusable(Execution, Protocol):
-    """An execution that compiled code can begin, on other arrays each time.
+    """An execution that compiled code can start, each time on other arrays.
 
-    `at`: the address of its state.
+    `state_address`: the address of its state.
     """
 
-    at: int
+    state_address: int
 
     @property
     def loop(self) -> Loop:
-        """The functions that begin it."""
+        """The functions that start it."""
 
     @property
-    def reads(self) -> bool:
+    def reads_input(self) -> bool:
         """Whether runs need an input."""
 
     @property
     def num_bytes(self) -> int:
-        """The memory that keeping it takes."""
+        """The memory that the idle execution needs, in bytes."""
 
     @property
-    def is_begun(self) -> bool:
-        """Whether a run that compiled code has begun is not complete."""
+    def is_running(self) -> bool:
+        """Whether a run that compiled code has started is not complete."""
 
     @property
-    def number(self) -> int:
-        """That of the run that compiled code has begun."""
+    def run_number(self) -> int:
+        """The number of the run that compiled code has started."""
 
     @property
-    def entry(self) -> int:
-        """Where the log has it."""
+    def log_entry(self) -> int:
+        """The index of that run's entry in the log."""
 
-    def take_tag(self, number: int) -> None:
-        """Let the next run, which Python begins, have the tag that goes with its number."""
+    def set_tag(self, run_number: int) -> None:
+        """Set the tag of the next run, which Python starts, from its number."""
 
     @property
     def tag(self) -> int:
-        """That of the run under way."""
+        """The tag of the current run."""
 
-    def accept(
+    def make_reusable(
         self,
         log: CallLog,
         key: int,
@@ -126,33 +126,36 @@ class Reusable(Execution, Protocol):
         target: Array | None,
         tags: range = range(0),
     ) -> None:
-        """Let `loop.run` begin runs on arrays such as these, and number them by a counter.
+        """Let `loop.run` start runs on arrays of this shape and dtype, numbered by a counter.
 
-        It enters them into a log, in which `key` stands for the program.  `tags`: those that runs
-        have in turns, by their numbers, if they do not all have one.
+        Each run gets an entry in `log`, where `key` identifies the program.  `tags`: the tags that
+        runs use in rotation, by their numbers; empty if all runs have the same tag.
         """
 
-    def accept_like(self, other: Any, key: int) -> None:
-        """The same arrays and numbers as another execution of the same program."""
+    def make_reusable_like(self, other: Any, key: int) -> None:
+        """Serve the same kinds of arrays, with the same counter, as another execution."""
 
-    def accept_plan(self, key: int, counter: NDArray[np.int64], tag: int) -> None:
-        """Let `loop.run` begin the runs of another plan, on arrays that look the same.
+    def reuse_for_plan(self, key: int, counter: NDArray[np.int64], tag: int) -> None:
+        """Let `loop.run` start the runs of another plan, on arrays of the same kind.
 
-        `key` and `counter`: see `accept`.  All runs of a plan have one tag.
+        `key` and `counter`: see `make_reusable`.  All runs of a plan have the same tag.
         """
 
-    def accepts_now(self, source: Array | None, target: Array | None) -> bool:
-        """Whether arrays may not have fitted because a dtype, an equal one, is another object."""
+    def update_dtypes(self, source: Array | None, target: Array | None) -> bool:
+        """Take over dtype objects that are equal to the known ones; return whether any changed.
 
-    def place(self, source: Array | None, target: Array | None) -> None:
-        """Let the next run, which Python begins, be on these arrays."""
+        Compiled code compares the addresses of dtype objects, so an equal dtype may not fit.
+        """
 
-    def began(self, answer: int) -> bool:
-        """Go on after what `loop.run` has answered; False if it has not begun."""
+    def set_arrays(self, source: Array | None, target: Array | None) -> None:
+        """Set the arrays of the next run, which Python starts."""
+
+    def started(self, answer: int) -> bool:
+        """Continue after the answer of `loop.run`; return False if the run has not started."""
 
 
 class Messages(Protocol):
-    """The messages of one execution, each in a slot of its own, and all with one tag."""
+    """The messages of one execution: each has its own slot, and all have the same tag."""
 
     tag: int
 
@@ -163,7 +166,7 @@ class Messages(Protocol):
         """Post a send.  The buffer belongs to the engine until the message is complete."""
 
     def test(self, slots: range, num_receives: int) -> bool:
-        """Whether these are complete, of which the first `num_receives` are receives."""
+        """Whether the messages in `slots` are complete; the first `num_receives` are receives."""
 
     def waiting_for(self) -> list[Waiting]:
         """The messages that were posted and are not complete."""
@@ -172,95 +175,95 @@ class Messages(Protocol):
         """See `Execution.abandon`."""
 
 
-class CallUnderWay(Protocol):
-    """A call that has begun and goes on when somebody makes it.
+class PendingCall(Protocol):
+    """A call that has started and continues only when `progress` is called.
 
-    `is_awaited`: whether somebody waits for it, who then makes it go on.
+    `is_done`: whether it is complete or has failed.  `is_awaited`: whether a thread waits for it
+    and therefore advances it.
     """
 
-    is_over: bool
+    is_done: bool
     is_awaited: bool
 
     def progress(self, seconds: float = 0.0) -> bool:
-        """Go on unless somebody else does, waiting so long at most; whether anything moved.
+        """Advance it for at most `seconds` unless another thread does; return whether it moved.
 
-        Raises nothing but KeyboardInterrupt.
+        Raises only KeyboardInterrupt.
         """
 
 
 class Transport(Protocol):
     """One rank's end of a communicator.
 
-    `in_flight`: the calls of this rank, in all its communicators, that go on only when somebody
-    waits: whoever does must keep all of them going, or two ranks that wait in different orders
-    would wait for ever.  `failed`: what is kept for ever, because MPI may yet write into its
-    buffers.  `flight`: one for all communicators of this rank.  `identity`: the ranks of the job,
-    and which one of their communicators this is.  `patience`: for how many seconds an execution
-    should wait by itself where nothing else has to be kept going.
+    `in_flight`: the calls of this rank, in all its communicators, that continue only while some
+    call waits.  A waiting call must advance all of them; otherwise two ranks that wait in different
+    orders would deadlock.  `failed`: objects that are kept until the process ends, because MPI may
+    still write into their buffers.  `flight`: the flight recorder of all communicators of this
+    rank.  `identity`: the ranks of the job, and the ordinal of this communicator among theirs.
     """
 
     rank: int
     size: int
     num_tags: int
-    in_flight: list[CallUnderWay]
+    in_flight: list[PendingCall]
     failed: list[Any]
     flight: FlightRecorder
     log: CallLog
     identity: tuple[tuple[int, ...], int]
 
     @property
-    def patience(self) -> float:
-        """See above."""
+    def max_wait(self) -> float:
+        """The seconds that an execution may wait at a time if no other call is in flight."""
 
     @property
     def why_interpreted(self) -> str | None:
-        """See above."""
+        """Why Python runs the programs instead of compiled code; None if compiled code does."""
 
     def execution(self, program: Program, operands: Operands, tag: int) -> Execution:
-        """A run of a program on these arrays, which must live until it is over."""
+        """An execution of a program on arrays that live until it is complete."""
 
     def messages(self, tag: int) -> Messages:
-        """The messages of an execution that is interpreted."""
+        """The messages of an interpreted execution."""
 
     def subgroup(self, ranks: Sequence[int], deadline: float | None) -> Transport:
-        """A transport among these ranks, in this order; called by exactly these.
+        """A transport among `ranks`, in this order; exactly these ranks call it.
 
         Raises CollectiveTimeout if they have not all called it by `deadline`.
         """
 
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> Transport | None:
-        """The same, called by every rank with the group it goes into, or None for none."""
+        """A transport among `ranks`; every rank calls it, with its own group or None."""
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
-        """Nothing under way can go on just now: let time pass, at most until `deadline`."""
+        """Let time pass, at most until `deadline`, because no call can continue now."""
 
     @property
     def can_shrink(self) -> bool:
         """Whether `shrink` works."""
 
     def translate_error(self, error: BaseException) -> BaseException:
-        """What a failure of the engine below means: PeerFailed, or the error itself."""
+        """The error to raise for an engine's failure: PeerFailed, or the error itself."""
 
     def shrink(self, deadline: float | None) -> tuple[Transport, list[int]]:
-        """A transport among the ranks that are alive, all of which call it, and these ranks."""
+        """A transport among the ranks that are alive, and these ranks; all of them call it."""
 
     def free(self) -> None:
-        """Give back the communicator below, if it is ours."""
+        """Free the engine's communicator, if the library made it."""
 
 
-def do(actions: Sequence[Action]) -> None:
-    """All of them, one after the other, each once."""
+def call_all(actions: Sequence[Action]) -> None:
+    """Call each action once, in order."""
     for action in actions:
         action()
 
 
-def until(is_over: Callable[[], Any], deadline: float | None = None) -> bool:
-    """Ask until the answer is true; False if the deadline came first.
+def poll_until(is_done: Callable[[], Any], deadline: float | None = None) -> bool:
+    """Poll until `is_done` returns a true value; return False if the deadline comes first.
 
-    An engine's own wait would let in neither Ctrl-C nor any other signal.
+    An engine's own wait would block Ctrl-C and every other signal.
     """
     num_tries = 0
-    while not is_over():
+    while not is_done():
         if deadline is not None and time.monotonic() > deadline:
             return False
         if num_tries < _YIELDS:
@@ -272,18 +275,18 @@ def until(is_over: Callable[[], Any], deadline: float | None = None) -> bool:
 
 
 def deadline_in(seconds: float | None) -> float | None:
-    """The deadline (of `time.monotonic`) that a time limit sets from now on."""
+    """The deadline, in `time.monotonic`, of a time limit that starts now."""
     return None if seconds is None else time.monotonic() + seconds
 
 
 def back_off(num_tries: int) -> None:
-    """Let others run: the processor at first, then for ever longer, up to a millisecond."""
+    """Yield the processor at first, then sleep for increasing times of up to a millisecond."""
     time.sleep(0 if num_tries < 100 else min(1e-3, 1e-6 * num_tries))
 
 
 def wrong_length(rank: int, peer: int, got: int, expected: int) -> str:
-    """The sentence of a CollectiveMismatch."""
+    """The message of a CollectiveMismatch for a message of the wrong length."""
     return (
         f"rank {rank} expected {expected} bytes from rank {peer} and got {got}: "
-        "the two did not make the same call with the same sizes"
+        "the two ranks did not make the same call with the same sizes"
     )

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from collectives.communicator import Communicator
-from collectives.engines import Action, do
+from collectives.engines import Action, call_all
 from collectives.mpi4py_compat.buffers import (
     Message,
     a_block_each,
@@ -30,9 +30,9 @@ from collectives.mpi4py_compat.buffers import (
 )
 from collectives.mpi4py_compat.memory import Side, side, sizes
 from collectives.mpi4py_compat.ops import PLAIN_OPERATORS, Combining, combining
-from collectives.mpi4py_compat.requests import Operation, PersistentRequest, Request, needed_thread
+from collectives.mpi4py_compat.requests import Operation, PersistentRequest, Request, require_thread
 from collectives.runtime import all_gather_integers
-from collectives.selection import named
+from collectives.selection import parse_label
 
 # Those in which a rank needs to know only what it sends and receives itself, the usual one first.
 _LOCAL = {
@@ -67,23 +67,23 @@ def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, A
             return
         call = prepare(self, *args, **named)
         try:
-            do(call.load)
+            call_all(call.load)
             getattr(self.communicator, call.collective)(**call.arguments)
-            do(call.store)
+            call_all(call.store)
         finally:
-            do(call.release)
+            call_all(call.release)
 
     @wraps(prepare)
     def nonblocking(self: Calls, *args: Any, **named: Any) -> Request:
-        needed_thread()
+        require_thread()
         if own and (plain := _plain(*args, **named)):
             return _request(self, getattr(self.communicator, own)(**plain, async_op=True))
         call = prepare(self, *args, **named)
         try:
-            do(call.load)
+            call_all(call.load)
             work = getattr(self.communicator, call.collective)(**call.arguments, async_op=True)
         except BaseException:
-            do(call.release)
+            call_all(call.release)
             raise
         return _request(self, work, call)
 
@@ -91,16 +91,16 @@ def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, A
     def persistent(
         self: Calls, *args: Any, info: MPI.Info | None = None, **named: Any
     ) -> PersistentRequest:
-        needed_thread()
+        require_thread()
         if args and isinstance(args[-1], MPI.Info):  # hints, of which there are none to take
             args = args[:-1]
         call = prepare(self, *args, **named)
         try:
             plan = getattr(self.communicator.plan, call.collective)(**call.arguments)
         except BaseException:
-            do(call.release)
+            call_all(call.release)
             raise
-        return PersistentRequest(plan, call.load, call.store, call.release, self.under_way)
+        return PersistentRequest(plan, call.load, call.store, call.release, self.pending_operations)
 
     methods: tuple[Any, Any, Any] = blocking, nonblocking, persistent
     names = name, f"I{name.lower()}", f"{name}_init"
@@ -118,7 +118,7 @@ def three_ways(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, A
 def _request(calls: Calls, work: Any, call: Prepared | None = None) -> Request:
     """The request of a call under way."""
     store, release = ((), ()) if call is None else (call.store, call.release)
-    return Request.of(Operation(work, store, release, calls.under_way))
+    return Request.of(Operation(work, store, release, calls.pending_operations))
 
 
 # Reductions whose arguments, in their usual form, are those of the library's own call.
@@ -154,10 +154,10 @@ def _with_info(theirs: Signature) -> Signature:
 class Calls:
     """The collectives with buffers, as methods of an MPI communicator.
 
-    `under_way`: the operations that were started here and are not over.
+    `pending_operations`: the operations that were started here and are not over.
     """
 
-    under_way: set[Operation]
+    pending_operations: set[Operation]
 
     @property
     def communicator(self) -> Communicator:
@@ -414,7 +414,7 @@ class Calls:
 
     def _knows_enough(self, collective: str, algorithm: str) -> bool:
         """Whether a rank's own counts are enough: for the algorithm, and as nobody compares."""
-        is_local = named(collective, algorithm).algorithm.name in _LOCAL[collective]
+        is_local = parse_label(collective, algorithm).algorithm.name in _LOCAL[collective]
         return is_local and not self.communicator.check
 
     def _exchanged(

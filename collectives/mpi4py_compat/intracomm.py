@@ -15,7 +15,12 @@ from mpi4py import MPI
 from collectives.communicator import Communicator, adopt, mode_of
 from collectives.diagnostics import Ledger
 from collectives.mpi4py_compat.objects import ObjectCalls
-from collectives.mpi4py_compat.requests import GRACE, Operation, progress_thread, when_all_are_over
+from collectives.mpi4py_compat.requests import (
+    THREAD_DELAY,
+    Operation,
+    progress_thread,
+    when_all_done,
+)
 
 
 def _kept(method: Callable[..., Any]) -> Any:
@@ -50,9 +55,9 @@ class Collectives(ObjectCalls):
             raise MPI.Exception(MPI.ERR_COMM)
         duplicate = self._duplicate or MPI.Intracomm(self).Idup()
         made = adopt(duplicate, thread=progress_thread(), mode=mode_of(None))
-        self._communicator, self.under_way = made, set[Operation]()
+        self._communicator, self.pending_operations = made, set[Operation]()
         session = made._session
-        session.thread_delay = GRACE
+        session.thread_delay = THREAD_DELAY
         if session.checker is not None:
             session.checker.compares_place = False
         return made
@@ -146,7 +151,7 @@ class Intracomm(Collectives, MPI.Intracomm):
         if self._duplicate is not None:
             _ = self.communicator  # which must be there to be given back
         if self._communicator is not None:  # MPI, too, carries what is under way to its end
-            when_all_are_over(list(self.under_way), self._communicator.free)
+            when_all_done(list(self.pending_operations), self._communicator.free)
         self._communicator, self._is_freed = None, True
 
 

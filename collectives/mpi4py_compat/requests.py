@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from collectives.engines import Action, ProgressThread, do, the_thread
+from collectives.engines import Action, ProgressThread, call_all, shared_progress_thread
 from collectives.errors import CollectiveTimeout
 from collectives.runtime import Plan
 
-GRACE = 2e-4  # seconds before the thread makes a call go on: most are waited for at once
+THREAD_DELAY = 2e-4  # seconds before the thread makes a call go on: most are waited for at once
 _wait = MPI.Request.Wait
 _is_active = MPI.Request.__bool__  # a request that was started, and for which nobody has waited
 _HANDLE = ctypes.c_uint64 if MPI._sizeof(MPI.Request) == 8 else ctypes.c_uint32
@@ -28,10 +28,10 @@ _HANDLE = ctypes.c_uint64 if MPI._sizeof(MPI.Request) == 8 else ctypes.c_uint32
 
 def progress_thread() -> ProgressThread | None:
     """What carries requests on; None where MPI does not allow a thread."""
-    return the_thread() if MPI.Query_thread() == MPI.THREAD_MULTIPLE else None
+    return shared_progress_thread() if MPI.Query_thread() == MPI.THREAD_MULTIPLE else None
 
 
-def needed_thread() -> ProgressThread:
+def require_thread() -> ProgressThread:
     """The thread.  Raises RuntimeError where there can be none."""
     thread = progress_thread()
     if thread is None:
@@ -51,7 +51,7 @@ class Started(Protocol):
     def wait(self) -> object:
         """Make it go on until it is complete.  Raises what it failed with."""
 
-    def when_over(self, action: Action) -> None:
+    def add_done_callback(self, action: Action) -> None:
         """Do this when it is complete or has failed; now if that has happened."""
 
 
@@ -59,7 +59,7 @@ class Operation:
     """One call under way, and the request that MPI knows it by.
 
     `store`: what brings the result to its place.  `release`: what is done at the very end.
-    `under_way`: it is among these until it is over.
+    `pending_operations`: it is among these until it is over.
     """
 
     error: BaseException | None = None
@@ -69,13 +69,13 @@ class Operation:
         started: Started,
         store: Sequence[Action],
         release: Sequence[Action],
-        under_way: set[Operation],
+        pending_operations: set[Operation],
     ) -> None:
         self._started: Started | None = started
-        self._store, self._release, self._under_way = store, [*release], under_way
+        self._store, self._release, self._pending_operations = store, [*release], pending_operations
         self.request = MPI.Grequest.Start(self._query)
-        under_way.add(self)
-        started.when_over(self._complete)
+        pending_operations.add(self)
+        started.add_done_callback(self._complete)
 
     def _complete(self) -> None:
         """The call is over: bring its result to its place, and complete the request.
@@ -91,18 +91,18 @@ class Operation:
             self.error = error
         # What was started knows this operation; if that were mutual, both would stay a while.
         self._started, self._store = None, ()
-        self._under_way.discard(self)
+        self._pending_operations.discard(self)
         if self._release:
-            self._do_at_the_end()
+            self._run_done_callbacks()
         self.request.Complete()
 
-    def at_the_end(self, action: Action) -> None:
+    def add_done_callback(self, action: Action) -> None:
         """Do this when the call is complete; now if it is."""
         self._release.append(action)
         if self._started is None:
-            self._do_at_the_end()
+            self._run_done_callbacks()
 
-    def _do_at_the_end(self) -> None:
+    def _run_done_callbacks(self) -> None:
         """What was asked for, each once, whoever else does it at the same time."""
         with suppress(IndexError):  # another has taken the last
             while self._release:
@@ -138,16 +138,16 @@ class Operation:
             raise MPI.Exception(_error_code(self.error))
 
 
-def when_all_are_over(operations: Sequence[Operation], action: Action) -> None:
+def when_all_done(operations: Sequence[Operation], action: Action) -> None:
     """Do this when all of them are complete; now if they are."""
     if operations:
         first, *others = operations
-        first.at_the_end(partial(when_all_are_over, others, action))
+        first.add_done_callback(partial(when_all_done, others, action))
     else:
         action()
 
 
-class _Awaited:
+class _LibraryRequest:
     """What both kinds of request do when somebody waits for their operation.
 
     It stands before a request of MPI.  Deriving it from MPI.Request would tell mypy, but then
@@ -183,7 +183,7 @@ class _Awaited:
             raise reason from error
 
 
-class Request(_Awaited, MPI.Grequest):
+class Request(_LibraryRequest, MPI.Grequest):
     """A collective call under way."""
 
     @classmethod
@@ -194,7 +194,7 @@ class Request(_Awaited, MPI.Grequest):
         return request
 
 
-class PersistentRequest(_Awaited, MPI.Prequest):
+class PersistentRequest(_LibraryRequest, MPI.Prequest):
     """A collective call to be started many times.
 
     `Start` it, or `PersistentRequest.Startall` some, MPI's own among them; `MPI.Prequest.Startall`
@@ -212,10 +212,10 @@ class PersistentRequest(_Awaited, MPI.Prequest):
         load: Sequence[Action],
         store: Sequence[Action],
         release: Sequence[Action],
-        under_way: set[Operation],
+        pending_operations: set[Operation],
     ) -> None:
         self._plan, self._load, self._store, self._release = plan, load, store, release
-        self._under_way = under_way
+        self._pending_operations = pending_operations
         self._handle = _HANDLE.from_address(MPI._addressof(self))
 
     def __bool__(self) -> bool:
@@ -234,9 +234,9 @@ class PersistentRequest(_Awaited, MPI.Prequest):
         if self._plan is None or _is_active(self):
             raise MPI.Exception(MPI.ERR_REQUEST)
         if self._load:
-            do(self._load)
+            call_all(self._load)
         self._plan.start()
-        self._operation = Operation(self._plan, self._store, (), self._under_way)
+        self._operation = Operation(self._plan, self._store, (), self._pending_operations)
         # MPI makes a new request for every run; this object stands for each in its turn.
         self._handle.value = self._operation.request.handle
 
@@ -254,10 +254,10 @@ class PersistentRequest(_Awaited, MPI.Prequest):
             super().Free()
         actions, self._plan = (self._plan.free, *self._release), None
         if self._operation is None:
-            do(actions)
+            call_all(actions)
         else:
             for action in actions:
-                self._operation.at_the_end(action)
+                self._operation.add_done_callback(action)
 
     def free(self) -> None:
         """Call `Free` unless that has been done."""

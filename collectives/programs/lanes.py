@@ -54,12 +54,12 @@ def order(num_lanes: int, num_rounds: int) -> Iterator[Event]:
     """What was started first is finished first; then the lane goes on, or the next one begins."""
     if num_rounds == 0:
         return
-    waiting, under_way = deque((lane, 0) for lane in range(num_lanes)), deque[tuple[int, int]]()
-    while waiting or under_way:
-        while waiting and len(under_way) < WIDTH:
-            under_way.append(waiting.popleft())
-            yield Event(*under_way[-1], is_start=True)
-        lane, number = under_way.popleft()
+    waiting, in_progress = deque((lane, 0) for lane in range(num_lanes)), deque[tuple[int, int]]()
+    while waiting or in_progress:
+        while waiting and len(in_progress) < WIDTH:
+            in_progress.append(waiting.popleft())
+            yield Event(*in_progress[-1], is_start=True)
+        lane, number = in_progress.popleft()
         yield Event(lane, number, is_start=False)
         if number + 1 < num_rounds:
             waiting.appendleft((lane, number + 1))

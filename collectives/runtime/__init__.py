@@ -1,6 +1,6 @@
-"""Calls in order: their numbers and tags, their runs, plans, cached calls, and checked mode.
+"""The calls of a communicator in order: numbers and tags, runs, plans, cached calls, checked mode.
 
-One `Session` for each rank of each communicator holds what its calls share.
+Each rank has one `Session` for each communicator, which its calls share.
 """
 
 from collectives.runtime.caching import (
@@ -13,7 +13,7 @@ from collectives.runtime.caching import (
 from collectives.runtime.call_cache import MISFIT
 from collectives.runtime.checked import Mode
 from collectives.runtime.compiled_support import runs_by
-from collectives.runtime.description import told_with_header
+from collectives.runtime.description import fields_with_header
 from collectives.runtime.header import Header
 from collectives.runtime.library_calls import (
     all_gather_integers,
@@ -22,17 +22,18 @@ from collectives.runtime.library_calls import (
     broadcast_integers,
     gather_bytes,
     gather_table,
-    meet,
+    subgroup_barrier,
 )
+from collectives.runtime.numbering import CallId
 from collectives.runtime.plan import Plan
 from collectives.runtime.run import Run
 from collectives.runtime.run_pool import ends_of
 from collectives.runtime.session import Session
-from collectives.runtime.turns import Turn
 from collectives.runtime.work import Steps, Work
 
 __all__ = [
     "MISFIT",
+    "CallId",
     "FastPlans",
     "Header",
     "Mode",
@@ -40,7 +41,6 @@ __all__ = [
     "Run",
     "Session",
     "Steps",
-    "Turn",
     "Work",
     "all_gather_integers",
     "broadcast_bytes",
@@ -49,11 +49,11 @@ __all__ = [
     "cached",
     "can_cache",
     "ends_of",
+    "fields_with_header",
     "gather_bytes",
     "gather_table",
     "make_message_plan",
     "make_plan",
-    "meet",
     "runs_by",
-    "told_with_header",
+    "subgroup_barrier",
 ]

@@ -1,4 +1,4 @@
-"""From a call or a plan that is made for the first time to one in the cache."""
+"""Puts a call or a plan that is made for the first time into the cache."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from collectives.runtime.cached_calls import (
     CachedPlan,
     CachedStart,
     CheckedCall,
-    Likeness,
+    ResultForm,
 )
 from collectives.runtime.checked import Checker
-from collectives.runtime.compiled_support import is_all_compiled, is_begun_by_code
+from collectives.runtime.compiled_support import can_start_compiled, is_fully_compiled
 from collectives.runtime.description import Compared
+from collectives.runtime.numbering import CallId
 from collectives.runtime.plan import Plan
 from collectives.runtime.run import Run
 from collectives.runtime.run_pool import ends_of
 from collectives.runtime.session import Session
-from collectives.runtime.turns import Turn
 from collectives.runtime.work import Steps
 
 Key = tuple[Any, ...]  # of `CallCache`
@@ -35,15 +35,15 @@ Key = tuple[Any, ...]  # of `CallCache`
 
 
 def can_cache(session: Session, key: Key, spec: CallSpec, arrays: Arrays) -> bool:
-    """Whether calls of this key may go straight to an execution.
+    """Whether the execution of this call can serve later calls of the same key.
 
-    Not where one is in the cache and could not serve this call, as it cannot serve an `x` that has
+    False if the cache already has one: it could not serve this call, for example because `x` had
     to be copied first.
     """
     return (
         session.fast_calls is session.call_cache
         and (session.checker is None or spec.blocking == "yes")
-        and is_all_compiled(session.transport, spec, arrays)
+        and is_fully_compiled(session.transport, spec, arrays)
         and spec.aliasing != "odd"
         and session.call_cache.find(key) is None
     )
@@ -54,27 +54,29 @@ def cached(
     key: Key,
     spec: CallSpec,
     arrays: Arrays,
-    turn: Turn,
-    untouched: Array | None = None,
+    call_id: CallId,
+    unwritten_out: Array | None = None,
 ) -> Steps:
-    """The run of a call, whose execution serves all calls of this key from now on.
+    """The steps of a call, whose execution serves all later calls of this key.
 
-    `untouched`: an array for the result that is checked, but not written.
+    `unwritten_out`: an array for the result that is checked but not written.
     """
     session.check()
     make = partial(session.runs.cached_call, spec)
-    run = make(arrays, turn.tag, turn.number)
-    numbering, form = session.numbering, arrays.target if untouched is None else untouched
-    tags = range(0) if turn.is_blocking else numbering.async_tags
-    run.reusable.accept(run.log, run.key, numbering.num_calls_made, arrays.source, form, tags)
-    if not turn.is_blocking:
+    run = make(arrays, call_id.tag, call_id.number)
+    numbering, form = session.numbering, arrays.target if unwritten_out is None else unwritten_out
+    tags = range(0) if call_id.is_blocking else numbering.async_tags
+    run.reusable.make_reusable(
+        run.log, run.key, numbering.num_calls_made, arrays.source, form, tags
+    )
+    if not call_id.is_blocking:
         yield from _cached_start(session, key, spec, arrays, run, make)
     elif session.checker is not None:
-        yield from _checked_call(session, session.checker, key, spec, arrays, run, turn)
+        yield from _checked_call(session, session.checker, key, spec, arrays, run, call_id)
     else:
-        session.call_cache.add(key, CachedCall(session, run, _likeness(arrays.target)))
+        session.call_cache.add(key, CachedCall(session, run, _result_form(arrays.target)))
         yield run
-    run.reusable.let_go()
+    run.reusable.detach()
 
 
 def _cached_start(
@@ -86,8 +88,8 @@ def _cached_start(
     make: Callable[[Arrays, int, int], Run],
 ) -> Steps:
     """An asynchronous call."""
-    another = partial(_another, run.reusable, make, spec.dtype)
-    start = CachedStart(session, run, _likeness(arrays.target), another)
+    make_run = partial(_similar_run, run.reusable, make, spec.dtype)
+    start = CachedStart(session, run, _result_form(arrays.target), make_run)
     session.call_cache.add(key, start)
     run.release = start.idle.append
     yield run
@@ -100,27 +102,27 @@ def _checked_call(
     spec: CallSpec,
     arrays: Arrays,
     run: Run,
-    turn: Turn,
+    call_id: CallId,
 ) -> Steps:
     """A blocking call in checked mode."""
-    call = Compared(spec, arrays, run, turn.check_tag, {})
+    call = Compared(spec, arrays, run, call_id.check_tag, {})
     steps = checker.steps(call)
-    session.call_cache.add(key, CheckedCall(session, run, _likeness(arrays.target), steps))
-    yield from session.guarded(run, spec, arrays, lambda: turn.check_tag)
+    session.call_cache.add(key, CheckedCall(session, run, _result_form(arrays.target), steps))
+    yield from session.with_checks(run, spec, arrays, lambda: call_id.check_tag)
 
 
 # Plans
 
 
 class FastPlans:
-    """Where calls make plans, the cached calls are those that make a plan again."""
+    """Gives `comm.plan` the cache of plans, in place of the cache of calls."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     @property
     def fast_calls(self) -> Any:
-        """The cache of plans, or an empty one where none may be used."""
+        """The cache of plans, or an empty cache while it cannot be used."""
         return self._session.fast_plans
 
 
@@ -129,36 +131,36 @@ def make_plan(
     spec: CallSpec,
     arrays: Arrays,
     result: Array | None,
-    turn: Turn,
+    call_id: CallId,
     key: Key | None = None,
 ) -> Plan:
-    """A plan, which takes the number of a call when it is made.
+    """A plan, which gets the number of a call when it is made.
 
-    `key`: under which others like it are made from what is known of this one; None: not so.
+    `key`: the key under which its execution is cached for plans like it; None: not cached.
     """
     session.check()
     make = partial(session.runs.plan, spec)
-    run = make(arrays, session.numbering.async_tag(turn.number), turn.number)
-    is_compiled = is_all_compiled(session.transport, spec, arrays)
+    run = make(arrays, session.numbering.async_tag(call_id.number), call_id.number)
+    is_compiled = is_fully_compiled(session.transport, spec, arrays)
     next_tag = session.numbering.next_check_tag
-    steps = partial(session.guarded, run, spec, arrays, next_tag)
+    steps = partial(session.with_checks, run, spec, arrays, next_tag)
     plan = _plan(session, run, steps, arrays, result, is_compiled)
     cache = session.plan_cache
     can_keep = session.fast_plans is cache and is_compiled and spec.aliasing != "odd"
     if key is not None and can_keep and cache.find(key) is None:
-        another = partial(_another, run.reusable, make, spec.dtype)
-        cache.add(key, CachedPlan(session, run, _likeness(arrays.target), another))
+        make_run = partial(_similar_run, run.reusable, make, spec.dtype)
+        cache.add(key, CachedPlan(session, run, _result_form(arrays.target), make_run))
     return plan
 
 
 def make_message_plan(
     session: Session, name: str, arrays: Arrays, tag: int, dest: int | None, source: int | None
 ) -> Plan:
-    """The plan of a send, a receive, or both at once."""
+    """The plan of a send, a receive, or both."""
     session.check()
     run = session.runs.message_plan(ends_of(name, arrays, dest, source), arrays, tag)
-    is_compiled = is_begun_by_code(session.transport, arrays)
-    return _plan(session, run, partial(_alone, run), arrays, arrays.target, is_compiled)
+    is_compiled = can_start_compiled(session.transport, arrays)
+    return _plan(session, run, partial(_steps_of, run), arrays, arrays.target, is_compiled)
 
 
 def _plan(
@@ -169,32 +171,32 @@ def _plan(
     result: Array | None,
     is_compiled: bool,
 ) -> Plan:
-    """`is_compiled`: whether compiled code can do all of it."""
+    """Make a plan.  `is_compiled`: whether compiled code can run all of it."""
     plan, (_, source, target) = Plan(session, run, steps, result), arrays
     if is_compiled:
-        run.reusable.accept(run.log, run.key, plan.num_runs, source, target)
-        plan.begin_by_code(source, target)
-        run.reusable.let_go()  # of the arrays, which the plan keeps
+        run.reusable.make_reusable(run.log, run.key, plan.num_runs, source, target)
+        plan.use_compiled_start(source, target)
+        run.reusable.detach()  # of the arrays, which the plan keeps
     return plan
 
 
-def _alone(run: Run) -> Steps:
-    """A run that nothing goes around."""
+def _steps_of(run: Run) -> Steps:
+    """The steps of a call that consists of one run."""
     yield run
 
 
-# Both
+# Calls and plans
 
 
-def _likeness(target: Array | None) -> Likeness | None:
-    """Shape and dtype of a result."""
+def _result_form(target: Array | None) -> ResultForm | None:
+    """The shape and dtype of a result, if there is one."""
     return None if target is None else (tuple(target.shape), target.dtype)
 
 
-def _another(
+def _similar_run(
     execution: Reusable, make: Callable[[Arrays, int, int], Run], dtype: np.dtype[Any]
 ) -> Run:
-    """A run with an execution like this one; it gets its arrays and tag later."""
+    """A run with a similar execution, which gets its arrays and tag later."""
     other = make(Arrays(HOST, np.empty(0, dtype), None), 0, 0)
-    other.reusable.accept_like(execution, other.key)
+    other.reusable.make_reusable_like(execution, other.key)
     return other

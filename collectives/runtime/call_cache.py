@@ -1,4 +1,4 @@
-"""The calls and plans of a communicator that are ready to run again."""
+"""The cache of calls and plans that are ready to run again."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any, Protocol
 
 from collectives.algorithms.registry import watch
 
-_MOST_CALLS = 512
-_MOST_BYTES = 32 * 2**20
+_MAX_CALLS = 512
+_MAX_BYTES = 32 * 2**20
 
-MISFIT = object()  # what a cached call answers if the arrays are not such as it can serve
+MISFIT = object()  # the result of a cached call whose arrays do not fit
 
-# `Cached.make` of one: Python calls a method in less time than an object.
+# The bound method `Cached.make`, which Python calls faster than an object.
 Make = Callable[[Any, Any, "float | None"], Any]
 
 
 class ReadyCall(Protocol):
-    """A call that is ready to run on arrays that fit.  `num_bytes`: the memory that it takes."""
+    """A call that is ready to run on arrays that fit.  `num_bytes`: its memory."""
 
     num_bytes: int
 
     @property
     def make(self) -> Make:
-        """Make the call; MISFIT if the arrays are others, and nothing has been done."""
+        """Make the call; return MISFIT, without any effect, if the arrays do not fit."""
 
 
 class CallCache:
-    """Ready calls by their keys; boundedly many.
+    """A bounded number of ready calls, by their keys.
 
-    A key is a pair: the request, which is the collective and all arguments but the arrays, and the
-    shape and dtype of the arrays.  `latest`: for each request, the call that was made last.
+    A key is a tuple: the request, which is the collective with all arguments except the arrays, and
+    the shape and dtype of the arrays.  `latest`: the latest call of each request.
     """
 
     def __init__(self) -> None:
@@ -43,21 +43,21 @@ class CallCache:
         return len(self._calls)
 
     def find(self, key: tuple[Any, ...]) -> Make | None:
-        """How to make the call of this key, if it was made before; it is the latest now."""
+        """The function that makes the call of this key, or None; it becomes the latest."""
         found = self._calls.get(key)
         if found is not None:
             self.latest[key[0]] = found
         return found
 
     def add(self, key: tuple[Any, ...], call: ReadyCall) -> None:
-        """Keep a call; if there are too many, forget all others first."""
-        if len(self) >= _MOST_CALLS or self._num_bytes + call.num_bytes > _MOST_BYTES:
+        """Add a call; if the cache is full, forget all others first."""
+        if len(self) >= _MAX_CALLS or self._num_bytes + call.num_bytes > _MAX_BYTES:
             self.forget()
         self._calls[key] = self.latest[key[0]] = call.make
         self._num_bytes += call.num_bytes
 
     def forget(self) -> None:
-        """Forget all of them, as when an algorithm is registered under a name again."""
+        """Forget all calls, for example when an algorithm is registered again."""
         self._calls.clear()
         self.latest.clear()
         self._num_bytes = 0

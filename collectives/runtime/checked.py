@@ -33,10 +33,10 @@ from collectives.programs import CallSpec, compile_call
 from collectives.runtime import fingerprint
 from collectives.runtime.description import Compared, line_of_caller
 from collectives.runtime.fingerprint import BAD_VALUE, Digest, Fingerprint
+from collectives.runtime.numbering import Numbering
 from collectives.runtime.run import Run
-from collectives.runtime.turns import Numbering
 from collectives.runtime.work import Owner as Caller
-from collectives.runtime.work import Steps, Work, break_off
+from collectives.runtime.work import Steps, Work, end_interrupted
 
 Mode = Literal["calls", "finite"]
 LABEL, ALGORITHM = "check", "bruck"  # in the ledger; it serves any p in log p rounds
@@ -64,14 +64,14 @@ class Checker:
         self.mismatch: CollectiveError | None = None
 
     def before(self, call: Compared) -> Steps:
-        """The comparison before a call: all ranks go on, or all raise the same error."""
+        """The comparison before a call: all ranks continue, or all raise the same error."""
         bad_value = self._bad_value(call, call.arrays.source)
         ranks = yield from self._compare(call, bad_value)
         if ranks:
             self._refuse_differences(ranks)
 
     def after(self, call: Compared) -> Steps:
-        """The comparison of what a reduction has made, if values are checked."""
+        """The comparison after a reduction, if values are checked."""
         if self.mode == "finite" and call.spec.op is not None:
             bad_value = self._bad_value(call, call.arrays.target)
             ranks = yield from self._compare(call, bad_value)
@@ -123,7 +123,7 @@ class Checker:
         return CheckedSteps(self, self._owner, call)
 
     def _exchange(self, mine: Bytes, call: Compared) -> Steps:
-        """Bring every rank's message to every rank, a row for each rank."""
+        """Send every rank's message to every rank; return a table with a row for each rank."""
         table = np.empty((self._owner.transport.size, mine.size), np.uint8)
         number = self._owner.numbering.num_calls
         named = partial(_name, call.name)
@@ -133,7 +133,7 @@ class Checker:
         return table
 
     def _bad_value(self, call: Compared, array: Array | None) -> str:
-        """The first value that is not finite, and its place; nothing if values are not checked."""
+        """The first value that is not finite, with its index; "" if values are not checked."""
         if self.mode != "finite":
             return ""
         return _first_bad_value(call.arrays.backend, _watched(array))
@@ -141,7 +141,7 @@ class Checker:
     def _raise_together(
         self, ranks: Sequence[Fingerprint], kind: type[CollectiveError], sentence: str | None
     ) -> None:
-        """Raise an error on all ranks, whose calls are numbered alike after it."""
+        """Raise the same error on all ranks, whose next calls then have equal numbers."""
         if sentence is not None:
             self._owner.numbering.catch_up(max(int(rank.num_calls) for rank in ranks))
             self.mismatch = kind(sentence)
@@ -150,7 +150,7 @@ class Checker:
 
 @lru_cache(maxsize=64)
 def _exchange_spec(size: int, num_bytes: int) -> CallSpec:
-    """The call in which ranks exchange so many bytes."""
+    """The all-gather in which each rank sends `num_bytes`."""
     algorithm = algorithms.info("all_gather", ALGORITHM)
     options = tuple(algorithm.options.items())
     bytes_each = (num_bytes,) * size
@@ -169,7 +169,7 @@ def exchange(
     named: Callable[[int], str],
     number: int,
 ) -> Run:
-    """The run that brings every rank's message to every rank."""
+    """The run that sends every rank's message to every rank."""
     transport = owner.transport
     program = compile_call(
         _exchange_spec(transport.size, mine.size), transport.rank, transport.size
@@ -178,14 +178,14 @@ def exchange(
     execution = transport.execution(program, operands, call.tag)
     recorder = Recorder((LABEL, ALGORITHM), named, program.sent, owner.ancestry, transport.rank)
     run = Run(transport, program, execution, recorder)
-    run.number, run.is_ahead, run.among = number, True, f"{program.num_rounds} of its check"
+    run.number, run.is_ahead, run.num_rounds = number, True, f"{program.num_rounds} of its check"
     return run
 
 
 class CheckedSteps:
-    """The comparison before a cached call, whose digests compiled code exchanges.
+    """The comparison before a cached call; compiled code exchanges the digests.
 
-    `call`: the first of these calls; the others differ from it in their numbers only.
+    `call`: the first of these calls; the others differ from it only in their numbers.
     """
 
     def __init__(self, checker: Checker, owner: Owner, call: Compared) -> None:
@@ -200,33 +200,33 @@ class CheckedSteps:
         self._run = exchange(owner, mine, table, call, str, 0)
         self._execution = self._run.reusable
         log, tags = self._run.log, owner.numbering.check_tags
-        self._execution.accept(
+        self._execution.make_reusable(
             log, self._run.key, owner.numbering.num_checks_made, mine, table, tags
         )
         self._answer = 0
 
-    def are_alike(self, number: int, patience: int) -> bool:
-        """Whether all digests have come and agree.  If not, `steps` has the rest of the call."""
+    def all_agree(self, number: int, max_wait: int) -> bool:
+        """Whether all digests have arrived and agree.  If not, `steps` completes the call."""
         mine, (own, table) = self._mine, self._arrays
         mine[0], mine[1] = self._digest.numbered(number)
         execution = self._execution
         try:
-            self._answer = execution.loop.run(execution.at, id(own), id(table), patience)
+            self._answer = execution.loop.run(execution.state_address, id(own), id(table), max_wait)
             if self._answer:
                 return False
         except BaseException as error:
             work = Work.of(self._owner, self._run, own, table)
             work.is_blocking = True
-            break_off(work, self._run, error)
+            end_interrupted(work, self._run, error)
             raise
         return bool(table.tobytes() == own.tobytes() * len(self._table))
 
     def steps(self, run: Run, x: Array | None, out: Array | None) -> Steps:
-        """The rest of a call whose digests have not all come, or do not all agree."""
+        """The remaining steps if digests are missing or differ."""
         execution, checker = self._execution, self._checker
         if self._answer:
-            execution.began(self._answer)
-            self._run.has_begun()
+            execution.started(self._answer)
+            self._run.started_by_code()
             run.number = self._owner.numbering.num_calls + 1
             self._run.part_of = run.title
             yield self._run
@@ -234,18 +234,18 @@ class CheckedSteps:
         if not (self._table == self._mine).all():
             call = Compared(self._spec, Arrays(HOST, x, out), run, execution.tag, self._fields)
             yield from checker.refuse(call)
-        run.reusable.place(x, out)
+        run.reusable.set_arrays(x, out)
         yield run
         return out if self._has_result else None
 
 
 def _watched(array: Array | None) -> Array | None:
-    """An array, if it can hold what is not finite."""
+    """The array, or None if its dtype has only finite values."""
     return None if array is None or not has_infinities(array.dtype) else array
 
 
 def _first_bad_value(backend: Backend, array: Array | None) -> str:
-    """The first value that is not finite, and where it is; nothing if there is none."""
+    """The first value that is not finite, with its index; "" if there is none."""
     found = None if array is None else backend.first_not_finite(array.reshape(-1))
     if array is None or found is None:
         return ""

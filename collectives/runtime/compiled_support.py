@@ -1,4 +1,4 @@
-"""What compiled code can do of a call, and what Python does."""
+"""Which parts of a call compiled code can run, and which parts Python runs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from collectives.arrays import HOST, Arrays, Backend, Operator, kernels
 from collectives.engines import Transport
 from collectives.programs import CallSpec
 
-_MOST_DIMENSIONS = 8  # of arrays that compiled code looks at
+_MAX_DIMENSIONS = 8  # of arrays that compiled code can check; `executor.MAX_DIMENSIONS`
 
 
-def is_all_compiled(transport: Transport, spec: CallSpec, arrays: Arrays) -> bool:
-    """Whether compiled code can begin such a call, and do all of it."""
-    return is_begun_by_code(transport, arrays) and _has_kernels(spec.op, spec.dtype)
+def is_fully_compiled(transport: Transport, spec: CallSpec, arrays: Arrays) -> bool:
+    """Whether compiled code can start such a call and run all of it."""
+    return can_start_compiled(transport, arrays) and _has_kernels(spec.op, spec.dtype)
 
 
-def is_begun_by_code(transport: Transport, arrays: Arrays) -> bool:
-    """Whether compiled code can begin runs on these arrays."""
-    is_seen = all(x is None or x.ndim <= _MOST_DIMENSIONS for x in arrays[1:])
+def can_start_compiled(transport: Transport, arrays: Arrays) -> bool:
+    """Whether compiled code can start runs on these arrays."""
+    is_seen = all(x is None or x.ndim <= _MAX_DIMENSIONS for x in arrays[1:])
     return arrays.backend is HOST and is_seen and transport.why_interpreted is None
 
 
 def runs_by(
     transport: Transport, backend: Backend, op: Operator | None, dtype: np.dtype[Any]
 ) -> str:
-    """What runs programs on arrays of this kind, in words."""
+    """A text that says whether compiled code or the interpreter runs a call, and why."""
     if backend is not HOST:
         return f"the interpreter: the arrays are on {backend.name}"
     if transport.why_interpreted is not None:
@@ -38,7 +38,7 @@ def runs_by(
 
 
 def _has_kernels(op: Operator | None, dtype: np.dtype[Any]) -> bool:
-    """Whether compiled code can combine, and divide, what a call combines."""
+    """Whether there are kernels that combine, and divide, arrays of this dtype."""
     if op is None:
         return True
     if not isinstance(op.function, str) or kernels.combine(op.function, dtype) is None:

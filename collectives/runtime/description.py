@@ -1,4 +1,4 @@
-"""What the ranks compare of a call in checked mode, as far as one rank knows it."""
+"""Describes a call for the comparison of checked mode, as far as one rank knows it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from collectives.runtime.run import Run
 from collectives.schedule import SPECS
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LIKE_ANY_OTHER = ("exscan", "barrier")  # in place or not: it concerns not every rank
+_PLACE_NOT_COMPARED = ("exscan", "barrier")  # not every rank has both arrays
 
 
 class Compared:
-    """A call that the ranks compare, before a run and with messages of this tag.
+    """A call that the ranks compare before a run, with messages of tag `tag`.
 
-    `fields`: what of its fingerprint does not follow from the spec.
+    `fields`: fields of its fingerprint that do not follow from the spec.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Compared:
         self.place = "" if spec.blocking == "yes" else line_of_caller()
 
     def fingerprint(self, compares_place: bool) -> Fingerprint:
-        """What is compared, but for values."""
+        """The fingerprint of the call, without values."""
         source, target = self.arrays.source, self.arrays.target
         has_both = source is not None and target is not None and bool(source.size and target.size)
         found = describe(self.spec, has_both)._replace(
@@ -42,7 +42,7 @@ class Compared:
 
 @lru_cache(maxsize=1024)
 def describe(spec: CallSpec, has_both: bool) -> Fingerprint:
-    """What all ranks must agree on, as far as this one knows it.
+    """The fields that all ranks must agree on, as far as this rank knows them.
 
     `has_both`: whether this rank has an input and an output that are not empty.
     """
@@ -66,7 +66,7 @@ def describe(spec: CallSpec, has_both: bool) -> Fingerprint:
 
 
 def _rows(counts: Counts | None, per_row: int) -> str:
-    """Numbers of elements as the rows that the caller counts in."""
+    """Counts of elements as text, in rows."""
     if counts is None or isinstance(counts, int) or not per_row:
         return ""
     if not isinstance(counts[0], int):
@@ -78,7 +78,7 @@ def _rows(counts: Counts | None, per_row: int) -> str:
 def _operator(op: Operator) -> str:
     if OPERATORS.get(op.name) is op:
         return op.name
-    return f"{op.name} of the caller's, {'' if op.is_commutative else 'not '}commutative"
+    return f"{op.name}, user-defined, {'' if op.is_commutative else 'not '}commutative"
 
 
 def _algorithm(spec: CallSpec) -> str:
@@ -86,12 +86,12 @@ def _algorithm(spec: CallSpec) -> str:
     return f"{spec.algorithm.name}({options})" if options else spec.algorithm.name
 
 
-def told_with_header(
+def fields_with_header(
     collective: str, like: Array | None, counts: Sequence[int] | None
 ) -> dict[str, str]:
-    """What the ranks tell each other where a header goes first.
+    """The fields that are compared before a header is sent.
 
-    `like` and `counts`: what this rank knows of the root's array and its rows, if anything.
+    `like` and `counts`: what this rank knows of the root's array and of its rows, if anything.
     """
     layout = "" if like is None else str(tuple(like.shape))
     if like is not None and not SPECS[collective].has_pieces:
@@ -107,14 +107,14 @@ def told_with_header(
 
 
 def _in_place(spec: CallSpec, has_both: bool) -> str:
-    """An array without elements is in no place."""
-    if spec.collective in _LIKE_ANY_OTHER or not has_both:
+    """Whether the call is in place, as text; nothing if that cannot be compared."""
+    if spec.collective in _PLACE_NOT_COMPARED or not has_both:
         return ""
     return "no" if spec.aliasing == "none" else "yes"
 
 
 def line_of_caller() -> str:
-    """The line of the program that makes the call: the first outside this package."""
+    """The file and line of the caller: the innermost frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

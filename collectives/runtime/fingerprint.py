@@ -1,6 +1,6 @@
-"""What a rank is about to call, in a message of fixed size; and in words how the ranks differ.
+"""Fingerprints: a rank's description of a call, and sentences that say how ranks differ.
 
-Nothing here sends anything: `checked.py` exchanges these messages around a call.
+A fingerprint fits in a message of fixed size.  `checked.py` exchanges these messages.
 """
 
 from __future__ import annotations
@@ -57,45 +57,43 @@ _LENGTHS = {
     "num_calls": 12,
 }
 NUM_BYTES = sum(_LENGTHS.values())
-_TOLD_ONLY = ("place", "num_calls")
-_SLOTS = {
-    field: slice(end - length, end)
-    for (field, length), end in zip(_LENGTHS.items(), accumulate(_LENGTHS.values()), strict=True)
-}
+_NOT_COMPARED = ("place", "num_calls")
 
 DIGEST_BYTES = 16
 _WORD = 2**64
 
 
 class Digest(NamedTuple):
-    """Two words that stand for all that is compared of a call, but for its number."""
+    """Two words that represent everything compared of a call except its number."""
 
     first: int
     second: int
 
     def numbered(self, number: int) -> Digest:
-        """That of the call of this number."""
+        """The digest of the call with this number."""
         return Digest((self.first + number) % _WORD, self.second)
 
 
-BAD_VALUE = Digest(_WORD - 1, _WORD - 1)  # of a call that brings, or has made, what is not finite
+BAD_VALUE = Digest(
+    _WORD - 1, _WORD - 1
+)  # of a call whose input or result has a value that is not finite
 
 _SLOTS = {
     field: slice(end - length, end)
     for (field, length), end in zip(_LENGTHS.items(), accumulate(_LENGTHS.values()), strict=True)
 }
 
-_COMPARED = [field for field in _LENGTHS if field not in ("bad_value", *_TOLD_ONLY)]
+_COMPARED = [field for field in _LENGTHS if field not in ("bad_value", *_NOT_COMPARED)]
 _DECIDE_ALGORITHM = ("dtype", "counts", "op", "layout")
 _NUM_DIGITS, _NUM_LAST = 12, 10
-_MOST_GROUPS, _MOST_SPANS = 4, 8
+_MAX_GROUPS, _MAX_SPANS = 4, 8
 
 
 # Messages
 
 
 def encode(fingerprint: Fingerprint) -> bytes:
-    """The message of a fingerprint."""
+    """The message that contains a fingerprint."""
     message = bytearray(NUM_BYTES)
     for field, value in zip(_LENGTHS, fingerprint, strict=True):
         put(message, field, value)
@@ -103,14 +101,14 @@ def encode(fingerprint: Fingerprint) -> bytes:
 
 
 def digest(fingerprint: Fingerprint) -> Digest:
-    """What ranks compare first: equal if all that is compared is equal."""
+    """The digest of a fingerprint; equal if all compared fields are equal."""
     compared = "\0".join(getattr(fingerprint, field) for field in _COMPARED)
     found = blake2b(compared.encode(), digest_size=DIGEST_BYTES).digest()
     return Digest(*(int.from_bytes(half, "little") for half in (found[:8], found[8:])))
 
 
 def put(message: bytearray, field: str, value: str) -> None:
-    """Write one field of a message; one that is too long as its ends and a digest."""
+    """Write one field of a message; a long value is replaced by its ends and a digest."""
     length = _LENGTHS[field]
     data = value.encode()
     if len(data) > length:
@@ -121,7 +119,7 @@ def put(message: bytearray, field: str, value: str) -> None:
 
 
 def decode(message: bytes) -> Fingerprint:
-    """The fingerprint again."""
+    """The fingerprint in a message."""
     return Fingerprint(
         *(message[slot].rstrip(b"\0").decode(errors="replace") for slot in _SLOTS.values())
     )
@@ -131,32 +129,32 @@ def decode(message: bytes) -> Fingerprint:
 
 
 def difference(ranks: Sequence[Fingerprint]) -> str | None:
-    """How the calls of the ranks differ, in a sentence; None if they agree."""
+    """A sentence that says how the calls of the ranks differ; None if they agree."""
     fields = _differing(ranks)
     if not fields:
         return None
     groups = _groups(ranks, fields)
-    rest = len(groups) - _MOST_GROUPS
-    shown = groups if rest <= 0 else [*groups[: _MOST_GROUPS - 1], groups[-1]]
-    said = [_said(ranks, group, fields, not number) for number, group in enumerate(shown)]
+    rest = len(groups) - _MAX_GROUPS
+    shown = groups if rest <= 0 else [*groups[: _MAX_GROUPS - 1], groups[-1]]
+    said = [_group_text(ranks, group, fields, not number) for number, group in enumerate(shown)]
     if rest > 0:
-        said.append(f"and {sum(map(len, groups[_MOST_GROUPS - 1 : -1]))} other ranks differ too")
-    return f"{', '.join(said)}{_where(ranks)}"
+        said.append(f"and {sum(map(len, groups[_MAX_GROUPS - 1 : -1]))} other ranks differ too")
+    return f"{', '.join(said)}{_call_and_place(ranks)}"
 
 
 def not_finite(ranks: Sequence[Fingerprint], verb: str, preposition: str) -> str | None:
-    """Which ranks bring, or get, what is not a finite number, in a sentence; None if none does."""
+    """A sentence that names the ranks with values that are not finite; None if there is none."""
     bad_value = [(number, rank.bad_value) for number, rank in enumerate(ranks) if rank.bad_value]
     if not bad_value:
         return None
-    listed = ", ".join(f"rank {number} {verb} {what}" for number, what in bad_value[:_MOST_GROUPS])
-    more = len(bad_value) - _MOST_GROUPS
-    and_more = f" and {more} other ranks the like" if more > 0 else ""
-    return f"{listed}{and_more} {preposition} {ranks[0].collective}{_where(ranks)}"
+    listed = ", ".join(f"rank {number} {verb} {what}" for number, what in bad_value[:_MAX_GROUPS])
+    more = len(bad_value) - _MAX_GROUPS
+    and_more = f", and so do {more} other ranks," if more > 0 else ""
+    return f"{listed}{and_more} {preposition} {ranks[0].collective}{_call_and_place(ranks)}"
 
 
 def _differing(ranks: Sequence[Fingerprint]) -> list[str]:
-    """The fields to speak of: what only follows from another difference is none."""
+    """The fields to report, without those that differ only because another field does."""
     differing = [field for field in _COMPARED if len(_values(ranks, field)) > 1]
     if "collective" in differing:
         return ["collective"]
@@ -166,14 +164,15 @@ def _differing(ranks: Sequence[Fingerprint]) -> list[str]:
 
 
 def _values(ranks: Sequence[Fingerprint], field: str) -> list[str]:
-    """The values of a field, each once, in rank order."""
+    """The distinct values of a field, in rank order."""
     return list(dict.fromkeys(filter(None, (getattr(rank, field) for rank in ranks))))
 
 
 def _groups(ranks: Sequence[Fingerprint], fields: Sequence[str]) -> list[list[int]]:
-    """The ranks that are alike in these fields, the most numerous last; those without a value none.
+    """Groups of ranks with equal values in these fields, the largest group last.
 
-    Of equally many those with the lowest rank come later.
+    Among equally large groups the one with the lowest rank comes last.  Ranks without any of these
+    values are in no group.
     """
     alike: dict[tuple[str, ...], list[int]] = {}
     for number, rank in enumerate(ranks):
@@ -182,10 +181,10 @@ def _groups(ranks: Sequence[Fingerprint], fields: Sequence[str]) -> list[list[in
     return sorted(found, key=lambda group: (len(group), -group[0]))
 
 
-def _said(
+def _group_text(
     ranks: Sequence[Fingerprint], group: Sequence[int], fields: Sequence[str], is_first: bool
 ) -> str:
-    """What a group of ranks called; the first group with the name of the collective."""
+    """The text for a group of ranks; that of the first group names the collective."""
     one = ranks[group[0]]
     given = [
         (field, getattr(one, field)) for field in fields if field not in ("collective", "call")
@@ -196,7 +195,7 @@ def _said(
     elif is_first:
         text = f"{one.collective}({text})" if text else one.collective
     words = [
-        _numbered(group),
+        _rank_list(group),
         "called" * is_first,
         text,
         f"in call {one.call}" * ("call" in fields),
@@ -207,27 +206,27 @@ def _said(
     return " ".join(filter(None, words))
 
 
-def _where(ranks: Sequence[Fingerprint]) -> str:
-    """The number of the call and the line of the program, as far as the ranks share them."""
+def _call_and_place(ranks: Sequence[Fingerprint]) -> str:
+    """The number of the call and the line of the program, if they are the same on all ranks."""
     calls, places = _values(ranks, "call"), _values(ranks, "place")
     shared = [f"call {calls[0]}"] * (len(calls) == 1) + [f"from {places[0]}"] * (len(places) == 1)
     return f" ({', '.join(shared)})" if shared else ""
 
 
-def _numbered(group: Sequence[int]) -> str:
-    """ "rank 2", "ranks 0, 1, 3"; of many "ranks 0-6, 9"."""
+def _rank_list(group: Sequence[int]) -> str:
+    """Ranks as text: "rank 2", "ranks 0, 1, 3"; of many ranks "ranks 0-6, 9"."""
     if len(group) == 1:
         return f"rank {group[0]}"
-    if len(group) <= _MOST_SPANS:
+    if len(group) <= _MAX_SPANS:
         return f"ranks {', '.join(map(str, group))}"
     spans = [str(a) if a == b else f"{a}-{b}" for a, b in _spans(group)]
-    if len(spans) > _MOST_SPANS:
-        spans = [*spans[:_MOST_SPANS], f"... ({len(group)} in all)"]
+    if len(spans) > _MAX_SPANS:
+        spans = [*spans[:_MAX_SPANS], f"... ({len(group)} in all)"]
     return f"ranks {', '.join(spans)}"
 
 
 def _spans(group: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of the runs of consecutive numbers."""
+    """The first and last number of each sequence of consecutive numbers."""
     first = last = group[0]
     for number in group[1:]:
         if number != last + 1:

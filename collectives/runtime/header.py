@@ -1,7 +1,7 @@
-"""The small message that tells a rank without an array what it is about to receive.
+"""The header: a small message that describes the array that a rank is about to receive.
 
-It is JSON and numbers.  Nothing that another rank sent is ever unpickled, and a header is believed
-only if it describes plain memory.
+It consists of JSON and numbers.  Nothing that another rank sends is unpickled, and a header is
+accepted only if it describes plain memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_BYTES = 256
 
 
 class Header(NamedTuple):
-    """The root's array: kind of memory, dtype, shape; and its rows per rank where it is split."""
+    """The root's array: kind of memory, dtype, shape; in a scatter also the rows of each rank."""
 
     kind: str
     dtype: np.dtype[Any]
@@ -29,12 +29,12 @@ class Header(NamedTuple):
 
 
 def num_bytes(num_counts: int) -> int:
-    """The length of a header with so many counts."""
+    """The length in bytes of a header with `num_counts` counts."""
     return NUM_BYTES + 8 * num_counts
 
 
 def encode(header: Header) -> NDArray[np.uint8]:
-    """The header as bytes.  Raises ValueError for what does not fit or is ambiguous."""
+    """The header as bytes.  Raises ValueError if the array cannot be described."""
     text = json.dumps([header.kind, _dtype_name(header.dtype), header.shape]).encode()
     if len(text) > NUM_BYTES:
         raise ValueError(f"an array of {len(header.shape)} dimensions needs out= on every rank")
@@ -43,34 +43,34 @@ def encode(header: Header) -> NDArray[np.uint8]:
 
 
 def decode(message: NDArray[np.uint8]) -> Header:
-    """The header again.  Raises CollectiveMismatch if the message is none."""
+    """The header in a message.  Raises CollectiveMismatch if the message is not a header."""
     try:
         kind, name, shape = json.loads(bytes(message[:NUM_BYTES]))
         counts = message[NUM_BYTES:].view("<i8").tolist()
         return Header(_text(kind), _plain(_text(name)), _sizes(shape), _sizes(counts))
     except (TypeError, ValueError) as error:
         raise CollectiveMismatch(
-            f"what came is no header of an array ({error}): the ranks did not make the same call"
+            f"the message is not the header of an array ({error}): the ranks' calls do not match"
         ) from error
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not a text")
     return value
 
 
 def _sizes(values: object) -> tuple[int, ...]:
     """A shape, or counts."""
     if not isinstance(values, list) or any(type(n) is not int or n < 0 for n in values):
-        raise ValueError(f"{values!r} are no sizes")
+        raise ValueError(f"{values!r} is not a list of sizes")
     return tuple(values)
 
 
 def _plain(name: str) -> np.dtype[Any]:
-    """The dtype of this name, as `encode` spells names.  Objects have no place in a message."""
+    """The dtype of a name that `encode` wrote.  Raises ValueError if it is not plain memory."""
     if name != "bfloat16" and not re.fullmatch(r"[<>|][a-zA-Z]\d+(\[\w+\])?", name):
-        raise ValueError(f"{name!r} is the name of no dtype")
+        raise ValueError(f"{name!r} is not the name of a dtype")
     dtype = _dtype(name)
     if dtype.hasobject or dtype.itemsize == 0:
         raise ValueError(f"elements of dtype {dtype} are not plain bytes")
@@ -80,14 +80,14 @@ def _plain(name: str) -> np.dtype[Any]:
 def _dtype_name(dtype: np.dtype[Any]) -> str:
     name = "bfloat16" if is_bfloat16(dtype) else dtype.str
     if _dtype(name) != dtype:
-        raise ValueError(f"dtype {dtype} cannot be announced to the other ranks; pass out= on all")
+        raise ValueError(f"a header cannot describe dtype {dtype}; pass out= on every rank")
     return name
 
 
 def _dtype(name: str) -> np.dtype[Any]:
     if name != "bfloat16":
         return np.dtype(name)
-    import ml_dtypes  # noqa: PLC0415 - only where somebody uses it
+    import ml_dtypes  # noqa: PLC0415 - only if it is used
 
     bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return bfloat16

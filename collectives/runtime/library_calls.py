@@ -1,4 +1,4 @@
-"""What the library sends for itself, each under a label of its own in the ledger."""
+"""The messages that the library sends for itself, each under its own label in the ledger."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from collectives.arrays import HOST, Arrays, Bytes
 from collectives.programs import Message, Step
 from collectives.runtime import header
 from collectives.runtime.header import Header
+from collectives.runtime.numbering import CallId
 from collectives.runtime.session import Session
-from collectives.runtime.turns import Turn
 from collectives.runtime.work import Steps
 from collectives.schedule import Region, Round, incoming, outgoing
 
 _NOTHING = Region("input", 0, 0)
 
 
-# Ahead of a call
+# Before a call
 
 
 def broadcast_header(
@@ -30,20 +30,20 @@ def broadcast_header(
     head: Header | None,
     root: int,
     num_counts: int,
-    turn: Turn,
+    call_id: CallId,
     fields: Mapping[str, str],
 ) -> Steps:
-    """The root's header, on every rank, ahead of a call.
+    """Send the root's header to every rank, before the call itself.
 
-    `fields`: what the ranks tell each other of that call in checked mode.
+    `fields`: the fields of that call that checked mode compares.
     """
     message: Bytes = np.empty(header.num_bytes(num_counts), np.uint8)
     if head is not None:
         message = header.encode(head)
     arrays = Arrays(HOST, None if head is None else message, message)
     named: dict[str, Any] = {"root": root, "algorithm": "binomial", "label": "header"}
-    spec = session.spec("broadcast", arrays, message.size, **named, is_blocking=turn.is_blocking)
-    yield from session.perform(spec, arrays, turn, is_ahead=True, fields=fields)
+    spec = session.spec("broadcast", arrays, message.size, **named, is_blocking=call_id.is_blocking)
+    yield from session.perform(spec, arrays, call_id, is_ahead=True, fields=fields)
     return header.decode(message)
 
 
@@ -51,47 +51,47 @@ def gather_table(
     session: Session,
     numbers: Sequence[int],
     label: str,
-    turn: Turn,
+    call_id: CallId,
     *,
     is_ahead: bool = True,
     fields: Mapping[str, str] | None = None,
 ) -> Steps:
-    """A few integers of every rank on every rank, one row each; ahead of a call."""
+    """Gather a few integers of every rank on every rank, one row for each, before a call."""
     mine, size = np.array(numbers, np.int64), session.transport.size
     table = np.empty((size, mine.size), np.int64)
     arrays = Arrays(HOST, mine, table)
     spec = session.spec("all_gather", arrays, (mine.size,) * size, label=label)
-    yield from session.perform(spec, arrays, turn, is_ahead=is_ahead, fields=fields)
+    yield from session.perform(spec, arrays, call_id, is_ahead=is_ahead, fields=fields)
     return table
 
 
-# Calls of their own
+# Complete calls
 
 
 def all_gather_integers(
     session: Session, numbers: Sequence[int], label: str, timeout: float | None = None
 ) -> NDArray[np.int64]:
-    """A few integers of every rank on every rank, one row each."""
+    """Gather a few integers of every rank on every rank, one row for each."""
     steps = partial(gather_table, session, numbers, label, is_ahead=False)
-    table: NDArray[np.int64] = session.part(steps, timeout)
+    table: NDArray[np.int64] = session.call_part(steps, timeout)
     return table
 
 
 def broadcast_integers(
     session: Session, numbers: Sequence[int] | None, length: int, root: int, label: str
 ) -> list[int]:
-    """A few integers of the root's on every rank.  `numbers`: None on the other ranks."""
+    """Send a few integers of the root to every rank.  `numbers`: None on the other ranks."""
     shared = np.empty(length, np.int64)
     if numbers is not None:
         shared[:] = numbers
     arrays = Arrays(HOST, None if numbers is None else shared, shared)
     spec = session.spec("broadcast", arrays, length, root=root, label=label)
-    session.part(partial(session.perform, spec, arrays))
+    session.call_part(partial(session.perform, spec, arrays))
     return [int(number) for number in shared]
 
 
 def broadcast_bytes(session: Session, data: bytes, label: str) -> bytes:
-    """Rank 0's bytes, on every rank."""
+    """Send rank 0's bytes to every rank."""
     is_root = session.transport.rank == 0
     lengths = all_gather_integers(session, [len(data)], label)
     shared = np.empty(int(lengths[0, 0]), np.uint8)
@@ -99,41 +99,41 @@ def broadcast_bytes(session: Session, data: bytes, label: str) -> bytes:
         shared[:] = np.frombuffer(data, np.uint8)
     arrays = Arrays(HOST, shared if is_root else None, shared)
     spec = session.spec("broadcast", arrays, shared.size, label=label)
-    session.part(partial(session.perform, spec, arrays))
+    session.call_part(partial(session.perform, spec, arrays))
     return shared.tobytes()
 
 
 def gather_bytes(session: Session, data: bytes, label: str) -> list[bytes] | None:
-    """Every rank's bytes, on rank 0; None on the others."""
+    """Gather every rank's bytes on rank 0; return None on the others."""
     lengths = all_gather_integers(session, [len(data)], label)[:, 0]
     is_root = session.transport.rank == 0
     whole = np.empty(int(lengths.sum()), np.uint8) if is_root else None
     arrays = Arrays(HOST, np.frombuffer(data, np.uint8), whole)
     spec = session.spec("gather", arrays, tuple(lengths.tolist()), label=label)
-    session.part(partial(session.perform, spec, arrays))
+    session.call_part(partial(session.perform, spec, arrays))
     if whole is None:
         return None
     return [part.tobytes() for part in np.split(whole, np.cumsum(lengths)[:-1])]
 
 
-def meet(session: Session, members: Sequence[int], timeout: float | None) -> None:
-    """Wait until these ranks are here, which make a communicator.
+def subgroup_barrier(session: Session, members: Sequence[int], timeout: float | None) -> None:
+    """Wait until all members of a new communicator call this.
 
-    MPI's own call to make one knows no time limit.
+    MPI's own call that makes a communicator has no time limit.
     """
     index, size = list(members).index(session.transport.rank), len(members)
     rounds = algorithms.schedule("barrier", "dissemination", rank=index, size=size)
     steps = [_step(each, members) for each in rounds]
     number = f"{session.name}s{session.num_children[tuple(members)] + 1}"
 
-    def meeting(turn: Turn) -> Steps:
-        yield session.runs.meeting(steps, session.numbering.meeting_tag, number)
+    def steps_of(call_id: CallId) -> Steps:
+        yield session.runs.subgroup_barrier(steps, session.numbering.subgroup_tag, number)
 
-    session.part(meeting, timeout)
+    session.call_part(steps_of, timeout)
 
 
 def _step(operations: Round, members: Sequence[int]) -> Step:
-    """A round of messages without contents, among these ranks."""
+    """A round of empty messages among the members."""
     ends = [
         tuple(Message(members[op.peer], _NOTHING) for op in half(operations) if op.peer is not None)
         for half in (outgoing, incoming)

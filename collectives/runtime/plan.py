@@ -11,7 +11,7 @@ from collectives.arrays import Array, validation
 from collectives.engines import Action, Reusable
 from collectives.runtime.run import Run
 from collectives.runtime.session import Session
-from collectives.runtime.work import Steps, Work, break_off
+from collectives.runtime.work import Steps, Work, end_interrupted
 
 
 def _no_steps() -> Steps:
@@ -33,33 +33,33 @@ class Plan:
     def __init__(
         self, session: Session, run: Run, steps: Callable[[], Steps], result: Array | None
     ) -> None:
-        """`steps`: all that a run does, with the comparisons of checked mode around it."""
+        """`steps`: makes the steps of a run, with the comparisons of checked mode."""
         self._session, self._run, self._steps = session, run, steps
         self.result, self.timeout = result, session.timeout
-        self.num_runs = np.zeros(1, np.int64)  # counted by compiled code too
+        self.num_runs = np.zeros(1, np.int64)  # compiled code increments it too
         self._in_flight = session.transport.in_flight
-        self._patience = int(session.transport.patience * 1e9)
-        self._execution: Reusable | None = None  # that may be run without further ado
+        self._max_wait = int(session.transport.max_wait * 1e9)
+        self._execution: Reusable | None = None  # set if compiled code may start it
         self._arrays: tuple[Array | None, Array | None] = None, None
         self._work: Work[Any] | None = None
         self._is_busy = False
-        self._last_title = ""  # that of a plan that was freed
+        self._last_title = ""  # set when the plan is freed
         self._release: Callable[[Run], object] | None = None
-        self._unfreed = [None]  # whoever frees it takes this, in one step
+        self._unfreed = [None]  # a token that `free` takes, so that only one thread frees it
 
-    def begin_by_code(
+    def use_compiled_start(
         self,
         source: Array | None,
         target: Array | None,
         release: Callable[[Run], object] | None = None,
     ) -> None:
-        """Let compiled code begin runs that read `source` and write `target`.
+        """Let compiled code start runs that read `source` and write `target`.
 
-        `release`: what takes the run when the plan is freed.
+        `release`: called with the run when the plan is freed.
         """
         self._execution = execution = self._run.reusable
         self._arrays = source, target
-        self._compiled, self._at = execution.loop.run, execution.at
+        self._compiled, self._at = execution.loop.run, execution.state_address
         self._x, self._out = id(source), id(target)
         self._release = release
 
@@ -68,7 +68,7 @@ class Plan:
         """What is run, as error messages name it: collective, algorithm, number of the call."""
         if self._last_title:
             return self._last_title
-        if not self._run.is_under_way:
+        if not self._run.is_running:
             self._run.number = max(int(self.num_runs[0]), 1)
         return self._run.title
 
@@ -79,60 +79,60 @@ class Plan:
         """
         if timeout is not None:
             timeout = validation.seconds(timeout)
-        if (work := self._work) is not None and work.is_over and not work.has_failed:
+        if (work := self._work) is not None and work.is_done and not work.has_failed:
             self._work = work = None
         is_free = work is None and not self._is_busy
         if self._execution is None or not is_free or not self._session.has_fast_path:
-            return self._begun().run(self._limit(timeout))
+            return self._new_work().run(self._limit(timeout))
         self._is_busy = True
         try:
-            patience = 0 if self._in_flight else self._patience
-            answer = self._compiled(self._at, self._x, self._out, patience)
-            if answer and self._execution.began(answer):
+            max_wait = 0 if self._in_flight else self._max_wait
+            answer = self._compiled(self._at, self._x, self._out, max_wait)
+            if answer and self._execution.started(answer):
                 self._is_busy = False
-                return self._taken_over().run(self._limit(timeout))
+                return self._started_work().run(self._limit(timeout))
         except BaseException as error:
-            self._break_off(error)
+            self._end_interrupted(error)
             raise
         finally:
             self._is_busy = False
-        # Compiled code does not begin where the caller has changed an array, to read-only say.
-        return self._begun().run(self._limit(timeout)) if answer else self.result
+        # Compiled code does not start if the caller has changed an array, e.g. to read-only.
+        return self._new_work().run(self._limit(timeout)) if answer else self.result
 
     def start(self) -> None:
         """Start a run.  Raises RuntimeError during a run, after a failure, and after `free`."""
         work, session = self._work, self._session
-        is_free = not self._is_busy and (work is None or (work.is_over and not work.has_failed))
+        is_free = not self._is_busy and (work is None or (work.is_done and not work.has_failed))
         if self._execution is None or not is_free or not session.has_fast_path:
-            self._begun().start(session.thread, session.thread_delay)
+            self._new_work().start(session.thread, session.thread_delay)
             return
         self._work = None
         try:
             answer = self._compiled(self._at, self._x, self._out, 0)
-            if answer and self._execution.began(answer):
-                self._taken_over().start(session.thread, session.thread_delay)
+            if answer and self._execution.started(answer):
+                self._started_work().start(session.thread, session.thread_delay)
                 return
         except BaseException as error:
-            self._break_off(error)
+            self._end_interrupted(error)
             raise
         if answer:
-            self._begun().start(session.thread, session.thread_delay)
+            self._new_work().start(session.thread, session.thread_delay)
 
-    def _taken_over(self) -> Work[Any]:
-        """The work of a run that compiled code has begun."""
-        self._run.has_begun()
+    def _started_work(self) -> Work[Any]:
+        """The work of a run that compiled code has started."""
+        self._run.started_by_code()
         work = Work.of(self._session, self._run, self._arrays, self.result, timeout=self.timeout)
         self._work = work
         return work
 
-    def _break_off(self, error: BaseException) -> None:
-        """End a run that a signal interrupted before it was known to be under way."""
+    def _end_interrupted(self, error: BaseException) -> None:
+        """End a run that a signal interrupted just after it started."""
         work = self._work or Work.of(self._session, self._run, self._arrays, self.result)
-        break_off(work, self._run, error)
-        if work.is_over:
+        end_interrupted(work, self._run, error)
+        if work.is_done:
             self._work = work
 
-    def _begun(self) -> Work[Any]:
+    def _new_work(self) -> Work[Any]:
         """The work of a new run."""
         if self.is_active:
             self._refuse("is already running; wait for it first")
@@ -156,20 +156,20 @@ class Plan:
     @property
     def is_active(self) -> bool:
         """Whether the plan has started and is not complete."""
-        return self._is_busy or (self._work is not None and not self._work.is_over)
+        return self._is_busy or (self._work is not None and not self._work.is_done)
 
     def test(self) -> bool:
         """Advance the run as far as possible without waiting; return whether it is complete.
 
-        Raises what the run failed with.
+        Raises the error of a run that has failed.
         """
         return self._work is None or self._work.test()
 
     def wait(self, timeout: float | None = None) -> Array | None:
         """Wait until complete, and return the result.
 
-        Raises CollectiveTimeout, which says whom it waited for, after `timeout` seconds; the plan
-        is then still under way, and `wait` may be called again.
+        After `timeout` seconds, raises CollectiveTimeout, which names the ranks that it waits for;
+        the run continues, and `wait` may be called again.
         """
         if self._work is not None:
             self._work.wait(timeout)
@@ -179,17 +179,17 @@ class Plan:
         limit = validation.seconds(timeout)
         return self.timeout if limit is None else limit
 
-    def when_over(self, action: Action) -> None:
-        """Call `action` when the run under way is complete or has failed; now if it is over."""
+    def add_done_callback(self, action: Action) -> None:
+        """Call `action` when the current run is complete or has failed; at once without a run."""
         if self._work is None:
             action()
         else:
-            self._work.when_over(action)
+            self._work.add_done_callback(action)
 
     def free(self) -> None:
         """Release the arrays.  The plan cannot be run after that.
 
-        Raises RuntimeError while a run is under way.
+        Raises RuntimeError during a run.
         """
         if self.is_active:
             self._refuse("is already running; wait for it first")
@@ -201,6 +201,6 @@ class Plan:
         self._execution, self._arrays, self._steps = None, (None, None), _no_steps
         release, self._release = self._release, None
         if release is None or (self._work is not None and self._work.has_failed):
-            self._run.let_go()
+            self._run.detach()
         else:
             release(self._run)

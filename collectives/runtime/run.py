@@ -1,4 +1,4 @@
-"""The runs of a program on one communicator: in its ledgers, and in the flight recorder."""
+"""The runs of a program on one communicator, with their entries in ledgers and flight recorder."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from collectives.errors import CollectiveTimeout
 from collectives.programs import Program
 
 
-class _Over:
-    """The execution of a run that has ended and is not run again."""
+class _Ended:
+    """The execution of a run that has ended and does not run again."""
 
-    row, is_begun = -1, False
+    row, is_running = -1, False
 
     def restart(self) -> None:
-        raise AssertionError("this run does not come again")
+        raise AssertionError("this run has ended")
 
     def attach(self, operands: Operands, tag: int) -> None:
-        raise AssertionError("this run does not come again")
+        raise AssertionError("this run has ended")
 
-    def let_go(self) -> None:
-        """There are no arrays."""
+    def detach(self) -> None:
+        """Do nothing: it has no arrays."""
 
     def advance(self, seconds: float) -> bool:
         return True
 
     def interrupt(self, is_wanted: bool) -> None:
-        """Nothing is under way."""
+        """Do nothing: it has ended."""
 
     def position(self) -> tuple[int, list[Waiting]]:
         return 0, []
@@ -39,22 +39,22 @@ class _Over:
         return True
 
 
-OVER = _Over()
+ENDED = _Ended()
 
 
 class Run:
-    """A program with its execution, its entries in the ledgers, and its place in the log.
+    """A program with its execution, its entries in the ledgers, and its entry in the log.
 
-    - `log`: where it is entered; None: in the log of the communicator's collectives.
-    - `part_of`: the call that error messages name, if this run is only a part of it.
-    - `among`: the number of rounds in words, if they are not those of the algorithm.
-    - `picture`: shows a position in the schedules of all ranks.
-    - `is_ahead`: whether the call itself comes after this run.
-    - `release`: takes the run back when it is complete.
+    - `log`: the log in which it is entered; None: the log of the communicator's collectives.
+    - `part_of`: the call that error messages name, if this run is a part of it.
+    - `num_rounds`: the number of rounds as text, if it is not that of the algorithm.
+    - `show_position`: returns a text that shows a position in the schedules of the ranks.
+    - `is_ahead`: whether this is a header exchange that precedes the call itself.
+    - `release`: called with the run when it is complete.
     """
 
-    part_of = among = ""
-    picture: Callable[[Position], str] | None = None
+    part_of = num_rounds = ""
+    show_position: Callable[[Position], str] | None = None
     is_ahead = False
     release: Callable[[Run], object] | None = None
 
@@ -70,25 +70,25 @@ class Run:
         self.execution: Execution = execution
         self._number, self._entered = 1, list[list[Any]]()
         self.log = transport.log if log is None else log
-        self.key = self.log.introduce(recorder.describe, self)
+        self.key = self.log.register_run(recorder.describe, self)
         self._entry = -1
-        self.is_under_way = False
-        self._is_left_by_code = False  # compiled code says in the log that the run is complete
+        self.is_running = False
+        self._is_logged_by_code = False  # compiled code marks it complete in the log
 
-    def introduce(self, numbered: Callable[[int], str]) -> None:
-        """Give the run other numbers in the ledgers, and another key in the log."""
+    def renumber(self, numbered: Callable[[int], str]) -> None:
+        """Give the run other numbers in the ledgers, and a new key in the log."""
         self._recorder = self._recorder.renumbered(numbered)
-        self.key = self.log.introduce(self._recorder.describe, self)
+        self.key = self.log.register_run(self._recorder.describe, self)
 
     @property
     def reusable(self) -> Reusable:
-        """The execution of a run that compiled code can begin."""
+        """The execution of a run that compiled code can start."""
         return cast(Reusable, self.execution)
 
     @property
     def number(self) -> int:
-        """The number, in the ledger, of the run under way or of the next one."""
-        return self.reusable.number if self._is_left_by_code else self._number
+        """The number, in the ledger, of the current or next run."""
+        return self.reusable.run_number if self._is_logged_by_code else self._number
 
     @number.setter
     def number(self, number: int) -> None:
@@ -96,85 +96,85 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The number of the run in words."""
+        """The number of the run as text."""
         return self._recorder.number(self.number)
 
     @property
     def title(self) -> str:
-        """What is run, as error messages name it: collective, algorithm, number of the call."""
+        """The run, as error messages name it: collective, algorithm, number of the call."""
         if self.part_of:
             return self.part_of
         collective, algorithm = self._recorder.names
         return f"{collective} ({algorithm}), call {self.name}"
 
     def begin(self) -> None:
-        """Begin.  Messages are posted when the execution is advanced."""
-        if not self.is_under_way:
-            self.is_under_way = True
+        """Start the run.  Its messages are posted when the execution is advanced."""
+        if not self.is_running:
+            self.is_running = True
             self.execution.restart()
-            self._entry = self.log.enter(self.key, self.number)
+            self._entry = self.log.begin_entry(self.key, self.number)
             self._entered = self._recorder.record(self.number, time.perf_counter())
 
-    def has_begun(self) -> None:
-        """Compiled code has begun this run and has entered it into the log."""
-        self.is_under_way = self._is_left_by_code = True
+    def started_by_code(self) -> None:
+        """Note that compiled code has started this run and has entered it in the log."""
+        self.is_running = self._is_logged_by_code = True
 
     def complete(self) -> None:
-        """The run is complete."""
-        if self._is_left_by_code:
-            self.is_under_way = self._is_left_by_code = False
+        """Note that the run is complete."""
+        if self._is_logged_by_code:
+            self.is_running = self._is_logged_by_code = False
         else:
-            self._leave(COMPLETE)
+            self._log_end(COMPLETE)
         if self._entered:
             finish(self._entered, time.perf_counter())
             self._entered = []
 
     def give_back(self) -> None:
-        """Release the run: it is complete, and the next run of its call has begun."""
+        """Release a complete run, after the next run of its call has started."""
         if (release := self.release) is not None:
             self.release = None
             release(self)
 
     def fail(self) -> bool:
-        """End the run after a failure; return whether none of its messages is still under way.
+        """End the run after a failure; return whether none of its messages is in flight.
 
-        While messages are under way its buffers are kept, if need be for ever.
+        While messages are in flight its buffers are kept, if necessary until the process ends.
         """
         execution, failed = self.execution, self.transport.failed
         self.transport.flight.dump_if_asked()
-        self._leave(FAILED)
+        self._log_end(FAILED)
         failed.append(execution)
-        is_over = execution.abandon()
-        if is_over:
+        is_done = execution.abandon()
+        if is_done:
             failed.remove(execution)
-        self.let_go()
-        return is_over
+        self.detach()
+        return is_done
 
-    def _leave(self, state: int) -> None:
-        """Say in the log that the run is over, as compiled code does of runs that it completes."""
-        if self._is_left_by_code:
-            self._number, self._entry = self.number, self.reusable.entry
-        self.log.leave(self._entry, self.key, self._number, state)
-        self.is_under_way = self._is_left_by_code = False
+    def _log_end(self, state: int) -> None:
+        """Enter the final state in the log, as compiled code does for runs that it completes."""
+        if self._is_logged_by_code:
+            self._number, self._entry = self.number, self.reusable.log_entry
+        self.log.end_entry(self._entry, self.key, self._number, state)
+        self.is_running = self._is_logged_by_code = False
 
-    def let_go(self) -> None:
-        """Release the arrays; the run is not run again."""
-        self.execution = OVER
+    def detach(self) -> None:
+        """Release the arrays; the run does not run again."""
+        self.execution = ENDED
 
     def position(self) -> Position:
-        """Where the run under way stands."""
+        """The position of the current run."""
         number, waiting = self.execution.position()
-        return Position(number, self.among or str(self.program.num_rounds), waiting)
+        return Position(number, self.num_rounds or str(self.program.num_rounds), waiting)
 
     def timed_out(self, timeout: float | None, work: Any) -> CollectiveTimeout:
-        """The error that says who is waited for.  `work`: the call that is under way."""
+        """The error that names the ranks it waits for.  `work`: the call that continues."""
         self.transport.flight.dump_if_asked()
         position = self.position()
         waiting_for = ", ".join(map(str, position.waiting_for))
         sentence = (
             f"{self.title}: rank {self.transport.rank} waited {timeout} s in round "
-            f"{position.round} of {position.among} for {waiting_for}"
+            f"{position.round} of {position.num_rounds} for {waiting_for}"
         )
-        picture = [] if self.picture is None else [self.picture(position)]
-        lines = [sentence, *picture, self.transport.flight.lines()]
+        show_position = [] if self.show_position is None else [self.show_position(position)]
+        lines = [sentence, *show_position, self.transport.flight.lines()]
         return CollectiveTimeout("\n".join(lines), work)

@@ -1,7 +1,7 @@
-"""The runs of a communicator: made when first needed, and kept for the next calls of their kind.
+"""The runs of a communicator: made when first needed, and kept for later calls of the same kind.
 
-A run that is complete waits here, without arrays, until the same is called again; then arrays, tag
-and number are attached.  Runs of plans and of cached calls belong to these.
+A complete run is kept here without arrays.  When the same call is made again, the run gets new
+arrays, tag and number.  The runs of plans and cached calls are not kept here: these own them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from collectives.programs import (
 from collectives.runtime.run import Run
 from collectives.schedule import SPECS, Region, grid
 
-_MOST_KINDS, _MOST_OF_A_KIND = 256, 8  # of runs that wait here
-_MOST_ROWS = 16  # that a time-out shows
-_MOST_ROUNDS = 4  # that it shows before, and after
+_MAX_KINDS, _MAX_PER_KIND = 256, 8  # of idle runs
+_MAX_ROWS = 16  # ranks whose schedules a time-out shows
+_MAX_ROUNDS = 4  # rounds that it shows before the current one, and after it
 
 
 class Ends(NamedTuple):
-    """A send, a receive, or both at once: the ranks at the other ends, and how many elements."""
+    """The peers and the numbers of elements of a send, a receive, or both."""
 
     name: str
     dest: int | None
@@ -43,15 +43,15 @@ class Ends(NamedTuple):
 
 
 def ends_of(name: str, arrays: Arrays, dest: int | None, source: int | None) -> Ends:
-    """The ends of messages that carry these arrays."""
+    """The ends of the messages that send and receive `arrays`."""
     sizes = [0 if x is None else int(x.size) for x in arrays[1:]]
     return Ends(name, dest, sizes[0], source, sizes[1], arrays.dtype.itemsize)
 
 
 class RunPool:
-    """Makes the runs of a communicator, and keeps those that are idle; boundedly many.
+    """Makes the runs of a communicator, and keeps a bounded number of idle ones.
 
-    `name`: goes before their numbers in the ledger.
+    `name`: the prefix of their numbers in the ledger.
     """
 
     def __init__(self, transport: Transport, name: str, ancestry: Ancestry) -> None:
@@ -67,16 +67,16 @@ class RunPool:
     def call(
         self, spec: CallSpec, arrays: Arrays, tag: int, number: int, *, is_ahead: bool = False
     ) -> Run:
-        """The run of a call, or of what is sent ahead of it."""
+        """The run of a call, or of the header or counts that are sent before it."""
         key = spec, arrays.backend.name, is_ahead
-        run = self._again(key, arrays, tag, spec.op)
+        run = self._reuse(key, arrays, tag, spec.op)
         if run is None:
             numbered = self._number_ahead if is_ahead else self._number
             run = self._of_call(spec, arrays, tag, numbered, is_ahead=is_ahead)
-        return self._lent(run, key, number)
+        return self._lend(run, key, number)
 
     def cached_call(self, spec: CallSpec, arrays: Arrays, tag: int, number: int) -> Run:
-        """The run of all calls that look like this one."""
+        """The run of a call that is kept in the cache."""
         run = self._of_call(spec, arrays, tag, self._number)
         run.number = number
         return run
@@ -86,44 +86,44 @@ class RunPool:
         return self._of_call(spec, arrays, tag, partial(_of_runs, self._number(number)))
 
     def renumber_plan(self, run: Run, number: int) -> None:
-        """Let the run be that of another plan."""
-        run.introduce(partial(_of_runs, self._number(number)))
+        """Give the run of a freed plan to another plan."""
+        run.renumber(partial(_of_runs, self._number(number)))
 
     def message(self, ends: Ends, arrays: Arrays, tag: int) -> Run:
-        """The run of a message between two ranks, or of two."""
-        number = self.num_messages = self.num_messages + 1  # others may send at the same time
+        """The run of a send, a receive, or both."""
+        number = self.num_messages = self.num_messages + 1  # other threads may send too
         key = ends, arrays.backend.name
-        run = self._again(key, arrays, tag)
+        run = self._reuse(key, arrays, tag)
         if run is None:
             run = self._of_message(ends, arrays, tag, self._number_message)
-        return self._lent(run, key, number)
+        return self._lend(run, key, number)
 
     def message_plan(self, ends: Ends, arrays: Arrays, tag: int) -> Run:
-        """The run of its plan."""
+        """The run of the plan of a send, a receive, or both."""
         number = self.num_messages = self.num_messages + 1
         return self._of_message(ends, arrays, tag, partial(_of_runs, self._number_message(number)))
 
-    def meeting(self, steps: Sequence[Step], tag: int, name: str) -> Run:
-        """The run of messages without contents."""
+    def subgroup_barrier(self, steps: Sequence[Step], tag: int, name: str) -> Run:
+        """The run of a barrier among the members of a new subgroup."""
         names, operands = ("subgroup", "dissemination"), operands_of(Arrays(HOST, None, None))
         return self._run(names, _alone(steps, 1), operands, tag, lambda _: name)
 
     def forget(self) -> None:
-        """Forget the runs that are idle."""
+        """Forget the idle runs."""
         self._idle.clear()
 
     def free(self) -> None:
-        """The communicator is freed."""
+        """Release the runs and the log of a communicator that is freed."""
         self.forget()
         if self._message_log is not None:
             self._transport.flight.close(self._message_log)
 
     # Those that are kept
 
-    def _again(
+    def _reuse(
         self, key: Hashable, arrays: Arrays, tag: int, op: Operator | None = None
     ) -> Run | None:
-        """An idle run, with other arrays."""
+        """An idle run with new arrays, or None."""
         idle = self._idle.get(key)
         if not idle:
             return None
@@ -131,19 +131,19 @@ class RunPool:
         run.execution.attach(self._operands(arrays, run.program, op), tag)
         return run
 
-    def _lent(self, run: Run, key: Hashable, number: int) -> Run:
-        """A run that comes back when it is complete."""
+    def _lend(self, run: Run, key: Hashable, number: int) -> Run:
+        """Number a run, and let it come back to the pool when it is complete."""
         run.number, run.release = number, partial(self._take_back, key)
         return run
 
     def _take_back(self, key: Hashable, run: Run) -> None:
-        operands = run.execution.let_go()
+        operands = run.execution.detach()
         if run.program.num_scratch and operands is not None and operands.backend.is_host:
             self._scratch.give(operands.scratch)
-        if len(self._idle) >= _MOST_KINDS and key not in self._idle:
+        if len(self._idle) >= _MAX_KINDS and key not in self._idle:
             self._idle.clear()
         idle = self._idle.setdefault(key, [])
-        if len(idle) < _MOST_OF_A_KIND:
+        if len(idle) < _MAX_PER_KIND:
             idle.append(run)
 
     # New ones
@@ -161,7 +161,7 @@ class RunPool:
         program = compile_call(spec, rank, size)
         operands = self._operands(arrays, program, spec.op)
         run = self._run(spec.names, program, operands, tag, numbered)
-        run.is_ahead, run.picture = is_ahead, partial(_picture, spec, rank, size)
+        run.is_ahead, run.show_position = is_ahead, partial(_schedule_grid, spec, rank, size)
         return run
 
     def _of_message(
@@ -187,7 +187,7 @@ class RunPool:
         return Run(transport, program, execution, recorder, log)
 
     def _operands(self, arrays: Arrays, program: Program, op: Operator | None) -> Operands:
-        """The arrays as a program sees them, with its scratch."""
+        """The operands of a program, with scratch memory."""
         backend, dtype, num_bytes = arrays.backend, arrays.dtype, program.num_scratch
         scratch = None
         if num_bytes and backend.is_host:
@@ -200,7 +200,7 @@ class RunPool:
 def operands_of(
     arrays: Arrays, scratch: Array | None = None, op: Operator | None = None, divisor: int = 1
 ) -> Operands:
-    """Flat arrays for a program; empty ones where there is none."""
+    """The flat arrays for a program; empty arrays for those that are None."""
     nothing = arrays.backend.empty((0,), arrays.dtype)
     source, target = (nothing if x is None else x.reshape(-1) for x in arrays[1:])
     scratch = nothing if scratch is None else scratch
@@ -210,7 +210,7 @@ def operands_of(
 
 @lru_cache(maxsize=256)
 def _message(ends: Ends) -> Program:
-    """The program of a message, or of two."""
+    """The program of a send, a receive, or both."""
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
     if ends.dest is not None:
@@ -221,18 +221,18 @@ def _message(ends: Ends) -> Program:
 
 
 def _alone(steps: Sequence[Step], itemsize: int) -> Program:
-    """The program of steps that no algorithm has made."""
+    """The program of some steps that belong to no algorithm."""
     return assembled(Lanes((Lane(tuple(steps)),)), itemsize)
 
 
-def _picture(spec: CallSpec, rank: int, size: int, position: Position) -> str:
-    """The schedules of the ranks concerned, with the cell where this one waits."""
+def _schedule_grid(spec: CallSpec, rank: int, size: int, position: Position) -> str:
+    """The schedules, with the cell where this rank waits; of many ranks, only those concerned."""
     algorithm, here = spec.algorithm, position.round
     root = spec.root if SPECS[spec.collective].is_rooted else None
-    concerned = {rank, *(waiting.peer for waiting in position.waiting_for)}
-    ranks = range(size) if size <= _MOST_ROWS else sorted(concerned)
+    with_peers = {rank, *(waiting.peer for waiting in position.waiting_for)}
+    ranks = range(size) if size <= _MAX_ROWS else sorted(with_peers)
     schedules = {each: algorithm.schedule(each, size, root, **dict(spec.options)) for each in ranks}
-    return grid(schedules, (rank, here), range(max(0, here - _MOST_ROUNDS), here + _MOST_ROUNDS))
+    return grid(schedules, (rank, here), range(max(0, here - _MAX_ROUNDS), here + _MAX_ROUNDS))
 
 
 def _of_runs(name: str, run: int) -> str:

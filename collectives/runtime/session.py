@@ -18,9 +18,9 @@ from collectives.programs import CallSpec, Counts
 from collectives.runtime.call_cache import NO_CALLS, CallCache
 from collectives.runtime.checked import Checker, Mode
 from collectives.runtime.description import Compared
+from collectives.runtime.numbering import CallId, ConcurrentCall, Numbering
 from collectives.runtime.run import Run
 from collectives.runtime.run_pool import RunPool
-from collectives.runtime.turns import NotYourTurn, Numbering, Turn
 from collectives.runtime.work import Steps, Work
 from collectives.selection import Decisions, select
 
@@ -51,8 +51,8 @@ class Session:
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
         self._family: WeakSet[Session] = WeakSet() if parent is None else parent._family
         self._family.add(self)
-        # Only the thread that holds this token makes a call; it is taken and given in one step.
-        self.turn = [None]
+        # A thread takes this token to make a call, and puts it back; both are atomic.
+        self.call_token = [None]
         self._timed_out: Work[Any] | None = None  # a blocking call that the next one waits for
         self._broken_by: CollectiveError | None = None  # why nothing can be called any more
         self.num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
@@ -77,45 +77,45 @@ class Session:
 
     # Calls in order
 
-    def call(self, steps: Callable[[Turn], Steps], timeout: float | None) -> Any:
+    def call(self, steps: Callable[[CallId], Steps], timeout: float | None) -> Any:
         """Make a blocking call."""
-        with self.my_turn():
+        with self.exclusive_call():
             limit = self.limit(timeout)
             self._wait_for_timed_out(limit)
-            return Work.blocking(self, steps(Turn(self.numbering, is_blocking=True))).run(limit)
+            return Work.blocking(self, steps(CallId(self.numbering, is_blocking=True))).run(limit)
 
-    def started(self, steps: Callable[[Turn], Steps], timeout: float | None) -> Work[Any]:
+    def started(self, steps: Callable[[CallId], Steps], timeout: float | None) -> Work[Any]:
         """Start a call that does not block."""
-        with self.my_turn():
+        with self.exclusive_call():
             self.check()
             work: Work[Any] = Work(
-                self, steps(Turn(self.numbering, is_blocking=False)), timeout=self.limit(timeout)
+                self, steps(CallId(self.numbering, is_blocking=False)), timeout=self.limit(timeout)
             )
             return work.start(self.thread, self.thread_delay)
 
     def message(self, steps: Steps, timeout: float | None, is_async: bool) -> Any:
-        """Send or receive.  This needs no turn, because its tag is the user's."""
+        """Send or receive.  Threads may do so at the same time, because the tags are the user's."""
         self.check()
         work: Work[Any] = Work(self, steps, timeout=self.limit(timeout))
         return work.start(self.thread) if is_async else work.run(self.limit(timeout))
 
     @contextmanager
-    def my_turn(self) -> Iterator[None]:
-        """Keep other threads from making a call.  Raises NotYourTurn if one does."""
+    def exclusive_call(self) -> Iterator[None]:
+        """Prevent calls by other threads.  Raises ConcurrentCall if one is being made."""
         try:
-            token = self.turn.pop()
+            token = self.call_token.pop()
         except IndexError:
-            raise NotYourTurn from None
+            raise ConcurrentCall from None
         try:
             yield
         finally:
-            self.turn.append(token)
+            self.call_token.append(token)
 
     def _wait_for_timed_out(self, limit: float | None) -> None:
         """Wait for a blocking call that timed out, because all blocking calls have one tag."""
         self.check()
         if self._timed_out is not None:
-            if not self._timed_out.is_over:
+            if not self._timed_out.is_done:
                 self._timed_out.wait(limit)
             self._timed_out.test()  # raises what it failed with
             self._timed_out = None
@@ -127,7 +127,7 @@ class Session:
         return self.timeout if limit is None else limit
 
     def when_timed_out(self, work: Work[Any]) -> None:
-        """A call has outlasted its time limit and goes on when somebody waits."""
+        """Note a call that timed out; it continues in later waits."""
         if work.is_blocking:
             self._timed_out = work
             self.refresh()
@@ -149,7 +149,7 @@ class Session:
         """Refuse all later calls: `what` did not end as the other ranks expect."""
         reason, *_ = f"{type(error).__name__}: {error}".splitlines()
         what = f"{what} failed half-way on rank {self.transport.rank}: {reason}"
-        self._broken_by = CollectiveError(f"this communicator is of no more use: {what}")
+        self._broken_by = CollectiveError(f"this communicator is unusable: {what}")
         if isinstance(error, PeerFailed):
             self._broken_by = error
         self.refresh()
@@ -160,12 +160,12 @@ class Session:
             raise self._broken_by.with_traceback(None)
 
     def _under_way(self) -> list[Work[Any]]:
-        """The calls of this communicator that are under way."""
+        """The calls of this communicator that are not done."""
         calls = [*self.transport.in_flight, *([] if self.thread is None else self.thread.calls)]
         if self._timed_out is not None:
             calls.append(self._timed_out)
         ours = [call for call in calls if isinstance(call, Work) and call.owner is self]
-        return [work for work in ours if not work.is_over]
+        return [work for work in ours if not work.is_done]
 
     @property
     def is_freed(self) -> bool:
@@ -187,12 +187,13 @@ class Session:
             self._broken_by = CollectiveError(FREED)
         self.refresh()
 
-    # The fast path: calls that came before go straight to their executions
+    # The fast path: cached calls
 
     def refresh(self) -> None:
-        """Open the fast path or close it: it needs that nothing comes first.
+        """Open or close the fast path.
 
-        Those that are recorded begin in Python.
+        It is closed after a failure, and while a call that timed out is not done.  Recorded calls
+        start in Python.
         """
         is_clear = self._broken_by is None and self._timed_out is None
         self.is_recorded = any(ledgers for ledgers, _ in self.ancestry)
@@ -202,13 +203,13 @@ class Session:
         self.fast_plans = self.plan_cache if is_clear and self.checker is None else NO_CALLS
 
     def forget_calls(self) -> None:
-        """Forget all cached calls; plans that were made stay as they are."""
+        """Forget all cached calls; existing plans do not change."""
         self.call_cache.forget()
         self.plan_cache.forget()
 
     @contextmanager
     def recording(self, ledger: Ledger) -> Iterator[None]:
-        """Record what is called here, and on all communicators made from this one."""
+        """Record the calls of this communicator, and of all communicators made from it."""
         self.ledgers.append(ledger)
         self._refresh_family()
         try:
@@ -236,7 +237,7 @@ class Session:
         is_blocking: bool | None = None,
         out: str = "",
     ) -> CallSpec:
-        """The call in the form in which it is compiled, kept and compared.
+        """The description of the call, from which it is compiled, cached and compared.
 
         `label`: its name in the ledger, if that is not the collective's.
         """
@@ -265,22 +266,22 @@ class Session:
         self,
         spec: CallSpec,
         arrays: Arrays,
-        turn: Turn,
+        call_id: CallId,
         *,
         is_ahead: bool = False,
         fields: Mapping[str, str] | None = None,
     ) -> Steps:
         """The runs of a collective: the call itself, and the comparisons of checked mode around it.
 
-        `is_ahead`: whether this is a header exchange that precedes the call of this turn.
+        `is_ahead`: whether this is a header exchange that precedes the call itself.
         `fields`: what the ranks compare in checked mode, where that does not follow from the spec.
         """
         self.check()
-        tag = turn.header_tag if is_ahead else turn.tag
-        run = self.runs.call(spec, arrays, tag, turn.number, is_ahead=is_ahead)
-        yield from self.guarded(run, spec, arrays, lambda: turn.check_tag, fields)
+        tag = call_id.header_tag if is_ahead else call_id.tag
+        run = self.runs.call(spec, arrays, tag, call_id.number, is_ahead=is_ahead)
+        yield from self.with_checks(run, spec, arrays, lambda: call_id.check_tag, fields)
 
-    def guarded(
+    def with_checks(
         self,
         run: Run,
         spec: CallSpec,
@@ -299,8 +300,8 @@ class Session:
 
     # Parts of larger operations
 
-    def part(self, steps: Callable[[Turn], Steps], timeout: float | None = None) -> Any:
-        """Make a call that is a part of a larger operation, which ends if the call times out."""
+    def call_part(self, steps: Callable[[CallId], Steps], timeout: float | None = None) -> Any:
+        """Make a call that is a part of a larger operation; the operation ends if it times out."""
         before = self._timed_out
         try:
             return self.call(steps, timeout)
@@ -313,7 +314,7 @@ class Session:
     def made_by_engine(
         self, what: str, make: Callable[[float | None], Result], deadline: float | None
     ) -> Result:
-        """Make what only MPI can make, with all its ranks; a failure makes this unusable."""
+        """Make a communicator by a call of MPI; a failure makes this communicator unusable."""
         try:
             return make(deadline)
         except BaseException as error:
@@ -322,7 +323,7 @@ class Session:
 
 
 def _num_bytes(counts: Counts, dtype: np.dtype[Any]) -> int:
-    """The n of the formulas: of the vector, of all blocks, or of an average rank's all-to-all."""
+    """The n of the formulas: bytes of the vector, of all blocks, or of one all-to-all input."""
     if isinstance(counts, int):
         return counts * dtype.itemsize
     numbers = [count if isinstance(count, int) else sum(count) for count in counts]

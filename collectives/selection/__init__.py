@@ -6,7 +6,7 @@ All ranks choose the same, because the choice depends only on what all of them k
 from collectives.selection.cost import bounds_met
 from collectives.selection.decisions import Decisions
 from collectives.selection.explanation import Explanation, explain
-from collectives.selection.labels import named
+from collectives.selection.labels import parse_label
 from collectives.selection.select import choose, preferences, preferred, using
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "bounds_met",
     "choose",
     "explain",
-    "named",
+    "parse_label",
     "preferences",
     "preferred",
     "using",

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from collectives.schedule import SPECS
 from collectives.selection.cost import Machine
-from collectives.selection.labels import named
+from collectives.selection.labels import parse_label
 
 
 class Row(NamedTuple):
@@ -89,7 +89,7 @@ class Decisions:
             if rows := self.measured[ranks].tables.get(collective):
                 row = next(row for row in rows if num_bytes <= row.largest)
                 nearest = "" if ranks == size else f", the nearest to {size}"
-                sizes = extent(row.largest, num_bytes, [row.largest for row in rows])
+                sizes = size_range(row.largest, num_bytes, [row.largest for row in rows])
                 where = f"table measured on {ranks} ranks{nearest}: {sizes}"
                 yield from ((label, where) for label in row.labels)
 
@@ -102,7 +102,7 @@ class Decisions:
         return sorted(self.measured, key=distance)
 
 
-def extent(largest: float, num_bytes: float, limits: Iterable[float]) -> str:
+def size_range(largest: float, num_bytes: float, limits: Iterable[float]) -> str:
     """In words the sizes up to `largest`, from the one of the `limits` below `num_bytes` on."""
     below = max((limit for limit in limits if limit < num_bytes), default=None)
     words = [] if below is None else [f"above {below}"]
@@ -176,7 +176,7 @@ def _row(value: object, place: str, collective: str) -> Row:
         raise ValueError(f"{place}.up_to must be a number of bytes or null, not {largest!r}")
     best = _list(found["best"], f"{place}.best", "algorithms")
     try:
-        labels = tuple(named(collective, label).label for label in best)
+        labels = tuple(parse_label(collective, label).label for label in best)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place}.best: {error}") from None
     return Row(math.inf if largest is None else largest, labels)

@@ -8,7 +8,7 @@ from collectives import algorithms
 from collectives.arrays import Operator
 from collectives.selection.cost import Machine, price
 from collectives.selection.decisions import Decisions
-from collectives.selection.labels import named
+from collectives.selection.labels import parse_label
 from collectives.selection.select import choose, preferred, restriction_of
 
 
@@ -74,7 +74,7 @@ def explain(
     reason = "named by collectives.using" if is_preferred else choice.reason
     labels = dict.fromkeys([*algorithms.names(collective), choice.label])  # it may have options
     restrictions = {
-        label: restriction_of(named(collective, label), size, operator) for label in labels
+        label: restriction_of(parse_label(collective, label), size, operator) for label in labels
     }
     machine = Machine() if decisions is None else decisions.machine(size)
     candidates = [

@@ -12,10 +12,10 @@ from collectives.algorithms import Algorithm, registry
 
 _CALL = re.compile(r"([^()]+)(?:\(([^()]*)\)\s*)?")
 _OPTION = re.compile(r"\s*(\w+)\s*=\s*(-?\d+)\s*", re.ASCII)
-_MOST_DIGITS = 1000  # with many more Python converts no text into an int
+_MAX_DIGITS = 1000  # with many more Python converts no text into an int
 
 
-class Named(NamedTuple):
+class NamedAlgorithm(NamedTuple):
     """An algorithm and the options given with its name.
 
     `label`: the text as everybody would write it, with options only if given.
@@ -30,20 +30,20 @@ class Named(NamedTuple):
         return self.algorithm.serves(size, **self.options)
 
 
-def named(collective: str, text: str) -> Named:
+def parse_label(collective: str, text: str) -> NamedAlgorithm:
     """The algorithm that a text names.  TypeError if it is no text, ValueError if there is none."""
     if not isinstance(text, str):
         raise TypeError(f"algorithm must be a name or None, not {text!r}")
-    return _named(collective, text, registry.generation())
+    return _parse(collective, text, registry.generation())
 
 
 @lru_cache(maxsize=256)
-def _named(collective: str, text: str, generation: int) -> Named:
+def _parse(collective: str, text: str, generation: int) -> NamedAlgorithm:
     name, given = _parsed(text)
     algorithm = algorithms.info(collective, name)
     algorithm.check_options(given)
     listed = [f"{option}={given[option]}" for option in algorithm.options if option in given]
-    return Named(algorithm, given, f"{name}({', '.join(listed)})" if listed else name)
+    return NamedAlgorithm(algorithm, given, f"{name}({', '.join(listed)})" if listed else name)
 
 
 def _parsed(text: str) -> tuple[str, dict[str, int]]:
@@ -57,7 +57,7 @@ def _parsed(text: str) -> tuple[str, dict[str, int]]:
             raise ValueError(f"algorithm {text!r}: {part.strip()!r} is not like 'segments=8'")
         if option[1] in given:
             raise ValueError(f"algorithm {text!r} gives {option[1]} twice")
-        if len(option[2]) > _MOST_DIGITS:
+        if len(option[2]) > _MAX_DIGITS:
             raise ValueError(f"algorithm {call[1].strip()!r}: {option[1]} is too large")
         given[option[1]] = int(option[2])
     return call[1].strip(), given

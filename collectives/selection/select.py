@@ -19,88 +19,88 @@ from collectives.algorithms import Algorithm, registry
 from collectives.arrays import Operator
 from collectives.programs import num_lanes
 from collectives.schedule import SPECS
-from collectives.selection.decisions import Decisions, extent
-from collectives.selection.labels import Named, named
+from collectives.selection.decisions import Decisions, size_range
+from collectives.selection.labels import NamedAlgorithm, parse_label
 
 SEGMENT_BYTES = 256 * 1024
 _MAX_SEGMENTS = 256
 _MAX_PROVED = 2**14  # pieces times ranks of a proof in the middle of a call, which takes 0.3 s
 
-_EVER = float("inf")
+_NO_LIMIT = float("inf")
 
 
 class _Rule(NamedTuple):
     """Up to `largest` bytes (n), and so many ranks, this algorithm.
 
-    `is_for_powers`: only if p is a power of two.
+    `powers_of_two_only`: only if p is a power of two.
     """
 
     largest: float
     name: str
-    is_for_powers: bool = False
-    most_ranks: float = _EVER
+    powers_of_two_only: bool = False
+    max_ranks: float = _NO_LIMIT
 
 
 # Bytes that Open MPI sends at once between two processes; of more it tells the receiver first.
-_MOST_EAGER = 4000
+_EAGER_BYTES = 4000
 
 # Where nothing was measured.  The first that fits and serves is taken.  What combines in another
 # order than that of ranks serves no operator that needs the order; the last one always does.  Those
 # for few ranks were measured on 2 and 4, on two cores, with Open MPI and MPICH.
 _RULES: dict[str, Sequence[_Rule]] = {
     "broadcast": (
-        _Rule(_EVER, "binomial", most_ranks=2),
-        _Rule(_EVER, "knomial", most_ranks=4),
+        _Rule(_NO_LIMIT, "binomial", max_ranks=2),
+        _Rule(_NO_LIMIT, "knomial", max_ranks=4),
         _Rule(512 * 1024, "binomial"),
-        _Rule(_EVER, "pipeline"),
+        _Rule(_NO_LIMIT, "pipeline"),
     ),
     "reduce": (
-        _Rule(8 * 1024**2, "binomial", most_ranks=2),
-        _Rule(_EVER, "reduce_scatter_gather", most_ranks=2),
-        _Rule(_EVER, "binary", most_ranks=4),
-        _Rule(_EVER, "binomial"),
-        _Rule(_EVER, "in_order_binary"),
+        _Rule(8 * 1024**2, "binomial", max_ranks=2),
+        _Rule(_NO_LIMIT, "reduce_scatter_gather", max_ranks=2),
+        _Rule(_NO_LIMIT, "binary", max_ranks=4),
+        _Rule(_NO_LIMIT, "binomial"),
+        _Rule(_NO_LIMIT, "in_order_binary"),
     ),
     "all_reduce": (
-        _Rule(_MOST_EAGER, "recursive_doubling", most_ranks=2),
-        _Rule(2 * _MOST_EAGER, "ring", most_ranks=2),  # whose messages are half as long
-        _Rule(96 * 1024, "recursive_doubling", most_ranks=2),
-        _Rule(_EVER, "ring", most_ranks=2),
+        _Rule(_EAGER_BYTES, "recursive_doubling", max_ranks=2),
+        _Rule(2 * _EAGER_BYTES, "ring", max_ranks=2),  # whose messages are half as long
+        _Rule(96 * 1024, "recursive_doubling", max_ranks=2),
+        _Rule(_NO_LIMIT, "ring", max_ranks=2),
         _Rule(48 * 1024, "recursive_doubling"),
-        _Rule(512 * 1024, "rabenseifner", is_for_powers=True),
+        _Rule(512 * 1024, "rabenseifner", powers_of_two_only=True),
         _Rule(96 * 1024, "recursive_doubling"),
-        _Rule(_EVER, "ring"),
-        _Rule(_EVER, "two_shot"),
+        _Rule(_NO_LIMIT, "ring"),
+        _Rule(_NO_LIMIT, "two_shot"),
     ),
     "scatter": (
-        _Rule(_EVER, "linear_bounded", most_ranks=4),
+        _Rule(_NO_LIMIT, "linear_bounded", max_ranks=4),
         _Rule(32 * 1024, "binomial"),
-        _Rule(_EVER, "linear"),
+        _Rule(_NO_LIMIT, "linear"),
     ),
     "gather": (
-        _Rule(32 * 1024, "linear_bounded", most_ranks=4),
+        _Rule(32 * 1024, "linear_bounded", max_ranks=4),
         _Rule(32 * 1024, "binomial"),
-        _Rule(_EVER, "linear"),
+        _Rule(_NO_LIMIT, "linear"),
     ),
     "all_gather": (
-        _Rule(1024**2, "recursive_doubling", is_for_powers=True),
+        _Rule(1024**2, "recursive_doubling", powers_of_two_only=True),
         _Rule(32 * 1024, "bruck"),
-        _Rule(_EVER, "ring"),
+        _Rule(_NO_LIMIT, "ring"),
     ),
     "reduce_scatter": (
-        _Rule(256 * 1024, "recursive_halving", is_for_powers=True),
+        _Rule(256 * 1024, "recursive_halving", powers_of_two_only=True),
         _Rule(32 * 1024, "circulant"),
-        _Rule(_EVER, "ring"),
-        _Rule(_EVER, "butterfly"),
+        _Rule(_NO_LIMIT, "ring"),
+        _Rule(_NO_LIMIT, "butterfly"),
     ),
     "all_to_all": (
-        _Rule(_EVER, "linear", most_ranks=4),
+        _Rule(_NO_LIMIT, "linear", max_ranks=4),
         _Rule(1024, "bruck"),
-        _Rule(_EVER, "linear"),
+        _Rule(_NO_LIMIT, "linear"),
     ),
-    "scan": (_Rule(_EVER, "linear", most_ranks=4), _Rule(_EVER, "doubling")),
-    "exscan": (_Rule(_EVER, "linear", most_ranks=4), _Rule(_EVER, "min_round")),
-    "barrier": (_Rule(_EVER, "dissemination"),),
+    "scan": (_Rule(_NO_LIMIT, "linear", max_ranks=4), _Rule(_NO_LIMIT, "doubling")),
+    "exscan": (_Rule(_NO_LIMIT, "linear", max_ranks=4), _Rule(_NO_LIMIT, "min_round")),
+    "barrier": (_Rule(_NO_LIMIT, "dissemination"),),
 }
 
 
@@ -167,30 +167,30 @@ def _default(
     is_free: bool,
     decisions: Decisions | None,
     generation: int,
-) -> tuple[Named, str]:
+) -> tuple[NamedAlgorithm, str]:
     """As measured, else by the rules, and why.  `is_free`: the order of combining does not matter.
 
     `generation`: which algorithms the names that were measured stand for.
     """
     measured = () if decisions is None else decisions.ranked(collective, size, num_bytes)
-    for label, reason in chain(measured, _ruled(collective, size, num_bytes)):
-        found = named(collective, label)
+    for label, reason in chain(measured, _by_rules(collective, size, num_bytes)):
+        found = parse_label(collective, label)
         if found.serves(size) and (is_free or found.algorithm.is_ordered):
             return found, reason
     raise AssertionError(f"no rule for {collective} covers {num_bytes} bytes on {size} ranks")
 
 
-def _ruled(collective: str, size: int, num_bytes: float) -> Iterator[tuple[str, str]]:
+def _by_rules(collective: str, size: int, num_bytes: float) -> Iterator[tuple[str, str]]:
     """The algorithms of the built-in rules that fit, best first, and in words which rule it is."""
     is_power = size.bit_count() == 1
-    meant = [
+    applicable = [
         rule
         for rule in _RULES[collective]
-        if size <= rule.most_ranks and (is_power or not rule.is_for_powers)
+        if size <= rule.max_ranks and (is_power or not rule.powers_of_two_only)
     ]
-    for rule in meant:
+    for rule in applicable:
         if num_bytes <= rule.largest:
-            sizes = extent(rule.largest, num_bytes, [rule.largest for rule in meant])
+            sizes = size_range(rule.largest, num_bytes, [rule.largest for rule in applicable])
             yield rule.name, f"built-in rule: {sizes}"
 
 
@@ -216,15 +216,19 @@ def options(algorithm: Algorithm, size: int, num_bytes: int) -> dict[str, int]:
 # A named algorithm
 
 
-def check(collective: str, text: str, size: int, operator: Operator | None = None) -> Named:
+def check(
+    collective: str, text: str, size: int, operator: Operator | None = None
+) -> NamedAlgorithm:
     """The algorithm named.  Raises TypeError or ValueError if there is none or it cannot serve."""
-    found = named(collective, text)
+    found = parse_label(collective, text)
     if (restriction := restriction_of(found, size, operator)) is not None:
         raise ValueError(f"{collective} by {found.label} {restriction}")
     return found
 
 
-def restriction_of(found: Named, size: int, operator: Operator | None = None) -> str | None:
+def restriction_of(
+    found: NamedAlgorithm, size: int, operator: Operator | None = None
+) -> str | None:
     """Why an algorithm cannot serve so many ranks or this operator, in words; None if it can."""
     algorithm = found.algorithm
     if not found.serves(size):
@@ -256,7 +260,7 @@ def using(**algorithms: str) -> Iterator[None]:
     algorithm cannot serve a call, that call raises ValueError, as if it had named it.
     """
     labels = [
-        (collective, named(collective, text).label) for collective, text in algorithms.items()
+        (collective, parse_label(collective, text).label) for collective, text in algorithms.items()
     ]
     token = _preferred.set((*labels, *_preferred.get()))
     try:

@@ -15,10 +15,10 @@ import collectives
 from bench.__main__ import main
 from collectives import ScheduleError, algorithms
 from collectives.algorithms.registry import (
-    MOST_OPTION,
-    MOST_PIECES,
-    MOST_PROVED,
-    MOST_ROUNDS,
+    MAX_OPTION,
+    MAX_PIECES,
+    MAX_PROVED,
+    MAX_ROUNDS,
     REGISTRY,
     generation,
 )
@@ -315,7 +315,7 @@ def test_a_schedule_too_long_to_be_proved_is_refused() -> None:
     register_line()
     assert len(algorithms.schedule("all_reduce", "line", rank=0, size=200)) == 398
     with pytest.raises(
-        ValueError, match=rf"all_reduce.line on 2000 ranks with \{{\}} has more than {MOST_PROVED}"
+        ValueError, match=rf"all_reduce.line on 2000 ranks with \{{\}} has more than {MAX_PROVED}"
     ):
         algorithms.schedule("all_reduce", "line", rank=0, size=2000)
 
@@ -325,7 +325,7 @@ def test_a_function_that_never_ends_is_refused(endless: Round) -> None:
     def mine(rank: int, size: int) -> Iterator[Round]:
         return itertools.repeat(endless)
 
-    with pytest.raises(ValueError, match=f"all_reduce.mine has more than {MOST_ROUNDS} rounds"):
+    with pytest.raises(ValueError, match=f"all_reduce.mine has more than {MAX_ROUNDS} rounds"):
         algorithms.register("all_reduce")(mine)
 
 
@@ -334,20 +334,20 @@ def test_counting_ends_as_well() -> None:
     def mine(rank: int, size: int) -> Iterator[Round]:
         return line(rank, size) if size < 20 else itertools.repeat(())
 
-    with pytest.raises(ValueError, match=f"more than {MOST_ROUNDS} rounds"):
+    with pytest.raises(ValueError, match=f"more than {MAX_ROUNDS} rounds"):
         algorithms.info("all_reduce", "mine").rounds(p=20)
 
 
 def test_more_pieces_than_anybody_needs_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=f"all_reduce.line cuts into more than {MOST_PIECES} pieces"
+        ValueError, match=f"all_reduce.line cuts into more than {MAX_PIECES} pieces"
     ):
         register_line(pieces="2**40")
 
 
 @pytest.mark.parametrize("text", ["pipeline(segments=99999999999)", "knomial(radix=99999999999)"])
 def test_option_values_that_are_too_large_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"is at most {MOST_OPTION}, got 99999999999"):
+    with pytest.raises(ValueError, match=f"is at most {MAX_OPTION}, got 99999999999"):
         select.choose("broadcast", text, 4, 8)
 
 
@@ -362,7 +362,7 @@ def test_an_option_that_is_no_int_is_called_that() -> None:
 
 
 def test_a_built_in_schedule_of_too_many_rounds_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"segmented_ring has more than {MOST_ROUNDS} rounds"):
+    with pytest.raises(ValueError, match=f"segmented_ring has more than {MAX_ROUNDS} rounds"):
         algorithms.schedule("all_reduce", "segmented_ring", rank=0, size=15, segments=2**16)
 
 

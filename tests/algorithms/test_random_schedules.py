@@ -14,7 +14,7 @@ import pytest
 
 from collectives import ScheduleError
 from collectives.arrays.backends import HOST
-from collectives.engines.threads import InprocTransport, World
+from collectives.engines.threads import ThreadTransport, World
 from collectives.engines.transport import Execution, Operands
 from collectives.programs.lanes import Lanes
 from collectives.programs.placement import _Compiler, outline
@@ -117,7 +117,7 @@ def mismatches(run: _Run, sizes: list[int], in_place: bool) -> list[str]:
         lanes = Lanes((_Compiler(named, *places, offset).lane(outline(schedule)),))
         program = assembled(lanes, x.itemsize)
         scratch = np.full(program.num_scratch // x.itemsize, -1, np.int64)
-        transport = InprocTransport(world, range(run.case.size), rank)
+        transport = ThreadTransport(world, range(run.case.size), rank)
         operands = Operands(HOST, x, out, scratch, words.join.function)
         plans.append(Driven(transport.execution(program, operands, 1)))
         ends.append((rank, places[1], out))

@@ -53,7 +53,7 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("combine", "divide"):
         monkeypatch.setattr(kernels, name, getattr(kernels, name).__wrapped__)
     if request.param == "NumPy alone":
-        monkeypatch.setattr(jit, "why_not", lambda: "numba cannot be imported")
+        monkeypatch.setattr(jit, "why_unavailable", lambda: "numba cannot be imported")
 
 
 BOTH_WAYS = pytest.mark.usefixtures("_way")

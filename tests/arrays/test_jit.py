@@ -51,7 +51,7 @@ def locked(path: Path, operation: int) -> Iterator[None]:
 
 
 def test_a_function_and_a_pointer() -> None:
-    assert jit.why_not() is None
+    assert jit.why_unavailable() is None
     assert jit.function(adding(1), "int64(int64)")(2) == 3
     assert called(jit.pointer(adding(1), "int64(int64)"), 2) == 3
 
@@ -100,7 +100,7 @@ def test_a_closure_that_differs_in_every_process_is_refused() -> None:
 def test_where_it_cannot_compile_it_says_why(
     monkeypatch: pytest.MonkeyPatch, compiler: Callable[..., object]
 ) -> None:
-    monkeypatch.setattr(jit, "_why_not", lambda: "numba cannot be imported")
+    monkeypatch.setattr(jit, "_why_unavailable", lambda: "numba cannot be imported")
     with pytest.raises(RuntimeError, match=r"adding\(1\) cannot be compiled: numba cannot be"):
         compiler(adding(1), "int64(int64)")
 

@@ -242,7 +242,7 @@ def test_no_kernel_divides(kind: Any) -> None:
 
 
 def test_there_is_none_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "why_not", lambda: "numba cannot be imported")
+    monkeypatch.setattr(jit, "why_unavailable", lambda: "numba cannot be imported")
     assert kernels.combine.__wrapped__("add", np.dtype("float32")) is None
     assert kernels.divide.__wrapped__(np.dtype("float32")) is None
 

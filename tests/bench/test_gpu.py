@@ -46,7 +46,7 @@ def test_a_driver_without_a_gpu_is_an_error_of_the_same_kind(monkeypatch):
 def test_what_fails_does_not_keep_the_others_from_running(tmp_path, monkeypatch, capsys):
     programs = {"good": "print('served')", "bad one": "1 / 0", "late": "import time; time.sleep(9)"}
     made = [Step(name, ["-c", code]) for name, code in programs.items()]
-    monkeypatch.setattr(gpu, "why_not", lambda: None)
+    monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
     monkeypatch.setattr(gpu, "steps", lambda no_mpi: [*made, Step("last", ["-c", ""])])
     monkeypatch.setattr(gpu, "LIMIT", 2)
     assert gpu.main(["--out", str(tmp_path)]) == 1
@@ -61,7 +61,7 @@ def test_what_fails_does_not_keep_the_others_from_running(tmp_path, monkeypatch,
 
 
 def test_where_all_is_well_the_status_is_zero_and_the_rest_can_be_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "why_not", lambda: None)
+    monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
     monkeypatch.setattr(
         gpu, "steps", lambda no_mpi: [Step("good", ["-c", ""]), Step("bad", ["-c", "!"])]
     )
@@ -73,7 +73,7 @@ def test_without_an_mpi_it_says_what_is_left_out(tmp_path, monkeypatch, capsys):
         raise MpiNotFound("mpi4py finds no MPI library")
 
     monkeypatch.setattr("collectives.launch.mpirun.find_mpirun", find_mpirun)
-    monkeypatch.setattr(gpu, "why_not", lambda: None)
+    monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
     monkeypatch.setattr(gpu, "ended", lambda step, folder: f"ok: {step.command[1]}")
     assert gpu.main(["--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out

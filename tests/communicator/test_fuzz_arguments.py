@@ -11,7 +11,7 @@ import collectives
 from collectives import Communicator
 from collectives.arrays import validation
 from collectives.arrays.backends import HOST
-from collectives.engines.threads import InprocTransport
+from collectives.engines.threads import ThreadTransport
 from tests import fuzz
 
 SIZE = 3
@@ -50,7 +50,7 @@ def test_a_refusal_after_a_message_would_be_noticed(monkeypatch: pytest.MonkeyPa
     right = Communicator.barrier
 
     def late(comm: Communicator, **named: Any) -> Any:
-        if isinstance(comm._session.transport, InprocTransport) and named:
+        if isinstance(comm._session.transport, ThreadTransport) and named:
             right(comm)
         return right(comm, **named)
 

@@ -58,7 +58,7 @@ def test_what_is_under_way_tells_where_it_stands() -> None:
         if comm.rank == 0:
             last = comm.last_calls()[-1]
             assert last["state"] == "under way"
-            assert (last["round"], last["among"]) == (0, "2")
+            assert (last["round"], last["num_rounds"]) == (0, "2")
             assert last["waiting_for"] == [(1, True)]
             comm.send(np.ones(1), 1)
         work.wait()

@@ -22,7 +22,7 @@ def call(name: str, state: str = "complete", ordinal: int = 1, **more: Any) -> d
 
 
 def waiting(name: str, peer: int, **more: Any) -> dict[str, Any]:
-    position = {"round": 1, "among": "4", "waiting_for": [[peer, True]]}
+    position = {"round": 1, "num_rounds": "4", "waiting_for": [[peer, True]]}
     return call(name, "under way", **position, **more)
 
 
@@ -168,7 +168,7 @@ FOREIGN_DUMPS = [
     (with_call(state="lost"), "the field 'state' of call 1 is not the state of a call"),
     (with_call(state=[]), "the field 'state' of call 1 is not the state of a call"),
     (with_call(round="1"), "the field 'round' of call 1 is not a number"),
-    (with_call(among=4), "the field 'among' of call 1 is not a text"),
+    (with_call(num_rounds=4), "the field 'num_rounds' of call 1 is not a text"),
     (with_call(waiting_for=[[3, True]]), "call 1 waits for a rank that its communicator does not"),
     (with_call(waiting_for=[[-1, True]]), "the field 'waiting_for' of call 1 is not a list of"),
     (with_call(waiting_for=[2]), "the field 'waiting_for' of call 1 is not a list of"),

@@ -31,7 +31,7 @@ WARM_UP, NUM_STEPS, EVERY = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[2])
 LEAKS = sys.argv[3:] == ["leak"]  # on purpose
 NUM_JOBS = 300  # more than are remembered
 KINDS = ["int32", "float64", "complex64", "bfloat16"]
-MOST_OPEN = 6  # under way at once, plans and groups each
+MAX_OPEN = 6  # under way at once, plans and groups each
 
 draw = np.random.default_rng(11)
 agreement = MPI.COMM_WORLD.Dup()
@@ -106,7 +106,7 @@ class Mixture:
                 kept.append(np.ones(8192, np.uint8))
 
     def asynchronous(self, comm: Communicator | None, number: int) -> None:
-        if len(self.works) >= MOST_OPEN:
+        if len(self.works) >= MAX_OPEN:
             self.wait(int(draw.integers(len(self.works))))
         self.works.append(None if comm is None else self.started(comm, number))
 
@@ -125,7 +125,7 @@ class Mixture:
 
     def plan(self, comm: Communicator | None, number: int) -> None:
         """Make one, and run an earlier one that may have run before; free the oldest."""
-        if len(self.plans) >= MOST_OPEN:
+        if len(self.plans) >= MAX_OPEN:
             self.free_plan(0)
         made = None
         if comm is not None:
@@ -155,7 +155,7 @@ class Mixture:
 
     def group(self, comm: Communicator | None, number: int) -> None:
         """Make one of the ranks of another, or of the world's; or free all when there are many."""
-        if len(self.groups) >= MOST_OPEN:
+        if len(self.groups) >= MAX_OPEN:
             self.end()
             return
         world = self.groups[0]

@@ -17,7 +17,7 @@ RANKS = 3
 WARM_UP, STEPS = 6_000, 8_800  # the first fill the caches and pools, which are all bounded
 # From the end of the warm-up to the end.  A leak of one array of 512 bytes, or of two Python
 # objects, in every call would be twice as much.
-MOST_BYTES, MOST_BLOCKS = 2 * 2**20, 8_000
+MAX_BYTES, MAX_BLOCKS = 2 * 2**20, 8_000
 
 pytestmark = pytest.mark.timeout(300)  # half a minute where nobody else computes
 
@@ -54,12 +54,12 @@ def test_ten_thousand_calls_leak_nothing() -> None:
     assert [report["rank"] for report in found] == list(range(RANKS))
     for report in found:
         assert report["calls"] >= 10_000 and report["left"] == []
-        assert growth(report, "bytes") < MOST_BYTES, report["samples"]
-        assert growth(report, "blocks") < MOST_BLOCKS, report["samples"]
+        assert growth(report, "bytes") < MAX_BYTES, report["samples"]
+        assert growth(report, "blocks") < MAX_BLOCKS, report["samples"]
 
 
 def test_leaks_on_purpose_are_noticed() -> None:
     for report in reports(100, 800, "leak"):
         text = "\n".join(report["left"])
         assert "a communicator of ranks" in text
-        assert growth(report, "bytes") > MOST_BYTES, report["samples"]
+        assert growth(report, "bytes") > MAX_BYTES, report["samples"]

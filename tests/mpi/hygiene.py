@@ -101,12 +101,15 @@ class MadeOverMpi:
         ]
 
     def _compiled_requests(self) -> Iterator[str]:
-        """What compiled code has posted and not completed, and nobody has called off."""
+        """Requests that compiled code posted, which are neither complete nor cancelled."""
         for reference, requests, cleared in self.executions:
             execution = reference()
             if execution is None and (requests != cleared).any():
                 yield "a request that nobody holds"
-            for peer, is_receive in [] if execution is None else execution.posted_ends():
+            ends, posted = (
+                ({}, []) if execution is None else (execution._ends(), execution._posted())
+            )
+            for peer, is_receive in (ends[slot] for slot, _ in posted):
                 kind = f"a receive from rank {peer}" if is_receive else f"a send to rank {peer}"
                 yield f"a request: {kind}"
 

@@ -239,9 +239,9 @@ def test_no_array_of_the_callers_is_kept_alive(comm: Communicator) -> None:
 
 
 def test_the_number_of_cached_calls_is_bounded(comm: Communicator) -> None:
-    for length in range(1, call_cache._MOST_CALLS + 20):
+    for length in range(1, call_cache._MAX_CALLS + 20):
         assert comm.all_reduce(np.ones(length, np.int8))[-1] == comm.size
-        assert 0 < cached(comm) <= call_cache._MOST_CALLS
+        assert 0 < cached(comm) <= call_cache._MAX_CALLS
 
 
 def test_the_number_of_idle_executions_of_a_call_is_bounded(comm: Communicator) -> None:
@@ -249,7 +249,7 @@ def test_the_number_of_idle_executions_of_a_call_is_bounded(comm: Communicator) 
         works = [comm.all_reduce(np.full(3, n), async_op=True) for n in range(50)]
         assert [work.wait()[0] for work in works] == [n * comm.size for n in range(50)]
     (make,) = comm._session.call_cache.latest.values()
-    assert 0 < len(make.__self__.idle) <= cached_calls._MOST_IDLE  # type: ignore[attr-defined]
+    assert 0 < len(make.__self__.idle) <= cached_calls._MAX_IDLE  # type: ignore[attr-defined]
 
 
 def test_a_plan_like_one_that_was_freed_takes_its_execution(
@@ -445,7 +445,7 @@ def test_a_cached_call_says_what_it_fails_with(comm: Communicator, is_recorded: 
             stack.enter_context(group.record())
         with pytest.raises(collectives.CollectiveMismatch, match="did not make the same call"):
             group.all_reduce(np.ones(3 if comm.rank else 5))
-    with pytest.raises(collectives.CollectiveError, match="no more use"):
+    with pytest.raises(collectives.CollectiveError, match="is unusable"):
         group.all_reduce(np.ones(3))
     group._session.transport.comm.Free()
 
@@ -469,7 +469,7 @@ def test_a_signal_while_python_waits_ends_the_call_and_keeps_its_arrays(
         failed = group._session.transport.failed
         right, before = CompiledExecution.abandon, len(failed)
         monkeypatch.setattr(CompiledExecution, "abandon", lambda self: right(self) and False)
-        monkeypatch.setattr(Work, "_patience", interrupting)
+        monkeypatch.setattr(Work, "_max_wait", interrupting)
         x, out = np.ones(3), np.empty(3)
         with ExitStack() as stack:
             if is_recorded:
@@ -483,7 +483,7 @@ def test_a_signal_while_python_waits_ends_the_call_and_keeps_its_arrays(
         del failed[before:]
         gc.collect()
         assert all(array() is None for array in arrays)
-        with pytest.raises(collectives.CollectiveError, match=r"no more use: reduce .* half-way"):
+        with pytest.raises(collectives.CollectiveError, match=r"is unusable: reduce .* half-way"):
             group.reduce(np.ones(3))
         monkeypatch.undo()
     comm.barrier()
@@ -530,7 +530,7 @@ def test_a_signal_between_compiled_code_and_python_ends_the_call(
         monkeypatch.setattr(cached, "_compiled", Interrupted(cached._compiled))
         with pytest.raises(KeyboardInterrupt, match="in between"):
             group.reduce(x)
-        with pytest.raises(collectives.CollectiveError, match=r"no more use: reduce .* half-way"):
+        with pytest.raises(collectives.CollectiveError, match=r"is unusable: reduce .* half-way"):
             group.reduce(x)
         monkeypatch.setattr(plan, "_compiled", Interrupted(plan._compiled))
         with pytest.raises(KeyboardInterrupt, match="in between"):

@@ -57,7 +57,7 @@ def test_only_an_intracommunicator_can_be_wrapped() -> None:
 
 
 def test_a_message_of_the_wrong_length_is_noticed(mpi_world: MPI.Intracomm) -> None:
-    # On a communicator of its own: after a mismatch it is of no more use.
+    # On a communicator of its own: a mismatch makes it unusable.
     wrapped = collectives.wrap(mpi_world)
     if mpi_world.size > 1 and mpi_world.rank < 2:
         size = 3 + mpi_world.rank  # rank 0 gets more than it expects, rank 1 less

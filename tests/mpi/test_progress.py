@@ -62,9 +62,9 @@ def test_the_thread_goes_on_with_what_somebody_has_waited_for_in_vain(
     if comm.rank != 0:
         work = comm.barrier(async_op=True)
     deadline = time.monotonic() + 10
-    while not work.is_over and time.monotonic() < deadline:
+    while not work.is_done and time.monotonic() < deadline:
         time.sleep(1e-3)
-    assert work.is_over
+    assert work.is_done
     comm.free()
 
 
@@ -80,17 +80,17 @@ def test_what_follows_a_call_is_done_once_by_the_thread_or_by_whoever_waits(
         mpi_world.Barrier()
     work = comm.barrier(async_op=True)
     if comm.rank != 0:
-        work.when_over(follow)
+        work.add_done_callback(follow)
         assert not done_by
         mpi_world.Barrier()
     deadline = time.monotonic() + 10
     while comm.rank != 0 and not done_by and time.monotonic() < deadline:
         time.sleep(0.001)
     work.wait()
-    work.when_over(follow)
+    work.add_done_callback(follow)
     assert done_by == ["collectives"] * (comm.rank != 0) + ["MainThread"]
     awaited = world.barrier(async_op=True)  # of which no thread knows
-    awaited.when_over(follow)
+    awaited.add_done_callback(follow)
     awaited.wait()
     assert done_by[-1] == "MainThread"
 
@@ -144,11 +144,11 @@ def has_ended_while_we_slept(comm: Communicator) -> bool:
     x = np.full(300_000, 1.0)
     work = comm.all_reduce(x, async_op=True, algorithm="ring")
     deadline = time.monotonic() + 10
-    while not work.is_over and time.monotonic() < deadline:
+    while not work.is_done and time.monotonic() < deadline:
         time.sleep(0.01)
         if comm._session.thread is None and deadline - time.monotonic() < 9.5:
             break
-    has_ended = work.is_over
+    has_ended = work.is_done
     assert work.wait()[0] == comm.size
     return has_ended
 

@@ -20,13 +20,15 @@ def in_threads(functions: list[Callable[[], None]]) -> None:
     """Run functions at the same time, and raise what the first of them raised."""
     errors: list[BaseException] = []
 
-    def guarded(function: Callable[[], None]) -> None:
+    def with_checks(function: Callable[[], None]) -> None:
         try:
             function()
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(each,), daemon=True) for each in functions]
+    threads = [
+        threading.Thread(target=with_checks, args=(each,), daemon=True) for each in functions
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -114,11 +114,11 @@ def test_the_order_is_one_in_which_nobody_waits_for_ever(num_lanes: int, num_rou
 
 
 def test_while_one_lane_combines_the_next_ones_messages_travel() -> None:
-    events, under_way = list(order(8, 2)), 0
+    events, in_progress = list(order(8, 2)), 0
     for event, following in pairwise(events):
-        under_way += 1 if event.is_start else -1
+        in_progress += 1 if event.is_start else -1
         if not event.is_start and following != Event(7, 1, is_start=False):
-            assert under_way >= 1
+            assert in_progress >= 1
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 16, 32, 64])

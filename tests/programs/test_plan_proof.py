@@ -17,7 +17,7 @@ import pytest
 
 from bench.oracle import expected
 from collectives import Communicator, Operator, Plan, algorithms
-from collectives.engines.threads import InprocTransport, World
+from collectives.engines.threads import ThreadTransport, World
 from collectives.programs import placement, program
 from collectives.runtime.session import Session
 from collectives.schedule.contracts import SPECS
@@ -129,7 +129,7 @@ def results(
         inputs.append(own_words(rank, 0 if x is None else x.size))
         if x is not None:
             x[...] = words.encoded(inputs[rank])
-        comm = Communicator(Session(InprocTransport(world, range(size), rank)))
+        comm = Communicator(Session(ThreadTransport(world, range(size), rank)))
         plans.append(getattr(comm.plan, collective)(x, out=out, **keywords))
         outs.append(out)
     run_together(plans)

@@ -14,7 +14,7 @@ import pytest
 import collectives
 from collectives import CollectiveMismatch, CollectiveTimeout, Communicator, NotFinite
 from collectives.runtime.fingerprint import DIGEST_BYTES
-from collectives.runtime.turns import Numbering
+from collectives.runtime.numbering import Numbering
 from tests import hygiene
 from tests.fake_device import on_device, on_host
 from tests.mismatches import MISTAKES, Mistake, make, noticed, still_works

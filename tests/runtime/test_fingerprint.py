@@ -116,7 +116,7 @@ def test_what_is_not_finite_is_listed() -> None:
     )
     many = ranks(9, **{f"r{rank}": {"bad_value": "nan at [3]"} for rank in range(9)})
     said = fingerprint.not_finite(many, "brings", "to")
-    assert said is not None and "rank 3 brings nan at [3] and 5 other ranks the like to" in said
+    assert said is not None and "rank 3 brings nan at [3], and so do 5 other ranks, to" in said
     assert fingerprint.not_finite(ranks(9), "brings", "to") is None
 
 

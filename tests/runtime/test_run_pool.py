@@ -9,7 +9,7 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from collectives.engines.threads import InprocTransport
+from collectives.engines.threads import ThreadTransport
 from collectives.runtime import run_pool
 
 P = 3
@@ -19,13 +19,13 @@ P = 3
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ranks that have made an execution, one after the other."""
     ranks: list[int] = []
-    right = InprocTransport.execution
+    right = ThreadTransport.execution
 
-    def execution(self: InprocTransport, *args: Any) -> Any:
+    def execution(self: ThreadTransport, *args: Any) -> Any:
         ranks.append(self.rank)
         return right(self, *args)
 
-    monkeypatch.setattr(InprocTransport, "execution", execution)
+    monkeypatch.setattr(ThreadTransport, "execution", execution)
     return ranks
 
 
@@ -52,7 +52,7 @@ def test_calls_under_way_have_executions_of_their_own(made: list[int]) -> None:
 
 
 def test_boundedly_many_are_kept(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_pool, "_MOST_KINDS", 2)
+    monkeypatch.setattr(run_pool, "_MAX_KINDS", 2)
 
     def body(comm: Communicator) -> None:
         for size in (1, 2, 3, 1):  # at the third, the first two are forgotten

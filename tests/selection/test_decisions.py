@@ -12,7 +12,7 @@ import pytest
 from collectives import Operator
 from collectives.selection import select
 from collectives.selection.cost import Machine
-from collectives.selection.decisions import Decisions, Measured, Row, extent
+from collectives.selection.decisions import Decisions, Measured, Row, size_range
 
 MATMUL = Operator.from_function(lambda left, right: left @ right, name="matmul")
 MACHINE = {"alpha": 2e-6, "beta": 1e-10, "gamma": 0}
@@ -164,9 +164,9 @@ def test_the_reason_names_the_table() -> None:
 
 
 def test_an_extent_without_limits_is_every_size() -> None:
-    assert extent(math.inf, 8, [math.inf]) == "every size"
-    assert extent(math.inf, 8, [8, math.inf]) == "every size", "8 bytes are not above 8"
-    assert extent(math.inf, 9, [8, math.inf]) == "above 8 bytes"
+    assert size_range(math.inf, 8, [math.inf]) == "every size"
+    assert size_range(math.inf, 8, [8, math.inf]) == "every size", "8 bytes are not above 8"
+    assert size_range(math.inf, 9, [8, math.inf]) == "above 8 bytes"
 
 
 def test_the_machine_is_that_of_the_nearest_number_of_ranks() -> None:

@@ -10,7 +10,7 @@ from collectives import Operator, algorithms, using
 from collectives.arrays.operators import operator
 from collectives.schedule.contracts import SPECS
 from collectives.selection import select
-from collectives.selection.labels import named
+from collectives.selection.labels import parse_label
 
 REDUCTIONS = [name for name, spec in SPECS.items() if spec.is_reduction]
 NUM_BYTES = [0, 8, 2**15, 2**15 + 1, 2**20, 2**40]
@@ -77,12 +77,12 @@ def test_options_that_are_given_replace_those_that_would_be_chosen() -> None:
     ],
 )
 def test_a_label_is_the_text_as_everybody_would_write_it(text: str, label: str) -> None:
-    assert named("all_gather", text).label == label
+    assert parse_label("all_gather", text).label == label
 
 
 def test_options_are_named_in_the_order_of_the_algorithm() -> None:
     label = "chain(chains=3, segments=5)"
-    assert named("reduce", "chain(segments=5, chains=3)").label == label
+    assert parse_label("reduce", "chain(segments=5, chains=3)").label == label
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_options_are_named_in_the_order_of_the_algorithm() -> None:
 )
 def test_what_is_not_written_like_a_call_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a name|is not like 'segments=8'"):
-        named("all_gather", text)
+        parse_label("all_gather", text)
 
 
 @pytest.mark.parametrize("text", [" ", "rign", "rign(radix=4)", "bruck radix=4", "bruck, ring"])
 def test_an_unknown_name_is_answered_with_the_known_ones(text: str) -> None:
     with pytest.raises(ValueError, match=r"unknown algorithm .* for all_gather; known: ring, "):
-        named("all_gather", text)
+        parse_label("all_gather", text)
 
 
 def test_the_ranks_are_asked_for_with_the_options() -> None:

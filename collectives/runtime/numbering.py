@@ -4,13 +4,13 @@ MPI's tags are divided into four quarters:
 
 0. the user's own, of `send` and `recv`;
 1. of collectives that do not block and of plans, by the number of the call;
-2. of what the library sends ahead of such a call, by the same number;
-3. one tag for all blocking collectives, one for `meet`, and the rest for what the ranks tell each
-   other in checked mode, in the order in which calls start.
+2. of headers and counts, which the library sends before such a call, by the same number;
+3. one tag for all blocking collectives, one for `subgroup_barrier`, and the others for the
+   comparisons of checked mode, in the order in which calls start.
 
-All blocking calls can have one tag, so that their executions can be kept: on every rank they run
-one after the other, and between two ranks messages of one tag arrive in the order in which they
-were sent.
+All blocking calls have the same tag, so their executions can be reused.  One tag is enough: on
+every rank they run one after the other, and messages between two ranks with the same tag arrive in
+the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from collectives.arrays import validation
 
 
-class NotYourTurn(RuntimeError):  # noqa: N818
-    """Another thread, or what a signal interrupted, makes a call on this communicator."""
+class ConcurrentCall(RuntimeError):  # noqa: N818
+    """Another thread, or a call that a signal interrupted, uses this communicator."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -32,9 +32,9 @@ class NotYourTurn(RuntimeError):  # noqa: N818
 
 
 class Numbering:
-    """How many calls a communicator has made, and the tags that follow from that.
+    """The number of calls that a communicator has made, and the tags of its calls.
 
-    `num_calls_made`, `num_checks_made`: arrays of one number, which compiled code counts up too.
+    `num_calls_made`, `num_checks_made`: arrays of one element, which compiled code increments too.
     """
 
     def __init__(self, num_tags: int) -> None:
@@ -42,13 +42,13 @@ class Numbering:
         self.num_calls_made: NDArray[np.int64] = np.zeros(1, np.int64)
         self.num_checks_made: NDArray[np.int64] = np.zeros(1, np.int64)
         self.blocking_tag = 3 * self._quarter
-        self.meeting_tag = 3 * self._quarter + 1
+        self.subgroup_tag = 3 * self._quarter + 1
         self.check_tags = range(3 * self._quarter + 2, 4 * self._quarter)
         self.async_tags = range(self._quarter, 2 * self._quarter)
 
     @property
     def num_calls(self) -> int:
-        """How many calls there have been."""
+        """The number of calls so far."""
         return int(self.num_calls_made[0])
 
     def next_number(self) -> int:
@@ -57,7 +57,7 @@ class Numbering:
         return int(self.num_calls_made[0])
 
     def catch_up(self, num_calls: int) -> None:
-        """Another rank has made so many calls: the ranks have called different things."""
+        """Count at least as many calls as another rank, after the ranks' calls differed."""
         self.num_calls_made[0] = max(self.num_calls, num_calls)
 
     def async_tag(self, number: int) -> int:
@@ -65,7 +65,7 @@ class Numbering:
         return self.async_tags[number % self._quarter]
 
     def header_tag(self, number: int) -> int:
-        """The tag of what the library sends ahead of the call of this number."""
+        """The tag of headers and counts that are sent before the call of this number."""
         return 2 * self._quarter + number % self._quarter
 
     def next_check_tag(self) -> int:
@@ -74,18 +74,17 @@ class Numbering:
         return self.check_tags[int(self.num_checks_made[0]) % len(self.check_tags)]
 
     def user_tag(self, tag: object) -> int:
-        """A tag that the user names.  Raises TypeError or ValueError if it cannot be one."""
+        """The user's tag as an int.  Raises TypeError or ValueError if it is not valid."""
         number, largest = validation.integer(tag, "tag"), self._quarter - 1
         if not 0 <= number <= largest:
             raise ValueError(f"tag must be from 0 to {largest}, got {number}")
         return number
 
 
-class Turn:
-    """The number of a call and its tags.
+class CallId:
+    """The number of a call, and its tags.
 
-    The number is taken when it is first asked for: a call that is refused takes none, so that it
-    can be made again.
+    The number is assigned when it is first needed, so a call that is refused has no number.
     """
 
     def __init__(self, numbering: Numbering, is_blocking: bool) -> None:
@@ -109,12 +108,12 @@ class Turn:
 
     @property
     def header_tag(self) -> int:
-        """The tag of what is sent ahead of the call."""
+        """The tag of headers and counts that are sent before the call."""
         return self._numbering.header_tag(self.number)
 
     @property
     def check_tag(self) -> int:
-        """The tag of what the ranks tell each other of the call in checked mode."""
+        """The tag of the call's comparison in checked mode."""
         if self._check_tag is None:
             self._check_tag = self._numbering.next_check_tag()
         return self._check_tag
