@@ -1,6 +1,6 @@
-"""Arrays: of which kind they are, what combines them, and whether they can serve as arguments.
+"""Arrays: their kinds and memory, the operators that combine them, and checks of arguments.
 
-Only this folder knows NumPy from CuPy.
+Only this folder distinguishes NumPy from CuPy.
 """
 
 from collectives.arrays.backends import (

@@ -1,8 +1,7 @@
-"""The only file that knows what an array is.
+"""Backends: the operations on one kind of array that the library needs.
 
-A `Backend` does for one kind of array what the rest of the library needs: allocate, view, combine,
-and move bytes to and from the host.  NumPy's is always there; CuPy's is made when the first CuPy
-array is seen, and nothing imports CuPy before.
+A `Backend` allocates, views and combines arrays, and copies bytes to and from the host.  NumPy's
+backend always exists; CuPy's is made, and CuPy imported, when the first CuPy array is seen.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collectives.arrays import half_precision
 Array = Any  # a NumPy or CuPy array; the two share no base class
 Bytes = NDArray[np.uint8]
 
-_BLOCK = 1 << 16  # elements that are looked at together
+_BLOCK = 1 << 16  # elements that are checked together
 
 
 class BinaryFunction(Protocol):
@@ -34,10 +33,10 @@ class BinaryFunction(Protocol):
 
 
 class Backend(Protocol):
-    """What an array kind must offer.  `flat` arrays are one-dimensional and contiguous.
+    """The operations on one kind of array.  "Flat" arrays are one-dimensional and contiguous.
 
-    `name` says where the memory is, such as "cupy:3"; `kind`, such as "cupy", is what a rank tells
-    another, which then uses its own GPU.
+    `name`: the memory, such as "cupy:3".  `kind`: the kind, such as "cupy".  A header contains the
+    kind, and the receiving rank uses its own GPU.
     """
 
     name: str
@@ -60,28 +59,28 @@ class Backend(Protocol):
         """Copy one flat array to another of the same length."""
 
     def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
-        """What combines flat arrays of this dtype as the NumPy function of this name, or this one.
+        """A function that combines flat arrays of this dtype.
 
-        Results are rounded to the dtype each time.
+        `function`: a function, or the name of one of NumPy's.  Each result is rounded to the dtype.
         """
 
     def divide(self, x: Array, divisor: int) -> None:
         """Divide a flat array by an integer, in place."""
 
     def first_not_finite(self, x: Array) -> tuple[int, str] | None:
-        """Where the first NaN or infinity of a flat array is, and which; None if there is none."""
+        """The index and text of a flat array's first NaN or infinity; None if there is none."""
 
     def host_buffer(self, x: Array) -> Bytes:
-        """Host memory for the bytes of a flat array: its own if it is on the host."""
+        """Host memory for the bytes of a flat array: its own memory if it is on the host."""
 
     def to_host(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
-        """Bring flat arrays into host buffers; complete on return."""
+        """Copy flat arrays to host buffers; complete on return."""
 
     def to_device(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
-        """Bring host buffers into flat arrays, in order with the caller's current stream."""
+        """Copy host buffers to flat arrays, in order with the caller's current stream."""
 
     def synchronize(self) -> None:
-        """Wait until everything on the caller's current stream is done."""
+        """Wait until all work on the caller's current stream is done."""
 
 
 class NumpyBackend:
@@ -117,7 +116,7 @@ class NumpyBackend:
             np.divide(x, divisor, out=x)
 
     def first_not_finite(self, x: Array) -> tuple[int, str] | None:
-        for start in range(0, x.size, _BLOCK):  # what it says of each is not to be as long as x
+        for start in range(0, x.size, _BLOCK):  # keeps the array of flags small
             is_finite = np.isfinite(x[start : start + _BLOCK])
             if not is_finite.all():
                 index = start + int(is_finite.argmin())
@@ -133,7 +132,7 @@ class NumpyBackend:
     to_device = to_host
 
     def synchronize(self) -> None:
-        """The host does everything at once."""
+        """Do nothing: operations on the host are complete on return."""
 
 
 class CupyBackend:
@@ -193,7 +192,7 @@ class CupyBackend:
             return index, str(x[index].item())
 
     def host_buffer(self, x: Array) -> Bytes:
-        # Page-locked memory; there is no such thing as none of it.
+        # Page-locked memory cannot have a length of 0.
         buffer: Bytes = self.cupyx.empty_pinned((max(x.nbytes, 1),), np.uint8)
         return buffer[: x.nbytes]
 
@@ -211,7 +210,7 @@ class CupyBackend:
             for device, host in pairs:
                 if host.size:
                     device.view(np.uint8).set(host, stream=stream)
-            # The host buffer is reused for the next message, so the copy must be over.
+            # The host buffer is reused for the next message, so the copy must be complete.
             stream.synchronize()
 
     def synchronize(self) -> None:
@@ -220,7 +219,7 @@ class CupyBackend:
 
 
 class Arrays(NamedTuple):
-    """The checked arrays of a call: where it reads and where it writes, if this rank does."""
+    """The checked arrays of a call: the input and the output of this rank, if it has them."""
 
     backend: Backend
     source: Array | None
@@ -228,7 +227,7 @@ class Arrays(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """That of both."""
+        """The dtype of both."""
         like = self.target if self.source is None else self.source
         return np.dtype(np.uint8) if like is None else like.dtype
 
@@ -239,13 +238,13 @@ _kinds: dict[type, str] = {}
 
 
 def register_backend(array_type: type, backend: Backend) -> None:
-    """Serve another kind of array: every instance of `array_type` goes through `backend`."""
+    """Let `backend` serve every instance of `array_type`, another kind of array."""
     _kinds[array_type] = backend.name
     _backends[backend.name] = backend
 
 
 def backend_of_kind(kind: str) -> Backend:
-    """The backend for new arrays of this kind, on a GPU the current device's."""
+    """The backend for new arrays of this kind; for a GPU, that of the current device."""
     if kind == CupyBackend.kind:
         import cupy  # noqa: PLC0415 - only when a rank has sent a CuPy array
 
@@ -263,7 +262,7 @@ def _on_gpu(device: int) -> Backend:
 
 
 def backend_of(x: object, what: str = "x") -> Backend:
-    """The backend that serves `x`.  Raises TypeError for what is not an array we can send."""
+    """The backend that serves `x`.  Raises TypeError if `x` is not an array that can be sent."""
     if type(x) is np.ndarray or type(x) is np.memmap:
         return HOST
     if type(x) in _kinds:
@@ -272,7 +271,7 @@ def backend_of(x: object, what: str = "x") -> Backend:
         return _on_gpu(x.device.id)  # type: ignore[attr-defined]
     if isinstance(x, np.ndarray):
         raise TypeError(
-            f"{what} is a {type(x).__name__}, whose meaning its bytes do not carry; "
+            f"{what} is a {type(x).__name__}, which is more than its bytes; "
             "pass a plain numpy.ndarray"
         )
     raise TypeError(
@@ -281,7 +280,7 @@ def backend_of(x: object, what: str = "x") -> Backend:
 
 
 def check_dtype(dtype: np.dtype[Any], what: str = "x") -> None:
-    """Raise TypeError for elements that have no size or have a meaning in one process only."""
+    """Raise TypeError for elements of size 0, and for Python objects."""
     if dtype.hasobject:
         raise TypeError(f"{what} holds Python objects (dtype {dtype}), which are not plain bytes")
     if dtype.itemsize == 0:

@@ -1,8 +1,8 @@
-"""float16 and bfloat16 in host memory, combined and divided for callers in Python.
+"""Combines and divides float16 and bfloat16 in host memory, for callers in Python.
 
-The compiled kernels do it where there are any, else NumPy, which takes 10 times as long or more.
-Both compute in float32 and round once to two bytes; only a NaN may have another sign or payload.
-Either way NumPy warns of overflows and invalid operations, or raises, as `numpy.errstate` says.
+It uses compiled kernels if there are any, else NumPy, which takes at least 10 times as long.  Both
+compute in float32 and round once to two bytes; only a NaN may have another sign or payload.  Both
+follow `numpy.errstate`: overflows and invalid operations give NumPy's warnings or errors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FEW = 1 << 11  # elements up to which NumPy's own function is as fast
 COMBINE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 _DIVIDE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)
 
-# C's <fenv.h>, and two numbers of float32 that raise these flags when they are added to themselves
-# or multiplied by themselves: the greatest one, and a signalling NaN.
+# C's <fenv.h>, and two float32 numbers that raise these flags when they are added to themselves or
+# multiplied by themselves: the largest number, and a signalling NaN.
 _fenv = ctypes.CDLL(None)
 _OVERFLOW = 4 if os.uname().machine in ("aarch64", "arm64") else 8
 _INVALID = 1
@@ -32,7 +32,7 @@ _RAISES = np.array([0x7F7FFFFF, 0x7F800001], np.uint32).view(np.float32)
 
 @cache
 def binary(function: str, dtype: np.dtype[Any]) -> Callable[..., object]:
-    """The fastest that does from Python what the NumPy function of this name does."""
+    """The fastest function that computes what the NumPy function of this name does."""
     plain = kernels.numpys(function)
     if dtype.itemsize != 2 or kernels.kind(dtype) != "f" or not dtype.isnative:
         return plain
@@ -44,14 +44,14 @@ def binary(function: str, dtype: np.dtype[Any]) -> Callable[..., object]:
             return
         _fenv.feclearexcept(_OVERFLOW | _INVALID)
         COMBINE(address)(out.ctypes.data, left.ctypes.data, right.ctypes.data, left.size)
-        if function in ("add", "multiply"):  # to compare NaN may raise a flag as well
+        if function in ("add", "multiply"):  # comparing NaN may raise a flag too
             _warn(plain, _fenv.fetestexcept(_OVERFLOW | _INVALID))
 
     return combine
 
 
 def divide(x: NDArray[Any], divisor: int) -> None:
-    """Divide a flat array in place: in float32, in which the divisor is exact, and rounded once."""
+    """Divide a flat array in place, in float32, where the divisor is exact, and round once."""
     address = kernels.divide(x.dtype) if x.size > FEW else None
     if address is None:
         np.divide(x, divisor, out=x, dtype=np.float32, casting="unsafe")
@@ -60,7 +60,7 @@ def divide(x: NDArray[Any], divisor: int) -> None:
 
 
 def _warn(function: Callable[..., object], flags: int) -> None:
-    """Let NumPy say what a kernel met, by meeting the same."""
+    """Let NumPy warn or raise for the flags of a kernel, by an operation with the same flags."""
     for flag, x in zip((_OVERFLOW, _INVALID), _RAISES, strict=True):
         if flags & flag:
             function(x, x)

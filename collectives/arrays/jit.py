@@ -1,11 +1,11 @@
-"""Compiles Python functions with numba, if it is installed, and once per machine.
+"""Compiles Python functions with numba, if it is installed, once per machine.
 
-numba is imported by the first call of a function here, never by an import of this module.
+The first call of a function here imports numba; importing this module does not.
 
-Compiled code is kept on disk, in numba's cache.  That cache is not made for several processes that
-compile at the same time: all ranks of a job would compile the same function, and two that save at
-once can leave an index that names the wrong file.  Therefore processes that load hold a shared lock
-on a file in the cache directory, and the one that compiles and saves holds it alone.
+Compiled code is kept on disk, in numba's cache, which is not safe for several processes: all ranks
+of a job would compile the same function, and two that save at the same time can leave an index that
+names the wrong file.  Therefore a process that loads holds a shared lock on a file in the cache
+directory, and a process that compiles and saves holds it exclusively.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _OPTIONS = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
 _log = logging.getLogger(__name__)
 _one_thread = threading.RLock()
 _compiled: dict[object, Any] = {}  # numba's objects; the code lives as long as they do
-_said: set[str] = set()  # what is logged as a warning the first time only
+_warned: set[str] = set()  # messages that were logged as warnings
 
 
 def why_unavailable() -> str | None:
-    """Why nothing can be compiled here, in a few words; None if it can."""
+    """Why numba cannot compile here, as text; None if it can."""
     with _one_thread:
         return _why_unavailable()
 
@@ -50,9 +50,9 @@ def _why_unavailable() -> str | None:
 def function(py_function: Callable[..., Any], signature: str) -> Callable[..., Any]:
     """The compiled function.  It takes arguments of this signature and releases the GIL.
 
-    Its closure may hold numbers and strings only.  It is compiled anew when its own file changes,
-    or numba, but not when a file changes whose compiled functions it calls.  Raises RuntimeError
-    if `why_unavailable()` gives a reason.
+    Its closure may contain only numbers and strings.  It is compiled again when its own file or
+    numba changes, but not when another file changes whose compiled functions it calls.  Raises
+    RuntimeError if `why_unavailable()` gives a reason.
     """
 
     def make() -> Any:
@@ -62,7 +62,7 @@ def function(py_function: Callable[..., Any], signature: str) -> Callable[..., A
         _load_or_compile(dispatcher, signature)
         return dispatcher
 
-    # What the dispatcher would call after it has looked at the types, which takes as long again.
+    # The dispatcher would call this after a check of the types, which takes as long as the call.
     (compiled,) = _once("function", py_function, signature, make).overloads.values()
     entry: Callable[..., Any] = compiled.entry_point
     return entry
@@ -87,7 +87,7 @@ def pointer(py_function: Callable[..., Any], signature: str) -> int:
 
 
 def _once(kind: str, py_function: Any, signature: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns; made by one thread, and once for equal functions."""
+    """The result of `make`, which is called once for equal functions."""
     name, closure = _name(py_function), _closure(py_function)
     for value in closure:
         if not isinstance(value, (str, int, float)):
@@ -107,19 +107,19 @@ def _closure(py_function: Any) -> tuple[object, ...]:
 
 
 def _name(py_function: Any) -> str:
-    """For a function that `template` has made, with what it was given: `template(add, float32)`."""
+    """The name of a function; with the arguments of the function that made it, if there is one."""
     outer, is_inner, _ = py_function.__qualname__.partition(".<locals>")
     given = ", ".join(str(value) for value in _closure(py_function))
     return f"{py_function.__module__}.{outer}" + (f"({given})" if is_inner else "")
 
 
 def _load_or_compile(compilable: Any, *arguments: object) -> None:
-    """Call `compile` of numba's dispatcher or C function, with a cache that is locked."""
+    """Call `compile` of numba's dispatcher or C function, with a locked cache."""
     name = _name(compilable.__wrapped__)
     try:
         compilable.enable_caching()
     except RuntimeError as error:  # there is no directory to which numba can write
-        _say("compiling %s, in every process anew: %s", name, error)
+        _log_once("compiling %s again in every process: %s", name, error)
         compilable.compile(*arguments)
         return
     compilable._cache = locked = _LockedCache(compilable._cache, name)
@@ -129,15 +129,15 @@ def _load_or_compile(compilable: Any, *arguments: object) -> None:
         locked.release()
 
 
-def _say(message: str, *arguments: object) -> None:
-    """Log a message that users see once, as it tells why their program waits."""
-    level = logging.INFO if message in _said else logging.WARNING
-    _said.add(message)
+def _log_once(message: str, *arguments: object) -> None:
+    """Log a message: as a warning the first time, since it explains why the program waits."""
+    level = logging.INFO if message in _warned else logging.WARNING
+    _warned.add(message)
     _log.log(level, message, *arguments)
 
 
 class _LockedCache:
-    """numba's cache of one function, used by one process at a time where it changes.
+    """numba's cache of one function, in which only one process writes at a time.
 
     When numba compiles it calls `load_overload`, and `save_overload` if that returns None.
     """
@@ -155,9 +155,9 @@ class _LockedCache:
             found = self._load(signature, context)
         if found is None:
             self._held.enter_context(_locked(self._lock_file, fcntl.LOCK_EX))
-            found = self._load(signature, context)  # another may have compiled it meanwhile
+            found = self._load(signature, context)  # another process may have compiled it
             if found is None:
-                _say("compiling %s, once for this machine", self._name)
+                _log_once("compiling %s, once for this machine", self._name)
         return found
 
     def _load(self, signature: object, context: object) -> Any:
@@ -177,19 +177,19 @@ class _LockedCache:
             _log.warning("%s cannot be saved in %s: %s", self._name, self.cache_path, error)
 
     def release(self) -> None:
-        """Let the other processes go on, which then load what this one has saved."""
+        """Release the lock, so that other processes load what this one has saved."""
         self._held.close()
 
 
 @contextmanager
 def _locked(path: Path, operation: int) -> Iterator[None]:
-    """Hold a lock on this file, where the file system has locks."""
+    """Hold a lock on a file, if the file system supports locks."""
     with ExitStack() as stack:
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             stack.callback(os.close, file)
             fcntl.flock(file, operation)
-            # Closing alone would not do: a child that was forked meanwhile has the file as well.
+            # Closing is not enough: a child that was forked meanwhile has the file open too.
             stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
         except OSError as error:
             _log.info("%s cannot be locked: %s", path, error)

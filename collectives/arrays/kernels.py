@@ -1,8 +1,8 @@
-"""Compiled loops that combine and divide arrays in host memory, called by their addresses.
+"""Kernels: compiled loops that combine and divide arrays in host memory, called by address.
 
-What comes out is what NumPy computes, to the bit; only a NaN may have another sign or
-payload.  There are no kernels without numba, and none for what they do not compute so: the caller
-then lets NumPy do it.  Arrays need no alignment.
+Their results are NumPy's, to the bit; only a NaN may have another sign or payload.  If numba is
+missing, or a kernel could not give NumPy's result, there is no kernel, and the caller uses NumPy.
+Arrays need no alignment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KINDS = {
 
 @cache
 def combine(function: str, dtype: np.dtype[Any]) -> int | None:
-    """The address of what combines arrays as the NumPy function of this name, or None.
+    """The address of the kernel for the NumPy function of this name, or None.
 
     It is `void(int64 dst, int64 left, int64 right, int64 n)`: three addresses and the number of
     elements.  `dst` is `left`, `right` or both, or it overlaps neither.
@@ -45,7 +45,7 @@ def combine(function: str, dtype: np.dtype[Any]) -> int | None:
 
 @cache
 def divide(dtype: np.dtype[Any]) -> int | None:
-    """The address of what divides an array of floating-point or complex numbers, or None.
+    """The address of the kernel that divides floating-point or complex numbers, or None.
 
     It is `void(int64 address, int64 n, int64 divisor)`, and works in place.
     """
@@ -57,7 +57,7 @@ def divide(dtype: np.dtype[Any]) -> int | None:
 
 
 def common() -> Iterator[tuple[str, np.dtype[Any]]]:
-    """What is worth compiling before it is needed."""
+    """The kernels that are worth compiling before they are needed."""
     for name in ("float32", "float64", "int32", "int64"):
         for function in ("add", "multiply", "minimum", "maximum"):
             yield function, np.dtype(name)
@@ -70,13 +70,13 @@ def common() -> Iterator[tuple[str, np.dtype[Any]]]:
 
 
 def kind(dtype: np.dtype[Any]) -> str:
-    """NumPy's kind letter; bfloat16 counts as a float, no other foreign dtype as anything."""
+    """NumPy's kind letter; "f" for bfloat16, and "?" for other dtypes that are not NumPy's."""
     is_native = dtype.type.__module__ == "numpy"
     return "f" if is_bfloat16(dtype) else dtype.kind if is_native else "?"
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
-    """Whether this is ml_dtypes' bfloat16, asked without importing ml_dtypes."""
+    """Whether this is the bfloat16 of ml_dtypes, which is not imported for it."""
     is_foreign = dtype.itemsize == 2 and dtype.type.__module__.startswith("ml_dtypes")
     return is_foreign and dtype.name == "bfloat16"
 
@@ -86,12 +86,12 @@ def numpys(name: str) -> Callable[..., object]:
     """NumPy's own function of this name, for `out` as the third argument."""
     function: np.ufunc = getattr(np, name)
     if function not in (np.maximum, np.minimum):
-        return function  # which is quicker that way than by a keyword
-    return lambda left, right, out: function(left, right, out=out)  # these two warn otherwise
+        return function  # a third positional argument is faster than `out=`
+    return lambda left, right, out: function(left, right, out=out)  # without `out=` these two warn
 
 
 def _is_served(dtype: np.dtype[Any]) -> bool:
-    """Whether elements of this dtype can be loaded; those of `long double`, for one, cannot."""
+    """Whether kernels can load elements of this dtype; not of `long double`, for example."""
     if jit.why_unavailable() is not None or not dtype.isnative:
         return False
     from collectives.arrays import loops  # noqa: PLC0415 - imports numba
@@ -100,7 +100,7 @@ def _is_served(dtype: np.dtype[Any]) -> bool:
 
 
 def _operation(function: str, dtype: np.dtype[Any]) -> str | None:
-    """What `loops` calls it.  Where processors differ, NumPy is asked what it does on this one."""
+    """The operation of `loops` that gives NumPy's result on this processor, or None."""
     if function in ("minimum", "maximum"):
         return _comparison(function, dtype)
     if function == "multiply" and dtype.kind == "c":
@@ -109,7 +109,7 @@ def _operation(function: str, dtype: np.dtype[Any]) -> str | None:
 
 
 def _comparison(function: str, dtype: np.dtype[Any]) -> str | None:
-    """How two elements compare if the left one is taken: it matters for zeros, which are equal."""
+    """The comparison for which NumPy takes the left element; it matters for 0.0 and -0.0."""
     strict, or_equal = ("<", "<=") if function == "minimum" else (">", ">=")
     if kind(dtype) != "f":
         return strict
@@ -118,10 +118,10 @@ def _comparison(function: str, dtype: np.dtype[Any]) -> str | None:
 
 
 def _complex_multiply(dtype: np.dtype[Any]) -> str | None:
-    """Whether NumPy rounds all products, or adds them to the first ones before these are rounded.
+    """Whether NumPy rounds each product, or uses fused multiply-add for the second ones.
 
-    Each part of a product is the sum of two products, here of -+1 and +-(1 - e * e), in either
-    order.  Both rounded, they cancel out.
+    Each part of a complex product is the sum of two products, here of -+1 and +-(1 - e * e), in
+    either order.  If both are rounded, the sum is 0.
     """
     e = 2.0 ** (-14 if dtype == np.complex64 else -30)  # 1 - e * e is rounded to 1
     left = [1 + e + 1j, 1 + e - 1j, 1 + (1 + e) * 1j, 1 + (1 + e) * 1j]
@@ -132,7 +132,7 @@ def _complex_multiply(dtype: np.dtype[Any]) -> str | None:
 
 
 def _numpys(function: str, left: object, right: object, dtype: np.dtype[Any]) -> Any:
-    """What NumPy computes on this processor."""
+    """NumPy's result on this processor."""
     out = np.empty_like(left, dtype)
     numpys(function)(np.array(left, dtype), np.array(right, dtype), out)
     return out

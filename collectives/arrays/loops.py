@@ -1,6 +1,6 @@
-"""The loops of `kernels`: Python says which elements are combined, LLVM's instructions say how.
+"""The loops of `kernels`, in Python for numba, with LLVM's instructions for single elements.
 
-An import of this file imports numba; `kernels` imports it when the first kernel is wanted.
+Importing this file imports numba, so `kernels` imports it for the first kernel.
 
 Elements are loaded and stored with alignment 1, so an array may begin at any address.  float16 and
 bfloat16 become float32 when they are loaded, and are rounded once, when they are stored.  A complex
@@ -39,21 +39,21 @@ DTYPES = frozenset(_IN_MEMORY)
 
 
 def has_float16() -> bool:
-    """Whether the processor converts float16.  Elsewhere LLVM calls functions we do not have."""
+    """Whether the processor converts float16; otherwise LLVM calls functions that are missing."""
     triple, _, features = cpu_target.target_context.codegen().magic_tuple()
     return triple.startswith(("aarch64", "arm64")) or "+f16c" in features.split(",")
 
 
 def combining(operation: str, dtype: str) -> Callable[..., None]:
-    """What combines n elements.
+    """The loop that combines n elements.
 
     `operation` is a key of `_OPERATIONS`, a comparison (see `_left_where`), or "fused multiply".
     """
     dtype, width = _as_parts(operation, dtype)
 
     def combine(dst: int, left: int, right: int, n: int) -> None:
-        # Before its fast loop LLVM tests whether `dst` overlaps what is read; if so, it takes one
-        # element at a time.  Where it is told that the two are the same it need not test.
+        # LLVM uses its fast loop only if `dst` overlaps no source.  It need not test that where the
+        # code says that the two are the same.
         if dst == left:
             for i in range(n * width):
                 _combine(operation, dtype, dst, dst, right, i)
@@ -68,13 +68,13 @@ def combining(operation: str, dtype: str) -> Callable[..., None]:
 
 
 def _as_parts(operation: str, dtype: str) -> tuple[str, int]:
-    """Complex numbers are added part by part, which LLVM sees only if nothing speaks of pairs."""
+    """The dtype and number of parts: complex numbers are added part by part, as plain floats."""
     parts = {"complex64": "float32", "complex128": "float64"}
     return (parts[dtype], 2) if operation == "add" and dtype in parts else (dtype, 1)
 
 
 def dividing(dtype: str) -> Callable[..., None]:
-    """What divides n floating-point or complex numbers in place."""
+    """The loop that divides n floating-point or complex numbers in place."""
 
     def divide(address: int, n: int, divisor: int) -> None:
         for i in range(n):
@@ -107,8 +107,8 @@ def _type_divide(context: Any, dtype: Any, address: Any, i: Any, divisor: Any) -
     return types.void(dtype, address, i, divisor), emit
 
 
-# They are globals because numba identifies cached code by what closures hold, and would find other
-# intrinsics in every process.
+# They are globals because numba identifies cached code by the contents of closures, and intrinsics
+# differ from process to process.
 _combine: Any = intrinsic(prefer_literal=True)(_type_combine)
 _divide: Any = intrinsic(prefer_literal=True)(_type_divide)
 
@@ -145,9 +145,9 @@ def _places(b: Builder, dtype: str, address: Value, i: Value) -> list[Value]:
 
 
 def _to_bfloat16(b: Builder, x: Value) -> Value:
-    """The upper half of a float32, to the nearest, halves to even.
+    """The upper half of a float32, rounded to the nearest, ties to even.
 
-    The lower half of a NaN that comes from bfloat16 is zero, so that none is rounded to infinity.
+    The lower half of a NaN that comes from bfloat16 is zero, so no NaN is rounded to infinity.
     """
     bits = b.bitcast(x, _I32)
     last = b.and_(b.lshr(bits, _I32(16)), _I32(1))
@@ -192,7 +192,7 @@ _OPERATIONS: dict[str, Callable[[Builder, Value, Value], Value]] = {
 
 
 def _left_where(b: Builder, comparison: str, dtype: str, x: Value, y: Value) -> Value:
-    """`x` where the two compare so or it is a NaN, else `y`."""
+    """`x` if the comparison holds or `x` is a NaN, else `y`."""
     if _is_float(x):
         is_left = b.or_(b.fcmp_ordered(comparison, x, y), _is_nan(b, x))
     elif dtype.startswith("int"):
@@ -203,7 +203,7 @@ def _left_where(b: Builder, comparison: str, dtype: str, x: Value, y: Value) -> 
 
 
 def _complex_product(b: Builder, x: list[Value], y: list[Value], *, fused: bool) -> list[Value]:
-    """The sums of two products each; with `fused` the first of the two is not rounded."""
+    """A product, whose parts are sums of two products; with `fused`, the first is not rounded."""
     (x_real, x_imaginary), (y_real, y_imaginary) = x, y
     real = x_real, y_real, b.fneg(b.fmul(x_imaginary, y_imaginary))
     imaginary = x_real, y_imaginary, b.fmul(x_imaginary, y_real)
@@ -213,7 +213,7 @@ def _complex_product(b: Builder, x: list[Value], y: list[Value], *, fused: bool)
 
 
 def _quotient(b: Builder, x: list[Value], divisor: Value) -> list[Value]:
-    """A complex number is divided as NumPy does it, by a complex divisor that is real."""
+    """The quotient; a complex number is divided, as in NumPy, by a complex divisor."""
     if len(x) == 1:
         return [b.fdiv(x[0], divisor)]
     (real, imaginary), zero = x, divisor.type(0.0)

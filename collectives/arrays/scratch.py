@@ -1,4 +1,4 @@
-"""Scratch memory of a communicator: what one call gives back the next one takes."""
+"""Scratch memory of a communicator, which later calls reuse."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import numpy as np
 
 from collectives.arrays.backends import Array, Bytes
 
-MAX_BYTES = 64 * 2**20  # that wait for somebody to take them
-_UNIT = 4096  # bytes; sizes are rounded up to a power of two of these
+MAX_BYTES = 64 * 2**20  # of idle buffers
+_UNIT = 4096  # bytes; sizes are rounded up to a power of two times this
 
 
 class ScratchPool:
-    """Buffers that were given back, the latest first; boundedly many bytes of them."""
+    """Idle buffers, the latest first, of a bounded number of bytes."""
 
     def __init__(self) -> None:
         self._free: list[Bytes] = []
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> Bytes:
-        """A buffer of so many bytes, with arbitrary contents."""
+        """A buffer of `num_bytes` bytes, with arbitrary contents."""
         room = _room(num_bytes)
         for number, memory in enumerate(self._free):
             if memory.size == room:
@@ -28,7 +28,7 @@ class ScratchPool:
         return np.empty(room, np.uint8)[:num_bytes]
 
     def give(self, buffer: Array | None) -> None:
-        """Give a buffer back that nobody uses any more."""
+        """Return a buffer that is no longer used."""
         if buffer is None:
             return
         memory = buffer
@@ -41,5 +41,5 @@ class ScratchPool:
 
 
 def _room(num_bytes: int) -> int:
-    """The size of the buffer for so many bytes."""
+    """The size of the buffer for `num_bytes` bytes."""
     return _UNIT << max(-(-num_bytes // _UNIT) - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""Checks of what a caller passes, each refusing with one sentence before any message is sent."""
+"""Checks of arguments; each raises an error with one sentence, before any message is sent."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from collectives.arrays.backends import Array, Backend, backend_of, check_dtype
 
-_LONGEST = 1e9  # seconds, some 30 years: infinitely many are too many for a lock of Python's
+_LONGEST = 1e9  # seconds, about 30 years; locks of Python do not accept infinity
 
 
 def integer(value: object, what: str) -> int:
-    """A Python int from any integer type; bool and float are refused."""
+    """An argument of any integer type as an int; bool and float are refused."""
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{what} must be an integer, not {value!r}")
     try:
@@ -32,14 +32,14 @@ def rank(value: object, size: int, what: str) -> int:
 
 
 def readable(x: object, what: str = "x") -> tuple[Backend, Array]:
-    """The backend and a C-contiguous form (itself if it is) of an array to read from."""
+    """The backend of an array to read from, and the array itself or a C-contiguous copy."""
     backend = backend_of(x, what)
     check_dtype(x.dtype, what)  # type: ignore[attr-defined]
     return backend, backend.contiguous(x)
 
 
 def writable(x: object, what: str) -> tuple[Backend, Array]:
-    """The backend of an array to write into, which must be C-contiguous as it stands."""
+    """The backend of an array to write into, which must be C-contiguous."""
     backend = backend_of(x, what)
     check_dtype(x.dtype, what)  # type: ignore[attr-defined]
     if backend.contiguous(x) is not x:
@@ -64,7 +64,7 @@ def result(out: object, backend: Backend, shape: tuple[int, ...], dtype: np.dtyp
 
 
 def rows(x: Array, collective: str) -> int:
-    """The length of axis 0, which a collective that splits must find."""
+    """The length of axis 0 of an array that a collective divides or joins."""
     if x.ndim == 0:
         raise ValueError(f"{collective} splits along axis 0, and a 0-d array has none")
     return int(x.shape[0])
@@ -99,7 +99,7 @@ def count_table(counts: object, size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def is_table(counts: object) -> bool:
-    """Whether counts are given for all pairs of ranks, and not for this rank alone."""
+    """Whether counts are given for all pairs of ranks, instead of for this rank only."""
     entries = counts if isinstance(counts, (Sequence, np.ndarray)) else ()
     return any(isinstance(entry, (Sequence, np.ndarray)) for entry in entries)
 
@@ -116,23 +116,23 @@ def seconds(timeout: object) -> float | None:
 
 
 def small_integer(value: object, what: str) -> int:
-    """An integer that fits 64 bits, to be sent to the other ranks."""
+    """An integer that fits in 64 bits."""
     number = integer(value, what)
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{what} must fit 64 bits, got {number}")
+        raise ValueError(f"{what} must fit in 64 bits, got {number}")
     return number
 
 
 def aliasing(
     backend: Backend, source: Array | None, result: Array | None
 ) -> int | Literal["none", "odd"]:
-    """Where the output lies in memory relative to the input; see `compile_lane`."""
+    """The offset of the output from the input in memory; see `compile_lane`."""
     if source is None or result is None:
         return "none"
     if source is result:
         return 0
     if backend.is_host and not np.may_share_memory(source, result):
-        return "none"  # what follows would say the same, and take ten times as long
+        return "none"  # the same result as below, in a tenth of the time
     start, stop = backend.extent(source)
     out_start, out_stop = backend.extent(result)
     if not (source.size and result.size and start < out_stop and out_start < stop):

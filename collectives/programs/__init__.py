@@ -1,10 +1,9 @@
 """Programs: a call of known sizes, as a table of integers that any executor can run.
 
-A schedule says which blocks travel; a program says which bytes of which buffer.
+A schedule says which blocks are sent; a program says which bytes of which buffer.
 """
 
 from collectives.programs.lanes import Lanes, num_lanes
-from collectives.programs.placement import Counts, Lane, Message, Step
 from collectives.programs.program import (
     INPUT,
     OUTPUT,
@@ -16,6 +15,7 @@ from collectives.programs.program import (
     assembled,
     compile_call,
 )
+from collectives.programs.steps import Counts, Lane, Message, Step
 
 __all__ = [
     "INPUT",

@@ -1,14 +1,13 @@
-"""A large reduction cut into lanes, which run the same rounds one behind the other.
+"""Cuts a large reduction into lanes, which run the same rounds one after the other.
 
-What arrives must be combined while it is still in the cache, so a large vector is cut into pieces
-of which every message is a segment of half a MiB.  A lane is the whole algorithm on one piece.
-Lanes have nothing to do with each other: while one combines, the next one's messages travel, and
-one lane's round may overlap with another's of any number.  So an algorithm is pipelined across its
-rounds without saying so.
+Received data should be combined while it is still in the cache.  Therefore a large vector is cut
+into pieces whose messages have half a MiB.  A lane is the whole algorithm on one piece.  Lanes are
+independent: while one combines, the messages of the next are in flight, and a round of one lane may
+overlap with any round of another.  So every algorithm is pipelined across its rounds.
 
-`order` says what runs when.  It is the same on all ranks, and a rank waits for a round only after
-it has started everything that comes before in that order; so no rank can wait for one that waits
-for it, and messages between two ranks are sent and received in the same order.
+`order` gives the order of the rounds of all lanes.  It is the same on all ranks, and a rank waits
+for a round only after it has started everything that precedes it in that order.  So no two ranks
+wait for each other, and messages between two ranks are sent and received in the same order.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ from functools import cache, lru_cache, partial
 from typing import NamedTuple, cast
 
 from collectives.algorithms import Algorithm
-from collectives.programs.placement import Aliasing, Counts, Lane, compile_lane
+from collectives.programs.placement import compile_lane
+from collectives.programs.steps import Aliasing, Counts, Lane
 from collectives.schedule import SPECS, outgoing
 
 SEGMENT_BYTES = 512 * 1024  # of one message; two or three of these fit into a core's cache
-WIDTH = 3  # lanes under way at a time
+WIDTH = 3  # lanes that run at the same time
 
 
 class Lanes:
-    """The lanes of one rank.  Each begins `stride` elements behind the one before.
+    """The lanes of one rank; each begins `stride` elements after the previous one.
 
-    `copies_input`: they must run on a copy of the input, because the output would destroy it.
-    `num_slots`: how many lanes are under way at the same time, and need at most `num_scratch`
-    elements of scratch each.
+    `copies_input`: whether they need a copy of the input, because the output would overwrite it.
+    `num_slots`: the number of lanes that run at the same time.  `num_scratch`: the elements of
+    scratch that each of these needs.
     """
 
     def __init__(self, lanes: Sequence[Lane], stride: int = 0, copies_input: bool = False) -> None:
@@ -43,7 +43,7 @@ class Lanes:
 
 
 class Event(NamedTuple):
-    """A round of a lane begins, or is waited for."""
+    """The start of a round of a lane, or the wait for its messages."""
 
     lane: int
     round: int
@@ -51,7 +51,7 @@ class Event(NamedTuple):
 
 
 def order(num_lanes: int, num_rounds: int) -> Iterator[Event]:
-    """What was started first is finished first; then the lane goes on, or the next one begins."""
+    """Rounds are finished in the order in which they started; each makes room for the next."""
     if num_rounds == 0:
         return
     waiting, in_progress = deque((lane, 0) for lane in range(num_lanes)), deque[tuple[int, int]]()
@@ -68,7 +68,7 @@ def order(num_lanes: int, num_rounds: int) -> Iterator[Event]:
 def num_lanes(
     algorithm: Algorithm, size: int, num_bytes: int, options: tuple[tuple[str, int], ...] = ()
 ) -> int:
-    """Into how many lanes all ranks cut `num_bytes` (the n of the formulas)."""
+    """The number of lanes into which all ranks cut `num_bytes` (the n of the formulas)."""
     if num_bytes <= SEGMENT_BYTES or not SPECS[algorithm.collective].is_reduction:
         return 1
     num_blocks = _num_divisible(algorithm, size, options)
@@ -79,9 +79,9 @@ def num_lanes(
 def _num_divisible(
     algorithm: Algorithm, size: int, options: tuple[tuple[str, int], ...]
 ) -> int | None:
-    """Into how many blocks a reduction cuts n, if lanes can cut each of them further.
+    """The number of blocks into which a reduction cuts n, if lanes can cut each block further.
 
-    None if it has segments of its own, or blocks that would not stay in one piece.
+    None if the algorithm has its own segments, or sends several blocks in one message.
     """
     if "segments" in algorithm.options or size == 1:
         return None
@@ -113,10 +113,12 @@ def compile_lanes(
     if num_lanes == 1:
         return Lanes((whole,), copies_input=whole.copies_input)
     aliasing = "none" if whole.copies_input else aliasing
-    blocks = (counts,) if isinstance(counts, int) else cast("tuple[int, ...]", counts)  # no table
+    blocks = (
+        (counts,) if isinstance(counts, int) else cast("tuple[int, ...]", counts)
+    )  # a reduction has no table
     stride = -(-max(blocks) // num_lanes)
 
-    @cache  # most lanes are alike
+    @cache  # most lanes are equal
     def lane(*parts: int) -> Lane:
         if isinstance(counts, int):
             return compiled(parts[0], aliasing=aliasing)
@@ -128,5 +130,5 @@ def compile_lanes(
 
 
 def _part(count: int, start: int, stride: int) -> int:
-    """How many of `count` elements lie in the `stride` that begin at `start`."""
+    """The number of `count` elements that lie from `start` to `start + stride`."""
     return max(0, min(stride, count - start))

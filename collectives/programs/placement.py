@@ -1,121 +1,49 @@
-"""A schedule made concrete for one rank: which elements of which buffer each message carries.
+"""Places the blocks of a schedule in memory: which elements of which buffer each message has.
 
 `compile_lane` follows every block through the schedule and decides where it lies: in the input
-until something else arrives under its name, then at its place in the output if it ends there, else
-in scratch.  From this follow the savings that are otherwise written by hand: the first combination
-reads the input and writes the result, nothing is copied or rotated that can be sent as it lies, and
-scratch is reused as soon as a block has been seen for the last time.
+until its value is replaced, then at its place in the output if it belongs there, else in scratch.
+Savings follow that are otherwise written by hand: the first combination reads the input and writes
+the result, blocks are sent from where they lie without a copy, and scratch is reused as soon as a
+block is no longer needed.
 
-The result is pure data.  `lanes.py` joins one or several of these; `program.py` makes them a table.
+The result is pure data.  `lanes.py` joins one or several lanes; `program.py` makes them a table.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import Literal, NamedTuple, TypeVar
 
 from collectives.algorithms import Algorithm
+from collectives.programs.lifetimes import Arena, Outline, outline
+from collectives.programs.steps import (
+    Aliasing,
+    Combine,
+    Counts,
+    Lane,
+    Message,
+    Move,
+    Step,
+    joined,
+    merged,
+)
 from collectives.schedule import (
     SPECS,
     Block,
     Operation,
     Piece,
     Region,
-    Schedule,
     after,
     before,
     by_pair,
     by_rank,
     consecutive,
     even,
-    incoming,
-    local,
     original,
-    outgoing,
 )
-
-Aliasing = int | Literal["none", "odd"]
-Counts = int | tuple[int, ...] | tuple[tuple[int, ...], ...]
-
-
-class Message(NamedTuple):
-    """One message: the rank at the other end, and the elements that it reads or fills."""
-
-    peer: int
-    region: Region
-
-
-class Move(NamedTuple):
-    """A copy within this rank."""
-
-    src: Region
-    dst: Region
-
-
-class Combine(NamedTuple):
-    """into = left (+) right, within this rank."""
-
-    left: Region
-    right: Region
-    into: Region
-
-
-class Step(NamedTuple):
-    """One round: pack, exchange the messages, then finish in the order given."""
-
-    packing: tuple[Move, ...] = ()
-    sends: tuple[Message, ...] = ()
-    receives: tuple[Message, ...] = ()
-    finishing: tuple[Move | Combine, ...] = ()
-
-
-@dataclass(frozen=True)
-class Lane:
-    """What one rank does: the rounds, then moves; and the scratch it needs, in elements.
-
-    `staying`: moves from input to output, which may be made while the first messages travel.
-    `copies_input`: it must run on a copy of the input, because the output would destroy it.
-    """
-
-    steps: tuple[Step, ...]
-    staying: tuple[Move, ...] = ()
-    closing: tuple[Move, ...] = ()
-    num_scratch: int = 0
-    copies_input: bool = False
-
-
-class Outline(NamedTuple):
-    """What a rank's schedule says whatever the counts are.
-
-    `rounds`: of each round what sends, what receives, and what follows.  `uses`: when each block is
-    needed, at 2k if it is sent in round k, at 2k + 1 if it is used after its messages.  `ends`: the
-    last moments, counted likewise, of what each block holds before it is replaced.
-    """
-
-    rounds: list[tuple[list[Operation], list[Operation], list[Operation]]]
-    uses: Mapping[Block, list[int]]
-    ends: Mapping[Block, list[int]]
-
-
-def outline(schedule: Schedule) -> Outline:
-    """The outline of one rank's schedule."""
-    uses: dict[Block, list[int]] = {}
-    ends: dict[Block, list[int]] = {}
-    for number, operations in enumerate(schedule):
-        for op in operations:
-            replaced = op.targets if op.kind in ("recv", "copy") else ()
-            needed = () if op.kind.startswith("recv") else op.blocks
-            for block in replaced:
-                ends.setdefault(block, []).append(2 * number + (op.kind == "copy"))
-            for block in (*needed, *(op.targets if op.side is not None else ())):
-                uses.setdefault(block, []).append(2 * number + (op.kind != "send"))
-    return Outline([(outgoing(r), incoming(r), local(r)) for r in schedule], uses, ends)
 
 
 @lru_cache(maxsize=256)
@@ -142,11 +70,11 @@ def compile_lane(
 ) -> Lane:
     """The steps of one rank.
 
-    `counts`: elements of the vector (broadcast, reduce, all-reduce), elements of each rank's block,
-    or for all-to-all the p x p table of elements from source to destination.  `aliasing`: by how
-    many elements the output begins behind the input in memory, "none" if they share none, "odd" if
-    they do so in a way that only a copy of the input can serve.  `parts`: of each rank's block only
-    so many elements, from its beginning.
+    `counts`: the elements of the vector (broadcast, reduce, all-reduce), or of each rank's block,
+    or for all-to-all the p x p table of elements from source to destination.  `aliasing`: the
+    offset in elements of the output from the input in memory; "none" if they do not overlap; "odd"
+    if they overlap in a way that needs a copy of the input.  `parts`: the number of elements of
+    each rank's block, from its beginning, that this lane works on; None: all.
     """
     num_pieces, held, wanted, made = _outlined(algorithm, rank, size, root, options)
     sizes = block_sizes(algorithm.collective, counts, num_pieces)
@@ -158,7 +86,7 @@ def compile_lane(
 
 
 def _beginnings(regions: Mapping[Block, Region], sizes: Mapping[Block, int]) -> dict[Block, Region]:
-    """The first elements of each block, as many as `sizes` says, where they lie."""
+    """The regions of the first elements of each block, as many as `sizes` says."""
     return {
         block: region._replace(stop=region.start + sizes[block])
         for block, region in regions.items()
@@ -179,32 +107,12 @@ def block_sizes(collective: str, counts: Counts, num_pieces: int) -> dict[Block,
     }
 
 
-class _Arena:
-    """Scratch elements, handed out first-fit and taken back when their round has passed."""
-
-    def __init__(self) -> None:
-        self._live: list[tuple[int, int, int]] = []  # start, stop, last round; in order
-        self.num_elements = 0
-
-    def forget(self, before_round: int) -> None:
-        """Take back what was last needed before `before_round`."""
-        self._live = [extent for extent in self._live if extent[2] >= before_round]
-
-    def take(self, num_elements: int, last_round: int) -> int:
-        """Where the lowest free gap of `num_elements` begins, kept until the round has passed."""
-        start = 0
-        for other, stop, _ in self._live:
-            if other - start >= num_elements:
-                break
-            start = stop
-        if num_elements:
-            insort(self._live, (start, start + num_elements, last_round))
-            self.num_elements = max(self.num_elements, start + num_elements)
-        return start
-
-
 class _Compiler:
-    """Follows the blocks of one rank through its schedule."""
+    """Follows the blocks of one rank through its schedule.
+
+    `place`: the current region of each block.  `home`: the region in the output of each block that
+    belongs there.
+    """
 
     def __init__(
         self,
@@ -214,14 +122,14 @@ class _Compiler:
         aliasing: Aliasing,
     ) -> None:
         self.sizes, self.place, self.home = sizes, dict(initial), final
-        # Each buffer's memory, and where it begins there: input and output may share theirs.
+        # The memory of each buffer, and its offset there; input and output may overlap.
         self.memory = {name: (name, 0) for name in ("input", "output", "scratch")}
         if isinstance(aliasing, int):
             self.memory["output"] = "input", aliasing
-        self.copies_input = aliasing == "odd" or self._input_is_in_the_way()
+        self.copies_input = aliasing == "odd" or self._output_overwrites_input()
         if self.copies_input:
             self.memory["output"] = "output", 0
-        self.arena = _Arena()
+        self.arena = Arena()
         self.number = 0
 
     def lane(self, outline: Outline) -> Lane:
@@ -234,36 +142,36 @@ class _Compiler:
             for block, home in self.home.items()
             if (place := self.place[block]) is not home and not self.is_same(place, home)
         ]
-        # Nobody writes to the input, and to a block's home nobody but the block itself.
-        staying = _merged([move for move in moves if move.src.buffer == "input"])
-        closing = _merged([move for move in moves if move.src.buffer != "input"])
+        # Nothing writes to the input, and only the block itself writes to its home.
+        staying = merged([move for move in moves if move.src.buffer == "input"])
+        closing = merged([move for move in moves if move.src.buffer != "input"])
         num_scratch = self.arena.num_elements
         return Lane(tuple(steps), staying, closing, num_scratch, self.copies_input)
 
     # Places in memory
 
     def address(self, region: Region) -> tuple[str, int, int]:
-        """Its memory, and its first and last address there."""
+        """The memory of a region, and its first and last address there."""
         memory, offset = self.memory[region.buffer]
         return memory, region.start + offset, region.stop + offset
 
     def is_same(self, a: Region, b: Region) -> bool:
-        """Whether two regions for one block are the same memory, or none at all."""
+        """Whether two regions for one block are the same memory, or are empty."""
         return a.start == a.stop or self.address(a) == self.address(b)
 
     def in_outputs_memory(self, regions: Iterable[Region]) -> list[tuple[int, int]]:
-        """The first and last addresses of those regions that lie in the memory of the output."""
+        """The first and last addresses of the regions in the memory of the output."""
         here = self.memory["output"][0]
         places = map(self.address, regions)
         return [(start, stop) for memory, start, stop in places if memory == here]
 
     def is_free(self, region: Region, busy: Iterable[tuple[int, int]]) -> bool:
-        """Whether a region of the output overlaps with none of these addresses."""
+        """Whether a region of the output overlaps with none of the busy addresses."""
         _, start, stop = self.address(region)
         return all(start >= busy_stop or busy_start >= stop for busy_start, busy_stop in busy)
 
-    def _input_is_in_the_way(self) -> bool:
-        """Whether writing a block of the output would destroy another block of the input."""
+    def _output_overwrites_input(self) -> bool:
+        """Whether writing a block of the output would overwrite another block of the input."""
         if self.memory["output"][0] == "output":
             return False
         places, homes = self.in_memory(self.place), self.in_memory(self.home)
@@ -276,58 +184,60 @@ class _Compiler:
         return False
 
     def in_memory(self, regions: Mapping[Block, Region]) -> list[tuple[int, int, Block]]:
-        """First and last address and name of all blocks that are not empty, by address."""
+        """The first and last address and the name of each block that is not empty, in order."""
         placed = ((*self.address(region)[1:], block) for block, region in regions.items())
         return sorted((each for each in placed if each[0] < each[1]), key=itemgetter(0))
 
     def joined_home(
         self, blocks: Sequence[Block], busy: Sequence[tuple[int, int]]
     ) -> Region | None:
-        """The blocks' places in the output as one region, unless it is busy or there is none."""
+        """The homes of the blocks as one region; None if they are not adjacent, or busy."""
         homes = [self.home[block] for block in blocks if block in self.home]
-        region = _joined(homes) if len(homes) == len(blocks) else None
+        region = joined(homes) if len(homes) == len(blocks) else None
         if region is None or region.start == region.stop or self.is_free(region, busy):
             return region
         return None
 
     def take(self, blocks: Sequence[Block], last_round: int) -> list[Region]:
-        """New scratch for the blocks, one behind the other."""
+        """Allocate adjacent scratch regions for the blocks."""
         sizes = [self.sizes[original(block, self.sizes)] for block in blocks]
         stops = accumulate(sizes, initial=self.arena.take(sum(sizes), last_round))
         return [Region("scratch", *extent) for extent in pairwise(stops)]
 
     def last_round(self, blocks: Iterable[Block]) -> int:
-        """The last round that needs what these blocks hold from now on."""
+        """The last round that needs the values that these blocks get now."""
         return max(map(self.last_use, blocks), default=self.number)
 
     def last_use(self, block: Block) -> int:
-        """The last round in which what the block now holds is needed."""
+        """The last round that needs the value that the block gets now."""
         now, uses, ends = 2 * self.number + 1, self.outline.uses, self.outline.ends
         end = next((time for time in ends.get(block, ()) if time > now), math.inf)
         return max((time for time in uses.get(block, ()) if time <= end), default=now) // 2
 
     # One round
 
-    def step(self, goes: list[Operation], comes: list[Operation], stays: list[Operation]) -> Step:
+    def step(
+        self, sending: list[Operation], receiving: list[Operation], staying: list[Operation]
+    ) -> Step:
         packing: list[Move] = []
         finishing: list[Move | Combine] = []
-        sends = [self.send(op, packing) for op in goes]
+        sends = [self.send(op, packing) for op in sending]
         sent = self.in_outputs_memory(message.region for message in sends)
-        receives = [self.receive(op, sent, finishing) for op in comes]
-        for op in stays:
+        receives = [self.receive(op, sent, finishing) for op in receiving]
+        for op in staying:
             move = self.copy if op.kind == "copy" else self.copy_and_combine
             move(op, finishing)
-        return Step(_merged(packing), tuple(sends), tuple(receives), tuple(finishing))
+        return Step(merged(packing), tuple(sends), tuple(receives), tuple(finishing))
 
     def send(self, op: Operation, packing: list[Move]) -> Message:
-        """Send the blocks in one piece as they lie, or moved home, or packed in scratch."""
+        """Send the blocks as one region: where they lie, moved home, or packed in scratch."""
         places = [self.place[block] for block in op.blocks]
-        region = _joined(places)
+        region = joined(places)
         if region is None:
             region = self.joined_home(op.blocks, busy=())
             if region is None:
                 packed = self.take(op.blocks, last_round=self.number)
-                region = _joined(packed)
+                region = joined(packed)
             else:
                 packed = [self.home[block] for block in op.blocks]
                 self.place.update(zip(op.blocks, packed, strict=True))
@@ -338,9 +248,9 @@ class _Compiler:
     def receive(
         self, op: Operation, sent: list[tuple[int, int]], finishing: list[Move | Combine]
     ) -> Message:
-        """Receive at home if all blocks lie there in one piece that is free, else in scratch.
+        """Receive at home if the homes of all blocks are one free region, else in scratch.
 
-        What is to be combined must not arrive where this rank's values are.
+        Data that is to be combined must not overwrite this rank's values.
         """
         blocks, is_combined = op.targets, op.side is not None
         own = [self.place[block] for block in blocks] if is_combined else []
@@ -348,27 +258,27 @@ class _Compiler:
         if target is not None:
             arrived = [self.home[block] for block in blocks]
         else:
-            arrived = self.take(blocks, self.last_round(self.away(blocks, is_combined)))
-            target = _joined(arrived)
+            arrived = self.take(blocks, self.last_round(self.without_home(blocks, is_combined)))
+            target = joined(arrived)
         if is_combined:
             self.combine(op, arrived, own, arrived, finishing)
         else:
-            self.settle(blocks, arrived, finishing)
+            self.move_home(blocks, arrived, finishing)
         return _message(op, target)
 
-    def away(self, blocks: Sequence[Block], is_combined: bool) -> list[Block]:
-        """The blocks without a home; of results only those that cannot stay in scratch."""
+    def without_home(self, blocks: Sequence[Block], is_combined: bool) -> list[Block]:
+        """The blocks without a home; of results, only those that are not in scratch already."""
         stay = [block for block in blocks if block not in self.home]
         return [b for b in stay if not (is_combined and self.place[b].buffer == "scratch")]
 
-    def settle(
+    def move_home(
         self, blocks: Sequence[Block], arrived: Sequence[Region], finishing: list[Move | Combine]
     ) -> None:
-        """Move home what arrived elsewhere."""
+        """Move home the blocks that arrived elsewhere."""
         homes = [self.home.get(*each) for each in zip(blocks, arrived, strict=True)]
         self.place.update(zip(blocks, homes, strict=True))
         pairs = zip(arrived, homes, strict=True)
-        finishing += _merged([Move(*pair) for pair in pairs if pair[0] is not pair[1]])
+        finishing += merged([Move(*pair) for pair in pairs if pair[0] is not pair[1]])
 
     def combine(
         self,
@@ -378,32 +288,32 @@ class _Compiler:
         spare: Sequence[Region],
         finishing: list[Move | Combine],
     ) -> None:
-        """Combine at home, else where this rank's value is if that is scratch, else in spare."""
+        """Combine at home, else in place if this rank's value is in scratch, else in `spare`."""
         combines = []
         for block, other, mine, free in zip(op.targets, coming, own, spare, strict=True):
             into = self.home.get(block, mine if mine.buffer == "scratch" else free)
             pair = (other, mine) if op.side == "left" else (mine, other)
             self.place[block] = into
             combines.append(Combine(*pair, into))
-        finishing += _merged(combines)
+        finishing += merged(combines)
 
     def copy(self, op: Operation, finishing: list[Move | Combine]) -> None:
-        """Copy home if all have one that no source lies in, else into fresh scratch."""
+        """Copy home if all blocks have a home that no source overlaps, else into new scratch."""
         places = [self.place[block] for block in op.blocks]
         targets = [self.home[block] for block in op.into if block in self.home]
         busy = self.in_outputs_memory(places)
         if len(targets) < len(op.into) or not all(self.is_free(each, busy) for each in targets):
-            # What ends at home moves there last.
+            # Blocks with a home move there after the last round.
             last = len(self.outline.rounds) if targets else self.last_round(op.into)
             targets = self.take(op.into, last)
-        finishing += _merged(map(Move, places, targets))
+        finishing += merged(map(Move, places, targets))
         self.place.update(zip(op.into, targets, strict=True))
 
     def copy_and_combine(self, op: Operation, finishing: list[Move | Combine]) -> None:
-        """Combine blocks that this rank holds."""
+        """Combine two sets of blocks of this rank."""
         coming, own = ([self.place[b] for b in blocks] for blocks in (op.blocks, op.into))
-        away = self.away(op.into, is_combined=True)
-        fresh = dict(zip(away, self.take(away, self.last_round(away)), strict=True))
+        homeless = self.without_home(op.into, is_combined=True)
+        fresh = dict(zip(homeless, self.take(homeless, self.last_round(homeless)), strict=True))
         spare = [fresh.get(block, place) for block, place in zip(op.into, own, strict=True)]
         self.combine(op, coming, own, spare, finishing)
 
@@ -411,34 +321,3 @@ class _Compiler:
 def _message(op: Operation, region: Region | None) -> Message:
     assert op.peer is not None and region is not None
     return Message(op.peer, region)
-
-
-def _joined(regions: Iterable[Region]) -> Region | None:
-    """The regions as one, if they lie one behind the other; empty ones do not matter."""
-    joined: Region | None = None
-    for region in regions:
-        buffer, start, stop = region
-        if joined is None:
-            joined = region if start < stop else None
-        elif (buffer, start) == (joined.buffer, joined.stop):
-            joined = Region(buffer, joined.start, stop)
-        elif start < stop:
-            return None
-    return Region("scratch", 0, 0) if joined is None else joined
-
-
-Action = TypeVar("Action", Move, Combine)
-
-
-def _merged(actions: Iterable[Action]) -> tuple[Action, ...]:
-    """Neighbouring actions on neighbouring regions made into one; empty ones dropped."""
-    merged: list[Action] = []
-    for action in actions:
-        if action[0].start == action[0].stop:
-            continue
-        both = list(zip(merged[-1], action, strict=True)) if merged else []
-        if both and all(a.buffer == b.buffer and a.stop == b.start for a, b in both):
-            merged[-1] = type(action)(*(a._replace(stop=b.stop) for a, b in both))
-        else:
-            merged.append(action)
-    return tuple(merged)

@@ -1,9 +1,9 @@
 """A collective call compiled for one rank: a table of integers that an executor runs.
 
-A row is one operation: post a receive or a send, wait for messages, copy, combine, divide.  Places
-are offsets in bytes into three buffers (input, output, scratch), never addresses, so one program
-serves all arrays of the same size and dtype.  What a program sends is known before it runs; it can
-be printed, proved, priced and kept.
+A row is one operation: post a receive or a send, wait for messages, copy, combine, divide.  It
+contains offsets in bytes into three buffers (input, output, scratch), never addresses, so one
+program serves all arrays of the same size and dtype.  What a program sends is known before it runs.
+A program can be printed, proved, priced and cached.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from collectives.algorithms import Algorithm
 from collectives.arrays import Operator
 from collectives.diagnostics import Sent
 from collectives.programs.lanes import Lanes, compile_lanes
-from collectives.programs.placement import Aliasing, Combine, Counts, Lane, Message, Move
+from collectives.programs.steps import Aliasing, Combine, Counts, Lane, Message, Move
 from collectives.schedule import Region
 
 INPUT, OUTPUT, SCRATCH = range(3)
 
-MESSAGE_BYTES = 2**30  # the most that one message of MPI carries; more goes as several
+MESSAGE_BYTES = 2**30  # the largest message of MPI; longer ones are cut
 _ALIGNMENT = 64  # of each part of the scratch, in bytes: a cache line
 
 
 class Kind(IntEnum):
-    """What a row does."""
+    """The operation of a row."""
 
     RECEIVE = 0  # into (buffer, offset), `size` bytes from `peer`
     SEND = 1  # from (buffer, offset), `size` bytes to `peer`
@@ -43,7 +43,7 @@ class Kind(IntEnum):
 
 
 class Row(NamedTuple):
-    """One operation.  `round` is that of the algorithm; `slot` is where the request is kept."""
+    """One operation.  `round`: the round of the algorithm.  `slot`: the index of the request."""
 
     kind: int
     round: int
@@ -59,18 +59,18 @@ class Row(NamedTuple):
 
 
 NUM_COLUMNS = len(Row._fields)
-_RECEIVE, _SEND, _WAIT, _COPY, _COMBINE, _DIVIDE = map(int, Kind)  # quicker to write
+_RECEIVE, _SEND, _WAIT, _COPY, _COMBINE, _DIVIDE = map(int, Kind)  # faster than enum members
 _SIZE = Row._fields.index("size")
 
 
 class CallSpec(NamedTuple):
-    """A collective call, as far as it decides what is done; hashable, and the key of all caches.
+    """Everything that determines what a collective call does; hashable, and the key of all caches.
 
-    `counts`: elements, see `placement.compile_lane`.  `algorithm`, `options` and `segments`: see
-    `select.Choice`; `chosen`: the algorithm as a caller names it.  `aliasing`: where the output
-    lies in memory relative to the input.  `shape`: of the array that the caller passes.  `label`:
-    what the ledger calls it.  `blocking` and `out`: how it is called; they only matter where ranks
-    compare their calls.
+    `counts`: elements; see `placement.compile_lane`.  `algorithm`, `options` and `segments`: see
+    `select.Choice`.  `chosen`: the algorithm as a caller names it.  `aliasing`: see
+    `placement.compile_lane`.  `shape`: the shape of the caller's array.  `label`: the name in the
+    ledger, if it is not the collective's.  `blocking` and `out`: whether the call blocks, and
+    whether the caller passes `out`; they are only compared in checked mode.
     """
 
     collective: str
@@ -90,17 +90,17 @@ class CallSpec(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str]:
-        """The collective and the algorithm, as the ledger calls them."""
+        """The names of the collective and the algorithm in the ledger."""
         return self.label or self.collective, self.chosen
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What one rank does.  `rows`: one `Row` each, as a table of int64.
+    """The operations of one rank.  `rows`: a table of int64, one `Row` in each row.
 
-    `num_rounds`: of the algorithm.  `num_slots`: how many messages are under way at a time, at
-    most.  `num_scratch`: bytes of scratch.  `sent`: (round, destination, bytes, segments) of every
-    message of the schedule, which goes as so many messages of MPI.
+    `num_rounds`: the rounds of the algorithm.  `num_slots`: the largest number of messages in
+    flight.  `num_scratch`: bytes of scratch.  `sent`: (round, destination, bytes, segments) of
+    every message of the schedule; it is sent as `segments` messages of MPI.
     """
 
     rows: NDArray[np.int64]
@@ -115,12 +115,12 @@ class Program:
 
     @cached_property
     def listed(self) -> list[Row]:
-        """The rows with their names."""
+        """The rows as `Row` objects."""
         return [Row(*row) for row in self.rows.tolist()]
 
 
 def compile_call(spec: CallSpec, rank: int, size: int) -> Program:
-    """The program of one rank.  Every program is made once, and boundedly many are kept."""
+    """The program of one rank, from a cache of bounded size."""
     is_average = spec.op is not None and spec.op.is_average
     return _compiled(
         *(spec.algorithm, rank, size, spec.root, spec.counts, spec.options, spec.aliasing),
@@ -146,7 +146,7 @@ def _compiled(
 
 
 def assembled(lanes: Lanes, itemsize: int, *, is_average: bool = False) -> Program:
-    """The table of a rank's lanes."""
+    """The program that runs a rank's lanes."""
     return _Assembler(lanes, itemsize, is_average).program()
 
 
@@ -155,7 +155,7 @@ class _Assembler:
 
     def __init__(self, lanes: Lanes, itemsize: int, is_average: bool) -> None:
         self.lanes, self.itemsize, self.is_average = lanes, itemsize, is_average
-        self.most_bytes = max(MESSAGE_BYTES // itemsize, 1) * itemsize  # of a message
+        self.most_bytes = max(MESSAGE_BYTES // itemsize, 1) * itemsize  # in one message
         self.slots_each = max(map(self._num_messages, lanes.lanes))
         self.rows: list[tuple[int, ...]] = []
         self.sent: list[list[tuple[int, int, int, int]]] = [[] for _ in lanes.lanes]
@@ -163,7 +163,7 @@ class _Assembler:
         scratch_stride = _aligned(lanes.num_scratch * itemsize, itemsize)
         self.num_scratch = scratch_stride * lanes.num_slots
         source = self._source()
-        # Where the buffers of each lane begin.
+        # The offsets at which the buffers of each lane begin.
         self.bases = [
             {
                 "input": (source[0], source[1] + start),
@@ -175,7 +175,7 @@ class _Assembler:
         ]
 
     def _source(self) -> tuple[int, int]:
-        """Where the input is read: in scratch if the output would destroy it before it is read."""
+        """The place of the input: scratch, if the output would overwrite it before it is read."""
         if not (self.lanes.copies_input and (num_read := _num_read(self.lanes))):
             return INPUT, 0
         place, size = (SCRATCH, self.num_scratch), num_read * self.itemsize
@@ -200,11 +200,11 @@ class _Assembler:
             self.slots_each * lanes.num_slots,
             self.num_scratch,
             self.itemsize,
-            tuple(map(_together, zip(*self.sent, strict=True))),
+            tuple(map(_summed, zip(*self.sent, strict=True))),
         )
 
     def _start(self, number: int, at: int) -> None:
-        """Pack, post the messages of a round, and make the moves that need not wait for them."""
+        """Pack and post the messages of a round, and make the moves that need no message."""
         lane, first = self.lanes.lanes[number], self._first_slot(number)
         step = lane.steps[at]
         self._work(number, at, step.packing)
@@ -217,7 +217,7 @@ class _Assembler:
     def _post(
         self, kind: int, number: int, at: int, messages: tuple[Message, ...], slot: int
     ) -> int:
-        """Post messages, in pieces that MPI can count, from `slot` on; the slot after them."""
+        """Post messages, cut as MPI needs it, in slots from `slot` on; return the next free one."""
         for peer, region in messages:
             buffer, offset, size = self._place(number, region)
             starts = range(0, size or 1, self.most_bytes)
@@ -230,7 +230,7 @@ class _Assembler:
         return slot
 
     def _finish(self, number: int, at: int) -> None:
-        """Wait for the messages of a round, and use what they brought."""
+        """Wait for the messages of a round, and use what they contain."""
         wait = self.waits[number]
         if wait[_SIZE]:
             self.rows.append(wait)
@@ -239,7 +239,7 @@ class _Assembler:
             self._close(number, at)
 
     def _close(self, number: int, at: int) -> None:
-        """The last moves of a lane, and the division of an average."""
+        """Make the last moves of a lane, and divide an average."""
         lane = self.lanes.lanes[number]
         self._work(number, at, lane.closing)
         stop = _num_written(lane) if self.is_average else 0
@@ -248,7 +248,7 @@ class _Assembler:
             self.rows.append((_DIVIDE, at, 0, *place, 0, 0, 0, 0, 0))
 
     def _work(self, number: int, at: int, actions: Iterable[Move | Combine]) -> None:
-        """Copies and combinations."""
+        """Add rows for copies and combinations."""
         for action in actions:
             place, left = self._place(number, action[-1]), self._place(number, action[0])[:2]
             if len(action) == 2:
@@ -258,7 +258,7 @@ class _Assembler:
                 self.rows.append((_COMBINE, at, 0, *place, 0, *left, *right))
 
     def _place(self, number: int, region: Region) -> tuple[int, int, int]:
-        """Buffer, offset and length in bytes of a lane's region."""
+        """The buffer of a lane's region, and its offset and length in bytes."""
         buffer, start, stop = region
         where, base = self.bases[number][buffer]
         return where, base + start * self.itemsize, (stop - start) * self.itemsize
@@ -267,7 +267,7 @@ class _Assembler:
         return number % self.lanes.num_slots * self.slots_each
 
     def _num_messages(self, lane: Lane) -> int:
-        """The most messages of a lane that are under way at a time: those of one round."""
+        """The largest number of messages of a lane in flight: those of one round."""
         most = self.most_bytes // self.itemsize
         return max(
             (
@@ -280,14 +280,14 @@ class _Assembler:
         )
 
 
-def _together(messages: tuple[tuple[int, int, int, int], ...]) -> tuple[int, int, int, int]:
-    """A message of the schedule, whose segments are spread over the lanes."""
+def _summed(messages: tuple[tuple[int, int, int, int], ...]) -> tuple[int, int, int, int]:
+    """A message of the schedule, from the messages of all lanes."""
     number, peer, *_ = messages[0]
     return number, peer, sum(each[2] for each in messages), sum(each[3] for each in messages)
 
 
 def _num_read(lanes: Lanes) -> int:
-    """The elements of the input that are read, up to the last of them."""
+    """The number of elements of the input up to the last one that is read."""
     stops = [
         region.stop + number * lanes.stride
         for number, lane in enumerate(lanes.lanes)
@@ -305,19 +305,19 @@ def _read(lane: Lane) -> Iterator[Region]:
 
 
 def _num_written(lane: Lane) -> int:
-    """The elements of the output that a lane fills, up to the last of them."""
+    """The number of elements of the output up to the last one that a lane fills."""
     regions = [action[-1] for action in _actions(lane)]
     regions += (message.region for step in lane.steps for message in step.receives)
     return max((region.stop for region in regions if region.buffer == "output"), default=0)
 
 
 def _actions(lane: Lane) -> list[Move | Combine]:
-    """Everything that a lane copies and combines."""
+    """All copies and combinations of a lane."""
     within = [action for step in lane.steps for action in (*step.packing, *step.finishing)]
     return [*lane.staying, *within, *lane.closing]
 
 
 def _aligned(num_bytes: int, itemsize: int) -> int:
-    """At least so many bytes: whole cache lines and whole elements."""
+    """A number of bytes rounded up to whole cache lines and whole elements."""
     unit = math.lcm(_ALIGNMENT, itemsize)
     return -(-num_bytes // unit) * unit

@@ -1,13 +1,14 @@
-"""Which algorithm runs, and why: named, measured, or by built-in rules, and what it costs.
+"""Selection: which algorithm a call runs, and why (named, measured, or by rule), and its cost.
 
-All ranks choose the same, because the choice depends only on what all of them know.
+All ranks choose the same algorithm, because the choice depends only on what all of them know.
 """
 
 from collectives.selection.cost import bounds_met
 from collectives.selection.decisions import Decisions
 from collectives.selection.explanation import Explanation, explain
 from collectives.selection.labels import parse_label
-from collectives.selection.select import choose, preferences, preferred, using
+from collectives.selection.preferences import preferences, preferred, using
+from collectives.selection.select import choose
 
 __all__ = [
     "Decisions",

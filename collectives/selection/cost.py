@@ -1,7 +1,7 @@
-"""What an algorithm costs: its price on a machine, and the lower bounds that none can beat.
+"""The cost of an algorithm: its predicted time on a machine, and lower bounds for all algorithms.
 
-The model: a rank sends one message and receives one at a time.  Each bound holds by itself; that
-one algorithm meets all of a collective's at once is not always possible.
+In the model a rank sends one message and receives one message at a time.  Each bound holds by
+itself; it is not always possible to meet all bounds of a collective with one algorithm.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Size = int | Fraction
 class Machine(NamedTuple):
     """A machine and its MPI, in three numbers.
 
-    `alpha`: seconds for each start-up of a message.  `beta`: seconds per byte through the busiest
-    port.  `gamma`: seconds per byte combined.  The defaults are those of two ranks that share the
-    memory of one computer.
+    `alpha`: seconds for the start-up of a message.  `beta`: seconds per byte that the busiest rank
+    sends or receives.  `gamma`: seconds per byte combined.  The defaults describe two ranks that
+    share the memory of one computer.
     """
 
     alpha: float = 2e-6
@@ -30,11 +30,11 @@ class Machine(NamedTuple):
 
 
 def price(algorithm: Algorithm, p: int, n: int, machine: Machine, **options: int) -> float:
-    """The seconds that the algorithm takes on `p` ranks and `n` bytes, by the model of Hockney.
+    """The predicted seconds of the algorithm on `p` ranks and `n` bytes, by Hockney's model.
 
     alpha * start-ups + beta * bytes + gamma * bytes combined (Hockney 1994; with combining, Thakur,
-    Rabenseifner and Gropp 2005).  It knows nothing of caches, of links that several ranks share,
-    or of waiting: good for telling the hopeless from the promising, not for a close finish.
+    Rabenseifner and Gropp 2005).  The model ignores caches, shared links and waiting.  It separates
+    slow algorithms from promising ones, but cannot rank algorithms of similar speed.
     """
     startups, num_bytes, num_combined = (
         float(formula(p=p, n=n, **options))
@@ -58,11 +58,13 @@ def lower_bound(collective: str, p: int, n: int, pieces: int = 1) -> Bound:
     all-gather that of the result, for all-to-all that of one rank's input.  `pieces`: into how many
     a broadcast or reduce cuts it, each in a message of its own.
 
-    What one rank has to say can have reached two ranks after one round, four after two (Bar-Noy and
-    Kipnis 1994; N pieces: Traff 2024).  All of n must reach every rank of a broadcast and leave the
-    root, or the other way round; in a scatter all but the own part; in an all-reduce twice that
-    (Patarasuk and Yuan 2009).  p vectors take p - 1 combinations, by some rank a p-th of them (Chan
-    et al. 2007).  Raises ValueError for an unknown collective, or for less than one rank.
+    Rounds: the data of one rank can reach two ranks in one round and four in two (Bar-Noy and
+    Kipnis 1994; N pieces: Traff 2024).  Bytes: in a broadcast, all n bytes must reach every rank
+    and leave the root, and in a reduce the reverse; in a scatter, all except the root's own part;
+    in an all-reduce twice as many as in a scatter (Patarasuk and Yuan 2009).  Work: p vectors need
+    p - 1 combinations, and some rank makes at least a p-th of them (Chan et al. 2007).
+
+    Raises ValueError for an unknown collective, or for less than one rank or piece.
     """
     if collective not in SPECS:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(SPECS)}")
@@ -81,9 +83,10 @@ def lower_bound(collective: str, p: int, n: int, pieces: int = 1) -> Bound:
 
 
 def bounds_met(algorithm: Algorithm, sizes: Iterable[int] = range(1, 65)) -> list[str]:
-    """Which of "rounds", "bytes" and "work" the algorithm meets exactly at all `sizes` it serves.
+    """The bounds ("rounds", "bytes", "work") that the algorithm meets exactly at all `sizes`.
 
-    Rounds in which a rank has several messages count several times.  By its default options.
+    Sizes that it does not serve are skipped, and it has its default options.  A round in which a
+    rank sends several messages counts several times.
     """
     met = {"rounds": "startups", "bytes": "max_bytes_per_rank", "work": "reduction_bytes"}
     if not SPECS[algorithm.collective].is_reduction:

@@ -1,6 +1,6 @@
-"""Decisions by measurement: which algorithms were fastest, on how many ranks, up to what size.
+"""Decision tables: the algorithms that were measured to be fastest, by number of ranks and size.
 
-`python -m bench tune` measures, and writes them as JSON:
+`python -m bench tune` measures them and writes them as JSON:
 
     {"measured": {"4": {
         "facts": {"mpi": "Open MPI 5.0.8", "when": "2025-07-01", ...},
@@ -26,17 +26,17 @@ from collectives.selection.labels import parse_label
 
 
 class Row(NamedTuple):
-    """Up to `largest` bytes (n) these algorithms, best first, as a caller names them."""
+    """The algorithms for up to `largest` bytes (n), best first, as a caller names them."""
 
     largest: float
     labels: tuple[str, ...]
 
 
 class Measured(NamedTuple):
-    """What one number of ranks found.
+    """A measurement on one number of ranks.
 
-    `facts`: on the measurement, in words.  `tables`: of each collective measured the rows, by size;
-    the last has no limit.
+    `facts`: texts that describe the measurement.  `tables`: the rows of each measured collective,
+    by size; the last row has no limit.
     """
 
     facts: Mapping[str, str]
@@ -46,13 +46,13 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """What was measured, by number of ranks.  Equal only to itself, so that it can key a cache."""
+    """Measurements by number of ranks.  Equal only to itself, so that it can be a cache key."""
 
     measured: Mapping[int, Measured]
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Decisions:
-        """What `to_json` wrote.  Raises ValueError, naming the place, for anything else."""
+        """The decisions in a text of `to_json`.  Raises ValueError, with the place of an error."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -61,17 +61,17 @@ class Decisions:
         return cls({_ranks(key): _measured(each, f"measured.{key}") for key, each in found.items()})
 
     def including(self, ranks: int, found: Measured) -> Decisions:
-        """With one more measurement, whose tables replace older ones of as many ranks."""
+        """These decisions and one more measurement; its tables replace those of as many ranks."""
         older = self.measured[ranks].tables if ranks in self.measured else {}
         return Decisions({**self.measured, ranks: found._replace(tables={**older, **found.tables})})
 
     def to_json(self) -> str:
-        """As text, numbers of ranks in order."""
+        """The decisions as JSON, in the order of the numbers of ranks."""
         data = {str(ranks): _as_dict(self.measured[ranks]) for ranks in sorted(self.measured)}
         return json.dumps({"measured": data}, indent=1) + "\n"
 
     def machine(self, size: int) -> Machine:
-        """The machine as `size` ranks found it, or the nearest number of ranks measured."""
+        """The machine measured on `size` ranks, or on the nearest number of ranks."""
         nearest = self._nearest(size)
         return self.measured[nearest[0]].machine if nearest else Machine()
 
@@ -81,9 +81,9 @@ class Decisions:
         return {row.largest for rows in tables for row in rows}
 
     def ranked(self, collective: str, size: int, num_bytes: float) -> Iterator[tuple[str, str]]:
-        """Algorithms, best first, and in words where each stands; some may not be able to serve.
+        """Algorithms, best first, each with a text that names its table; some may not serve.
 
-        Where `size` ranks were not measured the nearest number that was comes first.
+        The table of the number of ranks nearest to `size` comes first.
         """
         for ranks in self._nearest(size):
             if rows := self.measured[ranks].tables.get(collective):
@@ -103,14 +103,14 @@ class Decisions:
 
 
 def size_range(largest: float, num_bytes: float, limits: Iterable[float]) -> str:
-    """In words the sizes up to `largest`, from the one of the `limits` below `num_bytes` on."""
+    """A text for the sizes from the limit below `num_bytes` up to `largest`."""
     below = max((limit for limit in limits if limit < num_bytes), default=None)
     words = [] if below is None else [f"above {below}"]
     words += [] if largest == math.inf else [f"up to {largest}"]
     return f"{' and '.join(words)} bytes" if words else "every size"
 
 
-# To and from JSON.  `place` is where a value stands, for the sentence that refuses it.
+# To and from JSON.  `place` is the path of a value, for error messages.
 
 
 def _as_dict(measured: Measured) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _list(value: object, place: str, what: str) -> list[Any]:
 
 
 def _object(value: object, place: str, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """An object with these fields and no others; with any if no `names` are given."""
+    """An object with exactly these fields, or with any fields if `names` is None."""
     if not isinstance(value, dict):
         raise ValueError(f"{place} must be an object")
     if names is not None and set(value) != set(names):

@@ -1,4 +1,4 @@
-"""What a call would run, and why: predicted times, and what cannot run for what restriction."""
+"""Explains a choice: the algorithm, the reason, predicted times, and restrictions of the others."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collectives.arrays import Operator
 from collectives.selection.cost import Machine, price
 from collectives.selection.decisions import Decisions
 from collectives.selection.labels import parse_label
-from collectives.selection.select import choose, preferred, restriction_of
+from collectives.selection.preferences import preferred
+from collectives.selection.select import choose, restriction_of
 
 
 class Candidate(NamedTuple):
-    """An algorithm that could run, and the seconds that the cost model gives it."""
+    """An algorithm that could run, and its predicted time in seconds."""
 
     label: str
     seconds: float
 
 
 class Rejected(NamedTuple):
-    """An algorithm that could not, and the restriction in words."""
+    """An algorithm that cannot run, and the restriction as text."""
 
     label: str
     restriction: str
@@ -67,12 +68,14 @@ def explain(
     operator: Operator | None = None,
     decisions: Decisions | None = None,
 ) -> Explanation:
-    """What a call runs here and now.  The arguments, and what is raised, are those of `choose`."""
+    """The explanation of a call.  The arguments and errors are those of `choose`."""
     text = preferred(collective) if algorithm is None else algorithm
     choice = choose(collective, text, size, num_bytes, operator, decisions)
     is_preferred = algorithm is None and text is not None
     reason = "named by collectives.using" if is_preferred else choice.reason
-    labels = dict.fromkeys([*algorithms.names(collective), choice.label])  # it may have options
+    labels = dict.fromkeys(
+        [*algorithms.names(collective), choice.label]
+    )  # the choice may have options
     restrictions = {
         label: restriction_of(parse_label(collective, label), size, operator) for label in labels
     }
@@ -92,6 +95,6 @@ def explain(
 
 
 def _predicted(collective: str, label: str, size: int, num_bytes: int, machine: Machine) -> float:
-    """Seconds, with the options that a call would take."""
+    """The predicted seconds, with the options of a call."""
     choice = choose(collective, label, size, num_bytes)
     return price(choice.algorithm, size, num_bytes, machine, **choice.options)

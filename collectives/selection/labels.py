@@ -1,4 +1,4 @@
-"""An algorithm as text, written like a call: "ring", "pipeline(segments=8)"."""
+"""Labels of algorithms: texts that are written like a call, "ring" or "pipeline(segments=8)"."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collectives.algorithms import Algorithm, registry
 
 _CALL = re.compile(r"([^()]+)(?:\(([^()]*)\)\s*)?")
 _OPTION = re.compile(r"\s*(\w+)\s*=\s*(-?\d+)\s*", re.ASCII)
-_MAX_DIGITS = 1000  # with many more Python converts no text into an int
+_MAX_DIGITS = 1000  # Python does not convert longer texts into an int
 
 
 class NamedAlgorithm(NamedTuple):
     """An algorithm and the options given with its name.
 
-    `label`: the text as everybody would write it, with options only if given.
+    `label`: the text in its normal form, with the options that were given.
     """
 
     algorithm: Algorithm
@@ -26,12 +26,15 @@ class NamedAlgorithm(NamedTuple):
     label: str
 
     def serves(self, size: int) -> bool:
-        """Whether it can run, with these options, on `size` ranks."""
+        """Whether it can run with these options on `size` ranks."""
         return self.algorithm.serves(size, **self.options)
 
 
 def parse_label(collective: str, text: str) -> NamedAlgorithm:
-    """The algorithm that a text names.  TypeError if it is no text, ValueError if there is none."""
+    """The algorithm that a text names.
+
+    Raises TypeError if `text` is not a text, and ValueError if it names no algorithm.
+    """
     if not isinstance(text, str):
         raise TypeError(f"algorithm must be a name or None, not {text!r}")
     return _parse(collective, text, registry.generation())

@@ -10,7 +10,8 @@ import pytest
 
 from collectives import algorithms
 from collectives.programs import placement
-from collectives.programs.placement import Message, Step, compile_lane
+from collectives.programs.placement import compile_lane
+from collectives.programs.steps import Message, Step
 from collectives.schedule.contracts import SPECS
 from collectives.schedule.layout import Region
 from tests.algorithms.catalogue import each_algorithm, settings

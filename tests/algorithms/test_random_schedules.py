@@ -17,7 +17,8 @@ from collectives.arrays.backends import HOST
 from collectives.engines.threads import ThreadTransport, World
 from collectives.engines.transport import Execution, Operands
 from collectives.programs.lanes import Lanes
-from collectives.programs.placement import _Compiler, outline
+from collectives.programs.lifetimes import outline
+from collectives.programs.placement import _Compiler
 from collectives.programs.program import assembled
 from collectives.schedule import Block, Copy, CopyReduce, Recv, RecvReduce, Round, Send
 from collectives.schedule.contracts import Case, after, before

@@ -129,7 +129,7 @@ def test_the_lock_is_held_while_it_compiles(
         was_locked.append(True)
 
     was_locked: list[bool] = []
-    monkeypatch.setattr(jit, "_say", say)
+    monkeypatch.setattr(jit, "_log_once", say)
     jit.function(adding(1), "int64(int64)")
     assert was_locked == [True]
 
@@ -142,7 +142,9 @@ def test_a_forked_child_does_not_keep_the_lock(
 
     copies = []
     monkeypatch.setattr(
-        jit, "_say", lambda *_: copies.extend(os.dup(fd) for fd in open_on(lock_file(tmp_path)))
+        jit,
+        "_log_once",
+        lambda *_: copies.extend(os.dup(fd) for fd in open_on(lock_file(tmp_path))),
     )
     jit.function(adding(1), "int64(int64)")
     assert copies
@@ -217,7 +219,7 @@ def test_a_file_system_without_locks_will_do(
 def test_users_see_once_that_it_compiles(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(jit, "_said", set())
+    monkeypatch.setattr(jit, "_warned", set())
     caplog.set_level(logging.INFO, jit.__name__)
     for number in (1, 2):
         jit.pointer(adding(number), "int64(int64)")

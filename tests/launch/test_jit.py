@@ -19,7 +19,7 @@ import numpy as np
 from collectives.arrays import jit, kernels
 
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
-jit.why_not()
+jit.why_unavailable()
 print("ready", flush=True)
 sys.stdin.readline()
 for function in sys.argv[1:]:
@@ -92,8 +92,8 @@ def test_it_works_where_nothing_can_be_kept(tmp_path: Path) -> None:
     lines = lines_of([process])
     assert count("right", lines) == 2
     assert [line for line in lines if line.startswith("WARNING")] == [
-        "WARNING compiling collectives.arrays.loops.combining(int32, add, 1), "
-        "in every process anew: "
+        "WARNING compiling collectives.arrays.loops.combining(int32, add, 1) "
+        "again in every process: "
         "cannot cache function 'combining.<locals>.combine': no locator available "
         f"for file '{ROOT}/collectives/arrays/loops.py'"
     ]
@@ -102,7 +102,7 @@ def test_it_works_where_nothing_can_be_kept(tmp_path: Path) -> None:
 WHY_NOT = """
 import numpy as np
 from collectives.arrays import jit, kernels
-print(jit.why_not())
+print(jit.why_unavailable())
 print(kernels.combine("add", np.dtype("float32")), kernels.divide(np.dtype("float32")))
 """
 
@@ -133,7 +133,7 @@ import sys
 import collectives
 from collectives.arrays import jit, kernels
 print("numba" in sys.modules)
-jit.why_not()
+jit.why_unavailable()
 print("numba" in sys.modules)
 """
     assert output_of(program) == ["False", "True"]

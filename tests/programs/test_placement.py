@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 
 from collectives.algorithms import info
-from collectives.programs.placement import (
-    Combine,
-    Lane,
-    Message,
-    Move,
-    Step,
-    _Compiler,
-    compile_lane,
-    outline,
-)
+from collectives.programs.lifetimes import outline
+from collectives.programs.placement import _Compiler, compile_lane
+from collectives.programs.steps import Combine, Lane, Message, Move, Step
 from collectives.schedule import Copy, Recv, Schedule, Send
 from collectives.schedule.layout import Region, consecutive
 

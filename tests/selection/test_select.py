@@ -9,7 +9,7 @@ import pytest
 from collectives import Operator, algorithms, using
 from collectives.arrays.operators import operator
 from collectives.schedule.contracts import SPECS
-from collectives.selection import select
+from collectives.selection import preferred, select
 from collectives.selection.labels import parse_label
 
 REDUCTIONS = [name for name, spec in SPECS.items() if spec.is_reduction]
@@ -125,23 +125,23 @@ def test_the_reason_names_the_built_in_rule() -> None:
 def test_of_nested_blocks_the_inner_one_counts_for_what_it_names() -> None:
     with using(all_reduce="ring", all_gather=" bruck( radix = 4 )"):
         with using(all_reduce="linear"):
-            assert select.preferred("all_reduce") == "linear"
-            assert select.preferred("all_gather") == "bruck(radix=4)"
-        assert select.preferred("all_reduce") == "ring"
-        assert select.preferred("broadcast") is None
-    assert select.preferred("all_reduce") is None
+            assert preferred("all_reduce") == "linear"
+            assert preferred("all_gather") == "bruck(radix=4)"
+        assert preferred("all_reduce") == "ring"
+        assert preferred("broadcast") is None
+    assert preferred("all_reduce") is None
 
 
 def test_a_block_that_fails_leaves_nothing_behind() -> None:
     with pytest.raises(RuntimeError, match="inside"), using(all_reduce="ring"):
         raise RuntimeError("inside")
-    assert select.preferred("all_reduce") is None
+    assert preferred("all_reduce") is None
 
 
 def test_what_is_preferred_belongs_to_the_thread() -> None:
     found: list[str | None] = []
     with using(all_reduce="ring"):
-        thread = threading.Thread(target=lambda: found.append(select.preferred("all_reduce")))
+        thread = threading.Thread(target=lambda: found.append(preferred("all_reduce")))
         thread.start()
         thread.join()
     assert found == [None]
@@ -159,7 +159,7 @@ def test_what_is_preferred_belongs_to_the_thread() -> None:
 def test_what_cannot_be_preferred_is_refused_at_once(wanted: dict[str, str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence), using(**wanted):
         pytest.fail("the block was entered")
-    assert select.preferred("all_reduce") is None
+    assert preferred("all_reduce") is None
 
 
 def test_only_a_text_can_be_preferred() -> None:

@@ -1,0 +1,61 @@
+"""When blocks are needed: which values must be kept until which round, and where in scratch."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from collectives.schedule import Block, Operation, Schedule, incoming, local, outgoing
+
+
+class Outline(NamedTuple):
+    """The parts of a rank's schedule that do not depend on the counts.
+
+    `rounds`: the sends, the receives and the local operations of each round.  `uses`: the times at
+    which each block is needed: 2k if it is sent in round k, 2k + 1 if it is used after the messages
+    of round k.  `ends`: the times, counted likewise, after which a block's value is replaced.
+    """
+
+    rounds: list[tuple[list[Operation], list[Operation], list[Operation]]]
+    uses: Mapping[Block, list[int]]
+    ends: Mapping[Block, list[int]]
+
+
+def outline(schedule: Schedule) -> Outline:
+    """The outline of one rank's schedule."""
+    uses: dict[Block, list[int]] = {}
+    ends: dict[Block, list[int]] = {}
+    for number, operations in enumerate(schedule):
+        for op in operations:
+            replaced = op.targets if op.kind in ("recv", "copy") else ()
+            needed = () if op.kind.startswith("recv") else op.blocks
+            for block in replaced:
+                ends.setdefault(block, []).append(2 * number + (op.kind == "copy"))
+            for block in (*needed, *(op.targets if op.side is not None else ())):
+                uses.setdefault(block, []).append(2 * number + (op.kind != "send"))
+    return Outline([(outgoing(r), incoming(r), local(r)) for r in schedule], uses, ends)
+
+
+class Arena:
+    """Allocates scratch elements first-fit, and frees them after their last round."""
+
+    def __init__(self) -> None:
+        self._live: list[tuple[int, int, int]] = []  # start, stop, last round; in order
+        self.num_elements = 0
+
+    def forget(self, before_round: int) -> None:
+        """Free what was last needed before `before_round`."""
+        self._live = [extent for extent in self._live if extent[2] >= before_round]
+
+    def take(self, num_elements: int, last_round: int) -> int:
+        """Allocate the lowest gap of `num_elements` until after `last_round`; return its start."""
+        start = 0
+        for other, stop, _ in self._live:
+            if other - start >= num_elements:
+                break
+            start = stop
+        if num_elements:
+            insort(self._live, (start, start + num_elements, last_round))
+            self.num_elements = max(self.num_elements, start + num_elements)
+        return start
