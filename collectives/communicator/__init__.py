@@ -1,6 +1,6 @@
-"""What the user holds: a communicator with its collectives, plans, groups and ledgers.
+"""The communicator of the user, with its collectives, plans, groups and ledgers.
 
-From the arguments of a call to what the runtime runs.
+It checks the arguments of a call, and describes the call for the runtime.
 """
 
 from collectives.communicator.communicator import Communicator

@@ -1,14 +1,13 @@
 """The collectives, as a user calls them.
 
-Arrays are NumPy or CuPy arrays of any dtype with plain elements; all ranks of a call bring the same
-kind.  They are divided and joined along axis 0, whose entries are called rows.  Without `out` the
-result is a new array of the input's kind.  The input is never modified unless it is `out`, which is
-how a call is made in place.  CuPy arrays are sent through page-locked host memory and combined on
-the GPU.
+Arrays are NumPy or CuPy arrays of any dtype without Python objects; all ranks of a call pass the
+same kind.  They are divided and joined along axis 0, whose entries are called rows.  Without `out`
+the result is a new array of the input's kind.  The input is not modified unless it is also `out`,
+for a call in place.  CuPy arrays are staged in page-locked host memory, and combined on the GPU.
 
-float16 and bfloat16 are combined two at a time: each combination is computed in float32 and rounded
-once to the array's dtype, so what is sent and kept has two bytes.  An average is divided in float32
-and rounded once.
+Each combination of two float16 or bfloat16 values is computed in float32 and rounded once to the
+array's dtype, so these dtypes are also sent and stored.  An average is divided in float32 and
+rounded once.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collectives.communicator.fast_path import collective
 from collectives.communicator.making import Maker
 from collectives.runtime import Session, Work
 
-A = TypeVar("A")  # an array; the result is one of the same kind
+A = TypeVar("A")  # an array; the result has the same kind
 Op = str | Operator
 Counts = Sequence[int]
 
@@ -44,7 +43,7 @@ class Asynchronous(TypedDict, total=False):
 
 
 class Collectives:
-    """The collectives of a communicator.  What becomes of each is up to its maker."""
+    """The collectives of a communicator.  `maker` makes a result, a `Work` or a plan of each."""
 
     def __init__(self, maker: Maker) -> None:
         self._maker, self._caller, self._cached = maker, maker.caller, maker.cached
@@ -88,9 +87,9 @@ class Collectives:
 
         Returns, on every rank, the array that holds the root's values: `out`, `x`, or a new one.
 
-        Without `out` a header of 256 bytes goes ahead.  It tells the others the shape and dtype; an
-        `x` that differs from it raises ValueError on its rank.  With `out` on every rank no header
-        is sent.
+        Without `out`, a header of 256 bytes with the shape and dtype is sent first.  An `x` that
+        does not match it raises ValueError on its rank.  With `out` on every rank no header is
+        sent.
         """
         return prepare.broadcast(self._caller, x, root, out)
 
@@ -130,7 +129,7 @@ class Collectives:
 
             mine = comm.scatter(x if comm.rank == 0 else None, counts=[10, 20, 30])
 
-        - `x`: on the root an array of shape (rows, ...); it is not looked at on other ranks.
+        - `x`: on the root an array of shape (rows, ...); it is ignored on other ranks.
         - `root`: the rank that sends.
         - `out`: the array for this rank's rows, on every rank or on none.
         - `counts`: `counts[r]` rows go to rank r, in the order of the ranks.  None: as evenly as
@@ -138,9 +137,8 @@ class Collectives:
 
         Returns this rank's rows, an array of shape (counts[rank], ...).
 
-        Without `out` a header goes ahead, which tells the other ranks shape, dtype and counts.
-        With `out` on every rank no header is sent; then the parts must be equal, or every rank
-        must pass `counts`.
+        Without `out`, a header with shape, dtype and counts is sent first.  With `out` on every
+        rank no header is sent; then the parts must be equal, or every rank must pass `counts`.
         """
         return prepare.scatter(self._caller, x, root, out, counts)
 
@@ -182,7 +180,7 @@ class Collectives:
           are the same on all ranks.  0-d arrays become the entries of a vector.
         - `root`: the rank that receives.
         - `out`: the array for the result; it matters on the root only.
-        - `counts`: rank r brings `counts[r]` rows, the same list on every rank.  None: all bring
+        - `counts`: rank r has `counts[r]` rows; the same list on every rank.  None: all ranks have
           equally many.
 
         Returns all rows on the root, None on the other ranks.
@@ -333,7 +331,7 @@ class Collectives:
         - `x`: this rank's rows, an array of shape (rows, ...); the other dimensions and the dtype
           are the same on all ranks.  0-d arrays become the entries of a vector.
         - `out`: the array for the result; `x` may be this rank's place in it.
-        - `counts`: rank r brings `counts[r]` rows, the same list on every rank.  None: all bring
+        - `counts`: rank r has `counts[r]` rows; the same list on every rank.  None: all ranks have
           equally many.
 
         Returns all rows, an array of shape (sum of counts, ...).

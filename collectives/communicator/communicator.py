@@ -1,4 +1,4 @@
-"""What the user holds: a communicator, the groups made from it, its ledger and its decisions."""
+"""The communicator: its collectives, the groups made from it, its ledger and its decisions."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Communicator(Collectives, PointToPoint):
 
     @property
     def timeout(self) -> float | None:
-        """The time limit, in seconds, of calls that are given none; None waits for ever.
+        """The time limit, in seconds, of calls without their own; None: no limit.
 
-        May be set.  Raises TypeError or ValueError for what is no number of seconds.
+        It can be set.  Raises TypeError or ValueError for an invalid number of seconds.
         """
         return self._session.timeout
 
@@ -93,13 +93,14 @@ class Communicator(Collectives, PointToPoint):
     ) -> Communicator | None:
         """Make one communicator for each color.  All ranks call it.
 
-        - `color`: an integer from 0 on; ranks of the same color are together.  None: take no part.
-        - `key`: the new ranks are ordered by it, and by the rank here where keys are equal.
+        - `color`: an integer of at least 0; ranks with the same color are together.  None: this
+          rank is in no new communicator.
+        - `key`: the new ranks are ordered by `key`, and by the old rank if keys are equal.
         - `timeout`: seconds to wait for all ranks.  None: the communicator's `timeout`.
 
         Returns the communicator of this rank's color, or None if `color` is None.  Raises
-        `CollectiveTimeout` if a rank does not call it in time; nothing more can be called here
-        after that, or after any other failure half-way.
+        `CollectiveTimeout` if a rank does not call it in time; after that, or after any other
+        failure half-way, this communicator is unusable.
         """
         limit = self._session.limit(timeout)
         deadline = deadline_in(limit)
@@ -117,13 +118,13 @@ class Communicator(Collectives, PointToPoint):
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
         """Make a communicator of some ranks.  Exactly these ranks call it.
 
-        - `ranks`: the ranks, in the order that they get in the new communicator; each once, this
-          one among them.
+        - `ranks`: the ranks, in their order in the new communicator.  It names each rank once, and
+          includes this rank.
         - `timeout`: seconds to wait for them.  None: the communicator's `timeout`.
 
         Returns the communicator.  Raises ValueError if `ranks` is wrong, before anything is sent,
-        and `CollectiveTimeout` if a rank does not call it in time; nothing more can be called here
-        after that, or after any other failure half-way.
+        and `CollectiveTimeout` if a rank does not call it in time; after that, or after any other
+        failure half-way, this communicator is unusable.
         """
         limit = self._session.limit(timeout)
         deadline = deadline_in(limit)
@@ -131,7 +132,7 @@ class Communicator(Collectives, PointToPoint):
         if len(set(members)) != len(members):
             raise ValueError(f"ranks names a rank twice: {members}")
         if self.rank not in members:
-            raise ValueError(f"rank {self.rank} asks for a subgroup it is not in: {members}")
+            raise ValueError(f"rank {self.rank} is not in the subgroup that it makes: {members}")
         subgroup_barrier(self._session, members, limit)
         make = partial(self._session.transport.subgroup, members)
         transport = self._session.made_by_engine("subgroup", make, deadline)
@@ -145,8 +146,8 @@ class Communicator(Collectives, PointToPoint):
     def shrink(self, *, timeout: float | None = None) -> Communicator:
         """Make a communicator of the ranks that are still alive, in their order here.
 
-        All ranks that are alive call it, whether `PeerFailed` was raised before or not.  After it
-        nothing but `free` can be called here.
+        All ranks that are alive call it, whether or not `PeerFailed` was raised before.  After it
+        only `free` can be called on this communicator.
 
         - `timeout`: seconds to wait for them.  None: the communicator's `timeout`.
 
@@ -159,9 +160,9 @@ class Communicator(Collectives, PointToPoint):
         return Communicator(self._session.child(transport, members))
 
     def free(self) -> None:
-        """Give the communicator back to MPI.  All its ranks call this, and nothing after it.
+        """Free the communicator.  All its ranks call this; it is unusable after that.
 
-        Raises RuntimeError if a call or a plan of it is still under way.
+        Raises RuntimeError if a call or a plan of it is still in progress.
         """
         self._session.free()
 
@@ -175,20 +176,20 @@ class Communicator(Collectives, PointToPoint):
         op: str | Operator = "sum",
         algorithm: str | None = None,
     ) -> Explanation:
-        """Say what a call would run, and why, without sending anything.
+        """Return which algorithm a call would run, and why, without sending anything.
 
             print(comm.explain("all_reduce", x))
 
         - `collective`: its name, such as "all_reduce".
-        - `x`: the array that the call takes on this rank; for a broadcast or scatter the root's
-          array; for a barrier None.  All ranks are assumed to bring equally many rows to a gather
-          or all-gather.
+        - `x`: the array of the call on this rank; for a broadcast or scatter the root's array; for
+          a barrier None.  All ranks of a gather or all-gather are assumed to have equally many
+          rows.
         - `op`: the operator of a reduction.
         - `algorithm`: as in the call.
 
-        Returns an `Explanation`: the choice, the reason, the predicted times of all candidates,
-        what rules out the others, and what runs the program.  Raises ValueError or TypeError where
-        the call would.
+        Returns an `Explanation`: the choice, the reason, the predicted times of all candidates, the
+        restrictions of the others, and what runs the program.  Raises the ValueError or TypeError
+        that the call would raise.
         """
         algorithms.names(collective)
         num_bytes, combine, dtype = 0, None, np.dtype(np.uint8)
@@ -211,13 +212,13 @@ class Communicator(Collectives, PointToPoint):
         return self._session.decisions
 
     def load_decisions(self, path: str | Path) -> None:
-        """Let measurements choose the algorithm of calls that name none.  All ranks call it.
+        """Let measurements choose the algorithms of calls that name none.  All ranks call it.
 
         - `path`: a file that `python -m bench tune` wrote.  Rank 0 reads it and sends it to the
           others.
 
-        They count for this communicator, and for those made from it afterwards.  Raises ValueError,
-        the same on every rank, if the file cannot be read or is wrong.
+        They apply to this communicator, and to those made from it later.  Raises the same
+        ValueError on every rank if the file cannot be read or is invalid.
         """
         path = Path(path)
         found = json.dumps(_read(path)).encode() if self.rank == 0 else b""
@@ -225,19 +226,21 @@ class Communicator(Collectives, PointToPoint):
         if problem:
             raise ValueError(problem)
         self._session.decisions = Decisions.from_json(text)
-        self._session.forget_calls()  # what they would run was decided before
+        self._session.forget_calls()  # their algorithms were chosen before
 
     # Traffic
 
     @contextmanager
     def record(self) -> Iterator[Ledger]:
-        """Record what this communicator, and those made from it, send inside a `with` block.
+        """Return a context manager that records what this communicator sends.
+
+        It also records what communicators made from this one send.
 
             with comm.record() as ledger, collectives.phase("backward"):
                 comm.all_reduce(x)
             print(ledger.summary())
 
-        Yields the `Ledger` of this rank.  Each rank may record or not, as it likes.
+        Yields the `Ledger` of this rank.  Other ranks need not record.
         """
         collect = partial(gather_bytes, self._session, label="ledger")
         ledger = Ledger(self.rank, self.size, collect=collect)
@@ -245,10 +248,10 @@ class Communicator(Collectives, PointToPoint):
             yield ledger
 
     def counters(self) -> Counters:
-        """The MPI library's own count of this process's messages, by rank of COMM_WORLD.
+        """Return the MPI library's own `Counters` of this process's messages.
 
-        Returns `Counters`.  Raises `MonitorUnavailable` where there is none: on threads, under
-        another MPI than Open MPI, or without `--mca pml_monitoring_enable 2`.
+        Raises `MonitorUnavailable` if there are none: on threads, under another MPI than Open MPI,
+        or without `--mca pml_monitoring_enable 2`.
         """
         if not hasattr(self._session.transport, "counters"):
             raise MonitorUnavailable("threads of one process have no MPI to count their messages")
@@ -257,7 +260,7 @@ class Communicator(Collectives, PointToPoint):
 
 
 def _read(path: Path) -> tuple[str, str]:
-    """The decisions in a file, as checked JSON; and what is wrong with it, or nothing."""
+    """The decisions in a file as JSON, and the error message if the file is invalid, else empty."""
     try:
         return Decisions.from_json(path.read_bytes()).to_json(), ""
     except (OSError, ValueError) as error:

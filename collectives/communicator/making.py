@@ -1,4 +1,4 @@
-"""What becomes of a prepared call: `Calling` makes it, `Planning` makes a plan of it."""
+"""What happens with a prepared call: `Calling` makes it, and `Planning` makes a plan of it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from collectives.runtime import (
 )
 from collectives.selection import preferred, select
 
-# Without `out=` a header goes ahead of these.
+# These send a header first if there is no `out=`.
 _WITH_HEADER = ("broadcast", "scatter")
 
 
 class Options(NamedTuple):
-    """What every call takes, checked."""
+    """The checked options that every call has."""
 
     collective: str
     algorithm: str | None
@@ -36,20 +36,17 @@ class Options(NamedTuple):
 
 
 class Maker(Protocol):
-    """What makes something of a call: a result, a `Work` or a `Plan`.
-
-    `cached`: what has `fast_calls`, the cache of those that may go straight to their executions.
-    """
+    """Makes a result, a `Work` or a `Plan` of a prepared call."""
 
     session: Session
     caller: Caller
 
     @property
     def cached(self) -> Session | FastPlans:
-        """See above."""
+        """The object whose `fast_calls` is the cache of ready calls or plans."""
 
     def check(self, async_op: object, timeout: object) -> None:
-        """Refuse options that make no sense here."""
+        """Raise TypeError for options that are not allowed here."""
 
     def make(
         self, options: Options, prepared: Ready | Deferred, key: tuple[Any, ...] | None
@@ -70,7 +67,7 @@ class Calling:
         self.caller = Caller(session, may_copy=True)
 
     def check(self, async_op: object, timeout: object) -> None:
-        """All options make sense."""
+        """Do nothing: all options are allowed."""
 
     def make(
         self, options: Options, prepared: Ready | Deferred, key: tuple[Any, ...] | None
@@ -87,7 +84,7 @@ class Calling:
         key: tuple[Any, ...] | None,
         call_id: CallId,
     ) -> Steps:
-        """All the runs of a call."""
+        """The steps of a call."""
         ready = prepared if isinstance(prepared, Ready) else (yield from prepared(call_id))
         session, spec = self.session, spec_of(self.session, options, ready, call_id.is_blocking)
         if not isinstance(prepared, Ready):
@@ -134,7 +131,7 @@ class Planning:
         key: tuple[Any, ...] | None,
         call_id: CallId,
     ) -> Steps:
-        """The plan, after what is needed to know of it."""
+        """Make the plan, after a header or counts if they are needed."""
         ready = prepared if isinstance(prepared, Ready) else (yield from prepared(call_id))
         spec = spec_of(self.session, options, ready, is_blocking=False)
         if not isinstance(prepared, Ready) or ready.unwritten_out is not None:
@@ -150,7 +147,7 @@ class Planning:
 def checked_options(
     maker: Maker, collective: str, algorithm: str | None, async_op: object, timeout: object
 ) -> Options:
-    """What every call takes, checked before anything is sent."""
+    """Check the options that every call has, before any message is sent."""
     maker.check(async_op, timeout)
     if algorithm is None:
         algorithm = preferred(collective)
@@ -160,7 +157,7 @@ def checked_options(
 
 
 def spec_of(session: Session, options: Options, ready: Ready, is_blocking: bool) -> CallSpec:
-    """The call in the form in which it is compiled, kept and compared."""
+    """The description of the call, from which it is compiled, cached and compared."""
     has_out = {True: "given", False: "not given"}[ready.has_out]
     return session.spec(
         options.collective,

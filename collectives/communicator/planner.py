@@ -1,4 +1,4 @@
-"""The calls of a communicator, each of which returns a plan instead of being made."""
+"""`comm.plan`: the calls of a communicator, each of which returns a plan."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Parameters = ParamSpec("Parameters")
 def _planned(
     method: Callable[Concatenate[Any, Parameters], object],
 ) -> Callable[Concatenate[Planner, Parameters], Plan]:
-    """The same method, which here returns a plan."""
+    """The same method with another return type: a plan."""
     return cast("Callable[Concatenate[Planner, Parameters], Plan]", method)
 
 
 class Planner:
-    """What `comm.plan` is: the calls of a communicator, each of which returns a `Plan`.
+    """The calls of a communicator, each of which returns a `Plan`; see `Communicator.plan`.
 
-    The arguments are those of the calls, without `async_op` and `timeout`; `x` must be
-    C-contiguous, since every run reads it where it lies.
+    The arguments are those of the calls, without `async_op` and `timeout`.  `x` must be
+    C-contiguous, because every run reads it without a copy.
     """
 
     def __init__(self, session: Session) -> None:

@@ -9,7 +9,7 @@ from collectives.communicator.making import Maker, Options, checked_options
 from collectives.communicator.prepare import Caller
 from collectives.runtime import Work
 
-A = TypeVar("A")  # an array; the result is one of the same kind
+A = TypeVar("A")  # an array; the result has the same kind
 
 
 class Blocking(TypedDict, total=False):
@@ -27,9 +27,9 @@ class Asynchronous(TypedDict, total=False):
 
 
 class PointToPoint:
-    """Messages between two ranks: a part of a communicator.
+    """The point-to-point calls of a communicator.
 
-    Raises TypeError or ValueError for an argument that cannot work, before anything is sent.
+    An invalid argument raises TypeError or ValueError before anything is sent.
     """
 
     _maker: Maker
@@ -54,14 +54,14 @@ class PointToPoint:
 
         - `x`: the array to send.
         - `peer`: the rank that receives it; not this one.
-        - `tag`: a number from 0 on; the receiver names the same.  Messages between two ranks with
-          one tag arrive in order.
+        - `tag`: a number of at least 0; the receiver passes the same.  Messages between two ranks
+          with the same tag arrive in order.
         - `async_op`: if True, return a `Work` at once; `x` must not change before its `wait()`.
         - `timeout`: seconds.  None: the communicator's `timeout`.
 
-        Returns None when `x` may be changed again.  Raises `CollectiveTimeout`, which says who is
-        waited for, after `timeout` seconds, and TypeError or ValueError, before anything is sent,
-        for an argument that cannot work.
+        Returns None when `x` may be changed again.  Raises `CollectiveTimeout`, which names the
+        rank that it waits for, after `timeout` seconds, and TypeError or ValueError, before
+        anything is sent, for an invalid argument.
         """
         options = checked_options(self._maker, "send", None, async_op, timeout)
         arrays = Arrays(*self._caller.readable(x), None)
@@ -80,17 +80,17 @@ class PointToPoint:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Fill an array with what another rank sends.
+        """Fill an array with a message of another rank.
 
         - `x`: a C-contiguous array of the size of the message.
         - `peer`: the rank that sends it; not this one.
-        - `tag`: the tag that the sender names.
+        - `tag`: the tag that the sender passes.
         - `async_op`: if True, return a `Work` at once; `x` is filled after its `wait()`.
         - `timeout`: seconds.  None: the communicator's `timeout`.
 
-        Returns `x`.  Raises `CollectiveMismatch` if a message of another length comes,
-        `CollectiveTimeout`, which says who is waited for, after `timeout` seconds, and TypeError or
-        ValueError, before anything is posted, for an argument that cannot work.
+        Returns `x`.  Raises `CollectiveMismatch` if the message has another length,
+        `CollectiveTimeout`, which names the rank that it waits for, after `timeout` seconds, and
+        TypeError or ValueError, before anything is posted, for an invalid argument.
         """
         options = checked_options(self._maker, "recv", None, async_op, timeout)
         backend, target = validation.writable(x, "x")
@@ -129,7 +129,7 @@ class PointToPoint:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Send to one rank while receiving from another, so that a ring of these cannot block.
+        """Send to one rank while receiving from another; a ring of these calls cannot deadlock.
 
             y = comm.send_recv(x, dest=(rank + 1) % size, source=(rank - 1) % size)
 

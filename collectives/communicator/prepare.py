@@ -1,6 +1,6 @@
-"""From the arguments of a call to what is run: each collective checks what is particular to it.
+"""Checks the arguments of a call, and prepares its arrays and counts, for each collective.
 
-An argument that cannot work raises TypeError or ValueError here, before any message is sent.
+An invalid argument raises TypeError or ValueError here, before any message is sent.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CountTable = tuple[tuple[int, ...], ...]  # rows from every rank to every rank
 class Ready(NamedTuple):
     """A call whose arguments are checked and whose arrays are known.
 
-    `counts`: see `compile_lane`.  `result`: what the call returns.  `has_out`: whether the caller
-    gave an array for the result.  `unwritten_out`: such an array, if it is checked but not written.
+    `counts`: see `compile_lane`.  `result`: the return value.  `has_out`: whether the caller passed
+    `out`.  `unwritten_out`: the caller's `out` if it is checked but not written on this rank.
     """
 
     arrays: Arrays
@@ -53,11 +53,11 @@ class Ready(NamedTuple):
 
 
 Deferred = Callable[[CallId], Generator[Run, None, Ready]]
-"""A call of which a rank knows too little before something is sent: a header, or counts."""
+"""A call that must first receive a header or counts; they are exchanged when it is called."""
 
 
 class Caller(NamedTuple):
-    """The rank that makes a call.  `may_copy`: whether `x` may be copied if it has gaps."""
+    """The rank that makes a call.  `may_copy`: whether `x` may be copied to be contiguous."""
 
     session: Session
     may_copy: bool
@@ -76,7 +76,9 @@ class Caller(NamedTuple):
         """An array to read from, C-contiguous: itself or a copy."""
         backend, array = validation.readable(x)
         if array is not x and not self.may_copy:
-            raise ValueError("a plan reads x where it lies at every run; x must be C-contiguous")
+            raise ValueError(
+                "x must be C-contiguous, because every run of a plan reads it in place"
+            )
         return backend, array
 
 
@@ -91,7 +93,7 @@ def broadcast(caller: Caller, x: object, root: object, out: Array | None) -> Rea
 
 
 def _broadcast_root(caller: Caller, x: object, out: Array | None, root: int) -> Ready | Deferred:
-    """The root, which sends a header ahead unless all ranks pass `out`."""
+    """The root, which first sends a header unless all ranks pass `out`."""
     backend, source = caller.readable(x)
     if out is not None:
         target = validation.result(out, backend, tuple(source.shape), source.dtype)
@@ -106,7 +108,7 @@ def _broadcast_root(caller: Caller, x: object, out: Array | None, root: int) -> 
 
 
 def _broadcast_other(caller: Caller, x: object, out: Array | None, root: int) -> Ready | Deferred:
-    """Another rank, which fills `out`, `x` if it is what the header fields, or a new array."""
+    """Another rank, which fills `out`, or `x` if it fits the header, or a new array."""
     if out is not None:
         backend, target = validation.writable(out, "out")
         return Ready(Arrays(backend, None, target), int(target.size), target, True, root)
@@ -144,13 +146,13 @@ def scatter(
 def _scatter_root(
     caller: Caller, x: object, out: Array | None, counts: tuple[int, ...] | None, root: int
 ) -> Ready | Deferred:
-    """The root, which sends a header ahead unless all ranks pass `out`."""
+    """The root, which first sends a header unless all ranks pass `out`."""
     backend, source = caller.readable(x)
     numbers = _divided_rows(caller, source, counts, "scatter")
     if out is not None and counts is None and len(set(numbers)) > 1:
         raise ValueError(
-            f"{sum(numbers)} rows are not equal parts for {caller.size} ranks; "
-            "with out= pass counts= on every rank, or leave out= away on every rank"
+            f"{sum(numbers)} rows cannot be divided equally among {caller.size} ranks; "
+            "with out= pass counts= on every rank, or omit out= on every rank"
         )
     shape = (numbers[caller.rank], *source.shape[1:])
     target = validation.result(out, backend, shape, source.dtype)
@@ -170,7 +172,7 @@ def _scatter_root(
 def _scatter_other(
     caller: Caller, out: Array | None, counts: tuple[int, ...] | None, root: int
 ) -> Ready | Deferred:
-    """Another rank, which learns the rows from the header unless it passes `out`."""
+    """Another rank, which gets the number of rows from the header unless it passes `out`."""
     if out is not None:
         backend, target = validation.writable(out, "out")
         own = validation.rows(target, "scatter")
@@ -208,7 +210,7 @@ def all_gather(caller: Caller, x: object, out: Array | None, counts: object) -> 
 def _gathered(
     caller: Caller, x: object, out: Array | None, counts: object, root: int, *, has_result: bool
 ) -> Ready:
-    """Every rank's rows, on the ranks that get the result."""
+    """Gather every rank's rows on the ranks that get the result."""
     backend, source = caller.readable(x)
     numbers, shape = _joined_rows(caller, source, counts)
     target = validation.result(out, backend, shape, source.dtype) if has_result else None
@@ -220,7 +222,7 @@ def _gathered(
 
 
 def reduce(caller: Caller, x: object, op: str | Operator, root: object, out: Array | None) -> Ready:
-    """Any rank of a reduce.  `out` matters on the root only."""
+    """Any rank of a reduce.  Only the root's `out` is used."""
     root = validation.rank(root, caller.size, "root")
     has_result = caller.rank == root
     out = out if has_result else None
@@ -228,7 +230,7 @@ def reduce(caller: Caller, x: object, op: str | Operator, root: object, out: Arr
 
 
 def exscan(caller: Caller, x: object, op: str | Operator, out: Array | None) -> Ready:
-    """Any rank of an exscan; rank 0 gets nothing."""
+    """Any rank of an exscan; rank 0 gets no result."""
     return reduction(caller, "exscan", x, op, out, has_result=caller.rank > 0)
 
 
@@ -268,7 +270,7 @@ def reduce_scatter(
 
 
 def _checked_operator(collective: str, op: str | Operator, backend: Backend, x: Array) -> Operator:
-    """The operator, which must suit the collective and the array."""
+    """The operator.  Raises an error if it does not fit the collective or the array."""
     chosen = operator(op, collective)
     chosen.check(x.dtype)
     chosen.rehearse(backend, x)
@@ -279,9 +281,9 @@ def _checked_operator(collective: str, op: str | Operator, backend: Backend, x: 
 
 
 def all_to_all(caller: Caller, x: object, out: Array | None, counts: object) -> Ready | Deferred:
-    """Any rank of an all-to-all, which may have to exchange its counts first."""
+    """Any rank of an all-to-all; without a full table the counts are exchanged first."""
     backend, source = caller.readable(x)
-    if out is not None:  # how many rows will come is not always known yet
+    if out is not None:  # the number of rows may not be known yet
         num_rows = validation.rows(validation.writable(out, "out")[1], "all_to_all")
         validation.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
     table = _count_table(caller, source, counts)
@@ -292,7 +294,7 @@ def all_to_all(caller: Caller, x: object, out: Array | None, counts: object) -> 
 
 
 def _count_table(caller: Caller, x: Array, counts: object) -> CountTable | None:
-    """The rows from every rank to every rank; None if only this rank's are given."""
+    """The rows from every rank to every rank; None if only this rank's counts are given."""
     num_rows = validation.rows(x, "all_to_all")
     if counts is None:
         return (even(num_rows, caller.size),) * caller.size
@@ -306,7 +308,7 @@ def _count_table(caller: Caller, x: Array, counts: object) -> CountTable | None:
 def _exchanged(
     caller: Caller, backend: Backend, source: Array, out: Array | None, table: CountTable
 ) -> Ready:
-    """An all-to-all of which all counts are known."""
+    """An all-to-all with a full table of counts."""
     num_rows = sum(row[caller.rank] for row in table)
     target = validation.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
     elements = tuple(_elements(row, source) for row in table)
@@ -321,7 +323,7 @@ def _after_counts(
     own: Sequence[int],
     call_id: CallId,
 ) -> Generator[Run, None, Ready]:
-    """An all-to-all whose ranks exchange their counts first."""
+    """Exchange the counts, then prepare the all-to-all."""
     fields = {"collective": "all_to_all"}
     exchanged = yield from gather_table(caller.session, own, "counts", call_id, fields=fields)
     table = tuple(tuple(row) for row in exchanged.tolist())
@@ -350,7 +352,7 @@ def _divided_rows(caller: Caller, x: Array, counts: object, collective: str) -> 
 def _joined_rows(
     caller: Caller, x: Array, counts: object
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The rows that each rank brings, and the shape of all together."""
+    """The rows of each rank, and the shape of the joined array."""
     own = int(x.shape[0]) if x.ndim else 1
     numbers = (own,) * caller.size
     if counts is not None:
@@ -363,7 +365,7 @@ def _joined_rows(
 
 
 def _elements(counts: Sequence[int], x: Array) -> tuple[int, ...]:
-    """Numbers of elements from numbers of rows of arrays like `x`."""
+    """Counts of elements from counts of rows of arrays like `x`."""
     per_row = num_elements(x.shape[1:])
     return tuple(count * per_row for count in counts)
 
@@ -378,12 +380,12 @@ def _header(
     like: Array | None = None,
     counts: Sequence[int] | None = None,
 ) -> Steps:
-    """The root's header, on every rank.  `like` and `counts`: what this rank expects."""
+    """Send the root's header to every rank.  `like` and `counts`: what this rank expects."""
     fields = fields_with_header(collective, like, counts)
     return broadcast_header(caller.session, head, root, num_counts, call_id, fields)
 
 
 def _new(head: Header, shape: tuple[int, ...]) -> Arrays:
-    """A new array to receive what the header announces."""
+    """A new array for the data that the header describes."""
     backend = backend_of_kind(head.kind)
     return Arrays(backend, None, backend.empty(shape, head.dtype))

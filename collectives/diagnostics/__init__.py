@@ -1,6 +1,6 @@
-"""What was sent, and where ranks stand: the ledger, the flight recorder, MPI's own counters.
+"""Diagnostics: the ledger of what was sent, the flight recorder, and the counters of MPI.
 
-Nothing here knows what a call is; whoever sends says so.
+Nothing here knows how calls work; the runtime passes their descriptions.
 """
 
 from collectives.diagnostics.flight_recorder import (

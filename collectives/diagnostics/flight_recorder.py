@@ -1,6 +1,6 @@
-"""The last calls of a rank and what it waits for, always kept, for the day when something hangs.
+"""The flight recorder: the last calls of a rank and what it waits for, always kept.
 
-A dump is a JSON file, one for each rank; `python -m collectives.flight` lines them up.
+A dump is a JSON file, one for each rank; `python -m collectives.flight` joins them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NUM_CALLS = 256
 WORDS = 4  # of an entry
 UNDER_WAY, COMPLETE, FAILED = 1, 2, 3  # states of a call
 _STATES = {UNDER_WAY: "under way", COMPLETE: "complete", FAILED: "failed"}
-_MAX_FREED_LOGS = 16  # communicators that were freed, whose calls are still known
+_MAX_FREED_LOGS = 16  # logs of freed communicators that are kept
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
 class Waiting(NamedTuple):
-    """One message that has not completed: to or from which rank."""
+    """A message that is not complete: its peer and its direction."""
 
     peer: int
     is_receive: bool
@@ -48,7 +48,7 @@ class Waiting(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a run stands: in which round, of how many (in words), and what that waits for."""
+    """The position of a run: its round, the number of rounds (a text), and what it waits for."""
 
     round: int
     num_rounds: str
@@ -56,24 +56,24 @@ class Position(NamedTuple):
 
 
 class Run(Protocol):
-    """A program that may be under way.  `key`: the number that stands for it now."""
+    """A run that may be in progress.  `key`: its current key in the log."""
 
     key: int
 
     def position(self) -> Position:
-        """Where the run under way stands."""
+        """The position of the current run."""
 
 
 Describe = Callable[[int], dict[str, Any]]
-"""Of a run: its number in words, its collective, its algorithm, the bytes sent."""
+"""Returns, for the number of a run: its name, collective, algorithm and bytes sent."""
 
 
 class CallLog:
     """The last calls of one communicator, as integers that compiled code can write.
 
-    `words`: how many calls were entered, then for each of the last ones the number that stands for
-    its program, the number of the run, when it began (nanoseconds) and its state.  `members`: the
-    ranks of the job that take part; `ordinal`: which one of the communicators of these ranks.
+    `words`: the number of entries so far, then for each of the last entries the key of its program,
+    the number of the run, the time of its start (nanoseconds) and its state.  `members`: the ranks
+    of the job in the communicator.  `ordinal`: its number among communicators of the same ranks.
     """
 
     def __init__(self, members: tuple[int, ...], ordinal: int) -> None:
@@ -84,7 +84,7 @@ class CallLog:
         self._next_key, self._most_runs = 0, 2 * NUM_CALLS
 
     def register_run(self, describe: Describe, run: Run) -> int:
-        """The number that stands for a program in the entries.  The log keeps no run alive."""
+        """A new key for a program.  The log keeps only a weak reference to the run."""
         if len(self._runs) >= self._most_runs:
             self._forget()
         self._next_key += 1
@@ -92,7 +92,7 @@ class CallLog:
         return self._next_key
 
     def _forget(self) -> None:
-        """Forget the programs that no entry names and that nobody runs under that number."""
+        """Forget the programs that no entry names and no run uses."""
         named = set(self._entries[:, 0].tolist())
         for key, (_, reference) in list(self._runs.items()):
             run = reference()
@@ -101,19 +101,19 @@ class CallLog:
         self._most_runs = len(self._runs) + 2 * NUM_CALLS
 
     def begin_entry(self, key: int, number: int) -> int:
-        """A run has begun; where its entry is."""
+        """Add the entry of a run that starts; return its index."""
         at = int(self.words[0]) % NUM_CALLS
         self.words[0] += 1
         self._entries[at] = key, number, time.perf_counter_ns(), UNDER_WAY
         return at
 
     def end_entry(self, at: int, key: int, number: int, state: int) -> None:
-        """A run is over, unless its entry has gone to another since."""
+        """Set the final state of a run, unless a later run has reused its entry."""
         if self._entries[at, 0] == key and self._entries[at, 1] == number:
             self._entries[at, 3] = state
 
     def calls(self, now: int) -> list[tuple[int, dict[str, Any]]]:
-        """When each began, and what there is to say of it."""
+        """The time of each entry's start, and its description."""
         entries = [entry for entry in self._entries.tolist() if entry[0] in self._runs]
         return [(entry[2], self._call(entry, now)) for entry in entries]
 
@@ -122,7 +122,7 @@ class CallLog:
         describe, reference = self._runs[key]
         run = reference()
         if state == UNDER_WAY and run is None:
-            state = FAILED  # nobody can bring it to its end
+            state = FAILED  # nothing can complete it
         call = {"members": self.members, "ordinal": self.ordinal, **describe(number)}
         call |= {"seconds_ago": (now - started) * 1e-9, "state": _STATES[state]}
         if run is not None and state == UNDER_WAY:
@@ -131,7 +131,7 @@ class CallLog:
 
 
 class FlightRecorder:
-    """What one rank called lately, in all its communicators.  `rank` and `size`: of the job."""
+    """The last calls of one rank in all its communicators.  `rank` and `size` are the job's."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -146,7 +146,7 @@ class FlightRecorder:
         return self.logs[-1]
 
     def close(self, log: CallLog) -> None:
-        """A communicator was freed; its log stays until some others were."""
+        """Keep the log of a freed communicator among the last `_MAX_FREED_LOGS`."""
         if log in self.logs:
             self.logs.remove(log)
             self._freed_logs.append(log)
@@ -159,14 +159,14 @@ class FlightRecorder:
         return [call for _, call in found[-NUM_CALLS:]]
 
     def lines(self, most: int = 8) -> str:
-        """The last few calls in words, the latest first."""
+        """The last few calls as text, the latest first."""
         calls = self.calls()[::-1][:most]
         return "\n".join(
             [f"last calls of rank {self.rank}:", *(f"  {_line(each)}" for each in calls)]
         )
 
     def report(self) -> dict[str, Any]:
-        """Everything there is to say of this rank now."""
+        """The report of this rank, as a dump contains it."""
         return {
             "rank": self.rank,
             "size": self.size,
@@ -178,15 +178,15 @@ class FlightRecorder:
         }
 
     def dump(self, directory: str | Path) -> Path:
-        """Write the report to `flight.<rank>.json` in this directory, which is made if need be."""
+        """Write the report to `flight.<rank>.json` in a directory, which is made if necessary."""
         path = Path(directory) / f"flight.{self.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")  # nobody shall read half of it
+        unfinished = path.with_suffix(".part")  # so that no reader finds half of it
         unfinished.write_text(json.dumps(self.report(), indent=1))
         return unfinished.replace(path)
 
     def dump_if_asked(self) -> None:
-        """Dump where `listen` was told to, if it was.  What goes wrong here hides no failure."""
+        """Write a dump if `listen` was called.  An OSError is only logged."""
         try:
             if self.directory is not None:
                 self.dump(self.directory)
@@ -194,11 +194,11 @@ class FlightRecorder:
             logging.getLogger(__name__).warning("no dump of rank %d: %s", self.rank, error)
 
     def listen(self, directory: str | Path, signum: int = signal.SIGUSR1) -> None:
-        """From now on dump to this directory after a time-out or failure, and at this signal.
+        """From now on, dump to a directory after a time-out or failure, and at a signal.
 
-        A thread writes the dump, so it comes also while the program computes, or is stuck in a call
-        of MPI.  Python has one wake-up descriptor for signals, which this takes.  Only the main
-        thread may call it.
+        A thread writes the dump, so it also works while the program computes or is stuck in a call
+        of MPI.  This takes Python's only wake-up descriptor for signals.  Only the main thread may
+        call it.
         """
         self.directory = Path(directory)
         ours, pythons = socket.socketpair()
@@ -214,7 +214,7 @@ class FlightRecorder:
                 self.dump_if_asked()
 
     def _place(self) -> list[str]:
-        """Where the rank's own thread is, outside this package: the innermost line last."""
+        """The stack of the rank's own thread outside this package, the innermost line last."""
         frame = sys._current_frames().get(self._thread)
         lines = [] if frame is None else traceback.extract_stack(frame)
         return [

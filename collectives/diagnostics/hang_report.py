@@ -1,8 +1,9 @@
-"""Line up what the ranks of a job were doing: ``python -m collectives.flight DIR``.
+"""Report where the ranks of a job hang: ``python -m collectives.flight DIR``.
 
-DIR holds the dumps of a job that was started with COLLECTIVES_FLIGHT=DIR in its environment: a
-rank writes one when a wait runs out of time or fails, and when it gets SIGUSR1.  Of each call that
-is under way somewhere this says who waits for whom, who has not called it, and where that rank is.
+DIR contains the dumps of a job that was started with COLLECTIVES_FLIGHT=DIR in its environment.  A
+rank writes a dump when a wait times out or fails, and when it gets SIGUSR1.  For each call that is
+in progress on some rank, the report says who waits for whom, who has not made the call, and where
+in the program that rank is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NAME = re.compile(r"flight\.(0|[1-9][0-9]{0,8})\.json")
 
 
 def files(directory: str | Path, since: float = 0.0) -> list[Path]:
-    """The files in a directory that should be dumps, but those that are older.
+    """The files in a directory that are named like dumps and are not older than `since`.
 
     Raises OSError if the directory cannot be read.
     """
@@ -37,19 +38,19 @@ def files(directory: str | Path, since: float = 0.0) -> list[Path]:
 
 def _is_as_new(path: Path, since: float) -> bool:
     try:
-        return path.stat().st_mtime >= since - 0.01  # the clock of files is a coarse one
+        return path.stat().st_mtime >= since - 0.01  # file times are coarse
     except OSError:
-        return since <= 0.0  # a link to nothing, or replaced just now
+        return since <= 0.0  # a broken link, or just being replaced
 
 
 def rank_of(path: Path) -> int | None:
-    """The rank whose dump has this name; None if that is not the name of a dump."""
+    """The rank in the name of a dump; None if it is not the name of a dump."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 
 
 def read(paths: Iterable[Path]) -> tuple[dict[int, Dump], list[str]]:
-    """The dumps in these files, by rank of the job, and a sentence on each file that is none."""
+    """The dumps in files, by rank, and a sentence for each file that is not a dump."""
     dumps, faults = {}, []
     for path in paths:
         try:
@@ -62,12 +63,12 @@ def read(paths: Iterable[Path]) -> tuple[dict[int, Dump], list[str]]:
 
 
 def _read(path: Path) -> Dump:
-    """Raises ValueError that says why it is no dump."""
+    """The dump in a file.  Raises ValueError, with the reason, if it is not a dump."""
     rank = rank_of(path)
     if rank is None:
         raise ValueError("its name is not flight.<rank>.json")
     try:
-        if not path.is_file():  # to read a pipe could take for ever
+        if not path.is_file():  # reading a pipe could block
             raise ValueError("it is not a file")
         content = path.read_bytes()
     except OSError as error:
@@ -80,11 +81,11 @@ def _read(path: Path) -> Dump:
         raise ValueError(f"it is not JSON ({error})") from None
     check(dump)
     if dump["rank"] != rank:
-        raise ValueError(f"it says that it is of rank {dump['rank']}")
+        raise ValueError(f"it is the dump of rank {dump['rank']}")
     return dump  # type: ignore[no-any-return]
 
 
-# --- what a dump must hold ----------------------------------------------------------------------
+# --- the fields of a dump -----------------------------------------------------------------------
 
 
 def _is_number(value: object) -> bool:
@@ -150,7 +151,7 @@ _UNDER_WAY: Fields = {
 
 
 def check(dump: object) -> None:
-    """Raises ValueError if this is not what `FlightRecorder.report` makes."""
+    """Raise ValueError if this is not a report of `FlightRecorder.report`."""
     checked = _checked("the dump", dump, _DUMP)
     for number, each in enumerate(checked["calls"]):
         what = f"call {number}"
@@ -175,11 +176,11 @@ def _checked(what: str, value: object, fields: Fields) -> Mapping[str, Any]:
     return value
 
 
-# --- what they say ------------------------------------------------------------------------------
+# --- the report ---------------------------------------------------------------------------------
 
 
 def lines(dumps: Mapping[int, Dump]) -> Iterator[str]:
-    """What the dumps say together, line by line.  Raises ValueError for what is no dump."""
+    """The lines of the report.  Raises ValueError if a dump is malformed."""
     for rank, dump in dumps.items():
         try:
             check(dump)
@@ -196,7 +197,7 @@ def lines(dumps: Mapping[int, Dump]) -> Iterator[str]:
 
 
 def _groups(dumps: Mapping[int, Dump]) -> dict[Group, dict[int, dict[str, Call]]]:
-    """The calls by communicator, then by rank of the job, then by what they are called."""
+    """The calls by communicator, then by rank of the job, then by name."""
     groups: dict[Group, dict[int, dict[str, Call]]] = {}
     for rank, dump in dumps.items():
         for call in dump["calls"]:
@@ -206,7 +207,7 @@ def _groups(dumps: Mapping[int, Dump]) -> dict[Group, dict[int, dict[str, Call]]
 
 
 def _under_way(calls: Mapping[int, Mapping[str, Call]]) -> list[str]:
-    """The names of the calls that are under way on some rank, the oldest first."""
+    """The names of the calls that are in progress on some rank, the oldest first."""
     started: dict[str, float] = {}
     for each in calls.values():
         for name, call in each.items():
@@ -221,7 +222,7 @@ def _about(
     calls: Mapping[int, Mapping[str, Call]],
     dumps: Mapping[int, Dump],
 ) -> Iterator[str]:
-    """One call that is under way, rank by rank."""
+    """The lines for one call that is in progress."""
     members, ordinal = group
     which = f"ranks {', '.join(map(str, members))}" + (f" (#{ordinal})" if ordinal > 1 else "")
     kinds = {
@@ -235,9 +236,9 @@ def _about(
 
 
 def _state(name: str, members: Sequence[int], calls: Mapping[str, Call], dump: Dump | None) -> str:
-    """How one rank stands to a call.  Its calls of this communicator, and all that it dumped."""
+    """The state of a call on one rank.  `calls`: the rank's calls on this communicator."""
     if dump is None:
-        return "no dump: it is dead, stopped, or was not asked"
+        return "no dump: it is dead or stopped, or has not been asked"
     if name not in calls:
         return f"has not called it; {_last(list(calls.values()), dump)}"
     call = calls[name]
@@ -253,23 +254,23 @@ def _state(name: str, members: Sequence[int], calls: Mapping[str, Call], dump: D
 
 
 def _last(calls: Sequence[Call], dump: Dump) -> str:
-    """The last of these calls, and where the rank is."""
+    """The last of these calls, and the rank's place in the program."""
     if not calls:
-        return f"it has called nothing there; {_at(dump)}"
+        return f"it has made no call there; {_at(dump)}"
     call = calls[-1]
     what = f"{call['call']}, {call['collective']}, {call['state']}, {call['seconds_ago']:.3g} s ago"
     return f"its last call is {what}; {_at(dump)}"
 
 
 def _at(dump: Dump) -> str:
-    return f"it is at {dump['at'][-1]}" if dump["at"] else "where it is, is not known"
+    return f"it is at {dump['at'][-1]}" if dump["at"] else "its place is not known"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what the dumps say.  Exit status 2 if there are none that can be read."""
+    """Print the report.  Return 2 if no dump can be read."""
     parser = argparse.ArgumentParser("python -m collectives.flight", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("directory", type=Path, help="where the dumps are")
+    parser.add_argument("directory", type=Path, help="the directory of the dumps")
     directory = parser.parse_args(argv).directory
     try:
         paths = files(directory)
@@ -278,10 +279,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     dumps, faults = read(paths)
     sys.stderr.writelines(f"{fault}\n" for fault in faults)
     if not paths:
-        parser.exit(2, f"{directory} holds no dumps: flight.<rank>.json\n")
+        parser.exit(2, f"{directory} has no dumps: flight.<rank>.json\n")
     if not dumps:
         parser.exit(2)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what cannot be written
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be writable as text
     sys.stdout.writelines(f"{line}\n" for line in lines(dumps))
     return 0

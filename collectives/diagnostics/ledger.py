@@ -1,7 +1,7 @@
-"""The record of what was sent.
+"""The ledger: a record of what was sent.
 
-A program knows its messages before it runs, so recording a call is appending one entry when it
-begins; the rows are made when somebody asks for them.  Bytes are payload bytes of point-to-point
+The messages of a program are known before it runs, so recording a call only appends one entry when
+it starts; the rows are made when they are needed.  Bytes are payload bytes of point-to-point
 messages.
 """
 
@@ -50,10 +50,10 @@ def _labelled(label: str) -> Iterator[None]:
 
 
 class Row(NamedTuple):
-    """One message of a schedule, which went as so many `segments`, messages of MPI.
+    """One message of a schedule, which was sent as `segments` messages of MPI.
 
-    `call` counts the calls of the communicator; what goes ahead of call 7 is "7a".  `src` and `dst`
-    are ranks of the communicator that records.
+    `call`: the number of the call on its communicator, such as "7"; its header or counts have "7a".
+    `src` and `dst`: ranks of the communicator that records.
     """
 
     phase: str
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 class Summary(NamedTuple):
     """Totals of a group of rows.
 
-    A call counts once, however many ranks took part, and every segment as a message.
+    A call of several ranks counts once; every segment counts as a message.
     """
 
     calls: int
@@ -82,11 +82,11 @@ Sent = tuple[tuple[int, int, int, int], ...]
 
 
 class Call(NamedTuple):
-    """What all runs of a plan have in common.
+    """The data that all runs of a program share.
 
-    `sent`: (round, destination, bytes, segments) of the messages of rank `src`; `ranks` translates
-    the destinations of a sub-communicator's call.  `numbered` makes the call's number, in words,
-    from what is entered with a run.
+    `sent`: (round, destination, bytes, segments) of the messages of rank `src`.  `ranks`: the ranks
+    in the recording communicator of a sub-communicator's ranks; None: the same.  `numbered`:
+    returns the number of a run as text.
     """
 
     collective: str
@@ -98,9 +98,9 @@ class Call(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A recorded call: its phase, when it began, and when it was found complete (seconds).
+    """A recorded call: its phase, and the times of its start and end in seconds.
 
-    Entered as a plain list, which is quicker to make; `finished` is 0 while the call is under way.
+    It is stored as a list, which is faster to make.  `finished` is 0 while the call is in progress.
     """
 
     call: Call
@@ -128,7 +128,7 @@ class Entry(NamedTuple):
             )
 
     def to_json(self) -> list[Any]:
-        """The same for another rank, as JSON has it; `_from_json` reads it."""
+        """The entry as JSON values for another rank, which `_from_json` reads."""
         call, ranks = self.call, self.call.ranks
         sent = call.sent
         if ranks is not None:
@@ -138,7 +138,7 @@ class Entry(NamedTuple):
 
 
 def _from_json(what: list[Any], number_in_words: str, *run: Any) -> list[Any]:
-    """An entry of another rank, from what that has told of it."""
+    """An entry of another rank, from its JSON values."""
     collective, algorithm, sent, src = what
     messages = tuple(tuple(message) for message in sent)
     return [Call(collective, algorithm, messages, src, None, lambda _: number_in_words), *run]
@@ -148,13 +148,13 @@ _FINISHED = Entry._fields.index("finished")
 
 
 def finish(entered: list[list[Any]], finished: float) -> None:
-    """Say when calls that were entered before have been found complete."""
+    """Set the end time of entries."""
     for entry in entered:
         entry[_FINISHED] = finished
 
 
 class Ledger:
-    """The record of what one rank sent while it was open.  `Communicator.record` makes one.
+    """A record of what one rank sends while it is open.  `Communicator.record` makes one.
 
     `rank` and `size` are those of the recording communicator.  `gather` joins the ledgers of all
     ranks.
@@ -182,7 +182,7 @@ class Ledger:
         `by`: the names of the columns.  The result maps a tuple of their values to a `Summary`, in
         the order in which the values first appear.
 
-        Raises ValueError for a column that there is not.
+        Raises ValueError for an unknown column.
         """
         if isinstance(by, str) or not set(by) <= set(Row._fields):
             raise ValueError(f"by must be a sequence of columns from {Row._fields}, not {by!r}")
@@ -211,9 +211,9 @@ class Ledger:
     def gather(self) -> Ledger | None:
         """Join the ledgers of all ranks.  All ranks call it.
 
-        Returns a ledger of every rank's calls on rank 0, None on the others.  The messages that
-        this takes have the label "ledger" in ledgers that are still open.  Raises
-        ValueError for a ledger that was gathered, or that was not made by `record`.
+        Returns a ledger of every rank's calls on rank 0, None on the others.  Ledgers that are
+        still open show the messages of this call under "ledger".  Raises ValueError for a ledger
+        that was gathered, or that was not made by `record`.
         """
         if self._collect is None:
             raise ValueError("only a ledger made by `record` can be gathered, and only once")
@@ -227,7 +227,7 @@ class Ledger:
     def to_csv(self, path: str | Path) -> None:
         """Write the rows to the file `path`: CSV with a header, in UTF-8.
 
-        A lone surrogate in a phase, which has no place in UTF-8, is written as its escape sequence.
+        A lone surrogate in a phase, which UTF-8 cannot encode, is written as an escape sequence.
         """
         table = io.StringIO(newline="")
         writer = csv.writer(table)
@@ -242,9 +242,8 @@ class Ledger:
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write the calls to the file `path`: a timeline for chrome://tracing or Perfetto.
 
-        One bar per call from its start to the moment it was found complete, in microseconds, and
-        one process per rank.  Times of different ranks are comparable on one host, where they share
-        a clock.
+        It has one process per rank, and one bar per call, from its start until it was found to be
+        complete.  Times of ranks on the same host are comparable.
         """
         events = [
             {
@@ -268,7 +267,7 @@ class Ledger:
 
 
 def _write(path: str | Path, text: str) -> None:
-    """Write all of a file or, if that fails, nothing.  A link or a device is written in place."""
+    """Write a file completely or not at all.  A link or a device is written in place."""
     file, data = Path(path), text.encode("utf-8", "backslashreplace")
     if file.is_symlink() or (file.exists() and not file.is_file()):
         file.write_bytes(data)
@@ -282,15 +281,15 @@ def _write(path: str | Path, text: str) -> None:
         raise
 
 
-# Ledgers that record a communicator, and its ranks in their numbering (None: the same).
+# The ledgers that record a communicator, with its ranks in their numbering (None: the same).
 Ancestry = list[tuple[list[Ledger], Sequence[int] | None]]
 
 
 class Recorder:
-    """Enters the runs of a program of `rank` into the ledgers that are open at the time.
+    """Records the runs of a program of `rank` in the ledgers that are open.
 
-    `names`: the collective and the algorithm.  `numbered`: see `Call`.  `sent`: what every run
-    sends.
+    `names`: the collective and the algorithm.  `numbered`: see `Call`.  `sent`: the messages of
+    every run.
     """
 
     def __init__(
@@ -310,11 +309,11 @@ class Recorder:
         return Recorder(self.names, numbered, self._sent, self._ancestry, self._rank)
 
     def number(self, number: int) -> str:
-        """The number of a run, in words."""
+        """The number of a run as text."""
         return self._numbered(number)
 
     def record(self, number: int, started: float, finished: float = 0.0) -> list[list[Any]]:
-        """Enter a run, if a ledger is open.  What can be said later is not said here."""
+        """Record a run in the open ledgers, as quickly as possible; return the new entries."""
         if not any(ledgers for ledgers, _ in self._ancestry):
             return []
         phase = _current_phase()
@@ -327,7 +326,7 @@ class Recorder:
         return entered
 
     def describe(self, number: int) -> dict[str, Any]:
-        """A run in words, for the flight recorder."""
+        """The description of a run for the flight recorder."""
         collective, algorithm = self.names
         return {
             "call": self.number(number),

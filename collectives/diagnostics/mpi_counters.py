@@ -1,8 +1,8 @@
-"""The independent witness: what Open MPI itself counted of this process's messages.
+"""The message counters of Open MPI, an independent check of the ledger.
 
-The ledger says what the library believes it sent.  Open MPI's monitoring component counts, below
-every line of ours, what was handed to MPI.  It is read here through MPI's tool interface (MPI_T) of
-the library that the process has loaded, by ctypes: mpi4py has no binding for it.
+The ledger contains what the library believes it sent.  Open MPI's monitoring component counts the
+messages that MPI received from this process.  The counters are read by ctypes through MPI's tool
+interface (MPI_T), for which mpi4py has no bindings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 import os
 
 MPIRUN_ARGS = ("--mca", "pml_monitoring_enable", "2")
-"""What mpirun must be given.  2: MPI's own messages (negative tags) are counted apart from ours."""
+"""Options for mpirun.  2: MPI's own messages (with negative tags) are counted separately."""
 
 _SONAMES = ("libmpi.so.40", "libmpi.40.dylib")
 _MPI_THREAD_MULTIPLE = 3
@@ -20,19 +20,19 @@ _MPI_T_PVAR_CLASS_SIZE = 2  # Open MPI's number for it
 
 
 class MonitorUnavailable(RuntimeError):  # noqa: N818
-    """This MPI keeps no such counters, or they were not switched on; the message says which."""
+    """This MPI has no such counters, or they are not enabled; the message says which."""
 
 
 class Counters:
-    """Messages and payload bytes sent by this process since the counters were opened.
+    """The messages and payload bytes that this process has sent since the counters were opened.
 
-    By destination rank in COMM_WORLD, itself included.  A message is counted when it is posted, as
-    one message whatever its size.  What MPI sends for itself, in a barrier or to make a
-    communicator, is left out; of its collectives only the all-to-alls show up, and so do mpi4py's
-    reductions of Python objects, which are point-to-point messages of mpi4py's own.
+    They are counted by destination rank in COMM_WORLD, including this rank.  A message counts when
+    it is posted, as one message of any size.  MPI's own messages, for example in a barrier or when
+    it makes a communicator, do not count.  Of MPI's collectives only the all-to-alls count, and so
+    do mpi4py's reductions of Python objects, which mpi4py makes of point-to-point messages.
 
-    Open MPI does NOT count persistent requests: Start and Startall go to the layer beneath the one
-    that counts.  Whoever wants a witness has to post Isend and the like anew for every message.
+    Open MPI does NOT count persistent requests, because Start and Startall bypass the layer that
+    counts.
     """
 
     def __init__(self, comm_handle_address: int, size: int) -> None:
@@ -44,12 +44,12 @@ class Counters:
         self._session = ctypes.c_void_p()
         with contextlib.ExitStack() as undo:
             self._messages, self._bytes = self._open(undo)
-            # Open MPI counts from MPI_Init on, whenever a handle is started.
+            # Open MPI counts from MPI_Init on, even if a handle is started later.
             self._before = self._totals()
             self._undo = undo.pop_all()
 
     def read(self) -> tuple[list[int], list[int]]:
-        """Messages and bytes, one entry per destination."""
+        """Return the numbers of messages and of bytes, each with one entry per destination."""
         messages, sizes = (
             [now - then for now, then in zip(total, before, strict=True)]
             for total, before in zip(self._totals(), self._before, strict=True)
@@ -57,7 +57,7 @@ class Counters:
         return messages, sizes
 
     def close(self) -> None:
-        """Give the handles back.  Reading is over; closing twice is harmless."""
+        """Free the handles.  Nothing can be read after that; closing twice has no effect."""
         self._undo.close()
 
     def _open(self, undo: contextlib.ExitStack) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
@@ -77,7 +77,7 @@ class Counters:
             "MPI_T_pvar_handle_alloc",
             *(self._session, index, comm, ctypes.byref(handle), ctypes.byref(num_values)),
         )
-        # Never MPI_T_pvar_stop: it switches the counting off for every other reader as well.
+        # MPI_T_pvar_stop is not called, because it would stop the counters for other readers too.
         undo.callback(self._call, "MPI_T_pvar_handle_free", self._session, ctypes.byref(handle))
         if num_values.value != self._size:
             raise ValueError(f"COMM_WORLD has {num_values.value} ranks, not {self._size}")
@@ -89,7 +89,7 @@ class Counters:
         kind = _MPI_T_PVAR_CLASS_SIZE
         if self._mpi.MPI_T_pvar_get_index(name.encode(), kind, ctypes.byref(index)):
             raise MonitorUnavailable(
-                "Open MPI is not counting messages: it does from version 5 on, when started with "
+                "Open MPI is not counting messages; version 5 or newer does if it is started with "
                 "mpirun " + " ".join(MPIRUN_ARGS)
             )
         return index
@@ -108,17 +108,17 @@ class Counters:
 
 
 def _loaded_open_mpi() -> ctypes.CDLL:
-    """The Open MPI this process runs on; a second one, loaded now, would have counted nothing."""
+    """The Open MPI that this process has loaded; another one would have counted nothing."""
     for name in _SONAMES:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     raise MonitorUnavailable(
-        "message counters exist in Open MPI only, and that is not the MPI of this process"
+        "only Open MPI has message counters, and this process uses another MPI"
     )
 
 
 def _require_world(mpi: ctypes.CDLL, comm_handle_address: int) -> None:
-    """Open MPI fails on every other communicator, and would crash on what is not one."""
+    """Raise ValueError unless the handle is COMM_WORLD's; Open MPI would fail or crash."""
     world = ctypes.c_char.in_dll(mpi, "ompi_mpi_comm_world")
     if comm_handle_address != ctypes.addressof(world):
-        raise ValueError("the counters are COMM_WORLD's: pass MPI._handleof(MPI.COMM_WORLD)")
+        raise ValueError("only COMM_WORLD has counters: pass MPI._handleof(MPI.COMM_WORLD)")

@@ -1,6 +1,6 @@
-"""How jobs start and end: which mpirun to use, what its ranks do, which of them died.
+"""Starts MPI jobs and ends them: finds mpirun, monitors the ranks, and reports which rank died.
 
-Only `python -m collectives.launch` needs it; a plain mpirun works as well.
+Only `python -m collectives.launch` needs it; a plain mpirun works too.
 """
 
 from collectives.launch.job import TIMED_OUT, launch

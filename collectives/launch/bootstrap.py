@@ -1,12 +1,12 @@
-"""One rank of a launched job: how it starts, and what it tells the launcher.
+"""Starts one rank of a launched job, and connects it to the launcher.
 
-The ranks are not the launcher's children, so it cannot wait for them, and not every mpirun says
-which of them died.  So each rank holds a connection to the launcher, a Unix socket, from its start
-to its end.  It says which rank it is, when it is through MPI_Init and, when it ends in an orderly
-way, with which status.  If the connection closes before that, the rank was killed, or crashed.
+The ranks are not children of the launcher, so it cannot wait for them, and not every mpirun reports
+which of them died.  Therefore each rank has a connection to the launcher, a Unix socket, from its
+start to its end.  It sends its rank, a note when MPI_Init has returned, and its exit status when it
+ends normally.  If the connection closes before that, the rank was killed or has crashed.
 
-mpirun starts this file itself, which needs the standard library only.  It connects, and then
-becomes the Python that runs the program.  So the launcher also learns of a rank that crashes while
+mpirun starts this file, which needs only the standard library.  It connects, and then replaces
+itself by the Python that runs the program.  So the launcher also notices a rank that crashes while
 Python, the user's site-packages or this library are loading.
 """
 
@@ -29,11 +29,11 @@ JOB = "COLLECTIVES_JOB"
 """The environment variable that names the directory of the job; each job has its own."""
 
 IN_MPI = b"in MPI"
-"""What a rank says when it is through MPI_Init."""
+"""The message of a rank when MPI_Init has returned."""
 
-_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")  # where an MPI tells a rank its number
-_ANSWER = 5.0  # seconds the launcher has to answer; a rank that gets no answer starts all the same
-_HIGH = 1000  # see `_moved_up`
+_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")  # where an MPI sets the rank
+_ANSWER = 5.0  # seconds the launcher has to answer; after that the rank starts without an answer
+_HIGH = 1000  # see `_with_high_number`
 _LONGEST = 100  # bytes in the address of a Unix socket; Linux allows 107, macOS 103
 
 _launcher: socket.socket | None = None
@@ -43,10 +43,10 @@ _launcher: socket.socket | None = None
 
 
 def command(program: Sequence[str]) -> list[str]:
-    """What mpirun shall start, so that ``python *program`` runs as a rank.
+    """The command for mpirun that runs ``python *program`` as a rank.
 
-    Some mpiruns read, change or drop words that follow the command, such as ``:`` and
-    ``--map-by``.  So every word of the program is quoted, and looks like no option.
+    Some mpiruns interpret, change or drop words that follow the command, such as ``:`` and
+    ``--map-by``.  Therefore every word of the program is quoted, so that none looks like an option.
     """
     quoted = ["=" + quote_from_bytes(os.fsencode(word)) for word in program]
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), *quoted]
@@ -62,8 +62,8 @@ def _main(quoted: Sequence[str]) -> NoReturn:
 def _connect() -> int:
     """The descriptor of a connection to the launcher, or -1 if there is none on this host.
 
-    The launcher answers when it watches this rank.  Nothing of the program runs before that, so
-    the launcher sees in which order ranks die, even if they die at once.
+    The launcher answers when it monitors this rank.  The program starts only after that, so the
+    launcher sees the order in which ranks die, even if they die at once.
     """
     job = os.environ.get(JOB)
     if not job:
@@ -76,26 +76,26 @@ def _connect() -> int:
         launcher.sendall(b"%d\n" % _number())
         with contextlib.suppress(TimeoutError):
             launcher.recv(1)
-        descriptor = _moved_up(launcher)
-        os.set_inheritable(descriptor, True)  # by the program that this process becomes
+        descriptor = _with_high_number(launcher)
+        os.set_inheritable(descriptor, True)  # for the program that replaces this process
         return descriptor
     return -1
 
 
-def _moved_up(connection: socket.socket) -> int:
-    """A duplicate with a high number.
+def _with_high_number(connection: socket.socket) -> int:
+    """A duplicate of the connection with a high descriptor number.
 
-    When a process ends, Linux releases its files from the highest descriptor down.  mpirun also
-    sees a rank die by a connection that closes, and then kills the others.  This one closes first.
+    When a process ends, Linux closes its files from the highest descriptor down.  mpirun also has a
+    connection to the rank, and kills the others when it closes.  This connection closes first.
     """
-    with contextlib.suppress(OSError):  # so many files may not be allowed
+    with contextlib.suppress(OSError):  # the limit of open files may be lower
         return fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, _HIGH)
     return os.dup(connection.fileno())
 
 
 @contextlib.contextmanager
 def address(job: str) -> Iterator[str]:
-    """The address of the launcher's socket in the job's directory, however long its path is."""
+    """The address of the launcher's socket in the job's directory, even if its path is long."""
     path = os.path.join(job, "launcher")
     if len(os.fsencode(path)) <= _LONGEST:
         yield path
@@ -108,39 +108,39 @@ def address(job: str) -> Iterator[str]:
 
 
 def _number() -> int:
-    """Of this rank, or -1 where no MPI has said it."""
+    """The number of this rank, or -1 if no MPI has set it."""
     found = [os.environ[name] for name in _NUMBERS if name in os.environ]
     return int(found[0]) if found and found[0].isdecimal() else -1
 
 
-# --- the program that it becomes ----------------------------------------------------------------
+# --- the program --------------------------------------------------------------------------------
 
 
 def enter(descriptor: int) -> None:
-    """Take over the connection to the launcher; -1: there is none."""
+    """Take over the connection to the launcher; -1 means that there is none."""
     global _launcher
     if descriptor >= 0:
         _launcher = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
-        os.register_at_fork(after_in_child=_let_go)
+        os.register_at_fork(after_in_child=_forget_launcher)
 
 
 def leave(status: int = 0) -> None:
-    """Tell the launcher that this rank ends in an orderly way, with this status.  Once."""
+    """Report to the launcher, once, that this rank ends normally with this exit status."""
     global _launcher
-    _say(b"%d" % status)
+    _send(b"%d" % status)
     launcher, _launcher = _launcher, None
     if launcher is not None:
         launcher.detach()  # the end of the process closes it
 
 
-def tell_of_mpi() -> None:
-    """Tell the launcher when this process has imported mpi4py.MPI, and so is through MPI_Init."""
-    sys.meta_path.insert(0, _ImportOfMpi())
+def report_mpi_init() -> None:
+    """Report when this process has imported mpi4py.MPI, which calls MPI_Init."""
+    sys.meta_path.insert(0, _MpiImportHook())
 
 
-class _ImportOfMpi(importlib.abc.MetaPathFinder):
-    """Finds mpi4py.MPI where it is, and says so to the launcher once it is loaded."""
+class _MpiImportHook(importlib.abc.MetaPathFinder):
+    """Finds mpi4py.MPI as usual, and reports to the launcher when it is loaded."""
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
         if name != "mpi4py.MPI":
@@ -150,22 +150,22 @@ class _ImportOfMpi(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_say(module: ModuleType) -> None:
+            def execute_and_report(module: ModuleType) -> None:
                 execute(module)
-                _say(IN_MPI)
+                _send(IN_MPI)
 
-            spec.loader.exec_module = execute_and_say  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_report  # type: ignore[method-assign]
         return spec
 
 
-def _say(what: bytes) -> None:
+def _send(what: bytes) -> None:
     if _launcher is not None:
-        with contextlib.suppress(OSError):  # the launcher is gone, or the program has closed this
+        with contextlib.suppress(OSError):  # the launcher has ended, or the program has closed it
             _launcher.send(what + b"\n")
 
 
-def _let_go() -> None:
-    """In a forked child: it is no rank, and must not hold the connection open."""
+def _forget_launcher() -> None:
+    """Close the connection in a forked child, which is not a rank."""
     global _launcher
     launcher, _launcher = _launcher, None
     if launcher is not None:

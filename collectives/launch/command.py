@@ -17,7 +17,7 @@ from collectives.launch.mpirun import MpiNotFound
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one job as the command line says; its exit status."""
+    """Run one job, and return its exit status."""
     parser = _parser()
     options, command = _split(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(options)
@@ -61,12 +61,12 @@ def _parser() -> argparse.ArgumentParser:
         "--flight",
         metavar="DIR",
         type=_dumps,
-        help="ranks dump there what they are doing: at a failed wait, SIGUSR1, or the time limit",
+        help="directory of hang reports: at a failed wait, SIGUSR1, or the time limit",
     )
     parser.add_argument(
         "--fault-tolerant",
         action="store_true",
-        help="when a rank dies the others go on, and are told (Open MPI only)",
+        help="when a rank dies, the others continue and get an error (Open MPI only)",
     )
     return parser
 
@@ -99,9 +99,10 @@ def _seconds(text: str) -> float:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own options, and the command, which argparse never sees and so cannot change.
+    """The launcher's options, and the command, which argparse does not parse.
 
-    A value is joined to its option by "=", or argparse would take ``--mpi-args --verbose`` for two.
+    A value is joined to its option by "=", because argparse would read ``--mpi-args --verbose`` as
+    two options.
     """
     rest = list(argv)
     options = []
@@ -113,13 +114,13 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _handle(signum: signal.Signals) -> None:
-    """Let a signal end the job.  An ignored SIGHUP stays ignored: that is what nohup asks for."""
+    """Let a signal end the job.  An ignored SIGHUP stays ignored, as nohup requires."""
     if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
         signal.signal(signum, _stop)
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    """Unwind through ``launch``, which ends the job; a second Ctrl-C must not cut that short."""
+    """Unwind through ``launch``, which ends the job; ignore a second Ctrl-C meanwhile."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + signum)

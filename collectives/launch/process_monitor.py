@@ -1,6 +1,6 @@
-"""The ranks of one job on this host, as their launcher sees them.
+"""Monitors the ranks of one job on this host, for the launcher.
 
-`bootstrap.py` is the other side: it says why ranks connect to the launcher, and what they tell it.
+`bootstrap.py` is the other end: it explains why ranks connect to the launcher, and what they send.
 """
 
 from __future__ import annotations
@@ -36,90 +36,90 @@ class Rank(NamedTuple):
 
 @dataclass
 class _Connection:
-    """What is known of one rank."""
+    """The state of one rank."""
 
     socket: socket.socket
     pid: int
-    said: bytes = b""
-    number: int | None = None  # None: it has not said yet; -1: it does not know
-    has_left: bool = False  # it ends in an orderly way, or is no longer to be seen
+    received: bytes = b""
+    number: int | None = None  # None: not received yet; -1: the rank does not know it
+    has_ended: bool = False  # it has reported its end, or can no longer be monitored
     has_died: bool = False
 
 
-class Watch:
-    """Hears what the ranks of this host say, and sees them die, in that order.
+class ProcessMonitor:
+    """Receives the messages of the ranks of this host, and notices which rank dies first.
 
-    A selector hands over one event after the other in the order in which they happened.  That is
-    needed: after a death mpirun kills the other ranks, often before the launcher's turn has come.
-    A connection closes before the process has ended, and its process may end after those of ranks
-    that were killed because of it.  So a closed connection counts as the death.  The process itself
-    is watched too, for a child that a library has forked may hold the connection open.
+    A selector returns the events in the order in which they happened.  The order matters: after a
+    death mpirun kills the other ranks, often before the launcher runs again.  A connection closes
+    before its process has ended, and the process may end after those of ranks that were killed
+    because of it.  Therefore a closed connection counts as the death.  The process is monitored
+    too, because a child that a library forked may keep the connection open.
 
-    Where the kernel cannot watch processes (Linux can from 5.3 on) nobody is seen to die.
+    If the kernel cannot monitor processes (Linux can since 5.3), no deaths are noticed.
     """
 
     def __init__(self, job: str) -> None:
         """`job`: the job's directory."""
-        self.status = 0  # of the first rank that has failed in an orderly way
+        self.status = 0  # of the first rank that reported a failure
         self.is_in_mpi = False  # MPI_Init has returned on some rank
         self._connections: list[_Connection] = []
-        self._news: deque[Rank] = deque()
-        self._sees_deaths = False
+        self._deaths: deque[Rank] = deque()
+        self._watches_deaths = False
         self._undo = contextlib.ExitStack()
         self._selector = self._undo.enter_context(selectors.DefaultSelector())
-        self._door = self._undo.enter_context(socket.socket(socket.AF_UNIX))
-        self._door.setblocking(False)
+        self._listener = self._undo.enter_context(socket.socket(socket.AF_UNIX))
+        self._listener.setblocking(False)
         with address(job) as path:
-            self._door.bind(path)
-        self._door.listen(socket.SOMAXCONN)
-        self._follow(self._door, self._admit)
+            self._listener.bind(path)
+        self._listener.listen(socket.SOMAXCONN)
+        self._register(self._listener, self._accept_rank)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ProcessMonitor:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self._undo.close()
 
     def begin(self, mpirun: int) -> None:
-        """See ranks die from now on, and until this process ends: then they die of its end."""
-        self._sees_deaths = self._follow_process(mpirun, self._end)
+        """Notice deaths from now on, until mpirun ends, which ends the ranks itself."""
+        self._watches_deaths = self._register_process(mpirun, self._stop_watching)
 
     def wait(self, seconds: float) -> Rank | None:
-        """A rank that has died without a word, or None after so long, or when mpirun ends."""
-        deadline, saw_deaths = time.monotonic() + seconds, self._sees_deaths
+        """The next rank that died without a report; None after `seconds`, or when mpirun ends."""
+        deadline, were_watched = time.monotonic() + seconds, self._watches_deaths
         while events := self._selector.select(max(deadline - time.monotonic(), 0.0)):
             for key, _ in events:
                 key.data()
-            if self._news or saw_deaths != self._sees_deaths:
+            if self._deaths or were_watched != self._watches_deaths:
                 break
-        return self._news.popleft() if self._news else None
+        return self._deaths.popleft() if self._deaths else None
 
-    def saw_the_end_of(self, size: int) -> bool:
-        """Whether so many ranks were here, each of which has died or come to its program's end."""
+    def have_all_ended(self, size: int) -> bool:
+        """Whether all `size` ranks have connected, and each has died or reported its end."""
         return len(self._connections) == size and not any(self._running())
 
-    def ask(self, signum: int) -> list[int]:
-        """Send a signal to the running ranks that handle it; their numbers."""
-        asked = []
+    def send_signal(self, signum: int) -> list[int]:
+        """Send a signal to the running ranks that handle it; return their numbers."""
+        reached = []
         for rank in self._running():
-            with contextlib.suppress(OSError):  # gone already
-                if _handles(rank.pid, signum):  # or it would die of it
+            with contextlib.suppress(OSError):  # it has ended
+                if _handles(rank.pid, signum):  # otherwise the signal would kill it
                     os.kill(rank.pid, signum)
-                    asked.append(rank.number)
-        return asked
+                    reached.append(rank.number)
+        return reached
 
     def _running(self) -> Iterator[Rank]:
         for each in self._connections:
-            if not each.has_left and not each.has_died:
+            if not each.has_ended and not each.has_died:
                 yield Rank(-1 if each.number is None else each.number, each.pid)
 
     # --- events
 
-    def _follow(self, file: int | socket.socket, react: Callable[[], object]) -> None:
+    def _register(self, file: int | socket.socket, react: Callable[[], object]) -> None:
         self._selector.register(file, selectors.EVENT_READ, react)
 
-    def _follow_process(self, pid: int, react: Callable[[], object]) -> bool:
-        """React when this process ends; False if that cannot be seen."""
+    def _register_process(self, pid: int, react: Callable[[], object]) -> bool:
+        """Call `react` when a process ends; return False if the kernel cannot do that."""
         try:
             process = os.pidfd_open(pid)
         except (AttributeError, OSError):
@@ -130,37 +130,37 @@ class Watch:
             self._selector.unregister(process)
             react()
 
-        self._follow(process, ended)
+        self._register(process, ended)
         return True
 
-    def _end(self) -> None:
-        self._sees_deaths = False
+    def _stop_watching(self) -> None:
+        self._watches_deaths = False
 
-    def _admit(self) -> None:
-        """A process has connected."""
-        connected = self._undo.enter_context(self._door.accept()[0])
+    def _accept_rank(self) -> None:
+        """Accept the connection of a rank."""
+        connected = self._undo.enter_context(self._listener.accept()[0])
         connected.setblocking(False)
         connection = _Connection(connected, _peer(connected))
         self._connections.append(connection)
-        self._follow(connected, partial(self._hear, connection))
-        self._follow_process(connection.pid, partial(self._lose, connection))
+        self._register(connected, partial(self._on_readable, connection))
+        self._register_process(connection.pid, partial(self._record_death, connection))
 
-    def _hear(self, connection: _Connection) -> None:
-        """A rank has said something, or its connection is closed."""
-        said = b""
-        with contextlib.suppress(OSError):  # it was closed with something unread
-            said = connection.socket.recv(64)
-        if said:
-            self._take(connection, said)
+    def _on_readable(self, connection: _Connection) -> None:
+        """Read a rank's message, or notice that its connection is closed."""
+        received = b""
+        with contextlib.suppress(OSError):  # it was closed with unread data
+            received = connection.socket.recv(64)
+        if received:
+            self._parse(connection, received)
             return
         self._selector.unregister(connection.socket)
         if _is_ending(connection.pid):
-            self._lose(connection)
-        connection.has_left = True  # it has closed its files, or has become another program
+            self._record_death(connection)
+        connection.has_ended = True  # it has closed its files, or has started another program
 
-    def _take(self, connection: _Connection, said: bytes) -> None:
-        """First a rank says its number, and is answered; at its end, its status."""
-        *lines, connection.said = (connection.said + said).split(b"\n")
+    def _parse(self, connection: _Connection, received: bytes) -> None:
+        """A rank first sends its number, and gets an answer; at its end it sends its status."""
+        *lines, connection.received = (connection.received + received).split(b"\n")
         for line in lines:
             if line == IN_MPI:
                 self.is_in_mpi = True
@@ -169,27 +169,27 @@ class Watch:
                 with contextlib.suppress(OSError):
                     connection.socket.send(b"\n")
             else:
-                connection.has_left = True
+                connection.has_ended = True
                 self.status = self.status or int(line)
 
-    def _lose(self, connection: _Connection) -> None:
-        """A rank has died, unless it had left; that it may have said just before."""
-        if connection.has_left or connection.has_died or not self._sees_deaths:
+    def _record_death(self, connection: _Connection) -> None:
+        """Note that a rank has died, unless it has reported its end."""
+        if connection.has_ended or connection.has_died or not self._watches_deaths:
             return
         connection.has_died = True
         if connection.number is not None and connection.number >= 0:
-            self._news.append(Rank(connection.number, connection.pid))
+            self._deaths.append(Rank(connection.number, connection.pid))
 
 
 def _peer(connected: socket.socket) -> int:
-    """The process that has connected."""
+    """The process at the other end of a connection."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, _, _ = struct.unpack("3i", credentials)
     return int(pid)
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether this process has ended, or is about to: the kernel already closes its files."""
+    """Whether a process has ended, or is ending: the kernel is closing its files."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -205,10 +205,10 @@ def _handles(pid: int, signum: int) -> bool:
 
 
 def kill(job: str) -> None:
-    """Kill what is left of a job on this host, and whatever it has started.
+    """Kill all processes of a job that are left on this host, with their children.
 
-    Neither group nor parent leads to the ranks: MPICH's stand in sessions of their own, Open MPI's
-    outlive an mpirun that was killed.
+    They are found by their environment.  Process groups and parents do not lead to them: MPICH's
+    ranks have their own sessions, and Open MPI's survive an mpirun that was killed.
     """
     for pid in _processes():
         with contextlib.suppress(OSError):
@@ -221,5 +221,5 @@ def _processes() -> Iterator[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """What the process was started with.  OSError if it is gone, or somebody else's."""
+    """The environment of a process.  Raises OSError if it has ended, or is another user's."""
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -1,4 +1,4 @@
-"""The program of one rank, as ``python -m mpi4py`` would run it, with word to the launcher."""
+"""Runs the program of one rank, as ``python -m mpi4py`` would, with reports to the launcher."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from collectives.launch import bootstrap
 
 
 def run_rank(command: list[str]) -> None:
-    """Run the target as ``python -m mpi4py`` would: an uncaught exception aborts the whole job.
+    """Run the program as ``python -m mpi4py`` would: an uncaught exception aborts the whole job.
 
-    But not if it comes before MPI_Init.  MPICH's mpirun then lets the others wait in MPI_Init for
-    ever, and Open MPI 5's itself hangs if it has to end a rank that is just connecting to it.  So
-    a failing rank also tells the launcher, which ends what mpirun does not.
+    This does not work before MPI_Init: with MPICH the other ranks then wait in MPI_Init for ever,
+    and Open MPI 5's mpirun hangs if it has to end a rank that is just connecting.  Therefore a
+    failing rank also reports to the launcher, which ends the job if mpirun does not.
     """
-    _write_whole_lines()
+    _line_buffer_stdout()
     atexit.register(bootstrap.leave)
-    _tell_of_good_exits()
-    bootstrap.tell_of_mpi()
+    _report_successful_exits()
+    bootstrap.report_mpi_init()
     sys.argv = ["mpi4py", *command]
     try:
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
@@ -33,8 +33,8 @@ def run_rank(command: list[str]) -> None:
         raise
 
 
-def _tell_of_good_exits() -> None:
-    """Let ``os._exit(0)``, which runs no atexit, tell the launcher that all is well.
+def _report_successful_exits() -> None:
+    """Let ``os._exit(0)``, which runs no atexit functions, report success to the launcher.
 
     ``os._exit`` with another status counts as a death.
     """
@@ -48,8 +48,8 @@ def _tell_of_good_exits() -> None:
     os._exit = leave_and_exit
 
 
-def _write_whole_lines() -> None:
-    """At once, and whole: what a rank prints in pieces is torn by what the others print."""
+def _line_buffer_stdout() -> None:
+    """Write whole lines at once, so that lines of different ranks do not mix."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 

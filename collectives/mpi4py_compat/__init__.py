@@ -1,4 +1,7 @@
-"""mpi4py's spelling of the collectives: an `MPI.Intracomm` whose calls this library makes."""
+"""The drop-in for mpi4py: an `MPI.Intracomm` whose collectives are this library's.
+
+It converts mpi4py's buffers, operations and requests to the library's arrays, operators and works.
+"""
 
 from collectives.mpi4py_compat.intracomm import Intracomm
 

@@ -1,12 +1,11 @@
-"""Buffer specifications as mpi4py spells them, read as mpi4py reads them.
+"""Reads mpi4py's buffer specifications as mpi4py does.
 
 A message of one block is `buf`, `[buf, count]`, `[buf, datatype]`, `[buf, count, datatype]`,
-`[buf, (count, displ)]`, `[buf, (count, displ), datatype]` or `[buf, count, displ, datatype]`; one
-of a block for each rank has sequences in place of the numbers; one with a datatype for each rank is
-`[buf, types]`, `[buf, (counts, displs), types]` or `[buf, counts, displs, types]`.  `datatype` may
-be a type code such as "d".  What is left away is inferred, and what cannot be is refused with the
-exception and the words of mpi4py.  Unlike there, what would reach beyond the end of the buffer is
-refused too.
+`[buf, (count, displ)]`, `[buf, (count, displ), datatype]` or `[buf, count, displ, datatype]`.  A
+message with a block for each rank has sequences in place of the numbers.  A message with a datatype
+for each rank is `[buf, types]`, `[buf, (counts, displs), types]` or `[buf, counts, displs, types]`.
+`datatype` may be a type code such as "d".  Missing values are inferred; if that is not possible,
+the error is that of mpi4py.  Unlike mpi4py, a message that exceeds its buffer is refused too.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _HOST_MEMORY = (1, 3, 11, 13)  # of DLPack's devices: the host's own, page-locke
 
 
 class Part(NamedTuple):
-    """Some elements in a row, the first of them `offset` bytes from where the memory begins."""
+    """Consecutive elements; the first has the offset `offset`, in bytes, in the memory."""
 
     offset: int
     num_elements: int
@@ -35,7 +34,7 @@ class Part(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The memory of a specification and the parts of it that are meant.
+    """The memory of a specification and its parts.
 
     Without memory (MPI.BOTTOM, None) offsets are absolute addresses.
     """
@@ -45,16 +44,16 @@ class Message(NamedTuple):
 
     @property
     def datatype(self) -> MPI.Datatype:
-        """That of a message of one block."""
+        """The datatype of a message of one block."""
         return self.parts[0].datatype
 
     @property
     def num_elements(self) -> int:
-        """Those of a message of one block."""
+        """The number of elements of a message of one block."""
         return self.parts[0].num_elements
 
     def only(self, number: int) -> Message:
-        """One of the parts."""
+        """A message of one of the parts."""
         return Message(self.memory, (self.parts[number],))
 
     def resized(self, num_elements: int) -> Message:
@@ -63,7 +62,7 @@ class Message(NamedTuple):
         return Message(self.memory, (Part(offset, num_elements, datatype),))
 
     def repeated(self, number: int) -> Message:
-        """A message of one block, followed by others as long."""
+        """A message of one block, repeated `number` times."""
         offset, count, datatype = self.parts[0]
         stride = count * datatype.extent if count else 0
         parts = [Part(offset + i * stride, count, datatype) for i in range(number)]
@@ -71,7 +70,7 @@ class Message(NamedTuple):
 
 
 def one_block(spec: Any, *, is_sent: bool, num_blocks: int = 0) -> Message:
-    """A block, or where `num_blocks` are meant the first of as many of equal length."""
+    """A message of one block, or the first of `num_blocks` blocks of equal length."""
     buf, count, displ, datatype = _fields(spec, is_vector=False)
     memory, datatype = _memory_and_type(buf, datatype, is_sent)
     length = 0 if memory is None else memory.nbytes
@@ -89,8 +88,8 @@ def one_block(spec: Any, *, is_sent: bool, num_blocks: int = 0) -> Message:
     return Message(memory, (Part(offset, number, datatype),))
 
 
-def a_block_each(spec: Any, num_blocks: int, *, is_sent: bool) -> Message:
-    """A block for each rank, with counts and displacements of its own."""
+def one_block_per_rank(spec: Any, num_blocks: int, *, is_sent: bool) -> Message:
+    """A message with a block for each rank, with its own count and displacement."""
     buf, counts, displs, datatype = _fields(spec, is_vector=True)
     memory, datatype = _memory_and_type(buf, datatype, is_sent)
     if counts is None:
@@ -113,8 +112,8 @@ def a_block_each(spec: Any, num_blocks: int, *, is_sent: bool) -> Message:
     return Message(memory, tuple(parts))
 
 
-def a_type_each(spec: Any, num_blocks: int, *, is_sent: bool) -> Message:
-    """A block for each rank, with a datatype of its own and displacements in bytes."""
+def one_type_per_rank(spec: Any, num_blocks: int, *, is_sent: bool) -> Message:
+    """A message with a block for each rank, with its own datatype and displacement in bytes."""
     if len(spec) not in (2, 3, 4):
         raise ValueError("message: expecting 2 to 4 items")
     counts = displs = None
@@ -142,7 +141,7 @@ def a_type_each(spec: Any, num_blocks: int, *, is_sent: bool) -> Message:
 
 
 def is_in_place(spec: Any) -> bool:
-    """Whether this stands for the other buffer of the call."""
+    """Whether the specification stands for the other buffer of the call."""
     return spec is None or spec is MPI.IN_PLACE
 
 
@@ -150,7 +149,7 @@ def is_in_place(spec: Any) -> bool:
 
 
 def _fields(spec: Any, *, is_vector: bool) -> tuple[Any, Any, Any, Any]:
-    """Buffer, count(s), displacement(s) and datatype, None for what is left away."""
+    """The buffer, count(s), displacement(s) and datatype; None for those that are missing."""
     if not isinstance(spec, (list, tuple)):
         if not (isinstance(spec, np.ndarray) or _is_buffer(spec)):
             raise TypeError("message: expecting buffer or list/tuple")
@@ -166,7 +165,7 @@ def _fields(spec: Any, *, is_vector: bool) -> tuple[Any, Any, Any, Any]:
         return tuple(spec)
     else:
         raise ValueError("message: expecting 2 to 4 items")
-    # A list of two is the counts of two ranks in one case, and a count and its place in the other.
+    # A list of two is the counts of two ranks, or a count and a displacement.
     if isinstance(count, tuple) or (isinstance(count, list) and not is_vector):
         count, displ = count
     return buf, count, displ, datatype
@@ -179,7 +178,7 @@ def _is_buffer(x: Any) -> bool:
         memoryview(x)
     except TypeError:
         return False
-    except (BufferError, ValueError):  # it is one, which a memoryview cannot describe
+    except (BufferError, ValueError):  # a memoryview cannot describe this buffer
         return True
     return True
 
@@ -206,7 +205,7 @@ def _expect(size: int, items: Sequence[Any]) -> None:
         raise ValueError(f"expecting {size} items, got {len(items)}")
 
 
-# Counts and places that are left away
+# Missing counts and displacements
 
 
 def _displaced(displ: int, datatype: MPI.Datatype, length: int) -> int:
@@ -225,7 +224,7 @@ def _displaced(displ: int, datatype: MPI.Datatype, length: int) -> int:
 
 
 def _inferred(length: int, datatype: MPI.Datatype, num_blocks: int) -> int:
-    """The elements of each of so many blocks that fill `length` bytes."""
+    """The number of elements of each of `num_blocks` blocks that fill `length` bytes."""
     if length <= 0:
         return 0
     extent = _extent(datatype, "infer count")
@@ -245,7 +244,7 @@ def _inferred(length: int, datatype: MPI.Datatype, num_blocks: int) -> int:
 
 
 def _extent(datatype: MPI.Datatype, what: str) -> int:
-    """The extent in bytes, where something that depends on it is asked for."""
+    """The extent in bytes.  Raises ValueError, which says `what` needs it, if it is not valid."""
     if not datatype:
         raise ValueError(f"message: cannot {what}, datatype is null")
     lower, extent = datatype.Get_extent()
@@ -269,9 +268,9 @@ def _memory_and_type(
 
 
 def _memory(buf: Any, is_sent: bool) -> MPI.buffer:
-    """The memory behind a buffer, a DLPack tensor or a CUDA array interface, kept alive.
+    """The memory of a buffer, a DLPack tensor or a CUDA array interface.
 
-    The latter two are also spoken by arrays in host memory.
+    Arrays in host memory may have the latter two as well.
     """
     if isinstance(buf, np.ndarray):
         if not buf.flags.c_contiguous and buf.flags.f_contiguous:
@@ -296,7 +295,7 @@ _of_code = cache(MPI.Datatype.fromcode)
 
 
 def _format(buf: Any) -> MPI.Datatype:
-    """The datatype that a buffer itself speaks of."""
+    """The datatype of a buffer, from its own type code."""
     code = _code(buf)
     if code[:1] == _FOREIGN_ORDER:
         raise BufferError(f"format string {code!r} with non-native byte order")
@@ -304,7 +303,7 @@ def _format(buf: Any) -> MPI.Datatype:
 
 
 def _code(buf: Any) -> str:
-    """Its type code, by the first of three protocols that serves."""
+    """The type code of a buffer, from the first of three protocols that has one."""
     try:
         return memoryview(buf).format
     except (BufferError, TypeError, ValueError) as error:
@@ -318,7 +317,7 @@ def _code(buf: Any) -> str:
 
 
 def _dlpack_code(capsule: object) -> str:
-    """The type code in a DLPack capsule, of which NumPy does not know all."""
+    """The type code in a DLPack capsule; NumPy does not know all of them."""
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     pointer = pointer_of(capsule, b"dltensor")
@@ -331,5 +330,5 @@ def _dlpack_code(capsule: object) -> str:
 
 
 def _numpy_code(kind: str, num_bytes: int) -> str:
-    """The type code of a kind of numbers; of bytes for a kind that there is not."""
+    """The type code of a kind of numbers; that of bytes for an unknown kind."""
     return np.dtype(f"{kind}{num_bytes}").char if kind in "biufc" else "B"

@@ -1,4 +1,4 @@
-"""The drop-in for mpi4py: its communicators, with the collectives done by this library.
+"""The drop-in for mpi4py: its communicators, with the collectives of this library.
 
 comm = collectives.Intracomm(MPI.COMM_WORLD)     # the one line that an existing script changes
 """
@@ -23,28 +23,30 @@ from collectives.mpi4py_compat.requests import (
 )
 
 
-def _kept(method: Callable[..., Any]) -> Any:
-    """A method that makes a communicator, which becomes one of ours."""
+def _converting(method: Callable[..., Any]) -> Any:
+    """A method that makes a communicator; the result is converted to a drop-in."""
 
     @wraps(method)
-    def keeping(self: Any, *args: Any, **named: Any) -> Any:
-        return drop_in(method(self, *args, **named))
+    def converting(self: Any, *args: Any, **named: Any) -> Any:
+        return converted(method(self, *args, **named))
 
-    return keeping
+    return converting
 
 
-class Collectives(ObjectCalls):
+class DropInCollectives(ObjectCalls):
     """The collectives of this library, under mpi4py's names, for an MPI intracommunicator."""
 
     _communicator: Communicator | None = None
-    _duplicate: tuple[MPI.Intracomm, MPI.Request] | None = None  # to be the library's, if begun
+    _duplicate: tuple[MPI.Intracomm, MPI.Request] | None = (
+        None  # for the library, once `Idup` is called
+    )
     _is_freed = False
 
     @property
     def communicator(self) -> Communicator:
         """The library's communicator of the same ranks, with its own messages.
 
-        All that it can do, such as `explain` and `load_decisions`, holds for the calls made here.
+        Its methods, such as `explain` and `load_decisions`, also apply to the calls made here.
         """
         made = self._communicator
         return self._make() if made is None else made
@@ -69,30 +71,30 @@ class Collectives(ObjectCalls):
             yield ledger
 
 
-class Intracomm(Collectives, MPI.Intracomm):
+class Intracomm(DropInCollectives, MPI.Intracomm):
     """An mpi4py intracommunicator whose collectives are this library's.
 
-    It is `comm` under another type: same handle, same point-to-point calls.  Making one is a
-    collective call, for it duplicates `comm` for the library's own messages; `Free` gives back
-    both, or, of COMM_WORLD and COMM_SELF, the duplicate alone.
+    It is `comm` with another type: it has the same handle and the same point-to-point calls.
+    Making one is a collective call, because `comm` is duplicated for the library's own messages.
+    `Free` frees both; of COMM_WORLD and COMM_SELF it frees only the duplicate.
 
-    All collectives of mpi4py are there, with its buffer specifications, operations and errors:
-    those that block, those that do not (`Iallreduce`), those that persist (`Allreduce_init`), and
-    the lower-case ones, which pickle.  Never unpickle what ranks send that you do not trust.  Those
-    with buffers never unpickle anything.
+    It has all collectives of mpi4py, with mpi4py's buffer specifications, operations and errors:
+    blocking, non-blocking (`Iallreduce`) and persistent ones (`Allreduce_init`), and the lower-case
+    ones, which pickle.  Use these only among ranks that you trust, because unpickling can run code.
+    The collectives with buffers never unpickle anything.
 
     - `algorithm="ring"`, a keyword of every call with buffers, names an algorithm.
-    - What is not complete on return is a request of MPI, which stands in the lists of
-      `MPI.Request.Waitall`, `Waitany`, `Testall` and the rest beside MPI's own.  It needs
-      MPI_THREAD_MULTIPLE.  A persistent one is started by its `Start`, or by the `Startall` of its
-      class; `MPI.Prequest.Startall` cannot start it, and a copy of its handle knows the run under
-      way only.
-    - A communicator made from it is of this type too, and one with a topology of `Cartcomm`,
-      `Graphcomm` or `Distgraphcomm` here.
-    - Intercommunicators, and the neighbourhood collectives of topologies, are MPI's own, untouched.
-    - `record()` records what is sent; `communicator` is the library's communicator beneath.
+    - Non-blocking and persistent calls return a request of MPI, which can be in the lists of
+      `MPI.Request.Waitall`, `Waitany`, `Testall` and the like together with MPI's own.  They need
+      MPI_THREAD_MULTIPLE.  A persistent request is started by its `Start`, or by the `Startall` of
+      its class; `MPI.Prequest.Startall` cannot start it, and a copy of its handle stands only for
+      the current run.
+    - A communicator made from it has this type too; one with a topology is a `Cartcomm`,
+      `Graphcomm` or `Distgraphcomm` of this module.
+    - Intercommunicators, and the neighbourhood collectives of topologies, remain MPI's own.
+    - `record()` records what is sent; `communicator` is the library's own communicator.
 
-    Arrays on a GPU are refused: `collectives.wrap(comm)` serves those.
+    Arrays on a GPU are refused; use `collectives.wrap(comm)` for these.
     """
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
@@ -101,18 +103,18 @@ class Intracomm(Collectives, MPI.Intracomm):
 
     # The communicators made from it
 
-    Dup = _kept(MPI.Intracomm.Dup)
-    Dup_with_info = _kept(MPI.Intracomm.Dup_with_info)
-    Clone = _kept(MPI.Intracomm.Clone)
-    Create = _kept(MPI.Intracomm.Create)
-    Create_group = _kept(MPI.Intracomm.Create_group)
-    Split = _kept(MPI.Intracomm.Split)
-    Split_type = _kept(MPI.Intracomm.Split_type)
-    Shrink = _kept(MPI.Intracomm.Shrink)
-    Create_cart = _kept(MPI.Intracomm.Create_cart)
-    Create_graph = _kept(MPI.Intracomm.Create_graph)
-    Create_dist_graph = _kept(MPI.Intracomm.Create_dist_graph)
-    Create_dist_graph_adjacent = _kept(MPI.Intracomm.Create_dist_graph_adjacent)
+    Dup = _converting(MPI.Intracomm.Dup)
+    Dup_with_info = _converting(MPI.Intracomm.Dup_with_info)
+    Clone = _converting(MPI.Intracomm.Clone)
+    Create = _converting(MPI.Intracomm.Create)
+    Create_group = _converting(MPI.Intracomm.Create_group)
+    Split = _converting(MPI.Intracomm.Split)
+    Split_type = _converting(MPI.Intracomm.Split_type)
+    Shrink = _converting(MPI.Intracomm.Shrink)
+    Create_cart = _converting(MPI.Intracomm.Create_cart)
+    Create_graph = _converting(MPI.Intracomm.Create_graph)
+    Create_dist_graph = _converting(MPI.Intracomm.Create_dist_graph)
+    Create_dist_graph_adjacent = _converting(MPI.Intracomm.Create_dist_graph_adjacent)
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Intracomm, MPI.Request]:
         """A duplicate that can be used when the request is complete."""
@@ -127,10 +129,10 @@ class Intracomm(Collectives, MPI.Intracomm):
     @classmethod
     def Create_from_group(cls, *args: Any, **named: Any) -> Any:
         """A communicator of a group, as `MPI.Intracomm.Create_from_group` makes it."""
-        return drop_in(MPI.Intracomm.Create_from_group(*args, **named))
+        return converted(MPI.Intracomm.Create_from_group(*args, **named))
 
     def Free(self) -> None:
-        """Give the communicator back to MPI.  All its ranks call this."""
+        """Free the communicator.  All its ranks call this."""
         self._free_duplicate()
         if self.handle not in (MPI.COMM_WORLD.handle, MPI.COMM_SELF.handle):
             super().Free()
@@ -141,7 +143,7 @@ class Intracomm(Collectives, MPI.Intracomm):
             self.Free()
 
     def Disconnect(self) -> None:
-        """Give the communicator back when all its messages are through.  All its ranks call it."""
+        """Free the communicator when its messages are complete.  All its ranks call this."""
         self._free_duplicate()
         super().Disconnect()
 
@@ -149,8 +151,8 @@ class Intracomm(Collectives, MPI.Intracomm):
         if not self or self._is_freed:
             raise MPI.Exception(MPI.ERR_COMM)
         if self._duplicate is not None:
-            _ = self.communicator  # which must be there to be given back
-        if self._communicator is not None:  # MPI, too, carries what is under way to its end
+            _ = self.communicator  # made, so that it can be freed
+        if self._communicator is not None:  # as in MPI, pending operations are completed first
             when_all_done(list(self.pending_operations), self._communicator.free)
         self._communicator, self._is_freed = None, True
 
@@ -158,7 +160,7 @@ class Intracomm(Collectives, MPI.Intracomm):
 class Cartcomm(Intracomm, MPI.Cartcomm):
     """A communicator with a Cartesian topology, whose neighbourhood collectives are MPI's own."""
 
-    Sub = _kept(MPI.Cartcomm.Sub)
+    Sub = _converting(MPI.Cartcomm.Sub)
 
 
 class Graphcomm(Intracomm, MPI.Graphcomm):
@@ -177,14 +179,14 @@ _TYPES: tuple[tuple[type[MPI.Comm], Any], ...] = (
 )
 
 
-def drop_in(comm: MPI.Comm) -> Any:
-    """The same communicator with our collectives; COMM_NULL and what is no intracommunicator as is.
+def converted(comm: MPI.Comm) -> Any:
+    """The communicator as a drop-in; COMM_NULL and intercommunicators are returned unchanged.
 
     A collective call.
     """
-    if isinstance(comm, Collectives) and comm:
+    if isinstance(comm, DropInCollectives) and comm:
         _ = comm.communicator
-    if not comm or isinstance(comm, Collectives):
+    if not comm or isinstance(comm, DropInCollectives):
         return comm
     for theirs, ours in _TYPES:
         if isinstance(comm, theirs):

@@ -1,7 +1,7 @@
-"""From the messages of MPI to flat arrays of bytes, and back.
+"""Packs the messages of MPI into flat arrays of bytes, and unpacks them.
 
-What lies in one stretch and without gaps is the array itself; what does not is packed into one of
-the library's own before the call, and unpacked when its result is there.  Packing is local.
+A message that is contiguous needs no copy.  Another one is packed into an array of the library
+before the call, or unpacked after it.  Packing is local.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collectives.mpi4py_compat.buffers import Message, Part
 Bytes = NDArray[np.uint8]
 
 
-class Side(NamedTuple):
-    """One side of a call: the array on which it works, and how many bytes of it each part has.
+class PackedMessage(NamedTuple):
+    """A message as one flat array, with the number of bytes of each part.
 
-    `load` brings the user's data into it and `store` brings it back; both are empty where the array
-    is the user's own memory.  `release` gives MPI back what they needed.
+    `load` copies the user's data into the array, and `store` copies it back; both are empty if the
+    array is the user's own memory.  `release` frees the datatypes that they need.
     """
 
     array: Bytes
@@ -33,20 +33,20 @@ class Side(NamedTuple):
     release: tuple[Action, ...] = ()
 
 
-def side(message: Message) -> Side:
-    """The array of a message's bytes: its own memory where possible.
+def packed(message: Message) -> PackedMessage:
+    """The message as a flat array: its own memory if possible, else a copy.
 
-    Raises ValueError if a part does not lie within the memory.
+    Raises ValueError if a part is not within the memory.
     """
     memory = np.empty(0, np.uint8) if message.memory is None else _bytes(message.memory)
-    if len(message.parts) == 1:  # most are one block that is all of the memory
+    if len(message.parts) == 1:  # mostly it is one block that fills the memory
         ((offset, number, datatype),) = message.parts
         if number and not offset and number * datatype.size == memory.size and is_plain(datatype):
-            return Side(memory, [memory.size])
+            return PackedMessage(memory, [memory.size])
     each = sizes(message)
     start, num_bytes = _start(message.parts, each), sum(each)
     if start is not None and 0 <= start <= start + num_bytes <= memory.size:
-        return Side(memory[start : start + num_bytes], each)
+        return PackedMessage(memory[start : start + num_bytes], each)
     for part in message.parts:
         if part.num_elements and message.memory is not None:
             _check_within(part, memory.size)
@@ -59,7 +59,7 @@ def sizes(message: Message) -> list[int]:
 
 
 def is_plain(datatype: MPI.Datatype) -> bool:
-    """Whether elements of this datatype are so many bytes in a row, without gaps."""
+    """Whether elements of this datatype are contiguous bytes without gaps."""
     return datatype.handle in _PLAIN or _is_without_gaps(datatype)
 
 
@@ -76,7 +76,7 @@ def _bytes(memory: MPI.buffer) -> Bytes:
 
 
 def _check_within(part: Part, length: int) -> None:
-    """Raise ValueError where MPI would read or write memory that is not the buffer's."""
+    """Raise ValueError if MPI would read or write outside of the buffer."""
     lower, extent = part.datatype.Get_true_extent()
     stride = (part.num_elements - 1) * part.datatype.extent
     start = part.offset + lower + min(0, stride)
@@ -89,7 +89,7 @@ def _check_within(part: Part, length: int) -> None:
 
 
 def _start(parts: tuple[Part, ...], sizes: list[int]) -> int | None:
-    """Where the parts begin if they lie one behind the other without gaps, else None."""
+    """The offset of the first part if the parts are contiguous and in order, else None."""
     start = stop = plain = None
     for (offset, _, datatype), size in zip(parts, sizes, strict=True):
         if size == 0:
@@ -101,7 +101,7 @@ def _start(parts: tuple[Part, ...], sizes: list[int]) -> int | None:
     return start or 0
 
 
-def _packed(message: Message, memory: Bytes, sizes: list[int]) -> Side:
+def _packed(message: Message, memory: Bytes, sizes: list[int]) -> PackedMessage:
     array = np.empty(sum(sizes), np.uint8)
     end = 0
     load: list[Action] = []
@@ -117,21 +117,21 @@ def _packed(message: Message, memory: Bytes, sizes: list[int]) -> Side:
             load.append(partial(np.copyto, place, there))
             store.append(partial(np.copyto, there, place))
             continue
-        whole = Whole(part.datatype, part.num_elements, part.offset, memory)
+        whole = BlockType(part.datatype, part.num_elements, part.offset, memory)
         load.append(partial(whole.pack, place))
         store.append(partial(whole.unpack, place))
         release.append(whole.free)
-    return Side(array, sizes, tuple(load), tuple(store), tuple(release))
+    return PackedMessage(array, sizes, tuple(load), tuple(store), tuple(release))
 
 
-class Whole:
-    """Some elements of a datatype, as one element of a datatype of our own.
+class BlockType:
+    """A derived datatype that combines several elements of a datatype into one.
 
-    It is good for as long as it is kept: the user may free the other meanwhile, as MPI allows.
+    It remains valid when the user frees the other datatype, as MPI allows.
     """
 
     def __init__(self, datatype: MPI.Datatype, count: int, offset: int, memory: Bytes) -> None:
-        # An element at absolute address a is one that lies a - b from an anchor at address b.
+        # An element at the absolute address a has the offset a - b from an anchor at address b.
         self._anchor: Any = memory[:1] if memory.size else np.empty(1, np.uint8)
         if not memory.size:
             offset -= int(self._anchor.ctypes.data)
@@ -142,14 +142,14 @@ class Whole:
         placed.Free()
 
     def pack(self, place: Bytes) -> None:
-        """Copy the elements to `place`, one behind the other."""
+        """Copy the elements to `place` without gaps."""
         end = self._datatype.Pack(self._anchor, place, 0, MPI.COMM_SELF)
         assert end == place.size, f"packed {end} bytes instead of {place.size}"
 
     def unpack(self, place: Bytes) -> None:
-        """Copy them back."""
+        """Copy the elements back from `place`."""
         self._datatype.Unpack(place, 0, self._anchor, MPI.COMM_SELF)
 
     def free(self) -> None:
-        """Give the datatype back to MPI."""
+        """Free the datatype."""
         self._datatype.Free()

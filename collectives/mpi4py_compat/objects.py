@@ -1,6 +1,6 @@
 """The lower-case collectives, which pickle Python objects as mpi4py does.
 
-Whoever can send such a message can run code in the process that unpickles it: use them only among
+A rank that sends such a message can run code in the process that unpickles it: use them only among
 ranks that trust each other.  Nothing else in the library unpickles anything.
 """
 
@@ -24,9 +24,9 @@ Operation = MPI.Op | Callable[[Any, Any], Any]
 class ObjectCalls(Calls):
     """The collectives of Python objects, as methods of an MPI communicator.
 
-    The lengths of what comes are sent ahead, under "counts" in the ledger.  `algorithm` is that of
-    the call which moves the pickles.  A reduction gathers objects and combines them in the order of
-    the ranks; what combines two is an MPI operation or any function.
+    The lengths of the pickles are sent first, under "counts" in the ledger.  `algorithm` is the
+    algorithm of the call that sends the pickles.  A reduction gathers the objects and combines them
+    in the order of the ranks, by an MPI operation or any function of two objects.
     """
 
     def barrier(self, *, algorithm: str | None = None) -> None:
@@ -34,7 +34,7 @@ class ObjectCalls(Calls):
         self.Barrier(algorithm=algorithm)
 
     def bcast(self, obj: Any, root: int = 0, *, algorithm: str | None = None) -> Any:
-        """The root's object, on all ranks."""
+        """Return the root's object on all ranks."""
         root, is_root = self._root(root)
         data = _pickled(obj) if is_root else None
         (length,) = self._numbers(root, None if data is None else [data.size], 1)
@@ -45,7 +45,7 @@ class ObjectCalls(Calls):
     def gather(
         self, sendobj: Any, root: int = 0, *, algorithm: str | None = None
     ) -> list[Any] | None:
-        """Every rank's object, in the order of ranks, on the root; None on the others."""
+        """Return every rank's object, in the order of the ranks, on the root; None on others."""
         root, is_root = self._root(root)
         data = _pickled(sendobj)
         counts = self._table([data.size])[:, 0].tolist()
@@ -57,7 +57,7 @@ class ObjectCalls(Calls):
     def scatter(
         self, sendobj: Sequence[Any] | None, root: int = 0, *, algorithm: str | None = None
     ) -> Any:
-        """To every rank the root's object of its number."""
+        """Return the root's object number `rank` on each rank."""
         root, is_root = self._root(root)
         parts = self._pickled_each(sendobj) if is_root else []
         size = self.communicator.size
@@ -68,14 +68,14 @@ class ObjectCalls(Calls):
         return _unpickled(own)
 
     def allgather(self, sendobj: Any, *, algorithm: str | None = None) -> list[Any]:
-        """Every rank's object, in the order of ranks, on all."""
+        """Return every rank's object, in the order of the ranks, on all ranks."""
         data = _pickled(sendobj)
         counts = self._table([data.size])[:, 0].tolist()
         whole = self.communicator.all_gather(data, counts=counts, algorithm=algorithm)
         return _parts(whole, counts)
 
     def alltoall(self, sendobj: Sequence[Any], *, algorithm: str | None = None) -> list[Any]:
-        """To every rank the object of its number, from all."""
+        """Return the objects number `rank` of all ranks, in the order of the ranks."""
         parts = self._pickled_each(sendobj)
         table = self._table([part.size for part in parts])
         data = np.concatenate(parts)
@@ -84,21 +84,21 @@ class ObjectCalls(Calls):
         return _parts(whole, table[:, self.communicator.rank].tolist())
 
     def reduce(self, sendobj: Any, op: Operation = MPI.SUM, root: int = 0) -> Any:
-        """The combination of every rank's object, on the root; None on the others."""
+        """Return the combination of all ranks' objects on the root; None on the others."""
         items = self.gather(sendobj, root)
         return None if items is None else reduce(op, items)
 
     def allreduce(self, sendobj: Any, op: Operation = MPI.SUM) -> Any:
-        """The combination of every rank's object, on all."""
+        """Return the combination of all ranks' objects on all ranks."""
         return reduce(op, self.allgather(sendobj))
 
     def scan(self, sendobj: Any, op: Operation = MPI.SUM) -> Any:
-        """The combination of the objects of all ranks up to and including this one."""
+        """Return the combination of the objects of all ranks up to and including this one."""
         items = self.gather(sendobj)
         return self.scatter(None if items is None else list(accumulate(items, op)))
 
     def exscan(self, sendobj: Any, op: Operation = MPI.SUM) -> Any:
-        """The combination of the objects of all ranks before this one; None on the first."""
+        """Return the combination of the objects of all lower ranks; None on rank 0."""
         items = self.gather(sendobj)
         return self.scatter(None if items is None else [None, *accumulate(items[:-1], op)])
 
@@ -111,11 +111,11 @@ class ObjectCalls(Calls):
         return [_pickled(item) for item in items]
 
     def _table(self, numbers: Sequence[int]) -> NDArray[np.int64]:
-        """A few integers of every rank on every rank, one row each."""
+        """Gather a few integers of every rank on every rank, one row for each."""
         return all_gather_integers(self.communicator._session, numbers, "counts")
 
     def _numbers(self, root: int, numbers: Sequence[int] | None, length: int) -> list[int]:
-        """The root's integers, on every rank."""
+        """Send the root's integers to every rank."""
         return broadcast_integers(self.communicator._session, numbers, length, root, "counts")
 
 
@@ -128,6 +128,6 @@ def _unpickled(data: NDArray[np.uint8]) -> Any:
 
 
 def _parts(whole: NDArray[np.uint8], counts: Sequence[int]) -> list[Any]:
-    """The objects in pickles that lie one behind the other."""
+    """The objects in consecutive pickles."""
     ends = list(accumulate(counts))
     return [_unpickled(whole[end - n : end]) for end, n in zip(ends, counts, strict=True)]

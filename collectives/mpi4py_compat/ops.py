@@ -1,8 +1,8 @@
 """MPI's operations as operators of the library.
 
-Where one of ours does the same on this datatype it is taken; the others, and those that users
-make, are applied by `MPI.Op.Reduce_local`, which sends nothing.  Where MPI leaves open what the
-smaller or larger one is, with NaN, it is NaN here.
+If an operator of the library computes the same on a datatype, it is used.  All others, and those
+that users define, are applied by `MPI.Op.Reduce_local`, which sends nothing.  The minimum and the
+maximum of NaN and a number, which MPI does not define, are NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from collectives.arrays import OPERATORS, Array, Backend, Operator
 from collectives.engines import Action
-from collectives.mpi4py_compat.memory import Bytes, Whole, is_plain
+from collectives.mpi4py_compat.memory import BlockType, Bytes, is_plain
 
 OPERATIONS = {
     "sum": MPI.SUM,
@@ -41,28 +41,27 @@ _DTYPES = {
 }
 
 
-# What stands for one of MPI's operations among the arguments of the library's own call, by the
-# dtype that it combines and its identity.
+# The arguments of the library's own call for one of MPI's operations, by dtype and identity.
 PLAIN_OPERATORS: dict[tuple[np.dtype[Any], int], dict[str, str]] = {
     (np.dtype(char), id(op)): {} if name == "sum" else {"op": name}
-    for char in "bBhHiIlLqQfdFD"  # which MPI knows as NumPy does
+    for char in "bBhHiIlLqQfdFD"  # dtypes that are the same in MPI and NumPy
     for name, op in OPERATIONS.items()
     if np.dtype(char).kind in (OPERATORS[name].kinds or "")
 }
 
 
-class Combining(NamedTuple):
-    """How a reduction combines: on elements of which dtype, and with what."""
+class DtypeOperator(NamedTuple):
+    """An operator, and the dtype of the elements that it combines."""
 
     dtype: np.dtype[Any]
     operator: str | Operator
     release: tuple[Action, ...] = ()
 
 
-def combining(op: MPI.Op, datatype: MPI.Datatype) -> Combining:
-    """What stands for an MPI operation on this datatype.
+def operator_for(op: MPI.Op, datatype: MPI.Datatype) -> DtypeOperator:
+    """The operator for an MPI operation on a datatype.
 
-    Raises MPI.Exception, as MPI does, for one that has no meaning for it.
+    Raises MPI.Exception, as MPI does, if the operation is not defined for the datatype.
     """
     if not isinstance(op, MPI.Op):
         raise TypeError(
@@ -70,23 +69,23 @@ def combining(op: MPI.Op, datatype: MPI.Datatype) -> Combining:
         )
     dtype, name = _DTYPES.get(datatype.handle), _NAMES.get(op.handle)
     if name is not None and dtype is not None and _serves(OPERATORS[name], dtype):
-        return Combining(dtype, name)
+        return DtypeOperator(dtype, name)
     if not op or op in (MPI.REPLACE, MPI.NO_OP):
         raise MPI.Exception(MPI.ERR_OP)
     if not datatype or not datatype.size:
         raise MPI.Exception(MPI.ERR_TYPE)
     if datatype.extent < 0:
-        raise NotImplementedError("a reduction of a datatype whose elements lie backwards")
+        raise NotImplementedError("a reduction of a datatype with a negative extent")
     dtype = np.dtype((np.void, datatype.size))
     if is_plain(datatype):
-        local = Local(op, datatype)
-        return Combining(dtype, MpiOperator.of(op, local))
+        local = LocalReduction(op, datatype)
+        return DtypeOperator(dtype, MpiOperator.of(op, local))
     if datatype.is_predefined:
-        unpacking = Unpacking(op, datatype, datatype)
-        return Combining(dtype, MpiOperator.of(op, unpacking), (unpacking.free,))
+        unpacking = UnpackingReduction(op, datatype, datatype)
+        return DtypeOperator(dtype, MpiOperator.of(op, unpacking), (unpacking.free,))
     kept = datatype.Dup()
-    unpacking = Unpacking(op, datatype, kept)
-    return Combining(dtype, MpiOperator.of(op, unpacking), (unpacking.free, kept.Free))
+    unpacking = UnpackingReduction(op, datatype, kept)
+    return DtypeOperator(dtype, MpiOperator.of(op, unpacking), (unpacking.free, kept.Free))
 
 
 def _serves(operator: Operator, dtype: np.dtype[Any]) -> bool:
@@ -101,19 +100,22 @@ class MpiOperator(Operator):
     """An operator that is an MPI operation."""
 
     @classmethod
-    def of(cls, op: MPI.Op, function: Local | Unpacking) -> MpiOperator:
-        """`function` applies it to arrays of packed elements."""
+    def of(cls, op: MPI.Op, function: LocalReduction | UnpackingReduction) -> MpiOperator:
+        """The operator whose `function` applies `op` to arrays of packed elements."""
         name = "an MPI operation" if op.is_predefined else "a user's MPI operation"
         return cls(name, function, is_commutative=op.Is_commutative())
 
     def rehearse(self, backend: Backend, x: Array) -> None:
-        """Try MPI's own only: what a user's function does besides combining is not ours to do."""
-        if isinstance(self.function, (Local, Unpacking)) and self.function.op.is_predefined:
+        """Try only MPI's own operations, because a user's function may have side effects."""
+        if (
+            isinstance(self.function, (LocalReduction, UnpackingReduction))
+            and self.function.op.is_predefined
+        ):
             super().rehearse(backend, x)
 
 
-class Local:
-    """An operation on elements that are so many bytes in a row.  What MPI calls `in` is left."""
+class LocalReduction:
+    """An operation on contiguous elements.  MPI's argument `in` is the left operand."""
 
     def __init__(self, op: MPI.Op, datatype: MPI.Datatype) -> None:
         self.op, self.datatype = op, datatype
@@ -123,7 +125,7 @@ class Local:
         if num_elements == 0:
             return
         left, right, out = (x.view(np.uint8) for x in (left, right, out))
-        if _is_same(left, out):  # MPI leaves the result where the right operand was
+        if _is_same(left, out):  # MPI writes the result over the right operand
             result = right.copy()
             self._apply(left, result, num_elements)
             out[...] = result
@@ -136,33 +138,32 @@ class Local:
         self.op.Reduce_local([left, count, self.datatype], [right, count, self.datatype])
 
 
-class Unpacking:
-    """An operation on elements of a derived datatype, which is applied to them unpacked.
+class UnpackingReduction:
+    """An operation on elements of a derived datatype, which are unpacked for it.
 
-    `kept`: the same datatype, for when the user has freed his while the call is under way.
+    `kept`: a duplicate of the datatype, in case the user frees the original during the call.
     """
 
     def __init__(self, op: MPI.Op, datatype: MPI.Datatype, kept: MPI.Datatype) -> None:
-        self.op, self._datatype, self._kept = op, datatype, kept
-        self._wholes: dict[int, tuple[Whole, Whole, Bytes, Bytes]] = {}
+        self.op, self._datatype, self._converting = op, datatype, kept
+        self._block_types: dict[int, tuple[BlockType, BlockType, Bytes, Bytes]] = {}
 
     def __call__(self, left: Array, right: Array, out: Array, /) -> None:
         count = out.size
         if count == 0:
             return
-        if count not in self._wholes:
-            self._wholes[count] = self._room(count)
-        left_whole, right_whole, left_bytes, right_bytes = self._wholes[count]
+        if count not in self._block_types:
+            self._block_types[count] = self._allocate(count)
+        left_whole, right_whole, left_bytes, right_bytes = self._block_types[count]
         left_whole.unpack(left.view(np.uint8))
         right_whole.unpack(right.view(np.uint8))
-        datatype = self._datatype or self._kept  # the user's function may look at his own
+        datatype = self._datatype or self._converting  # a user's function may check its datatype
         self.op.Reduce_local([left_bytes, count, datatype], [right_bytes, count, datatype])
         right_whole.pack(out.view(np.uint8))
 
-    def _room(self, count: int) -> tuple[Whole, Whole, Bytes, Bytes]:
-        """Memory for two times so many elements, the gaps behind each too; and from where in it
-        they are counted."""
-        datatype = self._kept
+    def _allocate(self, count: int) -> tuple[BlockType, BlockType, Bytes, Bytes]:
+        """Memory for two operands of `count` elements with their gaps, and datatypes for them."""
+        datatype = self._converting
         (first, extent), (true_first, true_extent) = (
             datatype.Get_extent(),
             datatype.Get_true_extent(),
@@ -171,17 +172,17 @@ class Unpacking:
         stop = max(first + extent, true_first + true_extent)
         room = start + (count - 1) * extent + stop
         buffers = [np.zeros(room, np.uint8) for _ in range(2)]
-        wholes = [Whole(datatype, count, start, x) for x in buffers]
+        wholes = [BlockType(datatype, count, start, x) for x in buffers]
         return wholes[0], wholes[1], buffers[0][start:], buffers[1][start:]
 
     def free(self) -> None:
-        """Give the datatypes back to MPI."""
-        for left, right, *_ in self._wholes.values():
+        """Free the datatypes."""
+        for left, right, *_ in self._block_types.values():
             left.free()
             right.free()
-        self._wholes.clear()
+        self._block_types.clear()
 
 
 def _is_same(x: Bytes, y: Bytes) -> bool:
-    """Whether two arrays are the same memory; such as share some are."""
+    """Whether two arrays are the same memory, given that they do not overlap partly."""
     return bool(x.ctypes.data == y.ctypes.data)

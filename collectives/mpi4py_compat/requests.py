@@ -1,9 +1,9 @@
-"""MPI requests of what the library does: they stand beside MPI's own in every list.
+"""MPI requests for calls of the library, which can be used together with MPI's own requests.
 
-A call under way is a generalised request of MPI.  `Wait` and `Test` of our requests make the call
-go on themselves; the library's thread does so for those who wait through MPI's own functions.  When
-the result is in its place MPI is told that the request is complete.  A call that failed completes
-too, and waiting for it raises.
+A call in progress is a generalized request of MPI.  `Wait` and `Test` of these requests advance the
+call; the library's thread advances calls that wait in MPI's own functions.  When the result is in
+the caller's buffer, the request is marked complete in MPI.  A call that failed is completed too,
+and waiting for it raises.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from collectives.engines import Action, ProgressThread, call_all, shared_progres
 from collectives.errors import CollectiveTimeout
 from collectives.runtime import Plan
 
-THREAD_DELAY = 2e-4  # seconds before the thread makes a call go on: most are waited for at once
+THREAD_DELAY = 2e-4  # seconds before the thread advances a call: most are waited for at once
 _wait = MPI.Request.Wait
-_is_active = MPI.Request.__bool__  # a request that was started, and for which nobody has waited
+_is_active = MPI.Request.__bool__  # whether a request was started and not waited for
 _HANDLE = ctypes.c_uint64 if MPI._sizeof(MPI.Request) == 8 else ctypes.c_uint32
 
 
 def progress_thread() -> ProgressThread | None:
-    """What carries requests on; None where MPI does not allow a thread."""
+    """The thread that advances requests; None if MPI does not support threads."""
     return shared_progress_thread() if MPI.Query_thread() == MPI.THREAD_MULTIPLE else None
 
 
 def require_thread() -> ProgressThread:
-    """The thread.  Raises RuntimeError where there can be none."""
+    """The thread that advances requests.  Raises RuntimeError if MPI does not support threads."""
     thread = progress_thread()
     if thread is None:
         raise RuntimeError(
-            "non-blocking and persistent collectives are carried on by a thread, which needs "
-            "MPI_THREAD_MULTIPLE; this MPI started without"
+            "non-blocking and persistent collectives need a thread and MPI_THREAD_MULTIPLE; "
+            "this MPI was started without it"
         )
     return thread
 
 
 class Started(Protocol):
-    """What was started: a Work, or a Plan."""
+    """A Work or a Plan that was started."""
 
     def test(self) -> bool:
-        """Go on without waiting; whether it is complete.  Raises what it failed with."""
+        """Advance it without waiting; return whether it is complete.  Raises its error."""
 
     def wait(self) -> object:
-        """Make it go on until it is complete.  Raises what it failed with."""
+        """Wait until it is complete.  Raises its error."""
 
     def add_done_callback(self, action: Action) -> None:
-        """Do this when it is complete or has failed; now if that has happened."""
+        """Call `action` when it is complete or has failed; at once if it already is."""
 
 
 class Operation:
-    """One call under way, and the request that MPI knows it by.
+    """A call in progress, and its generalized request of MPI.
 
-    `store`: what brings the result to its place.  `release`: what is done at the very end.
-    `pending_operations`: it is among these until it is over.
+    `store`: actions that copy the result to the caller's buffer.  `release`: actions at the end.
+    `pending_operations`: the set that contains it until it is complete.
     """
 
     error: BaseException | None = None
@@ -78,18 +78,18 @@ class Operation:
         started.add_done_callback(self._complete)
 
     def _complete(self) -> None:
-        """The call is over: bring its result to its place, and complete the request.
+        """Store the result of a call that is done, and complete the request.
 
-        Done by whoever has made the call go on to its end: the thread, or who waits.
+        The thread that completes the call runs this.
         """
-        assert self._started is not None, "it is over once"
+        assert self._started is not None, "a call is completed once"
         try:
             self._started.test()
             for action in self._store:
                 action()
-        except BaseException as error:  # noqa: BLE001 - kept for whoever waits
+        except BaseException as error:  # noqa: BLE001 - the wait raises it
             self.error = error
-        # What was started knows this operation; if that were mutual, both would stay a while.
+        # Avoid a reference cycle: what was started refers to this operation.
         self._started, self._store = None, ()
         self._pending_operations.discard(self)
         if self._release:
@@ -97,25 +97,25 @@ class Operation:
         self.request.Complete()
 
     def add_done_callback(self, action: Action) -> None:
-        """Do this when the call is complete; now if it is."""
+        """Call `action` when the call is complete; at once if it already is."""
         self._release.append(action)
         if self._started is None:
             self._run_done_callbacks()
 
     def _run_done_callbacks(self) -> None:
-        """What was asked for, each once, whoever else does it at the same time."""
-        with suppress(IndexError):  # another has taken the last
+        """Call each action once, even if several threads get here."""
+        with suppress(IndexError):  # another thread has taken the last one
             while self._release:
                 action = self._release.pop(0)
                 try:
                     action()
-                except BaseException as error:  # noqa: BLE001 - kept for whoever waits
+                except BaseException as error:  # noqa: BLE001 - the wait raises it
                     self.error = self.error or error
 
     def wait(self) -> None:
-        """Make the call go on to its end.  What it fails with is kept for whoever asks MPI.
+        """Wait until the call is done.  An error is kept for `_query`.
 
-        Raises CollectiveTimeout if it goes on, and may be waited for again.
+        Raises CollectiveTimeout after the time limit; then the call continues.
         """
         if (started := self._started) is not None:
             try:
@@ -127,19 +127,19 @@ class Operation:
                 pass
 
     def test(self) -> None:
-        """Make the call go on without waiting."""
+        """Advance the call without waiting."""
         if (started := self._started) is not None:
             with suppress(Exception):
                 started.test()
 
     def _query(self, status: MPI.Status) -> None:
-        """Called by MPI when somebody waits for the complete request."""
+        """Called by MPI in a wait for the complete request."""
         if self.error is not None:
             raise MPI.Exception(_error_code(self.error))
 
 
 def when_all_done(operations: Sequence[Operation], action: Action) -> None:
-    """Do this when all of them are complete; now if they are."""
+    """Call `action` when all operations are complete; at once if they already are."""
     if operations:
         first, *others = operations
         first.add_done_callback(partial(when_all_done, others, action))
@@ -148,32 +148,32 @@ def when_all_done(operations: Sequence[Operation], action: Action) -> None:
 
 
 class _LibraryRequest:
-    """What both kinds of request do when somebody waits for their operation.
+    """The waits and tests of both kinds of requests.
 
-    It stands before a request of MPI.  Deriving it from MPI.Request would tell mypy, but then
-    Python refuses to make a PersistentRequest.
+    It is a mix-in for a request class of MPI.  It cannot derive from MPI.Request itself, because
+    then Python cannot construct a PersistentRequest.
     """
 
     _operation: Operation | None = None
 
     def Wait(self, status: MPI.Status | None = None) -> Any:
-        """Wait until the call is complete, if one is under way; raises what it failed with."""
+        """Wait until the call, if there is one, is complete; raises its error."""
         if self._operation is not None:
             self._operation.wait()
         return self._ask(_wait, status)
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        """Whether no call is under way any more; raises what it failed with."""
+        """Return whether the call, if there is one, is complete; raises its error."""
         if self._operation is not None:
             self._operation.test()
         return bool(self._ask(MPI.Request.Test, status))
 
     def wait(self, status: MPI.Status | None = None) -> Any:
-        """The same, in the spelling of mpi4py's pickled calls; returns None."""
+        """Call `Wait`; the name is that of mpi4py's pickled calls.  Returns None."""
         self.Wait(status)
 
     def _ask(self, question: Callable[..., Any], status: MPI.Status | None) -> Any:
-        """Ask MPI, and raise in the library's own words what it knows as a failure."""
+        """Call a function of MPI; for a failed call raise the library's error instead of MPI's."""
         try:
             return question(self, status)
         except MPI.Exception as error:
@@ -184,21 +184,21 @@ class _LibraryRequest:
 
 
 class Request(_LibraryRequest, MPI.Grequest):
-    """A collective call under way."""
+    """The request of a non-blocking collective."""
 
     @classmethod
     def of(cls, operation: Operation) -> Request:
-        """The request to hand out."""
+        """The request of an operation."""
         request = cls(operation.request)
         request._operation = operation
         return request
 
 
 class PersistentRequest(_LibraryRequest, MPI.Prequest):
-    """A collective call to be started many times.
+    """The request of a persistent collective, which can be started many times.
 
-    `Start` it, or `PersistentRequest.Startall` some, MPI's own among them; `MPI.Prequest.Startall`
-    cannot start it, for MPI knows only the runs and not the plan.
+    `Start` starts it, and `PersistentRequest.Startall` starts several, including MPI's own.
+    `MPI.Prequest.Startall` cannot start it, because MPI knows only the runs and not the plan.
     """
 
     _plan: Plan | None
@@ -230,24 +230,24 @@ class PersistentRequest(_LibraryRequest, MPI.Prequest):
     __hash__ = object.__hash__
 
     def Start(self) -> None:
-        """Begin a run, which reads the buffers afresh.  MPI.Exception while one is active."""
+        """Start a run, which reads the buffers anew.  Raises MPI.Exception during a run."""
         if self._plan is None or _is_active(self):
             raise MPI.Exception(MPI.ERR_REQUEST)
         if self._load:
             call_all(self._load)
         self._plan.start()
         self._operation = Operation(self._plan, self._store, (), self._pending_operations)
-        # MPI makes a new request for every run; this object stands for each in its turn.
+        # MPI makes a new request for every run; this object takes over its handle.
         self._handle.value = self._operation.request.handle
 
     @classmethod
     def Startall(cls, requests: Sequence[MPI.Prequest]) -> None:
-        """Start all of them, MPI's own as well."""
+        """Start all requests, including MPI's own."""
         for request in requests:
             request.Start()
 
     def Free(self) -> None:
-        """Give the plan back, as soon as a run under way is complete."""
+        """Free the plan, after the current run if there is one."""
         if self._plan is None:
             raise MPI.Exception(MPI.ERR_REQUEST)
         if _is_active(self):
@@ -260,13 +260,13 @@ class PersistentRequest(_LibraryRequest, MPI.Prequest):
                 self._operation.add_done_callback(action)
 
     def free(self) -> None:
-        """Call `Free` unless that has been done."""
+        """Call `Free` unless it was called before."""
         if self._plan is not None:
             self.Free()
 
 
 def _error_code(error: BaseException) -> int:
-    """An error code of MPI whose text is that of the failure."""
+    """An error code of MPI with the text of the error."""
     if isinstance(error, MPI.Exception):
         return error.Get_error_code()
     code = MPI.Add_error_code(MPI.ERR_OTHER)

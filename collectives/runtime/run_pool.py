@@ -106,7 +106,7 @@ class RunPool:
     def subgroup_barrier(self, steps: Sequence[Step], tag: int, name: str) -> Run:
         """The run of a barrier among the members of a new subgroup."""
         names, operands = ("subgroup", "dissemination"), operands_of(Arrays(HOST, None, None))
-        return self._run(names, _alone(steps, 1), operands, tag, lambda _: name)
+        return self._run(names, _program_of(steps, 1), operands, tag, lambda _: name)
 
     def forget(self) -> None:
         """Forget the idle runs."""
@@ -217,10 +217,10 @@ def _message(ends: Ends) -> Program:
         sends = (Message(ends.dest, Region("input", 0, ends.num_sent)),)
     if ends.source is not None:
         receives = (Message(ends.source, Region("output", 0, ends.num_received)),)
-    return _alone([Step(sends=sends, receives=receives)], ends.itemsize)
+    return _program_of([Step(sends=sends, receives=receives)], ends.itemsize)
 
 
-def _alone(steps: Sequence[Step], itemsize: int) -> Program:
+def _program_of(steps: Sequence[Step], itemsize: int) -> Program:
     """The program of some steps that belong to no algorithm."""
     return assembled(Lanes((Lane(tuple(steps)),)), itemsize)
 

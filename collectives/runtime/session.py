@@ -159,7 +159,7 @@ class Session:
         if self._broken_by is not None:
             raise self._broken_by.with_traceback(None)
 
-    def _under_way(self) -> list[Work[Any]]:
+    def _pending_calls(self) -> list[Work[Any]]:
         """The calls of this communicator that are not done."""
         calls = [*self.transport.in_flight, *([] if self.thread is None else self.thread.calls)]
         if self._timed_out is not None:
@@ -174,7 +174,7 @@ class Session:
 
     def free(self) -> None:
         """Free the communicator of the engine.  Raises RuntimeError if a call is under way."""
-        for work in self._under_way():
+        for work in self._pending_calls():
             if not work.test():
                 raise RuntimeError(f"{work.title} is already running; wait for it first")
         self.forget_calls()

@@ -528,7 +528,7 @@ def test_scatter_with_out_of_unequal_parts_asks_for_counts() -> None:
     def body(comm: Communicator) -> Any:
         comm.scatter(np.arange(7.0) if comm.rank == 0 else None, out=np.empty(2))
 
-    with pytest.raises(ValueError, match="7 rows are not equal parts for 3 ranks"):
+    with pytest.raises(ValueError, match="7 rows cannot be divided equally among 3 ranks"):
         collectives.run(body, P, timeout=20)
 
 

@@ -49,8 +49,8 @@ def test_it_says_who_waits_for_whom_and_who_has_not_called() -> None:
 
 def test_a_rank_without_a_dump_is_named() -> None:
     said = list(hang_report.lines({0: dump(0, waiting("1", 1)), 1: dump(1)}))
-    assert said[-2].startswith("  rank 1: has not called it; it has called nothing there")
-    assert said[-1] == "  rank 2: no dump: it is dead, stopped, or was not asked"
+    assert said[-2].startswith("  rank 1: has not called it; it has made no call there")
+    assert said[-1] == "  rank 2: no dump: it is dead or stopped, or has not been asked"
 
 
 def test_ranks_that_call_different_things_at_once_are_shown_as_such() -> None:
@@ -68,7 +68,7 @@ def test_communicators_of_the_same_ranks_are_kept_apart() -> None:
     dumps = {0: dump(0, waiting("5", 1, ordinal=2)), 1: dump(1, call("5"))}
     said = list(hang_report.lines(dumps))
     assert said[0] == "call 5 of ranks 0, 1, 2 (#2): all_reduce (ring)"
-    assert "has called nothing there" in said[2]
+    assert "has made no call there" in said[2]
 
 
 def test_where_nothing_is_under_way_the_last_calls_are_shown() -> None:
@@ -86,7 +86,7 @@ def test_dumps_are_read_from_a_directory(
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"), [(None, "holds no dumps"), ("{", "is not the dump of a flight recorder")]
+    ("text", "sentence"), [(None, "has no dumps"), ("{", "is not the dump of a flight recorder")]
 )
 def test_a_directory_without_dumps_is_refused(
     text: str | None, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -149,7 +149,7 @@ FOREIGN_DUMPS = [
     (GOOD | {"rank": "1"}, "the field 'rank' of the dump is not a rank"),
     (GOOD | {"rank": True}, "the field 'rank' of the dump is not a rank"),
     (GOOD | {"rank": -1}, "the field 'rank' of the dump is not a rank"),
-    (GOOD | {"rank": 2}, "it says that it is of rank 2"),
+    (GOOD | {"rank": 2}, "it is the dump of rank 2"),
     (GOOD | {"at": "here"}, "the field 'at' of the dump is not a list of texts"),
     (GOOD | {"at": [None]}, "the field 'at' of the dump is not a list of texts"),
     (GOOD | {"calls": {}}, "the field 'calls' of the dump is not a list"),

@@ -112,9 +112,7 @@ def what_each_rank_saw(program: str, size: int, is_monitored: bool = True) -> li
     assert [rank for rank, _ in rows] == list(range(size))
     seen = [what for _, what in rows]
     if not IS_OPEN_MPI:
-        sentence = (
-            "message counters exist in Open MPI only, and that is not the MPI of this process"
-        )
+        sentence = "only Open MPI has message counters, and this process uses another MPI"
         assert seen == [{"unavailable": sentence}] * size
     return seen
 
@@ -169,7 +167,7 @@ def test_closing_one_reader_leaves_the_other_counting(program: str, size: int) -
 def test_what_is_not_the_world_is_refused(program: str, size: int) -> None:
     for seen in what_each_rank_saw(program, size):
         if IS_OPEN_MPI:
-            asked_for_world = "the counters are COMM_WORLD's: pass MPI._handleof(MPI.COMM_WORLD)"
+            asked_for_world = "only COMM_WORLD has counters: pass MPI._handleof(MPI.COMM_WORLD)"
             assert seen["another communicator"] == asked_for_world
             assert seen["an address that is no handle"] == asked_for_world
             assert seen["a wrong size"] == f"COMM_WORLD has {size} ranks, not {size + 1}"
@@ -179,6 +177,6 @@ def test_unmonitored_open_mpi_says_how_to_switch_it_on(program: str) -> None:
     for seen in what_each_rank_saw(program, 1, is_monitored=False):
         if IS_OPEN_MPI:
             assert seen == {
-                "unavailable": "Open MPI is not counting messages: it does from version 5 on, "
-                "when started with mpirun --mca pml_monitoring_enable 2"
+                "unavailable": "Open MPI is not counting messages; version 5 or newer does if "
+                "it is started with mpirun --mca pml_monitoring_enable 2"
             }
