@@ -1,1 +1,1 @@
-"""Benchmarks, the demo, and the generated documentation.  Not installed."""
+"""Benchmarks, the demo, and the generator of the documents: ``python -m bench --help``."""

@@ -1,4 +1,4 @@
-"""Benchmarks, the demo, and the generated documentation.
+"""Benchmarks, the demo, and the generator of the documents.
 
     mpirun -n 2 python -m bench all_reduce -b 8 -e 64M -f 8 --native
     mpirun -n 2 python -m bench tune
@@ -7,7 +7,7 @@
     python -m bench docs --check
     python -m bench --import my_algorithms all_reduce --algorithm mine
 
-Every command explains itself with --help.
+Every command has --help.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what the command line says; the exit status."""
+    """Run a command line; return the exit status."""
     chosen = parsed(sys.argv[1:] if arguments is None else arguments)
     return int(chosen.run(chosen))
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line; `run` makes something of them."""
+    """The options of a command line; their `run` runs the command."""
     return parser(words).parse_args(words)
 
 
@@ -70,7 +70,7 @@ def parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def imported(name: str) -> ModuleType:
-    """An argument's type: a module, which is imported at once, before what follows is read."""
+    """An argument's type: a module, which is imported before the next arguments are parsed."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a module may raise anything

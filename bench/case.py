@@ -1,8 +1,8 @@
-"""One collective at one size: its buffers, its inputs, and how many elements of a result are wrong.
+"""One collective at one size: its buffers, its inputs, and the check of its result.
 
-With equal blocks all collectives have one form: a buffer is a matrix with one row for each block it
-holds, p or one, and the same happens in every column.  So input and check go a window of columns at
-a time and need little memory, however large the buffers are.
+With equal blocks all collectives have the same form: a buffer is a matrix with one row for each of
+its p blocks, or one row, and every column is treated in the same way.  So input and check use a
+window of columns at a time, and need little memory for buffers of any size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POISON = 99  # no input holds it
 
 
 class Case(NamedTuple):
-    """What is measured, as one rank sees it.  `num_elements`: of the whole vector."""
+    """A case to measure, on one rank.  `num_elements`: of the whole vector."""
 
     collective: str
     rank: int

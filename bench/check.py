@@ -1,10 +1,10 @@
-"""What checked mode costs: the same all-reduces with and without, side by side.
+"""Measure the cost of checked mode: the same all-reduces with and without it, side by side.
 
     python -m collectives.launch -n 2 -m bench check
 
-Microseconds, medians of samples that take turns, of which the slowest rank's counts.  "plan" is
-`comm.plan.all_reduce(x, out=y).run`, "call" is `comm.all_reduce(x, out=y)`; "checked" tells the
-ranks' fingerprints first, and "finite" also looks at every value of input and result.
+Times are in microseconds: medians of samples in random order, of the slowest rank.  "plan" is
+`comm.plan.all_reduce(x, out=y).run`, and "call" is `comm.all_reduce(x, out=y)`.  "checked" compares
+the calls of the ranks first, and "finite" also checks every value of the input and the result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODES = {"off": False, "checked": True, "finite": "finite"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     parser.set_defaults(run=run)
     add_sizes(parser, last="4M")
     add = parser.add_argument
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print.  0, or 2 if it cannot be measured."""
+    """Measure and print; return 0, or 2 if it cannot be measured."""
     comm = collectives.world(check=False)
     console = console_of(comm.rank)
     try:
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measured(num_bytes: int, options: argparse.Namespace) -> list[float]:
-    """Seconds of the plan in each mode, and then of the call."""
+    """The seconds of the plan in each mode, then those of the call."""
     comms = [collectives.world(check=check) for check in MODES.values()]  # type: ignore[arg-type]
     x = np.zeros(max(1, num_bytes // options.dtype.itemsize), options.dtype)
     y = np.empty_like(x)

@@ -1,8 +1,8 @@
-"""How fast arrays are combined in this process: by NumPy's functions, and by compiled kernels.
+"""Measure how fast this process combines arrays: by NumPy's functions, and by compiled kernels.
 
 GB/s are bytes of the result per second, of `left = left + right` on arrays that stay in the cache:
-the best of some samples, which take turns.  Programs on MPI use the kernels for all dtypes; ranks
-that are threads use them for the two-byte ones.  Where there is no kernel both use NumPy.
+the best of several samples in turn.  Programs on MPI use the kernels for all dtypes; ranks that are
+threads use them for two-byte dtypes.  If there is no kernel, both use NumPy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPS = ["sum", "max"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of combine."""
+    """Add the options of the command."""
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("-b", dest="first", type=sizes.parse, default="64K", metavar="MIN",
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print.  0, or 2 if there are no such sizes."""
+    """Measure and print; return 0, or 2 for invalid sizes."""
     console = Console()
     try:
         series = sizes.series(options.first, options.last, 2)
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _add_row(table: Table, name: str, op: str, num_bytes: int, samples: int) -> None:
-    """One line; without a rate of the kernel where there is none."""
+    """Add one line; the kernel's rate is empty if there is no kernel."""
     dtype, function = dtype_of(name), str(OPERATORS[op].function)
     shape = (2, num_bytes // dtype.itemsize)
     left, right = np.random.default_rng(0).standard_normal(shape).astype(dtype)
@@ -78,7 +78,7 @@ def _numpys(function: str) -> Prepare:
 
 
 def _kernel(address: int) -> Prepare:
-    """Called as a program does it, which knows where its arrays are."""
+    """The kernel, called with addresses that are already known, as in a program."""
 
     def prepare(left: Array, right: Array) -> Callable[[], object]:
         at = left.ctypes.data
@@ -88,7 +88,7 @@ def _kernel(address: int) -> Prepare:
 
 
 def times(found: Sequence[Prepare], left: Array, right: Array, samples: int) -> list[float]:
-    """The least seconds that each took in place, with the same operands every time."""
+    """The shortest time of each in seconds, in place, with the same operands every time."""
     taken = [[_seconds(prepare, left.copy(), right) for prepare in found] for _ in range(samples)]
     return [min(column) for column in zip(*taken, strict=True)]
 

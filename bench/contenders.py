@@ -1,4 +1,4 @@
-"""Who is measured side by side: our plans, our calls, MPI's own call, and others."""
+"""The contenders that are measured side by side: our plans and calls, MPI's call, and others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OPS_OF_BOOL = {"min": MPI.LAND, "max": MPI.LOR, "and": MPI.LAND, "or": MPI.LOR,
 
 
 def contender(comm: Communicator, case: Case, buffers: Buffers, name: str) -> Contender:
-    """The contender of this name, an algorithm's or one in `case`.  All ranks make the same."""
+    """The contender of this name: an algorithm, or a name in `case`.  All ranks make the same."""
     if name in _OTHERS:
         return _OTHERS[name](case, buffers)
     if name in WAYS:
@@ -95,7 +95,7 @@ def _native_fresh(case: Case, buffers: Buffers) -> Contender:
 
 
 def _memcpy(case: Case, buffers: Buffers) -> Contender:
-    """A copy of the buffer on every rank at once: the least work there is, and no result."""
+    """A copy of the buffer on every rank at once: the least possible work, without a result."""
     assert buffers.x is not None and buffers.y is not None
     return Contender(partial(np.copyto, buffers.y, buffers.x), nothing, None)
 
@@ -114,7 +114,7 @@ def _gloo(case: Case, buffers: Buffers) -> Contender:
 
 
 def native_lacks(case: Case) -> str | None:
-    """What MPI has no word for in this case, or None if it can do it."""
+    """What MPI lacks for this case, as text, or None."""
     if not SPECS[case.collective].is_reduction:
         return None
     if is_bfloat16(case.dtype):
@@ -127,7 +127,7 @@ def _ops(case: Case) -> dict[str, MPI.Op]:
 
 
 def _native(case: Case, buffers: Buffers) -> Contender:
-    """The MPI library's own call; in place, its reduce_scatter leaves the result in front."""
+    """The MPI library's own call; its reduce_scatter in place leaves the result at the front."""
     result = buffers.y
     if case.collective == "reduce_scatter" and buffers.is_in_place and buffers.x is not None:
         result = buffers.x[: case.block]

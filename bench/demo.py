@@ -1,11 +1,11 @@
-"""The demo: how fast it is, and that no byte is unaccounted for.  Two cores, at most three minutes.
+"""The demo: it shows the speed, and accounts for every byte.  Two cores, at most three minutes.
 
 1. Bandwidth: all-reduce from 8 B to 64 MiB on 2 ranks, every algorithm beside MPI's own call.
-2. Traffic: a small language model trained on 4 ranks; what it sends is predicted, recorded, and,
-   with Open MPI, observed by MPI itself.  One rank then trains on the same batches: the losses must
-   agree.
+2. Traffic: a small language model is trained on 4 ranks.  Its messages are predicted, recorded,
+   and, with Open MPI, observed by MPI itself.  One rank then trains on the same batches, and the
+   losses must agree.
 
-The exit status is 1 if anything is wrong, unequal or late.
+The exit status is 1 if a result is wrong, if bytes differ, or after the time limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUCKETS = "--bucket-bytes 600000"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the demo."""
+    """Add the options of the command."""
     add = parser.add_argument
     parser.set_defaults(run=run)
     add("--text", metavar="PATH", help="file or directory to learn; default: Python's own library")
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Everything, and the verdict.  0, 1 if a check fails, 2 if there is no MPI."""
+    """Run the demo; return 0, 1 if a check fails, 2 if there is no MPI."""
     console = console_of(0)
     if not has_mpi(console):
         return 2
@@ -60,14 +60,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Demo:
-    """The jobs, one after the other, and what they found."""
+    """The jobs of the demo, one after the other, and their results."""
 
     def __init__(self, options: argparse.Namespace, jobs: Jobs) -> None:
         self.options, self.jobs = options, jobs
         self.steps = QUICK_STEPS if options.quick else STEPS
 
     def run(self) -> list[Verdict]:
-        """All jobs and all checks."""
+        """Run all jobs and all checks."""
         began = time.perf_counter()
         verdicts = [self.bandwidth(), *self.traffic(), *map(self.equality, TOLERANCES)]
         verdicts.append(verdict.jobs(self.jobs.statuses))
@@ -84,7 +84,7 @@ class Demo:
         return verdict.bandwidth(*self.jobs.run("bandwidth", 2, command, json_option="-J"))
 
     def traffic(self) -> list[Verdict]:
-        """Data parallel on 4 ranks, watched by MPI where it can."""
+        """Data parallelism on 4 ranks, observed by MPI if it can."""
         self.jobs.title("Traffic of data-parallel training on 4 ranks")
         is_watched = find_mpirun().vendor == "openmpi"
         status, result = self.train("ddp", "float64", mpi_args=MPIRUN_ARGS if is_watched else ())

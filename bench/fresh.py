@@ -1,4 +1,4 @@
-"""Calls on arrays that no call has seen before."""
+"""Calls on arrays that no earlier call has used."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is demanded of the library's speed, and whether measured times meet it.
+"""The goals for the library's speed, and whether measured times meet them.
 
-Pure arithmetic on seconds; `measures.py` has the quantities that are bounded.
+This is arithmetic on seconds; `measures.py` has the quantities that are bounded.
 """
 
 from __future__ import annotations
@@ -126,14 +126,14 @@ def finding(goal: Goal, times: Times, reasons: Mapping[str, str], cores: int) ->
 
 
 def summary(found: Sequence[Finding]) -> str:
-    """How many goals are met, missed and not judged."""
+    """The numbers of goals that are met, missed and not judged."""
     counts = [sum(each.is_met is verdict for each in found) for verdict in (True, False, None)]
     words = f"{counts[0]} of {len(found)} goals are met, {counts[1]} are missed"
     return words + (f", {counts[2]} are not judged." if counts[2] else ".")
 
 
 def goals(*, is_quick: bool = False) -> list[Goal]:
-    """All of them.  `is_quick`: on two small sizes at most, to try the command itself."""
+    """All goals.  `is_quick`: on two small sizes at most, to try the command itself."""
     found = [*of_the_all_reduce(), *of_the_others(), *of_the_ways(), *of_overlap(), *of_gloo()]
     return [_quick(goal) for goal in found] if is_quick else found
 

@@ -1,13 +1,13 @@
-"""Everything that needs a GPU, in one go: tests, bandwidths, and a training run of every strategy.
+"""Run everything that needs a GPU: tests, bandwidths, and a training run of every strategy.
 
     make gpu
     PYTHON=python3 GPU_OUT=results make gpu
 
-What each step prints goes to a file of its own in the folder, and how each ended to summary.txt.
-One that fails does not keep the others from running.  Without an MPI ranks are threads, and what
-takes MPI is left out.  Nothing is installed: the modules must be there.
+The output of each step is written to its own file in the folder, and the result of each step to
+summary.txt.  If a step fails, the others run all the same.  Without an MPI the ranks are threads,
+and steps that need MPI are skipped.  Nothing is installed: all modules must be present.
 
-The exit status is 1 if a step failed, 2 if there is no GPU, or a module is missing.
+The exit status is 1 if a step failed, 2 if there is no GPU or a module is missing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def why_unavailable() -> str | None:
-    """What is missing, in a sentence."""
+    """What is missing, as a sentence, or None."""
     if missing := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         return f"{sys.executable} has no {', '.join(missing)}; PYTHON=... says which Python to use"
     from parallel.cli import device_namespace  # noqa: PLC0415 - takes the modules
@@ -75,7 +75,7 @@ def why_unavailable() -> str | None:
 
 
 def no_mpi() -> str | None:
-    """Why no job can be started under MPI, or None if one can."""
+    """Why no MPI job can be started, or None."""
     from collectives.launch.mpirun import MpiNotFound, find_mpirun  # noqa: PLC0415 - takes the modules
 
     try:
@@ -86,7 +86,7 @@ def no_mpi() -> str | None:
 
 
 def steps(no_mpi: str | None) -> Iterator[Step]:
-    """All that can be run here.  Two ranks, which may have to share a GPU."""
+    """All steps that can run here, on two ranks, which may share a GPU."""
     from bench.strategies import KINDS  # noqa: PLC0415 - takes the modules
     from collectives import algorithms  # noqa: PLC0415
 
@@ -103,7 +103,7 @@ def steps(no_mpi: str | None) -> Iterator[Step]:
 
 
 def ended(step: Step, folder: Path) -> str:
-    """Run it; a line on how it ended, which begins with "ok" if well."""
+    """Run a step; return a line with its result, which begins with "ok" if it succeeded."""
     print(f"\n== {step.name}: python {' '.join(step.command)}", flush=True)
     path, began = folder / f"{step.name.replace(' ', '_')}.txt", time.monotonic()
     with path.open("w") as file:

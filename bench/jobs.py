@@ -1,4 +1,4 @@
-"""MPI jobs that a command starts, one after the other, and what they found."""
+"""The MPI jobs that a command starts one after the other, and their results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def environment() -> dict[str, str]:
-    """With which ranks import from this tree, and from where the user has said."""
+    """The environment in which ranks import from this tree and from the user's PYTHONPATH."""
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def has_mpi(console: Console) -> bool:
-    """Whether there is an MPI to start jobs with; if not, what to install is said."""
+    """Whether there is an MPI to start jobs with; if not, print what to install."""
     try:
         find_mpirun()
     except MpiNotFound as error:
@@ -34,7 +34,7 @@ def has_mpi(console: Console) -> bool:
 
 
 class Jobs:
-    """Jobs by their names: what each wrote to its JSON file, and its exit status."""
+    """Jobs by name: their JSON results and exit statuses."""
 
     def __init__(self, console: Console, folder: Path, timeout: float) -> None:
         """`timeout`: seconds for each job.  `folder`: where they write their files."""

@@ -1,7 +1,8 @@
-"""What limits a large all-reduce: how fast memory moves the bytes that must be moved.
+"""The limit of a large all-reduce: how fast memory moves the bytes that must be moved.
 
-A copy of the buffer on all ranks at once says how fast: it reads and writes every byte once.  No
-all-reduce can move less, for every rank has its input to read and its result to write.
+A copy of the buffer on all ranks at once, which reads and writes every byte once, measures the
+speed of the memory.  No all-reduce can move fewer bytes, because every rank must read its input and
+write its result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The quantities that goals bound: ratios, differences, times and shares.  Arithmetic on seconds.
+"""The quantities that goals bound: ratios, differences, times and shares, computed from seconds.
 
-A measure is a function of one case.  It says which contenders it needs, and puts a value, a bound
-and a shortfall in words.
+A measure is a function of one case.  It names the contenders that it needs, and formats a value, a
+bound and a shortfall as text.
 """
 
 from __future__ import annotations

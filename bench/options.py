@@ -1,6 +1,6 @@
-"""The command line of the microbenchmark: nccl-tests' options that have a meaning here, and ours.
+"""The command line of the microbenchmark: the options of nccl-tests that apply here, and our own.
 
-Nothing here starts MPI, so that the command line can be read without it.
+Nothing here starts MPI, so the command line can be parsed without it.
 """
 
 from __future__ import annotations

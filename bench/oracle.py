@@ -1,7 +1,7 @@
-"""What every collective must give, computed serially from all ranks' inputs.
+"""The result of every collective, computed serially from all ranks' inputs.
 
-Written to be obviously right, and independent of the library: it is what the library is checked
-against.  Inputs and results are lists by rank; None is the result of a rank that gets none.
+It is simple and independent of the library, because the library is checked against it.  Inputs and
+results are lists by rank; a rank without a result has None.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an all-reduce is overlapped with: a matrix product, a sleep, a loop of Python."""
+"""The work that an all-reduce is overlapped with: a matrix product, a sleep, a Python loop."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""How much of an all-reduce is hidden beside something else: a product, a sleep, a Python loop.
+"""Measure how much of an all-reduce is hidden behind other work: a product, a sleep, a Python loop.
 
     python -m collectives.launch -n 2 -m bench overlap
     python -m collectives.launch -n 2 -m bench overlap --beside sleep --beside loop
 
-Times an all-reduce and something else that takes about as long, in turn and at once: started with
-async_op=True, then the other, then wait().  While the program is busy nobody lets the all-reduce go
-on, or a thread does (progress="thread"), or the program itself, which does the other in slices and
-calls test() after each.  All of it takes turns on the same buffers; medians, of which the slowest
-rank's counts.  Hidden is the time saved, as a fraction of the all-reduce's.
+It times an all-reduce and other work that takes about as long, one after the other and at the same
+time: start the all-reduce with async_op=True, do the other work, then wait().  Meanwhile
+nothing advances the all-reduce, or a thread does (progress="thread"), or the program calls test()
+after each slice of the work.  All variants take turns on the same buffers; the result is the
+median of the slowest rank.  The hidden share is the time saved, as a fraction of the all-reduce's.
 
-The other is a float32 matrix product, which holds a core; a sleep, which holds nothing; or a loop
-of Python instructions, which holds a core and the interpreter.
+The other work is a float32 matrix product, which uses a core; a sleep, which uses nothing; or a
+loop of Python instructions, which uses a core and the interpreter lock.
 
-Under a bare mpirun set OMP_NUM_THREADS=1, as the launcher does.  The exit status is 1 if any
-element of a result is wrong, 2 if there is only one rank.
+With mpirun set OMP_NUM_THREADS=1, as the launcher does.  The exit status is 1 if any element of a
+result is wrong, 2 if there is only one rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the overlap command shows: how much of an all-reduce was hidden, in each way."""
+"""The output of the overlap command: how much of an all-reduce each variant hides."""
 
 from __future__ import annotations
 

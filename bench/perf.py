@@ -1,9 +1,10 @@
-"""The microbenchmark: every algorithm of a collective, size by size, beside the MPI library's own.
+"""The microbenchmark: every algorithm of a collective at each size, beside MPI's own call.
 
-The time of a rank is the median of its samples; the slowest rank's is reported.  Below 64 KiB a
-sample is a block of many calls; from there on it is one call, after a barrier, on an input that was
-just overwritten.  After the timing one run of every contender is checked: inputs are small
-integers, so that results are exact, and the exit status is 1 if any element is wrong.
+The time of a rank is the median of its samples, and the time of the slowest rank is reported.
+Below 64 KiB a sample is a block of many calls.  From 64 KiB on a sample is one call, after a
+barrier, on an input that was just overwritten.  Afterwards one run of every contender is checked:
+the inputs are small integers, so that results are exact, and the exit status is 1 if any element is
+wrong.
 """
 
 from __future__ import annotations

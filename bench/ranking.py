@@ -1,4 +1,4 @@
-"""What to measure, and what follows from the times: tables, and the machine's numbers."""
+"""Which algorithms to measure, and the tables and machine parameters that follow from the times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark found: bandwidths, the lines of nccl-tests, the summary, and JSON."""
+"""The report of a benchmark: bandwidths, lines as in nccl-tests, a summary, and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contenders on the same buffers: timed side by side, then each run once more and checked."""
+"""Times contenders on the same buffers, side by side, and then checks one run of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes: 8, 64K, 64M, 1G; and the series of them that a benchmark goes through."""
+"""Sizes in bytes, such as 8, 64K, 64M, 1G, and the series of sizes of a benchmark."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""Is it as fast as is demanded?  Every goal, beside the MPI library that it runs under.
+"""Measure all goals for the library's speed, beside the MPI library that it runs under.
 
-It starts its own jobs, for two cores and about ten minutes: the collectives on 2 ranks and the
-all-reduce on 4 ("pair", "crowd"); other ways to make a small all-reduce ("ways"), among them those
-of the drop-in ("mpi4py"); PyTorch's Gloo ("gloo"), which is left out where torch is not installed;
-an all-reduce beside a sleep and beside a Python loop ("overlap"); and fresh processes ("start").
+The command starts its own jobs, on two cores, for about ten minutes: the collectives on 2 ranks and
+the all-reduce on 4 ("pair", "crowd"); other ways to make a small all-reduce ("ways"), including
+those of the drop-in ("mpi4py"); PyTorch's Gloo ("gloo"), if torch is installed; an all-reduce
+beside a sleep and beside a Python loop ("overlap"); and fresh processes ("start").
 
-All contenders of a case take turns, in float32, out of place (a broadcast in place), with the
-input overwritten before; medians, of which the slowest rank's counts.  Below 64 KiB a sample is 200
-calls after a barrier.  "plan" is comm.plan.X(...).run, "call" is comm.X(x, out=y), both by the
-algorithm that the library selects.  "fresh" calls get another x every time and make a new array for
-the result: comm.all_reduce(x), beside MPI's Allreduce(x, np.empty_like(x)).  A ratio is the other's
-time over ours: above 1 ours is faster.
+All contenders of a case take turns, in float32, out of place (a broadcast in place), with the input
+overwritten before.  Times are medians of the slowest rank.  Below 64 KiB a sample is 200 calls
+after a barrier.  "plan" is comm.plan.X(...).run, and "call" is comm.X(x, out=y), both by the
+algorithm that the library selects.  "fresh" calls get another x every time and make a new array
+for the result: comm.all_reduce(x), beside MPI's Allreduce(x, np.empty_like(x)).  A ratio is the
+time of the other divided by ours: above 1 ours is faster.
 
-A goal that is missed is told and is no failure.  The exit status is 1 if anything is wrong or could
+A missed goal is reported, but is not a failure.  The exit status is 1 if a result is wrong or could
 not be measured, 2 if there is no MPI.
 """
 

@@ -1,4 +1,4 @@
-"""What the speed command shows of its findings."""
+"""The output of the speed command: medians and goals."""
 
 from __future__ import annotations
 

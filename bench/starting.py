@@ -1,9 +1,9 @@
-"""How long a program takes to start: to import the library, and to make its first collective.
+"""Measure how long a program takes to import the library and to make its first collective.
 
     python -m collectives.launch -n 2 -m bench.starting --json times.json
 
-One process for each import and one job for each first collective, for only the first one of a
-process is of interest.
+Each import has its own process, and each first collective its own job, because only the first of a
+process counts.
 """
 
 from __future__ import annotations

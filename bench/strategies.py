@@ -1,15 +1,16 @@
-"""Training strategies side by side: what each sends, keeps and takes, and whether it is exact.
+"""Compare training strategies: their traffic, memory and time, and whether they are exact.
 
-1. Every strategy in float16 on the largest number of ranks: bytes sent by a rank in a step over
-   those of 2 Psi elements, and of these what leaves its group, memory per rank over 16 Psi bytes,
-   time per step, all counted in the run: the columns of the table in Rajbhandari et al. 2020.  Psi
-   is the number of parameters.  What is sent once in a run, whatever its steps, is left out.
+1. Every strategy in float16 on the largest number of ranks, counted in the run: the bytes that a
+   rank sends in a step divided by those of 2 Psi elements, the share of them that leaves its group,
+   the memory of a rank divided by 16 Psi bytes, and the time of a step.  These are the columns of
+   the table in Rajbhandari et al. 2020.  Psi is the number of parameters.  Messages that are sent
+   only once in a run do not count.
 2. Every strategy on every number of ranks, in float64 and float32: the largest difference of its
    losses from those of one rank on the same batches.
 
 Each run compares its traffic (predicted, recorded, and with Open MPI observed), its memory (by
-formula, counted) and the parameters of its ranks; the exit status is 1 if anything is unequal or
-too far.
+formula and counted) and the parameters of its ranks.  The exit status is 1 if any of these differ,
+or if losses differ too much.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ KINDS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the options of the command."""
     add = parser.add_argument
     parser.set_defaults(run=run, refuse=parser.error)
     add("--only", action="append", choices=[kind.name for kind in KINDS], metavar="STRATEGY",

@@ -1,10 +1,11 @@
-"""Times the cases of one job of the speed command.  Run under MPI on as many ranks as it wants.
+"""Times the cases of one job of the speed command, under MPI on the number of ranks of the job.
 
     python -m collectives.launch -n 2 -m bench.sweep pair --json times.json
 
-Everything is float32 and out of place (a broadcast in place, as MPI does it); a size is that of the
-whole vector.  Ranks that wait for each other keep their cores busy, so what they lack of the cores'
-time somebody else had.  A case that lacked some is timed once more, and the less disturbed counts.
+Everything is float32 and out of place (a broadcast in place, as in MPI); sizes are of the whole
+vector.  Ranks that wait keep their cores busy, so a missing share of the cores' time was used by
+other programs.  A case with a missing share is timed once more, and the less disturbed timing
+counts.
 
 The exit status is 1 if any element of a result is wrong.
 """

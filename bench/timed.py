@@ -1,4 +1,4 @@
-"""What jobs measured: seconds of each contender of a case, and how much of a call was hidden."""
+"""The results of jobs: seconds of each contender of a case, and the hidden share of a call."""
 
 from __future__ import annotations
 

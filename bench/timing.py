@@ -1,4 +1,4 @@
-"""How long a call takes: contenders side by side, medians of samples, the slowest rank counts."""
+"""Times calls: contenders side by side in random order, medians of samples, of the slowest rank."""
 
 from __future__ import annotations
 

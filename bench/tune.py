@@ -1,12 +1,12 @@
-"""Measure which algorithm is fastest here, and write it down for `comm.load_decisions`.
+"""Measure which algorithms are fastest here, and write them to a file for `comm.load_decisions`.
 
     mpirun -n 4 python -m bench tune --output decisions.json
 
-Under MPI, once for each number of ranks: what FILE says of other numbers of ranks, and of
-collectives that are not measured now, stays.  At every size the algorithms take turns; those that
-the cost model gives more than four times the least time are left out.  What is at most a tenth
-slower than the fastest counts as level, and of those the built-in rule's choice stays.  The exit
-status is 2 if FILE or the options are wrong.
+Run it under MPI once for each number of ranks; the tables in FILE of other numbers of ranks, and of
+collectives that are not measured now, are kept.  At every size the algorithms take turns.  Those
+for which the cost model predicts more than four times the shortest time are not measured.  Times
+within a tenth of the fastest count as equal, and among equal ones the choice of the built-in rule
+stays.  The exit status is 2 if FILE or the options are wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the demo demands of its jobs: one verdict for each thing that must be so."""
+"""The checks of the demo, with one verdict for each."""
 
 from __future__ import annotations
 

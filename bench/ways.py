@@ -1,4 +1,4 @@
-"""Other ways to make a small all-reduce: asynchronous, checked, and in mpi4py's spelling."""
+"""Other ways to make a small all-reduce: asynchronous, checked, and by mpi4py's names."""
 
 from __future__ import annotations
 

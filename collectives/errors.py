@@ -1,4 +1,4 @@
-"""The exceptions of calls that fail between ranks; wrong arguments raise TypeError, ValueError."""
+"""The exceptions of calls that fail between ranks; invalid arguments raise built-in ones."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from typing import Any
 
 
 class CollectiveError(RuntimeError):
-    """A call cannot complete because of what happened between ranks.  The base of the others."""
+    """A call failed because of an event between ranks.  The base class of the others."""
 
 
 class CollectiveTimeout(CollectiveError):  # noqa: N818 - the name is part of the public face
     """A wait lasted longer than its time limit.
 
-    The message says which call waited in which round, and for which ranks.  If it names an earlier
-    call, that call is still under way, and the one that raised the error has not begun.
+    The message names the call that waited, its round, and the ranks that it waits for.  If it names
+    an earlier call, that call is still in progress, and the call that raised the error has not
+    started.
 
-    `work` is the call that is under way; its arrays are in use.  `error.work.wait()` waits on, for
-    blocking calls too.  A call that timed out while its header or counts were sent goes on only in
-    `work.wait()`, `work.test()` or the next collective call.  `work` is None where a communicator
-    was to be made (`split`, `subgroup`, `shrink`): then the call is given up.
+    `work`: the call in progress, which still uses its arrays.  `error.work.wait()` continues to
+    wait, also for a blocking call.  A call that timed out while its header or counts were sent
+    continues only in `work.wait()`, `work.test()` or the next collective call.  `work` is None if
+    the call was to make a communicator (`split`, `subgroup`, `shrink`); such a call is abandoned.
     """
 
     def __init__(self, message: str, work: Any = None) -> None:
@@ -27,26 +28,27 @@ class CollectiveTimeout(CollectiveError):  # noqa: N818 - the name is part of th
 
 
 class CollectiveMismatch(CollectiveError):  # noqa: N818
-    """The ranks made calls that do not belong together.
+    """The ranks made calls that do not match.
 
     In checked mode every rank raises it before anything of the call is sent, and the message says
-    which rank differs in what.  Without checked mode it is raised by a rank that receives a message
-    of another length than expected.
+    how the ranks differ.  Without checked mode, a rank raises it that receives a message of another
+    length than expected.
     """
 
 
 class NotFinite(CollectiveError):  # noqa: N818
-    """A rank brought NaN or an infinity, or a reduction made one; with `check="finite"` only.
+    """The input of a rank or the result of a reduction has a NaN or an infinity.
 
-    Every rank raises it, and the message says which rank, which value, and where.
+    Only `check="finite"` raises it, on every rank.  The message names the rank, the value, and its
+    index.
     """
 
 
 class PeerFailed(CollectiveError):  # noqa: N818
-    """Another rank has failed, so that this call can never complete.
+    """Another rank has failed, so this call cannot complete.
 
-    `ranks`: the ranks of the communicator that are known to have failed.  Nothing but `shrink` and
-    `free` can be called on the communicator after it.
+    `ranks`: the ranks of the communicator that are known to have failed.  After it, only `shrink`
+    and `free` can be called on the communicator.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The API reference: signatures and docstrings of everything public, as Markdown."""
+"""The API reference: signatures and docstrings of all public names, as Markdown."""
 
 from __future__ import annotations
 

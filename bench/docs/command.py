@@ -1,9 +1,9 @@
-"""Write the generated documents anew: algorithms, API, and tables of measurements.
+"""Generate the documents: pages of algorithms, API reference, and tables of measurements.
 
 The pages of algorithms come from the registry, the API from signatures and docstrings.  Tables of
 measurements come from files that `bench speed --json FILE`, once under each MPI, and `bench
-strategies --json FILE` wrote.  Without files they stay as they are, but say it if the code that was
-measured has changed since.
+strategies --json FILE` wrote.  Without files the tables do not change, but a note says so if the
+measured code has changed since.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMMAND = "make docs"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of docs."""
+    """Add the options of the command."""
     parser.set_defaults(run=run)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if files are stale")
     parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR",
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write what is not up to date, or with --check say so; the exit status.
+    """Write files that are out of date, or with --check name them; return the exit status.
 
     2 if it is impossible, or if the files of speed do not go together.
     """
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def refuse(root: Path) -> None:
-    """Raise ValueError where there are no documents."""
+    """Raise ValueError if the folder has no documents."""
     if root == ROOT and not (root / "pyproject.toml").exists():
         raise ValueError("docs needs a checkout of the project, or --root DIR")
     if not root.is_dir():
@@ -63,7 +63,7 @@ def refuse(root: Path) -> None:
 
 
 def wanted(options: argparse.Namespace) -> Iterator[tuple[Path, str]]:
-    """The files as they should be: path and text."""
+    """The files as they should be, with path and text."""
     generated = [*algorithms.pages(options.root / "docs"), *api.pages(options.root / "docs")]
     yield from generated
     sections = {"algorithms": algorithms.overview(), "folders": folders(ROOT / "collectives")}

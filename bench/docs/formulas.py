@@ -1,4 +1,4 @@
-"""Formulas of the registry as a reader writes them: "2 (p - 1)/p n" for "2 * f * n"."""
+"""Formats formulas of the registry for readers: "2 (p - 1)/p n" instead of "2 * f * n"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of schedules: one line for each rank, one column for each round, an arrow a message."""
+"""Pictures of schedules: a line for each rank, a column for each round, arrows for messages."""
 
 from __future__ import annotations
 

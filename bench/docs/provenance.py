@@ -1,4 +1,4 @@
-"""When, on what, and with which code a table was measured; and whether the code has changed."""
+"""When, where and with which code a table was measured, and whether the code has changed."""
 
 from __future__ import annotations
 

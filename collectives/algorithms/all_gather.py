@@ -1,4 +1,4 @@
-"""All-gather: every rank's block to every rank."""
+"""All-gather: every rank gets the blocks of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collectives.schedule import circulant as graph
     use="Use it for large blocks on any number of ranks: every message goes to a neighbour.",
 )
 def ring(rank: int, size: int) -> Iterator[Round]:
-    """Every block travels once round the ring."""
+    """Every block is sent once around the ring."""
     return dual(reduce_scatter.ring(rank, size), rank, combine=False)
 
 
@@ -33,7 +33,7 @@ def ring(rank: int, size: int) -> Iterator[Round]:
     "rounds of the ring.",
 )
 def bidirectional_ring(rank: int, size: int) -> Iterator[Round]:
-    """Every block travels half-way round the ring in both directions."""
+    """Every block is sent half-way around the ring in both directions."""
     right, left = (rank + 1) % size, (rank - 1) % size
     for k in range(size // 2):
         from_left = [Send(right, [(rank - k) % size]), Recv(left, [(rank - k - 1) % size])]
@@ -54,7 +54,7 @@ def bidirectional_ring(rank: int, size: int) -> Iterator[Round]:
     "ring, with neighbours only.",
 )
 def neighbour_exchange(rank: int, size: int) -> Iterator[Round]:
-    """Neighbours on alternating sides swap; from the second round on always the last two blocks."""
+    """Neighbours on alternating sides exchange blocks: first one each, then the last two each."""
     ahead = 1 if rank % 2 == 0 else -1
 
     def pair(number: int, who: int = rank, ahead: int = ahead) -> list[Block]:
@@ -78,7 +78,7 @@ def neighbour_exchange(rank: int, size: int) -> Iterator[Round]:
     use="Use it for small to middle blocks on a power of two of ranks.",
 )
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
-    """Partners exchange all they hold; every round doubles it.
+    """Partners exchange all blocks that they have, so every round doubles them.
 
     When p is not a power of two, some pairs of ranks act as one.
     """
@@ -97,7 +97,7 @@ def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
     use="Use it for small blocks on any number of ranks; it moves blocks in memory at the end.",
 )
 def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
-    """Rank r gathers the blocks r, r+1, ...: every round multiplies them by the radix."""
+    """Rank r collects the blocks r, r+1, ...; every round multiplies their number by the radix."""
     for held in trees.powers(size, radix):
         fetches = [
             (distance, range(min(held, size - distance)))
@@ -117,7 +117,7 @@ def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     "and blocks stay in place.",
 )
 def sparbit(rank: int, size: int) -> Iterator[Round]:
-    """Far partners come first, with the least data; blocks stay at their place throughout."""
+    """Far partners come first, with the fewest blocks; every block stays in its place."""
     for distance in reversed(trees.powers(size)):
         steps = range((-(-size // distance)) // 2)
         yield (
@@ -134,7 +134,7 @@ def sparbit(rank: int, size: int) -> Iterator[Round]:
     "fewest bytes.",
 )
 def circulant(rank: int, size: int) -> Iterator[Round]:
-    """Every round about doubles the blocks that a rank has: those of the ranks ahead come."""
+    """Every round about doubles the blocks that a rank has, with blocks of the ranks ahead."""
     return dual(reduce_scatter.circulant(rank, size), rank, combine=False)
 
 
@@ -145,7 +145,7 @@ def circulant(rank: int, size: int) -> Iterator[Round]:
     use="Use it on a network that is a torus: partners are near each other.",
 )
 def swing(rank: int, size: int) -> Iterator[Round]:
-    """Partners at distances ..., 21, 11, 5, 3, 1, 1 on alternating sides: short ways on a torus."""
+    """Partners are at distances ..., 21, 11, 5, 3, 1, 1 on alternating sides: near on a torus."""
     return dual(reduce_scatter.swing(rank, size), rank, combine=False)
 
 
@@ -153,10 +153,10 @@ def swing(rank: int, size: int) -> Iterator[Round]:
     **costs_of(reduce_scatter.direct),
     scratch_bytes="0",
     source="Chan et al. 2007",
-    use="Use it for small blocks on few ranks of one host, where all messages travel at once.",
+    use="Use it for small blocks on few ranks of one host: all messages are in flight at once.",
 )
 def direct(rank: int, size: int) -> Iterator[Round]:
-    """Every block straight to everybody, all at once."""
+    """Every rank sends its block directly to all others, all at once."""
     return dual(reduce_scatter.direct(rank, size), rank, combine=False)
 
 
@@ -168,10 +168,10 @@ def direct(rank: int, size: int) -> Iterator[Round]:
     critical_bytes="(q + f) * n",
     scratch_bytes="0",
     source="Chan et al. 2007",
-    use="Use it where a gather and a broadcast are wanted as they are.",
+    use="Use it to compare with: it is a gather and a broadcast.",
 )
 def gather_broadcast(rank: int, size: int) -> Iterator[Round]:
-    """To rank 0 by a binomial tree, and everything from it by the same."""
+    """A binomial gather to rank 0, then a binomial broadcast from it."""
     yield from gather.binomial(rank, size, 0)
     for edges in trees.knomial(rank, size, radix=2):
         yield tuple(trees.down(rank, edge, range(size)) for edge in edges)
@@ -189,9 +189,9 @@ def gather_broadcast(rank: int, size: int) -> Iterator[Round]:
     use="Use it where blocks differ much in size: the largest one is cut into segments.",
 )
 def all_broadcast(rank: int, size: int, segments: int = 4) -> Iterator[Round]:
-    """All ranks' circulant broadcasts at once, each of so many pieces: best where blocks differ.
+    """Every rank broadcasts its block, cut into segments, by the circulant algorithm, all at once.
 
-    In every round all roots' pieces that go the same way travel in one message.
+    All pieces that a rank sends to the same peer in a round are one message.
     """
 
     def name(root: int, piece: int) -> Block:
@@ -218,7 +218,7 @@ def all_broadcast(rank: int, size: int, segments: int = 4) -> Iterator[Round]:
     "least possible.",
 )
 def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
-    """Each rank with its likes on all hosts first; then within every host.
+    """All-gather among ranks with the same place on their hosts, then within every host.
 
     Of n bytes a host sends n (H-1)/H to other hosts, if there are H of them: the least possible.
     """

@@ -1,4 +1,4 @@
-"""All-reduce: the combination of every rank's vector, at every rank."""
+"""All-reduce: every rank gets the combination of the vectors of all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from collectives.schedule import (
     "fewer bytes, and every message goes to a neighbour.",
 )
 def ring(rank: int, size: int) -> Iterator[Round]:
-    """Reduce-scatter round a ring, then all-gather round it: the fewest bytes there can be."""
+    """A ring reduce-scatter, then a ring all-gather; no algorithm sends fewer bytes."""
     yield from reduce_scatter.ring(rank, size)
     yield from all_gather.ring(rank, size)
 
@@ -51,11 +51,11 @@ def ring(rank: int, size: int) -> Iterator[Round]:
     pieces="p * N",
     options={"segments": 2},
     source="Pjesivac-Grbovic et al. 2007",
-    use="Use it instead of the ring where a block is larger than the cache: what has come is "
+    use="Use it instead of the ring where a block is larger than the cache: received data is "
     "combined while it is still there.",
 )
 def segmented_ring(rank: int, size: int, segments: int = 2) -> Iterator[Round]:
-    """The ring, but reducing one segment of every block after the other, each small."""
+    """The ring with blocks cut into small segments, which are reduced one after the other."""
 
     def block(number: int) -> range:
         return range(number * segments, (number + 1) * segments)
@@ -81,7 +81,7 @@ def segmented_ring(rank: int, size: int, segments: int = 2) -> Iterator[Round]:
     use="Use it for two ranks, or as the simplest thing to compare others with.",
 )
 def linear(rank: int, size: int) -> Iterator[Round]:
-    """Everything to rank 0, one after the other, and the result from it in the same way."""
+    """Rank 0 receives all vectors one after the other, and sends the result in the same way."""
     yield from reduce.linear(rank, size, 0)
     yield from broadcast.linear(rank, size, 0)
 
@@ -96,10 +96,10 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="n",
     is_ordered=True,
     source="Thakur, Rabenseifner and Gropp 2005",
-    use="Use it for short vectors where a reduce and a broadcast are wanted as they are.",
+    use="Use it for short vectors, to compare with: it is a reduce and a broadcast.",
 )
 def reduce_broadcast(rank: int, size: int) -> Iterator[Round]:
-    """Binomial reduce to rank 0, then binomial broadcast from it."""
+    """A binomial reduce to rank 0, then a binomial broadcast from it."""
     yield from reduce.binomial(rank, size, 0)
     yield from broadcast.binomial(rank, size, 0)
 
@@ -120,7 +120,7 @@ def reduce_broadcast(rank: int, size: int) -> Iterator[Round]:
     use="Use it for short vectors where a rank can exchange with several partners at once.",
 )
 def recursive_multiplying(rank: int, size: int, radix: int = 3) -> Iterator[Round]:
-    """Groups exchange and combine whole vectors; every round multiplies the ranks combined.
+    """Groups exchange and combine vectors; every round multiplies the number of ranks combined.
 
     When p is not a power of the radix, neighbours fold: one takes part for all of them.
     """
@@ -154,7 +154,7 @@ def _multiplying_core(rank: int, size: int, radix: int) -> Iterator[Round]:
     "the whole vector in each round.",
 )
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
-    """Partners exchange and combine whole vectors; every round doubles the ranks combined.
+    """Partners exchange and combine vectors; every round doubles the number of ranks combined.
 
     When p is not a power of two, some neighbours fold: one takes part for both.
     """
@@ -172,11 +172,11 @@ def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
     is_ordered=True,
     is_bitwise=False,
     source="Cowan et al. 2023",
-    use="Use it for very short vectors on few ranks of one host, where all messages travel at "
+    use="Use it for very short vectors on few ranks of one host: all messages are in flight at "
     "once.",
 )
 def one_shot(rank: int, size: int) -> Iterator[Round]:
-    """Everybody sends its vector to everybody, all at once, and combines what comes."""
+    """Every rank sends its vector to all others at once, and combines the vectors it receives."""
     return recursive_multiplying(rank, size, radix=max(2, size))
 
 
@@ -195,7 +195,7 @@ def one_shot(rank: int, size: int) -> Iterator[Round]:
     "commute: it sends as little as the ring, in two rounds of many messages.",
 )
 def two_shot(rank: int, size: int) -> Iterator[Round]:
-    """Every part straight to the rank that combines it, and from there straight to everybody."""
+    """Every part is sent directly to the rank that combines it, and from there to all ranks."""
     yield from reduce_scatter.direct(rank, size)
     yield from all_gather.direct(rank, size)
 
@@ -214,7 +214,7 @@ def two_shot(rank: int, size: int) -> Iterator[Round]:
     "the ring in few rounds.",
 )
 def rabenseifner(rank: int, size: int) -> Iterator[Round]:
-    """Recursive halving, then recursive doubling: few rounds and few bytes.
+    """A recursive-halving reduce-scatter, then a recursive-doubling all-gather.
 
     When p is not a power of two, some neighbours fold: one takes part for both.
     """
@@ -240,7 +240,7 @@ def _rabenseifner_core(rank: int, size: int) -> Iterator[Round]:
     "the ring, in the fewest rounds of any such algorithm here.",
 )
 def circulant(rank: int, size: int) -> Iterator[Round]:
-    """Circulant reduce-scatter, then all-gather: few rounds and the fewest bytes, for any p."""
+    """A circulant reduce-scatter, then all-gather: few rounds and the fewest bytes, for any p."""
     yield from reduce_scatter.circulant(rank, size)
     yield from all_gather.circulant(rank, size)
 
@@ -253,7 +253,7 @@ def circulant(rank: int, size: int) -> Iterator[Round]:
     use="Use it on several hosts with equally many ranks each: most bytes stay within a host.",
 )
 def circulant_strided(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
-    """The circulant all-reduce with ranks counted host by host: far hops stay within a host.
+    """The circulant all-reduce with another order of ranks, so that far hops stay within a host.
 
     If the ranks of a host are a power of two, of n bytes a host sends 2n (H-1)/H to other hosts,
     if there are H of them: the least possible.
@@ -276,7 +276,7 @@ def circulant_strided(rank: int, size: int, per_host: int = 2) -> Iterator[Round
     "each other.",
 )
 def swing(rank: int, size: int) -> Iterator[Round]:
-    """Swing reduce-scatter, then all-gather: the fewest bytes on short ways."""
+    """A swing reduce-scatter, then all-gather: the fewest bytes, between ranks near on a torus."""
     yield from reduce_scatter.swing(rank, size)
     yield from all_gather.swing(rank, size)
 
@@ -294,7 +294,7 @@ def swing(rank: int, size: int) -> Iterator[Round]:
     use="Use it for short vectors on a network that is a torus.",
 )
 def swing_latency(rank: int, size: int) -> Iterator[Round]:
-    """Whole vectors between partners at distances 1, 1, 3, 5, 11, ... on alternating sides."""
+    """Partners at distances 1, 1, 3, 5, 11, ... on alternating sides exchange whole vectors."""
     for step in range(trees.ceil_log2(size)):
         partner = reduce_scatter.swing_partner(rank, size, step)
         yield Send(partner, [0]), RecvReduce(partner, [0])
@@ -314,7 +314,7 @@ def swing_latency(rank: int, size: int) -> Iterator[Round]:
     use="Use it for large vectors on many ranks, where a ring would take too many rounds.",
 )
 def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
-    """Up two binary trees to rank 0 and down the same, half of the pieces in each."""
+    """A reduce to rank 0 and a broadcast by two binary trees, each for half of the pieces."""
     yield from reduce.double_binary_tree(rank, size, 0, segments)
     yield from broadcast.double_binary_tree(rank, size, 0, segments=segments)
 
@@ -328,16 +328,16 @@ def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Roun
     scratch_bytes="2 * n",
     is_bitwise=False,
     source="Bar-Noy, Kipnis and Schieber 1993",
-    use="Use it for short vectors where the number of ranks is no power of two: no algorithm "
+    use="Use it for short vectors where the number of ranks is not a power of two: no algorithm "
     "takes fewer rounds.",
 )
 def census(rank: int, size: int) -> Iterator[Round]:
-    """The fewest rounds there can be, for any p: windows of ranks grow until they reach round."""
+    """Each rank combines a growing window of ranks, until it contains all: the fewest rounds."""
     return windows(rank, size, list(_census_plan(size)), is_ring=True)
 
 
 def _census_plan(size: int) -> Iterator[bool]:
-    """Which rounds send the own vector along: those where p-1 has a binary digit 1."""
+    """Which rounds include the own vector: those where p-1 has a binary digit 1."""
     return (digit == "1" for digit in f"{size - 1:b}" if size > 1)
 
 
@@ -353,7 +353,7 @@ def _census_plan(size: int) -> Iterator[bool]:
     use="Use it for very short vectors where every rank must combine in the order of the ranks.",
 )
 def all_gather_reduce(rank: int, size: int) -> Iterator[Round]:
-    """Everybody gathers all vectors, and combines them in rank order: the same bits everywhere."""
+    """Every rank gathers all vectors and combines them in rank order: the same bits everywhere."""
     rounds = [
         tuple(_of_vectors(op, rank) for op in operations)
         for operations in all_gather.bruck(rank, size)
@@ -375,7 +375,7 @@ def _of_vectors(op: Operation, rank: int) -> Operation:
 
 
 def _combined_in_order(rank: int, size: int) -> list[Operation]:
-    """(((0 (+) 1) (+) 2) ...) of the vectors gathered, whoever computes it."""
+    """The operations that combine the gathered vectors as (((0 (+) 1) (+) 2) ...)."""
     own = ("own", 0)
     vectors: list[Block] = [own if other == rank else (other, 0) for other in range(size)]
     start = [Copy([0], [own]), Copy(vectors[:1], [0])] if rank else []
@@ -397,16 +397,16 @@ def _combined_in_order(rank: int, size: int) -> list[Operation]:
     "each other the least possible.",
 )
 def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
-    """Reduce-scatter within every host, all-reduce between likes on all hosts, all-gather within.
+    """Reduce-scatter within each host, all-reduce between hosts, all-gather within each host.
 
     Of n bytes a host sends 2n (H-1)/H to other hosts, if there are H of them: the least possible.
     """
-    mine, likes = trees.hosts(rank, size, per_host)
-    num_hosts = len(likes)
+    mine, counterparts = trees.hosts(rank, size, per_host)
+    num_hosts = len(counterparts)
 
     def part(other: int) -> range:
         return range(other * num_hosts, (other + 1) * num_hosts)
 
     yield from nested(reduce_scatter.circulant, rank, mine, part)
-    yield from nested(circulant, rank, likes, lambda other: [part(rank % per_host)[other]])
+    yield from nested(circulant, rank, counterparts, lambda other: [part(rank % per_host)[other]])
     yield from nested(all_gather.circulant, rank, mine, part)

@@ -1,4 +1,4 @@
-"""All-to-all: block (s, d) from rank s to rank d, for every pair of ranks."""
+"""All-to-all: rank d gets block (s, d) of rank s, for every pair of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from collectives.schedule import Block, Recv, Round, Send, nested, trees
     "each other.",
 )
 def linear_sync(rank: int, size: int, outstanding: int = 4) -> Iterator[Round]:
-    """Nearest partners first, a few at a time."""
+    """Every rank sends its blocks directly, to the nearest ranks first, a few at a time."""
     for start in range(1, size, outstanding):
         distances = range(start, min(start + outstanding, size))
         ahead, behind = ([(rank + sign * d) % size for d in distances] for sign in (1, -1))
@@ -39,10 +39,10 @@ def linear_sync(rank: int, size: int, outstanding: int = 4) -> Iterator[Round]:
     total_bytes="n * (p - 1)",
     scratch_bytes="0",
     source="Thakur, Rabenseifner and Gropp 2005",
-    use="Use it for blocks of any size on few ranks: everything travels at once.",
+    use="Use it for blocks of any size on few ranks: all messages are in flight at once.",
 )
 def linear(rank: int, size: int) -> Iterator[Round]:
-    """All messages at once, nearest partner first."""
+    """Every rank sends all its blocks directly at once, to the nearest ranks first."""
     return linear_sync(rank, size, outstanding=size)
 
 
@@ -56,7 +56,7 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     use="Use it for large blocks on many ranks: one message out and one in at a time.",
 )
 def pairwise(rank: int, size: int) -> Iterator[Round]:
-    """One partner ahead and one behind in every round, one step further each time."""
+    """In round k, each rank sends to the k-th rank ahead and receives from the k-th behind."""
     return linear_sync(rank, size, outstanding=1)
 
 
@@ -71,7 +71,7 @@ def pairwise(rank: int, size: int) -> Iterator[Round]:
     use="Use it for large blocks where exchanges in both directions with one partner are fastest.",
 )
 def one_factor(rank: int, size: int) -> Iterator[Round]:
-    """Pairs exchange: in every round each rank has one partner, with odd p one rank rests."""
+    """In every round each rank exchanges blocks with one partner; with odd p one rank is idle."""
     num_rounds = size - 1 + size % 2 if size > 1 else 0
     for number in range(num_rounds):
         partner = (number - rank) % num_rounds
@@ -94,7 +94,7 @@ def one_factor(rank: int, size: int) -> Iterator[Round]:
     use="Use it for blocks of a few bytes: few messages, each of many blocks.",
 )
 def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
-    """A block that has i ranks to go makes a hop of z * radix**x if digit x of i is z."""
+    """A block for the i-th rank ahead makes a hop of z * radix**x for each digit z, at x, of i."""
     for unit in trees.powers(size, radix):
         for hop in range(unit, min(radix * unit, size), unit):
 
@@ -121,19 +121,20 @@ def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     "two hosts instead of many.",
 )
 def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
-    """Within every host, to the like of each block's destination; then between likes on all hosts.
+    """Blocks are exchanged within each host first, then between hosts.
 
-    A rank sends one message to every other host, of what all ranks of its host have for its like.
+    A rank sends one message to its counterpart on every other host, with the blocks of all ranks of
+    its own host for that rank.
     """
-    mine, likes = trees.hosts(rank, size, per_host)
+    mine, counterparts = trees.hosts(rank, size, per_host)
 
-    def to_all_likes(pair: tuple[int, int]) -> list[Block]:
+    def to_all_counterparts(pair: tuple[int, int]) -> list[Block]:
         source, destination = pair
         return [(mine[source], other) for other in range(destination, size, per_host)]
 
     def from_whole_host(pair: tuple[int, int]) -> list[Block]:
         source, destination = pair
-        return [(source * per_host + other, likes[destination]) for other in range(per_host)]
+        return [(source * per_host + other, counterparts[destination]) for other in range(per_host)]
 
-    yield from nested(pairwise, rank, mine, to_all_likes)
-    yield from nested(pairwise, rank, likes, from_whole_host)
+    yield from nested(pairwise, rank, mine, to_all_counterparts)
+    yield from nested(pairwise, rank, counterparts, from_whole_host)

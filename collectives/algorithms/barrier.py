@@ -22,7 +22,7 @@ _NO_BYTES = {
     use="Use it on any number of ranks: no algorithm takes fewer rounds.",
 )
 def dissemination(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
-    """In round k every rank notifies the one 2**k behind it of all the arrivals it knows of.
+    """In round k every rank notifies the rank 2**k behind it of all arrivals that it knows.
 
     With a greater radix, the ranks j * radix**k behind it, for j from 1 to radix - 1.
     """
@@ -35,5 +35,5 @@ def dissemination(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     use="Use it where fewer messages count more than fewer rounds.",
 )
 def tree(rank: int, size: int) -> Iterator[Round]:
-    """News of arrivals gather at rank 0 by a binomial tree, and from there spread by the same."""
+    """Arrivals are gathered on rank 0 by a binomial tree, and a broadcast releases all ranks."""
     return all_gather.gather_broadcast(rank, size)

@@ -1,4 +1,4 @@
-"""Broadcast: the root's vector to every rank.  The vector is cut into pieces 0, 1, ..."""
+"""Broadcast: every rank gets the root's vector.  The vector is cut into pieces 0, 1, ..."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
 )
 @rooted(blocks_are_ranks=False)
 def chain(rank: int, size: int, chains: int = 2, segments: int = 1) -> Iterator[Round]:
-    """The root feeds several lines of ranks in turn; each rank passes on what it got."""
+    """The root sends each piece to several lines of ranks, where each rank forwards it."""
     chains = min(chains, size - 1)
     streams = []
     lines = trees.groups(size - 1, chains) if size > 1 else []
@@ -73,7 +73,7 @@ def chain(rank: int, size: int, chains: int = 2, segments: int = 1) -> Iterator[
     "little more than n bytes.",
 )
 def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """The pieces follow one another along the line of all ranks."""
+    """The pieces are sent one after the other along the line of all ranks."""
     return chain(rank, size, root, chains=1, segments=segments)
 
 
@@ -92,7 +92,7 @@ def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Rou
 )
 @rooted(blocks_are_ranks=False)
 def binary(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
-    """Every rank passes every piece on to two others."""
+    """Every rank forwards each piece to two others, in a binary tree."""
     streams = _binary_streams(rank, range(size), 0, range(segments))
     period = min(2, size - 1)
     return trees.pipelined(rank, streams, period, trees.depth(size) + period * (segments - 1))
@@ -127,7 +127,7 @@ def _binary_streams(rank: int, members: range, start: int, pieces: range) -> lis
 )
 @rooted(blocks_are_ranks=False)
 def split_binary(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
-    """Each half flows down its own binary tree of half the ranks; then pairs swap halves.
+    """Each half is sent down its own binary tree of half the ranks; then pairs swap halves.
 
     The odd ranks (counted from the root) get the first half, the even ones the second.  When there
     is one odd rank too many, the root gives it its second half.
@@ -207,9 +207,9 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
 )
 @rooted(blocks_are_ranks=False)
 def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
-    """The even pieces flow down one binary tree, the odd ones down another, at full speed.
+    """Even pieces are sent down one binary tree, odd pieces down another, at full speed.
 
-    A rank that passes pieces on in one tree is a leaf of the other.
+    A rank that forwards pieces in one tree is a leaf of the other.
     """
     streams = [
         Stream(link.parent, link.child, link.start, range(link.tree, 2 * segments, 2))
@@ -231,7 +231,7 @@ def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Roun
     use="Use it for large vectors on a power of two of ranks, where bytes cost more than rounds.",
 )
 def scatter_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
-    """The root deals the vector out by a binomial tree; then all gather it, in few rounds."""
+    """A binomial scatter, then Bruck's all-gather."""
     yield from scatter.binomial(rank, size, root)
     yield from all_gather.bruck(rank, size)
 
@@ -248,7 +248,7 @@ def scatter_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     "grow with the number of ranks.",
 )
 def scatter_ring_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
-    """The root deals the vector out by a binomial tree; then all gather it round a ring."""
+    """A binomial scatter, then a ring all-gather."""
     yield from scatter.binomial(rank, size, root)
     yield from all_gather.ring(rank, size)
 
@@ -267,7 +267,7 @@ def scatter_ring_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
 )
 @rooted(blocks_are_ranks=False)
 def circulant(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
-    """Every piece by its own tree, interleaved so that the rounds are the fewest possible."""
+    """Each piece has its own tree; the trees are interleaved so that no rounds are wasted."""
     for receives, sends in zip(*graph.transfers(rank, size, segments), strict=True):
         comes = [Recv((rank - t.distance) % size, [t.piece]) for t in [receives] if t]
         goes = [Send((rank + t.distance) % size, [t.piece]) for t in [sends] if t]
@@ -287,9 +287,9 @@ def circulant(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
     "another host.",
 )
 def hierarchical(rank: int, size: int, root: int, per_host: int = 2) -> Iterator[Round]:
-    """By a binomial tree to one rank of every host, then by one within every host."""
+    """A binomial tree to one rank of every host, then a binomial tree within every host."""
     root_host, root_place = divmod(root, per_host)
-    mine, likes = trees.hosts(rank, size, per_host)
-    across = nested(lambda r, p: binomial(r, p, root_host), rank, likes)
-    yield from across if root in likes else idle(across)
+    mine, counterparts = trees.hosts(rank, size, per_host)
+    across = nested(lambda r, p: binomial(r, p, root_host), rank, counterparts)
+    yield from across if root in counterparts else idle(across)
     yield from nested(lambda r, p: binomial(r, p, root_place), rank, mine)

@@ -1,4 +1,4 @@
-"""Algorithms from other people's code: proved on registration, then equal to those built in."""
+"""Registers algorithms of users, which are proved and then work like the built-in ones."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _made(
     formulas: Mapping[str, str],
     **promises: Any,
 ) -> Algorithm:
-    """The entry, with whatever has no formula counted."""
+    """The entry; costs without a formula are counted."""
     cut = Formula(pieces, options)
     costs: dict[str, Any] = {
         cost: Formula(formulas[cost], options, is_cost=True)
@@ -114,7 +114,7 @@ def _made(
 
 
 def _telling_its_rank(function: Callable[..., Iterator[Round]]) -> Callable[..., Iterator[Round]]:
-    """The same function; what it raises becomes a ScheduleError, which says on which rank."""
+    """The same function, whose errors become a ScheduleError that names the rank."""
 
     @wraps(function)
     def rounds(rank: int, size: int, *others: int, **options: int) -> Iterator[Round]:
@@ -128,7 +128,7 @@ def _telling_its_rank(function: Callable[..., Iterator[Round]]) -> Callable[...,
 
 
 def _check_names(entry: Algorithm) -> None:
-    """A name that can be called by, of no built-in algorithm, and a function with its options."""
+    """Check the name, which must not be a built-in one, and the options of the function."""
     if not isinstance(entry.name, str) or not entry.name.isidentifier():
         raise ValueError(f"an algorithm's name is an identifier, not {entry.name!r}; pass name=")
     entry.check_options(entry.options)
@@ -150,7 +150,7 @@ def _check_names(entry: Algorithm) -> None:
 
 
 def prove(entry: Algorithm) -> None:
-    """Prove it, and count against its formulas, for every small number of ranks it serves.
+    """Prove it, and compare its formulas with counts, for each small number of ranks it serves.
 
     By its default options, and with each of them one and two higher.
     """
@@ -167,7 +167,7 @@ def prove(entry: Algorithm) -> None:
 
 
 def compare(entry: Algorithm, size: int, roots: Iterable[int | None], **options: int) -> None:
-    """Raise ValueError if a formula is not what counting finds, from the worst of the roots."""
+    """Raise ValueError if a formula differs from the count for the worst root."""
     case = entry.case(size, **options)
     n = size * case.num_pieces * (entry.collective != "barrier")
     sizes = even_sizes(entry.collective, case, n)

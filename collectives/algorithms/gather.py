@@ -1,4 +1,4 @@
-"""Gather: every rank's block to the root.  Scatters, run backwards."""
+"""Gather: the root gets the blocks of all ranks.  The algorithms are reversed scatters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from collectives.schedule import Round, dual
     **costs_of(scatter.linear_bounded),
     scratch_bytes="0",
     source="Chan et al. 2007",
-    use="Use it for blocks of any size on few ranks; the root has a few receives under way at "
-    "a time.",
+    use="Use it for blocks of any size on few ranks; the root posts only a few receives at a time.",
 )
 def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Iterator[Round]:
     """The root receives every other rank's block, a few at a time."""
@@ -25,7 +24,7 @@ def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Ite
     **costs_of(scatter.linear),
     scratch_bytes="0",
     source="Chan et al. 2007",
-    use="Use it for large blocks: every block travels once.",
+    use="Use it for large blocks: every block is sent once.",
 )
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     """The root receives every other rank's block, one after the other."""
@@ -39,7 +38,7 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     use="Use it for small blocks where a rank can receive several messages at once.",
 )
 def knomial(rank: int, size: int, root: int, radix: int = 4) -> Iterator[Round]:
-    """Groups of neighbours merge what they hold, then groups of groups do, up to the root."""
+    """Groups of neighbours merge their blocks, then groups of groups, up to the root."""
     return dual(scatter.knomial(rank, size, root, radix=radix), rank, combine=False)
 
 
@@ -50,5 +49,5 @@ def knomial(rank: int, size: int, root: int, radix: int = 4) -> Iterator[Round]:
     use="Use it for small blocks on many ranks: no algorithm takes fewer rounds.",
 )
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Neighbours merge what they hold, then neighbouring pairs do, up to the root."""
+    """Neighbours merge their blocks, then neighbouring pairs, up to the root."""
     return dual(scatter.binomial(rank, size, root), rank, combine=False)

@@ -1,4 +1,4 @@
-"""Reduce: the combination of every rank's vector, at the root.  Broadcasts, run backwards."""
+"""Reduce: the root gets the combination of all vectors.  The algorithms are reversed broadcasts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collectives.schedule import RankAlgorithm, Round, Stream, dual, trees
 
 
 def costs(down: RankAlgorithm, scratch: str) -> dict[str, Any]:
-    """Those of a broadcast, whose busiest rank sends: here it combines as much."""
+    """The costs of the reversed broadcast; the busiest rank combines what it sends there."""
     found = costs_of(down)
     return found | {"reduction_bytes": found["max_bytes_per_rank"], "scratch_bytes": scratch}
 
@@ -31,10 +31,10 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
 @algorithm(
     **costs(broadcast.chain, "min(n, 2 * n / N)"),
     source="Pjesivac-Grbovic et al. 2007",
-    use="Use it for large vectors where the root can take from several lines at once.",
+    use="Use it for large vectors where the root can receive from several lines at once.",
 )
 def chain(rank: int, size: int, root: int, chains: int = 2, segments: int = 1) -> Iterator[Round]:
-    """Along several lines of ranks each adds its part to what it passes on; the root joins them."""
+    """Along several lines each rank adds its part and forwards the sum; the root combines them."""
     down = broadcast.chain(rank, size, root, chains=chains, segments=segments)
     return dual(down, rank, combine=True)
 
@@ -46,7 +46,7 @@ def chain(rank: int, size: int, root: int, chains: int = 2, segments: int = 1) -
     "more than n bytes.",
 )
 def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """The pieces follow one another along the line of all ranks, and each adds its part."""
+    """The pieces are sent one after the other along the line of ranks; each adds its part."""
     return dual(broadcast.pipeline(rank, size, root, segments), rank, combine=True)
 
 
@@ -56,7 +56,7 @@ def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Rou
     use="Use it for vectors of middle size.",
 )
 def binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """Every rank adds its part to what comes from two others, and passes the sum on."""
+    """Every rank adds its part to those of two others, and forwards the sum, in a binary tree."""
     return dual(broadcast.binary(rank, size, root, segments=segments), rank, combine=True)
 
 
@@ -75,7 +75,7 @@ def binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round
     use="Use it where the operator does not commute and the vector is of middle to large size.",
 )
 def in_order_binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """A binary tree in rank order, with the root wherever it is: lower ranks left, higher right."""
+    """A binary tree in rank order with any root: lower ranks on its left, higher on its right."""
     parent, time, children = trees.in_order(rank, size, root)
     pieces, period = range(segments), min(2, size - 1)
     streams = [Stream(parent, rank, time - 1, pieces)] * (rank != root)
@@ -91,7 +91,7 @@ def in_order_binary(rank: int, size: int, root: int, segments: int = 1) -> Itera
     "tree receive.",
 )
 def split_binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """Pairs of ranks add one half each; then each half flows up its own binary tree."""
+    """Pairs of ranks add one half each; then each half is reduced by its own binary tree."""
     return dual(broadcast.split_binary(rank, size, root, segments=segments), rank, combine=True)
 
 
@@ -126,7 +126,7 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     "number of rounds.",
 )
 def double_binary_tree(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """The even pieces flow up one binary tree, the odd ones up another, at full speed."""
+    """Even pieces are reduced by one binary tree, odd pieces by another, at full speed."""
     return dual(
         broadcast.double_binary_tree(rank, size, root, segments=segments), rank, combine=True
     )
@@ -140,7 +140,7 @@ def double_binary_tree(rank: int, size: int, root: int, segments: int = 1) -> It
     use="Use it for large vectors: every rank combines only its part of the vector.",
 )
 def reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Everybody combines a part, in few rounds; the root gathers the parts by a binomial tree."""
+    """A circulant reduce-scatter, then a binomial gather to the root."""
     yield from reduce_scatter.circulant(rank, size)
     yield from gather.binomial(rank, size, root)
 
@@ -153,7 +153,7 @@ def reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     use="Use it for large vectors where messages to neighbours are the cheapest.",
 )
 def ring_reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Everybody combines a part round a ring; the root gathers the parts by a binomial tree."""
+    """A ring reduce-scatter, then a binomial gather to the root."""
     yield from reduce_scatter.ring(rank, size)
     yield from gather.binomial(rank, size, root)
 
@@ -165,7 +165,7 @@ def ring_reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Roun
     "fewer rounds for as many segments.",
 )
 def circulant(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """Every piece up its own tree, interleaved so that the rounds are the fewest possible."""
+    """Each piece has its own tree; the trees are interleaved so that no rounds are wasted."""
     return dual(broadcast.circulant(rank, size, root, segments=segments), rank, combine=True)
 
 
@@ -176,5 +176,5 @@ def circulant(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Ro
     "to another host.",
 )
 def hierarchical(rank: int, size: int, root: int, per_host: int = 2) -> Iterator[Round]:
-    """Within every host to one rank by a binomial tree, then by one between hosts to the root."""
+    """A binomial tree to one rank of every host, then a binomial tree between hosts to the root."""
     return dual(broadcast.hierarchical(rank, size, root, per_host), rank, combine=True)

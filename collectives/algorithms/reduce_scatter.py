@@ -1,4 +1,4 @@
-"""Reduce-scatter: block r of the combination of every rank's vector, at rank r."""
+"""Reduce-scatter: rank r gets block r of the combination of all vectors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from collectives.schedule import circulant as graph
     "fewer bytes, and every message goes to a neighbour.",
 )
 def ring(rank: int, size: int) -> Iterator[Round]:
-    """Every block travels once round the ring and picks up each rank's contribution."""
+    """Every block is sent once around the ring, and each rank adds its contribution."""
     right, left = (rank + 1) % size, (rank - 1) % size
     for k in range(1, size):
         yield Send(right, [(rank - k) % size]), RecvReduce(left, [(rank - k - 1) % size])
@@ -38,7 +38,7 @@ def ring(rank: int, size: int) -> Iterator[Round]:
     "contributions travel once, without being kept on the way.",
 )
 def pairwise(rank: int, size: int) -> Iterator[Round]:
-    """Every contribution goes straight to its owner, one step further in every round."""
+    """Every contribution is sent directly to its owner, one rank further in every round."""
     for distance in range(1, size):
         ahead, behind = (rank + distance) % size, (rank - distance) % size
         yield Send(ahead, [ahead]), RecvReduce(behind, [rank])
@@ -57,7 +57,7 @@ def pairwise(rank: int, size: int) -> Iterator[Round]:
     use="Use it on few ranks of one host, or for an operator that does not commute.",
 )
 def direct(rank: int, size: int) -> Iterator[Round]:
-    """Every contribution goes straight to its owner, all at once."""
+    """Every contribution is sent directly to its owner, all at once."""
     below, above = range(rank - 1, -1, -1), range(rank + 1, size)
     if size > 1:
         yield (
@@ -85,7 +85,7 @@ _FOLDED_HALVING = {
     use="Use it for vectors of small to middle size, best on a power of two of ranks.",
 )
 def recursive_halving(rank: int, size: int) -> Iterator[Round]:
-    """Partners split what is left between them: each gives away the half that the other keeps.
+    """Partners split their blocks: each sends the half that the other keeps.
 
     Far partners first, so that what is sent lies together.  When p is not a power of two, some
     pairs of ranks fold into one.
@@ -105,7 +105,7 @@ def recursive_halving(rank: int, size: int) -> Iterator[Round]:
     use="Use it where the operator does not commute.",
 )
 def butterfly(rank: int, size: int) -> Iterator[Round]:
-    """Recursive halving with near partners first: what is combined are always neighbours.
+    """Recursive halving with near partners first, so that it combines in rank order.
 
     What is sent lies apart and is packed.
     """
@@ -143,7 +143,7 @@ def _halving_core(rank: int, size: int, distances: list[int]) -> Iterator[Round]
     "and the fewest bytes.",
 )
 def circulant(rank: int, size: int) -> Iterator[Round]:
-    """Every round about halves the blocks that a rank has a part in: ranks ahead take the rest."""
+    """Every round about halves the blocks of a rank: the ranks ahead get the others."""
     distances = graph.skips(size)[::-1]
     for far, near in pairwise_of(distances):
         yield (
@@ -160,7 +160,7 @@ def circulant(rank: int, size: int) -> Iterator[Round]:
     use="Use it on a network that is a torus: partners are near each other.",
 )
 def swing(rank: int, size: int) -> Iterator[Round]:
-    """Partners at distances 1, 1, 3, 5, 11, 21, ... on alternating sides: short ways on a torus.
+    """Partners are at distances 1, 1, 3, 5, 11, 21, ... on alternating sides: near on a torus.
 
     A block goes to the partner only if it cannot go there, or get nearer, in a later round.
     """
@@ -203,10 +203,10 @@ def _swing_reach(rank: int, size: int, step: int, num_rounds: int) -> set[int]:
     "least possible.",
 )
 def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
-    """Within every host first, for all hosts' blocks; then each rank with its likes on all hosts.
+    """Reduce-scatter within every host, then among ranks with the same place on their hosts.
 
     Of n bytes a host sends n (H-1)/H to other hosts, if there are H of them: the least possible.
     """
-    mine, likes = trees.hosts(rank, size, per_host)
+    mine, counterparts = trees.hosts(rank, size, per_host)
     yield from nested(circulant, rank, mine, lambda other: range(other, size, per_host))
-    yield from nested(circulant, rank, likes, lambda other: [likes[other]])
+    yield from nested(circulant, rank, counterparts, lambda other: [counterparts[other]])

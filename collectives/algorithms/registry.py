@@ -1,4 +1,4 @@
-"""The registry: what every algorithm states about itself, in a form that can be counted against."""
+"""The registry of algorithms, with their formulas, restrictions and sources."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Formula:
 
 
 class _Exact(ast.NodeTransformer):
-    """A quotient becomes a fraction, not a float; and a formula sees no attributes of anything."""
+    """Turns quotients into fractions, and refuses attributes in formulas."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
@@ -96,7 +96,7 @@ class _Exact(ast.NodeTransformer):
         return ast.Call(ast.Name("over", ast.Load()), [node.left, node.right], [])
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        raise SyntaxError(f"there are no attributes such as .{node.attr}")
+        raise SyntaxError(f"a formula cannot use the attribute .{node.attr}")
 
 
 _FUNCTIONS: dict[str, Any] = {
@@ -118,7 +118,7 @@ _FUNCTIONS: dict[str, Any] = {
 
 
 class Counted(NamedTuple):
-    """A cost without a formula: it is counted, by making the schedules of all ranks.
+    """A cost without a formula: it is counted in the schedules of all ranks.
 
     Called like a formula.  The worst over all roots, as a formula is.
     """
@@ -155,7 +155,7 @@ Cost = Formula | Counted
 
 
 def _num_pieces(label: str, pieces: Formula, size: int, options: Mapping[str, int]) -> int:
-    """Into how many pieces `size` ranks cut.  ValueError if that is no number of pieces."""
+    """The number of pieces for `size` ranks.  Raises ValueError if it is not valid."""
     number = pieces(p=size, **options)
     if not isinstance(number, int) or number < 1:
         raise ValueError(f"{label} cuts into {number} pieces")
@@ -165,7 +165,7 @@ def _num_pieces(label: str, pieces: Formula, size: int, options: Mapping[str, in
 
 
 def _num_steps(operations: object) -> int:
-    """How long it takes to prove a round, in operations and their blocks."""
+    """The effort to prove a round: the number of its operations and of their blocks."""
     if not isinstance(operations, tuple):
         return 1  # the proof refuses it
     blocks = [op.blocks for op in operations if isinstance(op, Operation)]
@@ -173,7 +173,7 @@ def _num_steps(operations: object) -> int:
 
 
 def _listed(label: str, rounds: Iterator[Round]) -> Schedule:
-    """All rounds.  ValueError if there are too many, as of a function that yields for ever."""
+    """All rounds.  Raises ValueError if there are too many; the function may never end."""
     schedule = list(islice(rounds, MAX_ROUNDS + 1))
     if len(schedule) > MAX_ROUNDS:
         raise ValueError(f"{label} has more than {MAX_ROUNDS} rounds")
@@ -240,7 +240,7 @@ class Algorithm:
 
     @property
     def restrictions(self) -> str:
-        """The restrictions in words."""
+        """The restrictions as text."""
         words = [self.ranks_in_words]
         if SPECS[self.collective].is_reduction:
             words.append("any operator" if self.is_ordered else "commutative operators")
@@ -309,7 +309,7 @@ class Algorithm:
                 self._proved.add(key)
 
     def _demand_proof(self, size: int, root: int | None, options: Mapping[str, int]) -> None:
-        """Prove it, or say in one error what is wrong with which use of it."""
+        """Prove it; if it is wrong, raise an error that names the ranks, root and options."""
         try:
             self.prove(size, root, **options)
         except ScheduleError as error:
@@ -332,7 +332,7 @@ class Algorithm:
     def _rounds(
         self, rank: int, size: int, root: int | None, options: Mapping[str, int]
     ) -> Schedule:
-        """What the function yields, unproved."""
+        """The rounds of the function, without a proof."""
         where = {"root": root or 0} if SPECS[self.collective].is_rooted else {}
         settings = {**self.options, **options}
         return _listed(self.label, self.function(rank, size, **where, **settings))
@@ -418,7 +418,7 @@ _ENTERING = threading.Lock()
 
 
 class Cache(Protocol):
-    """What keeps calls by the names of algorithms."""
+    """A cache whose keys contain names of algorithms."""
 
     def forget(self) -> object:
         """Forget all of them."""
@@ -428,7 +428,7 @@ _CACHES: WeakSet[Cache] = WeakSet()
 
 
 def watch(cache: Cache) -> None:
-    """Let a cache forget everything at every registration, as long as it lives."""
+    """Clear a cache at every registration, as long as it exists."""
     _CACHES.add(cache)
 
 
@@ -441,7 +441,7 @@ def generation() -> int:
 
 
 def enter(entry: Algorithm) -> None:
-    """Put an algorithm into the registry, in the place of one of the same name."""
+    """Add an algorithm to the registry; it replaces one of the same name."""
     global _generation
     with _ENTERING:
         REGISTRY[entry.collective][entry.name] = entry
@@ -451,7 +451,7 @@ def enter(entry: Algorithm) -> None:
 
 
 def costs_of(function: Callable[..., Iterator[Round]], **other: Any) -> dict[str, Any]:
-    """The formulas, the restriction and the options of an algorithm, with what is different.
+    """The formulas, the restriction and the options of an algorithm, with changes.
 
     A dual has the same rounds, messages, ports and bytes; the work is to be said anew.
     """

@@ -1,4 +1,4 @@
-"""Scatter: block r of the root's buffer to rank r."""
+"""Scatter: rank r gets block r of the root's buffer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collectives.schedule import Round, rooted, trees
     scratch_bytes="0",
     options={"outstanding": 4},
     source="Chan et al. 2007",
-    use="Use it for blocks of any size on few ranks; the root has a few sends under way at a time.",
+    use="Use it for blocks of any size on few ranks; the root posts only a few sends at a time.",
 )
 def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Iterator[Round]:
     """The root sends every other rank its block, a few at a time."""
@@ -32,7 +32,7 @@ def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Ite
     total_bytes="f * n",
     scratch_bytes="0",
     source="Chan et al. 2007",
-    use="Use it for large blocks: every block travels once.",
+    use="Use it for large blocks: every block is sent once.",
 )
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     """The root sends every other rank its block, one after the other."""
@@ -52,7 +52,7 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
 )
 @rooted(blocks_are_ranks=True)
 def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
-    """Each rank cuts what it holds into as many parts as the radix, and hands on all but one."""
+    """Each rank cuts its blocks into `radix` parts, and forwards all parts but one."""
     for edges in trees.knomial(rank, size, radix):
         yield tuple(trees.down(rank, edge, edge.subtree) for edge in edges)
 
@@ -67,5 +67,5 @@ def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
     use="Use it for small blocks on many ranks: no algorithm takes fewer rounds.",
 )
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Each rank hands the far half of what it holds to the rank in the middle."""
+    """Each rank sends the far half of its blocks to the rank in the middle."""
     return knomial(rank, size, root, radix=2)

@@ -1,4 +1,4 @@
-"""Where the algorithms come from: what the registry's short references stand for."""
+"""The publications behind the short references in the registry."""
 
 SOURCES = {
     "Bar-Noy, Kipnis and Schieber 1993": "An optimal algorithm for computing census functions in "

@@ -1,4 +1,4 @@
-"""Windows of ranks that grow by doubling: what an exscan and a census have in common."""
+"""Windows of ranks that grow by doubling: the common part of an exscan and a census."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ARRIVED: Block = ("arrived", 0)
 
 
 def windows(rank: int, size: int, plan: Sequence[bool], is_ring: bool) -> Iterator[Round]:
-    """Every rank learns the combination of a growing window of ranks behind it.
+    """Every rank gets the combination of a growing window of ranks behind it.
 
     In each round a rank sends what it knows as far ahead as it knows ranks behind: of the others
     only, or (where the plan says so) with its own part, one further.  On a ring (a census) the
@@ -39,7 +39,7 @@ def windows(rank: int, size: int, plan: Sequence[bool], is_ring: bool) -> Iterat
 def _arrival(
     peer: int, sent: Block, is_first: bool, needs_whole: bool, needs_others: bool
 ) -> list[Operation]:
-    """Receive what was sent, and combine it with what is still needed."""
+    """Receive a window, and combine it with the values that need it."""
     if is_first:
         whole = [CopyReduce([OTHERS], [0])] * needs_whole
         return [Recv(peer, [sent], into=[OTHERS]), *whole]

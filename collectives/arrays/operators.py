@@ -107,7 +107,7 @@ def _kind_dtype_shape(x: Array, what: str) -> tuple[str, np.dtype[Any], tuple[in
 
 
 def has_infinities(dtype: np.dtype[Any]) -> bool:
-    """Whether there are values of this dtype that are no finite numbers."""
+    """Whether the dtype has values that are not finite."""
     return kind(dtype) in _FLOATS + _COMPLEX
 
 

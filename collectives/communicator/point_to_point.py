@@ -140,7 +140,7 @@ class PointToPoint:
         - `async_op`: if True, return a `Work` at once; its `wait()` returns the result.
         - `timeout`: seconds.  None: the communicator's `timeout`.
 
-        Returns the array that holds what came.  Raises as `send` and `recv` do.
+        Returns the array with the received data.  Raises the errors of `send` and `recv`.
         """
         options = checked_options(self._maker, "send_recv", None, async_op, timeout)
         backend, array = self._caller.readable(x)

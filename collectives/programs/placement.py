@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import itemgetter
+from typing import TypeVar
 
 from collectives.algorithms import Algorithm
 from collectives.programs.lifetimes import Arena, Outline, outline
@@ -27,8 +28,6 @@ from collectives.programs.steps import (
     Message,
     Move,
     Step,
-    joined,
-    merged,
 )
 from collectives.schedule import (
     SPECS,
@@ -143,8 +142,8 @@ class _Compiler:
             if (place := self.place[block]) is not home and not self.is_same(place, home)
         ]
         # Nothing writes to the input, and only the block itself writes to its home.
-        staying = merged([move for move in moves if move.src.buffer == "input"])
-        closing = merged([move for move in moves if move.src.buffer != "input"])
+        staying = _merged([move for move in moves if move.src.buffer == "input"])
+        closing = _merged([move for move in moves if move.src.buffer != "input"])
         num_scratch = self.arena.num_elements
         return Lane(tuple(steps), staying, closing, num_scratch, self.copies_input)
 
@@ -193,7 +192,7 @@ class _Compiler:
     ) -> Region | None:
         """The homes of the blocks as one region; None if they are not adjacent, or busy."""
         homes = [self.home[block] for block in blocks if block in self.home]
-        region = joined(homes) if len(homes) == len(blocks) else None
+        region = _joined(homes) if len(homes) == len(blocks) else None
         if region is None or region.start == region.stop or self.is_free(region, busy):
             return region
         return None
@@ -227,17 +226,17 @@ class _Compiler:
         for op in staying:
             move = self.copy if op.kind == "copy" else self.copy_and_combine
             move(op, finishing)
-        return Step(merged(packing), tuple(sends), tuple(receives), tuple(finishing))
+        return Step(_merged(packing), tuple(sends), tuple(receives), tuple(finishing))
 
     def send(self, op: Operation, packing: list[Move]) -> Message:
         """Send the blocks as one region: where they lie, moved home, or packed in scratch."""
         places = [self.place[block] for block in op.blocks]
-        region = joined(places)
+        region = _joined(places)
         if region is None:
             region = self.joined_home(op.blocks, busy=())
             if region is None:
                 packed = self.take(op.blocks, last_round=self.number)
-                region = joined(packed)
+                region = _joined(packed)
             else:
                 packed = [self.home[block] for block in op.blocks]
                 self.place.update(zip(op.blocks, packed, strict=True))
@@ -259,7 +258,7 @@ class _Compiler:
             arrived = [self.home[block] for block in blocks]
         else:
             arrived = self.take(blocks, self.last_round(self.without_home(blocks, is_combined)))
-            target = joined(arrived)
+            target = _joined(arrived)
         if is_combined:
             self.combine(op, arrived, own, arrived, finishing)
         else:
@@ -278,7 +277,7 @@ class _Compiler:
         homes = [self.home.get(*each) for each in zip(blocks, arrived, strict=True)]
         self.place.update(zip(blocks, homes, strict=True))
         pairs = zip(arrived, homes, strict=True)
-        finishing += merged([Move(*pair) for pair in pairs if pair[0] is not pair[1]])
+        finishing += _merged([Move(*pair) for pair in pairs if pair[0] is not pair[1]])
 
     def combine(
         self,
@@ -295,7 +294,7 @@ class _Compiler:
             pair = (other, mine) if op.side == "left" else (mine, other)
             self.place[block] = into
             combines.append(Combine(*pair, into))
-        finishing += merged(combines)
+        finishing += _merged(combines)
 
     def copy(self, op: Operation, finishing: list[Move | Combine]) -> None:
         """Copy home if all blocks have a home that no source overlaps, else into new scratch."""
@@ -306,7 +305,7 @@ class _Compiler:
             # Blocks with a home move there after the last round.
             last = len(self.outline.rounds) if targets else self.last_round(op.into)
             targets = self.take(op.into, last)
-        finishing += merged(map(Move, places, targets))
+        finishing += _merged(map(Move, places, targets))
         self.place.update(zip(op.into, targets, strict=True))
 
     def copy_and_combine(self, op: Operation, finishing: list[Move | Combine]) -> None:
@@ -321,3 +320,34 @@ class _Compiler:
 def _message(op: Operation, region: Region | None) -> Message:
     assert op.peer is not None and region is not None
     return Message(op.peer, region)
+
+
+def _joined(regions: Iterable[Region]) -> Region | None:
+    """The regions as one, if they are adjacent and in order; None if not.  Skip empty ones."""
+    joined: Region | None = None
+    for region in regions:
+        buffer, start, stop = region
+        if joined is None:
+            joined = region if start < stop else None
+        elif (buffer, start) == (joined.buffer, joined.stop):
+            joined = Region(buffer, joined.start, stop)
+        elif start < stop:
+            return None
+    return Region("scratch", 0, 0) if joined is None else joined
+
+
+Action = TypeVar("Action", Move, Combine)
+
+
+def _merged(actions: Iterable[Action]) -> tuple[Action, ...]:
+    """The actions, with consecutive actions on adjacent regions merged, and empty ones dropped."""
+    merged: list[Action] = []
+    for action in actions:
+        if action[0].start == action[0].stop:
+            continue
+        both = list(zip(merged[-1], action, strict=True)) if merged else []
+        if both and all(a.buffer == b.buffer and a.stop == b.start for a, b in both):
+            merged[-1] = type(action)(*(a._replace(stop=b.stop) for a, b in both))
+        else:
+            merged.append(action)
+    return tuple(merged)

@@ -5,8 +5,8 @@ that rank sees it.  If digests differ, the ranks exchange the whole description,
 So all ranks know the same and raise the same error, and nothing of the call is sent.  The mode
 "finite" also checks values: a rank's input before anything is sent, and the result of a reduction.
 
-A comparison has the same schedule for every call, and tags of its own: on every rank the n-th call
-that starts is compared with the n-th of the other ranks, however they are made.
+A comparison has the same schedule for every call, and separate tags: on every rank the n-th call
+that starts is compared with the n-th call of the other ranks, even if their calls differ.
 """
 
 from __future__ import annotations

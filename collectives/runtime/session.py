@@ -173,7 +173,7 @@ class Session:
         return self._broken_by is not None and str(self._broken_by) == FREED
 
     def free(self) -> None:
-        """Free the communicator of the engine.  Raises RuntimeError if a call is under way."""
+        """Free the communicator of the engine.  Raises RuntimeError during a call."""
         for work in self._pending_calls():
             if not work.test():
                 raise RuntimeError(f"{work.title} is already running; wait for it first")

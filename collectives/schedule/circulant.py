@@ -2,7 +2,7 @@
 
 Traff, "Optimal broadcast schedules in logarithmic time", 2023 and 2024.  With the distances
 s[0] = 1 <= ... <= s[q] = p, each half of the next, rounded up, N pieces reach p ranks from rank 0
-in N - 1 + q rounds, the fewest there can be, and no piece reaches a rank twice.
+in N - 1 + q rounds, the minimum, and no piece reaches a rank twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def skips(p: int) -> list[int]:
 
 
 class Transfer(NamedTuple):
-    """In some round `piece` comes from rank r - distance, or goes to rank r + distance."""
+    """A `piece` that is received from rank r - distance, or sent to rank r + distance."""
 
     distance: int
     piece: int

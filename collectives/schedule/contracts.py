@@ -1,9 +1,9 @@
-"""What each collective promises, as block sets: who holds what before, who must hold it after.
+"""The contract of each collective: which rank has which blocks before it, and which after it.
 
 Values need no line of their own.  A block that several ranks hold before is reduced: afterwards it
 must be the combination of all those contributions (for a scan: of those that come first), each
 exactly once.  A block that one rank holds before is moved.  The layout of in- and output follows as
-well: a rank's blocks lie one behind the other, in the order given here.
+well: a rank's blocks are consecutive, in the order given here.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ SPECS: dict[str, Spec] = {
     "all_to_all": Spec(_from_me, _to_me),
     "scan": Spec(_pieces, _pieces, is_reduction=True, has_pieces=True, takes=operator.le),
     "exscan": Spec(_pieces, _after_first, is_reduction=True, has_pieces=True, takes=operator.lt),
-    # A barrier gathers the news that everybody has arrived; its blocks have no bytes.
+    # A barrier gathers the arrivals of all ranks; its blocks have no bytes.
     "barrier": Spec(_own, _all_ranks),
 }
 

@@ -1,4 +1,4 @@
-"""What schedules cost, found by counting: the measure of every formula.
+"""Counts the costs of schedules, with which every formula is compared.
 
 Sizes may be in any unit, also fractions of bytes; where blocks are equal all results are exact.
 """
@@ -16,7 +16,7 @@ Size = int | Fraction
 
 
 class Counts(NamedTuple):
-    """What the registry's formulas state, see `algorithms.Algorithm`, as counted."""
+    """The counted values of the formulas in the registry; see `algorithms.Algorithm`."""
 
     rounds: int
     startups: int
@@ -55,7 +55,7 @@ def count(schedules: Sequence[Schedule], sizes: Mapping[Block, Size]) -> Counts:
 
 
 class _Load(NamedTuple):
-    """What one rank does in one round: messages, and the sizes of what goes, comes, is combined."""
+    """The load of one rank in one round: its messages, and the bytes sent, received, combined."""
 
     sends: int
     receives: int

@@ -1,7 +1,7 @@
-"""From block names to places: how many elements a block has, and where it lies in a buffer.
+"""The sizes of blocks, and their places in a buffer.
 
 Sizes are bound late.  An algorithm that was written for equal blocks therefore serves unequal ones
-(the v-variants of MPI) without a line of its own.
+(the v-variants of MPI) without extra code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def even(num_elements: int, num_parts: int) -> tuple[int, ...]:
 def consecutive(
     buffer: Buffer, blocks: Iterable[Block], sizes: Mapping[Block, int]
 ) -> dict[Block, Region]:
-    """The blocks laid one behind the other in a buffer, in the order given."""
+    """The regions of consecutive blocks in a buffer, in the order given."""
     regions, start = {}, 0
     for block in blocks:
         stop = start + sizes[block]

@@ -77,8 +77,8 @@ def RecvReduce(  # noqa: N802
 def Copy(src: Iterable[Block], dst: Iterable[Block]) -> Operation:  # noqa: N802
     """Return the operation that copies the blocks `src` to the names `dst`, after the messages.
 
-    A name that the collective does not know is a pair (label, block), and stands for a value of the
-    size of that block: every rank can tell how long a message is from the names it carries.
+    A name that the collective does not know is a pair (label, block), for a value with the size of
+    that block.  So every rank knows the length of a message from its names.
     """
     return Operation("copy", None, tuple(src), None, tuple(dst))
 

@@ -1,6 +1,6 @@
-"""Schedules made from schedules, so that no algorithm is written twice.
+"""Makes schedules from other schedules, so that no algorithm is written twice.
 
-Composition needs no function of its own: an algorithm that runs one after another says
+Composition needs no function here: an algorithm that runs one after another uses
 `yield from first(...)` and `yield from second(...)`.
 """
 
@@ -38,7 +38,7 @@ def _reversed(op: Operation, rank: int, combine: bool) -> Operation:
 
 
 def one(block: Block) -> tuple[Block]:
-    """A block stands for itself."""
+    """A block is relabelled as itself."""
     return (block,)
 
 

@@ -1,4 +1,4 @@
-"""Pure rank arithmetic that several algorithms share: logarithms, distances, and trees."""
+"""Arithmetic with ranks that several algorithms share: logarithms, distances, trees."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def power_within(p: int, radix: int) -> int:
 
 
 def num_children(p: int, radix: int) -> int:
-    """How many children the root of a k-nomial tree of p ranks has."""
+    """The number of children of the root of a k-nomial tree of p ranks."""
     return sum(min(radix - 1, (p - 1) // radix**k) for k in range(ceil_log(p, radix)))
 
 
 def num_hops(p: int, radix: int) -> int:
-    """How many digits other than zero the numbers below p have together, written to base `radix`.
+    """The number of nonzero digits, in base `radix`, of all numbers below p.
 
     That is the number of edges between the root of a k-nomial tree and each of its p nodes.
     """
@@ -79,7 +79,7 @@ def groups(size: int, num_groups: int) -> list[range]:
 
 
 def hosts(rank: int, size: int, per_host: int) -> tuple[range, range]:
-    """The ranks of this rank's host, and its likes: those at the same place on every host."""
+    """The ranks of this rank's host, and its counterparts: those with its place on each host."""
     host, place = divmod(rank, per_host)
     return range(host * per_host, (host + 1) * per_host), range(place, size, per_host)
 
@@ -127,7 +127,7 @@ def knomial(vrank: int, size: int, radix: int) -> Iterator[Edges]:
 
 
 class End(Protocol):
-    """An edge, or whatever else leads from a parent to a child."""
+    """An edge or another connection from a parent to a child."""
 
     @property
     def parent(self) -> int: ...
@@ -136,15 +136,15 @@ class End(Protocol):
 
 
 def down(rank: int, edge: End, blocks: Sequence[Block]) -> Operation:
-    """What `rank`, at one end of the edge, does when `blocks` travel from parent to child."""
+    """The operation of `rank`, at one end of the edge, that sends `blocks` down the edge."""
     return Send(edge.child, blocks) if rank == edge.parent else Recv(edge.parent, blocks)
 
 
-# Trees through which pieces flow one behind the other
+# Trees in which pieces are pipelined
 
 
 class Stream(NamedTuple):
-    """Pieces on their way over an edge: the k-th passes in round `start + k * period`."""
+    """Pieces that are sent over an edge: piece k in round `start + k * period`."""
 
     parent: int
     child: int
@@ -155,7 +155,7 @@ class Stream(NamedTuple):
 def pipelined(
     rank: int, streams: Sequence[Stream], period: int, num_rounds: int
 ) -> Iterator[Round]:
-    """The rounds of a rank at whose edges these streams flow."""
+    """The rounds of a rank at the ends of these streams."""
     for number in range(num_rounds):
         passing = []
         for stream in streams:

@@ -1,7 +1,7 @@
-"""Two binary trees over the same ranks, through which halves of a message flow at full speed.
+"""Two binary trees over the same ranks; each sends one half of a message at full speed.
 
 Sanders, Speck and Traff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
-2009.  A rank that passes pieces on in one tree is a leaf of the other.
+2009.  A rank that forwards pieces in one tree is a leaf of the other.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _starts(
 
 
 def fill(size: int) -> int:
-    """Rounds until the first piece of both trees has reached everybody: at most 2 ceil(log2 p)."""
+    """Rounds until the first piece of both trees has reached all ranks: at most 2 ceil(log2 p)."""
     return max((link.start + 1 for link in two_trees(size)), default=0)
 
 
@@ -80,7 +80,7 @@ def _other_parents(num_nodes: int) -> dict[int, int]:
 
 
 def _two_colours(edges: Sequence[Edge]) -> dict[Edge, int]:
-    """0 or 1 for every edge, so that those that share their sender or their receiver differ."""
+    """A colour, 0 or 1, for each edge; edges with the same sender or receiver differ."""
     at: dict[tuple[str, int], list[Edge]] = {}
     for edge in edges:
         at.setdefault(("sender", edge[1]), []).append(edge)

@@ -1,4 +1,4 @@
-"""Proof of an algorithm for given p and root: all ranks are run on symbols, and nothing is assumed.
+"""Proves an algorithm for given p and root, by a run of all ranks on symbols.
 
 The value of a block is the sequence of contributions (rank, block) it was combined from, and the
 way in which they were put together.  What is demanded is the specification's: every contribution
@@ -29,7 +29,7 @@ from collectives.schedule.rounds import (
 
 
 class Value(NamedTuple):
-    """What a block holds.  Equal `form`s: combined in the same way, but for swapped operands."""
+    """The value of a block.  Equal `form`s: combined in the same way, up to swapped operands."""
 
     parts: tuple[tuple[int, Block], ...]
     form: int
@@ -58,13 +58,13 @@ def verify_schedules(
 
 
 def invalid_operation(op: Operation) -> str | None:
-    """What is wrong with an operation whatever the rest of the schedule is, or None."""
+    """Why an operation is invalid in any schedule, as text, or None."""
     if op.kind not in ("send", "recv", "recv_reduce", "copy", "copy_reduce"):
         return f"there is no operation {op.kind!r}"
     if (op.side in ("left", "right")) != op.kind.endswith("reduce") or op.side not in SIDES:
         return f"{op.kind} cannot have the side {op.side!r}"
     if not all(map(_is_names, (op.blocks, op.into))):
-        return f"{op.kind} names {op.blocks!r} and {op.into!r}, which are no tuples of names"
+        return f"{op.kind} names {op.blocks!r} and {op.into!r}, which are not tuples of names"
     if op.kind.startswith("copy") and op.peer is not None:
         return f"{op.kind} has no peer"
     if not op.kind.startswith("copy") and type(op.peer) is not int:
@@ -111,7 +111,7 @@ class _Run:
         raise ScheduleError(f"rank {rank}, round {number}: {what}\n{table}")
 
     def check_operations(self) -> None:
-        """Every round is a tuple of operations that are what they can be."""
+        """Check that every round is a tuple of valid operations."""
         for rank, schedule in enumerate(self.schedules):
             for number, operations in enumerate(schedule):
                 if type(operations) is not tuple or not all(
@@ -142,7 +142,7 @@ class _Run:
                 self.deliver(rank, number, op, messages)
         for (src, dst), queue in messages.items():
             if queue:
-                self.fail(src, number, f"nobody receives blocks {queue[0][0]} at rank {dst}")
+                self.fail(src, number, f"blocks {queue[0][0]} are not received at rank {dst}")
         for rank, schedule in enumerate(self.schedules):
             for op in local(schedule[number]):
                 self.move(rank, number, op)
@@ -221,7 +221,7 @@ class _Run:
         try:
             return original(block, self.holders)
         except KeyError:
-            self.fail(rank, number, f"uses the name {block}, which stands for no block")
+            self.fail(rank, number, f"uses the name {block}, which is not the name of a block")
 
     def fail_at_end(self, rank: int, block: Block, what: str) -> NoReturn:
         """Fail where this rank last wrote the block; at the end if it never did."""

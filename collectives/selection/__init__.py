@@ -7,8 +7,7 @@ from collectives.selection.cost import bounds_met
 from collectives.selection.decisions import Decisions
 from collectives.selection.explanation import Explanation, explain
 from collectives.selection.labels import parse_label
-from collectives.selection.preferences import preferences, preferred, using
-from collectives.selection.select import choose
+from collectives.selection.select import choose, preferences, preferred, using
 
 __all__ = [
     "Decisions",

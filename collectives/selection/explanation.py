@@ -9,8 +9,7 @@ from collectives.arrays import Operator
 from collectives.selection.cost import Machine, price
 from collectives.selection.decisions import Decisions
 from collectives.selection.labels import parse_label
-from collectives.selection.preferences import preferred
-from collectives.selection.select import choose, restriction_of
+from collectives.selection.select import choose, preferred, restriction_of
 
 
 class Candidate(NamedTuple):

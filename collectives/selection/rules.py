@@ -11,7 +11,7 @@ _NO_LIMIT = float("inf")
 
 
 class Rule(NamedTuple):
-    """Up to `largest` bytes (n), and so many ranks, this algorithm.
+    """An algorithm for up to `largest` bytes (n) and `max_ranks` ranks.
 
     `powers_of_two_only`: only if p is a power of two.
     """

@@ -8,7 +8,9 @@ never replaced by another: it runs, or the call is refused.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -145,3 +147,39 @@ def restriction_of(
     if operator is not None and not (operator.is_commutative or algorithm.is_ordered):
         return f"needs a commutative operator; {operator.name} is not"
     return None
+
+
+# Preferences for calls that name no algorithm
+
+# Pairs (collective, label), the innermost first.
+_preferred: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("preferred", default=())
+preferences = _preferred.get  # returns all pairs, hashable
+
+
+@contextmanager
+def using(**algorithms: str) -> Iterator[None]:
+    """Choose the algorithms of calls inside a `with` block that name none.
+
+        with collectives.using(all_reduce="ring", broadcast="pipeline(segments=8)"):
+            ...
+
+    `algorithms`: for each collective, an algorithm as a call names it.  All ranks use the same.  Of
+    nested blocks the inner one counts.  The choice belongs to the thread (or task) that makes it;
+    what the library sends for itself is not affected.
+
+    Returns a context manager.  Raises ValueError for an unknown collective or algorithm.  If an
+    algorithm cannot serve a call, that call raises ValueError, as if it had named it.
+    """
+    labels = [
+        (collective, parse_label(collective, text).label) for collective, text in algorithms.items()
+    ]
+    token = _preferred.set((*labels, *_preferred.get()))
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+def preferred(collective: str) -> str | None:
+    """The preferred algorithm of calls that name none; None: choose."""
+    return next((label for name, label in _preferred.get() if name == collective), None)

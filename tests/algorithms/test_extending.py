@@ -126,7 +126,7 @@ def test_a_wrong_schedule_is_refused_with_the_grid_and_the_cell_marked() -> None
 @pytest.mark.parametrize(
     ("operation", "sentence"),
     [
-        (Send(1, [[0]]), r"send names \(\[0\],\) and \(\), which are no tuples of names"),
+        (Send(1, [[0]]), r"send names \(\[0\],\) and \(\), which are not tuples of names"),
         (Copy([0], [{}]), r"copy names \(0,\) and \(\{\},\), which are no"),
         (Send(1, [0])._replace(blocks=None), r"send names None and \(\), which are no"),
     ],

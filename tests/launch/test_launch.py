@@ -368,8 +368,8 @@ LIVES = {
 def test_what_is_no_death_ends_no_job(
     what: str, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "_DYING", 0.5)
-    monkeypatch.setattr(launcher, "_PATIENCE", 0.5)
+    monkeypatch.setattr(launcher, "_DEATH_SECONDS", 0.5)
+    monkeypatch.setattr(launcher, "_FAILURE_SECONDS", 0.5)
     source = f"""{RANK}
     if rank == 1:
         {LIVES[what]}
@@ -443,7 +443,7 @@ if IS_OPEN_MPI:
         script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Open MPI 5 itself hangs there, now and then; here a library does, of rank 0."""
-        monkeypatch.setattr(launcher, "_FAREWELL", 1.0)
+        monkeypatch.setattr(launcher, "_FINALIZE_SECONDS", 1.0)
         died = tmp_path / "died"
         work = f"""
     while not pathlib.Path({str(died)!r}).exists():
@@ -484,15 +484,15 @@ def test_an_mpirun_that_hangs_after_a_failure_is_ended(
     hanging.write_text('#!/bin/sh\ntrap "" TERM\nshift 2\n"$@"\nwhile :; do sleep 60; done\n')
     hanging.chmod(0o755)
     monkeypatch.setattr(launcher, "find_mpirun", lambda: Mpirun(str(hanging), "unknown"))
-    monkeypatch.setattr(launcher, "_PATIENCE", 0.2)
-    monkeypatch.setattr(launcher, "_GRACE", 0.2)
+    monkeypatch.setattr(launcher, "_FAILURE_SECONDS", 0.2)
+    monkeypatch.setattr(launcher, "_KILL_SECONDS", 0.2)
     job = launch(1, [script("import sys; print('failing'); sys.exit(3)")], capture=True)
     assert (job.returncode, job.stdout, job.stderr) == (3, "failing\n", "")
-    monkeypatch.setattr(launcher, "_DYING", 0.2)
+    monkeypatch.setattr(launcher, "_DEATH_SECONDS", 0.2)
     dying = script("import os; os.kill(os.getpid(), 9)")
     job = launch(1, [dying], env={"PMI_RANK": "0"}, capture=True)
     assert (job.returncode, deaths(job.stderr)) == (1, ["0"])
-    monkeypatch.setattr(launcher, "_DYING", TOO_LONG)
+    monkeypatch.setattr(launcher, "_DEATH_SECONDS", TOO_LONG)
     job = launch(1, [dying], env={"PMI_RANK": "0"}, timeout=3, capture=True)
     assert (job.returncode, deaths(job.stderr)) == (TIMED_OUT, ["0"])
 
@@ -508,7 +508,7 @@ def test_at_the_time_limit_nothing_is_left(
     script: Script, pids: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even ranks that are deaf to SIGTERM, which MPICH's mpirun would wait for in vain."""
-    monkeypatch.setattr(launcher, "_GRACE", 1.0)
+    monkeypatch.setattr(launcher, "_KILL_SECONDS", 1.0)
     job = launch(2, [script(ENDLESS), str(pids), "deaf"], timeout=5.0, capture=True)
     assert job.returncode == TIMED_OUT
     assert job.stderr.endswith("The job did not end within 5 s and was stopped.\n")
