@@ -28,7 +28,7 @@ from collectives.errors import (
     PeerFailed,
 )
 from collectives.runtime import Plan, Work
-from collectives.schedule import ScheduleError
+from collectives.schedule import ScheduleError, even_counts
 from collectives.selection import choose, using
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ __all__ = [
     "Work",
     "algorithms",
     "choose",
+    "even_counts",
     "phase",
     "run",
     "using",

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import array_namespace
 
-from collectives import Work
+from collectives import Work, even_counts
 from parallel import shards
 from parallel.data_parallel import CommHook, Completion, DataParallel
 from parallel.nn import Array, ParameterSpec, cast, split_flat
@@ -162,7 +162,7 @@ class Int8Blocks(GeneratorHook):
 
     def part_bytes(self, strategy: DataParallel, bucket: str) -> list[int]:
         """Return the bytes of each rank's quantized part of a `bucket` of the `strategy`."""
-        counts = shards.counts(num_elements(strategy, bucket), strategy.comm.size)
+        counts = even_counts(num_elements(strategy, bucket), strategy.comm.size)
         return [quantized_bytes(n, self.block) for n in counts]
 
     def traffic(self, strategy: DataParallel, bucket: str) -> list[PredictedCall]:

@@ -17,7 +17,6 @@ import numpy as np
 
 import collectives
 from collectives import CollectiveTimeout, Communicator, Work
-from parallel import shards
 from parallel.nn import Model
 from parallel.strategy import (
     BatchFunction,
@@ -157,7 +156,7 @@ class SyncParameterServer(ParameterServer):
         with self.phase("data"):
             self.comm.broadcast(shape, root=SERVER, out=shape, algorithm="linear")
             rows, context = self._checked(int(shape[0]), int(shape[1]))
-            counts = shards.counts(rows, self.size)
+            counts = collectives.even_counts(rows, self.size)
             mine = np.empty((counts[self.rank], 2, context), np.int64)
             self.comm.scatter(whole, root=SERVER, out=mine, counts=counts, algorithm="linear")
         return mine[:, 0], mine[:, 1]
@@ -203,7 +202,7 @@ class SyncParameterServer(ParameterServer):
         if run.batch_shape is None:
             raise ValueError("the server sends the batches: pass batch=(rows, context)")
         steps, (rows, context) = run.num_steps, run.batch_shape
-        row_bytes, kept = 2 * 8 * context, shards.counts(rows, self.size)[SERVER]
+        row_bytes, kept = 2 * 8 * context, collectives.even_counts(rows, self.size)[SERVER]
         calls = [
             PredictedCall("data", "broadcast", "linear", 16, steps),
             PredictedScatter(

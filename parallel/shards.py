@@ -5,27 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from collectives import even_counts
 from parallel.nn import Array
 
 
 def span(total: int, num_ranks: int, rank: int) -> slice:
     """Return the part of ``range(total)`` that belongs to `rank`.
 
-    The sizes of the parts differ by at most one; the larger parts come first.
+    The sizes of the parts are `collectives.even_counts`.
     """
-    size, rest = divmod(total, num_ranks)
-    start = rank * size + min(rank, rest)
-    return slice(start, start + size + (rank < rest))
+    sizes = even_counts(total, num_ranks)
+    start = sum(sizes[:rank])
+    return slice(start, start + sizes[rank])
 
 
 def length(part: slice) -> int:
     """Return the number of elements of a slice with explicit start and stop."""
     return int(part.stop - part.start)
-
-
-def counts(total: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the number of elements of every rank's part, in the order of ranks."""
-    return tuple(length(span(total, num_ranks, rank)) for rank in range(num_ranks))
 
 
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:

@@ -61,7 +61,7 @@ class Zero1(Strategy):
 
     def counts(self, unit: str) -> tuple[int, ...]:
         """Return the number of elements of each rank's shard of a unit."""
-        return shards.counts(self.model.unit_sizes[unit], self.shard_comm.size)
+        return collectives.even_counts(self.model.unit_sizes[unit], self.shard_comm.size)
 
     @property
     def call_groups(self) -> dict[str, int]:

@@ -121,7 +121,7 @@ class ZeroPlusPlus(GroupedZero3):
         """Start to gather the parameters that the ranks of the group kept for backward."""
         part = full[self._secondary_slice(unit)]
         part[...] = self.secondary[unit]
-        counts = shards.counts(self.model.unit_sizes[unit], self.mesh.group_size)
+        counts = collectives.even_counts(self.model.unit_sizes[unit], self.mesh.group_size)
         with collectives.phase(unit), collectives.phase("within"):
             work: PendingGather = self.mesh.inner.all_gather(
                 part, out=full, counts=counts, algorithm=self.algorithm, async_op=True

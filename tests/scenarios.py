@@ -19,7 +19,7 @@ from bench.oracle import expected
 from collectives import Communicator
 from collectives.arrays.operators import operators
 from collectives.schedule.contracts import SPECS
-from collectives.schedule.layout import even
+from collectives.schedule.layout import even_counts
 
 WHOLE = [name for name, spec in SPECS.items() if spec.has_pieces]  # these divide nothing
 REDUCTIONS = [name for name, spec in SPECS.items() if spec.is_reduction]
@@ -104,7 +104,7 @@ def random_rows(collective: str, size: int, num_rows: int, is_even: bool) -> Any
     """Rows for a job: an int where the library divides, a tuple where ranks have their own."""
     if collective in WHOLE:
         return num_rows
-    parts = even(num_rows, size)
+    parts = even_counts(num_rows, size)
     uneven = tuple((17 * r * r + num_rows) % (num_rows + 1) for r in range(size))
     if collective in ("gather", "all_gather"):
         return (num_rows,) * size if is_even else uneven
@@ -165,13 +165,13 @@ def in_place(comm: Communicator, job: Job, x: Any) -> tuple[Any, Any]:
     if job.collective in WHOLE and job.collective in REDUCTIONS:
         return x, x
     if job.collective == "all_to_all":
-        table = job.counts() or [even(job.rows, comm.size)] * comm.size
+        table = job.counts() or [even_counts(job.rows, comm.size)] * comm.size
         columns = list(zip(*table, strict=True))
         fits = [sum(table[rank]) == sum(columns[rank]) for rank in range(comm.size)]
         is_fine = all(fits) if comm.check else fits[comm.rank]  # checked: on all ranks or none
         return x, x if is_fine else None
     if job.collective == "reduce_scatter":
-        return x, rows_of(comm, x, job.counts() or even(job.rows, comm.size))
+        return x, rows_of(comm, x, job.counts() or even_counts(job.rows, comm.size))
     if job.collective in ("gather", "all_gather") and isinstance(x, np.ndarray):
         whole = np.zeros((sum(job.rows), *job.tail), x.dtype)
         mine = rows_of(comm, whole, job.rows)

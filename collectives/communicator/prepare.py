@@ -31,7 +31,7 @@ from collectives.runtime import (
     fields_with_header,
     gather_table,
 )
-from collectives.schedule import even
+from collectives.schedule import even_counts
 
 CountTable = tuple[tuple[int, ...], ...]  # rows from every rank to every rank
 
@@ -297,7 +297,7 @@ def _count_table(caller: Caller, x: Array, counts: object) -> CountTable | None:
     """The rows from every rank to every rank; None if only this rank's counts are given."""
     num_rows = validation.rows(x, "all_to_all")
     if counts is None:
-        return (even(num_rows, caller.size),) * caller.size
+        return (even_counts(num_rows, caller.size),) * caller.size
     if not validation.is_table(counts):
         return None
     table = validation.count_table(counts, caller.size)
@@ -345,7 +345,7 @@ def _divided_rows(caller: Caller, x: Array, counts: object, collective: str) -> 
     """The rows of `x` that each rank gets."""
     num_rows = validation.rows(x, collective)
     if counts is None:
-        return even(num_rows, caller.size)
+        return even_counts(num_rows, caller.size)
     return validation.total_counts(counts, caller.size, num_rows)
 
 

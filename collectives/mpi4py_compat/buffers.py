@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives.schedule import even_counts
+
 _FOREIGN_ORDER = ">" if sys.byteorder == "little" else "<"
 _DLPACK_KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 _HOST_MEMORY = (1, 3, 11, 13)  # of DLPack's devices: the host's own, page-locked, or managed
@@ -94,7 +96,7 @@ def one_block_per_rank(spec: Any, num_blocks: int, *, is_sent: bool) -> Message:
     memory, datatype = _memory_and_type(buf, datatype, is_sent)
     if counts is None:
         total = _inferred(0 if memory is None else memory.nbytes, datatype, 1)
-        numbers = [total // num_blocks + (total % num_blocks > i) for i in range(num_blocks)]
+        numbers = [*even_counts(total, num_blocks)]
     elif _is_integral(counts):
         numbers = [operator.index(counts)] * num_blocks
     else:

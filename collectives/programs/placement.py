@@ -40,7 +40,7 @@ from collectives.schedule import (
     by_pair,
     by_rank,
     consecutive,
-    even,
+    even_counts,
     original,
 )
 
@@ -95,14 +95,14 @@ def _beginnings(regions: Mapping[Block, Region], sizes: Mapping[Block, int]) -> 
 def block_sizes(collective: str, counts: Counts, num_pieces: int) -> dict[Block, int]:
     """The number of elements of every block."""
     if isinstance(counts, int):
-        return by_rank(even(counts, num_pieces))
+        return by_rank(even_counts(counts, num_pieces))
     sizes = by_pair(counts) if collective == "all_to_all" else by_rank(counts)  # type: ignore[arg-type]
     if num_pieces == 1:
         return sizes
     return {
         Piece(block, number): part
         for block, size in sizes.items()
-        for number, part in enumerate(even(size, num_pieces))
+        for number, part in enumerate(even_counts(size, num_pieces))
     }
 
 

@@ -5,7 +5,7 @@ What each collective promises, the proof that a schedule keeps it, and the count
 
 from collectives.schedule.contracts import SPECS, Case, Piece, after, before
 from collectives.schedule.count import Counts, count, even_sizes
-from collectives.schedule.layout import Region, by_pair, by_rank, consecutive, even
+from collectives.schedule.layout import Region, by_pair, by_rank, consecutive, even_counts
 from collectives.schedule.rounds import (
     Block,
     Copy,
@@ -61,7 +61,7 @@ __all__ = [
     "consecutive",
     "count",
     "dual",
-    "even",
+    "even_counts",
     "even_sizes",
     "floor_log2",
     "folded",

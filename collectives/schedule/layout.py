@@ -27,10 +27,13 @@ class Region(NamedTuple):
         return self.stop - self.start
 
 
-def even(num_elements: int, num_parts: int) -> tuple[int, ...]:
-    """Sizes of `num_parts` parts of `num_elements` elements; they differ by one at most.
+def even_counts(num_elements: int, num_parts: int) -> tuple[int, ...]:
+    """Return the sizes of `num_parts` parts of `num_elements` rows or elements.
 
-    The larger parts come first, as in `numpy.array_split`.
+        collectives.even_counts(10, 4)      # (3, 3, 2, 2)
+
+    They differ by at most one, and the larger parts come first, as in `numpy.array_split`.  Calls
+    without `counts` divide rows in this way.  Returns a tuple of ints.
     """
     size, extra = divmod(num_elements, num_parts)
     return tuple(size + (part < extra) for part in range(num_parts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from collectives.schedule.layout import even
+from collectives.schedule.layout import even_counts
 from collectives.schedule.rounds import Block, Operation, Recv, Round, Send
 
 # Logarithms
@@ -72,7 +72,7 @@ def powers(p: int, radix: int = 2) -> list[int]:
 def groups(size: int, num_groups: int) -> list[range]:
     """Consecutive ranks in groups whose sizes differ by one at most, larger groups first."""
     found, start = [], 0
-    for length in even(size, num_groups):
+    for length in even_counts(size, num_groups):
         found.append(range(start, start + length))
         start += length
     return found

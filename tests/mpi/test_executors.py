@@ -19,7 +19,7 @@ from collectives.engines.interpreter import Interpreted
 from collectives.programs.program import Kind, Program, Row, compile_call
 from collectives.runtime.run_pool import operands_of
 from collectives.schedule.contracts import SPECS
-from collectives.schedule.layout import even
+from collectives.schedule.layout import even_counts
 from tests.scenarios import ALGORITHMS, variants
 
 pytestmark = pytest.mark.mpi
@@ -40,7 +40,7 @@ def shapes(collective: str, comm: Communicator, root: int) -> tuple[Any, int | N
         has_input = collective != "broadcast" or rank == root
         has_output = {"reduce": rank == root, "exscan": rank > 0}.get(collective, True)
         return n, n if has_input else None, n if has_output else None
-    counts = even(n, p)
+    counts = even_counts(n, p)
     if collective == "all_to_all":
         table = tuple(tuple(counts[(s + d) % p] for d in range(p)) for s in range(p))
         return table, sum(table[rank]), sum(row[rank] for row in table)

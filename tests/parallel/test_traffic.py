@@ -13,7 +13,6 @@ from rich.console import Console
 
 import collectives
 from collectives import Communicator, MonitorUnavailable, algorithms
-from parallel import shards
 from parallel.console import print_traffic
 from parallel.traffic import (
     ALL,
@@ -463,7 +462,7 @@ DIVIDED = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 
 def recorded_bytes(collective: str, algorithm: str, size: int, num_bytes: int) -> int:
     """What so many ranks send of so many bytes, which they divide as evenly as possible."""
-    counts = shards.counts(num_bytes, size)
+    counts = collectives.even_counts(num_bytes, size)
 
     def fn(comm: Communicator) -> int:
         x = np.zeros(num_bytes, np.uint8)

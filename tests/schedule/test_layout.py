@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives.schedule.layout import Region, by_pair, by_rank, consecutive, even
+from collectives.schedule.layout import Region, by_pair, by_rank, consecutive, even_counts
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, 16, 17, 1000])
 @pytest.mark.parametrize("p", [1, 2, 3, 7, 16, 40])
 def test_even_is_numpys_array_split(n: int, p: int) -> None:
-    assert even(n, p) == tuple(len(part) for part in np.array_split(np.arange(n), p))
+    assert even_counts(n, p) == tuple(len(part) for part in np.array_split(np.arange(n), p))
 
 
 def test_consecutive_blocks_follow_one_another() -> None:
