@@ -71,7 +71,7 @@ class Goal(NamedTuple):
 
     @property
     def target(self) -> str:
-        """What is demanded, in words."""
+        """The goal, as text."""
         mean = " in the mean" if self.in_the_mean else ""
         return self.measure.target(self.bound) + mean
 
@@ -98,7 +98,7 @@ class Finding(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """In words: "met", "missed by 3.1%, at 2 of 27 sizes", or why it is not judged."""
+        """A text: "met", "missed by 3.1%, at 2 of 27 sizes", or why it is not judged."""
         if self.reason is not None or self.value is None:
             return self.reason or "not measured"
         if self.is_met:

@@ -51,7 +51,7 @@ class Limit(NamedTuple):
         return self.moved / self.bandwidth
 
     def lines(self) -> list[str]:
-        """The arithmetic in words."""
+        """The arithmetic as text."""
         copy, plan, call = (
             f"{self.timed.seconds[name] * 1e3:.2f} ms" for name in (MEMCPY, PLAN, CALL)
         )

@@ -41,7 +41,7 @@ class Measure(ABC):
 
     @abstractmethod
     def target(self, bound: float) -> str:
-        """What is demanded, in words."""
+        """The bound, as text."""
 
     @abstractmethod
     def text(self, value: float) -> str:
@@ -49,7 +49,7 @@ class Measure(ABC):
 
     @abstractmethod
     def shortfall(self, value: float, bound: float) -> str:
-        """By how much a value misses the bound, in words."""
+        """By how much a value misses the bound, as text."""
 
     def meets(self, value: float, bound: float) -> bool:
         """Whether the value is as good as the bound or better."""

@@ -56,7 +56,7 @@ def combined(inputs: Sequence[Array], op: str | Combine) -> Array:
 
 
 def joined(parts: Sequence[Array]) -> Array:
-    """The rows of all parts, one behind the other; 0-d arrays become the entries of a vector."""
+    """The rows of all parts in order; 0-d arrays become the entries of a vector."""
     return np.concatenate([np.atleast_1d(part) for part in parts])
 
 

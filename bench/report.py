@@ -16,7 +16,7 @@ from parallel.cli import table_with
 
 class Measurement(NamedTuple):
     """One call: seconds, bandwidths in GB/s (`portbw` None where the algorithm is not known), and
-    the number of wrong elements (None where nobody looked)."""
+    the number of wrong elements (None if it was not checked)."""
 
     seconds: float
     algbw: float
@@ -57,7 +57,7 @@ def measurement(
 
 
 def bus_factor(collective: str, p: int) -> float:
-    """What turns n / time into the bandwidth of the wire, at the least volume there can be."""
+    """The factor from n / time to the bus bandwidth, for the least possible volume."""
     if collective == "all_reduce":
         return 2 * (p - 1) / p
     return (p - 1) / p if collective in SPLITS | JOINS else 1.0

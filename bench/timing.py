@@ -86,7 +86,7 @@ def _block(run: Run, x: Array | None, calls: int) -> float:
 def _single(run: Run, x: Array | None) -> float:
     """One call on an input that was just written, as a program would have written it.
 
-    What nobody has written since the last call would come from the other rank's cache.
+    An input that is not written again would still be in the other rank's cache.
     """
     if isinstance(run, Fresh):
         (x,) = inputs = run.inputs(1)

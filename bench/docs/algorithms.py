@@ -151,7 +151,7 @@ def costs(entries: list[Algorithm]) -> str:
 
 
 def restrictions(entry: Algorithm) -> str:
-    """What it does not serve, in words; a dash if it serves everything."""
+    """The restrictions as text; a dash if there are none."""
     words = [entry.ranks_in_words] if entry.ranks != "any" else []
     if SPECS[entry.collective].is_reduction and not entry.is_ordered:
         words.append("commutative operators")
@@ -196,7 +196,7 @@ def others(entry: Algorithm) -> Iterator[str]:
 
 
 def bounds(entry: Algorithm) -> str:
-    """The lower bounds that it meets, in words."""
+    """The lower bounds that it meets, as text."""
     always, at_powers = bounds_met(entry), bounds_met(entry, POWERS_OF_TWO)
     more = [bound for bound in at_powers if bound not in always]
     words = [", ".join(always)] if always else []

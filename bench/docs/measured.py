@@ -78,7 +78,7 @@ def goals_section(results: Sequence[Result]) -> str:
 
 
 def quantity(goal: dict[str, Any]) -> list[str]:
-    """What was measured, in words."""
+    """The measured quantity, as text."""
     return [*goal["cells"][:3], goal["measure"]]
 
 

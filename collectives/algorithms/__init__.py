@@ -25,8 +25,10 @@ from collectives.algorithms import (  # noqa: F401 - importing a file registers 
     scan,
     scatter,
 )
+from collectives.algorithms.algorithm import Algorithm
 from collectives.algorithms.extending import register
-from collectives.algorithms.registry import REGISTRY, Algorithm, Formula
+from collectives.algorithms.formulas import Formula
+from collectives.algorithms.registry import REGISTRY
 from collectives.schedule import SPECS, Schedule
 from collectives.schedule import rounds as vocabulary
 

@@ -8,17 +8,9 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, get_args
 
-from collectives.algorithms.registry import (
-    COSTS,
-    REGISTRY,
-    SYMBOLS,
-    Algorithm,
-    Counted,
-    Formula,
-    Function,
-    Ranks,
-    enter,
-)
+from collectives.algorithms.algorithm import Algorithm, Ranks
+from collectives.algorithms.formulas import SYMBOLS, Counted, Formula
+from collectives.algorithms.registry import COSTS, REGISTRY, Function, add
 from collectives.schedule import SPECS, Round, ScheduleError, count, even_sizes
 
 PROVED_SIZES = range(1, 18)
@@ -84,7 +76,7 @@ def register(
         _check_names(entry)
         entry = replace(entry, function=_telling_its_rank(function))
         prove(entry)
-        enter(entry)
+        add(entry)
         return function
 
     return decorate

@@ -14,14 +14,9 @@ import pytest
 import collectives
 from bench.__main__ import main
 from collectives import ScheduleError, algorithms
-from collectives.algorithms.registry import (
-    MAX_OPTION,
-    MAX_PIECES,
-    MAX_PROVED,
-    MAX_ROUNDS,
-    REGISTRY,
-    generation,
-)
+from collectives.algorithms.algorithm import MAX_OPTION, MAX_PROVED
+from collectives.algorithms.formulas import MAX_PIECES, MAX_ROUNDS
+from collectives.algorithms.registry import REGISTRY, generation
 from collectives.schedule import Copy, Recv, RecvReduce, Round, Send
 from collectives.selection import select
 from collectives.selection.cost import Machine

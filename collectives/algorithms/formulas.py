@@ -1,0 +1,161 @@
+"""The costs of algorithms: closed formulas in exact arithmetic, and costs that are counted."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from itertools import islice
+from types import CodeType
+from typing import Any, NamedTuple
+
+from collectives.schedule import (
+    SPECS,
+    Case,
+    Counts,
+    Round,
+    Schedule,
+    ceil_log2,
+    count,
+    even_sizes,
+    floor_log2,
+    trees,
+    two_trees,
+)
+
+# Larger values are refused, because a schedule would be too large or would never end.
+MAX_PIECES = 2**20  # of a vector, or of a block
+MAX_ROUNDS = 2**18  # of a schedule
+
+# The names of the options in formulas.
+SYMBOLS = {"segments": "N", "radix": "r", "outstanding": "m", "chains": "c", "per_host": "g"}
+
+
+class Formula:
+    """A closed formula: `text` is an expression that is evaluated in exact arithmetic.
+
+    Variables: p ranks, n bytes, f = (p - 1) / p, q = ceil(log2 p), k = floor(log2 p), P = 2**k, and
+    the options: N segments, radix r, m outstanding messages, c chains, g ranks per host.
+    Functions: sum, range, min, max, ceil, and, as `trees` and `two_trees` define them, log(p, r) =
+    ceil_log, power(p, r) = power_within, children(p, r) = num_children, hops(p, r) = num_hops,
+    depth(m), fill(p), turn(p) = exscan_turn.
+    `defaults`: the default values of the options.  `is_cost`: whether the value for one rank, which
+    sends nothing, is 0 in any case.
+    """
+
+    def __init__(
+        self, text: str, defaults: Mapping[str, int] | None = None, *, is_cost: bool = False
+    ) -> None:
+        self.text, self.defaults, self._is_cost = text, dict(defaults or {}), is_cost
+        try:
+            exact = ast.fix_missing_locations(_Exact().visit(ast.parse(text, mode="eval")))
+            self._code: CodeType = compile(exact, f"<formula {text}>", "eval")
+            self(p=2)
+        except (SyntaxError, NameError, TypeError, LookupError, ArithmeticError) as error:
+            raise ValueError(f"formula {text!r}: {error}") from None
+
+    def __call__(self, p: int, n: int = 0, **options: int) -> int | Fraction:
+        """The value for `p` ranks and `n` bytes; an int if it is whole."""
+        if self._is_cost and p == 1:
+            return 0
+        logs = {"q": ceil_log2(p), "k": floor_log2(p), "P": 1 << floor_log2(p)}
+        chosen = {SYMBOLS[name]: value for name, value in {**self.defaults, **options}.items()}
+        values = {"p": p, "n": Fraction(n), "f": Fraction(p - 1, p), **logs, **chosen}
+        value = eval(self._code, {**_FUNCTIONS, **values})
+        if not isinstance(value, (int, Fraction)):
+            raise TypeError(f"it gives {value!r}, not a whole number or a fraction")
+        value = Fraction(value)
+        return value.numerator if value.denominator == 1 else value
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Formula({self.text!r})"
+
+
+class _Exact(ast.NodeTransformer):
+    """Turns quotients into fractions, and refuses attributes in formulas."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Div):
+            return node
+        return ast.Call(ast.Name("over", ast.Load()), [node.left, node.right], [])
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        raise SyntaxError(f"a formula cannot use the attribute .{node.attr}")
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "over": Fraction,
+    "__builtins__": {},
+    "sum": sum,
+    "range": range,
+    "min": min,
+    "max": max,
+    "ceil": math.ceil,
+    "log": trees.ceil_log,
+    "power": trees.power_within,
+    "children": trees.num_children,
+    "hops": trees.num_hops,
+    "depth": trees.depth,
+    "turn": trees.exscan_turn,
+    "fill": two_trees.fill,
+}
+
+
+class Counted(NamedTuple):
+    """A cost without a formula: it is counted in the schedules of all ranks.
+
+    It is called like a formula, and its value is also that of the worst root.
+    """
+
+    name: str
+    collective: str
+    function: Callable[..., Iterator[Round]]
+    defaults: Mapping[str, int]
+    pieces: Formula
+
+    def __call__(self, p: int, n: int = 0, **options: int) -> int | Fraction:
+        """The value for `p` ranks and `n` bytes."""
+        is_rooted, settings = SPECS[self.collective].is_rooted, {**self.defaults, **options}
+        case = Case(p, 0, checked_num_pieces(self.collective, self.pieces, p, settings))
+        found: list[int | Fraction] = [
+            getattr(self.at({"root": root} if is_rooted else {}, case, n, settings), self.name)
+            for root in range(p if is_rooted else 1)
+        ]
+        return max(found)
+
+    def at(self, where: dict[str, int], case: Case, n: int, settings: Mapping[str, int]) -> Counts:
+        """All counts, for one root."""
+        schedules = [
+            all_rounds(self.collective, self.function(rank, case.size, **where, **settings))
+            for rank in range(case.size)
+        ]
+        return count(schedules, even_sizes(self.collective, case, n))
+
+    def __str__(self) -> str:
+        return "counted"
+
+
+Cost = Formula | Counted
+
+
+def checked_num_pieces(label: str, pieces: Formula, size: int, options: Mapping[str, int]) -> int:
+    """The number of pieces for `size` ranks.  Raises ValueError if it is not valid."""
+    number = pieces(p=size, **options)
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(f"{label} cuts into {number} pieces")
+    if number > MAX_PIECES:
+        raise ValueError(f"{label} cuts into more than {MAX_PIECES} pieces on {size} rank(s)")
+    return number
+
+
+def all_rounds(label: str, rounds: Iterator[Round]) -> Schedule:
+    """All rounds.  Raises ValueError if there are too many; the function may never end."""
+    schedule = list(islice(rounds, MAX_ROUNDS + 1))
+    if len(schedule) > MAX_ROUNDS:
+        raise ValueError(f"{label} has more than {MAX_ROUNDS} rounds")
+    return schedule
