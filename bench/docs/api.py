@@ -162,6 +162,7 @@ def signature(name: str, value: Any) -> str:
         kept = []  # a protocol has this signature until its first object is made
     words = str(found.replace(parameters=kept)).replace("'", "").replace(" -> Any", "")
     words = re.sub(r"<(?:function|class) ?([\w.]*\.)?(\w+)(?: at 0x\w+)?>", r"\2", words)
+    words = re.sub(r"<module ([\w.]+) from [^>]*>", r"\1", words)
     line = f"{name}{words}"
     if len(line) <= 88:
         return line

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
+import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.docs import measured, provenance
+from bench.docs import api, measured, provenance
 from bench.docs.formulas import readable
 from bench.docs.pictures import num_messages, picture
 from bench.docs.sections import with_section
@@ -253,3 +255,10 @@ def test_every_algorithm_says_when_to_use_it():
     entries = [algorithms.info(c, name) for c in algorithms.collectives() for name in
         algorithms.names(c)]  # fmt: skip
     assert [entry.label for entry in entries if not entry.use.startswith("Use it ")] == []
+
+
+def test_a_signature_does_not_depend_on_where_the_code_is():
+    def documented(xp=np, encode=json.dumps): ...
+
+    assert "site-packages" in str(inspect.signature(documented))
+    assert api.signature("documented", documented) == "documented(xp=numpy, encode=dumps)"
