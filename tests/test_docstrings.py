@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import collectives
 from bench.docs.api import PAGES, WITHOUT_MEMBERS, documented, members, public
 
 ROOT = Path(__file__).parent.parent
@@ -102,6 +103,27 @@ NAMES = dict(everything())
 @pytest.mark.parametrize("name", NAMES)
 def test_the_docstring_is_complete(name: str) -> None:
     assert missing(name, NAMES[name], overridden(name)) == []
+
+
+def has_example(thing: Any) -> bool:
+    """Whether the docstring has an indented example."""
+    return "\n\n    " in (inspect.getdoc(thing) or "")
+
+
+CALLS = [
+    name
+    for name, method in inspect.getmembers(collectives.Communicator, inspect.isfunction)
+    if name[0] != "_" and len(inspect.signature(method).parameters) > 1
+]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_with_options_has_an_example(name: str) -> None:
+    assert has_example(getattr(collectives.Communicator, name))
+
+
+def test_a_missing_example_is_noticed() -> None:
+    assert not has_example(collectives.Communicator.free)
 
 
 def test_what_is_missing_is_noticed() -> None:

@@ -176,6 +176,8 @@ class Collectives:
     ) -> Any:
         """Join the rows of all ranks, in the order of the ranks, on the root.
 
+            rows = comm.gather(x, root=0)              # None on the other ranks
+
         - `x`: this rank's rows, an array of shape (rows, ...); the other dimensions and the dtype
           are the same on all ranks.  0-d arrays become the entries of a vector.
         - `root`: the rank that receives.
@@ -214,6 +216,8 @@ class Collectives:
         timeout: float | None = None,
     ) -> Any:
         """Combine the arrays of all ranks element by element, on the root.
+
+            total = comm.reduce(x, "max", root=0)      # None on the other ranks
 
         - `x`: an array of any shape, of the same shape and dtype on all ranks.
         - `op`: sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator`; the same on all
@@ -296,6 +300,8 @@ class Collectives:
     ) -> Any:
         """Combine the arrays of all ranks element by element, and divide the rows of the result.
 
+            mine = comm.reduce_scatter(x, "sum", counts=[10, 20, 30])
+
         - `x`: an array of shape (rows, ...), of the same shape and dtype on all ranks.
         - `op`: sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator`; the same on all
           ranks.
@@ -327,6 +333,8 @@ class Collectives:
         timeout: float | None = None,
     ) -> Any:
         """Join the rows of all ranks, in the order of the ranks, on every rank.
+
+            rows = comm.all_gather(x, counts=[10, 20, 30])
 
         - `x`: this rank's rows, an array of shape (rows, ...); the other dimensions and the dtype
           are the same on all ranks.  0-d arrays become the entries of a vector.
@@ -403,6 +411,8 @@ class Collectives:
     ) -> Any:
         """Combine, on each rank, the arrays of all ranks up to and including this one.
 
+            so_far = comm.scan(x, "sum")
+
         - `x`: an array of any shape, of the same shape and dtype on all ranks.
         - `op`: sum, prod, min, max, and, or, xor, or a `collectives.Operator`; not avg.
         - `out`: the array for the result; it may be `x`.
@@ -433,6 +443,8 @@ class Collectives:
     ) -> Any:
         """Combine, on each rank, the arrays of all ranks before this one.
 
+            before = comm.exscan(x, "sum")             # None on rank 0
+
         - `x`: an array of any shape, of the same shape and dtype on all ranks.
         - `op`: sum, prod, min, max, and, or, xor, or a `collectives.Operator`; not avg.
         - `out`: the array for the result; it may be `x`.  On rank 0 it is checked and not written.
@@ -454,6 +466,8 @@ class Collectives:
         timeout: float | None = None,
     ) -> Any:
         """Return when every rank has called it.
+
+            comm.barrier(timeout=60)
 
         - `algorithm`: "dissemination" or "tree"; None: the first.
         - `async_op`: if True, return a `Work` at once; `wait()` for it.

@@ -93,6 +93,8 @@ class Communicator(Collectives, PointToPoint):
     ) -> Communicator | None:
         """Make one communicator for each color.  All ranks call it.
 
+            half = comm.split(comm.rank % 2)
+
         - `color`: an integer of at least 0; ranks with the same color are together.  None: this
           rank is in no new communicator.
         - `key`: the new ranks are ordered by `key`, and by the old rank if keys are equal.
@@ -117,6 +119,9 @@ class Communicator(Collectives, PointToPoint):
 
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
         """Make a communicator of some ranks.  Exactly these ranks call it.
+
+            if comm.rank < 2:
+                pair = comm.subgroup([0, 1])
 
         - `ranks`: the ranks, in their order in the new communicator.  It names each rank once, and
           includes this rank.
@@ -145,6 +150,11 @@ class Communicator(Collectives, PointToPoint):
 
     def shrink(self, *, timeout: float | None = None) -> Communicator:
         """Make a communicator of the ranks that are still alive, in their order here.
+
+            try:
+                comm.all_reduce(x)
+            except collectives.PeerFailed:
+                comm = comm.shrink()
 
         All ranks that are alive call it, whether or not `PeerFailed` was raised before.  After it
         only `free` can be called on this communicator.
@@ -213,6 +223,8 @@ class Communicator(Collectives, PointToPoint):
 
     def load_decisions(self, path: str | Path) -> None:
         """Let measurements choose the algorithms of calls that name none.  All ranks call it.
+
+            comm.load_decisions("decisions.json")
 
         - `path`: a file that `python -m bench tune` wrote.  Rank 0 reads it and sends it to the
           others.

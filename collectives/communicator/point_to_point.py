@@ -52,6 +52,8 @@ class PointToPoint:
     ) -> Any:
         """Send an array to another rank, which must receive it.
 
+            comm.send(x, 1) if comm.rank == 0 else comm.recv(x, 0)
+
         - `x`: the array to send.
         - `peer`: the rank that receives it; not this one.
         - `tag`: a number of at least 0; the receiver passes the same.  Messages between two ranks
@@ -81,6 +83,10 @@ class PointToPoint:
         timeout: float | None = None,
     ) -> Any:
         """Fill an array with a message of another rank.
+
+            work = comm.recv(x, 0, async_op=True)
+            ...
+            x = work.wait()
 
         - `x`: a C-contiguous array of the size of the message.
         - `peer`: the rank that sends it; not this one.
