@@ -29,7 +29,7 @@ from collectives.errors import (
 )
 from collectives.runtime import Plan, Work
 from collectives.schedule import ScheduleError, even_counts
-from collectives.selection import choose, using
+from collectives.selection import choose, predict, using
 
 if TYPE_CHECKING:
     from collectives.mpi4py_compat import Intracomm
@@ -54,6 +54,7 @@ __all__ = [
     "choose",
     "even_counts",
     "phase",
+    "predict",
     "run",
     "using",
     "world",

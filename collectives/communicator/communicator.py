@@ -47,6 +47,11 @@ class Communicator(Collectives, PointToPoint):
         return f"<Communicator{self._session.name}: rank {self.rank} of {self.size}>"
 
     @property
+    def name(self) -> str:
+        """The name that `split` or `subgroup` was given; "" by default."""
+        return self._session.axis
+
+    @property
     def timeout(self) -> float | None:
         """The time limit, in seconds, of calls without their own; None: no limit.
 
@@ -89,7 +94,12 @@ class Communicator(Collectives, PointToPoint):
     # Groups
 
     def split(
-        self, color: int | None, key: int = 0, *, timeout: float | None = None
+        self,
+        color: int | None,
+        key: int = 0,
+        *,
+        name: str = "",
+        timeout: float | None = None,
     ) -> Communicator | None:
         """Make one communicator for each color.  All ranks call it.
 
@@ -98,6 +108,8 @@ class Communicator(Collectives, PointToPoint):
         - `color`: an integer of at least 0; ranks with the same color are together.  None: this
           rank is in no new communicator.
         - `key`: the new ranks are ordered by `key`, and by the old rank if keys are equal.
+        - `name`: of the new communicator, such as that of an axis of a mesh.  Ledgers show it in
+          the column ``axis`` of what is sent there.
         - `timeout`: seconds to wait for all ranks.  None: the communicator's `timeout`.
 
         Returns the communicator of this rank's color, or None if `color` is None.  Raises
@@ -115,9 +127,15 @@ class Communicator(Collectives, PointToPoint):
         members.sort(key=lambda rank: (table[rank, 1], rank))
         make = partial(self._session.transport.split, None if color is None else members)
         transport = self._session.made_by_engine("split", make, deadline)
-        return None if transport is None else Communicator(self._session.child(transport, members))
+        return (
+            None
+            if transport is None
+            else Communicator(self._session.child(transport, members, name))
+        )
 
-    def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
+    def subgroup(
+        self, ranks: Sequence[int], *, name: str = "", timeout: float | None = None
+    ) -> Communicator:
         """Make a communicator of some ranks.  Exactly these ranks call it.
 
             if comm.rank < 2:
@@ -125,6 +143,7 @@ class Communicator(Collectives, PointToPoint):
 
         - `ranks`: the ranks, in their order in the new communicator.  It names each rank once, and
           includes this rank.
+        - `name`: of the new communicator; see `split`.
         - `timeout`: seconds to wait for them.  None: the communicator's `timeout`.
 
         Returns the communicator.  Raises ValueError if `ranks` is wrong, before anything is sent,
@@ -141,7 +160,7 @@ class Communicator(Collectives, PointToPoint):
         subgroup_barrier(self._session, members, limit)
         make = partial(self._session.transport.subgroup, members)
         transport = self._session.made_by_engine("subgroup", make, deadline)
-        return Communicator(self._session.child(transport, members))
+        return Communicator(self._session.child(transport, members, name))
 
     @property
     def can_shrink(self) -> bool:
@@ -167,7 +186,7 @@ class Communicator(Collectives, PointToPoint):
         """
         deadline = deadline_in(self._session.limit(timeout))
         transport, members = self._session.transport.shrink(deadline)
-        return Communicator(self._session.child(transport, members))
+        return Communicator(self._session.child(transport, members, self._session.axis))
 
     def free(self) -> None:
         """Free the communicator.  All its ranks call this; it is unusable after that.

@@ -53,7 +53,8 @@ class Row(NamedTuple):
     """One message of a schedule, which was sent as `segments` messages of MPI.
 
     `call`: the number of the call on its communicator, such as "7"; its header or counts have "7a".
-    `src` and `dst`: ranks of the communicator that records.
+    `src` and `dst`: ranks of the communicator that records.  `axis`: the name of the communicator
+    that sent it (see `Communicator.split`), "" if it has none.
     """
 
     phase: str
@@ -65,6 +66,7 @@ class Row(NamedTuple):
     dst: int
     bytes: int
     segments: int
+    axis: str = ""
 
 
 class Summary(NamedTuple):
@@ -86,7 +88,7 @@ class Call(NamedTuple):
 
     `sent`: (round, destination, bytes, segments) of the messages of rank `src`.  `ranks`: the ranks
     in the recording communicator of a sub-communicator's ranks; None: the same.  `numbered`:
-    returns the number of a run as text.
+    returns the number of a run as text.  `axis`: the name of the communicator.
     """
 
     collective: str
@@ -95,6 +97,7 @@ class Call(NamedTuple):
     src: int
     ranks: Sequence[int] | None
     numbered: Callable[[int], str]
+    axis: str
 
 
 class Entry(NamedTuple):
@@ -125,6 +128,7 @@ class Entry(NamedTuple):
                 dst,
                 num_bytes,
                 segments,
+                call.axis,
             )
 
     def to_json(self) -> list[Any]:
@@ -133,15 +137,15 @@ class Entry(NamedTuple):
         sent = call.sent
         if ranks is not None:
             sent = tuple((k, ranks[dst], n, segments) for k, dst, n, segments in sent)
-        what = [call.collective, call.algorithm, sent, call.src]
+        what = [call.collective, call.algorithm, sent, call.src, call.axis]
         return [what, call.numbered(self.number), *self[1:]]
 
 
 def _from_json(what: list[Any], number_in_words: str, *run: Any) -> list[Any]:
     """An entry of another rank, from its JSON values."""
-    collective, algorithm, sent, src = what
+    collective, algorithm, sent, src, axis = what
     messages = tuple(tuple(message) for message in sent)
-    return [Call(collective, algorithm, messages, src, None, lambda _: number_in_words), *run]
+    return [Call(collective, algorithm, messages, src, None, lambda _: number_in_words, axis), *run]
 
 
 _FINISHED = Entry._fields.index("finished")
@@ -289,7 +293,7 @@ class Recorder:
     """Records the runs of a program of `rank` in the ledgers that are open.
 
     `names`: the collective and the algorithm.  `numbered`: see `Call`.  `sent`: the messages of
-    every run.
+    every run.  `axis`: the name of the communicator.
     """
 
     def __init__(
@@ -299,14 +303,15 @@ class Recorder:
         sent: Sent,
         ancestry: Ancestry,
         rank: int,
+        axis: str = "",
     ) -> None:
         self.names, self._numbered, self._sent = names, numbered, sent
-        self._ancestry, self._rank = ancestry, rank
+        self._ancestry, self._rank, self._axis = ancestry, rank, axis
         self._calls: list[tuple[list[Ledger], Call]] = []
 
     def renumbered(self, numbered: Callable[[int], str]) -> Recorder:
         """A recorder of the same program, whose runs have other numbers."""
-        return Recorder(self.names, numbered, self._sent, self._ancestry, self._rank)
+        return Recorder(self.names, numbered, self._sent, self._ancestry, self._rank, self._axis)
 
     def number(self, number: int) -> str:
         """The number of a run as text."""
@@ -338,6 +343,6 @@ class Recorder:
     def _made_calls(self) -> list[tuple[list[Ledger], Call]]:
         for ledgers, ranks in self._ancestry:
             src = self._rank if ranks is None else ranks[self._rank]
-            call = Call(*self.names, self._sent, src, ranks, self._numbered)
+            call = Call(*self.names, self._sent, src, ranks, self._numbered, self._axis)
             self._calls.append((ledgers, call))
         return self._calls

@@ -46,6 +46,7 @@ class Owner(Caller, Protocol):
     """What makes the calls that are compared: a session."""
 
     ancestry: Ancestry
+    axis: str
 
     numbering: Numbering
 
@@ -176,7 +177,9 @@ def exchange(
     )
     operands = Operands(HOST, mine, table, np.empty(program.num_scratch, np.uint8))
     execution = transport.execution(program, operands, call.tag)
-    recorder = Recorder((LABEL, ALGORITHM), named, program.sent, owner.ancestry, transport.rank)
+    recorder = Recorder(
+        (LABEL, ALGORITHM), named, program.sent, owner.ancestry, transport.rank, owner.axis
+    )
     run = Run(transport, program, execution, recorder)
     run.number, run.is_ahead, run.num_rounds = number, True, f"{program.num_rounds} of its check"
     return run

@@ -54,8 +54,8 @@ class RunPool:
     `name`: the prefix of their numbers in the ledger.
     """
 
-    def __init__(self, transport: Transport, name: str, ancestry: Ancestry) -> None:
-        self._transport, self._ancestry = transport, ancestry
+    def __init__(self, transport: Transport, name: str, ancestry: Ancestry, axis: str = "") -> None:
+        self._transport, self._ancestry, self._axis = transport, ancestry, axis
         self._number = partial("{}{}".format, name)  # of calls in the ledger
         self._number_ahead = partial("{}{}a".format, name)
         self._number_message = partial("{}p{}".format, name)
@@ -183,7 +183,9 @@ class RunPool:
     ) -> Run:
         transport = self._transport
         execution = transport.execution(program, operands, tag)
-        recorder = Recorder(names, numbered, program.sent, self._ancestry, transport.rank)
+        recorder = Recorder(
+            names, numbered, program.sent, self._ancestry, transport.rank, self._axis
+        )
         return Run(transport, program, execution, recorder, log)
 
     def _operands(self, arrays: Arrays, program: Program, op: Operator | None) -> Operands:

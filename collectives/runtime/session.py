@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-import numpy as np
-
 from collectives.arrays import Arrays, Operator, validation
 from collectives.diagnostics import Ancestry, Ledger
 from collectives.engines import ProgressThread, Transport
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
-from collectives.programs import CallSpec, Counts
+from collectives.programs import CallSpec, Counts, num_bytes_of
 from collectives.runtime.call_cache import NO_CALLS, CallCache
 from collectives.runtime.checked import Checker, Mode
 from collectives.runtime.description import Compared
@@ -41,8 +39,9 @@ class Session:
         ancestry: Ancestry | None = None,
         thread: ProgressThread | None = None,
         check: Mode | None = None,
+        axis: str = "",
     ) -> None:
-        self.transport, self.timeout, self.name = transport, timeout, name
+        self.transport, self.timeout, self.name, self.axis = transport, timeout, name, axis
         self.thread, self.thread_delay = thread, 0.0
         self.numbering = Numbering(transport.num_tags)
         self.checker = None if check is None else Checker(self, check)
@@ -56,12 +55,12 @@ class Session:
         self._timed_out: Work[Any] | None = None  # a blocking call that the next one waits for
         self._broken_by: CollectiveError | None = None  # why nothing can be called any more
         self.num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
-        self.runs = RunPool(transport, name, self.ancestry)
+        self.runs = RunPool(transport, name, self.ancestry, axis)
         self.call_cache, self.plan_cache = CallCache(), CallCache()
         self.fast_calls = self.fast_plans = NO_CALLS
         self.refresh()
 
-    def child(self, transport: Transport, members: Sequence[int]) -> Session:
+    def child(self, transport: Transport, members: Sequence[int], axis: str = "") -> Session:
         """The session of a communicator of some of these ranks, recorded wherever this one is."""
         self.num_children[tuple(members)] += 1
         times = self.num_children[tuple(members)]
@@ -71,7 +70,7 @@ class Session:
             for ledgers, ranks in self.ancestry
         ]
         check = None if self.checker is None else self.checker.mode
-        child = Session(transport, self.timeout, name, self, ancestry, self.thread, check)
+        child = Session(transport, self.timeout, name, self, ancestry, self.thread, check, axis)
         child.decisions = self.decisions
         return child
 
@@ -242,7 +241,7 @@ class Session:
         `label`: its name in the ledger, if that is not the collective's.
         """
         dtype, size = arrays.dtype, self.transport.size
-        num_bytes = _num_bytes(counts, dtype)
+        num_bytes = num_bytes_of(counts, dtype.itemsize)
         like = arrays.target if arrays.source is None else arrays.source
         choice = select.choose(collective, algorithm, size, num_bytes, op, self.decisions)
         return CallSpec(
@@ -320,12 +319,3 @@ class Session:
         except BaseException as error:
             self._break(what, error)
             raise
-
-
-def _num_bytes(counts: Counts, dtype: np.dtype[Any]) -> int:
-    """The n of the formulas: bytes of the vector, of all blocks, or of one all-to-all input."""
-    if isinstance(counts, int):
-        return counts * dtype.itemsize
-    numbers = [count if isinstance(count, int) else sum(count) for count in counts]
-    num_parts = 1 if isinstance(counts[0], int) else len(counts)
-    return sum(numbers) // num_parts * dtype.itemsize

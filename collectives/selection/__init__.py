@@ -7,15 +7,18 @@ from collectives.selection.cost import bounds_met
 from collectives.selection.decisions import Decisions
 from collectives.selection.explanation import Explanation, explain
 from collectives.selection.labels import parse_label
+from collectives.selection.prediction import Prediction, predict
 from collectives.selection.select import choose, preferences, preferred, using
 
 __all__ = [
     "Decisions",
     "Explanation",
+    "Prediction",
     "bounds_met",
     "choose",
     "explain",
     "parse_label",
+    "predict",
     "preferences",
     "preferred",
     "using",

@@ -355,3 +355,20 @@ def test_recording_changes_no_result() -> None:
             return np.array_equal(plain, comm.all_reduce(x))
 
     assert all(collectives.run(body, P))
+
+
+def test_a_row_has_the_name_of_its_communicator() -> None:
+    def sent(comm: Communicator) -> set[tuple[str, str]]:
+        with comm.record() as ledger:
+            half = comm.split(comm.rank % 2, name="tensor")
+            assert half is not None and half.name == "tensor"
+            pair = comm.subgroup(sorted([comm.rank, comm.rank ^ 1]), name="data")
+            half.all_reduce(np.zeros(1))
+            pair.all_reduce(np.zeros(2))
+            comm.all_reduce(np.zeros(3))
+        whole = ledger.gather() or ledger
+        return {(row.axis, row.collective) for row in whole.rows()}
+
+    found = collectives.run(sent, 4)[0]
+    assert found >= {("tensor", "all_reduce"), ("data", "all_reduce"), ("", "all_reduce")}
+    assert {axis for axis, collective in found if collective == "split"} == {""}

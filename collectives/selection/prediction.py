@@ -1,0 +1,84 @@
+"""What a call will send, from the programs of all ranks, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.programs import CallSpec, Counts, compile_call, num_bytes_of
+from collectives.selection.select import choose
+
+
+class Prediction(NamedTuple):
+    """What all ranks send in one call.
+
+    `messages`, `bytes`: from each rank (row) to each rank (column), int64 (size, size).
+    `scratch`: the bytes of scratch memory that each rank needs.
+    """
+
+    messages: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+    scratch: tuple[int, ...]
+
+
+def predict(
+    collective: str,
+    size: int,
+    counts: int | Sequence[Any],
+    *,
+    itemsize: int = 1,
+    algorithm: str | None = None,
+    root: int = 0,
+    in_place: bool = False,
+) -> Prediction:
+    """Return what the ranks will send in a call, without sending anything.
+
+        collectives.predict("all_reduce", 4, 1000, itemsize=8, algorithm="ring").bytes.sum()
+
+    - `collective`: its name.
+    - `size`: the number of ranks.
+    - `counts`: the elements of the vector; for `scatter`, `gather`, `all_gather` and
+      `reduce_scatter` those of each rank's part; for `all_to_all` a table from each rank to each.
+    - `itemsize`: the bytes of an element.
+    - `algorithm`: its name; None: as a call chooses it without measured decisions.
+    - `root`: of a rooted collective.
+    - `in_place`: whether each rank's input and output share memory: they are the same vector, or
+      one is this rank's part of the other.  It changes the scratch memory, and no message.
+
+    Returns the `Prediction`, which is exact for any algorithm and for uneven parts.  Raises
+    TypeError or ValueError if the algorithm does not exist or cannot serve.
+    """
+    elements = _hashable(counts)
+    chosen = choose(collective, algorithm, size, num_bytes_of(elements, itemsize))
+    spec = CallSpec(
+        collective, chosen.algorithm, tuple(chosen.options.items()), chosen.segments, chosen.label,
+        np.dtype(f"V{itemsize}"), elements, root,
+    )  # fmt: skip
+    if in_place:
+        specs = [spec._replace(aliasing=_offset(collective, elements, r)) for r in range(size)]
+    else:
+        specs = [spec] * size
+    programs = [compile_call(each, rank, size) for rank, each in enumerate(specs)]
+    sent = np.zeros((2, size, size), np.int64)
+    for rank, program in enumerate(programs):
+        for _, peer, num_bytes, segments in program.sent:
+            sent[:, rank, peer] += segments, num_bytes
+    return Prediction(sent[0], sent[1], tuple(program.num_scratch for program in programs))
+
+
+def _offset(collective: str, counts: Counts, rank: int) -> int:
+    """The offset of a rank's output from its input, if one is its part of the other."""
+    if isinstance(counts, int):
+        return 0
+    if collective not in ("all_gather", "reduce_scatter"):
+        raise ValueError(f"{collective} divides its arrays in a way that is never in place")
+    start = sum(count for count in counts[:rank] if isinstance(count, int))
+    return start if collective == "reduce_scatter" else -start
+
+
+def _hashable(counts: int | Sequence[Any]) -> Any:
+    """Counts as the number, tuple, or tuple of tuples of a `CallSpec`."""
+    return counts if isinstance(counts, int) else tuple(map(_hashable, counts))
