@@ -11,7 +11,16 @@ from collectives.diagnostics.flight_recorder import (
     Position,
     Waiting,
 )
-from collectives.diagnostics.ledger import Ancestry, Ledger, Recorder, Sent, finish, phase
+from collectives.diagnostics.ledger import (
+    Ancestry,
+    Ledger,
+    Recorder,
+    Sent,
+    current_phase,
+    finish,
+    in_phase,
+    phase,
+)
 from collectives.diagnostics.mpi_counters import Counters, MonitorUnavailable
 
 __all__ = [
@@ -27,6 +36,8 @@ __all__ = [
     "Recorder",
     "Sent",
     "Waiting",
+    "current_phase",
     "finish",
+    "in_phase",
     "phase",
 ]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 Collect = Callable[[bytes], "list[bytes] | None"]
 
 _phase: ContextVar[str] = ContextVar("phase", default="")
-_current_phase = _phase.get
+current_phase = _phase.get
 
 
 def phase(label: str) -> AbstractContextManager[None]:
@@ -39,10 +39,15 @@ def phase(label: str) -> AbstractContextManager[None]:
     return _labelled(label)
 
 
-@contextmanager
-def _labelled(label: str) -> Iterator[None]:
+def _labelled(label: str) -> AbstractContextManager[None]:
     outer = _phase.get()
-    token = _phase.set(f"{outer}/{label}" if outer else label)
+    return in_phase(f"{outer}/{label}" if outer else label)
+
+
+@contextmanager
+def in_phase(label: str) -> Iterator[None]:
+    """Label what is sent inside a `with` block with exactly this label."""
+    token = _phase.set(label)
     try:
         yield
     finally:
@@ -321,7 +326,7 @@ class Recorder:
         """Record a run in the open ledgers, as quickly as possible; return the new entries."""
         if not any(ledgers for ledgers, _ in self._ancestry):
             return []
-        phase = _current_phase()
+        phase = current_phase()
         entered = []
         for ledgers, call in self._calls or self._made_calls():
             for ledger in ledgers:

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from typing import Any, Generic, Protocol, TypeVar
 
 from collectives.arrays import validation
+from collectives.diagnostics import current_phase, in_phase
 from collectives.engines import Action, ProgressThread, Transport, deadline_in
 from collectives.errors import CollectiveTimeout
 from collectives.runtime.run import Run
@@ -61,6 +62,7 @@ class Work(Generic[Result]):
         self._in_flight = owner.transport.in_flight
         self._lock = threading.Lock()
         self._done_callbacks: list[Action] = []
+        self._phase = current_phase()  # of all its runs, whoever advances it, and where
 
     @classmethod
     def blocking(cls, owner: Owner, steps: Steps) -> Work[Any]:
@@ -232,7 +234,11 @@ class Work(Generic[Result]):
                     return False
                 run = self._run
                 run.complete()
-                self._begin_next()
+                if self._steps is None:
+                    self._end()
+                else:
+                    with in_phase(self._phase):
+                        self._begin_next()
                 run.give_back()
         except BaseException as error:
             self._fail(error)

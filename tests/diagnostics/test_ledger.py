@@ -372,3 +372,19 @@ def test_a_row_has_the_name_of_its_communicator() -> None:
     found = collectives.run(sent, 4)[0]
     assert found >= {("tensor", "all_reduce"), ("data", "all_reduce"), ("", "all_reduce")}
     assert {axis for axis, collective in found if collective == "split"} == {""}
+
+
+def test_a_call_that_continues_later_keeps_its_phase() -> None:
+    """In checked mode the messages of a call follow those of its check."""
+
+    def sent(comm: Communicator) -> set[tuple[str, str]]:
+        with comm.record() as ledger:
+            with collectives.phase("first"):
+                works = [comm.all_reduce(np.zeros(n), async_op=True) for n in (1, 2)]
+            with collectives.phase("later"):
+                works[1].wait()
+                works[0].wait()
+        return {(row.phase, row.collective) for row in ledger.rows()}
+
+    found = collectives.run(sent, 3, check=True)
+    assert set.union(*found) == {("first", "check"), ("first", "all_reduce")}
