@@ -1,68 +1,46 @@
-"""Parallel training strategies on top of `collectives` that predict their traffic exactly.
+"""Parallel training on top of `collectives` that predicts its traffic exactly.
 
-Every strategy predicts what it sends (`Strategy.traffic`), the library records what it sent, and
+A training run predicts what it sends (`Trainer.traffic`), the library records what it sent, and
 MPI's own counters say what left the process: the three are equal to the byte.
 
-    python -m collectives.launch -n 4 -m parallel.train --strategy zero2
+    python -m collectives.launch -n 4 -m parallel.train --mesh data=4 --zero 2
 
 Psi is the number of a model's parameters, n(unit) the bytes of a unit (the flat parameter of one
 layer), S the number of steps, and k that of micro-batches.
 """
 
 from parallel import checkpoint, cli, text
-from parallel.agreement import ModelMismatch, raise_on_all_ranks
-from parallel.comm_hooks import HalfPrecision, Int8Blocks, PowerSGD
-from parallel.data_parallel import AllReduce, CommHook, DataParallel
+from parallel.accounts import (
+    MemoryTracker,
+    PredictedCall,
+    TrafficMismatch,
+    TrafficMonitor,
+    TrafficTable,
+)
 from parallel.elastic import Elastic, ReplicaMismatch
-from parallel.gpt import gpt
-from parallel.hsdp import HSDP, choose_group_size
-from parallel.memory import MemoryTracker
-from parallel.nn import Layer, Model
-from parallel.offload import DiskOffload, HostOffload
-from parallel.optim import SGD, Adam, AdamW, Optimizer
-from parallel.parameter_server import AsyncParameterServer, SyncParameterServer
-from parallel.strategy import MissingGradient, Recipe, Strategy
-from parallel.traffic import PredictedCall, TrafficMismatch, TrafficMonitor, TrafficTable
-from parallel.zero import Zero1, Zero2, Zero3
-from parallel.zero_plus_plus import ZeroPlusPlus
+from parallel.mesh import Mesh
+from parallel.nn import Layer, Model, gpt
+from parallel.optim import SGD, Adam, AdamW, DiskOffload, HostOffload, Optimizer
+from parallel.runtime import MissingGradient, ModelMismatch, Recipe, Trainer, raise_on_all_ranks
+from parallel.schedule import Action
+from parallel.servers import AsyncParameterServer, SyncParameterServer
+from parallel.sharding import (
+    AllReduce,
+    CommHook,
+    HalfPrecision,
+    Int8Blocks,
+    PowerSGD,
+    Sharding,
+    choose_group_size,
+)
+from parallel.strategies import ddp, hsdp, serial, zero1, zero2, zero3, zeropp
 
 __all__ = [
-    "HSDP",
-    "SGD",
-    "Adam",
-    "AdamW",
-    "AllReduce",
-    "AsyncParameterServer",
-    "CommHook",
-    "DataParallel",
-    "DiskOffload",
-    "Elastic",
-    "HalfPrecision",
-    "HostOffload",
-    "Int8Blocks",
-    "Layer",
-    "MemoryTracker",
-    "MissingGradient",
-    "Model",
-    "ModelMismatch",
-    "Optimizer",
-    "PowerSGD",
-    "PredictedCall",
-    "Recipe",
-    "ReplicaMismatch",
-    "Strategy",
-    "SyncParameterServer",
-    "TrafficMismatch",
-    "TrafficMonitor",
-    "TrafficTable",
-    "Zero1",
-    "Zero2",
-    "Zero3",
-    "ZeroPlusPlus",
-    "checkpoint",
-    "choose_group_size",
-    "cli",
-    "gpt",
-    "raise_on_all_ranks",
-    "text",
-]
+    "SGD", "Action", "Adam", "AdamW", "AllReduce", "AsyncParameterServer", "CommHook",
+    "DiskOffload", "Elastic", "HalfPrecision", "HostOffload", "Int8Blocks", "Layer",
+    "MemoryTracker", "Mesh", "MissingGradient", "Model", "ModelMismatch", "Optimizer", "PowerSGD",
+    "PredictedCall", "Recipe", "ReplicaMismatch", "Sharding", "SyncParameterServer",
+    "TrafficMismatch", "TrafficMonitor", "TrafficTable", "Trainer", "checkpoint",
+    "choose_group_size", "cli", "ddp", "gpt", "hsdp", "raise_on_all_ranks", "serial", "text",
+    "zero1", "zero2", "zero3", "zeropp",
+]  # fmt: skip

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from parallel.accounts import TrafficRow, TrafficTable
 from parallel.cli import print_table, table_with
-from parallel.strategy import ProgressCallback
-from parallel.traffic import TrafficRow, TrafficTable
+from parallel.runtime import ProgressCallback
 
 EVERY = 20  # steps between two lines if the output is not a terminal
 

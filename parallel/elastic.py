@@ -5,20 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Collection
-from typing import Any, Unpack
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+import collectives
 from collectives import Communicator, PeerFailed
-from parallel import agreement
-from parallel.agreement import DIGEST_BYTES, format_ranks
-from parallel.data_parallel import AllReduce, DataParallel, DataParallelOptions
+from parallel.accounts import PredictedCall
+from parallel.accounts.monitor import PhaseFunction
+from parallel.mesh import Mesh
 from parallel.nn import Array, Model, on_host
-from parallel.optim import Optimizer
-from parallel.strategy import BatchFunction, ProgressCallback, Recipe, RunSize
+from parallel.optim import Optimizer, master_dtype
+from parallel.runtime import BatchFunction, ProgressCallback, Recipe, RunSize, Trainer, agreement
+from parallel.runtime.agreement import DIGEST_BYTES, format_ranks
+from parallel.runtime.trainer import check_arguments
+from parallel.schedule import Action
+from parallel.sharding import AllReduce, Completion, Sharding
+from parallel.sharding.collective import Group
 from parallel.text import Tokens
-from parallel.traffic import PredictedCall
+
+AXES = ("data",)
 
 
 class ReplicaMismatch(RuntimeError):  # noqa: N818 - named like the errors of `collectives`
@@ -28,12 +35,12 @@ class ReplicaMismatch(RuntimeError):  # noqa: N818 - named like the errors of `c
 class BlockingAllReduce(AllReduce):
     """Complete every sum before the next begins, so that none is pending when a rank fails."""
 
-    def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Callable[[], object]:
-        super().start(strategy, bucket, flat)()
+    def start(self, group: Group, bucket: str, flat: Array, axes: Sequence[str]) -> Completion:
+        super().start(group, bucket, flat, axes)()
         return lambda: None
 
 
-class Elastic(DataParallel):
+class Elastic(Trainer):
     """Data parallelism over the ranks that are alive.
 
     When a rank dies in a step, the surviving ranks agree on the step to repeat, return to its
@@ -49,18 +56,18 @@ class Elastic(DataParallel):
     ----------
     comm : Communicator
         Of an MPI with fault tolerance: ``comm.can_shrink`` must be true to survive a failure.
-    model, recipe, bucket_bytes, find_unused_parameters, broadcast_algorithm, algorithm, phase
-        As in `DataParallel`.
+    model, recipe, algorithm, phase
+        As in `Trainer`.
+    sharding
+        The options of `Sharding.ddp`, except `hook`.
 
     Raises
     ------
     ValueError
-        As `DataParallel`, and for float16, which may skip updates.
+        As `Trainer`, and for float16, which may skip updates.
 
     Attributes
     ----------
-    comm : Communicator
-        Of the surviving ranks; made from `comm`, and replaced after a failure.
     num_steps : int
         The number of completed steps; -1 before `start`.
     """
@@ -70,22 +77,27 @@ class Elastic(DataParallel):
         comm: Communicator,
         model: Model,
         recipe: Recipe | None = None,
-        **options: Unpack[DataParallelOptions],
+        *,
+        algorithm: str = "ring",
+        phase: PhaseFunction = collectives.phase,
+        **sharding: Any,
     ) -> None:
-        copy = comm.split(0)  # the strategy replaces and frees it
+        divided = Sharding.ddp(hook=BlockingAllReduce(), **sharding)
+        for size in range(1, comm.size + 1):  # others may fail
+            check_arguments({"data": size}, divided, algorithm)
+        copy = comm.split(0, name="data")  # the run replaces and frees it
         assert copy is not None
-        super().__init__(copy, model, recipe, hook=BlockingAllReduce(), **options)
+        super().__init__(
+            Mesh(copy), model, recipe, sharding=divided, algorithm=algorithm, phase=phase
+        )
         if self.loss_scale.is_dynamic:
             raise ValueError("elastic training does not support float16: it may skip updates")
         self.num_steps = -1
         self._state = self.optimizer.arrays()
         if self.masters is not self.parameter_shards:
             self._state += self.parameters.values()
-        self._backup = [array.copy() for array in self._state]  # from before the last update
-
-    def collective_sizes(self) -> dict[str, Collection[int]]:
-        """Return any number of ranks: others may fail."""
-        return dict.fromkeys(self.algorithm_collectives, range(1, self.size + 1))
+        # From before the last update.
+        self._backup = [self.memory.track("backup", array.copy()) for array in self._state]
 
     def start(self) -> None:
         """Check that ranks agree, and broadcast the parameters of rank 0; again after a failure.
@@ -107,7 +119,7 @@ class Elastic(DataParallel):
         show: ProgressCallback,
         first: int = 0,
     ) -> list[float]:
-        """Make all steps and return their losses, whichever ranks fail; see `Strategy.train`.
+        """Make all steps and return their losses, whichever ranks fail; see `Trainer.train`.
 
         The loss of a repeated step is that of its last repetition.  `first` must be 0.  Raises
         ReplicaMismatch if surviving ranks do not have the same parameters.
@@ -130,10 +142,11 @@ class Elastic(DataParallel):
         self.num_steps += 1
         return loss
 
-    def update(self) -> None:
+    def update(self, action: Action) -> bool:
+        """Copy what the update changes, then change the parameters; `action` is an UPDATE."""
         for copy, array in zip(self._backup, self._state, strict=True):
             copy[...] = array
-        super().update()
+        return super().update(action)
 
     # After a failure
 
@@ -155,22 +168,23 @@ class Elastic(DataParallel):
         """
         with contextlib.suppress(PeerFailed):
             self.check()
-        size = self.comm.size
+        size = self.size
         self._shrink()
-        if self.comm.size == size:
+        if self.size == size:
             return True
         self._agree()
         return False
 
     def _shrink(self) -> None:
-        comm, self.comm = self.comm, self.comm.shrink()
+        comm = self.comm_of(AXES)
+        self.mesh = Mesh(comm.shrink())
         comm.free()
 
     def _agree(self) -> None:
         while True:
             try:
                 with self.phase("recover"):
-                    steps = self.comm.all_reduce(np.array([self.num_steps]), op="min")
+                    steps = self.comm_of(AXES).all_reduce(np.array([self.num_steps]), op="min")
                 self._go_back(int(steps[0]))
                 if self.num_steps >= 0:
                     self.check()
@@ -197,18 +211,30 @@ class Elastic(DataParallel):
         """
         mine = np.frombuffer(digest(self.optimizer), np.uint8)
         with self.phase("check"):
-            digests = self.comm.all_gather(mine, algorithm="ring").reshape(-1, DIGEST_BYTES)
+            digests = self.comm_of(AXES).all_gather(mine, algorithm="ring")
+        digests = digests.reshape(-1, DIGEST_BYTES)
         is_wrong = (digests != digests[0]).any(axis=1)
         if is_wrong.any():
             raise ReplicaMismatch(
                 f"after {self.optimizer.steps} updates the parameters or optimizer states of"
-                f" {format_ranks(is_wrong)} (of {self.comm.size}) are not those of rank 0"
+                f" {format_ranks(is_wrong)} (of {self.size}) are not those of rank 0"
             )
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
         """Return what the steps of `run` and the check of `finish` send if no rank fails."""
-        check = PredictedCall("check", "all_gather", "ring", DIGEST_BYTES * self.comm.size)
+        counts = (DIGEST_BYTES,) * self.size
+        check = self.predicted("check", "all_gather", counts, AXES, itemsize=1, algorithm="ring")
         return [*super().step_traffic(run), check]
+
+    def kept_bytes(self) -> dict[str, int]:
+        """Return the bytes of the copies: masters and states, and parameters unless these are both.
+
+        The category is ``"backup"``.
+        """
+        each = master_dtype(self.dtype).itemsize * (1 + len(self.optimizer.STATES))
+        if self.masters is not self.parameter_shards:
+            each += self.dtype.itemsize
+        return {"backup": each * self.model.num_parameters}
 
 
 class FaultInjectingElastic(Elastic):
@@ -220,8 +246,9 @@ class FaultInjectingElastic(Elastic):
         """Return the options of `Elastic`, which the other ranks compare with theirs."""
         return super().options() | {"strategy": Elastic.__name__}
 
-    def gradient_ready(self, unit: str) -> None:
-        super().gradient_ready(unit)
+    def reduce(self, action: Action) -> None:
+        """Sum a bucket; kill the process after the first one of the last step."""
+        super().reduce(action)
         if self.num_steps == self.last_step:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from collectives import Communicator
-from parallel import agreement
-from parallel.gather import gather_json
+from parallel.accounts import gather_json
 from parallel.nn import on_host
-from parallel.predictions import (
+from parallel.runtime import Trainer, agreement
+from parallel.runtime.memory import (
     is_offloaded,
     offload_traffic,
     peak_memory,
     peak_offloaded_memory,
 )
-from parallel.strategy import Strategy
 
 Pair = tuple[int, int]  # predicted and counted
 
@@ -43,21 +42,21 @@ class RankReport(NamedTuple):
     parameters: dict[str, tuple[int, int, str]]
 
     @classmethod
-    def of(cls, strategy: Strategy, num_updates: int, rows: int, context: int) -> RankReport:
+    def of(cls, trainer: Trainer, num_updates: int, rows: int, context: int) -> RankReport:
         """Return this rank's report after updates on batches of (`rows`, `context`) tokens.
 
         `rows` are those of this rank.
         """
-        offload = strategy.offload
-        memory = pairs(peak_memory(strategy, rows, context), strategy.memory.peak)
-        if is_offloaded(strategy):
-            elsewhere = pairs(peak_offloaded_memory(strategy), offload.memory.peak)
+        offload = trainer.offload
+        memory = pairs(peak_memory(trainer, rows, context), trainer.memory.peak)
+        if is_offloaded(trainer):
+            elsewhere = pairs(peak_offloaded_memory(trainer), offload.memory.peak)
             memory |= {f"{name}, offloaded": pair for name, pair in elsewhere.items()}
         digests = {}
-        for unit, x in strategy.parameters.items():
-            part = strategy.stored_slice(unit)
+        for unit, x in trainer.parameters.items():
+            part = trainer.stored_slice(unit)
             digests[unit] = part.start, part.stop, agreement.digest(on_host(x)).hex()
-        return cls(memory, pairs(offload_traffic(strategy, num_updates), offload.moved), digests)
+        return cls(memory, pairs(offload_traffic(trainer, num_updates), offload.moved), digests)
 
 
 def pairs(predicted: Mapping[str, int], counted: Mapping[str, int]) -> dict[str, Pair]:

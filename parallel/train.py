@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -35,14 +36,20 @@ from rich.console import Console
 
 import collectives
 from collectives import Communicator
-from parallel import agreement, checkpoint, registry, text
+from parallel import checkpoint, presets, text
+from parallel.accounts import (
+    PredictedCall,
+    Timeline,
+    TrafficMismatch,
+    TrafficMonitor,
+    TrafficTable,
+)
 from parallel.cli import at_least, can_be_written, console_of
 from parallel.console import print_rank_reports, print_traffic, progress
-from parallel.gpt import gpt
-from parallel.precision import DTYPES
+from parallel.nn import gpt
+from parallel.optim import DTYPES
 from parallel.rank_report import RankReport, differences, gather
-from parallel.timeline import Timeline
-from parallel.traffic import PredictedCall, TrafficMismatch, TrafficMonitor, TrafficTable
+from parallel.runtime import agreement
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,7 +72,7 @@ class InvalidRun(Exception):  # noqa: N818
 
 
 def run_training(comm: Communicator, options: argparse.Namespace) -> int:
-    """Train on one rank; return the exit status.  Raise InvalidRun before anything is computed."""
+    """Train on one rank; return the exit status.  Raise InvalidRun before the first step."""
     try:
         training = Training(comm, options, console_of(comm.rank))
     except ValueError as error:
@@ -81,6 +88,8 @@ def abort_on_error() -> Iterator[None]:
     """Abort the MPI job if the block fails: the other ranks would wait forever."""
     try:
         yield
+    except InvalidRun:  # on all ranks: none waits
+        raise
     except BaseException as error:
         if "mpi4py.MPI" in sys.modules:
             mpi4py.run.set_abort_status(error)  # takes effect when Python exits
@@ -92,7 +101,11 @@ def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser("python -m parallel.train", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parse.add_argument
-    add("--strategy", choices=registry.STRATEGIES, default="ddp", help="default: %(default)s")
+    add("--strategy", choices=presets.STRATEGIES, help="a mesh and a sharding; default: ddp")
+    add(
+        "--mesh", type=mesh_axes, metavar="AXIS=N,...", help="such as data=4, instead of a strategy"
+    )
+    add("--zero", type=int, choices=range(4), help="stage of ZeRO on the mesh; 0: sum gradients")
     add("--text", metavar="PATH", help="file or directory; default: Python's standard library")
     add("--steps", type=at_least(1), default=100, help="default: %(default)s")
     add("--batch", type=at_least(1), default=16,
@@ -108,12 +121,15 @@ def parser() -> argparse.ArgumentParser:
     add("--heads", type=at_least(1), default=4, help="attention heads; default: %(default)s")
     add("--context", type=at_least(1), default=64, help="in bytes; default: %(default)s")
     add("--tied", action="store_true", help="use the embedding's table in the output layer")
-    add("--recompute", action="store_true", help="keep only the input of each block")
+    add("--shared", action="store_true", help="use the parameters of block 0 in all blocks")
+    add("--recompute", nargs="?", const="all", default="none", choices=presets.RECOMPUTE,
+        help="keep only the inputs of all blocks, or of attention; default: none")  # fmt: skip
 
     add = parse.add_argument_group("update").add_argument
     add("--dtype", choices=DTYPES, default="float64",
         help="of parameters, gradients and messages; default: %(default)s")  # fmt: skip
-    add("--optimizer", choices=registry.OPTIMIZERS, default="adam", help="default: %(default)s")
+    add("--reduce-dtype", choices=DTYPES, help="in which gradients are summed; default: --dtype")
+    add("--optimizer", choices=presets.OPTIMIZERS, default="adam", help="default: %(default)s")
     add("--lr", type=float, default=2e-3, help="default: %(default)s")
     add("--clip", type=float, metavar="NORM", help="largest norm of the whole gradient")
     add("--device", choices=("cpu", "cuda"), default="cpu",
@@ -124,9 +140,7 @@ def parser() -> argparse.ArgumentParser:
     add("--algorithm", metavar="NAME",
         help="of the main collectives; default: ring, or linear for server-*")  # fmt: skip
     add("--bucket-bytes", type=at_least(1), help="ddp, elastic: gradients summed together")
-    add(
-        "--hook", metavar="NAME", help=f"ddp: how gradients are summed: {', '.join(registry.HOOKS)}"
-    )
+    add("--hook", metavar="NAME", help=f"ddp: how gradients are summed: {', '.join(presets.HOOKS)}")
     add("--keep-after-forward", action="store_true", default=None,
         help="zero3, hsdp: free parameters after backward only")  # fmt: skip
     add("--group-size", type=at_least(1), help="hsdp, zeropp: number of ranks in a group")
@@ -148,8 +162,21 @@ def parser() -> argparse.ArgumentParser:
 
 def rank_and_step(word: str) -> tuple[int, int]:
     """Return rank 2 and step 50 for "2:50"; an argument type."""
-    rank, step = word.split(":")
+    rank, _, step = word.partition(":")
+    if not (rank.isdecimal() and step.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{word!r} is not RANK:STEP, such as 2:50")
     return int(rank), int(step)
+
+
+def mesh_axes(word: str) -> dict[str, int]:
+    """Return {"data": 2, "tensor": 2} for "data=2,tensor=2"; an argument type."""
+    axes: dict[str, int] = {}
+    for part in word.split(","):
+        name, _, size = part.partition("=")
+        if not name or not size.isdecimal() or name in axes:
+            raise argparse.ArgumentTypeError(f"{word!r} is not AXIS=N,..., such as data=4")
+        axes[name] = int(size)
+    return axes
 
 
 class Training:
@@ -159,21 +186,24 @@ class Training:
     """
 
     def __init__(self, comm: Communicator, options: argparse.Namespace, console: Console) -> None:
+        options = argparse.Namespace(**vars(options))  # ranks may be threads that share `options`
         self.comm, self.options, self.console = comm, options, console
         self.monitor = TrafficMonitor(comm, is_wanted=not options.no_monitor)
         self.timeline = Timeline(comm, self.monitor.phase)
         with self.raise_on_all_ranks("reading the text and the options"):
             self.text = text.load(options.text)
+            presets.name_strategy(comm, options)
             self.check_options()
         self.check_same_options()
         self.entropy = text.unigram_entropy(self.text)
         self.model = gpt(
             num_layers=options.layers, hidden=options.hidden, num_heads=options.heads,
-            context=options.context, is_tied=options.tied,
+            context=options.context, is_tied=options.tied, is_shared=options.shared,
+            recompute=presets.RECOMPUTE[options.recompute],
         )  # fmt: skip
         # In two parts: the second makes communicators, for which no rank may be missing.
         with self.raise_on_all_ranks("preparing the strategy"):
-            make = registry.strategy_factory(comm, self.model, options)
+            make = presets.strategy_factory(comm, self.model, options)
         with self.raise_on_all_ranks("preparing the strategy"):
             self.strategy = make(phase=self.timeline.phase)
         self.losses: list[float] = []
@@ -199,7 +229,7 @@ class Training:
     def check_options(self) -> None:
         """Raise ValueError if the batch, the text, the checkpoints or the files are impossible."""
         self.check_batch()
-        registry.check_saving(self.options)
+        presets.check_saving(self.options)
         self.source = self.find_checkpoint()
         self.first = 0 if self.source is None else checkpoint.num_steps_of(self.source)
         self.steps_to_save = self.list_steps_to_save()
@@ -221,9 +251,14 @@ class Training:
         for path in (checkpoint.checkpoint_path(o.save, step) for step in self.steps_to_save):
             if path.exists():
                 raise ValueError(f"cannot save a checkpoint in {path}: there is one already")
-        for path in (o.trace, o.json):
-            if self.comm.rank == 0 and path is not None and not can_be_written(path):
+        outputs = [path for path in (o.trace, o.json) if path is not None]
+        for path in outputs:
+            if self.comm.rank == 0 and not can_be_written(path):
                 raise ValueError(f"{path} cannot be written")
+            if o.text is not None and path.resolve() == Path(o.text).resolve():
+                raise ValueError(f"{path} is the text: it would be overwritten")
+        if len({path.resolve() for path in outputs}) < len(outputs):
+            raise ValueError(f"--trace and --json name the same file, {o.json}")
 
     def check_batch(self) -> None:
         """Raise ValueError if the batch cannot be divided, or if the text is too short."""
@@ -241,7 +276,10 @@ class Training:
             self.strategy.start()
             return
         self.strategy.resume()
-        checkpoint.load(self.strategy, self.source)
+        try:
+            checkpoint.load(self.strategy, self.source)
+        except checkpoint.LoadFailed as error:
+            raise InvalidRun(str(error)) from error
         self.num_skipped_before = self.strategy.num_skipped
         self.console.print(f"continuing from step {self.first}")
 
@@ -365,6 +403,8 @@ class Training:
             self.console.print(
                 f"{self.num_dead} of {self.comm.size} ranks died; the others ended with the same"
                 " parameters, bitwise.  No traffic: the records of dead ranks are lost."
+                + " No timeline, for the same reason."
+                * (self.options.trace is not None)
             )
             return 0
         print_rank_reports([report.memory | report.moved for report in self.reports], self.console)
@@ -409,7 +449,16 @@ class Training:
             "ranks_moved": [report.moved for report in self.reports],
             "traffic": None if table is None else table.as_dict(),
         }  # fmt: skip
-        self.options.json.write_text(json.dumps(result, indent=1) + "\n")
+        self.options.json.write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with None for numbers that are not finite, which JSON cannot represent."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

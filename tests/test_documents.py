@@ -75,8 +75,8 @@ def test_the_training_example_runs(tmp_path: Path) -> None:
 
 def test_the_traffic_of_the_readme_is_what_the_command_prints(tmp_path: Path) -> None:
     _, _, table = blocks(ROOT / "README.md", "text")
-    words = ["-m", "parallel.train", "--strategy", "zero2", "--steps", "20", "--layers", "2"]
-    done = launch(4, [*words, "--hidden", "64"], timeout=100, capture=True)
+    words = ["-m", "parallel.train", "--mesh", "data=4", "--zero", "2", "--steps", "20"]
+    done = launch(4, [*words, "--layers", "2", "--hidden", "64"], timeout=100, capture=True)
     assert done.returncode == 0, done.stderr
     printed = {cells(line) for line in done.stdout.splitlines()}
     shown = [cells(line) for line in table.splitlines() if line.startswith("| ")]

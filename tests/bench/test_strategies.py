@@ -16,7 +16,7 @@ from bench import strategies
 from bench.__main__ import main, parsed
 from bench.strategies import BATCH, KINDS, Strategies, costs, distance, numbers, refuse_batch
 from collectives.launch.mpirun import MpiNotFound, find_mpirun
-from parallel.registry import STRATEGIES
+from parallel.presets import STRATEGIES
 from parallel.train import Training
 
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"

@@ -13,8 +13,8 @@ from array_api_compat import cupy as on_gpu
 import collectives
 from bench.gpu import no_mpi
 from collectives import Communicator
-from parallel import DataParallel, Zero1, Zero2, Zero3
-from parallel.offload import TO_DEVICE, TO_HOST, DiskOffload, HostOffload, NoOffload
+from parallel import ddp, zero1, zero2, zero3
+from parallel.optim.offload import TO_DEVICE, TO_HOST, DiskOffload, HostOffload, NoOffload
 from tests.parallel.test_offload import Make, check_predictions, serial, trained
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ def test_every_strategy_over_mpi(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize(
-    ("make", "size"), [(serial, 1), (DataParallel, 3), (Zero1, 3), (Zero2, 3), (Zero3, 3)]
+    ("make", "size"), [(serial, 1), (ddp, 3), (zero1, 3), (zero2, 3), (zero3, 3)]
 )
 def test_losses_are_those_of_the_host_wherever_updates_are_made(
     make: Make, size: int, dtype: str, tmp_path: Path

@@ -14,12 +14,9 @@ import numpy as np
 
 import collectives
 from collectives import Communicator, PeerFailed
-from parallel import text
-from parallel.data_parallel import DataParallel
+from parallel import Action, Mesh, Recipe, ddp, text
 from parallel.elastic import Elastic, ReplicaMismatch, digest
-from parallel.gpt import gpt
-from parallel.nn import Model
-from parallel.strategy import Recipe
+from parallel.nn import Model, gpt
 
 STEPS, BATCH, CONTEXT = 6, 24, 4
 DEATHS = {2: 2, 0: 4}  # rank of the world: step
@@ -36,9 +33,9 @@ class Killed(Elastic):
         self.delays: list[float] = []
         self.failed: list[list[int]] = []
 
-    def gradient_ready(self, unit: str) -> None:
-        super().gradient_ready(unit)
-        if unit == "block1" and DEATHS.get(self.me) == self.num_steps:
+    def backward(self, action: Action) -> None:
+        super().backward(action)
+        if action.part == "block1" and DEATHS.get(self.me) == self.num_steps:
             (FOLDER / f"died-{len(self.delays)}").write_text(repr(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -90,14 +87,15 @@ def alter(strategy: Elastic) -> str:
 
 def left(comm: Communicator) -> None:
     """The reference: who is killed there leaves here, before the same step."""
-    strategy, losses = DataParallel(comm, model(), bucket_bytes=1), []
+    strategy, losses = ddp(comm, model(), bucket_bytes=1), []
     strategy.start()
     for step in range(STEPS):
         if step in DEATHS.values():
-            rest = strategy.comm.split(None if DEATHS.get(comm.rank) == step else 0)
+            color = None if DEATHS.get(comm.rank) == step else 0
+            rest = strategy.comm.split(color, name="data")
             if rest is None:
                 return
-            strategy.comm = rest
+            strategy.mesh = Mesh(rest)
         losses.append(strategy.step(*batch(step, *strategy.batch_part), BATCH * CONTEXT))
     write(comm.rank, losses=losses, digest=digest(strategy.optimizer).hex())
 

@@ -19,9 +19,8 @@ from rich.console import Console
 
 import collectives
 from collectives import Communicator
+from parallel import TrafficMismatch, TrafficTable, Trainer
 from parallel.rank_report import differences
-from parallel.strategy import Strategy
-from parallel.traffic import TrafficMismatch, TrafficTable
 from parallel.train import Training, parser
 
 SMALL = (
@@ -47,7 +46,7 @@ def training(comm: Communicator, words: str, kind: Callable[..., Training] = Tra
 def serial_losses(like: Training) -> list[float]:
     """What one rank finds on the same batches.  Nothing is sent."""
     o = like.options
-    one = Strategy(None, like.model, like.strategy.recipe)
+    one = Trainer(None, like.model, like.strategy.recipe)
     return one.train(o.steps, like.batch, o.batch * o.context, lambda *_: None)
 
 

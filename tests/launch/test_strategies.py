@@ -12,7 +12,7 @@ from bench.jobs import environment
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
 from collectives.launch.mpirun import find_mpirun
-from parallel.registry import STRATEGIES
+from parallel.presets import STRATEGIES
 from tests.launch.strategies_program import EXACT, ROUNDED
 
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
@@ -59,10 +59,13 @@ def run_every_strategy(num_ranks: int, *options: str) -> None:
         *(f"{words}: {EQUAL}; losses of one rank" for words in EXACT),
         *(f"{words}: {EQUAL}" for words in ROUNDED),
     ]
-    unpredicted, said, unrecorded, *rest = lines[num_strategies:]
+    unpredicted, said, *rest = lines[num_strategies:]
     assert unpredicted == f"unpredicted: {DIFFERENT}" and said.startswith(UNPREDICTED)
+    assert rest[0] == "messages without axis: the matrix predicted is not the one recorded"
+    unrecorded, *rest = rest[[line.startswith("unrecorded") for line in rest].index(True) :]
     if IS_OPEN_MPI:
         assert unrecorded == f"unrecorded: {DIFFERENT}" and rest[0].endswith(UNRECORDED)
-        assert rest[1:] == ["the matrix of bytes recorded is not the one observed"]
+        outside = "phase (outside every phase): the matrix predicted is not the one observed"
+        assert rest[1:] == [outside]
     else:  # only MPI itself could tell
         assert unrecorded == f"unrecorded: {EQUAL}" and not rest

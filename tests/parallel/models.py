@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from parallel.nn import Layer, Model, Sequential
-from parallel.precision import dtype_of
+from parallel.nn import CrossEntropy, Layer, Model, Sequential, Step
+from parallel.optim import dtype_of
+from parallel.schedule import lower, one_forward_one_backward
+from parallel.sharding import Sharding
 
 Values: TypeAlias = np.ndarray[Any, Any]
 
@@ -26,8 +29,8 @@ class Bound(NamedTuple):
 
     @property
     def whole(self) -> Sequential:
-        """All layers as one."""
-        return Sequential(self.model.layers)
+        """All layers but the loss as one."""
+        return without_loss(self.model)
 
     def named_values(self) -> dict[str, Values]:
         return self.model.named(self.values)
@@ -48,6 +51,21 @@ def bound(model: Model, dtype: str = "float64", seed: int = 7) -> Bound:
     return Bound(model, values, gradients)
 
 
+def without_loss(model: Model) -> Sequential:
+    """The layers that make the logits, as one."""
+    layers = model.layers.items()
+    return Sequential({name: x for name, x in layers if not isinstance(x, CrossEntropy)})
+
+
+def cross_entropy(
+    logits: Values, targets: Values, total: int, scale: float = 1.0
+) -> tuple[float, Values]:
+    """The loss, and `scale` times its derivative by the logits."""
+    layer = CrossEntropy()
+    loss, saved = layer.forward(logits, Step(targets, total, loss_scale=scale))
+    return loss, layer.backward(1.0, saved)
+
+
 def alone(layer: Layer, dtype: str = "float64", seed: int = 7) -> Bound:
     """A model of this layer alone, which is named "only"."""
     return bound(Model({"only": layer}), dtype, seed)
@@ -59,6 +77,19 @@ def in_float32(layer: Layer, like: Bound) -> Bound:
     for unit, x in like.values.items():
         made.values[unit][...] = x
     return made
+
+
+def num_gathers(model: Model) -> dict[str, int]:
+    """How often ZeRO-3 gathers each unit in a forward pass."""
+    buckets = {unit: [unit] for unit in model.units}
+    actions = lower(one_forward_one_backward(1), model, Sharding.zero(3), buckets=buckets)
+    gathered = [each for each in actions if each.kind == "UNSHARD"]
+    forward, backward = (
+        Counter(each.part for each in gathered if each.phase == phase)
+        for phase in ("forward", "backward")
+    )
+    assert forward == backward
+    return dict(forward)
 
 
 # Derivatives

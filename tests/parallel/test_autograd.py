@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 
-from parallel.gpt import gpt
-from parallel.nn import Model, cross_entropy
+from parallel import Recipe, Trainer
+from parallel.nn import Model, Step, gpt
 from parallel.optim import SGD, Adam, AdamW
-from parallel.strategy import Recipe, Strategy
-from tests.parallel.models import Bound, Values, bound
+from tests.parallel.models import Bound, Values, bound, cross_entropy
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
@@ -77,7 +76,7 @@ def torch_norm(p: Tensors, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def add_gradients(made: Bound, inputs: Values, targets: Values) -> float:
-    logits, saved = made.whole.forward(inputs)
+    logits, saved = made.whole.forward(inputs, Step())
     loss, slope = cross_entropy(logits, targets, targets.size)
     made.whole.backward(slope, saved)
     return loss
@@ -170,7 +169,7 @@ def test_training(ours: Any, theirs: Any, is_tied: bool) -> None:
     """Ten steps of the whole model, from the values it begins with."""
     sizes = SIZES[0]
     model = gpt(**sizes, is_tied=is_tied)
-    strategy = Strategy(None, model, Recipe(optimizer=ours, num_micro_batches=2))
+    strategy = Trainer(None, model, Recipe(optimizer=ours, num_micro_batches=2))
     tensors = as_tensors(model.named(strategy.parameters))
     other = theirs(list(tensors.values()))
     for step in range(10):
@@ -184,7 +183,7 @@ def test_training(ours: Any, theirs: Any, is_tied: bool) -> None:
     assert_same(model, strategy, tensors)
 
 
-def assert_same(model: Model, strategy: Strategy, tensors: Tensors) -> None:
+def assert_same(model: Model, strategy: Trainer, tensors: Tensors) -> None:
     """But for the bias of the keys: its gradient is rounding alone, which Adam makes large."""
     for name, value in model.named(strategy.parameters).items():
         theirs = tensors[name].detach().numpy()

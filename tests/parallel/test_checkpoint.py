@@ -18,33 +18,41 @@ import safetensors.numpy
 
 import collectives
 from collectives import Communicator
-from parallel import checkpoint, text
+from parallel import (
+    Recipe,
+    TrafficMismatch,
+    TrafficTable,
+    Trainer,
+    checkpoint,
+    ddp,
+    hsdp,
+    text,
+    zero1,
+    zero2,
+    zero3,
+    zeropp,
+)
 from parallel.checkpoint import LoadFailed, SaveFailed, latest, load, save
-from parallel.data_parallel import DataParallel
-from parallel.gpt import gpt
-from parallel.hsdp import HSDP
-from parallel.offload import DiskOffload, HostOffload
+from parallel.checkpoint.index import Index
+from parallel.nn import gpt
 from parallel.optim import SGD, AdamW
-from parallel.parameter_server import SyncParameterServer
-from parallel.strategy import Recipe, Strategy
-from parallel.traffic import TrafficMismatch, TrafficTable
-from parallel.zero import Zero1, Zero2, Zero3
-from parallel.zero_plus_plus import ZeroPlusPlus
+from parallel.optim.offload import DiskOffload, HostOffload
+from parallel.servers import SyncParameterServer
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = np.frombuffer(bytes(range(256)) * 8, np.uint8)
 CONTEXT, BATCH = 4, 11
 
 
-def reference(comm: Communicator, *args: Any) -> Strategy:
-    return Strategy(None, *args)
+def reference(comm: Communicator, *args: Any) -> Trainer:
+    return Trainer(None, *args)
 
 
 def in_pairs(kind: Any) -> Any:
     return partial(kind, group_size=2)
 
 
-def make(comm: Communicator, kind: Any = Zero3, hidden: int = 6, **recipe: Any) -> Any:
+def make(comm: Communicator, kind: Any = zero3, hidden: int = 6, **recipe: Any) -> Any:
     """Units of 1560, 510 and 1548 elements, which 4, 5 and 8 ranks divide unevenly."""
     return kind(
         comm, gpt(num_layers=1, hidden=hidden, num_heads=2, context=CONTEXT), Recipe(**recipe)
@@ -56,7 +64,7 @@ def batch(step: int, rank: int, ranks: int) -> Any:
     return text.batch(DATA, seed=0, step=step, batch_size=BATCH, context=CONTEXT, **where)
 
 
-def train(strategy: Strategy, steps: int, first: int = 0) -> list[float]:
+def train(strategy: Trainer, steps: int, first: int = 0) -> list[float]:
     return strategy.train(steps, batch, BATCH * CONTEXT, lambda step, loss: None, first)
 
 
@@ -68,13 +76,19 @@ class State(NamedTuple):
     numbers: tuple[float, ...]
 
 
-def state(strategy: Strategy) -> State:
+def arrays_of(strategy: Trainer, unit: str) -> dict[str, Any]:
+    """The arrays of a unit that this rank updates."""
+    kinds = {"values": strategy.masters, **strategy.optimizer.states}
+    return {f"{unit}.{kind}": flats[unit] for kind, flats in kinds.items()}
+
+
+def state(strategy: Trainer) -> State:
     scale, units = strategy.loss_scale, strategy.model.units
     return State(
         {
             name: (strategy.shard_slice(unit), flat.copy())
             for unit in units
-            for name, flat in checkpoint.arrays_of(strategy, unit).items()
+            for name, flat in arrays_of(strategy, unit).items()
         },
         {unit: (strategy.stored_slice(unit), strategy.parameters[unit].copy()) for unit in units},
         (strategy.optimizer.steps, strategy.num_skipped, scale.value, scale.num_good),
@@ -146,12 +160,12 @@ def loaded(path: Path, size: int = 3, **options: Any) -> list[State]:
 
 KINDS = {
     "reference": (reference, 1),
-    "ddp": (DataParallel, 3),
-    "zero1": (Zero1, 3),
-    "zero2": (Zero2, 2),
-    "zero3": (Zero3, 4),
-    "hsdp": (in_pairs(HSDP), 4),
-    "zeropp": (in_pairs(ZeroPlusPlus), 4),
+    "ddp": (ddp, 3),
+    "zero1": (zero1, 3),
+    "zero2": (zero2, 2),
+    "zero3": (zero3, 4),
+    "hsdp": (in_pairs(hsdp), 4),
+    "zeropp": (in_pairs(zeropp), 4),
     "server": (SyncParameterServer, 3),
 }
 CASES = [
@@ -163,15 +177,15 @@ CASES = [
 def begun(comm: Communicator, kind: Any, dtype: str, seed: int = 0, **recipe: Any) -> Any:
     """Before training.  In float16 the gradients of steps 1 and 4 overflow, and are not used."""
     strategy = make(comm, kind, dtype=dtype, seed=seed, clip=0.5, optimizer=AdamW, **recipe)
-    really, scale = strategy.sum_of_squares, strategy.loss_scale
+    really, scale = strategy.own_squares, strategy.loss_scale
 
-    def sum_of_squares() -> float:
+    def own_squares() -> float:
         done = strategy.optimizer.steps + strategy.num_skipped
         return really() + (np.inf if done in (1, 4) else 0.0)
 
     if scale.is_dynamic:
         scale.value = 8.0 if seed else 1024.0
-        scale.interval, strategy.sum_of_squares = 2, sum_of_squares
+        scale.interval, strategy.own_squares = 2, own_squares
     strategy.start()
     return strategy
 
@@ -209,24 +223,24 @@ def test_training_goes_on_to_the_last_bit(tmp_path: Path, name: str, dtype: str)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_wherever_updates_are_made_it_does(tmp_path: Path, dtype: str) -> None:
     for offload in (HostOffload, partial(DiskOffload, tmp_path / "states")):
-        one, other = interrupted(tmp_path / str(offload), Zero2, 2, dtype, offload=offload)
+        one, other = interrupted(tmp_path / str(offload), zero2, 2, dtype, offload=offload)
         assert one == other
 
 
-def forget_steps(strategy: Strategy) -> None:
+def forget_steps(strategy: Trainer) -> None:
     strategy.optimizer.steps = 0
 
 
-def forget_a_moment(strategy: Strategy) -> None:
+def forget_a_moment(strategy: Trainer) -> None:
     strategy.optimizer.states["second"]["head"][-1:] = 0
 
 
-def forget_the_masters(strategy: Strategy) -> None:
+def forget_the_masters(strategy: Trainer) -> None:
     for unit, master in strategy.masters.items():
         master[...] = strategy.parameter_shards[unit].astype(np.float32)
 
 
-def forget_the_good_steps(strategy: Strategy) -> None:
+def forget_the_good_steps(strategy: Trainer) -> None:
     strategy.loss_scale.num_good = 1 - strategy.loss_scale.num_good
 
 
@@ -235,23 +249,23 @@ FORGET = [forget_steps, forget_a_moment, forget_the_masters, forget_the_good_ste
 
 @pytest.mark.parametrize("spoil", FORGET)
 def test_whatever_were_forgotten_would_be_noticed(tmp_path: Path, spoil: Any) -> None:
-    one, other = interrupted(tmp_path, Zero2, 2, "float16", spoil)
+    one, other = interrupted(tmp_path, zero2, 2, "float16", spoil)
     assert one != other
 
 
 def test_loading_fills_the_arrays_that_are_there(tmp_path: Path) -> None:
-    saved(tmp_path, dtype="float16", kind=Zero1)
+    saved(tmp_path, dtype="float16", kind=zero1)
 
     def fn(comm: Communicator) -> None:
-        strategy = make(comm, Zero1, dtype="float16")
+        strategy = make(comm, zero1, dtype="float16")
         strategy.start()
         memory = strategy.memory
         before = dict(memory.now), dict(memory.peak)
-        arrays = [checkpoint.arrays_of(strategy, unit) for unit in strategy.model.units]
+        arrays = [arrays_of(strategy, unit) for unit in strategy.model.units]
         load(strategy, tmp_path / "step-00000001")
         assert (dict(memory.now), dict(memory.peak)) == before
         for unit, were in zip(strategy.model.units, arrays, strict=True):
-            now = checkpoint.arrays_of(strategy, unit)
+            now = arrays_of(strategy, unit)
             assert all(now[name] is x for name, x in were.items())
 
     on_ranks(3, fn)
@@ -331,16 +345,56 @@ def repeat(path: Path) -> None:
 
 
 def exchange_steps(path: Path) -> None:
-    edit(part(path, 1), lambda tensors, about: about.update(step="7"))
+    edit(part(path, 1), lambda tensors, about: about.update(boxes='{"step": 7, "starts": {}}'))
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(part(path, 1).read_bytes())
+    data[-9] ^= 1
+    part(path, 1).write_bytes(data)
+
+
+def rename_the_step(path: Path) -> None:
+    shutil.copytree(path, path.with_name("copy"))
+    shutil.rmtree(path)
+    shutil.move(path.with_name("copy"), path.with_name("step-00000004"))
+    path.symlink_to(path.with_name("step-00000004"))
+
+
+def change_the_index(**fields: Any) -> Callable[[Path], None]:
+    """As if somebody else had written it, with a digest that fits."""
+
+    def spoil(path: Path) -> None:
+        known = json.loads((path / "checkpoint.json").read_text())
+        del known["digest"]
+        known["optimizer"] |= fields.pop("optimizer", {})
+        (path / "checkpoint.json").write_text(Index(**(known | fields)).to_json())
+
+    return spoil
+
+
+def edit_the_index(path: Path) -> None:
+    text = (path / "checkpoint.json").read_text()
+    (path / "checkpoint.json").write_text(text.replace('"num_skipped": 0', '"num_skipped": 1'))
+
+
+def leave_a_field_out(path: Path) -> None:
+    known = json.loads((path / "checkpoint.json").read_text())
+    del known["loss_scale"]
+    (path / "checkpoint.json").write_text(json.dumps(known))
+
+
+def of_head(tensors: dict[str, Any]) -> str:
+    return next(name for name in tensors if name.startswith("head.") and "/first" in name)
 
 
 def leave_one_out(path: Path) -> None:
-    edit(part(path, 1), lambda tensors, about: (tensors.pop("head.first"), about.pop("head.first")))
+    edit(part(path, 1), lambda tensors, about: tensors.pop(of_head(tensors)))
 
 
 def halve(path: Path) -> None:
     def change(tensors: dict[str, Any], about: dict[str, str]) -> None:
-        tensors["head.first"] = tensors["head.first"].astype(np.float32)
+        tensors[of_head(tensors)] = tensors[of_head(tensors)].astype(np.float32)
 
     edit(part(path, 1), change)
 
@@ -365,10 +419,19 @@ FAULTS = {
     remove: "rank-1-of-3.safetensors",
     truncate: "rank-1-of-3.safetensors is broken",
     garble: "rank-1-of-3.safetensors is broken",
-    repeat: "elements 0 to 520 of embedding.values occur twice",
+    repeat: "elements of embedding.token/values occur twice",
     exchange_steps: "rank-1-of-3.safetensors is not of step 1",
-    leave_one_out: r"elements \d+ to \d+ of head.first are missing",
-    halve: "head.first is F32, not F64",
+    leave_one_out: "rank-1-of-3.safetensors has no tensor 'head",
+    halve: "/first is F32, not F64",
+    flip_a_byte: "rank-1-of-3.safetensors was changed after it was written",
+    edit_the_index: "checkpoint.json is broken: it was changed after it was written",
+    leave_a_field_out: "it has no field 'loss_scale'",
+    change_the_index(step=-4): "step is '-4': it must be an integer of at least 0",
+    change_the_index(step=3): "step-00000001 contains step 3",
+    change_the_index(num_skipped="none"): "num_skipped is 'none'",
+    change_the_index(optimizer={"steps": 10**400}): "optimizer.steps is '1000",
+    change_the_index(loss_scale={"value": 0.0, "num_good": 0}): "loss_scale.value is 0.0",
+    change_the_index(files=[]): "files is",
     break_the_description: "checkpoint.json is broken",
     remove_the_description: "there is no checkpoint in",
 }
@@ -391,7 +454,7 @@ def refused(path: Path, size: int = 2, **options: Any) -> str:
     return said
 
 
-@pytest.mark.parametrize("spoil", FAULTS)
+@pytest.mark.parametrize("spoil", FAULTS, ids=FAULTS.values())
 def test_what_is_broken_is_noticed_before_anything_is_changed(tmp_path: Path, spoil: Any) -> None:
     saved(tmp_path)
     path = tmp_path / "step-00000001"
@@ -505,9 +568,8 @@ def test_what_is_not_whole_is_not_put_in_place(
     """As if rank 1's file system were another one."""
     really = checkpoint.write_part
 
-    def write_part(strategy: Strategy, folder: Path, step: int) -> None:
-        if strategy.rank != 1:
-            really(strategy, folder, step)
+    def write_part(strategy: Trainer, folder: Path, step: int) -> bytes:
+        return bytes(32) if strategy.rank == 1 else really(strategy, folder, step)
 
     monkeypatch.setattr(checkpoint, "write_part", write_part)
     (said,) = set(errors(3, lambda comm: save(make(comm), tmp_path, 2)))
@@ -519,7 +581,7 @@ def stop(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """A disk that is full when this stage begins; of writing, for one rank alone."""
     really = getattr(checkpoint, stage)
 
-    def full(*args: Any) -> None:
+    def full(*args: Any) -> Any:
         if stage == "write_part" and args[0].rank != WHO_FAILS[stage]:
             return really(*args)
         raise OSError(errno.ENOSPC, "no room")
@@ -531,14 +593,15 @@ ANYWHERE = '''
 import os, shutil, signal, sys
 from pathlib import Path
 from parallel import checkpoint
-from parallel.strategy import Recipe
 from tests.parallel.test_checkpoint import make, reference
+
+FOLDER = os.path.dirname(checkpoint.__file__)
 
 def die_at(number):
     """Of the lines that run, each counted once."""
     seen = set()
     def trace(frame, event, arg):
-        if frame.f_code.co_filename not in (checkpoint.__file__, shutil.__file__):
+        if not frame.f_code.co_filename.startswith((FOLDER, shutil.__file__)):
             return None
         if event == "line":
             seen.add((frame.f_code.co_filename, frame.f_lineno))
@@ -610,7 +673,7 @@ def table(size: int, kind: Any, root: Path) -> tuple[TrafficTable, TrafficTable]
     return on_ranks(size, fn)[0]
 
 
-@pytest.mark.parametrize(("kind", "size"), [(DataParallel, 3), (Zero2, 4), (Zero1, 1)])
+@pytest.mark.parametrize(("kind", "size"), [(ddp, 3), (zero2, 4), (zero1, 1)])
 def test_what_it_sends_is_predicted(tmp_path: Path, kind: Any, size: int) -> None:
     right, control = table(size, kind, tmp_path)
     assert "two columns compared" in right.check()
@@ -622,6 +685,7 @@ def test_what_it_sends_is_predicted(tmp_path: Path, kind: Any, size: int) -> Non
 def test_the_description_can_be_read_by_people(tmp_path: Path) -> None:
     saved(tmp_path, step=2, optimizer=partial(AdamW, lr=0.01))
     about = json.loads((tmp_path / "step-00000002" / "checkpoint.json").read_text())
-    assert about["step"] == 2 and about["ranks"] == 3 and about["dtype"] == ["float64"]
+    assert about["step"] == 2 and len(about["files"]) == 3
+    assert about["layout"]["dtype"] == ["float64"]
     assert about["optimizer"]["class"] == "AdamW" and about["optimizer"]["lr"] == 0.01
-    assert about["shapes"][0] == ["embedding.token", [256, 6]]
+    assert about["layout"]["shapes"][0] == ["embedding.token", [256, 6]]

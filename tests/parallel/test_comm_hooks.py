@@ -12,15 +12,29 @@ import pytest
 
 import collectives
 from collectives import Communicator, Work
-from parallel import shards, text
-from parallel.comm_hooks import GeneratorHook, HalfPrecision, Int8Blocks, PowerSGD, orthonormal
-from parallel.data_parallel import AllReduce, CommHook, Completion, DataParallel
-from parallel.gpt import gpt
-from parallel.nn import Array, Layer, Model, ParameterSpec
-from parallel.optim import SGD, Adam
-from parallel.precision import dtype_of
-from parallel.strategy import Recipe
-from parallel.traffic import PredictedCall, TrafficMismatch, TrafficTable
+from parallel import (
+    PredictedCall,
+    Recipe,
+    TrafficMismatch,
+    TrafficTable,
+    Trainer,
+    ddp,
+    shards,
+    text,
+)
+from parallel.nn import Activations, Array, CrossEntropy, Layer, Model, ParameterSpec, Step, gpt
+from parallel.optim import SGD, Adam, dtype_of
+from parallel.sharding import (
+    AllReduce,
+    CommHook,
+    Completion,
+    GeneratorHook,
+    HalfPrecision,
+    Int8Blocks,
+    PowerSGD,
+)
+from parallel.sharding.hooks import without_own
+from parallel.sharding.power_sgd import orthonormal
 
 HOOKS: dict[str, Callable[[], CommHook]] = {
     "float16": lambda: HalfPrecision("float16"),
@@ -45,28 +59,30 @@ class Given(Layer):
             name: ParameterSpec(given(self.rank, 0).shape) for name, given in self.gradients.items()
         }
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         return np.zeros((*x.shape[:2], 2), self.dtype), None
 
-    def backward(self, dy: Array, saved: Any) -> Array:
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        return dy, None
+
+    def backward_weight(self, rest: Any) -> None:
         for name, given in self.gradients.items():
             self.gradient[name] += given(self.rank, self.step).astype(self.dtype)
         self.step += 1
-        return dy
 
     @property
     def dtype(self) -> Any:
         return next(iter(self.value.values())).dtype
 
-    def activation_bytes(self, shape: tuple[int, ...], width: int) -> tuple[int, tuple[int, ...]]:
-        return 0, (*shape[:2], 2)
+    def activation_bytes(self, shape: tuple[int, ...], width: int) -> Activations:
+        return Activations(0, (*shape[:2], 2))
 
 
 class Run(NamedTuple):
     """What one rank has after its steps."""
 
     sums: list[dict[str, Any]]  # of each step, by full name, in float64
-    strategy: DataParallel
+    strategy: Trainer
     table: TrafficTable | None
 
     def check_traffic(self) -> None:
@@ -87,9 +103,10 @@ def add(
     """Sum given gradients over ranks by a hook, in some steps; what each of the ranks has."""
 
     def rank(comm: Communicator) -> Run:
-        model = Model({unit: Given(gradients, comm.rank) for unit, gradients in units.items()})
+        layers = {unit: Given(gradients, comm.rank) for unit, gradients in units.items()}
+        model = Model(layers | {"loss": CrossEntropy()})
         recipe = Recipe(dtype=dtype, optimizer=SGD)
-        strategy = DataParallel(comm, model, recipe, hook=make(), **options)
+        strategy = ddp(comm, model, recipe, hook=make(), **options)
         tokens = np.zeros((1, 1), np.int64)
         sums = []
         with comm.record() as ledger:
@@ -150,12 +167,19 @@ def test_predicted_is_recorded(name: str, size: int, dtype: str) -> None:
     first.check_traffic()
 
 
+def kept_by(run: Run) -> int:
+    """The bytes that the hook keeps from step to step."""
+    return run.strategy.sharding.reduction.state_bytes(run.strategy)
+
+
 class Boastful(Int8Blocks):
     """It says that it sends no scales."""
 
-    def traffic(self, strategy: DataParallel, bucket: str) -> list[PredictedCall]:
-        calls = super().traffic(strategy, bucket)
-        return [replace(call, nbytes=call.nbytes - 4 * strategy.size) for call in calls]
+    def traffic(self, strategy: Trainer, bucket: str, phase: str, axes: Any) -> list[PredictedCall]:
+        calls = super().traffic(strategy, bucket, phase, axes)
+        size = strategy.bucket_size(bucket)
+        table = without_own((size // 2, size // 2))
+        return [replace(calls[0], counts=table), calls[1]]
 
 
 def test_a_hook_that_says_too_little_is_seen() -> None:
@@ -201,9 +225,9 @@ def test_parameters_stay_equal_to_the_last_bit(name: str, size: int) -> None:
 class Careless(Int8Blocks):
     """The owner of a part keeps what the others get rounded."""
 
-    def run(self, strategy: DataParallel, bucket: str, flat: Array) -> Iterator[Work]:
+    def run(self, strategy: Trainer, bucket: str, flat: Array, axes: Any) -> Iterator[Work]:
         own = shards.span(flat.shape[0], strategy.size, strategy.rank)
-        works = super().run(strategy, bucket, flat)
+        works = super().run(strategy, bucket, flat, axes)
         yield next(works)
         yield next(works)
         before = flat[own].copy()
@@ -355,7 +379,7 @@ def test_a_matrix_for_which_it_saves_nothing_is_summed_as_it_is(rank: int) -> No
     plain, whole, lossy = (
         add(make, 3, units)[0] for make in (AllReduce, lambda: PowerSGD(rank), lambda: PowerSGD(4))
     )
-    assert whole.strategy.buffer_bytes() == 0 < lossy.strategy.buffer_bytes()
+    assert kept_by(whole) == 0 < kept_by(lossy)
     for name, x in plain.sums[0].items():
         np.testing.assert_array_equal(whole.sums[0][name], x)
     assert (plain.sums[0]["a.w"] != lossy.sums[0]["a.w"]).any()
@@ -417,7 +441,9 @@ def test_what_was_left_out_does_not_depend_on_the_loss_scale() -> None:
             gradient = np.random.default_rng(comm.rank).integers(-8, 8, (12, 16))
             layer = Given({"w": lambda rank, step: gradient * scales[step]}, comm.rank)
             recipe = Recipe(dtype="float16", optimizer=SGD)
-            strategy = DataParallel(comm, Model({"a": layer}), recipe, hook=PowerSGD(1))
+            strategy = ddp(
+                comm, Model({"a": layer, "loss": CrossEntropy()}), recipe, hook=PowerSGD(1)
+            )
             tokens, seen = np.zeros((1, 1), np.int64), []
             for scale in scales:
                 strategy.loss_scale.value = scale
@@ -441,8 +467,8 @@ def test_all_ranks_begin_with_the_same_directions(steps: int) -> None:
 
 
 def bases_of(run: Run) -> dict[str, bytes]:
-    assert isinstance(run.strategy.hook, PowerSGD)
-    return {name: basis.tobytes() for name, basis in run.strategy.hook.bases.items()}
+    assert isinstance(run.strategy.sharding.reduction, PowerSGD)
+    return {name: basis.tobytes() for name, basis in run.strategy.sharding.reduction.bases.items()}
 
 
 def test_it_remembers_one_strategy_only() -> None:
@@ -490,9 +516,8 @@ def test_orthonormal_has_zeros_for_what_adds_nothing() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 def test_state_is_predicted_and_counted(name: str, dtype: str) -> None:
     (run, *_) = add(HOOKS[name], 2, MIXED, steps=2, dtype=dtype)
-    hook, memory = run.strategy.hook, run.strategy.memory
+    hook, memory = run.strategy.sharding.reduction, run.strategy.memory
     assert memory.peak["buffers"] == memory.now["buffers"] == hook.state_bytes(run.strategy)
-    assert run.strategy.buffer_bytes() == hook.state_bytes(run.strategy)
 
 
 def test_what_power_sgd_keeps() -> None:
@@ -502,6 +527,12 @@ def test_what_power_sgd_keeps() -> None:
     (less,) = add(lambda: PowerSGD(2, error_feedback=False), 1, units)
     assert kept.strategy.memory.now["buffers"] == 4 * (24 * 2 + 16 * 24)
     assert less.strategy.memory.now["buffers"] == 4 * 24 * 2
+
+
+def test_a_parameter_that_is_a_number_is_summed_as_it_is() -> None:
+    units = {"a": {"w": random(8, 8), "scale": random()}}
+    for run in add(lambda: PowerSGD(1), 2, units):
+        assert run.sums[0]["a.scale"] == pytest.approx(exact(units["a"]["scale"], 2), rel=1e-6)
 
 
 # Training
@@ -523,7 +554,7 @@ class Trained(NamedTuple):
     """What one rank has after its steps."""
 
     losses: Any
-    strategy: DataParallel
+    strategy: Trainer
 
 
 def train(
@@ -545,7 +576,7 @@ def train(
         model = gpt(num_layers=1, hidden=16, num_heads=2, context=CONTEXT)
         if route is not None:
             model.active_layers = partial(route, comm.rank)  # type: ignore[method-assign]
-        strategy = DataParallel(comm, model, recipe, hook=make(), bucket_bytes=8000, **options)
+        strategy = ddp(comm, model, recipe, hook=make(), bucket_bytes=8000, **options)
         with comm.record() as ledger:
             strategy.start()
             losses = strategy.train(steps, batch, ROWS * CONTEXT, lambda *_: None)
@@ -609,7 +640,7 @@ class Counting(Int8Blocks):
 def test_micro_batches_are_added_up_and_sent_once() -> None:
     recipe = replace(SGD_RECIPE, num_micro_batches=3)
     for run in train(Counting, recipe=recipe, steps=3):
-        hook = run.strategy.hook
+        hook = run.strategy.sharding.reduction
         assert isinstance(hook, Counting)
         assert hook.num_starts == 3 * len(run.strategy.buckets)
         np.testing.assert_allclose(run.losses, losses("plain")[:3], rtol=1e-4)
@@ -635,14 +666,16 @@ def test_a_layer_that_some_ranks_do_not_use(name: str) -> None:
 class Largest:
     """Of every rank's bucket the `num` largest elements, with their places; the rest is dropped."""
 
+    collectives = ()  # those of its own are not chosen by the run
+
     def __init__(self, num: int) -> None:
         self.num = num
 
-    def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Completion:
+    def start(self, strategy: Trainer, bucket: str, flat: Array, axes: Any) -> Completion:
         num = min(self.num, len(flat))
         places = np.argsort(-np.abs(flat))[:num]
         message = np.stack([places.astype(np.float64), flat[places]])
-        work = strategy.comm.all_gather(message, algorithm="ring", async_op=True)
+        work = strategy.comm_of(axes).all_gather(message, algorithm="ring", async_op=True)
 
         def finish() -> None:
             flat[...] = 0
@@ -651,20 +684,24 @@ class Largest:
 
         return finish
 
-    def traffic(self, strategy: DataParallel, bucket: str) -> list[PredictedCall]:
+    def traffic(self, strategy: Trainer, bucket: str, phase: str, axes: Any) -> list[PredictedCall]:
         num = min(self.num, len(strategy.flats[bucket]))
-        phase, nbytes = strategy.phase_of(bucket), strategy.size * 2 * num * 8
-        return [PredictedCall(phase, "all_gather", "ring", nbytes)]
+        counts = (2 * num,) * strategy.size
+        return [strategy.predicted(phase, "all_gather", counts, axes, itemsize=8)]
 
-    def allocate(self, strategy: DataParallel) -> None:
+    def state(self) -> Any:
+        """No checkpoint contains anything of it."""
+        return {}, {}
+
+    def allocate(self, strategy: Trainer) -> None:
         """Nothing is kept."""
 
-    def state_bytes(self, strategy: DataParallel) -> int:
+    def state_bytes(self, strategy: Trainer) -> int:
         return 0
 
 
 def test_a_hook_of_ones_own() -> None:
-    """It needs to be no more than an object with the four methods."""
+    """It needs to be no more than an object with the methods of the interface."""
     plain, whole, some = (
         add(make, 3, MIXED, dtype="float64")
         for make in (AllReduce, lambda: Largest(10**6), lambda: Largest(50))
@@ -684,15 +721,15 @@ class Twice(GeneratorHook):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def run(self, strategy: DataParallel, bucket: str, flat: Array) -> Iterator[Work]:
+    def run(self, strategy: Trainer, bucket: str, flat: Array, axes: Any) -> Iterator[Work]:
         for _ in range(2):
             self.notes.append(bucket)
-            yield strategy.comm.all_reduce(flat, out=flat, algorithm="ring", async_op=True)
+            yield strategy.comm_of(axes).all_reduce(flat, out=flat, algorithm="ring", async_op=True)
         flat /= strategy.size
 
-    def traffic(self, strategy: DataParallel, bucket: str) -> list[PredictedCall]:
-        nbytes = strategy.bucket_nbytes(bucket)
-        return [PredictedCall(strategy.phase_of(bucket), "all_reduce", "ring", nbytes, num_calls=2)]
+    def traffic(self, strategy: Trainer, bucket: str, phase: str, axes: Any) -> list[PredictedCall]:
+        size = strategy.bucket_size(bucket)
+        return [strategy.predicted(phase, "all_reduce", size, axes, num_calls=2)]
 
 
 def test_a_hook_that_sends_more_later_lets_other_buckets_go_first() -> None:
@@ -700,8 +737,8 @@ def test_a_hook_that_sends_more_later_lets_other_buckets_go_first() -> None:
     runs = add(Twice, 3, MIXED, bucket_bytes=1)
     runs[0].check_traffic()
     for run in runs:
-        assert isinstance(run.strategy.hook, Twice)
-        assert run.strategy.hook.notes == 2 * list(run.strategy.buckets)
+        assert isinstance(run.strategy.sharding.reduction, Twice)
+        assert run.strategy.sharding.reduction.notes == 2 * list(run.strategy.buckets)
     np.testing.assert_allclose(
         runs[0].sums[0]["first.bias"], exact(MIXED["first"]["bias"], 3), rtol=1e-5
     )

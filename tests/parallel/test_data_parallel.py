@@ -15,12 +15,13 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel.data_parallel import AllReduce, CommHook, Completion, DataParallel
+from parallel import Action, PredictedCall, Recipe, TrafficMismatch, Trainer, ddp
+from parallel.accounts import Tally
 from parallel.elastic import BlockingAllReduce
 from parallel.nn import Array, Model
 from parallel.optim import AdamW
-from parallel.strategy import Recipe, Strategy
-from parallel.traffic import PredictedCall, Tally, TrafficMismatch
+from parallel.runtime.trainer import METHODS
+from parallel.sharding import AllReduce, CommHook, Completion
 from tests.parallel.training import (
     CONTEXT,
     ROWS,
@@ -28,6 +29,7 @@ from tests.parallel.training import (
     batch,
     model,
     nothing,
+    of_kind,
     serial,
     train,
     verdict,
@@ -63,12 +65,12 @@ LIMITS = {  # bytes, and the buckets that they make
 def test_buckets_are_filled_in_the_order_of_backward(limit: str) -> None:
     """Up to the limit, and beyond it only by a single unit."""
     bucket_bytes, wanted = LIMITS[limit]
-    (end,) = train(partial(DataParallel, bucket_bytes=bucket_bytes), 1, steps=0)
-    ddp = end.strategy
-    assert list(ddp.buckets.values()) == wanted
-    for bucket, units in ddp.buckets.items():
-        assert ddp.bucket_nbytes(bucket) == ddp.flats[bucket].nbytes
-        assert ddp.bucket_nbytes(bucket) <= bucket_bytes or len(units) == 1
+    (end,) = train(partial(ddp, bucket_bytes=bucket_bytes), 1, steps=0)
+    trainer = end.strategy
+    assert list(trainer.buckets.values()) == wanted
+    for bucket, units in trainer.buckets.items():
+        assert 8 * trainer.bucket_size(bucket) == trainer.flats[bucket].nbytes
+        assert 8 * trainer.bucket_size(bucket) <= bucket_bytes or len(units) == 1
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -76,23 +78,21 @@ def test_buckets_are_filled_in_the_order_of_backward(limit: str) -> None:
 def test_gradients_are_views_of_the_buckets_and_fill_them(bucket_bytes: int, is_tied: bool) -> None:
     """Every unit once; of a tied model, too, where the embedding is complete after the head."""
     of = partial(model, is_tied=is_tied)
-    (end,) = train(partial(DataParallel, bucket_bytes=bucket_bytes), 1, steps=0, of=of)
-    ddp = end.strategy
-    units = [unit for units in ddp.buckets.values() for unit in units]
+    (end,) = train(partial(ddp, bucket_bytes=bucket_bytes), 1, steps=0, of=of)
+    trainer = end.strategy
+    units = [unit for units in trainer.buckets.values() for unit in units]
     assert units == backward_order(of()) and sorted(units) == sorted(of().units)
-    for bucket, units in ddp.buckets.items():
-        ddp.flats[bucket][...] = np.arange(ddp.flats[bucket].size)
-        seen = np.concatenate([ddp.gradients[unit] for unit in units])
-        np.testing.assert_array_equal(seen, ddp.flats[bucket])
-    assert {unit: x.size for unit, x in ddp.gradients.items()} == of().unit_sizes
+    for bucket, units in trainer.buckets.items():
+        trainer.flats[bucket][...] = np.arange(trainer.flats[bucket].size)
+        seen = np.concatenate([trainer.gradients[unit] for unit in units])
+        np.testing.assert_array_equal(seen, trainer.flats[bucket])
+    assert {unit: x.size for unit, x in trainer.gradients.items()} == of().unit_sizes
 
 
 @pytest.mark.parametrize("bucket_bytes", [A_BUCKET_A_LAYER, 8 * 2 * BLOCK])
 def test_buckets_make_no_difference(bucket_bytes: int) -> None:
     """To the last bit, on two ranks, where a sum has one order."""
-    few, many = (
-        train(partial(DataParallel, bucket_bytes=n), 2)[0].losses for n in (10**9, bucket_bytes)
-    )
+    few, many = (train(partial(ddp, bucket_bytes=n), 2)[0].losses for n in (10**9, bucket_bytes))
     assert few == many
 
 
@@ -106,10 +106,10 @@ class Observing(AllReduce):
         self.events: list[str] = []
         self.complete: list[set[str]] = []
 
-    def start(self, strategy: DataParallel, bucket: str, flat: Array) -> Completion:
+    def start(self, strategy: Trainer, bucket: str, flat: Array, axes: Any) -> Completion:
         self.events.append(f"start {bucket}")
         self.complete.append({unit for unit, x in strategy.gradients.items() if x.any()})
-        finish = super().start(strategy, bucket, flat)
+        finish = super().start(strategy, bucket, flat, axes)
 
         def noted() -> object:
             self.events.append(f"finish {bucket}")
@@ -136,14 +136,14 @@ def test_a_sum_begins_before_the_backward_of_earlier_layers() -> None:
     def fn(comm: Communicator) -> tuple[list[str], list[set[str]]]:
         hook = Observing()
         of = noting_backward(model(), lambda layer: hook.events.append(f"backward {layer}"))
-        ddp = DataParallel(comm, of, hook=hook, bucket_bytes=8 * 2 * BLOCK)
-        ddp.start()
-        ddp.step(*batch(0, *ddp.batch_part), TOTAL)
+        trainer = ddp(comm, of, hook=hook, bucket_bytes=8 * 2 * BLOCK)
+        trainer.start()
+        trainer.step(*batch(0, *trainer.batch_part), TOTAL)
         return hook.events, hook.complete
 
     for events, complete in collectives.run(fn, size=3):
         assert events == [
-            "backward head", "start bucket0",
+            "backward loss", "backward head", "start bucket0",
             "backward block1", "backward block0", "start bucket1",
             "backward embedding", "start bucket2",
             "finish bucket0", "finish bucket1", "finish bucket2",
@@ -163,9 +163,9 @@ def gets_through(hook: type[CommHook], seconds: float) -> bool:
             if (layer, comm.rank) == ("head", 1):
                 is_through.append(is_there.wait(seconds))
 
-        ddp = DataParallel(comm, noting_backward(model(), note), hook=hook(), bucket_bytes=1)
-        ddp.start()
-        ddp.step(*batch(0, *ddp.batch_part), TOTAL)
+        trainer = ddp(comm, noting_backward(model(), note), hook=hook(), bucket_bytes=1)
+        trainer.start()
+        trainer.step(*batch(0, *trainer.batch_part), TOTAL)
 
     collectives.run(fn, size=2)
     return is_through[0]
@@ -183,22 +183,25 @@ def test_a_backward_that_waits_would_be_noticed() -> None:
 # Micro-batches
 
 
-def test_no_sync_sends_nothing_and_adds_up() -> None:
-    """Two micro-batches, of which the first is whatever this rank alone has; then the sum."""
+def test_what_is_only_computed_sends_nothing_and_adds_up() -> None:
+    """Each rank computes what it has, twice; then a step sums over the ranks."""
 
-    def fn(comm: Communicator) -> tuple[Any, Any, int, bool]:
-        ddp = DataParallel(comm, model())
-        ddp.start()
-        mine = batch(0, *ddp.batch_part)
-        with comm.record() as ledger, ddp.no_sync():
-            ddp.forward_backward(*mine, TOTAL)
-        num_messages, local = len(ledger.rows()), copied(ddp.gradients)
-        ddp.forward_backward(*mine, TOTAL)
-        return local, copied(ddp.gradients), num_messages, ddp.is_syncing
+    def fn(comm: Communicator) -> tuple[Any, Any, int]:
+        trainer = ddp(comm, model(), two)
+        trainer.start()
+        mine = batch(0, *trainer.batch_part)
+        twice = [np.concatenate([each, each]) for each in mine]
+        with comm.record() as ledger:
+            trainer.compute(*mine, TOTAL)
+        num_messages, local = len(ledger.rows()), copied(trainer.gradients)
+        trainer.update = lambda action: False
+        trainer.step(*twice, TOTAL)
+        return local, copied(trainer.gradients), num_messages
 
+    two = Recipe(num_micro_batches=2)
     ends = collectives.run(fn, size=3)
-    for _, summed, num_messages, is_syncing in ends:
-        assert num_messages == 0 and is_syncing
+    for _, summed, num_messages in ends:
+        assert num_messages == 0
         for unit in model().units:
             wanted = 2 * sum(local[unit] for local, *_ in ends)
             np.testing.assert_allclose(summed[unit], wanted, rtol=1e-12, atol=1e-15)
@@ -209,24 +212,8 @@ def copied(arrays: dict[str, Any]) -> dict[str, Any]:
     return {unit: x.copy() for unit, x in arrays.items()}
 
 
-def test_no_sync_is_over_when_a_micro_batch_fails() -> None:
-    ddp = train(DataParallel, 1, steps=0)[0].strategy
-    with pytest.raises(RuntimeError, match="enough"), ddp.no_sync():
-        raise RuntimeError("enough")
-    assert ddp.is_syncing
-
-
-def test_no_sync_inside_no_sync_ends_with_the_outer_one() -> None:
-    ddp = train(DataParallel, 1, steps=0)[0].strategy
-    with ddp.no_sync():
-        with ddp.no_sync():
-            pass
-        assert not ddp.is_syncing
-    assert ddp.is_syncing
-
-
 def test_micro_batches_send_as_much_as_one() -> None:
-    one, four = (train(DataParallel, 3, Recipe(num_micro_batches=k)) for k in (1, 4))
+    one, four = (train(ddp, 3, Recipe(num_micro_batches=k)) for k in (1, 4))
     verdict(four)
     assert one[0].table is not None and four[0].table is not None
     assert one[0].table.rows == four[0].table.rows
@@ -236,12 +223,16 @@ def test_micro_batches_send_as_much_as_one() -> None:
 def test_a_micro_batch_that_synchronises_would_be_noticed() -> None:
     """The negative control."""
 
-    class Eager(DataParallel):
-        def no_sync(self) -> Any:
-            return Strategy.no_sync(self)
+    class Eager(Trainer):
+        def backward(self, action: Action) -> None:
+            super().backward(action)
+            if (action.micro_batch, action.part) == (0, "embedding"):
+                reductions = [each for each in self.actions if each.kind in ("REDUCE", "WAIT")]
+                for each in reductions:
+                    getattr(self, METHODS[each.kind])(each)
 
     with pytest.raises(TrafficMismatch, match="backward/bucket0"):
-        verdict(train(Eager, 3, Recipe(num_micro_batches=2), steps=1))
+        verdict(train(of_kind(Eager), 3, Recipe(num_micro_batches=2), steps=1))
 
 
 # Traffic
@@ -261,7 +252,7 @@ IS_BITWISE = {
     ("ranks", "algorithm"), [(ranks, name) for ranks, name in SERVED if IS_BITWISE[name]]
 )
 def test_predicted_is_recorded_by_every_algorithm(ranks: int, algorithm: str) -> None:
-    ends = train(partial(DataParallel, algorithm=algorithm, bucket_bytes=9000), ranks, steps=2)
+    ends = train(partial(ddp, algorithm=algorithm, bucket_bytes=9000), ranks, steps=2)
     assert "two columns compared" in verdict(ends)
     np.testing.assert_allclose(ends[0].losses, serial().losses[:2], rtol=1e-12)
     whole(ends)
@@ -272,18 +263,18 @@ def test_algorithms_by_which_parameters_would_differ_are_refused(algorithm: str)
     with pytest.raises(
         ValueError, match=f"all_reduce.{algorithm} rounds differently on different ranks"
     ):
-        train(partial(DataParallel, algorithm=algorithm), 2, steps=0)
+        train(partial(ddp, algorithm=algorithm), 2, steps=0)
 
 
 @pytest.mark.parametrize("algorithm", ["linear", "scatter_all_gather"])
 def test_initial_values_may_be_sent_by_another_algorithm(algorithm: str) -> None:
-    verdict(train(partial(DataParallel, broadcast_algorithm=algorithm), 3, steps=1))
+    verdict(train(partial(ddp, broadcast_algorithm=algorithm), 3, steps=1))
 
 
 def test_the_rows_are_the_docstrings() -> None:
-    """Those of `DataParallel`, and of `Strategy`, of which it is one."""
+    """Those of `ddp`, and of `Trainer`, of which it is one."""
     p, q, steps, of = 4, 2, 3, model()  # q is log2 p
-    make = partial(DataParallel, bucket_bytes=8 * 2 * BLOCK, find_unused_parameters=True)
+    make = partial(ddp, bucket_bytes=8 * 2 * BLOCK, find_unused_parameters=True)
     end = train(make, p, steps=steps)[0]
     assert end.table is not None
     u, o, psi = len(of.units), len(end.strategy.options()), of.num_parameters
@@ -302,11 +293,13 @@ def test_the_rows_are_the_docstrings() -> None:
 
 
 def test_the_default_hook_is_an_all_reduce_a_bucket() -> None:
-    end, _ = train(partial(DataParallel, algorithm="swing", bucket_bytes=1), 2, steps=0)
-    ddp = end.strategy
-    assert type(ddp.hook) is AllReduce and ddp.hook.state_bytes(ddp) == 0 == ddp.buffer_bytes()
-    wanted = PredictedCall("backward/bucket1", "all_reduce", "swing", 8 * BLOCK)
-    assert ddp.hook.traffic(ddp, "bucket1") == [wanted]
+    end, _ = train(partial(ddp, algorithm="swing", bucket_bytes=1), 2, steps=0)
+    trainer, hook = end.strategy, end.strategy.sharding.reduction
+    assert type(hook) is AllReduce and hook.state_bytes(trainer) == 0
+    (call,) = hook.traffic(trainer, "bucket1", "backward/bucket1", ("data",))
+    assert call == PredictedCall(
+        "backward/bucket1", "all_reduce", "swing", BLOCK, 8, groups=((0, 1),), axis="data"
+    )
 
 
 def one_message(comm: Communicator, nbytes: int) -> None:
@@ -317,23 +310,23 @@ def one_message(comm: Communicator, nbytes: int) -> None:
         comm.recv(np.zeros(nbytes, np.uint8), 0)
 
 
-def outside(ddp: DataParallel) -> None:
-    one_message(ddp.comm, 1)
+def outside(trainer: Trainer) -> None:
+    one_message(trainer.comm, 1)
 
 
-def in_a_phase(ddp: DataParallel) -> None:
+def in_a_phase(trainer: Trainer) -> None:
     with collectives.phase("backward/bucket0"):
-        one_message(ddp.comm, 8)
+        one_message(trainer.comm, 8)
 
 
-def without_bytes(ddp: DataParallel) -> None:
+def without_bytes(trainer: Trainer) -> None:
     with collectives.phase("loss"):
-        one_message(ddp.comm, 0)
+        one_message(trainer.comm, 0)
 
 
-def an_extra_call(ddp: DataParallel) -> None:
+def an_extra_call(trainer: Trainer) -> None:
     with collectives.phase("loss"):
-        ddp.comm.all_reduce(np.zeros(2), algorithm="recursive_doubling")
+        trainer.comm.all_reduce(np.zeros(2), algorithm="recursive_doubling")
 
 
 ROGUES = {
@@ -347,7 +340,7 @@ ROGUES = {
 @pytest.mark.parametrize("rogue", ROGUES)
 def test_a_rogue_message_is_noticed(rogue: Any) -> None:
     with pytest.raises(TrafficMismatch, match=ROGUES[rogue]):
-        verdict(train(DataParallel, 3, steps=1, after=rogue))
+        verdict(train(ddp, 3, steps=1, after=rogue))
 
 
 # Initial values
@@ -357,8 +350,8 @@ def test_a_rogue_message_is_noticed(rogue: Any) -> None:
 def test_all_begin_with_the_values_of_rank_0(dtype: str) -> None:
     """Whatever the others drew; their master copies too."""
 
-    def make(comm: Communicator, *_: Any) -> DataParallel:
-        return DataParallel(comm, model(), Recipe(dtype=dtype, seed=7 + comm.rank))
+    def make(comm: Communicator, *_: Any) -> Trainer:
+        return ddp(comm, model(), Recipe(dtype=dtype, seed=7 + comm.rank))
 
     ends = train(make, 4, steps=0)
     for unit in model().units:
@@ -385,19 +378,19 @@ class Routed(Model):
 def routed(*by_step: Any, ranks: int, dtype: str = "float64", **options: Any) -> list[End]:
     """Steps in each of which some ranks leave a layer out: {rank: layer}, others leave out none."""
 
-    def make(comm: Communicator, *_: Any) -> DataParallel:
+    def make(comm: Communicator, *_: Any) -> Trainer:
         of = Routed()
-        ddp = DataParallel(
+        trainer = ddp(
             comm, of, Recipe(dtype=dtype, optimizer=AdamW), find_unused_parameters=True, **options
         )
-        really, steps = ddp.step, iter(by_step)
+        really, steps = trainer.step, iter(by_step)
 
         def step(*given: Any) -> float:
             of.skipped = next(steps).get(comm.rank, "")
             return really(*given)
 
-        ddp.step = step
-        return ddp
+        trainer.step = step
+        return trainer
 
     return train(make, ranks, steps=len(by_step))
 
@@ -405,15 +398,18 @@ def routed(*by_step: Any, ranks: int, dtype: str = "float64", **options: Any) ->
 def by_hand(*by_step: dict[int, str], ranks: int) -> tuple[list[float], dict[str, Any]]:
     """What `routed` should find: one rank adds up what each of them contributes."""
     of = Routed()
-    reference, losses = Strategy(None, of, Recipe(optimizer=AdamW)), []
+    reference, losses = Trainer(None, of, Recipe(optimizer=AdamW)), []
     for number, skipped in enumerate(by_step):
-        for gradient in reference.gradients.values():
-            gradient[...] = 0
+        sums = {unit: np.zeros_like(x) for unit, x in reference.gradients.items()}
         losses.append(0.0)
         for rank in range(ranks):
             of.skipped = skipped.get(rank, "")
-            losses[-1] += reference.forward_backward(*batch(number, rank, ranks), TOTAL)
-        reference.update()
+            losses[-1] += reference.compute(*batch(number, rank, ranks), TOTAL)
+            for unit, x in reference.gradients.items():
+                sums[unit] += x
+        for unit, x in reference.gradients.items():
+            x[...] = sums[unit]
+        reference.run([Action("UPDATE")])
     return losses, reference.parameters
 
 
@@ -430,9 +426,11 @@ def test_a_layer_that_some_ranks_do_not_use_counts_as_zero_there(bucket_bytes: i
 
 def bits(end: End, unit: str) -> list[bytes]:
     """A unit's parameters, master copy and states."""
-    ddp = end.strategy
-    arrays = [ddp.parameters[unit], ddp.masters[unit]]
-    return [x.tobytes() for x in (*arrays, *(flat[unit] for flat in ddp.optimizer.states.values()))]
+    trainer = end.strategy
+    arrays = [trainer.parameters[unit], trainer.masters[unit]]
+    return [
+        x.tobytes() for x in (*arrays, *(flat[unit] for flat in trainer.optimizer.states.values()))
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
@@ -471,11 +469,11 @@ def test_what_another_layer_uses_is_not_unused() -> None:
     def fn(comm: Communicator) -> Any:
         of = Routed({"block1.mlp.up.weight": "block0.mlp.up.weight"})
         of.skipped = "block0"
-        ddp = DataParallel(comm, of, find_unused_parameters=True)
-        ddp.start()
-        before = ddp.parameters["block0"].copy()
-        ddp.step(*batch(0, *ddp.batch_part), TOTAL)
-        return ddp.unused_units, np.array_equal(ddp.parameters["block0"], before)
+        trainer = ddp(comm, of, find_unused_parameters=True)
+        trainer.start()
+        before = trainer.parameters["block0"].copy()
+        trainer.step(*batch(0, *trainer.batch_part), TOTAL)
+        return trainer.unused_units, np.array_equal(trainer.parameters["block0"], before)
 
     assert collectives.run(fn, size=2) == [(set(), False)] * 2
 
@@ -489,13 +487,13 @@ def test_to_be_used_by_one_micro_batch_is_enough(find_unused_parameters: bool) -
             return next(routes)
 
     def fn(comm: Communicator) -> Any:
-        ddp = DataParallel(
+        trainer = ddp(
             comm, Once(model().layers), two, find_unused_parameters=find_unused_parameters
         )
-        before = ddp.parameters["block1"].copy()
-        ddp.start()
-        ddp.train(1, batch, TOTAL, nothing)
-        return ddp.unused_units, np.array_equal(ddp.parameters["block1"], before)
+        before = trainer.parameters["block1"].copy()
+        trainer.start()
+        trainer.train(1, batch, TOTAL, nothing)
+        return trainer.unused_units, np.array_equal(trainer.parameters["block1"], before)
 
     two, every = Recipe(num_micro_batches=2), list(model().layers)
     routes: Iterator[list[str]] = iter([every, [x for x in every if x != "block1"]])

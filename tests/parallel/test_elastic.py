@@ -14,13 +14,9 @@ import pytest
 
 import collectives
 from collectives import Communicator, PeerFailed
-from parallel import text
-from parallel.data_parallel import DataParallel
+from parallel import Mesh, Recipe, TrafficTable, ddp, text
 from parallel.elastic import DIGEST_BYTES, Elastic, ReplicaMismatch, digest
-from parallel.gpt import gpt
-from parallel.nn import Model
-from parallel.strategy import Recipe
-from parallel.traffic import TrafficTable
+from parallel.nn import Model, gpt
 
 DATA = text.load(__file__)
 RANKS, STEPS, BATCH, CONTEXT = 4, 3, 11, 4
@@ -51,7 +47,9 @@ class Mortal:
         self.rank, self.size = comm.rank, comm.size
         self.num_calls = 0
 
-    def split(self, color: int) -> Mortal:
+    name, check = "data", False
+
+    def split(self, color: int, name: str) -> Mortal:
         return self
 
     def free(self) -> None:
@@ -125,14 +123,14 @@ def leaving(*leaves: tuple[int, int]) -> End:
     """The reference: before a step (first) a rank (second) leaves, as is agreed beforehand."""
 
     def fn(comm: Communicator) -> End | None:
-        strategy, losses = DataParallel(comm, model(), bucket_bytes=1), []
+        strategy, losses = ddp(comm, model(), bucket_bytes=1), []
         strategy.start()
         for step in range(STEPS + 1):
             for _, leaver in filter(lambda leave: leave[0] == step, leaves):
                 if strategy.comm.rank == leaver:
                     return None
                 rest = [rank for rank in range(strategy.comm.size) if rank != leaver]
-                strategy.comm = strategy.comm.subgroup(rest)
+                strategy.mesh = Mesh(strategy.comm.subgroup(rest, name="data"))
             if step < STEPS:
                 losses.append(strategy.step(*batch(step, *strategy.batch_part), BATCH * CONTEXT))
         return End(losses, digest(strategy.optimizer))
@@ -210,7 +208,7 @@ def test_a_rank_that_differs_in_one_bit_is_noticed() -> None:
 
 def test_the_traffic_of_a_run_without_a_death_is_predicted() -> None:
     def fn(comm: Communicator) -> TrafficTable | None:
-        mortal: Any = Mortal(comm, [])
+        mortal: Any = Mortal(comm.split(0, name="data"), [])
         strategy = Elastic(mortal, model(), bucket_bytes=1)
         with comm.record() as ledger:
             strategy.start()

@@ -8,11 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel.gpt import gpt
-from parallel.memory import MemoryTracker
-from parallel.nn import Gelu, Layer, LayerNorm, Model, Sequential, cross_entropy
-from parallel.precision import dtype_of
-from tests.parallel.models import Bound, Values, along, bound
+from parallel import MemoryTracker
+from parallel.nn import Gelu, Layer, LayerNorm, Model, Sequential, Step, gpt
+from parallel.optim import dtype_of
+from tests.parallel.models import (
+    Bound,
+    Values,
+    along,
+    bound,
+    cross_entropy,
+    num_gathers,
+    without_loss,
+)
 
 each_tie = pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 SMALL = {"num_layers": 2, "hidden": 6, "num_heads": 2, "context": 5}
@@ -25,12 +32,12 @@ def tokens(rows: int, context: int = 5, seed: int = 1) -> tuple[Values, Values]:
 
 
 def loss_of(made: Bound, inputs: Values, targets: Values) -> float:
-    return cross_entropy(made.whole.forward(inputs)[0], targets, targets.size)[0]
+    return cross_entropy(made.whole.forward(inputs, Step())[0], targets, targets.size)[0]
 
 
 def add_gradients(made: Bound, inputs: Values, targets: Values, total: int) -> float:
     """Of these rows' part of the loss; that part."""
-    logits, saved = made.whole.forward(inputs)
+    logits, saved = made.whole.forward(inputs, Step())
     loss, slope = cross_entropy(logits, targets, total)
     made.whole.backward(slope, saved)
     return loss
@@ -127,28 +134,28 @@ def test_a_batch_of_no_rows_has_no_loss_and_no_gradient(dtype: str) -> None:
 
 def test_a_later_token_changes_no_earlier_logit() -> None:
     made, (inputs, _) = bound(gpt(**SMALL)), tokens(3)
-    before, _ = made.whole.forward(inputs)
+    before, _ = made.whole.forward(inputs, Step())
     for t in range(5):
         changed = inputs.copy()
         changed[:, t] = (changed[:, t] + 1) % 256
-        after, _ = made.whole.forward(changed)
+        after, _ = made.whole.forward(changed, Step())
         np.testing.assert_array_equal(after[:, :t], before[:, :t])
         assert (after[:, t:] != before[:, t:]).any(axis=-1).all()
 
 
 def test_the_first_tokens_alone_have_the_same_logits() -> None:
     made, (inputs, _) = bound(gpt(**SMALL)), tokens(3)
-    whole, _ = made.whole.forward(inputs)
+    whole, _ = made.whole.forward(inputs, Step())
     for context in range(1, 5):
-        short, _ = made.whole.forward(inputs[:, :context])
+        short, _ = made.whole.forward(inputs[:, :context], Step())
         np.testing.assert_allclose(short, whole[:, :context], rtol=1e-12, atol=1e-13)
 
 
 def test_rows_do_not_see_each_other() -> None:
     made, (inputs, _) = bound(gpt(**SMALL)), tokens(3)
-    whole, _ = made.whole.forward(inputs)
+    whole, _ = made.whole.forward(inputs, Step())
     for row in range(3):
-        lone, _ = made.whole.forward(inputs[row : row + 1])
+        lone, _ = made.whole.forward(inputs[row : row + 1], Step())
         np.testing.assert_allclose(lone[0], whole[row], rtol=1e-12, atol=1e-13)
 
 
@@ -161,7 +168,7 @@ def test_the_units_and_their_parameters() -> None:
     shapes = {key: spec.shape for key, spec in model.units["block1"].items()}
     assert shapes == {
         "attention.norm.gain": (8,), "attention.norm.bias": (8,),
-        "attention.qkv.weight": (8, 24), "attention.qkv.bias": (24,),
+        "attention.qkv.weight": (8, 3, 2, 4), "attention.qkv.bias": (3, 2, 4),
         "attention.out.weight": (8, 8), "attention.out.bias": (8,),
         "mlp.norm.gain": (8,), "mlp.norm.bias": (8,),
         "mlp.up.weight": (8, 32), "mlp.up.bias": (32,),
@@ -188,8 +195,8 @@ def test_a_tied_head_uses_the_embeddings_unit() -> None:
     assert model.completed_units("head") == ("head",) and model.completed_units("embedding") == (
         "embedding",
     )
-    assert model.num_gathers() == {"embedding": 2, "block0": 1, "block1": 1, "head": 1}
-    assert gpt(**SMALL | {"num_layers": 0}, is_tied=True).num_gathers() == {
+    assert num_gathers(model) == {"embedding": 2, "block0": 1, "block1": 1, "head": 1}
+    assert num_gathers(gpt(**SMALL | {"num_layers": 0}, is_tied=True)) == {
         "embedding": 1,
         "head": 1,
     }
@@ -251,7 +258,7 @@ def test_the_first_loss(is_tied: bool, variance: float) -> None:
     for layer in model.layers:
         model.bind(layer, values)
     inputs, targets = tokens(8, 32)
-    loss, _ = cross_entropy(Sequential(model.layers).forward(inputs)[0], targets, targets.size)
+    loss, _ = cross_entropy(without_loss(model).forward(inputs, Step())[0], targets, targets.size)
     assert loss == pytest.approx(math.log(256) + variance / 2, abs=0.05)
 
 
@@ -262,20 +269,21 @@ def test_the_first_loss(is_tied: bool, variance: float) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_kept_is_what_is_alive_after_forward(dtype: str, is_tied: bool) -> None:
     """Layer by layer, and all together: nothing is kept twice."""
-    made, (x, _) = bound(gpt(**SMALL, is_tied=is_tied), dtype), tokens(3)
+    made, (x, targets) = bound(gpt(**SMALL, is_tied=is_tied), dtype), tokens(3)
     formula = made.model.activation_bytes(x.shape, dtype_of(dtype).itemsize)
     memory, held = MemoryTracker(), []
     for name, layer in made.model.layers.items():
-        nbytes, entering = formula[name]
+        nbytes = formula[name].saved
+        entering = layer.input_bytes(x.shape, dtype_of(dtype).itemsize)
         assert entering == (0 if x.dtype.kind == "i" else x.nbytes)
-        x, saved = layer.forward(x)
+        x, saved = layer.forward(x, Step(targets))
         before = memory.now["activations"]
         held.append(memory.track("activations", saved))
         assert memory.now["activations"] - before == nbytes
     del saved
     held.clear()
     assert memory.now["activations"] == 0
-    assert memory.peak["activations"] == sum(nbytes for nbytes, _ in formula.values()) > 0
+    assert memory.peak["activations"] == sum(each.saved for each in formula.values()) > 0
 
 
 @pytest.mark.parametrize(
@@ -298,5 +306,5 @@ def test_smaller_dtypes_are_close_to_float64(dtype: str, close: float) -> None:
 def test_forward_again_gives_the_same_to_the_last_bit() -> None:
     """What recomputation stands on."""
     made, (inputs, _) = bound(gpt(**SMALL), "float32"), tokens(3)
-    first, again = (made.whole.forward(inputs)[0] for _ in range(2))
+    first, again = (made.whole.forward(inputs, Step())[0] for _ in range(2))
     np.testing.assert_array_equal(first, again)

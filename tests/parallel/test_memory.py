@@ -17,36 +17,52 @@ import pytest
 import collectives
 from collectives import Communicator
 from collectives.programs import program
-from parallel import SGD, Adam, DataParallel, Recipe, Strategy, Zero1, Zero2, Zero3, gpt, text
-from parallel.hsdp import HSDP
-from parallel.memory import CATEGORIES, offloaded_bytes, shard_size, state_bytes
-from parallel.memory.__main__ import gigabytes, main
-from parallel.nn import Array, Model
-from parallel.parameter_server import SyncParameterServer
-from parallel.precision import dtype_of
-from parallel.predictions import num_shard_elements, peak_memory
-from parallel.zero_plus_plus import ZeroPlusPlus
+from parallel import (
+    SGD,
+    Action,
+    Adam,
+    Recipe,
+    Sharding,
+    Trainer,
+    ddp,
+    gpt,
+    hsdp,
+    text,
+    zero1,
+    zero2,
+    zero3,
+    zeropp,
+)
+from parallel.accounts import CATEGORIES
+from parallel.memory import gigabytes, main
+from parallel.nn import Model
+from parallel.optim import dtype_of
+from parallel.optim.formulas import offloaded_bytes, shard_size, state_bytes
+from parallel.runtime.memory import num_shard_elements, peak_memory
+from parallel.servers import SyncParameterServer
+from parallel.sharding.sharding import DIVIDED
+from tests.parallel.training import of_kind
 
 ROOT = Path(__file__).parents[2]
 CONTEXT, ROWS = 3, 7  # rows of the whole batch: an uneven one for 2, 3, 4 and 5 ranks
 TEXT = np.arange(256, dtype=np.uint8)
 
-Make = Callable[[Any, Model, Recipe], Strategy]
+Make = Callable[[Any, Model, Recipe], Trainer]
 
 
-def serial(comm: Communicator | None, model: Model, recipe: Recipe) -> Strategy:
-    return Strategy(None, model, recipe)
+def serial(comm: Communicator | None, model: Model, recipe: Recipe) -> Trainer:
+    return Trainer(None, model, recipe)
 
 
 # Each with the numbers of ranks on which it is tried.
 STRATEGIES: dict[str, tuple[Make, tuple[int, ...]]] = {
-    "ddp": (DataParallel, (1, 2, 3, 4, 5)),
-    "zero1": (Zero1, (1, 2, 3, 4, 5)),
-    "zero2": (Zero2, (1, 2, 3, 4, 5)),
-    "zero3": (Zero3, (1, 2, 3, 4, 5)),
-    "zero3-keep": (partial(Zero3, keep_after_forward=True), (1, 2, 3, 4, 5)),
-    "hsdp": (HSDP, (4,)),
-    "zeropp": (ZeroPlusPlus, (4,)),
+    "ddp": (ddp, (1, 2, 3, 4, 5)),
+    "zero1": (zero1, (1, 2, 3, 4, 5)),
+    "zero2": (zero2, (1, 2, 3, 4, 5)),
+    "zero3": (zero3, (1, 2, 3, 4, 5)),
+    "zero3-keep": (partial(zero3, keep_after_forward=True), (1, 2, 3, 4, 5)),
+    "hsdp": (hsdp, (4,)),
+    "zeropp": (zeropp, (4,)),
     "server": (SyncParameterServer, (3,)),
 }
 
@@ -62,11 +78,12 @@ class Case(NamedTuple):
 
     def model(self) -> Model:
         return gpt(
-            num_layers=2, hidden=self.hidden, num_heads=2, context=CONTEXT, is_tied=self.is_tied
-        )
+            num_layers=2, hidden=self.hidden, num_heads=2, context=CONTEXT, is_tied=self.is_tied,
+            recompute=self.recompute,
+        )  # fmt: skip
 
     def recipe(self, **more: Any) -> Recipe:
-        more |= {"recompute": self.recompute, "num_micro_batches": self.num_micro_batches}
+        more |= {"num_micro_batches": self.num_micro_batches}
         return Recipe(self.dtype, **more)
 
 
@@ -86,7 +103,7 @@ def batch(step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
     )
 
 
-def trained(make: Make, comm: Communicator | None, case: Case, **more: Any) -> Strategy:
+def trained(make: Make, comm: Communicator | None, case: Case, **more: Any) -> Trainer:
     """A strategy that has done one step."""
     strategy = make(comm, case.model(), case.recipe(**more))
     strategy.start()
@@ -94,11 +111,11 @@ def trained(make: Make, comm: Communicator | None, case: Case, **more: Any) -> S
     return strategy
 
 
-def counted(strategy: Strategy) -> dict[str, int]:
+def counted(strategy: Trainer) -> dict[str, int]:
     return {category: strategy.memory.peak[category] for category in CATEGORIES}
 
 
-def formula(strategy: Strategy, more_rows: int = 0) -> dict[str, int]:
+def formula(strategy: Trainer, more_rows: int = 0) -> dict[str, int]:
     rows = len(batch(0, *strategy.batch_part)[0])
     return peak_memory(strategy, rows + more_rows, CONTEXT)
 
@@ -137,7 +154,7 @@ def test_every_category_is_what_the_formula_says(name: str, size: int) -> None:
     check(STRATEGIES[name][0], size, [CASES[(first + k) % len(CASES)] for k in range(2)])
 
 
-@pytest.mark.parametrize("make", [DataParallel, Zero1, Zero2, Zero3])
+@pytest.mark.parametrize("make", [ddp, zero1, zero2, zero3])
 def test_the_optimizer_says_how_many_states_there_are(make: Make) -> None:
     def optimizer_bytes(comm: Communicator, optimizer: Any) -> int:
         strategy = trained(make, comm, MIXED, optimizer=optimizer)
@@ -153,45 +170,45 @@ def test_the_optimizer_says_how_many_states_there_are(make: Make) -> None:
 # It would be noticed
 
 
-class HoardsGradients(Zero2):
+class HoardsGradients(Trainer):
     """Does not free what has been reduced."""
 
-    def gradient_ready(self, unit: str) -> None:
-        self.hoard = [*getattr(self, "hoard", []), self.full_gradients[unit]]
-        super().gradient_ready(unit)
+    def wait(self, action: Action) -> None:
+        self.hoard = [*getattr(self, "hoard", []), *map(self.full_gradients.get, self._reducing)]
+        super().wait(action)
 
 
-class HoardsParameters(Zero3):
+class HoardsParameters(Trainer):
     """Does not free what has been used."""
 
-    def _free(self, layer: str, following: str | None) -> None:
+    def reshard(self, action: Action) -> None:
         self.hoard = [*getattr(self, "hoard", []), *self.full_parameters.values()]
-        super()._free(layer, following)
+        super().reshard(action)
 
 
-class HoardsActivations(Strategy):
+class HoardsActivations(Trainer):
     """Does not free what backward has used."""
 
-    def _backward_of(self, name: str, dy: Array, saved: Any) -> Array:
-        self.hoard = [*getattr(self, "hoard", []), saved]
-        return super()._backward_of(name, dy, saved)
+    def backward(self, action: Action) -> None:
+        self.hoard = [*getattr(self, "hoard", []), *self._saved.values()]
+        super().backward(action)
 
 
-class CopiesMasters(Strategy):
+class CopiesMasters(Trainer):
     """Keeps copies that it does not need."""
 
-    def _allocate(self) -> None:
-        super()._allocate()
+    def _allocate_parameters(self) -> None:
+        super()._allocate_parameters()
         self.hoard = [self.new_buffer("master", 1)]
 
 
 @pytest.mark.parametrize(
     ("make", "category"),
     [
-        (HoardsGradients, "buffers"),
-        (HoardsParameters, "buffers"),
-        (HoardsActivations, "activations"),
-        (CopiesMasters, "master"),
+        (of_kind(HoardsGradients, partial(Sharding.zero, 2)), "buffers"),
+        (of_kind(HoardsParameters, partial(Sharding.zero, 3)), "buffers"),
+        (of_kind(HoardsActivations, Sharding), "activations"),
+        (of_kind(CopiesMasters, Sharding), "master"),
     ],
 )
 def test_what_is_kept_for_too_long_is_noticed(make: Make, category: str) -> None:
@@ -208,17 +225,17 @@ def test_a_wrong_formula_is_noticed() -> None:
     """Every argument of it matters, on a rank whose shards are smaller than another's."""
 
     def wrong_ones(comm: Communicator) -> list[str]:
-        strategy = trained(Zero2, comm, MIXED)
+        strategy = trained(zero2, comm, MIXED)
         counts, whole = counted(strategy), strategy.model.num_parameters
         right: dict[str, Any] = {
             "num_elements": whole, "num_shard_elements": num_shard_elements(strategy),
             "dtype": strategy.dtype,
-            "sharded": Zero2.sharded, "num_states": 2, "is_offloaded": False,
+            "sharded": DIVIDED[2], "num_states": 2, "is_offloaded": False,
         }  # fmt: skip
         wrong = {
             "num_elements": whole + 1,
             "num_shard_elements": shard_size(strategy.model.unit_sizes.values(), 4, 0),
-            "dtype": dtype_of("float32"), "sharded": Zero1.sharded, "num_states": 1,
+            "dtype": dtype_of("float32"), "sharded": DIVIDED[1], "num_states": 1,
             "is_offloaded": True,
         }  # fmt: skip
         assert state_bytes(**right).items() <= counts.items()
@@ -246,23 +263,21 @@ def test_what_a_rank_owns_is_its_share() -> None:
     def check(comm: Communicator) -> None:
         model, (rank, size) = MIXED.model(), (comm.rank, comm.size)
         sizes = model.unit_sizes.values()
-        assert num_shard_elements(Zero1(comm, model)) == shard_size(sizes, size, rank)
-        assert num_shard_elements(HSDP(comm, model, group_size=2)) == shard_size(sizes, 2, rank % 2)
-        assert (
-            num_shard_elements(DataParallel(comm, model)) == shard_size(sizes, 1, 0) == sum(sizes)
-        )
+        assert num_shard_elements(zero1(comm, model)) == shard_size(sizes, size, rank)
+        assert num_shard_elements(hsdp(comm, model, group_size=2)) == shard_size(sizes, 2, rank % 2)
+        assert num_shard_elements(ddp(comm, model)) == shard_size(sizes, 1, 0) == sum(sizes)
 
     collectives.run(check, size=4)
 
 
-def in_all(params: float, ranks: int, strategy: type[Strategy], dtype: str = "float16") -> int:
+def in_all(params: float, ranks: int, stage: int, dtype: str = "float16") -> int:
     own = shard_size([int(params)], ranks, 0)
-    return sum(state_bytes(int(params), own, dtype_of(dtype), sharded=strategy.sharded).values())
+    return sum(state_bytes(int(params), own, dtype_of(dtype), sharded=DIVIDED[stage]).values())
 
 
 def test_the_numbers_of_the_zero_paper() -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5e9 parameters on 64 ranks; bytes, exactly."""
-    found = [in_all(7.5e9, 64, strategy) for strategy in (DataParallel, Zero1, Zero2, Zero3)]
+    found = [in_all(7.5e9, 64, stage) for stage in range(4)]
     assert found == [120_000_000_000, 31_406_250_000, 16_640_625_000, 1_875_000_000]
 
 
@@ -276,8 +291,8 @@ def test_two_well_known_models() -> None:
 def test_what_is_offloaded_is_what_the_device_no_longer_keeps() -> None:
     psi, part = 7_500_000_001, shard_size([7_500_000_001], 64, 0)
     for dtype in map(dtype_of, ("bfloat16", "float16", "float32", "float64")):
-        here = state_bytes(psi, part, dtype, sharded=Zero2.sharded)
-        left = state_bytes(psi, part, dtype, sharded=Zero2.sharded, is_offloaded=True)
+        here = state_bytes(psi, part, dtype, sharded=DIVIDED[2])
+        left = state_bytes(psi, part, dtype, sharded=DIVIDED[2], is_offloaded=True)
         there = offloaded_bytes(part, dtype)
         assert there["master"] == part * max(4, dtype.itemsize)  # there they are always copies
         assert here == left | {"optimizer": there["optimizer"], "master": here["master"]}
@@ -301,12 +316,13 @@ def traced() -> Any:
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("make", [serial, DataParallel, Zero1, Zero2, Zero3])
+@pytest.mark.parametrize("make", [serial, ddp, zero1, zero2, zero3])
 def test_nothing_is_alive_after_a_step_but_what_is_counted(make: Make) -> None:
     """To the byte, without the tables of the programs that the library keeps for later calls."""
     large = MIXED._replace(dtype="float32", hidden=32, is_tied=False)
 
     def uncounted(comm: Communicator) -> int:
+        comm = comm.split(0, name="data")  # what the communicator of the mesh would be
         before = numpys()
         strategy = trained(make, comm, large)
         assert min(map(strategy.unit_nbytes, strategy.model.units)) > 16 * 1024
@@ -323,26 +339,28 @@ def test_nothing_is_alive_between_forward_and_backward_but_what_is_counted(case:
     """And the logits, with which backward begins."""
     seen: list[tuple[int, int]] = []
 
-    class Watched(Strategy):
-        def _forward(self, x: Array, kept: dict[str, Any]) -> Array:
-            before = numpys()
-            logits = super()._forward(x, kept)
-            seen.append((numpys() - before, self.memory.now["activations"] + logits.nbytes))
-            return logits
+    class Watched(Trainer):
+        def forward(self, action: Action) -> None:
+            if action.part == "embedding":
+                self.before = numpys()
+            super().forward(action)
+            if action.part == "loss":
+                seen.append((numpys() - self.before, self.memory.now["activations"]))
 
-    trained(lambda comm, *more: Watched(None, *more), None, case)
+    trained(of_kind(Watched), None, case)
     assert len(seen) == case.num_micro_batches
     assert all(alive == count for alive, count in seen)
 
 
 @pytest.mark.usefixtures("traced")
 def test_an_array_that_nobody_counts_is_noticed() -> None:
-    class Secretive(Strategy):
-        def after_update(self) -> None:
+    class Secretive(Trainer):
+        def update(self, action: Action) -> bool:
             self.secret = np.zeros(3)
+            return super().update(action)
 
     before = numpys()
-    strategy = trained(lambda comm, *more: Secretive(None, *more), None, MIXED)
+    strategy = trained(of_kind(Secretive), None, MIXED)
     assert numpys() - before - sum(strategy.memory.now.values()) == 3 * 8
 
 

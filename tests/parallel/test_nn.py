@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-import parallel.nn
-from parallel.memory import MemoryTracker
+from parallel import MemoryTracker
 from parallel.nn import (
     CausalAttention,
     Embedding,
@@ -23,12 +22,22 @@ from parallel.nn import (
     ParameterSpec,
     Residual,
     Sequential,
+    Step,
     Unembedding,
-    cross_entropy,
-    matmul,
 )
-from parallel.precision import dtype_of
-from tests.parallel.models import CLOSE, Bound, Values, alone, bound, in_float32, numerical
+from parallel.nn.functional import matmul
+from parallel.optim import dtype_of
+from tests.parallel.models import (
+    CLOSE,
+    Bound,
+    Values,
+    alone,
+    bound,
+    cross_entropy,
+    in_float32,
+    num_gathers,
+    numerical,
+)
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # the most that a number changes, relatively
@@ -49,7 +58,7 @@ class Case(NamedTuple):
 
     def slope(self, dtype: str = "float64") -> Values:
         """Some derivative by the output."""
-        _, shape = self.make().activation_bytes(self.shape, 8)
+        _, shape = self.make().activation_bytes(self.shape, 8)[:2]
         return np.random.default_rng(2).standard_normal(shape).astype(dtype_of(dtype))
 
 
@@ -88,9 +97,9 @@ def check_gradients(layer: Layer, x: Values, dy: Values) -> None:
     lone = alone(layer)
 
     def loss() -> float:
-        return float(np.sum(dy * layer.forward(x)[0]))
+        return float(np.sum(dy * layer.forward(x, Step())[0]))
 
-    dx = layer.backward(dy, layer.forward(x)[1])
+    dx = layer.backward(dy, layer.forward(x, Step())[1])
     if x.dtype.kind == "f":
         np.testing.assert_allclose(dx, numerical(loss, x), rtol=CLOSE, atol=CLOSE)
     for name, slope in lone.named_gradients().items():
@@ -138,7 +147,7 @@ def test_backward_adds_and_changes_nothing_else(case: Case) -> None:
     x, dy = case.input(), case.slope()
     held = [x, dy, *lone.values.values()]
     before = [array.copy() for array in held]
-    _, saved = layer.forward(x)
+    _, saved = layer.forward(x, Step())
     first = layer.backward(dy, saved)
     once = {unit: slope.copy() for unit, slope in lone.gradients.items()}
     np.testing.assert_array_equal(layer.backward(dy, saved), first)
@@ -153,10 +162,10 @@ def test_backward_adds_and_changes_nothing_else(case: Case) -> None:
 def test_several_batches_may_be_under_way(case: Case) -> None:
     lone, other = alone(layer := case.make()), alone(again := case.make())
     dy, batches = case.slope(), [case.input(seed=1), case.input(seed=2)]
-    kept = [layer.forward(x)[1] for x in batches]
+    kept = [layer.forward(x, Step())[1] for x in batches]
     for x, saved in zip(batches, kept, strict=True):
         np.testing.assert_array_equal(
-            layer.backward(dy, saved), again.backward(dy, again.forward(x)[1])
+            layer.backward(dy, saved), again.backward(dy, again.forward(x, Step())[1])
         )
     for unit, slope in lone.gradients.items():
         np.testing.assert_array_equal(slope, other.gradients[unit])
@@ -166,7 +175,7 @@ def test_several_batches_may_be_under_way(case: Case) -> None:
 @each_case
 def test_a_batch_of_no_rows_adds_nothing(case: Case, dtype: str) -> None:
     lone = alone(layer := case.make(), dtype)
-    y, saved = layer.forward(case.input(dtype)[:0])
+    y, saved = layer.forward(case.input(dtype)[:0], Step())
     dx = layer.backward(y, saved)
     assert y.shape == case.slope()[:0].shape
     assert dx is None or dx.shape == (0, *case.shape[1:])
@@ -217,23 +226,23 @@ def test_forward_is_the_plain_formula(name: str) -> None:
     lone, x = alone(layer := CASES[name].make()), CASES[name].input()
     parameters = {key.removeprefix("only."): v for key, v in lone.named_values().items()}
     wanted = PLAIN[name](x, **parameters)
-    np.testing.assert_allclose(layer.forward(x)[0], wanted, rtol=1e-13, atol=1e-14)
+    np.testing.assert_allclose(layer.forward(x, Step())[0], wanted, rtol=1e-13, atol=1e-14)
 
 
 def test_a_residual_adds_what_is_inside_to_its_input() -> None:
     layer, inner, x = Residual(mlp()), Sequential(mlp()), CASES["residual"].input()
     alone(layer), alone(inner)
-    np.testing.assert_array_equal(layer.forward(x)[0], x + inner.forward(x)[0])
+    np.testing.assert_array_equal(layer.forward(x, Step())[0], x + inner.forward(x, Step())[0])
 
 
 def check_causal(context: int = 5) -> None:
     """No position changes when a later one does; those from there on do."""
     attention, x = CausalAttention(2), np.random.default_rng(5).standard_normal((2, context, 12))
-    before, _ = attention.forward(x)
+    before, _ = attention.forward(x, Step())
     for t in range(context):
         changed = x.copy()
         changed[:, t] += 1
-        after, _ = attention.forward(changed)
+        after, _ = attention.forward(changed, Step())
         np.testing.assert_array_equal(after[:, :t], before[:, :t])
         assert (after[:, t:] != before[:, t:]).all()
 
@@ -249,13 +258,13 @@ def test_a_look_ahead_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         powers = np.exp(scores)
         return powers / powers.sum(axis=-1, keepdims=True)
 
-    monkeypatch.setattr(parallel.nn, "causal_softmax", softmax)
+    monkeypatch.setattr("parallel.nn.layers.causal_softmax", softmax)
     with pytest.raises(AssertionError):
         check_causal()
 
 
 def test_attention_of_large_scores_does_not_overflow() -> None:
-    y, saved = CausalAttention(1).forward(np.full((1, 3, 3), 1e3))
+    y, saved = CausalAttention(1).forward(np.full((1, 3, 3), 1e3), Step())
     np.testing.assert_array_equal(y, 1e3)
     assert np.isfinite(CausalAttention(1).backward(y, saved)).all()
 
@@ -263,10 +272,10 @@ def test_attention_of_large_scores_does_not_overflow() -> None:
 def test_more_tokens_than_positions_are_refused() -> None:
     for context in (1, 4):
         alone(layer := Embedding(6, context, 3))
-        layer.forward(np.zeros((2, context), np.int64))
+        layer.forward(np.zeros((2, context), np.int64), Step())
         words = f"{context + 1} tokens in a row, but positions for {context} only"
         with pytest.raises(ValueError, match=words):
-            layer.forward(np.zeros((2, context + 1), np.int64))
+            layer.forward(np.zeros((2, context + 1), np.int64), Step())
 
 
 # Numbers of two bytes
@@ -276,7 +285,7 @@ def test_more_tokens_than_positions_are_refused() -> None:
 @each_case
 def test_everything_stays_in_the_dtype(case: Case, dtype: str) -> None:
     lone = alone(layer := case.make(), dtype)
-    y, saved = layer.forward(case.input(dtype))
+    y, saved = layer.forward(case.input(dtype), Step())
     dx = layer.backward(case.slope(dtype), saved)
     assert y.dtype == dtype_of(dtype)
     assert dx is None or dx.dtype == dtype_of(dtype)
@@ -287,7 +296,7 @@ def both(case: Case, dtype: str) -> tuple[list[Values], list[Values]]:
     """Output and derivatives in two bytes; and the same from the same numbers in float32."""
 
     def all_of(lone: Bound, x: Values, dy: Values) -> list[Values]:
-        y, saved = lone.whole.forward(x)
+        y, saved = lone.whole.forward(x, Step())
         dx = lone.whole.backward(dy, saved)
         return [y, *([] if dx is None else [dx]), *lone.gradients.values()]
 
@@ -323,7 +332,7 @@ def test_a_second_rounding_is_noticed(dtype: str) -> None:
     """The negative control: a product that is rounded before the bias is added."""
 
     class Twice(Linear):
-        def forward(self, x: Any) -> Any:
+        def forward(self, x: Any, step: Step) -> Any:
             return matmul(x, self.value["weight"]) + self.value["bias"], x
 
     (small, *_), (wide, *_) = both(LONG["linear"]._replace(make=lambda: Twice(300, 41)), dtype)
@@ -339,7 +348,7 @@ def test_a_norm_rounds_its_normal_vectors_beside_its_results(dtype: str) -> None
     centered = x - x.mean(axis=-1, keepdims=True)
     inverse = 1 / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + np.float32(1e-5))
     normal = (centered * inverse).astype(dtype_of(dtype)).astype(np.float32)
-    y, saved = layer.forward(case.input(dtype))
+    y, saved = layer.forward(case.input(dtype), Step())
     np.testing.assert_array_equal(y, (normal * gain + bias).astype(y.dtype))
     d = dy * gain
     slope = d - d.mean(axis=-1, keepdims=True) - normal * (d * normal).mean(axis=-1, keepdims=True)
@@ -357,7 +366,7 @@ def test_attention_rounds_its_chances_beside_its_results(dtype: str) -> None:
     q, k, v = np.split(x[0].astype(np.float64), 3, axis=-1)
     scores = np.where(np.tri(40) > 0, q @ k.T / math.sqrt(10), -np.inf)
     powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    y, saved = CausalAttention(1).forward(x)
+    y, saved = CausalAttention(1).forward(x, Step())
     chances = saved[1][0, 0].astype(np.float64)
     assert_rounded_once(saved[1][0, 0], powers / powers.sum(axis=-1, keepdims=True))
     assert_rounded_once(y[0], chances @ v)
@@ -390,7 +399,7 @@ def test_gradients_add_up_in_their_dtype(dtype: str) -> None:
     lone = alone(layer := Linear(1, 1), dtype)
     large = 1 / ROUNDING[dtype]
     for dy in (large, 1.0):
-        _, saved = layer.forward(np.zeros((1, 1), dtype_of(dtype)))
+        _, saved = layer.forward(np.zeros((1, 1), dtype_of(dtype)), Step())
         layer.backward(np.full((1, 1), dy, dtype_of(dtype)), saved)
     assert lone.named_gradients()["only.bias"] == large
 
@@ -407,27 +416,30 @@ def test_kept_is_what_forward_hands_out(case: Case, dtype: str) -> None:
 def check_kept(layer: Layer, x: Values, dtype: str) -> None:
     """By formula, and counted from the arrays that are alive, each memory once."""
     alone(layer, dtype)
-    y, saved = layer.forward(x)
+    y, saved = layer.forward(x, Step())
     memory = MemoryTracker()
     memory.track("activations", saved)
-    nbytes, shape = layer.activation_bytes(x.shape, dtype_of(dtype).itemsize)
+    nbytes, shape = layer.activation_bytes(x.shape, dtype_of(dtype).itemsize)[:2]
     assert (nbytes, shape) == (memory.now["activations"], y.shape)
 
 
 def test_kept_in_numbers() -> None:
     """Two rows of three positions, four wide, in float16."""
-    assert Embedding(9, 3, 4).activation_bytes((2, 3), 2) == (0, (2, 3, 4))
-    assert Linear(4, 5).activation_bytes((2, 3, 4), 2) == (2 * 24, (2, 3, 5))
-    assert LayerNorm(4).activation_bytes((2, 3, 4), 2) == (2 * 24 + 4 * 6, (2, 3, 4))
-    assert CausalAttention(2).activation_bytes((2, 3, 12), 2) == (2 * 72 + 2 * 2 * 2 * 9, (2, 3, 4))
+    assert Embedding(9, 3, 4).activation_bytes((2, 3), 2)[:2] == (0, (2, 3, 4))
+    assert Linear(4, 5).activation_bytes((2, 3, 4), 2)[:2] == (2 * 24, (2, 3, 5))
+    assert LayerNorm(4).activation_bytes((2, 3, 4), 2)[:2] == (2 * 24 + 4 * 6, (2, 3, 4))
+    assert CausalAttention(2).activation_bytes((2, 3, 12), 2)[:2] == (
+        2 * 72 + 2 * 2 * 2 * 9,
+        (2, 3, 4),
+    )
 
 
 def test_one_array_more_is_noticed() -> None:
     """The negative control: a layer that keeps its output too."""
 
     class Hoarder(Gelu):
-        def forward(self, x: Any) -> Any:
-            y, saved = super().forward(x)
+        def forward(self, x: Any, step: Step) -> Any:
+            y, saved = super().forward(x, step)
             return y, (saved, y)
 
     with pytest.raises(AssertionError):
@@ -488,6 +500,21 @@ def test_the_loss_of_two_bytes_is_float32s(dtype: str) -> None:
     wanted, wide = cross_entropy(small.astype(np.float32), targets, 9, 256.0)
     assert loss == wanted
     np.testing.assert_array_equal(slope, wide.astype(small.dtype))
+
+
+@pytest.mark.parametrize("wrong", [-1, 6, 300])
+def test_targets_and_tokens_out_of_range_are_refused(wrong: int) -> None:
+    """They would train to a plausible loss otherwise."""
+    with pytest.raises(ValueError, match=f"a target is {wrong}: there are classes 0 to 5"):
+        cross_entropy(np.zeros((2, 6)), np.array([0, wrong]), 2)
+    embedding = alone(Embedding(6, 3, 4)).whole
+    with pytest.raises(ValueError, match=f"a token is {wrong}: there are classes 0 to 5"):
+        embedding.forward(np.array([[0, wrong]]), Step())
+
+
+def test_a_layer_whose_name_has_a_dot_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a layer is named 'a\.b': a name must not contain a dot"):
+        Model({"a.b": Linear(2, 2)})
 
 
 # Initial values
@@ -569,7 +596,7 @@ def test_a_gradient_is_complete_at_the_first_layer_that_uses_it(
     (BACKWARDS, {"first": 1, "mid": 1, "last": 2}),
 ])  # fmt: skip
 def test_how_often_a_unit_is_gathered(model: Model, wanted: dict[str, int]) -> None:
-    assert model.num_gathers() == wanted
+    assert num_gathers(model) == wanted
 
 
 def test_the_order_of_layers() -> None:
@@ -599,7 +626,7 @@ def test_gathered_and_completed_as_a_pass_does_it(model: Model) -> None:
             wanted = {*model.units_of(layer), *model.units_of(following)}
             times.update(wanted - held)
             held = (held | wanted) - ({*model.units_of(layer)} - {*model.units_of(following)})
-        assert times == Counter(model.num_gathers()) and not held
+        assert times == Counter(num_gathers(model)) and not held
     open_until = {unit: layer for layer in reversed(model.layers) for unit in model.units_of(layer)}
     completed = {unit: layer for layer in model.layers for unit in model.completed_units(layer)}
     assert completed == open_until and set(completed) == set(model.units)
@@ -666,13 +693,13 @@ def test_an_unbound_layer_cannot_be_used(name: str) -> None:
     case = CASES[name]
     lone = alone(layer := case.make())
     x, dy = case.input(), case.slope()
-    _, saved = layer.forward(x)
+    _, saved = layer.forward(x, Step())
     lone.model.bind("only", lone.values)
-    layer.forward(x)
+    layer.forward(x, Step())
     with pytest.raises(KeyError):  # there are values, but no gradients
         layer.backward(dy, saved)
     lone.model.unbind("only")
-    for use in (lambda: layer.forward(x), lambda: layer.backward(dy, saved)):
+    for use in (lambda: layer.forward(x, Step()), lambda: layer.backward(dy, saved)):
         with pytest.raises(KeyError):
             use()
 
@@ -682,6 +709,6 @@ def test_a_tied_layer_needs_both_units() -> None:
     x = np.zeros((1, 2, 3))
     model.bind("last", {"last": values["last"]})
     with pytest.raises(KeyError, match="table"):
-        model.layers["last"].forward(x)
+        model.layers["last"].forward(x, Step())
     model.bind("last", {unit: values[unit] for unit in model.units_of("last")})
-    model.layers["last"].forward(x)
+    model.layers["last"].forward(x, Step())

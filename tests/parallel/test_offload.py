@@ -20,10 +20,11 @@ from array_api_compat import numpy as host
 import collectives
 from collectives import Communicator
 from collectives.arrays.backends import register_backend
-from parallel import Adam, DataParallel, Recipe, Strategy, Zero1, Zero2, Zero3, gpt, text
-from parallel.memory import CATEGORIES, MemoryTracker
+from parallel import Adam, MemoryTracker, Recipe, Trainer, ddp, gpt, text, zero1, zero2, zero3
+from parallel.accounts import CATEGORIES
 from parallel.nn import Array, Model
-from parallel.offload import (
+from parallel.optim import dtype_of, master_dtype
+from parallel.optim.offload import (
     READ,
     TO_DEVICE,
     TO_HOST,
@@ -34,18 +35,17 @@ from parallel.offload import (
     bytes_moved_by_load,
     bytes_moved_by_update,
 )
-from parallel.precision import dtype_of, master_dtype
-from parallel.predictions import offload_traffic, peak_memory, peak_offloaded_memory
+from parallel.runtime.memory import offload_traffic, peak_memory, peak_offloaded_memory
 from tests.fake_device import FakeBackend
 
 CONTEXT, ROWS, STEPS = 3, 7, 2
 TEXT = np.arange(256, dtype=np.uint8)
 
-Make = Callable[[Any, Model, Recipe], Strategy]
+Make = Callable[[Any, Model, Recipe], Trainer]
 
 
-def serial(comm: Communicator | None, model: Model, recipe: Recipe) -> Strategy:
-    return Strategy(None, model, recipe)
+def serial(comm: Communicator | None, model: Model, recipe: Recipe) -> Trainer:
+    return Trainer(None, model, recipe)
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
@@ -54,7 +54,7 @@ def batch(step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
     )
 
 
-def trained(make: Make, comm: Communicator | None, **recipe: Any) -> tuple[Strategy, list[float]]:
+def trained(make: Make, comm: Communicator | None, **recipe: Any) -> tuple[Trainer, list[float]]:
     """A strategy that has done its steps, and their losses."""
     model = gpt(num_layers=1, hidden=6, num_heads=2, context=CONTEXT)
     strategy = make(comm, model, Recipe(num_micro_batches=2, clip=0.5, **recipe))
@@ -62,13 +62,13 @@ def trained(make: Make, comm: Communicator | None, **recipe: Any) -> tuple[Strat
     return strategy, strategy.train(STEPS, batch, ROWS * CONTEXT, lambda *done: None)
 
 
-def bits(strategy: Strategy, losses: list[float]) -> list[bytes]:
+def bits(strategy: Trainer, losses: list[float]) -> list[bytes]:
     """Of the losses, the parameters, and what the optimizer keeps."""
     arrays = [*strategy.parameters.values(), *strategy.optimizer.arrays()]
     return [np.array(losses).tobytes(), *(bare(x).tobytes() for x in arrays)]
 
 
-def check_predictions(strategy: Strategy) -> None:
+def check_predictions(strategy: Trainer) -> None:
     """What is kept here and there, and what was moved, are what the formulas say."""
     there, rows = strategy.offload.memory.peak, len(batch(0, *strategy.batch_part)[0])
     here = {category: strategy.memory.peak[category] for category in CATEGORIES}
@@ -257,7 +257,7 @@ def offloads(folder: Path) -> list[Any]:
         ("float16", 1), ("float16", 3), ("bfloat16", 3),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("make", [DataParallel, Zero1, Zero2, Zero3])
+@pytest.mark.parametrize("make", [ddp, zero1, zero2, zero3])
 def test_every_offload_gives_the_same_bits(
     make: Make, dtype: str, size: int, tmp_path: Path
 ) -> None:
@@ -278,7 +278,7 @@ def test_every_offload_gives_the_same_bits(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("make", "size"), [(serial, 1), (DataParallel, 3), (Zero1, 3), (Zero2, 3), (Zero3, 3)]
+    ("make", "size"), [(serial, 1), (ddp, 3), (zero1, 3), (zero2, 3), (zero3, 3)]
 )
 def test_all_that_crosses_is_counted(make: Make, size: int, dtype: str, tmp_path: Path) -> None:
     """A device's arrays: training is as on the host, and nothing else goes to and fro.
@@ -298,7 +298,7 @@ def test_all_that_crosses_is_counted(make: Make, size: int, dtype: str, tmp_path
             tokens = STEPS * sum(x.nbytes for x in batch(0, *strategy.batch_part))
             given = strategy.memory.peak["parameters"] + tokens
             moved = strategy.offload.moved
-            is_looked_at = make in (Zero1, Zero2)
+            is_looked_at = make in (zero1, zero2)
             looked_at = is_looked_at * strategy.memory.peak["parameters"]
             ways = {"get": moved[TO_HOST] + looked_at, "set": moved[TO_DEVICE], "asarray": given}
             assert crossed() == Counter(ways)
@@ -369,7 +369,7 @@ def test_one_buffer_holds_what_comes_and_goes() -> None:
     """As large as the largest part of a unit that the rank updates, whatever the others are."""
 
     def found(comm: Communicator) -> tuple[int, int]:
-        strategy, _ = trained(Zero2, comm, dtype="float16", xp=FAKE, offload=HostOffload)
+        strategy, _ = trained(zero2, comm, dtype="float16", xp=FAKE, offload=HostOffload)
         parts = [x.shape[0] for x in strategy.parameter_shards.values()]
         assert min(parts) < max(parts)
         return strategy.offload.memory.peak["buffers"], 2 * max(parts)
@@ -380,7 +380,7 @@ def test_one_buffer_holds_what_comes_and_goes() -> None:
 def test_a_skipped_update_moves_nothing(tmp_path: Path) -> None:
     model = gpt(num_layers=1, hidden=6, num_heads=2, context=CONTEXT)
     recipe = Recipe("float16", offload=partial(DiskOffload, tmp_path), xp=FAKE)
-    strategy = Strategy(None, model, recipe)
+    strategy = Trainer(None, model, recipe)
     before = Counter(strategy.offload.moved)
     strategy.loss_scale.value = 2.0**40
     strategy.step(*batch(0, 0, 1), ROWS * CONTEXT)

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel import optim
-from parallel.optim import SGD, Adam, AdamW, Optimizer
-from parallel.precision import dtype_of
+from parallel.optim import SGD, Adam, AdamW, Optimizer, dtype_of, optimizers
 
-SHAPES = [(1,), (7,), (2 * optim.PIECE + 3,), (3, 4)]
+SHAPES = [(1,), (7,), (2 * optimizers.PIECE + 3,), (3, 4)]
 NUM_STEPS = 10
 
 

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from parallel.gpt import gpt
-from parallel.precision import DTYPES, LossScale, dtype_of, master_dtype
-from parallel.strategy import Recipe, Strategy
+from parallel import Recipe, Trainer
+from parallel.nn import gpt
+from parallel.optim import DTYPES, LossScale, dtype_of, master_dtype
 
 
 def test_dtypes_by_name() -> None:
@@ -85,7 +85,7 @@ def test_other_dtypes_have_range_enough(name: str) -> None:
 def test_a_step_that_overflows_is_skipped() -> None:
     """Nothing is changed but the scale; the next ones are halved until the gradient is finite."""
     model = gpt(num_layers=1, hidden=4, num_heads=1, context=3)
-    strategy = Strategy(None, model, Recipe(dtype="float16"))
+    strategy = Trainer(None, model, Recipe(dtype="float16"))
     strategy.loss_scale = scaled(initial=2.0**30)
     held = [*strategy.parameters.values(), *strategy.optimizer.arrays()]
     before = [x.copy() for x in held]

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from parallel.quantization import BLOCK, dequantize, num_blocks, quantize, quantized_bytes
+from parallel.sharding.quantization import BLOCK, dequantize, num_blocks, quantize, quantized_bytes
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 SIZES = [0, 1, 3, 255, 256, 257, 1001]

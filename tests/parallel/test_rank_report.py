@@ -11,13 +11,10 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel.data_parallel import DataParallel
-from parallel.gather import gather_json
-from parallel.hsdp import HSDP
-from parallel.offload import READ, WRITTEN, DiskOffload, HostOffload
+from parallel import Recipe, ddp, hsdp, zero1, zero3
+from parallel.accounts import gather_json
+from parallel.optim.offload import READ, WRITTEN, DiskOffload, HostOffload
 from parallel.rank_report import RankReport, differences, gather, pairs
-from parallel.strategy import Recipe
-from parallel.zero import Zero1, Zero3
 from tests.parallel.training import CONTEXT, End, batch, model, train
 
 STEPS = 2
@@ -38,7 +35,7 @@ def reports(make: Any, ranks: int, **recipe: Any) -> list[RankReport]:
 def test_memory_is_by_formula_and_counted() -> None:
     """Of ZeRO-1 on two ranks: each updates half of every unit, and the sizes are even."""
     psi = model().num_parameters
-    for report in reports(Zero1, 2, dtype="float16"):
+    for report in reports(zero1, 2, dtype="float16"):
         kept = {name: pair for name, pair in report.memory.items() if name != "activations"}
         assert kept == {
             "parameters": (2 * psi, 2 * psi),
@@ -54,7 +51,7 @@ def test_memory_is_by_formula_and_counted() -> None:
 
 def test_what_is_elsewhere_has_names_of_its_own() -> None:
     psi = model().num_parameters
-    for report in reports(Zero1, 2, offload=HostOffload):
+    for report in reports(zero1, 2, offload=HostOffload):
         assert report.memory["master, offloaded"] == (4 * psi, 4 * psi)
         assert report.memory["optimizer, offloaded"] == (8 * psi, 8 * psi)
         assert report.memory["master"] == report.memory["optimizer"] == (0, 0)
@@ -63,13 +60,13 @@ def test_what_is_elsewhere_has_names_of_its_own() -> None:
 def test_what_is_moved_is_by_formula_and_counted(tmp_path: Any) -> None:
     """Two updates of three files each, 8 bytes an element; once the masters are made."""
     psi = model().num_parameters
-    for report in reports(Zero1, 2, offload=partial(DiskOffload, tmp_path)):
+    for report in reports(zero1, 2, offload=partial(DiskOffload, tmp_path)):
         read, written = 2 * 3 * 4 * psi, (2 * 3 + 1) * 4 * psi
         assert report.moved[READ] == (read, read)
         assert report.moved[WRITTEN] == (written, written)
 
 
-@pytest.mark.parametrize(("make", "ranks"), [(DataParallel, 2), (Zero3, 3), (HSDP, 4)])
+@pytest.mark.parametrize(("make", "ranks"), [(ddp, 2), (zero3, 3), (hsdp, 4)])
 def test_parameters_are_digests_of_the_elements_that_a_rank_has(make: Any, ranks: int) -> None:
     ends = train(make, ranks, steps=1)
     for end in ends:
@@ -150,7 +147,7 @@ def test_only_the_same_elements_are_compared() -> None:
 
 def test_a_bit_is_enough() -> None:
     """Of real ranks."""
-    ends = train(DataParallel, 3, steps=1)
+    ends = train(ddp, 3, steps=1)
     assert differences([report_of(end) for end in ends]) == []
     first = ends[2].strategy.parameters["block1"]
     first[7] = np.nextafter(first[7], np.inf)

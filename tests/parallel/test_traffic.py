@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,20 +13,13 @@ import pytest
 from rich.console import Console
 
 import collectives
-from collectives import Communicator, MonitorUnavailable, algorithms
+from collectives import Communicator, MonitorUnavailable
+from collectives.diagnostics.ledger import Row
+from parallel import Mesh, PredictedCall, TrafficMismatch, TrafficMonitor, TrafficTable
+from parallel.accounts import ObservedTraffic, Tally
+from parallel.accounts.monitor import OUTSIDE
+from parallel.accounts.table import ALL, observed_phase
 from parallel.console import print_traffic
-from parallel.traffic import (
-    ALL,
-    OUTSIDE,
-    ObservedTraffic,
-    PredictedCall,
-    Tally,
-    TrafficMismatch,
-    TrafficMonitor,
-    TrafficTable,
-    observed_phase,
-    sends_blocks_equally,
-)
 
 # Two ranks: a ring all-reduce of 10 bytes is 2(p-1) = 2 messages and 10 bytes from each.
 CALLS = [PredictedCall("loss", "all_reduce", "ring", 10, num_calls=3)]
@@ -34,9 +28,21 @@ RECORDED = {("loss", "all_reduce"): Tally(3, 12, 60)}
 SEEN = np.array([[[0, 6], [6, 0]], MATRIX])
 
 
-def ledger(tallies: dict[tuple[str, str], Tally], matrix: Any = MATRIX) -> Any:
-    """A gathered ledger with this summary."""
-    return SimpleNamespace(summary=lambda by: tallies, matrix=lambda: matrix, rows=list)
+def ledger(tallies: dict[tuple[str, str], Tally], size: int = 2) -> Any:
+    """A gathered ledger with these sums: of two ranks, which send equally much or one all."""
+
+    def rows() -> Iterator[Row]:
+        for (phase, collective), tally in tallies.items():
+            both = (0, 0) if collective in ("send", "broadcast") else np.array(tally.volume) // 2
+            for src, volume in ((0, np.array(tally.volume) - both), (1, np.array(both))):
+                messages, nbytes = map(int, volume)
+                if messages or nbytes:
+                    yield Row(phase, collective, "", "", 0, src, 1 - src, nbytes, messages)
+
+    def summary(by: Any) -> dict[tuple[str, ...], Tally]:
+        return {(*key, ""): tally for key, tally in tallies.items()}
+
+    return SimpleNamespace(summary=summary, rows=rows, size=size)
 
 
 def table(
@@ -60,7 +66,7 @@ def test_two_columns_are_called_two() -> None:
 
 def test_nothing_is_sent_by_one_rank_alone() -> None:
     """What sends nothing leaves no record, and is not counted."""
-    alone = TrafficTable(CALLS, ledger({}, np.zeros((1, 1))), None, size=1)
+    alone = TrafficTable(CALLS, ledger({}, 1), None, size=1)
     assert alone.rows[0].predicted == Tally(0, 0, 0)
     alone.check()
 
@@ -87,7 +93,7 @@ def test_what_only_mpi_saw(phase: str) -> None:
 def test_the_same_bytes_between_the_wrong_ranks() -> None:
     swapped = SEEN.copy()
     swapped[1] = [[0, 60], [0, 0]]
-    with pytest.raises(TrafficMismatch, match="matrix"):
+    with pytest.raises(TrafficMismatch, match="predicted is not the one observed"):
         table(observed={"loss": swapped}).check()
 
 
@@ -101,13 +107,13 @@ def test_calls_of_one_phase_add_up() -> None:
 
 def test_calls_of_several_groups() -> None:
     """Two groups of three: a ring sends 2 (p-1) p messages and 2 (p-1) n bytes in each."""
-    call = PredictedCall("p", "all_reduce", "ring", 12, num_calls=5, num_ranks=3, num_groups=2)
+    call = PredictedCall("p", "all_reduce", "ring", 12, num_calls=5, groups=((0, 1, 2), (3, 4, 5)))
     assert call.sent(6) == Tally(2 * 5, 2 * 5 * 12, 2 * 5 * 48)
 
 
 def test_groups_of_one_send_nothing() -> None:
     assert (
-        PredictedCall("p", "all_reduce", "ring", 12, 5, num_ranks=1, num_groups=6).sent(6)
+        PredictedCall("p", "all_reduce", "ring", 12, num_calls=5, groups=((0,), (1,))).sent(6)
         == Tally()
     )
 
@@ -117,15 +123,9 @@ def test_messages_from_one_to_another(collective: str) -> None:
     """Their calls nobody counts, for the two ends number their own."""
     call = PredictedCall("p", collective, "point_to_point", 12, num_calls=5)
     assert call.sent(3) == Tally(None, 5, 60)
-    assert PredictedCall("p", collective, "", 12, num_calls=5, num_groups=2).sent(4) == Tally(
-        None, 10, 120
-    )
-
-
-def test_a_formula_for_even_blocks_only_is_refused() -> None:
-    """Ten bytes on three ranks, by an algorithm whose formula is exact for multiples of three."""
-    with pytest.raises(ValueError, match=r"the formula of PredictedCall\(.*\) gives no integer"):
-        PredictedCall("p", "reduce_scatter", "recursive_halving", 10).sent(3)
+    both = PredictedCall("p", collective, "", 12, num_calls=5, groups=((0, 1), (3, 2)))
+    assert both.sent(4) == Tally(None, 10, 120)
+    assert both.matrices(4)[1, 3, 2] == 60
 
 
 LARGE = 1 << 22  # bytes: in more messages than the schedule has
@@ -134,19 +134,26 @@ LARGE = 1 << 22  # bytes: in more messages than the schedule has
 def test_predictions_are_what_is_recorded() -> None:
     """Groups, messages, uneven parts and calls of one phase that overlap, on threads as ranks."""
     calls = [
-        PredictedCall("step/a", "all_reduce", "ring", 40),
-        PredictedCall("step/b", "all_gather", "ring", 8 * 5),
+        PredictedCall("step/a", "all_reduce", "ring", 5, 8),
+        PredictedCall("step/b", "all_gather", "ring", (2, 1, 1, 1), 8),
         PredictedCall(
-            "groups", "all_reduce", "recursive_doubling", 24, 2, num_ranks=2, num_groups=2
+            "groups",
+            "all_reduce",
+            "recursive_doubling",
+            3,
+            8,
+            2,
+            groups=((0, 2), (1, 3)),
+            axis="pairs",
         ),
-        PredictedCall("alone", "all_reduce", "ring", 24, 2, num_ranks=1, num_groups=4),
-        PredictedCall("line", "send", "", 16, 3),
-        PredictedCall("circle", "send_recv", "", 8, 4),
+        PredictedCall("alone", "all_reduce", "ring", 3, 8, 2, groups=((0,), (1,), (2,), (3,))),
+        PredictedCall("line", "send", "", 2, 8, groups=((0, 1), (1, 2), (2, 3))),
+        PredictedCall("circle", "send_recv", "", 1, 8, groups=((0, 1), (1, 2), (2, 3), (3, 0))),
         PredictedCall("in segments", "all_reduce", "ring", LARGE),
     ]
 
     def fn(comm: Communicator) -> TrafficTable | None:
-        pairs, alone = comm.split(comm.rank % 2, 0), comm.split(comm.rank, 0)
+        pairs, alone = comm.split(comm.rank % 2, name="pairs"), comm.split(comm.rank)
         with comm.record() as ledger:
             exchange(comm, pairs, alone)
         whole = ledger.gather()
@@ -207,7 +214,7 @@ def backward(
     observed: dict[str, Any] | None = None,
 ) -> TrafficTable:
     seen = ObservedTraffic({"backward": BACKWARD_SEEN} if observed is None else observed)
-    return TrafficTable(calls, ledger(recorded, BACKWARD_MATRIX), seen, size=2)
+    return TrafficTable(calls, ledger(recorded), seen, size=2)
 
 
 def test_rows_of_one_phase_have_a_sum_that_was_observed() -> None:
@@ -232,7 +239,7 @@ def test_a_single_row_needs_no_sum() -> None:
 
 
 def test_rows_without_observation_have_no_sum() -> None:
-    made = TrafficTable(BACKWARD, ledger(BACKWARD_RECORDED, BACKWARD_MATRIX), None, size=2)
+    made = TrafficTable(BACKWARD, ledger(BACKWARD_RECORDED), None, size=2)
     assert len(made.rows) == 2 and "two columns compared" in made.check()
 
 
@@ -282,12 +289,12 @@ def test_what_no_watched_phase_holds_is_compared_with_what_left_outside() -> Non
 
 def test_messages_beside_calls_in_one_phase() -> None:
     """Of the messages nobody knows the calls, and so of the sum."""
-    calls = [*CALLS, PredictedCall("loss", "send", "", 5, 2)]
+    calls = [*CALLS, PredictedCall("loss", "send", "", 5, num_calls=2)]
     made = table(calls, RECORDED | {("loss", "send"): Tally(1, 2, 10)}, {"loss": SEEN + SENT})
     assert [row.predicted.calls for row in made.rows] == [3, None, None]
     assert [row.recorded.calls for row in made.rows] == [3, None, None]
     assert all(row.is_equal for row in made.rows)
-    calls[-1] = PredictedCall("loss", "send", "", 5, 1)
+    calls[-1] = PredictedCall("loss", "send", "", 5, num_calls=1)
     with pytest.raises(TrafficMismatch, match=r"loss/send: .*\nloss/\(together\)"):
         table(calls, RECORDED | {("loss", "send"): Tally(1, 2, 10)}, {"loss": SEEN + SENT}).check()
 
@@ -299,7 +306,7 @@ def test_calls_without_messages_beside_others_in_one_phase() -> None:
     """In groups of one rank nothing is sent: neither the row nor the sum counts on it."""
     calls = [
         *CALLS,
-        PredictedCall("loss", "broadcast", "binomial", 8, 4, num_ranks=1, num_groups=2),
+        PredictedCall("loss", "broadcast", "binomial", 8, num_calls=4, groups=((0,), (1,))),
     ]
     made = table(calls, observed={"loss": SEEN})
     assert [row.predicted for row in made.rows] == [Tally(3, 12, 60), Tally(), Tally(3, 12, 60)]
@@ -352,16 +359,16 @@ def test_rows_that_differ_are_red() -> None:
 
 
 def test_print_has_no_calls_where_nobody_counts_them() -> None:
-    calls = [PredictedCall("loss", "send", "", 5, 2)]
+    calls = [PredictedCall("loss", "send", "", 5, num_calls=2)]
     made = table(calls, {("loss", "send"): Tally(1, 2, 10)}, {"loss": SENT})
     assert cells(printed(made), "send") == ["loss", "send", "", "", *["2"] * 3, *["10"] * 3]
 
 
 def test_a_mismatch_says_the_numbers() -> None:
-    calls = [PredictedCall("loss", "send", "", 5, 3), *CALLS]
+    calls = [PredictedCall("loss", "send", "", 5, num_calls=3), *CALLS]
     with pytest.raises(TrafficMismatch) as raised:
         table(calls, {("loss", "send"): Tally(1, 2, 10)}).check()
-    assert str(raised.value).splitlines()[1:] == [
+    assert str(raised.value).splitlines()[1:3] == [
         "loss/send: predicted 3 messages, 15 bytes; recorded 2 messages, 10 bytes",
         "loss/all_reduce: predicted 3 calls, 12 messages, 60 bytes;"
         " recorded 0 calls, 0 messages, 0 bytes",
@@ -379,14 +386,52 @@ def test_as_dict_holds_plain_numbers() -> None:
 
 def test_matrices_are_of_outermost_phases() -> None:
     """Bytes of inner phases are in them; a label that only begins alike is another phase."""
-    sent = [("start/a", 0, 1, 3), ("start/b/c", 0, 1, 4), ("start", 1, 0, 5), ("", 1, 0, 6)]
-    sent += [("starting", 0, 1, 7)]
-    rows = [SimpleNamespace(phase=p, src=s, dst=d, bytes=n) for p, s, d, n in sent]
-    known: Any = SimpleNamespace(**vars(ledger({})) | {"rows": lambda: rows, "size": 2})
-    said = TrafficTable([], known, None, size=2).as_dict()["matrices"]
-    assert json.loads(json.dumps(said)) == {
-        "start": [[0, 7], [5, 0]], OUTSIDE: [[0, 0], [6, 0]], "starting": [[0, 7], [0, 0]],
+    sent = {("start/a", "send"): 3, ("start/b/c", "send"): 4, ("", "send"): 6}
+    sent |= {("starting", "broadcast"): 7}
+    made = TrafficTable([], ledger({key: Tally(1, 1, n) for key, n in sent.items()}), None, size=2)
+    assert json.loads(json.dumps(made.as_dict()["matrices"])) == {
+        "start": [[0, 7], [0, 0]], OUTSIDE: [[0, 6], [0, 0]], "starting": [[0, 7], [0, 0]],
     }  # fmt: skip
+
+
+# Every axis has a matrix
+
+
+def along_axes(*, is_rogue: bool = False) -> TrafficTable:
+    """Sums along both axes of a mesh; a rogue byte goes along the wrong one."""
+    groups = {"data": ((0, 2), (1, 3)), "tensor": ((0, 1), (2, 3))}
+    calls = [
+        PredictedCall("sum", "all_reduce", "ring", n, 8, axis=axis, groups=groups[axis])
+        for n, axis in ((6, "data"), (8, "tensor"))
+    ]
+
+    def fn(comm: Communicator) -> Any:
+        mesh = Mesh(comm, data=2, tensor=2)
+        axes = {axis: mesh[axis] for axis in mesh.axes}
+        with comm.record() as ledger, collectives.phase("sum"):
+            for n, axis in ((6, "data"), (8, "tensor")):
+                axes[axis].all_reduce(np.zeros(n), algorithm="ring")
+            if is_rogue and comm.rank in (0, 2):
+                axes["data"].send_recv(
+                    np.zeros(1, np.uint8), 1 - comm.rank // 2, 1 - comm.rank // 2
+                )
+        return ledger.gather()
+
+    whole = collectives.run(fn, size=4)[0]
+    return TrafficTable(calls, whole, None, size=4)
+
+
+def test_every_axis_has_a_matrix_of_messages_and_bytes() -> None:
+    made = along_axes()
+    made.check()
+    messages, nbytes = made.axes["data"]
+    assert messages.tolist() == [[0, 0, 2, 0], [0, 0, 0, 2], [2, 0, 0, 0], [0, 2, 0, 0]]
+    assert nbytes.sum() == 4 * 48 and made.axes["tensor"][1].sum() == 4 * 64
+
+
+def test_a_rogue_byte_along_an_axis_is_noticed() -> None:
+    with pytest.raises(TrafficMismatch, match="axis data: the matrix predicted is not the one rec"):
+        along_axes(is_rogue=True).check()
 
 
 # The monitor
@@ -426,7 +471,7 @@ def test_a_monitor_adds_up_the_visits_of_a_phase() -> None:
     assert observed is not None
     assert observed.tally("loss") == Tally(None, 2, 30)
     assert observed.tally(OUTSIDE) == Tally(None, 0, 0)
-    np.testing.assert_array_equal(observed.matrix(), [[0, 30], [0, 0]])
+    np.testing.assert_array_equal(observed.matrix()[1], [[0, 30], [0, 0]])
 
 
 def test_a_monitor_sees_what_leaves_between_phases() -> None:
@@ -455,51 +500,3 @@ def test_a_monitor_without_counters_says_why() -> None:
 def test_a_monitor_may_be_unwanted() -> None:
     comm: Any = SimpleNamespace(rank=0, size=2)
     assert TrafficMonitor(comm, is_wanted=False).reason == "not monitored"
-
-
-DIVIDED = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
-
-
-def recorded_bytes(collective: str, algorithm: str, size: int, num_bytes: int) -> int:
-    """What so many ranks send of so many bytes, which they divide as evenly as possible."""
-    counts = collectives.even_counts(num_bytes, size)
-
-    def fn(comm: Communicator) -> int:
-        x = np.zeros(num_bytes, np.uint8)
-        calls = {
-            "all_gather": lambda: comm.all_gather(
-                x[: counts[comm.rank]], counts=counts, algorithm=algorithm
-            ),
-            "reduce_scatter": lambda: comm.reduce_scatter(x, counts=counts, algorithm=algorithm),
-            "all_reduce": lambda: comm.all_reduce(x, algorithm=algorithm),
-            "broadcast": lambda: comm.broadcast(x, out=x, algorithm=algorithm),
-            "reduce": lambda: comm.reduce(x, algorithm=algorithm),
-        }
-        with comm.record() as ledger:
-            calls[collective]()
-        return sum(row.bytes for row in ledger.rows())
-
-    return sum(collectives.run(fn, size=size))
-
-
-def formula_holds(collective: str, algorithm: str, size: int, num_bytes: int) -> bool:
-    call = PredictedCall("", collective, algorithm, num_bytes)
-    try:
-        predicted = call.sent(size).bytes
-    except ValueError:  # not a whole number
-        return False
-    return predicted == recorded_bytes(collective, algorithm, size, num_bytes)
-
-
-@pytest.mark.parametrize("size", [3, 4, 5, 6])
-@pytest.mark.parametrize("collective", DIVIDED)
-def test_who_sends_blocks_equally_has_a_formula_for_uneven_parts_and_nobody_else(
-    collective: str, size: int
-) -> None:
-    """Of all algorithms; those that do not have one for even parts."""
-    for name in algorithms.names(collective):
-        if not algorithms.info(collective, name).serves(size):
-            continue
-        uneven = [formula_holds(collective, name, size, n) for n in range(size + 1, 2 * size)]
-        assert all(uneven) is sends_blocks_equally(collective, name, size), name
-        assert formula_holds(collective, name, size, 2 * size), name

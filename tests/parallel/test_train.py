@@ -18,13 +18,12 @@ from safetensors.numpy import load_file
 
 import collectives
 from collectives import Communicator
-from parallel import offload, predictions, registry, text
+from parallel import Sharding, Trainer, presets, text
 from parallel.checkpoint import METADATA_FILE, Checkpoint
 from parallel.cli import console_of
-from parallel.comm_hooks import HalfPrecision, Int8Blocks, PowerSGD
-from parallel.data_parallel import DataParallel
-from parallel.precision import LossScale
-from parallel.strategy import Strategy
+from parallel.optim import LossScale, offload
+from parallel.runtime import memory as predictions
+from parallel.sharding import AllReduce, HalfPrecision, Int8Blocks, PowerSGD
 from parallel.train import Training, main, parser
 
 ROOT = Path(__file__).parent.parent.parent
@@ -68,7 +67,7 @@ def training_of(comm: Communicator, *words: str | Path) -> Training:
 # Every strategy
 
 OTHER_RANKS = {"serial": 1, "hsdp": 4, "zeropp": 4}  # 3 otherwise
-ON_THREADS = [name for name in registry.STRATEGIES if name != "elastic"]
+ON_THREADS = [name for name in presets.STRATEGIES if name != "elastic"]
 
 
 @pytest.mark.parametrize("strategy", ON_THREADS)
@@ -119,26 +118,29 @@ def test_a_model_that_hardly_moves_learns_less_than_that(run: Any) -> None:
 
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
     """The strategy does not predict that it sends its loss."""
-    monkeypatch.setattr(DataParallel, "loss_traffic", lambda self, steps: [])
+    really = Trainer.calls_of
+    monkeypatch.setattr(
+        Trainer, "calls_of", lambda self, each: really(self, each) if each.kind != "LOSS" else []
+    )
 
 
 def more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says that it keeps a byte that nobody sees."""
-    monkeypatch.setattr(DataParallel, "buffer_bytes", lambda self: 1)
+    monkeypatch.setattr(AllReduce, "state_bytes", lambda self, group: 1)
 
 
 def other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank's differ in one bit in the end."""
-    really = DataParallel.train
+    really = Trainer.train
 
-    def train(self: DataParallel, *given: Any) -> list[float]:
+    def train(self: Trainer, *given: Any) -> list[float]:
         losses = really(self, *given)
         if self.rank == 1:
             first = self.parameters["block0"]
             first[-1] = np.nextafter(first[-1], np.inf)
         return losses
 
-    monkeypatch.setattr(DataParallel, "train", train)
+    monkeypatch.setattr(Trainer, "train", train)
 
 
 def more_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +255,7 @@ HALF = "--dtype float16"
 def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float16 losses are scaled so much that the first gradients are too large."""
     scale = partial(LossScale, initial=2.0**18)
-    monkeypatch.setattr("parallel.strategy.LossScale", scale)
+    monkeypatch.setattr("parallel.runtime.state.LossScale", scale)
 
 
 overflows = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -307,7 +309,7 @@ def test_a_loss_scale_that_is_forgotten_would_be_noticed(
     """The negative control: updates are skipped for overflows that have been dealt with."""
     fill = Checkpoint.fill
 
-    def forgetting(self: Checkpoint, strategy: Strategy) -> None:
+    def forgetting(self: Checkpoint, strategy: Trainer) -> None:
         before = dict(vars(strategy.loss_scale))
         fill(self, strategy)
         vars(strategy.loss_scale).update(before)
@@ -330,7 +332,7 @@ def test_save_every_keeps_one_after_every_so_many_steps(
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert done.status == 0  # what all of them sent is predicted
     (row,) = (line for line in done.said.splitlines() if line.startswith("| save "))
-    stages = str(3 * len(saved))
+    stages = str(4 * len(saved))  # three reports, and the digests of the files
     assert [cell.strip() for cell in row.split("|")[3:5]] == [stages, stages]
 
 
@@ -342,10 +344,64 @@ def test_another_strategy_may_go_on(run: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose(rest.losses, whole.losses[3:], rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--dtype", "float32"], "dtype: float64 in the checkpoint, but float32 in the strategy"),
+        (["--hidden", "16"], "shapes: ['embedding.token', [256, 8]] in the checkpoint"),
+        (["--optimizer", "sgd"], "states: first in the checkpoint, but velocity in the strategy"),
+        (["--tied"], "in the checkpoint, but nothing in the strategy"),
+    ],
+)
+def test_a_checkpoint_of_another_setup_is_refused_in_a_sentence(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    run("--steps", "2", "--save", tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main([*SMALL, "--steps", "3", "--resume", str(tmp_path), "--threads", "2", *words])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and sentence in said and said.count("python -m parallel.train") == 1
+
+
+def test_a_checkpoint_that_was_cut_is_refused_in_a_sentence(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("--steps", "2", "--save", tmp_path)
+    (tmp_path / "step-00000002" / "rank-1-of-2.safetensors").unlink()
+    with pytest.raises(SystemExit) as stop:
+        main([*SMALL, "--steps", "3", "--resume", str(tmp_path), "--threads", "2"])
+    assert stop.value.code == 2 and "rank-1-of-2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--mesh", "data=3"], "a mesh of data=3 has 3 ranks, not 2"),
+        (["--mesh", "pipe=2"], "no strategy trains on --mesh pipe=2; this works: --mesh data=N"),
+        (["--mesh", "replicate=1,shard=2", "--zero", "1"], "no strategy trains on --mesh"),
+        (["--mesh", "colour=2"], "there is no axis 'colour'; choose from pipe"),
+        (["--strategy", "ddp", "--zero", "1"], "--strategy takes no --mesh and no --zero"),
+    ],
+)
+def test_a_mesh_that_no_strategy_serves_is_refused(words: list[str], sentence: str) -> None:
+    said = sentences(lambda _: words, 2)
+    assert said == 2 * [said[0]] and sentence in said[0]
+
+
+def test_a_mesh_and_a_stage_are_a_strategy(run: Any) -> None:
+    for words, name in (
+        (["--mesh", "data=4"], "ddp"),
+        (["--zero", "2"], "zero2"),
+        (["--mesh", "replicate=2,shard=2", "--zero", "3"], "hsdp"),
+    ):
+        meshed, named = run(*words, ranks=4), run("--strategy", name, ranks=4)
+        assert meshed.losses == named.losses and meshed.status == named.status == 0
+
+
 # Options
 
 
-def taken(done: Run) -> Strategy:
+def taken(done: Run) -> Trainer:
     assert done.status == 0
     return done.training.strategy
 
@@ -360,7 +416,7 @@ def test_hook(run: Any) -> None:
     }
     for word, kind in hooks.items():
         done = run("--hook", word)
-        assert type(taken(done).hook) is kind
+        assert type(taken(done).sharding.reduction) is kind
         assert done.losses != plain.losses
         np.testing.assert_allclose(done.losses, plain.losses, rtol=2e-2)
 
@@ -401,9 +457,9 @@ def test_tied(run: Any) -> None:
 
 
 def test_group(run: Any) -> None:
-    assert taken(run("--strategy", "hsdp")).mesh.group_size == 2
+    assert taken(run("--strategy", "hsdp")).mesh.axes["shard"] == 2
     for strategy in ("hsdp", "zeropp"):
-        assert taken(run("--strategy", strategy, "--group-size", "1")).mesh.group_size == 1
+        assert taken(run("--strategy", strategy, "--group-size", "1")).mesh.axes["shard"] == 1
 
 
 def test_keep_after_forward(run: Any) -> None:
@@ -411,7 +467,8 @@ def test_keep_after_forward(run: Any) -> None:
         freed, kept = (
             run("--strategy", strategy, *words) for words in ([], ["--keep-after-forward"])
         )
-        assert (taken(freed).keep_after_forward, taken(kept).keep_after_forward) == (False, True)
+        kinds = [each.kind for each in taken(kept).actions]
+        assert 0 < kinds.count("UNSHARD") < [a.kind for a in taken(freed).actions].count("UNSHARD")
         assert freed.losses == kept.losses
 
 
@@ -436,11 +493,8 @@ def test_ranks_may_be_threads_of_the_program(capsys: pytest.CaptureFixture[str])
 
 def test_options_have_their_defaults(run: Any) -> None:
     ddp = taken(run())
-    assert (type(ddp).__name__, ddp.algorithm, ddp.recipe.num_micro_batches) == (
-        "DataParallel",
-        "ring",
-        1,
-    )
+    assert ddp.sharding.config() == Sharding.ddp().config()
+    assert (ddp.algorithm, ddp.recipe.num_micro_batches) == ("ring", 1)
     assert taken(run("--strategy", "server-sync")).algorithm == "linear"
 
 
@@ -513,9 +567,7 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "save, elastic": (
         ["--strategy", "elastic", "--save", "x"], 2, "the elastic strategy takes no --save",
     ),
-    "save, PowerSGD": (
-        ["--hook", "powersgd:2", "--save", "x"], 2, "powersgd takes no --save or --resume",
-    ),
+
     "trace": (["--trace", "/no/such/folder/x.json"], 2, "/no/such/folder/x.json cannot be written"),
     "json": (["--json", "/"], 2, "/ cannot be written"),
     "no checkpoint": (["--resume", "/no/such/checkpoint"], 2, "no checkpoint in /no/such/checkp"),
@@ -579,14 +631,14 @@ def test_a_rank_that_cannot_prepare_stops_the_others(
         if rank == 1:
             raise ImportError("no GPU here")
 
-    monkeypatch.setattr(registry, "device_namespace", device_namespace)
+    monkeypatch.setattr(presets, "device_namespace", device_namespace)
     assert sentences(lambda _: ["--strategy", strategy], 4) == 4 * [
         "preparing the strategy failed: rank 1: no GPU here"
     ]
 
 
 def test_a_failure_without_words_in_utf_8_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "device_namespace", Mock(side_effect=OSError("folder \udcff")))
+    monkeypatch.setattr(presets, "device_namespace", Mock(side_effect=OSError("folder \udcff")))
     assert sentences(lambda _: [], 2) == 2 * ["preparing the strategy failed: ranks 0, 1: folder ?"]
 
 
@@ -606,13 +658,6 @@ def test_what_is_over_cannot_be_resumed(run: Any, tmp_path: Path) -> None:
     said = sentences(lambda _: ["--resume", tmp_path], 2)
     assert said == 2 * [said[0]]
     assert f"{tmp_path / 'step-00000003'} is after step 3: --steps must be more" in said[0]
-
-
-def test_a_checkpoint_of_another_model_is_refused(run: Any, tmp_path: Path) -> None:
-    run("--save", tmp_path)
-    said = sentences(lambda _: ["--resume", tmp_path, "--hidden", "4", "--steps", "5"], 2)
-    assert said == 2 * [said[0]]
-    assert "shapes: ['embedding.token', [256, 8]] in the checkpoint" in said[0]
 
 
 UNDERSTOOD = [["--steps", "0"], ["--batch", "x"], ["--strategy", "other"], ["--kill", "2"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,17 +10,14 @@ import numpy as np
 
 import collectives
 from collectives import Communicator
-from parallel import text
-from parallel.gpt import gpt
-from parallel.nn import Model
-from parallel.predictions import peak_memory
-from parallel.strategy import Recipe, Strategy
-from parallel.traffic import TrafficTable
+from parallel import Mesh, Recipe, Sharding, TrafficTable, Trainer, strategies, text
+from parallel.nn import Model, gpt
+from parallel.runtime.memory import peak_memory
 
 ROWS, CONTEXT = 11, 4  # 11 rows on 2, 3, 4, 5 and 8 ranks: every division is uneven
 DATA = text.load(__file__)
 
-Make = Callable[..., Strategy]
+Make = Callable[..., Trainer]
 Values = dict[str, np.ndarray]
 
 
@@ -34,9 +31,12 @@ class End(NamedTuple):
     table: TrafficTable | None
 
 
-def model(*, is_tied: bool = False, layers: int = 2) -> Model:
+def model(*, is_tied: bool = False, layers: int = 2, recompute: Sequence[str] = ()) -> Model:
     """Units whose sizes 3, 4, 5 and 8 ranks divide unevenly."""
-    return gpt(num_layers=layers, hidden=6, num_heads=2, context=CONTEXT, is_tied=is_tied)
+    return gpt(
+        num_layers=layers, hidden=6, num_heads=2, context=CONTEXT, is_tied=is_tied,
+        recompute=recompute,
+    )  # fmt: skip
 
 
 def batch(step: int, rank: int, ranks: int) -> Any:
@@ -74,13 +74,22 @@ def train(
     return ends
 
 
-def held_by(strategy: Strategy) -> dict[str, tuple[slice, np.ndarray]]:
+def of_kind(kind: type[Trainer], sharding: Callable[[], Sharding] = Sharding.ddp) -> Make:
+    """Makes a run of a class of its own."""
+
+    def make(comm: Communicator | None, *given: Any, **options: Any) -> Trainer:
+        return kind(Mesh(comm), *given, sharding=sharding() if comm else None, **options)
+
+    return make
+
+
+def held_by(strategy: Trainer) -> dict[str, tuple[slice, np.ndarray]]:
     return {
         unit: (strategy.stored_slice(unit), x.copy()) for unit, x in strategy.parameters.items()
     }
 
 
-def kept_by(strategy: Strategy) -> dict[str, tuple[int, int]]:
+def kept_by(strategy: Trainer) -> dict[str, tuple[int, int]]:
     """Memory by formula, and the most that was counted."""
     rows = len(batch(0, *strategy.batch_part)[0])
     formula, counted = peak_memory(strategy, rows, CONTEXT), strategy.memory.peak
@@ -90,8 +99,13 @@ def kept_by(strategy: Strategy) -> dict[str, tuple[int, int]]:
 @cache
 def serial(recipe: Recipe | None = None, steps: int = 4, **options: Any) -> End:
     """One rank."""
-    (end,) = train(lambda _, *given: Strategy(None, *given), 1, recipe, steps=steps, **options)
+    (end,) = train(alone, 1, recipe, steps=steps, **options)
     return end
+
+
+def alone(_: Any, *given: Any) -> Trainer:
+    """One rank without a communicator."""
+    return strategies.serial(None, *given)
 
 
 def whole(ends: list[End]) -> Values:

@@ -1,0 +1,148 @@
+"""What a training run will send, call by call, before it sends anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+import collectives
+
+Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+POINT_TO_POINT = ("send", "send_recv")
+UNCOUNTED = (*POINT_TO_POINT, "check")  # calls that have no number of their own on all ranks
+CHECK_BYTES, CHECK_ALGORITHM = 16, "bruck"  # of the digests that checked mode exchanges
+REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter")
+
+
+class Tally(NamedTuple):
+    """Numbers of calls (None where they cannot be counted), messages and bytes."""
+
+    calls: int | None = 0
+    messages: int = 0
+    bytes: int = 0
+
+    def plus(self, other: Tally) -> Tally:
+        """Return the sum of two tallies."""
+        calls = None if self.calls is None or other.calls is None else self.calls + other.calls
+        return Tally(calls, self.messages + other.messages, self.bytes + other.bytes)
+
+    def __str__(self) -> str:
+        calls = "" if self.calls is None else f"{self.calls} calls, "
+        return f"{calls}{self.messages} messages, {self.bytes} bytes"
+
+    @property
+    def volume(self) -> tuple[int, int]:
+        """The number of messages and of bytes."""
+        return self.messages, self.bytes
+
+
+@dataclass(frozen=True)
+class PredictedCall:
+    """Equal calls of one collective that a training run will make.
+
+    Attributes
+    ----------
+    phase : str
+        The label of the phase in which the calls are made.
+    collective : str
+        Such as ``"all_reduce"``; or ``"send"``, of which each call is one message.
+    algorithm : str
+        By which the collective is called.
+    counts : int, or tuple
+        The number of elements: of the vector of an all-reduce, or of each rank's part of an
+        all-gather, or from each rank to each in an all-to-all; see `collectives.predict`.
+    itemsize : int
+        The bytes of an element.
+    num_calls : int
+        How many calls each group makes.
+    groups : tuple of tuple of int, optional
+        The ranks of each group that makes these calls; for ``"send"`` each is (source,
+        destination).  By default all ranks are one group.
+    axis : str
+        The name of the communicator, such as that of an axis of a `Mesh`.
+    root : int
+        Of a rooted collective: a rank of the group.
+
+    Examples
+    --------
+    >>> from parallel import PredictedCall
+    >>> PredictedCall("loss", "all_reduce", "recursive_doubling", 2, 8, num_calls=3).sent(4)
+    Tally(calls=3, messages=24, bytes=384)
+    """
+
+    phase: str
+    collective: str
+    algorithm: str
+    counts: Any
+    itemsize: int = 1
+    num_calls: int = 1
+    groups: tuple[tuple[int, ...], ...] | None = None
+    axis: str = ""
+    root: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole array; of an all-to-all, of all ranks' arrays together."""
+        return int(self.itemsize * np.sum(np.asarray(self.counts, np.int64)))
+
+    def matrices(self, size: int) -> Int64:
+        """Return the messages and bytes from each rank to each in all of these calls.
+
+        An array of int64, (2, `size`, `size`), for a job of `size` ranks.  Raises ValueError if the
+        algorithm does not serve the number of ranks.
+        """
+        found = np.zeros((2, size, size), np.int64)
+        for group in self.groups or (tuple(range(size)),):
+            if self.collective in POINT_TO_POINT:
+                found[:, group[0], group[1]] += 1, self.nbytes
+            elif len(group) > 1:
+                found[np.ix_((0, 1), group, group)] += self._of_group(len(group))
+        return found * self.num_calls
+
+    def _of_group(self, size: int) -> Int64:
+        collective = "all_gather" if self.collective == "check" else self.collective
+        sent = collectives.predict(
+            collective, size, self.counts, itemsize=self.itemsize, algorithm=self.algorithm,
+            root=self.root,
+        )  # fmt: skip
+        return np.stack([sent.messages, sent.bytes])
+
+    def sent(self, size: int) -> Tally:
+        """Return what all `size` ranks together send in all of these calls.
+
+        A call without messages (of one rank) leaves no record and is not counted.  The number of
+        calls of a "send" or a "check" is None: they have no numbers of their own.  Raises
+        ValueError as `matrices`.
+        """
+        messages, nbytes = self.matrices(size).sum(axis=(1, 2)).tolist()
+        if self.collective in UNCOUNTED:
+            return Tally(None, messages, nbytes)
+        num_groups = 1 if self.groups is None else len(self.groups)
+        return Tally(self.num_calls * num_groups if messages else 0, messages, nbytes)
+
+    def check(self, mode: bool | str, size: int) -> list[PredictedCall]:
+        """Return what checked mode sends for these calls; see ``check`` of `collectives.wrap`.
+
+        `mode` is `Communicator.check`, and `size` the number of ranks of the job.
+        """
+        if not mode or self.collective in POINT_TO_POINT:
+            return []
+        ranks = size if self.groups is None else len(self.groups[0])
+        times = 2 if mode == "finite" and self.collective in REDUCTIONS else 1
+        return [replace(
+            self, collective="check", algorithm=CHECK_ALGORITHM, counts=(CHECK_BYTES,) * ranks,
+            itemsize=1, num_calls=times * self.num_calls, root=0,
+        )]  # fmt: skip
+
+
+def merged(calls: Iterable[PredictedCall]) -> list[PredictedCall]:
+    """Return the calls with equal ones added up, in the order in which they first appear."""
+    times: dict[PredictedCall, int] = {}
+    for call in calls:
+        key = replace(call, num_calls=1)
+        times[key] = times.get(key, 0) + call.num_calls
+    return [replace(call, num_calls=n) for call, n in times.items() if n]

@@ -1,0 +1,104 @@
+"""A table of what each strategy keeps on every rank, for a model of any size.
+
+    python -m parallel.memory --params 7.5e9 --ranks 64
+
+Parameters, gradients, master copies and optimizer states in GB (10^9 bytes), by the formulas of
+`parallel.optim.formulas`, for rank 0, which keeps no less than any other.  Activations and gathered
+units depend on the model and are not in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
+
+from parallel.cli import console_of, print_table, table_with
+from parallel.optim import DTYPES, SGD, Adam, Optimizer, dtype_of
+from parallel.optim.formulas import offloaded_bytes, shard_size, state_bytes
+from parallel.optim.offload import TO_DEVICE, TO_HOST, bytes_moved_by_update
+from parallel.sharding import Sharding
+
+MOST = 10**18  # parameters, or ranks
+SHARDINGS = {"data parallel": Sharding.ddp()} | {
+    f"ZeRO-{stage}": Sharding.zero(stage) for stage in (1, 2, 3)
+}
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adam": Adam, "sgd": SGD}
+KEPT = ("parameters", "gradients", "master", "optimizer")
+MOVED = (TO_HOST, TO_DEVICE)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table that the command line asks for; return the exit status."""
+    options = parser().parse_args(arguments)
+    console = console_of(0)
+    console.print(
+        f"GB per rank of {options.ranks}: {options.params} parameters in {options.dtype},"
+        f" {options.optimizer}"
+    )
+    table = table_with("strategy", numbers=[*KEPT, "total", "on host", *MOVED])
+    for name, numbers in rows(options):
+        table.add_row(name, *map(gigabytes, numbers))
+    print_table(table, console)
+    console.print("offload: updates are made in host memory; to host, to device: by each update")
+    return 0
+
+
+def rows(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
+    """Yield name and bytes by column for each strategy, then for each with offloaded updates."""
+    for is_offloaded in (False, True):
+        for name, sharding in SHARDINGS.items():
+            yield name + ", offload" * is_offloaded, row(options, sharding.divided, is_offloaded)
+
+
+def row(options: argparse.Namespace, sharded: frozenset[str], is_offloaded: bool) -> list[int]:
+    """Return the bytes kept by category, in total and on the host, and moved by an update."""
+    dtype, num_states = dtype_of(options.dtype), len(OPTIMIZERS[options.optimizer].STATES)
+    part = shard_size([options.params], options.ranks, 0)
+    kept = state_bytes(
+        options.params, part, dtype,
+        sharded=sharded, num_states=num_states, is_offloaded=is_offloaded,
+    )  # fmt: skip
+    updated = part if "optimizer" in sharded else options.params
+    on_host = offloaded_bytes(updated, dtype, num_states=num_states)
+    moved = bytes_moved_by_update(updated, dtype, num_states)
+    if_offloaded = [sum(on_host.values()), *(moved[column] for column in MOVED)]
+    by_category = [kept[category] for category in KEPT]
+    return [*by_category, sum(by_category), *(n * is_offloaded for n in if_offloaded)]
+
+
+def gigabytes(nbytes: int) -> str:
+    """Return a number of bytes in units of 10^9, with three significant digits."""
+    if nbytes == 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(nbytes / 1e9))
+    return f"{nbytes / 1e9:.{max(digits, 0)}f}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parse = argparse.ArgumentParser("python -m parallel.memory", description=__doc__)
+    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parse.add_argument
+    add("--params", type=whole_number, required=True, help="number of parameters, such as 7.5e9")
+    add("--ranks", type=whole_number, default=1, help="number of ranks; default: %(default)s")
+    add("--dtype", choices=DTYPES, default="float16", help="of the model; default: %(default)s")
+    add("--optimizer", choices=OPTIMIZERS, default="adam", help="default: %(default)s")
+    return parse
+
+
+def whole_number(word: str) -> int:
+    """Return 64 for "64" and 7500000000 for "7.5e9"; an argument type.  At least 1, and exact."""
+    try:
+        value = Decimal(word)
+    except InvalidOperation:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number") from None
+    if not value.is_finite() or not 1 <= value <= MOST or value != int(value):
+        raise argparse.ArgumentTypeError(f"{word} is not a whole number from 1 to {MOST:.0e}")
+    return int(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Ranks arranged in a mesh with named axes, and the communicators along its axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives import Communicator
+
+AXES = ("pipe", "replicate", "shard", "data", "context", "expert", "tensor")
+
+
+class Mesh:
+    """An n-dimensional arrangement of all ranks of a communicator.
+
+        mesh = Mesh(comm, pipe=2, data=2, tensor=2)      # rank 5 has coordinates 1, 0, 1
+        mesh["tensor"].all_reduce(x)
+
+    Consecutive ranks are neighbors on the last axis.  The communicator of an axis has its name,
+    which ledgers show in the column ``axis``.
+
+    Parameters
+    ----------
+    comm : Communicator or None
+        None: there is one rank, and nothing is sent.
+    axes : int
+        The number of ranks along each axis, slowest first, by its name.  By default all ranks are
+        on the axis ``data``.
+
+    Raises
+    ------
+    ValueError
+        If an axis has another name than those of `AXES`, or if the sizes are less than 1 or their
+        product is not the number of ranks.
+
+    Attributes
+    ----------
+    comm : Communicator or None
+    axes : dict of str to int
+        The sizes, by name.
+    coordinates : dict of str to int
+        The place of this rank on each axis.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> from parallel import Mesh
+    >>> collectives.run(lambda comm: Mesh(comm, data=2, tensor=2).coordinates, size=4)[2]
+    {'data': 1, 'tensor': 0}
+    """
+
+    def __init__(self, comm: Communicator | None, **axes: int) -> None:
+        self.comm = comm
+        self.size = 1 if comm is None else comm.size
+        self.rank = 0 if comm is None else comm.rank
+        self.axes = axes or {"data": self.size}
+        self._check()
+        place = np.unravel_index(self.rank, tuple(self.axes.values()))
+        self.coordinates = dict(zip(self.axes, map(int, place), strict=True))
+        self._made: dict[tuple[str, ...], Communicator] = {}
+
+    def _check(self) -> None:
+        if unknown := [name for name in self.axes if name not in AXES]:
+            raise ValueError(f"there is no axis {unknown[0]!r}; choose from {', '.join(AXES)}")
+        words = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+        if min(self.axes.values()) < 1 or math.prod(self.axes.values()) != self.size:
+            raise ValueError(
+                f"a mesh of {words} has {math.prod(self.axes.values())} ranks, not {self.size}"
+            )
+
+    def __getitem__(self, axes: str | Sequence[str]) -> Communicator | None:
+        """Return the communicator of this rank along one axis, or along several together.
+
+        None without a communicator.  The first use of an axis makes its communicators: all ranks
+        of the mesh make it.  Raises KeyError for an axis that the mesh does not have.
+        """
+        names = self._names(axes)
+        if self.comm is None:
+            return None
+        if self.comm.name == ",".join(names) and self.size_of(names) == self.size:
+            return self.comm
+        if names not in self._made:
+            group = next(i for i, ranks in enumerate(self.ranks(names)) if self.rank in ranks)
+            made = self.comm.split(group, name=",".join(names))
+            assert made is not None
+            self._made[names] = made
+        return self._made[names]
+
+    def ranks(self, axes: str | Sequence[str]) -> list[tuple[int, ...]]:
+        """Return all groups of ranks along one axis, or along several `axes` together.
+
+        Every rank is in one group.  Raises KeyError for an axis that the mesh does not have.
+        """
+        names = self._names(axes)
+        along = [list(self.axes).index(name) for name in names]  # in the order given
+        others = [i for i in range(len(self.axes)) if i not in along]
+        table = np.arange(self.size).reshape(tuple(self.axes.values()))
+        groups = table.transpose(*others, *along).reshape(-1, self.size_of(names))
+        return [tuple(group) for group in groups.tolist()]
+
+    def size_of(self, axes: str | Sequence[str]) -> int:
+        """Return the number of ranks along one axis, or along several `axes` together.
+
+        Raises KeyError for an axis that the mesh does not have.
+        """
+        return math.prod(self.axes[name] for name in self._names(axes))
+
+    def index(self, axes: str | Sequence[str], rank: int | None = None) -> int:
+        """Return the place of a `rank`, by default this one, along one axis or several `axes`.
+
+        Raises KeyError for an axis that the mesh does not have.
+        """
+        rank, names = self.rank if rank is None else rank, self._names(axes)
+        return next(group.index(rank) for group in self.ranks(names) if rank in group)
+
+    def _names(self, axes: str | Sequence[str]) -> tuple[str, ...]:
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        if unknown := [name for name in names if name not in self.axes]:
+            raise KeyError(f"the mesh has no axis {unknown[0]!r}, only {', '.join(self.axes)}")
+        return names
+
+    def free(self) -> None:
+        """Free the communicators of all axes, but not `comm`.  All ranks call this."""
+        for comm in self._made.values():
+            comm.free()
+        self._made.clear()

@@ -1,0 +1,32 @@
+"""Layers with explicit forward and backward passes, and models built of them.
+
+Arrays are NumPy's or CuPy's; each function takes the array namespace of its input.
+"""
+
+from parallel.nn.functional import Array, Shape, cast, on_host
+from parallel.nn.gpt import gpt
+from parallel.nn.layer import (
+    Activations,
+    Layer,
+    ParameterSpec,
+    Recompute,
+    Residual,
+    Sequential,
+    Step,
+)
+from parallel.nn.layers import (
+    CausalAttention,
+    CrossEntropy,
+    Embedding,
+    Gelu,
+    LayerNorm,
+    Linear,
+    Unembedding,
+)
+from parallel.nn.model import Model, num_elements, split_flat
+
+__all__ = [
+    "Activations", "Array", "CausalAttention", "CrossEntropy", "Embedding", "Gelu", "Layer",
+    "LayerNorm", "Linear", "Model", "ParameterSpec", "Recompute", "Residual", "Sequential", "Shape",
+    "Step", "Unembedding", "cast", "gpt", "num_elements", "on_host", "split_flat",
+]  # fmt: skip

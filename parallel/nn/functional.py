@@ -1,0 +1,69 @@
+"""Functions of arrays that several layers use.
+
+Two-byte dtypes (float16, bfloat16) are used for storage and communication.  Every function computes
+with them in float32 and rounds its result once, as the matrix units of a GPU do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+from array_api_compat import array_namespace
+
+Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray; the array API has no type to name
+Shape: TypeAlias = tuple[int, ...]
+
+
+def upcast(x: Array) -> Array:
+    """Return `x` in the dtype to compute in: float32 for two-byte dtypes, else unchanged."""
+    return x.astype(np.float32) if x.dtype.itemsize == 2 else x
+
+
+def cast(x: Array, dtype: Any) -> Array:
+    """Return `x` in this dtype, without a copy if it has it."""
+    return x.astype(dtype) if x.dtype != dtype else x
+
+
+def matmul(a: Array, b: Array) -> Array:
+    """Return ``a @ b``, rounded once to the dtype of `a`."""
+    return cast(upcast(a) @ upcast(b), a.dtype)
+
+
+def sum_rows(x: Array) -> Array:
+    """Return the sum over axis 0, rounded once to the dtype of `x`."""
+    return cast(array_namespace(x).sum(upcast(x), axis=0), x.dtype)
+
+
+def on_host(array: Array) -> np.ndarray[Any, Any]:
+    """Return a NumPy array: a copy in host memory if `array` is on a device."""
+    host: np.ndarray[Any, Any] = array.get() if hasattr(array, "get") else array
+    return host
+
+
+def flatten_rows(x: Array) -> Array:
+    """Return `x` (..., n) as (rows, n)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def transpose(x: Array) -> Array:
+    """Return `x` with its last two axes exchanged."""
+    return array_namespace(x).matrix_transpose(x)
+
+
+def causal_softmax(scores: Array) -> Array:
+    """Return the softmax over the last axis; row i of the axis before it uses columns 0 to i."""
+    xp = array_namespace(scores)
+    position = xp.arange(scores.shape[-1], device=scores.device)
+    is_seen = position[:, None] >= position[None, :]
+    scores = xp.where(is_seen, scores, xp.asarray(-math.inf, dtype=scores.dtype))
+    powers = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+    return powers / xp.sum(powers, axis=-1, keepdims=True)
+
+
+def one_hot(classes: Array, num_classes: int, dtype: Any) -> Array:
+    """Return a matrix (rows, `num_classes`) with a one in each row, for integers (rows,)."""
+    xp = array_namespace(classes)
+    columns = xp.arange(num_classes, device=classes.device)
+    return (classes[:, None] == columns[None, :]).astype(dtype)

@@ -1,0 +1,107 @@
+"""A small GPT over bytes, the model of the training program.
+
+Token and position embedding, pre-layer-norm blocks of causal multi-head attention and a GeLU MLP,
+and an output layer: Radford et al. 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from parallel.nn.layer import Layer, Residual, Sequential
+from parallel.nn.layers import (
+    CausalAttention,
+    CrossEntropy,
+    Embedding,
+    Gelu,
+    LayerNorm,
+    Linear,
+    Unembedding,
+)
+from parallel.nn.model import Model
+
+VOCAB_SIZE = 256  # a token is a byte
+
+
+def gpt(
+    *,
+    num_layers: int = 4,
+    hidden: int = 256,
+    num_heads: int = 4,
+    context: int = 64,
+    is_tied: bool = False,
+    is_shared: bool = False,
+    recompute: Sequence[str] = (),
+) -> Model:
+    """Return a GPT that predicts the next byte.
+
+    Tokens, integers in 0..255 of shape (batch, up to `context`), become logits (batch, context,
+    256), and these the loss.  Its layers are ``embedding``, ``block0``, ``block1``, ..., ``head``,
+    ``loss``; a block has the parts ``attention`` (``norm``, ``qkv``, ``heads``, ``out``) and
+    ``mlp`` (``norm``, ``up``, ``gelu``, ``down``).
+
+    Parameters
+    ----------
+    num_layers : int
+        The number of blocks, at least 0.
+    hidden : int
+        The width of the vectors between layers, at least 1.
+    num_heads : int
+        The number of attention heads, at least 1; divides `hidden`.
+    context : int
+        The number of positions, at least 1.
+    is_tied : bool
+        Whether the table of the output layer is that of the token embedding (Press & Wolf 2017).
+    is_shared : bool
+        Whether all blocks have the parameters of the first (Lan et al. 2020, ALBERT).
+    recompute : sequence of str
+        As in `Model`.
+
+    Raises
+    ------
+    ValueError
+        If a number is too small, or if `num_heads` does not divide `hidden`.
+
+    Examples
+    --------
+    >>> from parallel import gpt
+    >>> gpt(num_layers=2, hidden=64).num_parameters
+    136960
+    """
+    check_at_least(0, num_layers=num_layers)
+    check_at_least(1, hidden=hidden, num_heads=num_heads, context=context)
+    if hidden % num_heads:
+        raise ValueError(f"{num_heads} heads do not divide a width of {hidden}")
+    named: dict[str, Layer] = {"embedding": Embedding(VOCAB_SIZE, context, hidden)}
+    named |= {f"block{i}": block(hidden, num_heads, num_layers) for i in range(num_layers)}
+    named["head"] = Sequential({"norm": LayerNorm(hidden), "out": Unembedding(hidden, VOCAB_SIZE)})
+    named["loss"] = CrossEntropy()
+    ties = {"head.out.table": "embedding.token"} if is_tied else {}
+    ties |= {f"block{i}": "block0" for i in range(1, num_layers)} if is_shared else {}
+    return Model(named, ties, recompute=recompute)
+
+
+def check_at_least(least: int, **sizes: int) -> None:
+    """Raise ValueError if one of these sizes is less than `least`."""
+    for name, size in sizes.items():
+        if size < least:
+            raise ValueError(f"{name} is {size}: it must be at least {least}")
+
+
+def block(hidden: int, num_heads: int, num_layers: int) -> Sequential:
+    """Return one of `num_layers` transformer blocks: (batch, context, hidden) to the same shape.
+
+    The layers that add to the residual stream begin smaller the more blocks there are, so that
+    their sum keeps its magnitude.
+    """
+    gain = 1 / math.sqrt(2 * num_layers)
+    attention = Residual({
+        "norm": LayerNorm(hidden), "qkv": Linear(hidden, (3, num_heads, hidden // num_heads)),
+        "heads": CausalAttention(num_heads), "out": Linear(hidden, hidden, gain),
+    })  # fmt: skip
+    mlp = Residual({
+        "norm": LayerNorm(hidden), "up": Linear(hidden, 4 * hidden),
+        "gelu": Gelu(), "down": Linear(4 * hidden, hidden, gain),
+    })  # fmt: skip
+    return Sequential({"attention": attention, "mlp": mlp})

@@ -1,0 +1,320 @@
+"""The layers of a transformer.
+
+Two intermediate results are rounded to the model's dtype in addition to the outputs, because
+backward needs them: the normalized vectors of `LayerNorm` and the probabilities of
+`CausalAttention`.  An addition to a gradient is rounded before and after.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from array_api_compat import array_namespace
+
+from parallel.nn.functional import (
+    Array,
+    Shape,
+    cast,
+    causal_softmax,
+    flatten_rows,
+    matmul,
+    one_hot,
+    sum_rows,
+    transpose,
+    upcast,
+)
+from parallel.nn.layer import Activations, Layer, ParameterSpec, Step
+
+
+class Embedding(Layer):
+    """Add a vector for each token and a vector for its position.
+
+    Tokens, integers (batch, up to `context`), become vectors (batch, tokens, `dim`).  `forward`
+    raises ValueError if a row has more tokens than there are positions.
+    """
+
+    def __init__(self, vocab_size: int, context: int, dim: int) -> None:
+        super().__init__()
+        self.vocab_size, self.context, self.dim = vocab_size, context, dim
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        shapes = {"token": (self.vocab_size, self.dim), "position": (self.context, self.dim)}
+        return {name: ParameterSpec(shape, std=0.1) for name, shape in shapes.items()}
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+        if x.shape[1] > self.context:
+            raise ValueError(f"{x.shape[1]} tokens in a row, but positions for {self.context} only")
+        xp = array_namespace(x)
+        check_classes("token", xp.reshape(x, (-1,)), self.vocab_size)
+        rows = xp.take(self.value["token"], xp.reshape(x, (-1,)), axis=0)
+        return xp.reshape(rows, (*x.shape, self.dim)) + self.value["position"][: x.shape[1]], x
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        """Return None as the derivative: tokens have none."""
+        return None, (saved, dy)
+
+    def backward_weight(self, rest: Any) -> None:
+        """Add each vector's derivative to the row of its token.
+
+        A product with a one-hot matrix adds in one fixed order, on a GPU too, and is part of the
+        array API; a scattered addition is neither.
+        """
+        tokens, dy = rest
+        xp = array_namespace(dy)
+        selected = one_hot(xp.reshape(tokens, (-1,)), self.vocab_size, dy.dtype)
+        self.gradient["token"] += matmul(selected.T, flatten_rows(dy))
+        over_batch = xp.sum(upcast(dy), axis=0)
+        self.gradient["position"][: dy.shape[1]] += cast(over_batch, dy.dtype)
+
+    def activation_bytes(self, shape: Shape, width: int) -> Activations:
+        vectors = (*shape, self.dim)
+        return Activations(0, vectors, rest=width * math.prod(vectors))
+
+    def input_bytes(self, shape: Shape, width: int) -> int:
+        return 0  # the tokens are integers
+
+
+class Linear(Layer):
+    """Return ``x @ weight + bias``: (..., `in_features`) becomes (..., `out_features`).
+
+    `out_features` may be several dimensions of the weight, such as (3, heads, width), so that the
+    weight can be divided by one of them; the output has their product.  The initial weights have
+    standard deviation `gain` / sqrt(`in_features`); biases begin at 0.
+    """
+
+    def __init__(self, in_features: int, out_features: int | Shape, gain: float = 1.0) -> None:
+        super().__init__()
+        self.in_features, self.gain = in_features, gain
+        self.out_shape = (out_features,) if isinstance(out_features, int) else out_features
+        self.out_features = math.prod(self.out_shape)
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        shape, std = (self.in_features, *self.out_shape), self.gain / math.sqrt(self.in_features)
+        return {"weight": ParameterSpec(shape, std), "bias": ParameterSpec(self.out_shape)}
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+        y = upcast(flatten_rows(x)) @ upcast(self._weight()) + upcast(
+            self.value["bias"].reshape(-1)
+        )
+        return cast(y, x.dtype).reshape(*x.shape[:-1], self.out_features), x
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        dys = flatten_rows(dy)
+        return matmul(dys, self._weight().T).reshape(saved.shape), (saved, dys)
+
+    def backward_weight(self, rest: Any) -> None:
+        x, dys = rest
+        gradient = self.gradient["weight"].reshape(self.in_features, -1)
+        gradient += matmul(flatten_rows(x).T, dys)
+        bias = self.gradient["bias"].reshape(-1)
+        bias += sum_rows(dys)
+
+    def _weight(self) -> Array:
+        return self.value["weight"].reshape(self.in_features, -1)
+
+    def activation_bytes(self, shape: Shape, width: int) -> Activations:
+        kept, made = width * math.prod(shape), (*shape[:-1], self.out_features)
+        return Activations(kept, made, rest=kept + width * math.prod(made))
+
+
+class Unembedding(Layer):
+    """Return the products of vectors (..., `dim`) with a table's rows: logits (..., `vocab_size`).
+
+    The table may be that of the embedding, if the model ties them (Press & Wolf 2017).
+    """
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__()
+        self.dim, self.vocab_size = dim, vocab_size
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        # Small: the first loss is that of a uniform distribution, and its gradients are moderate.
+        return {"table": ParameterSpec((self.vocab_size, self.dim), std=0.1 / math.sqrt(self.dim))}
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+        logits = matmul(flatten_rows(x), self.value["table"].T)
+        return logits.reshape(*x.shape[:-1], self.vocab_size), x
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        dys = flatten_rows(dy)
+        return matmul(dys, self.value["table"]).reshape(saved.shape), (saved, dys)
+
+    def backward_weight(self, rest: Any) -> None:
+        x, dys = rest
+        self.gradient["table"] += matmul(dys.T, flatten_rows(x))
+
+    def activation_bytes(self, shape: Shape, width: int) -> Activations:
+        kept, logits = width * math.prod(shape), (*shape[:-1], self.vocab_size)
+        return Activations(kept, logits, rest=kept + width * math.prod(logits))
+
+
+class Gelu(Layer):
+    """The Gaussian error linear unit in its tanh form, element by element.
+
+    x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): Hendrycks & Gimpel 2016.
+    """
+
+    SCALE = math.sqrt(2 / math.pi)
+    CUBIC = 0.044715
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+        return cast(0.5 * upcast(x) * (1 + self._tanh(upcast(x))), x.dtype), x
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        x = upcast(saved)
+        tanh = self._tanh(x)
+        inner = self.SCALE * (1 + 3 * self.CUBIC * x * x)
+        return cast(dy * (0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner), dy.dtype), None
+
+    def _tanh(self, x: Array) -> Array:
+        return array_namespace(x).tanh(self.SCALE * x * (1 + self.CUBIC * x * x))
+
+    def activation_bytes(self, shape: Shape, width: int) -> Activations:
+        return Activations(width * math.prod(shape), shape)
+
+
+class LayerNorm(Layer):
+    """Normalize vectors (..., `dim`) to mean 0 and variance 1, then apply gain and bias.
+
+    Ba et al. 2016.
+    """
+
+    EPSILON = 1e-5
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        return {"gain": ParameterSpec((self.dim,), mean=1.0), "bias": ParameterSpec((self.dim,))}
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+        xp = array_namespace(x)
+        centered = upcast(x) - xp.mean(upcast(x), axis=-1, keepdims=True)
+        variance = xp.mean(centered * centered, axis=-1, keepdims=True)
+        inverse = 1 / xp.sqrt(variance + self.EPSILON)
+        normalized = cast(centered * inverse, x.dtype)
+        y = upcast(normalized) * upcast(self.value["gain"]) + upcast(self.value["bias"])
+        return cast(y, x.dtype), (normalized, inverse)
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        """Return the derivative; its subtracted means are those of the mean and of the variance."""
+        xp = array_namespace(dy)
+        normalized, inverse = upcast(saved[0]), saved[1]
+        d = upcast(dy) * upcast(self.value["gain"])
+        along = normalized * xp.mean(d * normalized, axis=-1, keepdims=True)
+        dx = cast(inverse * (d - xp.mean(d, axis=-1, keepdims=True) - along), dy.dtype)
+        return dx, (saved[0], dy)
+
+    def backward_weight(self, rest: Any) -> None:
+        normalized, dy = rest
+        self.gradient["gain"] += cast(sum_rows(flatten_rows(dy * upcast(normalized))), dy.dtype)
+        self.gradient["bias"] += sum_rows(flatten_rows(dy))
+
+    def activation_bytes(self, shape: Shape, width: int) -> Activations:
+        vectors = width * math.prod(shape)
+        saved = vectors + max(width, 4) * math.prod(shape[:-1])
+        return Activations(saved, shape, rest=2 * vectors)
+
+    def saves_input(self) -> bool:
+        return False
+
+
+class CausalAttention(Layer):
+    """Multi-head attention of each position to itself and to those before it.
+
+    Queries, keys and values side by side, (batch, context, 3 dim), become (batch, context, dim).
+    Each of `num_heads` heads has dim / `num_heads` of the elements.  Vaswani et al. 2017.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+
+    def config(self) -> list[Any]:
+        return [*super().config(), self.num_heads]
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+        q, k, v = self._split(x)
+        scores = upcast(q) @ transpose(upcast(k)) * self._scale(q)
+        probabilities = cast(causal_softmax(scores), x.dtype)
+        return self._join(matmul(probabilities, v)), (x, probabilities)
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        x, probabilities = saved
+        (q, k, v), xp = self._split(x), array_namespace(x)
+        dy = xp.permute_dims(dy.reshape(*dy.shape[:2], *q.shape[1::2]), (0, 2, 1, 3))
+        dscores = upcast(dy) @ transpose(upcast(v))
+        dscores -= xp.sum(dscores * probabilities, axis=-1, keepdims=True)
+        dscores *= upcast(probabilities) * self._scale(q)
+        dq, dk = dscores @ upcast(k), transpose(dscores) @ upcast(q)
+        dv = transpose(upcast(probabilities)) @ upcast(dy)
+        parts = [cast(self._join(part), x.dtype) for part in (dq, dk, dv)]
+        return xp.concat(parts, axis=-1), None
+
+    def _split(self, x: Array) -> tuple[Array, Array, Array]:
+        """Return queries, keys and values, each (batch, heads, context, dim / heads)."""
+        width = x.shape[-1] // (3 * self.num_heads)
+        parts = x.reshape(*x.shape[:2], 3, self.num_heads, width)
+        q, k, v = array_namespace(x).permute_dims(parts, (2, 0, 3, 1, 4))
+        return q, k, v
+
+    def _join(self, y: Array) -> Array:
+        """Put the heads side by side again: (batch, context, dim)."""
+        batch, heads, context, width = y.shape
+        xp = array_namespace(y)
+        return xp.permute_dims(y, (0, 2, 1, 3)).reshape(batch, context, heads * width)
+
+    @staticmethod
+    def _scale(q: Array) -> float:
+        return float(1 / math.sqrt(q.shape[-1]))
+
+    def activation_bytes(self, shape: Shape, width: int) -> Activations:
+        batch, context, dim = shape
+        num_probabilities = batch * self.num_heads * context * context
+        saved = width * (math.prod(shape) + num_probabilities)
+        return Activations(saved, (batch, context, dim // 3))
+
+
+class CrossEntropy(Layer):
+    """The loss, the last layer of a model that is trained: the mean of -log p(target).
+
+    Logits (..., classes) become one number, in nats: the sum over the targets of this micro-batch,
+    integers, divided by the number of targets in the *whole* batch, so that the losses of all parts
+    of a batch add up to the mean over all of it.  The derivative is computed during forward, and
+    multiplied by the loss scale.  Raises ValueError if a target is not a class.
+    """
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+        xp = array_namespace(x)
+        flat, targets = upcast(flatten_rows(x)), xp.reshape(step.targets, (-1,))
+        check_classes("target", targets, flat.shape[-1])
+        shifted = flat - xp.max(flat, axis=-1, keepdims=True)
+        powers = xp.exp(shifted)
+        sums = xp.sum(powers, axis=-1, keepdims=True)
+        truth = one_hot(targets, flat.shape[-1], flat.dtype)
+        loss = xp.sum(xp.log(sums) - xp.sum(truth * shifted, axis=-1, keepdims=True))
+        dlogits = (powers / sums - truth) * (step.loss_scale / step.total)
+        return float(loss) / step.total, cast(dlogits, x.dtype).reshape(x.shape)
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        """Return the derivative by the logits; `dy` is a number, 1 if the loss comes last."""
+        return cast(upcast(saved) * dy, saved.dtype), None
+
+    def activation_bytes(self, shape: Shape, width: int) -> Activations:
+        return Activations(width * math.prod(shape), ())
+
+    def saves_input(self) -> bool:
+        return False
+
+
+def check_classes(what: str, classes: Array, num_classes: int) -> None:
+    """Raise ValueError unless all `classes`, integers, are at least 0 and below `num_classes`."""
+    if classes.shape[0] == 0:
+        return
+    xp = array_namespace(classes)
+    least, most = float(xp.min(classes)), float(xp.max(classes))
+    if least < 0 or most >= num_classes:
+        wrong = least if least < 0 else most
+        raise ValueError(f"a {what} is {wrong:.0f}: there are classes 0 to {num_classes - 1}")

@@ -1,0 +1,161 @@
+"""Strategies, optimizers and hooks by name, and how to make them from command-line options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from collectives import Communicator
+from parallel import strategies
+from parallel.cli import device_namespace
+from parallel.elastic import Elastic, FaultInjectingElastic
+from parallel.mesh import Mesh
+from parallel.nn import Model
+from parallel.optim import SGD, Adam, AdamW, DiskOffload, HostOffload, NoOffload, Offload
+from parallel.runtime import Recipe, Trainer
+from parallel.servers import AsyncParameterServer, SyncParameterServer
+from parallel.sharding import CommHook, HalfPrecision, Int8Blocks, PowerSGD
+
+OPTIMIZERS = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
+HOOKS = ("float16", "bfloat16", "int8", "powersgd:RANK")
+RECOMPUTE = {"all": ("block*",), "attention": ("block*.attention.heads",), "none": ()}
+
+StrategyFactory = Callable[..., Trainer]
+
+
+def elastic(
+    comm: Communicator, *args: Any, kill: tuple[int, int] | None = None, **options: Any
+) -> Trainer:
+    """Return an `Elastic`; on rank ``kill[0]``, one that kills its process in step ``kill[1]``.
+
+    Raises ValueError if the MPI cannot continue after a failure, or if there is no such rank.
+    """
+    if not comm.can_shrink:
+        raise ValueError(
+            "the elastic strategy needs an Open MPI that was started with fault tolerance: "
+            "python -m collectives.launch --fault-tolerant"
+        )
+    if kill is not None and kill[0] >= comm.size:
+        raise ValueError(f"--kill {kill[0]}:{kill[1]}: there are ranks 0 to {comm.size - 1}")
+    if kill is None or comm.rank != kill[0]:
+        return Elastic(comm, *args, **options)
+    trainer = FaultInjectingElastic(comm, *args, **options)
+    trainer.last_step = kill[1]
+    return trainer
+
+
+# Each with the options that not all strategies take.
+STRATEGIES: dict[str, tuple[StrategyFactory, tuple[str, ...]]] = {
+    "serial": (strategies.serial, ()),
+    "server-sync": (SyncParameterServer, ()),
+    "server-async": (AsyncParameterServer, ("staleness_bound",)),
+    "ddp": (strategies.ddp, ("bucket_bytes", "hook")),
+    "zero1": (strategies.zero1, ()),
+    "zero2": (strategies.zero2, ()),
+    "zero3": (strategies.zero3, ("keep_after_forward",)),
+    "hsdp": (strategies.hsdp, ("keep_after_forward", "group_size")),
+    "zeropp": (strategies.zeropp, ("group_size",)),
+    "elastic": (elastic, ("bucket_bytes", "kill")),
+}
+SERVED = (
+    "this works: --mesh data=N with --zero 0, 1, 2 or 3 on N ranks, or --mesh replicate=G,shard=N"
+    " with --zero 3 on G x N ranks, or --strategy with one of its names"
+)
+
+
+def name_strategy(comm: Communicator, options: argparse.Namespace) -> None:
+    """Set `options.strategy` to the name of what ``--mesh`` and ``--zero`` ask for.
+
+    Raises ValueError for what no strategy does; the message says what would work.
+    """
+    if options.mesh is None and options.zero is None:
+        options.strategy = options.strategy or "ddp"
+        return
+    if options.strategy is not None:
+        raise ValueError(f"--strategy takes no --mesh and no --zero; {SERVED}")
+    axes, stage = options.mesh or {"data": comm.size}, options.zero
+    Mesh(comm, **axes)  # raises if it is not one of these ranks
+    if set(axes) == {"data"}:
+        options.strategy = f"zero{stage}" if stage else "ddp"
+    elif set(axes) == {"replicate", "shard"} and stage in (None, 3):
+        options.strategy, options.group_size = "hsdp", axes["shard"]
+    else:
+        words = ",".join(f"{axis}={size}" for axis, size in axes.items())
+        of_stage = "" if stage is None else f" with --zero {stage}"
+        raise ValueError(f"no strategy trains on --mesh {words}{of_stage}; {SERVED}")
+
+
+def strategy_factory(
+    comm: Communicator, model: Model, options: argparse.Namespace
+) -> StrategyFactory:
+    """Return a function that makes the training run that the options name.
+
+    All ranks must call that function together, because some strategies make communicators.  It
+    takes the keyword argument ``phase``.  Nothing is sent here.  Raises ValueError for options that
+    the strategy does not take.
+    """
+    factory, names = STRATEGIES[options.strategy]
+    known = {name for _, names in STRATEGIES.values() for name in names}
+    given = {name: getattr(options, name) for name in known if getattr(options, name) is not None}
+    if unknown := sorted(given.keys() - set(names)):
+        words = ", ".join("--" + name.replace("_", "-") for name in unknown)
+        raise ValueError(f"the strategy {options.strategy} takes no {words}")
+    if options.algorithm is not None and options.strategy == "serial":
+        raise ValueError("the strategy serial takes no --algorithm")
+    if options.algorithm is not None:
+        given["algorithm"] = options.algorithm
+    if "hook" in given:
+        given["hook"] = comm_hook(given["hook"])  # one for each rank, because it may have a state
+    return partial(factory, comm, model, make_recipe(comm, options), **given)
+
+
+def check_saving(options: argparse.Namespace) -> None:
+    """Raise ValueError if the checkpoints that the options ask for are not possible."""
+    if options.save_every is not None and options.save is None:
+        raise ValueError("--save-every needs --save, the directory of the checkpoints")
+    if options.save_every is not None and options.strategy == "server-async":
+        raise ValueError(
+            "server-async takes no --save-every: its ranks have made the same steps at the end only"
+        )
+    if options.strategy == "elastic" and (options.save or options.resume):
+        raise ValueError("the elastic strategy takes no --save or --resume")
+
+
+def make_recipe(comm: Communicator, options: argparse.Namespace) -> Recipe:
+    """Return the recipe of the options, which does not depend on the strategy."""
+    return Recipe(
+        dtype=options.dtype,
+        optimizer=partial(OPTIMIZERS[options.optimizer], lr=options.lr),
+        num_micro_batches=options.micro_batches,
+        clip=options.clip,
+        seed=options.seed,
+        offload=offload_factory(options.offload),
+        xp=device_namespace(options.device, comm.rank),
+        reduce_dtype=options.reduce_dtype,
+    )
+
+
+def comm_hook(name: str) -> CommHook:
+    """Return the communication hook of this name.  Raise ValueError for an unknown one."""
+    if name in ("float16", "bfloat16"):
+        return HalfPrecision(name)
+    if name == "int8":
+        return Int8Blocks()
+    kind, _, rank = name.partition(":")
+    if kind != "powersgd" or not rank.isdecimal():
+        raise ValueError(f"there is no hook {name!r}; choose {', '.join(HOOKS)}")
+    return PowerSGD(int(rank))
+
+
+def offload_factory(name: str | None) -> Callable[..., Offload]:
+    """Return the `Offload` for None, "host" or "disk:FOLDER".  Raise ValueError for others."""
+    kind, _, folder = (name or "").partition(":")
+    if name is None:
+        return NoOffload
+    if name == "host":
+        return HostOffload
+    if kind != "disk" or not folder:
+        raise ValueError(f"cannot offload to {name!r}; choose host or disk:FOLDER")
+    return partial(DiskOffload, folder)

@@ -1,0 +1,137 @@
+"""Check that all ranks train the same model in the same way, and raise errors on all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+
+from collectives import Communicator
+from parallel.accounts import PredictedCall
+from parallel.nn import ParameterSpec, on_host
+from parallel.runtime.state import State
+
+DIGEST_BYTES = 32
+REPORT = np.dtype([("doing", "S64"), ("why", "S448")])  # of a rank; `why` is empty if it succeeded
+PLAIN = bool, int, float, str, type(None), np.dtype
+Digests = dict[str, bytes]
+
+
+class ModelMismatch(ValueError):  # noqa: N818 - named like the errors of `collectives`
+    """Ranks begin with different models or options.  The message names these and the ranks.
+
+    It is raised on all ranks, before the first step.
+    """
+
+
+def digest(*values: Any) -> bytes:
+    """Return the SHA-256 of arrays' bytes and other values' `repr`: `DIGEST_BYTES` bytes."""
+    sha = hashlib.sha256()
+    for value in values:
+        sha.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+    return sha.digest()
+
+
+def digest_of(state: State, unit: str) -> bytes:
+    """Return the digest of a unit's names and shapes, and of initial values if compared.
+
+    If ranks divide the parameters, the values are those of the whole unit.
+    """
+    shapes = shapes_of(state.model.units[unit])
+    if state.sharding.broadcast_algorithm is not None:
+        return digest(shapes)
+    if "parameters" in state.sharding.divided:
+        return digest(shapes, state.model.draw(unit, state.recipe.seed))
+    return digest(shapes, on_host(state.parameters[unit]))
+
+
+def shapes_of(specs: Mapping[str, ParameterSpec]) -> list[Any]:
+    """Return the names and shapes of a unit's parameters."""
+    return [(name, spec.shape) for name, spec in specs.items()]
+
+
+def options_of(thing: object) -> list[Any]:
+    """Return the class name and the attributes of an optimizer or a hook, for `digest`."""
+    options = {name: plain(value) for name, value in vars(thing).items()}
+    return [type(thing).__name__, sorted(options.items())]
+
+
+def plain(value: object) -> Any:
+    """Return a value whose `repr` is the same on all ranks; for an array or object, its type."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, list | tuple):
+        return tuple(map(plain, value))
+    return value if isinstance(value, PLAIN) else type(value).__name__
+
+
+def check_same(comm: Communicator, units: Digests, options: Digests) -> None:
+    """Raise ModelMismatch on all ranks unless all have the same digests.  All ranks call this."""
+    both = units | {f"option {name}": each for name, each in options.items()}
+    counts = comm.all_gather(np.array([[len(units), len(options)]]), algorithm="ring")
+    if (counts[:, 0] != counts[0, 0]).any():
+        raise ModelMismatch(f"ranks have models of {counts[:, 0].tolist()} layers")
+    if (counts[:, 1] != counts[0, 1]).any():
+        raise ModelMismatch("ranks train by different strategies, with different options")
+    mine = np.frombuffer(b"".join(both.values()), np.uint8)
+    table = comm.all_gather(mine[None], algorithm="ring").reshape(comm.size, -1, DIGEST_BYTES)
+    differs = (table != table[0]).any(axis=2)
+    found = [
+        f"{name} of {format_ranks(differs[:, i])}"
+        for i, name in enumerate(both) if differs[:, i].any()
+    ]  # fmt: skip
+    if found:
+        what = "shapes or initial values of layers, or options, differ from rank 0's"
+        raise ModelMismatch(f"{what}: {', '.join(found)}")
+
+
+@contextmanager
+def raise_on_all_ranks(
+    comm: Communicator | None,
+    phase: Callable[[str], AbstractContextManager[None]],
+    label: str,
+    doing: str,
+    failure: type[Exception],
+) -> Iterator[None]:
+    """Return a context manager that raises `failure` on all ranks if its block fails on some.
+
+    All ranks of `comm` enter the block.  At its end they tell each other, in phase `label` of the
+    ledger, whether it succeeded.  `doing` describes the block and must be the same on all ranks.
+    """
+    why, cause = "", None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the other ranks must learn of any error
+        why, cause = str(error) or repr(error), error
+    reports = np.array([(doing.encode(), why.encode(errors="replace"))], REPORT)
+    if comm is not None:
+        with phase(label):
+            table = comm.all_gather(reports.view(np.uint8)[None], algorithm="ring")
+        reports = table.view(REPORT)[:, 0]
+    if (reports["doing"] != reports["doing"][0]).any():
+        raise failure(f"ranks are doing different things: {by_rank(reports['doing'])}")
+    if reports["why"].any():
+        raise failure(f"{doing} failed: {by_rank(reports['why'])}") from cause
+
+
+def by_rank(texts: np.ndarray[Any, Any]) -> str:
+    """Return the texts of ranks, without empty ones: "rank 1: this; ranks 0, 2: that"."""
+    distinct = [text for text in dict.fromkeys(texts.tolist()) if text]
+    return "; ".join(f"{format_ranks(texts == x)}: {x.decode(errors='ignore')}" for x in distinct)
+
+
+def check_same_traffic(
+    phase: str, size: int, num_units: int, num_options: int
+) -> list[PredictedCall]:
+    """Return what `check_same` sends among `size` ranks."""
+    each = [16, DIGEST_BYTES * (num_units + num_options)]
+    return [PredictedCall(phase, "all_gather", "ring", (n,) * size) for n in each]
+
+
+def format_ranks(is_listed: np.ndarray[Any, Any]) -> str:
+    """Return the ranks whose entry is true: "rank 1", "ranks 0, 2"."""
+    ranks = [str(rank) for rank in np.flatnonzero(is_listed)]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

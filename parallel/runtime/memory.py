@@ -1,0 +1,156 @@
+"""What a training run will keep, read off the list of actions of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from parallel.nn import Activations
+from parallel.optim.formulas import offloaded_bytes, state_bytes
+from parallel.optim.offload import DEVICE_COLUMNS, bytes_moved_by_load, bytes_moved_by_update
+from parallel.runtime.prediction import gather_of
+from parallel.runtime.trainer import Trainer
+from parallel.schedule import Action
+from parallel.shards import length, span
+
+
+class Walk:
+    """The bytes that a rank keeps while it does one action after another.
+
+    Parameters
+    ----------
+    trainer : Trainer
+    rows, context : int
+        The shape of this rank's part of a batch.
+
+    Attributes
+    ----------
+    now, peak : Counter of str
+        The bytes kept at this moment and the most so far, by category.
+    """
+
+    def __init__(self, trainer: Trainer, rows: int, context: int) -> None:
+        self.trainer = trainer
+        self.now: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._held: dict[tuple[str, ...], int] = {}
+        self._reducing: list[str] = []
+        self._activations = [
+            trainer.model.activation_bytes((length(part), context), trainer.dtype.itemsize)
+            for k in range(trainer.recipe.num_micro_batches)
+            for part in [span(rows, trainer.recipe.num_micro_batches, k)]
+        ]
+        self._table = {
+            "F": self._forward, "B": self._backward, "UNSHARD": self._unshard,
+            "RESHARD": self._reshard, "REDUCE": self._reduce, "WAIT": self._wait,
+        }  # fmt: skip
+
+    def do(self, action: Action) -> None:
+        """Let the rank do an action."""
+        if action.kind in self._table:
+            self._table[action.kind](action)
+
+    def _hold(self, nbytes: int, category: str, *what: str) -> None:
+        self._held[category, *what] = nbytes
+        self.now[category] += nbytes
+        self.peak[category] = max(self.peak[category], self.now[category])
+
+    def _free(self, category: str, *what: str) -> None:
+        self.now[category] -= self._held.pop((category, *what), 0)
+
+    def _of(self, action: Action) -> Activations:
+        assert action.micro_batch is not None
+        return self._activations[action.micro_batch][action.part]
+
+    def _forward(self, action: Action) -> None:
+        self._complete(action.part)
+        self._hold(self._of(action).saved, "activations", f"{action.micro_batch}", action.part)
+
+    def _backward(self, action: Action) -> None:
+        trainer = self.trainer
+        self._complete(action.part)
+        if "gradients" in trainer.sharding.divided:
+            for unit in trainer.model.units_of(action.part):
+                if ("buffers", "gradient", unit) not in self._held:
+                    self._hold(trainer.unit_nbytes(unit), "buffers", "gradient", unit)
+        self._hold(self._of(action).extra, "activations", "extra")
+        self._free("activations", "extra")
+        self._free("activations", f"{action.micro_batch}", action.part)
+
+    def _unshard(self, action: Action) -> None:
+        trainer, unit, axes = self.trainer, action.part, action.axes
+        if "parameters" in trainer.sharding.divided:
+            self._hold(trainer.unit_nbytes(unit), "buffers", "full", unit)
+            arriving = gather_of(trainer, axes).buffer_bytes(trainer, unit, axes)
+            self._hold(arriving, "buffers", "arriving", unit)
+
+    def _complete(self, layer: str) -> None:
+        """Free what was received, and keep the secondary parts of what was gathered."""
+        trainer, axes = self.trainer, self.trainer.sharding.secondary_axes
+        for unit in trainer.model.units_of(layer):
+            self._free("buffers", "arriving", unit)
+            if axes and ("buffers", "secondary", unit) not in self._held:
+                kept = length(trainer.part(unit, axes)) * trainer.dtype.itemsize
+                self._hold(kept, "buffers", "secondary", unit)
+
+    def _reshard(self, action: Action) -> None:
+        self._free("buffers", "full", action.part)
+
+    def _reduce(self, action: Action) -> None:
+        self._reducing.append(action.part)
+
+    def _wait(self, action: Action) -> None:
+        for unit in self._reducing:
+            self._free("buffers", "gradient", unit)
+            self._free("buffers", "secondary", unit)
+        self._reducing.clear()
+
+
+def num_shard_elements(trainer: Trainer) -> int:
+    """Return the number of elements that this rank updates."""
+    return sum(length(trainer.shard_slice(unit)) for unit in trainer.model.units)
+
+
+def is_offloaded(trainer: Trainer) -> bool:
+    """Return whether masters and optimizer states are elsewhere than the parameters."""
+    return trainer.offload.memory is not trainer.memory
+
+
+def peak_memory(trainer: Trainer, rows: int, context: int) -> dict[str, int]:
+    """Return ``trainer.memory.peak`` after steps on batches (`rows`, `context`) of this rank."""
+    kept = state_bytes(
+        trainer.model.num_parameters,
+        num_shard_elements(trainer),
+        trainer.dtype,
+        sharded=trainer.sharding.divided,
+        num_states=len(trainer.optimizer.STATES),
+        is_offloaded=is_offloaded(trainer),
+    )
+    walk = Walk(trainer, rows, context)
+    for action in trainer.actions:
+        walk.do(action)
+    buffers = walk.peak["buffers"] + trainer.sharding.reduction.state_bytes(trainer)
+    of_step = {"activations": walk.peak["activations"], "buffers": buffers}
+    return kept | of_step | trainer.kept_bytes()
+
+
+def peak_offloaded_memory(trainer: Trainer) -> dict[str, int]:
+    """Return ``trainer.offload.memory.peak`` if updates are offloaded, else an empty dict.
+
+    The buffer for copies from and to a device is as large as the largest part of a unit.
+    """
+    if not is_offloaded(trainer):
+        return {}
+    largest = max(length(trainer.shard_slice(unit)) for unit in trainer.model.units)
+    num_states = len(trainer.optimizer.STATES)
+    kept = offloaded_bytes(num_shard_elements(trainer), trainer.dtype, num_states=num_states)
+    return kept | {"buffers": trainer.dtype.itemsize * largest * trainer.offload.is_cross_device}
+
+
+def offload_traffic(trainer: Trainer, num_updates: int) -> dict[str, int]:
+    """Return ``trainer.offload.moved`` after `num_updates` updates of all units."""
+    offload, elements = trainer.offload, num_shard_elements(trainer)
+    update = bytes_moved_by_update(elements, trainer.dtype, len(trainer.optimizer.STATES))
+    load = bytes_moved_by_load(elements, trainer.dtype)
+    moved = {x: num_updates * update[x] + offload.num_loads * load[x] for x in offload.COLUMNS}
+    is_zero = not offload.is_cross_device
+    return {x: 0 if x in DEVICE_COLUMNS and is_zero else n for x, n in moved.items()}

@@ -1,0 +1,182 @@
+"""What a rank keeps of a model: parameters, gradients, and the arrays that are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import collectives
+from collectives import Communicator
+from parallel import shards
+from parallel.accounts import MemoryTracker, PredictedCall
+from parallel.mesh import Mesh
+from parallel.nn import Array, Model
+from parallel.optim import LossScale, dtype_of
+from parallel.runtime.recipe import Recipe
+from parallel.sharding import Sharding
+
+
+class State:
+    """The arrays of one rank, and which elements of the model they are.
+
+    Parameters
+    ----------
+    mesh, model, recipe, sharding, algorithm
+        As in `Trainer`.
+
+    Attributes
+    ----------
+    parameters, gradients : dict of str to array
+        What this rank keeps of each unit, as flat arrays.
+    full_parameters, full_gradients : dict of str to array
+        Those of whole units: of all, or of those that are gathered or computed at the moment.
+    parameter_shards, gradient_shards : dict of str to array
+        The parts of `parameters` and `gradients` that this rank updates.
+    secondary : dict of str to array
+        The parts of gathered units that this rank keeps for backward.
+    buckets : dict of str to list of str
+        The units whose gradients are summed together, in the order in which backward ends.
+    memory : MemoryTracker
+        The bytes that this rank keeps.
+    """
+
+    def __init__(
+        self, mesh: Mesh, model: Model, recipe: Recipe, sharding: Sharding, algorithm: str
+    ) -> None:
+        self.mesh, self.model, self.recipe, self.sharding = mesh, model, recipe, sharding
+        self.algorithm, self.xp, self.dtype = algorithm, recipe.xp, dtype_of(recipe.dtype)
+        self.reduce_dtype = dtype_of(recipe.reduce_dtype or recipe.dtype)
+        self.memory, self.loss_scale = MemoryTracker(), LossScale(self.dtype)
+        self.buckets = self._make_buckets()
+        self.secondary: dict[str, Array] = {}
+        self._allocate_parameters()
+        self._allocate_gradients()
+        self.sharding.reduction.allocate(self)
+
+    # Which elements
+
+    def counts(self, unit: str, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the elements of each rank's part of a unit, if ranks along `axes` divide it."""
+        size, num_ranks = self.model.unit_sizes[unit], self.mesh.size_of(axes)
+        if self.sharding.server is not None:
+            return tuple(size * (rank == self.sharding.server) for rank in range(num_ranks))
+        return collectives.even_counts(size, num_ranks)
+
+    def part(self, unit: str, axes: Sequence[str]) -> slice:
+        """Return this rank's part of a unit, if ranks along `axes` divide it."""
+        counts, index = self.counts(unit, axes), self.mesh.index(axes)
+        start = sum(counts[:index])
+        return slice(start, start + counts[index])
+
+    def shard_slice(self, unit: str) -> slice:
+        """Return the elements of a unit that this rank updates."""
+        if "optimizer" not in self.sharding.divided:
+            return slice(0, self.model.unit_sizes[unit])
+        return self.part(unit, self.sharding.shard_axes)
+
+    def stored_slice(self, unit: str) -> slice:
+        """Return the elements of a unit whose parameters this rank keeps."""
+        is_divided = "parameters" in self.sharding.divided
+        return self.shard_slice(unit) if is_divided else slice(0, self.model.unit_sizes[unit])
+
+    @property
+    def replica_group(self) -> tuple[int, int]:
+        """The index of this rank among those that update the same elements, and their number."""
+        divided = bool(self.sharding.divided)
+        axes = self.sharding.replica_axes if divided else self.sharding.axes
+        return self.mesh.index(axes), self.mesh.size_of(axes)
+
+    def unit_nbytes(self, unit: str) -> int:
+        """Return the bytes of a whole unit's parameters, or gradients."""
+        return int(self.model.unit_sizes[unit] * self.dtype.itemsize)
+
+    def bucket_size(self, bucket: str) -> int:
+        """Return the number of elements of a bucket."""
+        return sum(self.model.unit_sizes[unit] for unit in self.buckets[bucket])
+
+    # Arrays
+
+    def new_buffer(
+        self, category: str, num_elements: int, dtype: np.dtype[Any] | type | None = None
+    ) -> Array:
+        """Return a 1-d array of `num_elements` zeros, which `memory` counts in `category`.
+
+        `dtype` is the model's by default.
+        """
+        zeros = self.xp.zeros(num_elements, dtype=self.dtype if dtype is None else dtype)
+        return self.memory.track(category, zeros)
+
+    def initial_values(self, unit: str) -> Array:
+        """Return the initial values of what this rank keeps of a unit."""
+        values = self.model.draw(unit, self.recipe.seed)[self.stored_slice(unit)]
+        return self.memory.track("parameters", self.xp.asarray(values.astype(self.dtype)))
+
+    def _allocate_parameters(self) -> None:
+        self.parameters = {unit: self.initial_values(unit) for unit in self.model.units}
+        is_divided = "parameters" in self.sharding.divided
+        self.full_parameters: dict[str, Array] = {} if is_divided else self.parameters
+        self.parameter_shards = (
+            self.parameters
+            if is_divided
+            else {unit: x[self.shard_slice(unit)] for unit, x in self.parameters.items()}
+        )
+
+    def _allocate_gradients(self) -> None:
+        """Make the gradients of a bucket one flat array, or the shards of each unit."""
+        self.full_gradients: dict[str, Array] = {}
+        if "gradients" in self.sharding.divided:
+            sizes = {unit: shards.length(self.shard_slice(unit)) for unit in self.model.units}
+            self.gradients = {u: self.new_buffer("gradients", n) for u, n in sizes.items()}
+            self.gradient_shards = self.gradients
+            return
+        self.flats = {
+            bucket: self.new_buffer("gradients", self.bucket_size(bucket))
+            for bucket in self.buckets
+        }
+        for bucket, units in self.buckets.items():
+            sizes_of = [self.model.unit_sizes[unit] for unit in units]
+            views = shards.split(self.flats[bucket], sizes_of)
+            self.full_gradients |= zip(units, views, strict=True)
+        self.gradients = {unit: self.full_gradients[unit] for unit in self.model.units}
+        self.gradient_shards = {u: x[self.shard_slice(u)] for u, x in self.gradients.items()}
+
+    def _make_buckets(self) -> dict[str, list[str]]:
+        """Return buckets of units, in the order in which backward completes them.
+
+        A bucket of one unit has its name, unless several may be together.
+        """
+        model, limit = self.model, self.sharding.bucket_bytes
+        completed = [u for x in reversed(model.layers) for u in model.completed_units(x)]
+        if limit is None:
+            names = completed if "gradients" in self.sharding.divided else list(model.units)
+            return {unit: [unit] for unit in names}
+        groups: list[list[str]] = []
+        for unit in completed:
+            if groups and sum(map(self.unit_nbytes, [*groups[-1], unit])) <= limit:
+                groups[-1].append(unit)
+            else:
+                groups.append([unit])
+        return {f"bucket{i}": units for i, units in enumerate(groups)}
+
+    # Calls
+
+    def comm_of(self, axes: Sequence[str]) -> Communicator:
+        """Return the communicator along these axes of the mesh."""
+        comm = self.mesh[axes]
+        assert comm is not None, "one rank alone sends nothing"
+        return comm
+
+    def predicted(
+        self, phase: str, collective: str, counts: Any, axes: Sequence[str], **options: Any
+    ) -> PredictedCall:
+        """Return a call of all groups along `axes`, of the dtype and algorithm of the run.
+
+        `phase`, `collective`, `counts` and `options` are attributes of `PredictedCall`.
+        """
+        defaults: dict[str, Any] = {
+            "itemsize": self.dtype.itemsize, "algorithm": self.algorithm,
+            "groups": tuple(self.mesh.ranks(axes)), "axis": ",".join(axes),
+        }  # fmt: skip
+        return PredictedCall(phase, collective, counts=counts, **(defaults | options))

@@ -1,0 +1,650 @@
+"""Train a model: run the actions of a step, and say what they will send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+import collectives
+from parallel.accounts import PredictedCall
+from parallel.accounts.monitor import PhaseFunction
+from parallel.mesh import Mesh
+from parallel.nn import Array, Model, Step
+from parallel.optim import Optimizer, master_dtype, pieces
+from parallel.runtime import agreement, prediction
+from parallel.runtime.agreement import format_ranks
+from parallel.runtime.prediction import SCALAR_ALGORITHM
+from parallel.runtime.recipe import BatchFunction, ProgressCallback, Recipe
+from parallel.runtime.state import State
+from parallel.schedule import Action, lower, one_forward_one_backward
+from parallel.sharding import AllReduce, Completion, ReduceScatter, Sharding
+from parallel.shards import span
+from parallel.text import Tokens
+
+EXACT = (AllReduce, ReduceScatter)  # what sums in the dtype of the recipe
+METHODS = {
+    "F": "forward", "B": "backward", "UNSHARD": "unshard", "RESHARD": "reshard",
+    "REDUCE": "reduce", "WAIT": "wait", "UNUSED": "find_unused", "LOSS": "reduce_loss",
+    "NORM": "reduce_norm", "UPDATE": "update",
+}  # fmt: skip
+
+
+class MissingGradient(ValueError):  # noqa: N818 - named like the errors of `collectives`
+    """Layers took no part in a step on some ranks.  The message names the layers and ranks."""
+
+
+class Trainer(State):
+    """Trains a model on the ranks of a mesh.
+
+    A step is a list of actions (`actions`); each kind of action is a method.  What a step sends and
+    keeps is read off the list, before it runs.
+
+    Before the first step all ranks check that they agree, and in each step they add up the loss.
+    With u units, o options (`options`), S steps, p ranks, and q = log2 p for p a power of two, all
+    ranks together send, in addition to what the sharding sends,
+
+    | phase       | collective | calls | bytes a call                            |
+    |-------------|------------|-------|-----------------------------------------|
+    | start/check | all_gather | 2     | 16 p (p-1), 32 (u + o) p (p-1)          |
+    | unused      | all_reduce | S     | u p q, with `find_unused_parameters`    |
+    | loss        | all_reduce | S     | 16 p q                                  |
+    | norm        | all_reduce | S     | 8 p q, if ranks divide gradients, with  |
+    |             |            |       | clipping and in float16                 |
+
+    Parameters
+    ----------
+    mesh : Mesh or None
+        None: there is one rank, and nothing is sent.
+    model : Model
+        Its last layer is a loss, such as `parallel.nn.CrossEntropy`.
+    recipe : Recipe, optional
+        By default ``Recipe()``.
+    sharding : Sharding, optional
+        How the ranks along the data axes of the mesh divide the model.  By default one rank has it
+        all.
+    algorithm : str
+        Of the collectives that send parameters and gradients; by default ``"ring"``.
+    phase : function
+        Marks the phases; by default `collectives.phase`.  Pass `TrafficMonitor.phase` to have MPI
+        count what is sent in each.
+
+    Raises
+    ------
+    ValueError
+        If the algorithm does not serve the numbers of ranks, or gives ranks different bits; or if
+        the mesh has other axes than the sharding.
+
+    Attributes
+    ----------
+    actions : list of Action
+        What each step does.
+    masters : dict of str to array
+        What the optimizer updates: `parameter_shards`, or copies in the dtype of updates.
+    optimizer, offload, loss_scale
+        As the recipe says.
+    num_updates, num_skipped : int
+        The updates made, and those that an overflow prevented.
+    num_recomputed : int
+        The number of forward passes of layers that ran again.
+
+    Examples
+    --------
+    >>> from parallel import Trainer, gpt, text
+    >>> trainer = Trainer(None, gpt(num_layers=1, hidden=16, context=8))
+    >>> trainer.start()
+    >>> rows = text.batch(text.load(), seed=0, step=0, batch_size=4, context=8)
+    >>> loss = trainer.step(*rows, total=4 * 8)
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh | None,
+        model: Model,
+        recipe: Recipe | None = None,
+        *,
+        sharding: Sharding | None = None,
+        algorithm: str = "ring",
+        phase: PhaseFunction = collectives.phase,
+    ) -> None:
+        mesh, sharding, recipe = mesh or Mesh(None), sharding or Sharding(), recipe or Recipe()
+        check_arguments(mesh.axes, sharding, algorithm)
+        if recipe.reduce_dtype is not None and not isinstance(sharding.reduction, EXACT):
+            name = type(sharding.reduction).__name__
+            raise ValueError(f"reduce_dtype is {recipe.reduce_dtype}, but {name} has its own")
+        for axes in sharding.groups:
+            mesh[axes]  # make the communicators now, and not in the middle of the first step
+        super().__init__(mesh, model, recipe, sharding, algorithm)
+        self.phase = phase
+        self.num_updates = self.num_skipped = self.num_recomputed = 0
+        self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
+        self.used_layers: set[str] = set()  # those of this step, on this rank
+        self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
+        schedule = one_forward_one_backward(recipe.num_micro_batches)
+        self.actions = lower(
+            schedule, model, sharding, buckets=self.buckets, needs_norm=self.needs_norm
+        )
+        self._gathers: dict[str, Completion] = {}  # of units that are not complete yet
+        self._pending: list[tuple[str, Completion]] = []  # sums of buckets, and gathers of updates
+        self._reducing: list[str] = []  # units whose full gradients are freed by the next WAIT
+        self.optimizer = self._make_optimizer()
+
+    @property
+    def comm(self) -> collectives.Communicator | None:
+        """The communicator of all ranks; None if there is one rank alone."""
+        return self.mesh.comm
+
+    @property
+    def rank(self) -> int:
+        """This rank; 0 without a communicator."""
+        return self.mesh.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks; 1 without a communicator."""
+        return self.mesh.size
+
+    def _make_optimizer(self) -> Optimizer:
+        self.offload = self.recipe.offload(self.memory, self.rank)
+        self.masters = self.offload.make_masters(self.parameter_shards, master_dtype(self.dtype))
+        return self.recipe.optimizer(self.masters, make_state=self.offload.zeros)
+
+    # A run
+
+    def start(self) -> None:
+        """Prepare the first step: check that ranks agree, and send the initial values of rank 0.
+
+        Values are sent if the sharding has a `broadcast_algorithm`; otherwise they must be the same
+        on all ranks.  All ranks call this once, or `resume`.  Raises ModelMismatch, on all ranks,
+        if models or options differ.
+        """
+        self.check_models()
+        if self.sharding.broadcast_algorithm is None or self.comm is None:
+            return
+        with self.phase("start"), collectives.phase("broadcast"):
+            for flat in self.parameters.values():
+                self.comm.broadcast(
+                    flat, root=0, out=flat, algorithm=self.sharding.broadcast_algorithm
+                )
+        self.offload.load()
+
+    def resume(self) -> None:
+        """Prepare the first step if `checkpoint.load` will set the parameters; instead of `start`.
+
+        All ranks call this.  Raises ModelMismatch, on all ranks, if models or options differ.
+        """
+        self.check_models()
+
+    def close(self) -> None:
+        """Free the communicators of the mesh.  All ranks call this at the end."""
+        self.mesh.free()
+
+    @property
+    def batch_part(self) -> tuple[int, int]:
+        """Which part of a batch this rank computes: (index, number of parts)."""
+        return self.mesh.index(self.sharding.axes), self.mesh.size_of(self.sharding.axes)
+
+    def train(
+        self,
+        steps: int,
+        batch: BatchFunction,
+        total: int,
+        show: ProgressCallback,
+        first: int = 0,
+    ) -> list[float]:
+        """Make steps `first` to `steps` (exclusive) and return their losses.
+
+        All ranks call this, after `start` or `resume`.
+
+        Parameters
+        ----------
+        steps : int
+            The number of steps after which to end, counted from 0.
+        batch : function
+            Called with (step, index, number of parts); returns the inputs and targets of one part
+            of the step's batch, int64 (rows, context).
+        total : int
+            The number of tokens in the batch of all ranks.
+        show : function
+            Called after each step with the number of steps done and the loss.
+        first : int
+            The number of steps that were done before.
+
+        Returns
+        -------
+        list of float
+            The mean loss of each batch in nats per token, the same on all ranks.
+
+        Raises
+        ------
+        MissingGradient
+            As `step`.
+        """
+        losses = []
+        for step in range(first, steps):
+            losses.append(self.step(*batch(step, *self.batch_part), total))
+            show(step + 1, losses[-1])
+        return losses
+
+    def step(self, inputs: Tokens, targets: Tokens, total: int) -> float:
+        """Make one update from this rank's rows of a batch and return the loss of the whole batch.
+
+        All ranks call this.
+
+        Parameters
+        ----------
+        inputs, targets : arrays of int64, (rows, context)
+            This rank's rows; the numbers of rows may differ among ranks.
+        total : int
+            The number of tokens in the batch of all ranks.
+
+        Returns
+        -------
+        float
+            The mean loss in nats per token, the same on all ranks.
+
+        Raises
+        ------
+        MissingGradient
+            On all ranks, if a layer took no part in the step on some rank.
+        ValueError
+            If a token or a target is out of range.
+        FloatingPointError
+            If gradients are not finite even with the smallest loss scale (float16).
+        """
+        self.begin(inputs, targets, total)
+        self.run(self.actions)
+        self._end()
+        return self.loss
+
+    def compute(self, inputs: Tokens, targets: Tokens, total: int) -> float:
+        """Add up this rank's gradients, and return its part of the loss; send nothing.
+
+        `inputs`, `targets` and `total` are those of `step`.
+        """
+        self.begin(inputs, targets, total)
+        self.run([action for action in self.actions if action.kind in ("F", "B")])
+        self._end()
+        return self.loss
+
+    def _end(self) -> None:
+        """Forget the micro-batches."""
+        self._flowing.clear()
+        self._steps.clear()
+        self._saved.clear()
+
+    def begin(self, inputs: Tokens, targets: Tokens, total: int) -> None:
+        """Set the micro-batches that the next actions compute; set loss and gradients to 0.
+
+        `inputs`, `targets` and `total` are those of `step`.
+        """
+        self.loss, self.squares = 0.0, 0.0
+        self.used_layers.clear()
+        for flat in self.gradients.values():
+            flat[...] = 0
+        num_parts, scale = self.recipe.num_micro_batches, self.loss_scale.value
+        parts = [span(len(inputs), num_parts, k) for k in range(num_parts)]
+        self._flowing: dict[int, Array] = {
+            k: self.xp.asarray(inputs[rows]) for k, rows in enumerate(parts)
+        }  # between two layers: activations, or their derivatives
+        self._steps = {
+            k: Step(
+                self.xp.asarray(targets[rows]), total, k, rows.start, scale,
+                seed=self.recipe.seed, track=self._track_activations,
+            )
+            for k, rows in enumerate(parts)
+        }  # fmt: skip
+        self._saved: dict[tuple[int, str], Any] = {}
+        self._active: dict[int, list[str]] = {}  # the layers that run on each micro-batch
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Do some actions, up to an update that must be skipped; see `begin`."""
+        with self.ignore_overflow():
+            for label, group in groupby(actions, lambda action: action.phase):
+                with self.phase(label) if label else nullcontext():
+                    for action in group:
+                        if getattr(self, METHODS[action.kind])(action) is False:
+                            return
+
+    def ignore_overflow(self) -> AbstractContextManager[object]:
+        """Return a context manager without NumPy's overflow warnings if the loss scale changes."""
+        is_dynamic = self.loss_scale.is_dynamic
+        return np.errstate(over="ignore", invalid="ignore") if is_dynamic else nullcontext()
+
+    def _track_activations(self, arrays: Any) -> Any:
+        return self.memory.track("activations", arrays)
+
+    # Actions that compute
+
+    def forward(self, action: Action) -> None:
+        """Run a layer forward on a micro-batch, as `action` says."""
+        number, name = action.micro_batch, action.part
+        assert number is not None
+        self._complete_gathers(name)
+        if name == self._first_layer:
+            self._active[number] = [*self.model.active_layers(), self._last_layer]
+        if name in self._active[number]:
+            self.model.bind(name, self.full_parameters)
+            y, saved = self.model.layers[name].forward(self._flowing[number], self._steps[number])
+            self._flowing[number], self._saved[number, name] = y, self._track_activations(saved)
+            if name == self._last_layer:
+                if not isinstance(y, float):
+                    raise ValueError(f"the last layer is {name}: to be trained, it must be a loss")
+                self.loss += self._flowing.pop(number)
+        self._unbind(name)
+
+    def backward(self, action: Action) -> None:
+        """Run a layer backward on a micro-batch, as `action` says."""
+        number, name = action.micro_batch, action.part
+        assert number is not None
+        self._complete_gathers(name)
+        self._open_gradients(name)
+        if (number, name) in self._saved:
+            self.model.bind(name, self.full_parameters, self.full_gradients)
+            dy = self._flowing.pop(number, 1.0)  # the derivative of the loss by itself
+            saved = self._saved.pop((number, name))
+            self._flowing[number] = self.model.layers[name].backward(dy, saved)
+            self.used_layers.add(name)
+        self._unbind(name)
+        if name == self._first_layer:
+            self.num_recomputed += self._steps[number].num_recomputed
+            self._flowing.pop(number, None)
+
+    @property
+    def _first_layer(self) -> str:
+        return next(iter(self.model.layers))
+
+    @property
+    def _last_layer(self) -> str:
+        return next(reversed(self.model.layers))
+
+    def _unbind(self, layer: str) -> None:
+        """Let a layer forget arrays that may be freed."""
+        if {"gradients", "parameters"} & self.sharding.divided:
+            self.model.unbind(layer)
+
+    def _open_gradients(self, layer: str) -> None:
+        """Make the gradients of a layer's units, if they exist only while they are computed."""
+        for unit in self.model.units_of(layer):
+            if unit not in self.full_gradients:
+                size = self.model.unit_sizes[unit]
+                self.full_gradients[unit] = self.new_buffer("buffers", size)
+
+    # Actions that send
+
+    def unshard(self, action: Action) -> None:
+        """Start to gather the parameters of the unit of an `action`.
+
+        They go into a new array, or to where ranks keep the whole.
+        """
+        unit, axes = action.part, action.axes
+        is_secondary = unit in self.secondary
+        if "parameters" in self.sharding.divided:
+            full = self.new_buffer("buffers", self.model.unit_sizes[unit])
+            source = self.secondary[unit] if is_secondary else self.parameters[unit]
+            full[self.part(unit, axes)] = source
+            self.full_parameters[unit] = full
+        gather = prediction.gather_of(self, axes)
+        with collectives.phase(unit), within(is_secondary=is_secondary):
+            done = gather.start(self, unit, self.full_parameters[unit], axes)
+        if "parameters" in self.sharding.divided:
+            self._gathers[unit] = done
+        else:
+            self._pending.append((unit, done))
+
+    def _complete_gathers(self, layer: str) -> None:
+        """Wait for the parameters of a layer, and keep the secondary part of them."""
+        for unit in self.model.units_of(layer):
+            if unit in self._gathers:
+                self._gathers.pop(unit)()
+                axes = self.sharding.secondary_axes
+                if axes and unit not in self.secondary:
+                    kept = self.full_parameters[unit][self.part(unit, axes)].copy()
+                    self.secondary[unit] = self.memory.track("buffers", kept)
+
+    def reshard(self, action: Action) -> None:
+        """Free the gathered parameters of the unit of an `action`."""
+        del self.full_parameters[action.part]
+
+    def reduce(self, action: Action) -> None:
+        """Start to sum the bucket of an `action`: whole gradients, or parts that replicas have."""
+        bucket, axes = action.part, action.axes
+        hook = prediction.reduction_of(self, axes)
+        with collectives.phase(bucket):
+            done = hook.start(self, bucket, self._gradient_of(bucket, axes), axes)
+        self._pending.append((bucket, done))
+        if axes == self.sharding.shard_axes and "gradients" in self.sharding.divided:
+            self._reducing.append(bucket)
+
+    def _gradient_of(self, bucket: str, axes: tuple[str, ...]) -> Array:
+        if axes != self.sharding.shard_axes:
+            return self.gradients[bucket]
+        if "gradients" in self.sharding.divided:
+            return self.full_gradients[bucket]
+        return self.flats[bucket]
+
+    def wait(self, action: Action) -> None:
+        """Complete what was started before this `action`, until no hook starts another call."""
+        while self._pending:
+            label, done = self._pending.pop(0)
+            with collectives.phase(label):
+                rest = done()
+            if callable(rest):
+                self._pending.append((label, rest))
+        while self._reducing:
+            unit = self._reducing.pop()
+            full = self.full_gradients.pop(unit)
+            self.gradients[unit] += full[self.part(unit, self.sharding.shard_axes)]
+            self.secondary.pop(unit, None)
+
+    # Small messages
+
+    def find_unused(self, action: Action) -> None:
+        """Find the units that no rank along the axes of an `action` used."""
+        names = self.model.layers_with_parameters
+        used = np.array([name in self.used_layers for name in names], np.uint8)
+        comm = self.comm_of(action.axes)
+        comm.all_reduce(used, op="max", out=used, algorithm=SCALAR_ALGORITHM)
+        is_used = dict(zip(names, used, strict=True))
+        self.unused_units = {
+            unit for unit in self.model.units
+            if not any(is_used[x] for x in names if unit in self.model.units_of(x))
+        }  # fmt: skip
+
+    def reduce_loss(self, action: Action) -> None:
+        """Add up `loss` along the axes of an `action`.  Raise MissingGradient as `step` does."""
+        absent = sum(self.absent_layers())
+        self.loss, num_absent = self.all_reduce_scalars(action.axes, [self.loss, absent])
+        if num_absent:
+            self.raise_missing_gradient()
+
+    def reduce_norm(self, action: Action) -> None:
+        """Set `squares` to that of the scaled gradient, along the axes of an `action`."""
+        (self.squares,) = self.all_reduce_scalars(action.axes, [self.own_squares()])
+
+    def own_squares(self) -> float:
+        """Return the sum of squares of the scaled gradients that this rank updates by."""
+        return sum(map(sum_of_squares, self.gradient_shards.values()))
+
+    def all_reduce_scalars(self, axes: Sequence[str], numbers: list[float]) -> list[float]:
+        """Return the sums over the ranks along `axes` of a few numbers, computed in float64."""
+        x = np.array(numbers, np.float64)
+        if axes:
+            self.comm_of(axes).all_reduce(x, op="sum", out=x, algorithm=SCALAR_ALGORITHM)
+        sums: list[float] = x.tolist()
+        return sums
+
+    def absent_layers(self) -> list[bool]:
+        """Return for each layer whether it should have taken part in this step and did not."""
+        may_miss = self.sharding.find_unused_parameters
+        names = self.model.layers_with_parameters
+        return [name not in self.used_layers and not may_miss for name in names]
+
+    def raise_missing_gradient(self) -> None:
+        """Raise MissingGradient with the names of layers and ranks.  All ranks call this."""
+        layers = self.model.layers_with_parameters
+        mine = np.array(self.absent_layers(), np.uint8)
+        table = mine[None] if self.comm is None else self.comm.all_gather(mine[None])
+        missing = [
+            f"{layers[i]} (on {format_ranks(table[:, i])})" for i in np.flatnonzero(table.any(0))
+        ]
+        raise MissingGradient(f"no gradient in this step for {', '.join(missing)}")
+
+    # Updates
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether an update depends on the norm of the whole gradient: to clip it or to scale."""
+        return self.recipe.clip is not None or self.loss_scale.is_dynamic
+
+    def update(self, action: Action) -> bool:
+        """Change the parameters; return whether no gradient overflowed.  `action` is an UPDATE."""
+        if not self.update_loss_scale(self.squares):
+            self.num_skipped += 1
+            return False
+        self.num_updates += 1
+        factor = 1 / self._scale_used
+        if self.recipe.clip is not None:
+            norm = math.sqrt(self.squares) * factor
+            factor *= self.recipe.clip / max(norm, self.recipe.clip)
+        used = {u: x for u, x in self.gradient_shards.items() if u not in self.unused_units}
+        self.offload.update(self.optimizer, used, factor)
+        return True
+
+    def update_loss_scale(self, squares: float) -> bool:
+        """Set the scale of the next step; return whether this step's gradients are finite.
+
+        `squares` is the sum of their squares over all ranks.
+        """
+        self._scale_used = self.loss_scale.value
+        return self.loss_scale.update(is_finite=math.isfinite(squares))
+
+    # Before the first step
+
+    def check_models(self) -> None:
+        """Raise ModelMismatch, on all ranks, unless all have the same model and options."""
+        if self.comm is None:
+            return
+        units = {unit: agreement.digest_of(self, unit) for unit in self.model.units}
+        options = {name: agreement.digest(value) for name, value in self.options().items()}
+        with self.phase("start"), collectives.phase("check"):
+            agreement.check_same(self.comm, units, options)
+
+    def options(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, because their calls depend on it."""
+        return {
+            "strategy": type(self).__name__,
+            "mesh": self.mesh.axes,
+            "algorithm": self.algorithm,
+            "dtype": self.dtype.name,
+            "num_micro_batches": self.recipe.num_micro_batches,
+            "clip": self.recipe.clip,
+            "reduce_dtype": self.recipe.reduce_dtype,
+            "optimizer": agreement.options_of(self.optimizer),
+            "hook": agreement.options_of(self.sharding.reduction),
+            "gather": agreement.options_of(self.sharding.gather),
+            "layers": [[name, *x.config()] for name, x in self.model.layers.items()]
+            + sorted(map(list, self.model.ties.items())),
+        } | self.sharding.config()
+
+    # Reports and predictions
+
+    def summary_lines(self) -> list[str]:
+        """Return sentences about the run that losses, traffic and memory do not show."""
+        lines = []
+        if self.num_recomputed:
+            lines.append(
+                f"{self.num_recomputed} forward passes of layers recomputed on rank {self.rank}"
+            )
+        if self.loss_scale.is_dynamic:
+            scale = f"loss scale {self.loss_scale.value:g}"
+            lines.append(f"{self.num_skipped} updates skipped, {scale}")
+        return lines
+
+    def traffic(
+        self,
+        steps: int,
+        *,
+        batch: tuple[int, int] | None = None,
+        num_skipped: int = 0,
+        is_resumed: bool = False,
+    ) -> list[PredictedCall]:
+        """Return what `start` and one `train` of `steps` steps will send.
+
+        Parameters
+        ----------
+        steps : int
+        batch : (rows, context), optional
+            The shape of the batch of all ranks; needed by `SyncParameterServer`, which sends it.
+        num_skipped : int
+            How many updates an overflow prevents, which is known after the run only.
+        is_resumed : bool
+            Whether `resume` is called instead of `start`.
+
+        Returns
+        -------
+        list of PredictedCall
+            For `TrafficTable`; the same on all ranks, and empty without a communicator.
+
+        Raises
+        ------
+        ValueError
+            If `num_skipped` is not 0 in a dtype that skips no update, or if `batch` is needed.
+        """
+        if num_skipped and not self.loss_scale.is_dynamic:
+            raise ValueError(
+                f"in {self.dtype.name} no update is skipped, but num_skipped is {num_skipped}"
+            )
+        if self.comm is None:
+            return []
+        run = prediction.RunSize(steps, self.num_updates_in(steps) - num_skipped, batch)
+        start = prediction.start_traffic(self, len(self.options()), is_resumed=is_resumed)
+        return prediction.with_checks([*start, *self.step_traffic(run)], self.comm)
+
+    def calls_of(self, action: Action) -> Iterable[PredictedCall]:
+        """Return the calls that all ranks make in one action."""
+        return prediction.calls_of(self, action)
+
+    def kept_bytes(self) -> dict[str, int]:
+        """Return the bytes of what else a rank keeps, by category: nothing by default."""
+        return {}
+
+    def num_updates_in(self, steps: int) -> int:
+        """Return how many updates `steps` steps make if no gradient overflows."""
+        return steps
+
+    def step_traffic(self, run: prediction.RunSize) -> list[PredictedCall]:
+        """Return what the steps of `run` send."""
+        return prediction.step_traffic(self.actions, self.calls_of, run)
+
+
+def within(*, is_secondary: bool) -> AbstractContextManager[None]:
+    """Return the phase of what is gathered from the parts that ranks keep for backward."""
+    return collectives.phase("within") if is_secondary else nullcontext()
+
+
+def sum_of_squares(x: Array) -> float:
+    """Return the sum of the squares of a flat array's elements, computed in float64."""
+    wide = (piece.astype(np.float64) for (piece,) in pieces(x))
+    return sum((float(piece @ piece) for piece in wide), 0.0)
+
+
+def check_arguments(axes: dict[str, int], sharding: Sharding, algorithm: str) -> None:
+    """Raise ValueError unless a mesh of these `axes` can use this sharding and algorithm.
+
+    The algorithm must give all ranks the same bits.
+    """
+    if missing := [axis for axis in sharding.axes if axis not in axes]:
+        has = ", ".join(axes)
+        raise ValueError(f"the sharding needs an axis {missing[0]!r}; the mesh has {has}")
+    for collective, sizes in sharding.algorithm_sizes(axes).items():
+        for size in sizes:
+            if not collectives.choose(collective, algorithm, size, 0).algorithm.is_bitwise:
+                raise ValueError(
+                    f"{collective}.{algorithm} rounds differently on different ranks: their"
+                    " parameters would differ; choose another algorithm"
+                )

@@ -1,0 +1,322 @@
+"""An asynchronous parameter server: rank 0 updates the model by each gradient as it arrives."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import collectives
+from collectives import CollectiveTimeout, Communicator, Work
+from parallel.accounts import PredictedCall
+from parallel.accounts.monitor import PhaseFunction
+from parallel.mesh import Mesh
+from parallel.nn import Model
+from parallel.runtime import (
+    BatchFunction,
+    MissingGradient,
+    ProgressCallback,
+    Recipe,
+    RunSize,
+    Trainer,
+)
+from parallel.runtime.trainer import sum_of_squares
+from parallel.schedule import lower, one_forward_one_backward
+from parallel.servers.synchronous import AXES, SERVER
+from parallel.sharding import PushToServer, Sharding
+from parallel.text import Tokens
+
+PAUSE = 5e-4  # seconds that the asynchronous server sleeps when no push has begun
+
+
+class Staleness(NamedTuple):
+    """How stale one gradient was.
+
+    Attributes
+    ----------
+    worker : int
+        The rank that pushed it.
+    step : int
+        The worker's step.
+    updates : int
+        The updates made between the worker's pull of the parameters and its push.
+    """
+
+    worker: int
+    step: int
+    updates: int
+
+
+class PendingPush(NamedTuple):
+    """A push that has not begun: the receive of its first message, and when it was posted."""
+
+    work: Work[Any]
+    since: float
+
+
+class AsyncParameterServer(Trainer):
+    """Update the parameters by every gradient as it arrives.  Dean et al. 2012.
+
+    Rank 0 is the server and computes no gradients.  Each of the other w = p-1 ranks, the workers,
+    pulls the parameters, computes the gradient of its part of a step's batch (the mean over its own
+    rows) and pushes it, S times.  The server applies the gradient and answers this worker alone.
+    With one rank, training is serial.  All ranks together send, in u messages for u units,
+
+    | phase              | collective | messages  | bytes                     |
+    |--------------------|------------|-----------|---------------------------|
+    | start/check        | all_gather | 2 calls   | (16 + 32 (u + 8)) p (p-1) |
+    | async/pull/workerW | send       | S u       | S n(model)                |
+    | async/push/workerW | send       | S (u + 1) | S (n(model) + 16)         |
+    | finish/unit        | broadcast  | 1 call    | (p-1) n(unit)             |
+
+    where 16 bytes are a worker's loss and loss scale, which precede its gradient.  In a step a
+    worker sends Psi elements and receives Psi.  A broadcast at the end of `train` makes the
+    parameters equal on all ranks.  Each worker has its own loss scale; a gradient that overflowed
+    is pushed but not applied.
+
+    An error on a worker, such as MissingGradient, is raised there alone.  The other ranks learn of
+    it by the communicator's `timeout`: it limits the time of a worker's step, and the time for
+    which other ranks wait for the slowest, because of a staleness bound or at the end.
+
+    Parameters
+    ----------
+    comm, model, recipe, phase
+        As in `SyncParameterServer`.
+    staleness_bound : int, optional
+        How many steps a worker may be ahead of the slowest, at least 0: the server delays its
+        answer until then (stale synchronous parallel, Ho et al. 2013).  With 0, each worker makes
+        one step in each round.  By default there is no bound.  While a worker is in its step k, the
+        clocks of the others are between k - bound and k + bound + 1, so that no staleness exceeds
+        (2 bound + 1) (w - 1).
+    algorithm : str
+        Of the broadcast at the end; by default ``"linear"``.
+
+    Raises
+    ------
+    ValueError
+        As `Trainer`, and if `staleness_bound` is negative.
+
+    Attributes
+    ----------
+    staleness : list of Staleness
+        One for each push, in the order in which they were applied; on the server.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        model: Model,
+        recipe: Recipe | None = None,
+        *,
+        staleness_bound: int | None = None,
+        algorithm: str = "linear",
+        phase: PhaseFunction = collectives.phase,
+    ) -> None:
+        if staleness_bound is not None and staleness_bound < 0:
+            raise ValueError(
+                f"staleness_bound is {staleness_bound}: it must be at least 0, or None"
+            )
+        self.staleness_bound = staleness_bound
+        self.staleness: list[Staleness] = []
+        self._expected: dict[int, PendingPush] = {}
+        self._pulled: dict[int, int] = {}  # after how many updates each worker pulled
+        super().__init__(
+            Mesh(comm), model, recipe, algorithm=algorithm, phase=phase,
+            sharding=replace(Sharding.parameter_server(SERVER), reduction=PushToServer()),
+        )  # fmt: skip
+        schedule = one_forward_one_backward(self.recipe.num_micro_batches)
+        self.actions = lower(
+            schedule, model, Sharding(), buckets=self.buckets, needs_norm=self.needs_norm
+        )  # those of one rank alone: a worker does what precedes the update, the server the rest
+
+    @property
+    def batch_part(self) -> tuple[int, int]:
+        """The workers divide a batch; the server has no part: (0, 0)."""
+        if self.size == 1:
+            return 0, 1
+        return (0, 0) if self.rank == SERVER else (self.rank - 1, self.size - 1)
+
+    def train(
+        self,
+        steps: int,
+        batch: BatchFunction,
+        total: int,
+        show: ProgressCallback,
+        first: int = 0,
+    ) -> list[float]:
+        """Make steps `first` to `steps` of every worker.  All ranks call this.
+
+        Parameters
+        ----------
+        steps, batch, first
+            As in `Trainer.train`; `batch` is called for a worker's own part.
+        total : int
+            Used with one rank only.
+        show : function
+            Called on a worker after each of its steps, on the server after each step that all
+            workers have made.
+
+        Returns
+        -------
+        list of float
+            A worker's own losses; on the server the losses of all pushes, in the order in which
+            they were applied.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if `batch` raises it for too few rows.
+        CollectiveTimeout
+            On the server, if a worker's push does not begin within the communicator's timeout.
+        """
+        if self.size == 1:
+            return super().train(steps, batch, total, show, first)
+        if first < steps:
+            batch(first, max(self.rank - 1, 0), self.size - 1)  # may raise before any rank waits
+        with self._one_phase("async"):
+            if self.rank == SERVER:
+                losses = self._serve(first, steps, show)
+            else:
+                losses = self._work(first, steps, batch, show)
+        with self.phase("finish"):
+            for unit, flat in self.parameters.items():
+                with collectives.phase(unit):
+                    self.comm_of(AXES).broadcast(
+                        flat, root=SERVER, out=flat, algorithm=self.algorithm
+                    )
+        return losses
+
+    @contextmanager
+    def _one_phase(self, label: str) -> Iterator[None]:
+        """Let `phase` read MPI's counters at both ends only: pulls and pushes overlap in time."""
+        phase = self.phase
+        with phase(label):
+            self.phase = collectives.phase
+            try:
+                yield
+            finally:
+                self.phase = phase
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"staleness_bound": self.staleness_bound}
+
+    # The server
+
+    def _serve(self, first: int, steps: int, show: ProgressCallback) -> list[float]:
+        """Answer workers and apply their gradients until every worker has made its steps."""
+        clocks = dict.fromkeys(range(1, self.size), first)  # the steps that each has made
+        waiting, losses = list(clocks), []
+        ahead = math.inf if self.staleness_bound is None else self.staleness_bound
+        while (slowest := min(clocks.values())) < steps:
+            for worker in [w for w in waiting if clocks[w] <= slowest + ahead]:
+                waiting.remove(worker)
+                self._answer(worker)
+            worker = self._next_push()
+            losses.append(self._apply(worker, clocks[worker]))
+            clocks[worker] += 1
+            if clocks[worker] < steps:
+                waiting.append(worker)
+            if min(clocks.values()) > slowest:
+                show(slowest + 1, losses[-1])
+        return losses
+
+    def _answer(self, worker: int) -> None:
+        """Send a worker the current parameters, and expect its push."""
+        self._pulled[worker] = self.num_updates
+        with collectives.phase(f"pull/worker{worker}"):
+            for tag, flat in enumerate(self.parameters.values(), 1):
+                self.comm_of(AXES).send(flat, worker, tag)
+        work = self.comm_of(AXES).recv(np.empty(2), worker, async_op=True)
+        self._expected[worker] = PendingPush(work, time.monotonic())
+
+    def _next_push(self) -> int:
+        """Wait for a push of any worker; the worker answered last is tested last, for fairness."""
+        timeout = self.comm_of(AXES).timeout
+        limit = math.inf if timeout is None else timeout
+        while True:
+            for worker, (work, since) in self._expected.items():
+                if work.test():
+                    return worker
+                if time.monotonic() > since + limit:
+                    raise CollectiveTimeout(f"no push from rank {worker} within {limit} s", work)
+            time.sleep(PAUSE)
+
+    def _apply(self, worker: int, step: int) -> float:
+        """Update by the gradient that a worker has begun to push; return its loss."""
+        loss, self.loss_scale.value = self._expected.pop(worker).work.wait().tolist()
+        for tag, flat in enumerate(self.gradients.values(), 1):
+            self.comm_of(AXES).recv(flat, worker, tag)
+        updates = self.num_updates - self._pulled[worker]
+        self.staleness.append(Staleness(worker, step, updates))
+        self.run([action for action in self.actions if action.kind in ("NORM", "UPDATE")])
+        return float(loss)
+
+    # A worker
+
+    def _work(
+        self, first: int, steps: int, batch: BatchFunction, show: ProgressCallback
+    ) -> list[float]:
+        """Pull, compute and push.  The pull precedes `batch`: the server waits for its receipt."""
+        losses = []
+        for step in range(first, steps):
+            for tag, flat in enumerate(self.parameters.values(), 1):
+                self.comm_of(AXES).recv(flat, SERVER, tag)
+            inputs, targets = batch(step, *self.batch_part)
+            losses.append(self._push(inputs, targets))
+            show(step + 1, losses[-1])
+        return losses
+
+    def _push(self, inputs: Tokens, targets: Tokens) -> float:
+        """On a worker: compute the loss and the gradient, and send both to the server."""
+        loss = self.compute(inputs, targets, inputs.size)
+        if any(self.absent_layers()):
+            missing = ", ".join(name for name in self.model.layers if name not in self.used_layers)
+            raise MissingGradient(f"no gradient in this step for {missing} (on rank {self.rank})")
+        with collectives.phase(f"push/worker{self.rank}"):
+            comm = self.comm_of(AXES)
+            comm.send(np.array([loss, self.loss_scale.value]), SERVER)
+            for tag, flat in enumerate(self.gradients.values(), 1):
+                comm.send(flat, SERVER, tag)
+        if self.loss_scale.is_dynamic:
+            squares = sum(map(sum_of_squares, self.gradients.values()))
+            self.num_skipped += not self.update_loss_scale(squares)
+        return loss
+
+    # Reports and predictions
+
+    def summary_lines(self) -> list[str]:
+        updates = [each.updates for each in self.staleness] or [0]
+        mean, most = sum(updates) / len(updates), max(updates)
+        return [
+            *super().summary_lines(),
+            f"{len(self.staleness)} gradients, staleness in updates: mean {mean:.2f}, max {most}",
+        ]
+
+    def num_updates_in(self, steps: int) -> int:
+        """Return one update for each push."""
+        return steps * max(self.size - 1, 1)
+
+    def step_traffic(self, run: RunSize) -> list[PredictedCall]:
+        """Return what the steps of `run` by every worker send, and the broadcast at the end."""
+        sizes = [(n, self.dtype.itemsize) for n in self.model.unit_sizes.values()]
+        pulls_and_pushes = [
+            self.predicted(
+                f"async/{what}/worker{worker}", "send", n, AXES, itemsize=width, groups=(ends,),
+                algorithm="point_to_point", num_calls=run.num_steps,
+            )
+            for worker in range(1, self.size)
+            for what, sent, ends in (
+                ("pull", sizes, (SERVER, worker)),
+                ("push", [(2, 8), *sizes], (worker, SERVER)),
+            )
+            for n, width in sent
+        ]  # fmt: skip
+        return pulls_and_pushes + [
+            self.predicted(f"finish/{unit}", "broadcast", n, AXES)
+            for unit, n in self.model.unit_sizes.items()
+        ]

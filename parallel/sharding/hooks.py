@@ -1,0 +1,213 @@
+"""Communication hooks for `parallel.ddp`, which sum gradients with fewer bytes.
+
+For a bucket of n float32 elements on p ranks, of which rank d owns n(d), by ring all-reduces:
+
+| hook            | calls for a bucket     | bytes sent by all ranks     | of an all-reduce's      |
+|-----------------|------------------------|-----------------------------|-------------------------|
+| `AllReduce`     | all_reduce             | 8 (p-1) n                   | all                     |
+| `HalfPrecision` | all_reduce             | 4 (p-1) n                   | 1/2                     |
+| `Int8Blocks`    | all_to_all, all_gather | 2 (p-1) sum over d of       | 1/4 + 1/256             |
+|                 |                        | n(d) + 4 ceil(n(d) / 256)   |                         |
+| `PowerSGD`      | all_reduce, up to 3    | 8 (p-1) r (rows + columns)  | r (rows + columns)      |
+|                 |                        | of each matrix              | / (rows x columns)      |
+
+All ranks receive the same bits.  An inf or a NaN on one rank leaves inf or NaN on all.  The buffers
+of a training run include what a hook keeps from step to step, but not what it sends and receives
+while a bucket is summed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from collectives import Work, even_counts
+from parallel import shards
+from parallel.accounts.calls import PredictedCall
+from parallel.nn import Array, cast
+from parallel.optim.precision import dtype_of
+from parallel.sharding.collective import CommHook, Completion, Group
+from parallel.sharding.quantization import BLOCK, dequantize, num_blocks, quantize, quantized_bytes
+
+TWO_BYTES = ("float16", "bfloat16")
+ALL_TO_ALL, ALL_GATHER = "linear", "ring"  # algorithms
+
+ignore_overflow = np.errstate(over="ignore", invalid="ignore")  # the result shows an overflow
+
+
+class GeneratorHook(CommHook):
+    """A hook written as one generator, which yields each call that it started and must wait for.
+
+    Backward and the other buckets continue while the generator waits.
+    """
+
+    @abstractmethod
+    def run(
+        self, group: Group, bucket: str, flat: Array, axes: Sequence[str]
+    ) -> Iterator[Work[Any]]:
+        """Replace `flat` by its sum over all ranks, and yield each call that it has started.
+
+        A training run, the `group`, starts it in the phase of the `bucket`, and continues after
+        each call when that is complete; `axes` are those of the mesh along which to sum.  Every
+        rank must make the same calls in the same order.
+        """
+
+    def start(self, group: Group, bucket: str, flat: Array, axes: Sequence[str]) -> Completion:
+        return advance(self.run(group, bucket, flat, axes))
+
+
+def advance(run: Iterator[Work[Any]]) -> Completion:
+    """Let `run` start its next call; return a function that waits for it and advances again."""
+    work = next(run, None)
+
+    def finish() -> Completion | None:
+        if work is None:
+            return None
+        work.wait()
+        return advance(run)
+
+    return finish
+
+
+class HalfPrecision(GeneratorHook):
+    """Sum gradients rounded to float16 or bfloat16.
+
+    This takes one all-reduce of 2 n bytes for a bucket of n elements, in any dtype of the
+    model.  In float16 a value beyond 65504 becomes inf, and one below 3e-8 becomes 0.  bfloat16
+    has the range of float32, and a precision of 8 bits where float16 has 11.
+
+    Parameters
+    ----------
+    dtype : {"float16", "bfloat16"}
+
+    Raises
+    ------
+    ValueError
+        For another dtype.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> from parallel import HalfPrecision, ddp
+    >>> make = partial(ddp, hook=HalfPrecision("bfloat16"))
+    """
+
+    def __init__(self, dtype: str) -> None:
+        if dtype not in TWO_BYTES:
+            raise ValueError(f"dtype is {dtype!r}: it must be {' or '.join(TWO_BYTES)}")
+        self.dtype = dtype_of(dtype)
+
+    def run(
+        self, group: Group, bucket: str, flat: Array, axes: Sequence[str]
+    ) -> Iterator[Work[Any]]:
+        rounded = round_to(flat, self.dtype)
+        yield all_reduce(group, axes, rounded)
+        if rounded is not flat:
+            copy_rounded(flat, rounded)
+
+    def traffic(
+        self, group: Group, bucket: str, phase: str, axes: Sequence[str]
+    ) -> list[PredictedCall]:
+        size, width = group.bucket_size(bucket), self.dtype.itemsize
+        return [group.predicted(phase, "all_reduce", size, axes, itemsize=width)]
+
+
+class Int8Blocks(GeneratorHook):
+    """Sum gradients quantized to eight bits, with a scale for every `block` elements.
+
+    Rank d owns a part of n(d) elements of a bucket.  The others send it their values of this part,
+    quantized; it adds them in float32 and sends the quantized sum to all.  So an element is
+    rounded twice, for any number of ranks: on its way to the owner, by at most half a scale
+    on each of the p - 1 other ranks, and on its way back.  See `parallel.quantization`.
+
+    | collective | calls | bytes, all ranks                                        |
+    |------------|-------|---------------------------------------------------------|
+    | all_to_all | 1     | (p-1) sum over d of q(d) = n(d) + 4 ceil(n(d) / block)  |
+    | all_gather | 1     | (p-1) sum over d of q(d)                                |
+
+    Parameters
+    ----------
+    block : int
+        At least 1, by default 256.  Raises ValueError for a smaller number.
+    """
+
+    def __init__(self, block: int = BLOCK) -> None:
+        num_blocks(0, block)
+        self.block = block
+
+    def run(
+        self, group: Group, bucket: str, flat: Array, axes: Sequence[str]
+    ) -> Iterator[Work[Any]]:
+        comm, xp = group.comm_of(axes), array_namespace(flat)
+        me = comm.rank
+        parts = [shards.span(flat.shape[0], comm.size, rank) for rank in range(comm.size)]
+        sizes = self.part_bytes(group, bucket, comm.size)
+        table = without_own(sizes)
+
+        given = [quantize(flat[parts[d]], self.block) for d in range(comm.size) if d != me]
+        sent = xp.concat([xp.empty(0, dtype=np.uint8), *given])
+        received = xp.empty((comm.size - 1, sizes[me]), dtype=np.uint8)
+        yield comm.all_to_all(
+            sent, out=received.reshape(-1), counts=table, algorithm=ALL_TO_ALL, async_op=True
+        )
+        mine = quantize(self._sum(flat[parts[me]], received), self.block)
+        whole = xp.empty(sum(sizes), dtype=np.uint8)
+        yield comm.all_gather(mine, out=whole, counts=sizes, algorithm=ALL_GATHER, async_op=True)
+        for part, packed in zip(parts, shards.split(whole, sizes), strict=True):
+            copy_rounded(flat[part], dequantize(packed, shards.length(part), self.block))
+
+    @ignore_overflow
+    def _sum(self, own: Array, others: Array) -> Array:
+        """Return the float32 sum of a part and the quantized parts of the others."""
+        total = own.astype(np.float32)
+        for packed in others:
+            total += dequantize(packed, own.shape[0], self.block)
+        return total
+
+    def part_bytes(self, group: Group, bucket: str, num_ranks: int) -> tuple[int, ...]:
+        """Return the bytes of each of `num_ranks` ranks' quantized part of a `bucket`.
+
+        `group` is the training run.
+        """
+        counts = even_counts(group.bucket_size(bucket), num_ranks)
+        return tuple(quantized_bytes(n, self.block) for n in counts)
+
+    def traffic(
+        self, group: Group, bucket: str, phase: str, axes: Sequence[str]
+    ) -> list[PredictedCall]:
+        sizes = self.part_bytes(group, bucket, group.mesh.size_of(axes))
+        table = without_own(sizes)
+        return [
+            group.predicted(phase, "all_to_all", table, axes, itemsize=1, algorithm=ALL_TO_ALL),
+            group.predicted(phase, "all_gather", sizes, axes, itemsize=1, algorithm=ALL_GATHER),
+        ]
+
+
+def without_own(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the bytes from each rank to each if rank d gets ``sizes[d]`` from every other."""
+    ranks = range(len(sizes))
+    return tuple(tuple(n * (d != s) for d, n in enumerate(sizes)) for s in ranks)
+
+
+def all_reduce(group: Group, axes: Sequence[str], x: Array) -> Work[Any]:
+    """Start to sum `x` over the ranks along `axes`, in place."""
+    work: Work[Any] = group.comm_of(axes).all_reduce(
+        x, op="sum", out=x, algorithm=group.algorithm, async_op=True
+    )
+    return work
+
+
+@ignore_overflow
+def round_to(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Return `x` rounded to this dtype, without a copy if it has it."""
+    return cast(x, dtype)
+
+
+@ignore_overflow
+def copy_rounded(target: Array, values: Array) -> None:
+    """Copy `values` into `target`, rounded to its dtype."""
+    target[...] = values

@@ -1,0 +1,249 @@
+"""PowerSGD: gradients of low rank.  Vogels et al. 2019."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from collectives import Work
+from parallel import shards
+from parallel.accounts.calls import PredictedCall
+from parallel.nn import Array, ParameterSpec, split_flat
+from parallel.optim.precision import master_dtype
+from parallel.sharding.collective import Group
+from parallel.sharding.hooks import GeneratorHook, all_reduce, copy_rounded, ignore_overflow
+
+DEPENDENT = 1e-12  # relative length of what the other columns leave of a column: rounding only
+
+
+class Matrix(NamedTuple):
+    """A parameter that is sent as a low-rank approximation, and where its gradient is."""
+
+    part: slice
+    rows: int
+    columns: int
+
+
+class PowerSGD(GeneratorHook):
+    """Approximate the sum S of gradients of each matrix by P Q' of low rank.
+
+    Vogels et al. 2019.  Each step makes one step of the power method from the Q of the last step:
+    P = S Q, made orthonormal, and Q = S'P.  Both are linear in S, so they are sums over ranks.
+
+    Vectors (biases, norms), and matrices for which this saves nothing, are summed exactly.  With w
+    bytes for an element of the model and W for one in updates (4 if w is 2), a bucket takes at most
+
+    | collective | calls | bytes of the call                       | what                 |
+    |------------|-------|-----------------------------------------|----------------------|
+    | all_reduce | 1     | W r (sum of the matrices' rows)         | P                    |
+    | all_reduce | 1     | w (number of elements in no matrix)     | the other parameters |
+    | all_reduce | 1     | W r (sum of the matrices' columns)      | Q                    |
+
+    A rank keeps W columns (r + rows) bytes for each matrix: Q, and the error, which is what the
+    approximation left out of its gradient.  Errors are kept without the loss scale, and a gradient
+    that overflowed does not change them.  What was sent and not used, because another gradient
+    overflowed or no rank used the layer, is lost.  All ranks compute the same from the same sums,
+    so their processors must round in the same way.
+
+    Parameters
+    ----------
+    rank : int
+        The rank r of the approximation, at least 1; else ValueError is raised.
+    error_feedback : bool
+        Whether the error of a rank is added to its next gradient.
+    seed : int
+        Of the first Q; the same on all ranks.
+
+    Raises
+    ------
+    ValueError
+        If a training run is made with a hook that another one has already.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> from parallel import PowerSGD, ddp, gpt
+    >>> make = lambda comm: ddp(comm, gpt(num_layers=1), hook=PowerSGD(4)).size
+    >>> collectives.run(make, size=2)
+    [2, 2]
+    """
+
+    def __init__(self, rank: int, *, error_feedback: bool = True, seed: int = 0) -> None:
+        if rank < 1:
+            raise ValueError(f"the rank of an approximation is {rank}: it must be at least 1")
+        self.rank, self.error_feedback, self.seed = rank, error_feedback, seed
+        self.bases: dict[str, Array] = {}  # Q of each matrix: (columns, rank), not normalized
+        self.errors: dict[str, Array] = {}  # (rows, columns)
+
+    # What is kept
+
+    def allocate(self, group: Group) -> None:
+        if self.bases:
+            raise ValueError("this PowerSGD belongs to another strategy; make one for each")
+        dtype = master_dtype(group.dtype)
+        for name, matrix in self.all_matrices(group):
+            spec = ParameterSpec((matrix.columns, self.rank), std=1.0)
+            first = spec.draw(self.seed, f"basis.{name}")
+            basis = group.new_buffer("buffers", first.size, dtype).reshape(first.shape)
+            basis[...] = group.xp.asarray(first)
+            self.bases[name] = basis
+            if self.error_feedback:
+                error = group.new_buffer("buffers", matrix.rows * matrix.columns, dtype)
+                self.errors[name] = error.reshape(matrix.rows, matrix.columns)
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        errors = {f"error.{name}": x for name, x in self.errors.items()}
+        return {f"basis.{name}": x for name, x in self.bases.items()}, errors
+
+    def state_bytes(self, group: Group) -> int:
+        each = (
+            m.columns * (self.rank + m.rows * self.error_feedback)
+            for _, m in self.all_matrices(group)
+        )
+        return sum(each) * master_dtype(group.dtype).itemsize
+
+    def all_matrices(self, group: Group) -> Iterator[tuple[str, Matrix]]:
+        """Yield the name and place of each matrix in all buckets of a `group`."""
+        for bucket in group.buckets:
+            yield from self.split_bucket(group, bucket)[0].items()
+
+    def split_bucket(self, group: Group, bucket: str) -> tuple[dict[str, Matrix], list[slice]]:
+        """Return the matrices of a `bucket` of a `group` that are approximated, by name.
+
+        The second result are the slices of the bucket's other parameters.
+        """
+        matrices: dict[str, Matrix] = {}
+        others: list[slice] = []
+        stop = 0
+        for unit in group.buckets[bucket]:
+            for key, spec in group.model.units[unit].items():
+                start, stop = stop, stop + spec.size
+                rows = spec.shape[0] if spec.shape else 1  # a number is a matrix of one element
+                columns = spec.size // rows if rows else 0
+                if self.saves_bytes(group, rows, columns):
+                    matrices[f"{unit}.{key}"] = Matrix(slice(start, stop), rows, columns)
+                else:
+                    others.append(slice(start, stop))
+        return matrices, others
+
+    def saves_bytes(self, group: Group, rows: int, columns: int) -> bool:
+        """Return whether P and Q of a matrix of (rows, columns) are fewer bytes than the matrix.
+
+        The dtype of the `group`, a training run, is that of the matrix; P and Q are in the dtype of
+        its masters.
+        """
+        factors = self.rank * (rows + columns) * master_dtype(group.dtype).itemsize
+        return bool(factors < rows * columns * group.dtype.itemsize)
+
+    # A step
+
+    def run(
+        self, group: Group, bucket: str, flat: Array, axes: Sequence[str]
+    ) -> Iterator[Work[Any]]:
+        matrices, others = self.split_bucket(group, bucket)
+        if not matrices:
+            yield all_reduce(group, axes, flat)
+            return
+        xp, scale = array_namespace(flat), group.loss_scale.value
+        gradients = {name: flat[m.part].reshape(m.rows, m.columns) for name, m in matrices.items()}
+        left, lefts = self._factors(group, {name: m.rows for name, m in matrices.items()})
+        right, rights = self._factors(group, {name: m.columns for name, m in matrices.items()})
+        rest = xp.concat([flat[:0], *(flat[part] for part in others)])
+
+        for name, gradient in gradients.items():
+            self._compute_p(name, gradient, scale, lefts[name])
+        yield from [all_reduce(group, axes, x) for x in (left, rest) if x.shape[0]]
+        for name, gradient in gradients.items():
+            self._compute_q(name, gradient, scale, lefts[name], rights[name])
+        yield all_reduce(group, axes, right)
+        for name, gradient in gradients.items():
+            self._approximate(name, gradient, lefts[name], rights[name])
+        for part, piece in zip(
+            others, shards.split(rest, list(map(shards.length, others))), strict=True
+        ):
+            flat[part] = piece
+
+    def _factors(self, group: Group, lengths: dict[str, int]) -> tuple[Array, dict[str, Array]]:
+        """Return one array to send, and a view (length, rank) of it for each matrix."""
+        specs = {name: ParameterSpec((length, self.rank)) for name, length in lengths.items()}
+        size = self.rank * sum(lengths.values())
+        flat = group.xp.empty(size, dtype=master_dtype(group.dtype))
+        return flat, split_flat(flat, specs)
+
+    def _with_error(self, name: str, gradient: Array, scale: float) -> Array:
+        """Return this rank's gradient plus its error, both multiplied by the loss scale."""
+        corrected = gradient.astype(self.bases[name].dtype)
+        if self.error_feedback:
+            corrected += scale * self.errors[name]
+        return corrected
+
+    @ignore_overflow
+    def _compute_p(self, name: str, gradient: Array, scale: float, left: Array) -> None:
+        """Set `left` to this rank's P."""
+        corrected = self._with_error(name, gradient, scale)
+        left[...] = corrected @ self.bases[name]
+        left += 0 * array_namespace(corrected).sum(corrected)  # NaN, also where 0 in Q meets an inf
+
+    @ignore_overflow
+    def _compute_q(
+        self, name: str, gradient: Array, scale: float, left: Array, right: Array
+    ) -> None:
+        """Make the sum of all P orthonormal, set `right` to this rank's Q, and keep its error."""
+        xp, corrected = array_namespace(gradient), self._with_error(name, gradient, scale)
+        is_finite = xp.all(xp.isfinite(left))
+        left[...] = orthonormal(left)
+        right[...] = corrected.T @ left
+        if self.error_feedback:
+            error = self.errors[name]
+            corrected -= left @ right.T
+            error[...] = xp.where(is_finite, corrected / scale, error)
+
+    @ignore_overflow
+    def _approximate(self, name: str, gradient: Array, left: Array, right: Array) -> None:
+        """Set the gradient to P Q' of the summed P and Q, and keep Q for the next step.
+
+        A column of the last Q stays if the new one is zero: its direction may be needed later.
+        """
+        xp, basis = array_namespace(gradient), self.bases[name]
+        copy_rounded(gradient, left @ right.T)
+        lengths = xp.sqrt(xp.sum(right.astype(np.float64) ** 2, axis=0))
+        is_good = xp.isfinite(lengths) & (lengths > 0)
+        basis[...] = xp.where(is_good, right / xp.where(is_good, lengths, 1.0), basis)
+
+    def traffic(
+        self, group: Group, bucket: str, phase: str, axes: Sequence[str]
+    ) -> list[PredictedCall]:
+        matrices, others = self.split_bucket(group, bucket)
+        width = master_dtype(group.dtype).itemsize
+        rows = sum(m.rows for m in matrices.values())
+        columns = sum(m.columns for m in matrices.values())
+        sizes = [
+            (self.rank * rows, width),
+            (sum(map(shards.length, others)), group.dtype.itemsize),
+            (self.rank * columns, width),
+        ]
+        return [
+            group.predicted(phase, "all_reduce", n, axes, itemsize=each) for n, each in sizes if n
+        ]
+
+
+@ignore_overflow
+def orthonormal(x: Array) -> Array:
+    """Return the columns of `x` (rows, columns) made orthonormal from left to right, in float64.
+
+    By the Gram-Schmidt method, which makes each column orthogonal to those before it twice (Giraud
+    et al. 2005).  A column that depends on those before it becomes zero; NaN stays NaN.
+    """
+    xp = array_namespace(x)
+    done = x.T.astype(np.float64, order="C")
+    for k, column in enumerate(done):
+        before = xp.sqrt(column @ column)
+        for _ in range(2 if k else 0):
+            column -= (done[:k] @ column) @ done[:k]
+        rest = xp.sqrt(column @ column)
+        is_independent = rest > DEPENDENT * before
+        column *= is_independent / xp.where(is_independent, rest, 1.0)
+    return done.T

@@ -1,0 +1,387 @@
+"""Training strategies by name: a `Trainer` with a mesh and a sharding of one kind.
+
+n(unit) are the bytes of a unit, S the number of steps, k that of micro-batches.  The tables give
+the bytes that all ranks together send in a call, by ring, in addition to what every training run
+sends (`Trainer`), for steps of which no update was skipped.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict, Unpack
+
+from collectives import Communicator
+from parallel.accounts.monitor import PhaseFunction
+from parallel.mesh import Mesh
+from parallel.nn import Model
+from parallel.runtime import Recipe, Trainer
+from parallel.sharding import CommHook, Sharding, choose_group_size
+from parallel.sharding.quantization import BLOCK
+from parallel.sharding.sharding import BUCKET_BYTES
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of every strategy; see `Trainer`."""
+
+    algorithm: str
+    phase: PhaseFunction
+
+
+def serial(
+    comm: Communicator | None,
+    model: Model,
+    recipe: Recipe | None = None,
+    **options: Unpack[Options],
+) -> Trainer:
+    """Return a training run on one rank: the reference.
+
+    Parameters
+    ----------
+    comm : Communicator or None
+        Not used.
+    model, recipe, options
+        As in `ddp`.
+
+    Returns
+    -------
+    Trainer
+
+    Raises
+    ------
+    ValueError
+        On more than one rank: all would do the same.
+
+    Examples
+    --------
+    >>> from parallel import gpt, serial
+    >>> serial(None, gpt(num_layers=1)).size
+    1
+    """
+    if comm is not None and comm.size > 1:
+        raise ValueError(f"the serial strategy runs on one rank, not on {comm.size}")
+    return Trainer(Mesh(None), model, recipe, **options)
+
+
+def ddp(
+    comm: Communicator,
+    model: Model,
+    recipe: Recipe | None = None,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    hook: CommHook | None = None,
+    find_unused_parameters: bool = False,
+    broadcast_algorithm: str = "binomial",
+    **options: Unpack[Options],
+) -> Trainer:
+    """Return a data-parallel run: gradients are summed in buckets while backward computes others.
+
+    Li et al. 2020 (PyTorch DistributedDataParallel).  A bucket holds the gradients of layers that
+    are adjacent in backward, up to `bucket_bytes`, or those of one larger layer.  With n(b) the
+    bytes of bucket b, u units and p ranks,
+
+    | phase             | collective | calls | bytes a call    |
+    |-------------------|------------|-------|-----------------|
+    | start/broadcast   | broadcast  | u     | (p-1) n(unit)   |
+    | backward/bucket b | all_reduce | S     | 2 (p-1) n(b)    |
+
+    That is 2 Psi (p-1)/p elements for each rank and step, for any number of micro-batches: only the
+    last one's backward sends.  Each rank's loss is the sum over its own rows divided by the rows of
+    the whole batch, and the ranks' gradients are added: this is exact for uneven parts too.
+    Initial values are those of rank 0.
+
+    Parameters
+    ----------
+    comm : Communicator
+    model : Model
+    recipe : Recipe, optional
+    bucket_bytes : int
+        The most bytes of a bucket of several layers, at least 1; by default 25 MiB.
+    hook : CommHook, optional
+        How a bucket is summed; by default `AllReduce`.
+    find_unused_parameters : bool
+        Allow layers that take no part in a step.  The gradient is zero on ranks that did not use a
+        layer, and a layer that no rank used is not updated.  This takes an all-reduce of a byte for
+        each layer.  Otherwise `Trainer.step` raises MissingGradient.
+    broadcast_algorithm : str
+        Of the initial values; by default ``"binomial"``.
+    options
+        `algorithm` and `phase`, as in `Trainer`.
+
+    Returns
+    -------
+    Trainer
+
+    Raises
+    ------
+    ValueError
+        As `Trainer`, and if `bucket_bytes` is less than 1.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> from parallel import Recipe, ddp, gpt, text
+    >>> def train(comm):
+    ...     trainer = ddp(comm, gpt(num_layers=1, hidden=16, context=8), Recipe("float32"))
+    ...     trainer.start()
+    ...     rows = text.batch(text.load(), seed=0, step=0, batch_size=4, context=8,
+    ...                       rank=comm.rank, num_ranks=comm.size)
+    ...     return trainer.step(*rows, total=4 * 8)
+    >>> first, second = collectives.run(train, size=2)
+    >>> first == second
+    True
+    """
+    sharding = Sharding.ddp(
+        bucket_bytes=bucket_bytes, hook=hook, find_unused_parameters=find_unused_parameters,
+        broadcast_algorithm=broadcast_algorithm,
+    )  # fmt: skip
+    return Trainer(Mesh(comm), model, recipe, sharding=sharding, **options)
+
+
+def zero1(
+    comm: Communicator, model: Model, recipe: Recipe | None = None, **options: Unpack[Options]
+) -> Trainer:
+    """Return a run of ZeRO stage 1: each rank keeps its part of the optimizer states.
+
+    Rajbhandari et al. 2020.  Each of p ranks owns one p-th of every unit, its shard; it updates the
+    shard and sends it where it is needed.  Initial values must be the same on all ranks.
+
+    | phase        | collective     | calls | bytes a call  |
+    |--------------|----------------|-------|---------------|
+    | reduce/unit  | reduce_scatter | S     | (p-1) n(unit) |
+    | update/unit  | all_gather     | S     | (p-1) n(unit) |
+
+    A rank sends 2 Psi (p-1)/p elements in a step, for any number of micro-batches.
+
+    Parameters
+    ----------
+    comm, model, recipe, options
+        As in `ddp`.
+
+    Returns
+    -------
+    Trainer
+
+    Raises
+    ------
+    ValueError
+        As `Trainer`.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> from parallel import Recipe, gpt, zero1
+    >>> make = lambda comm: zero1(comm, gpt(num_layers=1), Recipe("float16", num_micro_batches=2))
+    >>> collectives.run(lambda comm: make(comm).memory.peak["optimizer"], size=2)
+    [3750912, 3750912]
+    """
+    return Trainer(Mesh(comm), model, recipe, sharding=Sharding.zero(1), **options)
+
+
+def zero2(
+    comm: Communicator, model: Model, recipe: Recipe | None = None, **options: Unpack[Options]
+) -> Trainer:
+    """Return a run of ZeRO stage 2: each rank keeps its part of optimizer states and gradients.
+
+    | phase         | collective     | calls | bytes a call  |
+    |---------------|----------------|-------|---------------|
+    | backward/unit | reduce_scatter | k S   | (p-1) n(unit) |
+    | update/unit   | all_gather     | S     | (p-1) n(unit) |
+
+    A rank sends (k + 1) Psi (p-1)/p elements in a step.  The gradient of a whole unit is summed
+    while backward computes that of the next, and then freed.
+
+    Parameters
+    ----------
+    comm, model, recipe, options
+        As in `ddp`.
+
+    Returns
+    -------
+    Trainer
+
+    Raises
+    ------
+    ValueError
+        As `Trainer`.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> from parallel import gpt, zero2
+    >>> make = lambda comm: zero2(comm, gpt(num_layers=1)).memory.peak["gradients"]
+    >>> collectives.run(make, size=2)
+    [3750912, 3750912]
+    """
+    return Trainer(Mesh(comm), model, recipe, sharding=Sharding.zero(2), **options)
+
+
+def zero3(
+    comm: Communicator,
+    model: Model,
+    recipe: Recipe | None = None,
+    *,
+    keep_after_forward: bool = False,
+    **options: Unpack[Options],
+) -> Trainer:
+    """Return a run of ZeRO stage 3: each rank keeps its part of all states.
+
+    A layer's parameters are gathered before it runs and freed after it has run.  While a layer
+    runs, those of the next one are gathered.
+
+    | phase         | collective     | calls | bytes a call  |
+    |---------------|----------------|-------|---------------|
+    | forward/unit  | all_gather     | k S   | (p-1) n(unit) |
+    | backward/unit | all_gather     | k S   | (p-1) n(unit) |
+    | backward/unit | reduce_scatter | k S   | (p-1) n(unit) |
+
+    A rank sends 3 k Psi (p-1)/p elements in a step, or 2 k Psi (p-1)/p with `keep_after_forward`.
+
+    Parameters
+    ----------
+    comm, model, recipe, options
+        As in `ddp`.
+    keep_after_forward : bool
+        Free parameters after backward only: this sends less and keeps more.
+
+    Returns
+    -------
+    Trainer
+
+    Raises
+    ------
+    ValueError
+        As `Trainer`.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> from parallel import gpt, zero3
+    >>> make = lambda comm: zero3(comm, gpt(num_layers=0, hidden=4, context=2, num_heads=1))
+    >>> print(*collectives.run(lambda comm: make(comm).actions[:5], size=2)[0])
+    0UNSHARD[embedding]@data 0UNSHARD[head]@data 0F0[embedding] 0RESHARD[embedding] 0F0[head]
+    """
+    sharding = Sharding.zero(3, keep_after_forward=keep_after_forward)
+    return Trainer(Mesh(comm), model, recipe, sharding=sharding, **options)
+
+
+def hsdp(
+    comm: Communicator,
+    model: Model,
+    recipe: Recipe | None = None,
+    *,
+    group_size: int | None = None,
+    keep_after_forward: bool = False,
+    **options: Unpack[Options],
+) -> Trainer:
+    """Return a run of hybrid sharding: ZeRO-3 in groups of g ranks; G groups sum their gradients.
+
+    A group is usually the ranks of one host, so that parameters are gathered within the host.  Zhao
+    et al. 2023 (PyTorch FSDP, hybrid sharding); Zhang et al. 2022 (MiCS).
+
+    | phase          | collective     | calls                | bytes a call      |
+    |----------------|----------------|----------------------|-------------------|
+    | forward/unit   | all_gather     | k S for each group   | (g-1) n(unit)     |
+    | backward/unit  | all_gather     | k S for each group   | (g-1) n(unit)     |
+    | backward/unit  | reduce_scatter | k S for each group   | (g-1) n(unit)     |
+    | replicate/unit | all_reduce     | S for each shard     | 2 (G-1) n(shard)  |
+
+    In a step a rank sends 3 k Psi (g-1)/g elements within its group and 2 Psi/g (G-1)/G to others.
+    With one group this is ZeRO-3; with groups of one rank it is data parallelism.
+
+    Parameters
+    ----------
+    comm, model, recipe, options
+        As in `ddp`.
+    group_size : int, optional
+        The number of consecutive ranks that form a group.  By default the largest proper divisor
+        of the number of ranks above 1, or all ranks if there is none.
+    keep_after_forward : bool
+        As in `zero3`.
+
+    Returns
+    -------
+    Trainer
+        On a mesh with the axes ``replicate`` and ``shard``.
+
+    Raises
+    ------
+    ValueError
+        As `Trainer`, and if `group_size` does not divide the number of ranks.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> from parallel import gpt, hsdp
+    >>> make = lambda comm: hsdp(comm, gpt(num_layers=1), group_size=2)
+    >>> collectives.run(lambda comm: make(comm).mesh.axes, size=4)[0]
+    {'replicate': 2, 'shard': 2}
+    """
+    sharding = Sharding.hsdp(keep_after_forward=keep_after_forward)
+    return Trainer(mesh_of_groups(comm, group_size), model, recipe, sharding=sharding, **options)
+
+
+def zeropp(
+    comm: Communicator,
+    model: Model,
+    recipe: Recipe | None = None,
+    *,
+    group_size: int | None = None,
+    block: int = BLOCK,
+    **options: Unpack[Options],
+) -> Trainer:
+    """Return a run of ZeRO++: ZeRO-3 on p ranks in G groups of g, which sends quantized values.
+
+    Wang et al. 2023:
+
+    - Forward gathers quantized parameters: int8, with a scale for each block (qwZ).
+    - Each rank then keeps a g-th of them, so that backward gathers within the group (hpZ).
+    - Gradients are exchanged quantized, within the group and then between groups; after each
+      exchange they are added in float32 (qgZ).
+
+    With q(n) the bytes of n quantized elements, and Q(unit) those of all shards of a unit,
+
+    | phase                 | collective | calls               | bytes a call                      |
+    |-----------------------|------------|---------------------|-----------------------------------|
+    | forward/unit          | all_gather | k S                 | (p-1) Q(unit)                     |
+    | backward/unit/within  | all_gather | k S for each group  | (g-1) n(unit)                     |
+    | backward/unit/within  | all_to_all | k S for each group  | (g-1) Q(unit)                     |
+    | backward/unit/between | all_to_all | k S for each column | (G-1) q(the shards of the column) |
+
+    Between groups this is about a quarter of what ZeRO-3 sends in two bytes.  What is sent is
+    rounded, so losses differ from those of one rank; but all ranks compute with the same
+    parameters.  The paper sends gradients in four bits, this function in eight.
+
+    Parameters
+    ----------
+    comm, model, recipe, options
+        As in `ddp`.
+    group_size : int, optional
+        As in `hsdp`.
+    block : int
+        The number of elements that share a scale, by default 256.
+
+    Returns
+    -------
+    Trainer
+        On a mesh with the axes ``replicate`` and ``shard``.
+
+    Raises
+    ------
+    ValueError
+        As `hsdp`.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> from parallel import gpt, zeropp
+    >>> make = lambda comm: zeropp(comm, gpt(num_layers=1)).mesh.axes
+    >>> collectives.run(make, size=4)[0]
+    {'replicate': 2, 'shard': 2}
+    """
+    mesh, sharding = mesh_of_groups(comm, group_size), Sharding.zeropp(block=block)
+    return Trainer(mesh, model, recipe, sharding=sharding, **options)
+
+
+def mesh_of_groups(comm: Communicator, group_size: int | None = None) -> Mesh:
+    """Return a mesh of groups of consecutive ranks; see `choose_group_size`."""
+    size = choose_group_size(comm.size, group_size)
+    return Mesh(comm, replicate=comm.size // size, shard=size)
