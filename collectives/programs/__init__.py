@@ -15,7 +15,7 @@ from collectives.programs.program import (
     assembled,
     compile_call,
 )
-from collectives.programs.steps import Counts, Lane, Message, Step, num_bytes_of
+from collectives.programs.steps import Counts, Lane, Message, Step
 
 __all__ = [
     "INPUT",
@@ -32,6 +32,5 @@ __all__ = [
     "Step",
     "assembled",
     "compile_call",
-    "num_bytes_of",
     "num_lanes",
 ]

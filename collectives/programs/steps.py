@@ -11,15 +11,6 @@ Aliasing = int | Literal["none", "odd"]
 Counts = int | tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
-def num_bytes_of(counts: Counts, itemsize: int) -> int:
-    """The n of the formulas: bytes of the vector, of all blocks, or of one all-to-all input."""
-    if isinstance(counts, int):
-        return counts * itemsize
-    numbers = [count if isinstance(count, int) else sum(count) for count in counts]
-    num_parts = 1 if isinstance(counts[0], int) else len(counts)
-    return sum(numbers) // num_parts * itemsize
-
-
 class Message(NamedTuple):
     """A message: the peer, and the region that is sent or filled."""
 

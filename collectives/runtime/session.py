@@ -12,7 +12,7 @@ from collectives.arrays import Arrays, Operator, validation
 from collectives.diagnostics import Ancestry, Ledger
 from collectives.engines import ProgressThread, Transport
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
-from collectives.programs import CallSpec, Counts, num_bytes_of
+from collectives.programs import CallSpec, Counts
 from collectives.runtime.call_cache import NO_CALLS, CallCache
 from collectives.runtime.checked import Checker, Mode
 from collectives.runtime.description import Compared
@@ -241,7 +241,7 @@ class Session:
         `label`: its name in the ledger, if that is not the collective's.
         """
         dtype, size = arrays.dtype, self.transport.size
-        num_bytes = num_bytes_of(counts, dtype.itemsize)
+        num_bytes = select.num_bytes_of(counts, dtype.itemsize)
         like = arrays.target if arrays.source is None else arrays.source
         choice = select.choose(collective, algorithm, size, num_bytes, op, self.decisions)
         return CallSpec(

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.programs import CallSpec, Counts, compile_call, num_bytes_of
-from collectives.selection.select import choose
+from collectives.programs import CallSpec, Counts, compile_call
+from collectives.selection.select import choose, num_bytes_of
 
 
 class Prediction(NamedTuple):
