@@ -118,7 +118,11 @@ class PredictedCall:
         calls of a "send" or a "check" is None: they have no numbers of their own.  Raises
         ValueError as `matrices`.
         """
-        messages, nbytes = self.matrices(size).sum(axis=(1, 2)).tolist()
+        return self.tally(self.matrices(size))
+
+    def tally(self, matrices: Int64) -> Tally:
+        """Return the sums of `matrices`, which are those of this object; see `sent`."""
+        messages, nbytes = matrices.sum(axis=(1, 2)).tolist()
         if self.collective in UNCOUNTED:
             return Tally(None, messages, nbytes)
         num_groups = 1 if self.groups is None else len(self.groups)

@@ -76,10 +76,12 @@ class Sent(NamedTuple):
 
 def sent_by(calls: Iterable[PredictedCall], size: int) -> list[Sent]:
     """Return what predicted calls send among `size` ranks."""
-    return [
-        Sent(call.phase, call.collective, call.axis, call.sent(size).calls, call.matrices(size))
-        for call in calls
-    ]
+    found = []
+    for call in calls:
+        matrix = call.matrices(size)
+        tally = call.tally(matrix)
+        found.append(Sent(call.phase, call.collective, call.axis, tally.calls, matrix))
+    return found
 
 
 def sent_in(ledger: Ledger) -> list[Sent]:
@@ -207,12 +209,7 @@ def differences(
     """Return a sentence for each axis or phase in which two columns' matrices differ."""
     found = []
     for key in predicted | seen:
-        ours, theirs = predicted.get(key), seen.get(key)
-        if ours is None or theirs is None:
-            is_equal = not (theirs if ours is None else ours).any()  # type: ignore[union-attr]
-        else:
-            is_equal = np.array_equal(ours, theirs)
-        if not is_equal:
+        if np.any(predicted.get(key, 0) - seen.get(key, 0)):
             name = f"{by} {key}" if key else f"messages without {by}"
             found.append(f"{name}: the matrix predicted is not the one {column}")
     return found

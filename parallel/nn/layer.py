@@ -80,14 +80,12 @@ class Step:
         The right classes, (rows, context), of this micro-batch.
     total : int
         The number of targets in the batch of all ranks.
-    micro_batch, first_row : int
-        The number of the micro-batch, and the row of the batch of all ranks with which it begins.
+    micro_batch : int
+        The number of the micro-batch.
     loss_scale : float
         The factor of the loss.
     is_training : bool
         Whether a backward pass follows.
-    seed : int
-        Of random numbers; see `random`.
     track : function
         Called with arrays that a layer computes again during backward.
     num_recomputed : int
@@ -99,17 +97,11 @@ class Step:
     targets: Array = None
     total: int = 1
     micro_batch: int = 0
-    first_row: int = 0
     loss_scale: float = 1.0
     is_training: bool = True
-    seed: int = 0
     track: Callable[[Any], object] = id
     num_recomputed: int = 0
     losses: list[float] = field(default_factory=list)
-
-    def random(self, layer: str, row: int) -> np.random.Generator:
-        """Return random numbers for a row of this micro-batch: the same on any number of ranks."""
-        return np.random.default_rng([self.seed, self.first_row + row, *layer.encode()])
 
 
 class Layer(ABC):

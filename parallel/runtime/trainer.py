@@ -293,8 +293,7 @@ class Trainer(State):
         }  # between two layers: activations, or their derivatives
         self._steps = {
             k: Step(
-                self.xp.asarray(targets[rows]), total, k, rows.start, scale,
-                seed=self.recipe.seed, track=self._track_activations,
+                self.xp.asarray(targets[rows]), total, k, scale, track=self._track_activations
             )
             for k, rows in enumerate(parts)
         }  # fmt: skip
@@ -382,7 +381,7 @@ class Trainer(State):
         They go into a new array, or to where ranks keep the whole.
         """
         unit, axes = action.part, action.axes
-        is_secondary = unit in self.secondary
+        is_secondary = axes == self.sharding.secondary_axes
         if "parameters" in self.sharding.divided:
             full = self.new_buffer("buffers", self.model.unit_sizes[unit])
             source = self.secondary[unit] if is_secondary else self.parameters[unit]

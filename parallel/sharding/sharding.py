@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -170,10 +171,7 @@ class Sharding:
         """
 
         def along(axes: tuple[str, ...]) -> int:
-            product = 1
-            for axis in axes:
-                product *= sizes[axis]
-            return product
+            return math.prod(sizes[axis] for axis in axes)
 
         found: dict[str, list[int]] = {}
         if not self.shard_axes:
