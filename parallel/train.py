@@ -21,8 +21,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import platform
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -32,6 +35,7 @@ from statistics import median
 from typing import Any
 
 import mpi4py.run
+import numpy as np
 from rich.console import Console
 
 import collectives
@@ -59,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     is_first = options.threads is not None or collectives.world().rank == 0
     try:
         if options.threads is None:
-            return run_training(collectives.world(), options)
+            return run_training(with_progress(collectives.world(), options.progress), options)
         return collectives.run(
             partial(run_training, options=options), options.threads, timeout=None
         )[0]
@@ -69,6 +73,34 @@ def main(arguments: list[str] | None = None) -> int:
 
 class InvalidRun(Exception):  # noqa: N818
     """The arguments do not go together.  Raised on all ranks, with the same message."""
+
+
+def with_progress(comm: Communicator, wanted: str) -> Communicator:
+    """Return `comm`, or one whose calls continue in a thread while the model computes.
+
+    `wanted` is "thread", "none", or "auto": with a thread if every rank has a core for it.  All
+    ranks call this.  Raises InvalidRun if the MPI cannot be called from several threads.
+    """
+    if wanted == "auto":
+        are_free = comm.all_gather(np.array([has_free_core(comm)])).all()
+        wanted = "thread" if are_free and comm.size > 1 else "none"
+    if wanted == "none":
+        return comm
+    try:
+        return collectives.world(progress="thread")
+    except RuntimeError as error:
+        raise InvalidRun(str(error)) from error
+
+
+def has_free_core(comm: Communicator) -> bool:
+    """Return whether this rank's cores are more than the ranks that use them.
+
+    A rank that may not run on all cores is taken to have its own.
+    """
+    host = comm.all_gather(np.array([zlib.crc32(platform.node().encode())]))
+    cores = len(os.sched_getaffinity(0))
+    is_bound = cores < (os.cpu_count() or 1)
+    return cores > (1 if is_bound else int((host == host[comm.rank]).sum()))
 
 
 def run_training(comm: Communicator, options: argparse.Namespace) -> int:
@@ -114,6 +146,8 @@ def parser() -> argparse.ArgumentParser:
         help="parts in which a rank computes its rows; default: %(default)s")  # fmt: skip
     add("--seed", type=at_least(0), default=0, help="default: %(default)s")
     add("--threads", type=at_least(1), metavar="N", help="run N ranks as threads, without MPI")
+    add("--progress", choices=("auto", "thread", "none"), default="auto",
+        help="whether calls continue in a thread; auto: if each rank has a free core")  # fmt: skip
 
     add = parse.add_argument_group("model").add_argument
     add("--layers", type=at_least(1), default=4, help="number of blocks; default: %(default)s")

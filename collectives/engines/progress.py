@@ -24,6 +24,16 @@ _LINGER = 0.5  # seconds without work after which the thread sleeps until it is 
 _SHORTEST_NAP, _LONGEST_NAP = 1e-3, 16e-3
 
 
+class _Entry:
+    """A call, None once it is forgotten, and the time from which to advance it."""
+
+    __slots__ = ("call", "since")
+
+    def __init__(self, call: PendingCall, since: float) -> None:
+        self.call: PendingCall | None = call
+        self.since = since
+
+
 class ProgressThread:
     """Advances calls until each is done, or until the program waits for it.
 
@@ -32,7 +42,7 @@ class ProgressThread:
 
     def __init__(self) -> None:
         self._woken = threading.Event()
-        self._calls: list[tuple[PendingCall, float]] = []  # with the time from which to advance it
+        self._calls: list[_Entry] = []
         self._is_stopped = False
         self._is_asleep = False
         self._thread = threading.Thread(target=self._work, name="collectives", daemon=True)
@@ -41,19 +51,25 @@ class ProgressThread:
 
     def adopt(self, call: PendingCall, delay: float = 0.0) -> None:
         """Advance a call, unless the program waits for it within `delay` seconds."""
-        self._calls.append((call, time.monotonic() + delay if delay else 0.0))
+        self._calls.append(_Entry(call, time.monotonic() + delay if delay else 0.0))
         if self._is_asleep or not delay:
             self._woken.set()
 
     @property
     def calls(self) -> list[PendingCall]:
         """The calls that the thread advances."""
-        return [call for call, _ in list(self._calls)]
+        return [entry.call for entry in list(self._calls) if entry.call is not None]
+
+    def forget(self, call: PendingCall) -> None:
+        """Keep no reference to a call that is done, so that its arrays can be freed."""
+        for entry in list(self._calls):
+            if entry.call is call:
+                entry.call = None
 
     def stop(self) -> None:
         """End the thread.  The program can still wait for calls that are not done."""
         self._is_stopped = True
-        for call, _ in list(self._calls):
+        for call in self.calls:
             call.is_awaited = True
         self._woken.set()
         self._thread.join()
@@ -74,23 +90,20 @@ class ProgressThread:
                 self._sleep(time.monotonic() - idle_since, nap)
                 nap = min(2 * nap, _LONGEST_NAP)
 
-    def _due(self) -> list[PendingCall]:
+    def _due(self) -> list[_Entry]:
         """The calls to advance now; drop those that are done, awaited or listed twice."""
         seen = set[int]()
         for entry in list(self._calls):
-            if entry[0].is_done or entry[0].is_awaited or id(entry[0]) in seen:
+            if not _is_wanted(entry.call) or id(entry.call) in seen:
                 self._calls.remove(entry)
-            seen.add(id(entry[0]))
+            seen.add(id(entry.call))
         now = time.monotonic()
-        return [call for call, since in list(self._calls) if since <= now]
+        return [entry for entry in list(self._calls) if entry.since <= now]
 
-    def _progressed(self, calls: list[PendingCall]) -> bool:
+    def _progressed(self, entries: list[_Entry]) -> bool:
         """Advance each call; return whether any moved."""
-        seconds, has_moved = _LONG if len(calls) == 1 else _SHORT, False
-        for call in calls:
-            with suppress(KeyboardInterrupt):  # an operator raised it, and the call keeps it
-                has_moved |= call.progress(seconds)
-        return has_moved
+        seconds = _LONG if len(entries) == 1 else _SHORT
+        return sum(_advanced(entry.call, seconds) for entry in entries) > 0
 
     def _sleep(self, idle: float, nap: float) -> None:
         """Sleep for `nap` seconds; after a long time without work, until `adopt` wakes the thread.
@@ -103,6 +116,16 @@ class ProgressThread:
         if not (self._is_asleep and self._calls):
             self._woken.wait(None if self._is_asleep else nap)
         self._is_asleep = False
+
+
+def _is_wanted(call: PendingCall | None) -> bool:
+    return call is not None and not call.is_done and not call.is_awaited
+
+
+def _advanced(call: PendingCall | None, seconds: float) -> bool:
+    with suppress(KeyboardInterrupt):  # an operator raised it, and the call keeps it
+        return call is not None and call.progress(seconds)
+    return False
 
 
 def calls_in_progress() -> list[PendingCall]:

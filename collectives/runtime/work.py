@@ -163,6 +163,8 @@ class Work(Generic[Result]):
         limit = self._timeout if timeout is None else validation.seconds(timeout)
         if not self.is_done:
             self._wait(limit)
+        if self._thread is not None:
+            self._thread.forget(self)
         if self._error is not None:
             raise self._error
         result: Result = self._result

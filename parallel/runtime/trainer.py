@@ -18,6 +18,7 @@ from parallel.nn import Array, Model, Step
 from parallel.optim import Optimizer, master_dtype, pieces
 from parallel.runtime import agreement, prediction
 from parallel.runtime.agreement import format_ranks
+from parallel.runtime.overlap import Overlap
 from parallel.runtime.prediction import SCALAR_ALGORITHM
 from parallel.runtime.recipe import BatchFunction, ProgressCallback, Recipe
 from parallel.runtime.state import State
@@ -32,6 +33,7 @@ METHODS = {
     "REDUCE": "reduce", "WAIT": "wait", "UNUSED": "find_unused", "LOSS": "reduce_loss",
     "NORM": "reduce_norm", "UPDATE": "update",
 }  # fmt: skip
+COMPUTING = ("F", "B", "UPDATE", "RESHARD")
 
 
 class MissingGradient(ValueError):  # noqa: N818 - named like the errors of `collectives`
@@ -91,6 +93,8 @@ class Trainer(State):
         The updates made, and those that an overflow prevented.
     num_recomputed : int
         The number of forward passes of layers that ran again.
+    overlap : Overlap
+        The time for which this rank waited, with and without computation at the same time.
 
     Examples
     --------
@@ -121,6 +125,7 @@ class Trainer(State):
         super().__init__(mesh, model, recipe, sharding, algorithm)
         self.phase = phase
         self.num_updates = self.num_skipped = self.num_recomputed = 0
+        self.overlap = Overlap()
         self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
         self.used_layers: set[str] = set()  # those of this step, on this rank
         self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
@@ -282,6 +287,7 @@ class Trainer(State):
 
         `inputs`, `targets` and `total` are those of `step`.
         """
+        self.overlap.begin()
         self.loss, self.squares = 0.0, 0.0
         self.used_layers.clear()
         for flat in self.gradients.values():
@@ -306,8 +312,14 @@ class Trainer(State):
             for label, group in groupby(actions, lambda action: action.phase):
                 with self.phase(label) if label else nullcontext():
                     for action in group:
-                        if getattr(self, METHODS[action.kind])(action) is False:
+                        if not self._do(action):
                             return
+
+    def _do(self, action: Action) -> bool:
+        """Do an action; return False if the rest of the step must be skipped."""
+        is_computing = action.kind in COMPUTING
+        with nullcontext() if is_computing else self.overlap.waiting():
+            return getattr(self, METHODS[action.kind])(action) is not False
 
     def ignore_overflow(self) -> AbstractContextManager[object]:
         """Return a context manager without NumPy's overflow warnings if the loss scale changes."""
@@ -389,17 +401,25 @@ class Trainer(State):
             self.full_parameters[unit] = full
         gather = prediction.gather_of(self, axes)
         with collectives.phase(unit), within(is_secondary=is_secondary):
-            done = gather.start(self, unit, self.full_parameters[unit], axes)
+            done = self._started(gather.start(self, unit, self.full_parameters[unit], axes))
         if "parameters" in self.sharding.divided:
             self._gathers[unit] = done
         else:
             self._pending.append((unit, done))
 
+    def _started(self, done: Completion) -> Completion:
+        """Return `done`; in a step without overlap, complete the call first."""
+        rest: object = done
+        while self.overlap.is_reference and callable(rest):
+            rest = rest()
+        return done if callable(rest) else nothing
+
     def _complete_gathers(self, layer: str) -> None:
         """Wait for the parameters of a layer, and keep the secondary part of them."""
         for unit in self.model.units_of(layer):
             if unit in self._gathers:
-                self._gathers.pop(unit)()
+                with self.overlap.waiting():
+                    self._gathers.pop(unit)()
                 axes = self.sharding.secondary_axes
                 if axes and unit not in self.secondary:
                     kept = self.full_parameters[unit][self.part(unit, axes)].copy()
@@ -414,7 +434,7 @@ class Trainer(State):
         bucket, axes = action.part, action.axes
         hook = prediction.reduction_of(self, axes)
         with collectives.phase(bucket):
-            done = hook.start(self, bucket, self._gradient_of(bucket, axes), axes)
+            done = self._started(hook.start(self, bucket, self._gradient_of(bucket, axes), axes))
         self._pending.append((bucket, done))
         if axes == self.sharding.shard_axes and "gradients" in self.sharding.divided:
             self._reducing.append(bucket)
@@ -554,7 +574,7 @@ class Trainer(State):
 
     def summary_lines(self) -> list[str]:
         """Return sentences about the run that losses, traffic and memory do not show."""
-        lines = []
+        lines = [self.overlap.summary()] if self.comm is not None else []
         if self.num_recomputed:
             lines.append(
                 f"{self.num_recomputed} forward passes of layers recomputed on rank {self.rank}"
@@ -562,7 +582,7 @@ class Trainer(State):
         if self.loss_scale.is_dynamic:
             scale = f"loss scale {self.loss_scale.value:g}"
             lines.append(f"{self.num_skipped} updates skipped, {scale}")
-        return lines
+        return [line for line in lines if line]
 
     def traffic(
         self,
@@ -619,6 +639,10 @@ class Trainer(State):
     def step_traffic(self, run: prediction.RunSize) -> list[PredictedCall]:
         """Return what the steps of `run` send."""
         return prediction.step_traffic(self.actions, self.calls_of, run)
+
+
+def nothing() -> None:
+    """The `Completion` of a call that is complete."""
 
 
 def within(*, is_secondary: bool) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ import collectives
 from collectives import Communicator
 from parallel import TrafficMismatch, TrafficTable, Trainer
 from parallel.rank_report import differences
-from parallel.train import Training, parser
+from parallel.train import Training, parser, with_progress
 
 SMALL = (
     "--text", argparse.__file__, "--layers", "1", "--hidden", "8", "--heads", "2",
@@ -30,7 +30,7 @@ SMALL = (
 EXACT = (
     "server-sync", "ddp", "ddp --bucket-bytes 1", "ddp --dtype float16", "zero1", "zero2",
     "zero2 --dtype float16 --clip 1", "zero3", "zero3 --keep-after-forward --tied", "hsdp",
-    "hsdp --group-size 1",
+    "hsdp --group-size 1", "zero3 --progress thread",
 )  # fmt: skip
 ROUNDED = ("server-async --staleness-bound 0", "ddp --hook int8", "ddp --hook powersgd:2", "zeropp")
 Leak = Callable[[Communicator], None]
@@ -40,7 +40,7 @@ CLOSE = {"float64": 1e-12, "float16": 1e-5}  # of the losses, relative
 def training(comm: Communicator, words: str, kind: Callable[..., Training] = Training) -> Training:
     """A run of the program, which is not heard."""
     options = parser().parse_args([*SMALL, *sys.argv[1:], "--strategy", *words.split()])
-    return kind(comm, options, Console(file=io.StringIO()))
+    return kind(with_progress(comm, options.progress), options, Console(file=io.StringIO()))
 
 
 def serial_losses(like: Training) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -157,3 +158,14 @@ def test_what_was_started_goes_on_without_being_waited_for(world: Communicator) 
     assert has_ended_while_we_slept(collectives.world(progress="thread"))
     assert world.size == 1 or not has_ended_while_we_slept(world)
     world.barrier()
+
+
+def test_a_call_that_was_waited_for_is_released(mpi_world: MPI.Intracomm) -> None:
+    """The thread forgets it at once, so that its arrays can be freed; before, it need not."""
+    comm = collectives.wrap(mpi_world, progress="thread")
+    work = comm.all_reduce(np.ones(1 << 16), async_op=True)
+    refers = weakref.ref(work)
+    work.wait()
+    del work
+    assert refers() is None
+    comm.free()
