@@ -67,6 +67,7 @@ KINDS = (
     Kind("zero3, host", ["--strategy", "zero3", "--offload", "host"]),
     Kind("hsdp", ["--strategy", "hsdp"]),
     Kind("zeropp", ["--strategy", "zeropp"], is_exact=False),
+    Kind("local-updates, 10", ["--strategy", "local-updates"], is_exact=False),
 )
 
 

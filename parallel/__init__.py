@@ -29,18 +29,19 @@ from parallel.sharding import (
     CommHook,
     HalfPrecision,
     Int8Blocks,
+    OuterMomentum,
     PowerSGD,
     Sharding,
     choose_group_size,
 )
-from parallel.strategies import ddp, hsdp, serial, zero1, zero2, zero3, zeropp
+from parallel.strategies import ddp, hsdp, local_updates, serial, zero1, zero2, zero3, zeropp
 
 __all__ = [
     "SGD", "Action", "Adam", "AdamW", "AllReduce", "AsyncParameterServer", "CommHook",
     "DiskOffload", "Elastic", "HalfPrecision", "HostOffload", "Int8Blocks", "Layer",
-    "MemoryTracker", "Mesh", "MissingGradient", "Model", "ModelMismatch", "Optimizer", "PowerSGD",
-    "PredictedCall", "Recipe", "ReplicaMismatch", "Sharding", "SyncParameterServer",
-    "TrafficMismatch", "TrafficMonitor", "TrafficTable", "Trainer", "checkpoint",
-    "choose_group_size", "cli", "ddp", "gpt", "hsdp", "raise_on_all_ranks", "serial", "text",
-    "zero1", "zero2", "zero3", "zeropp",
+    "MemoryTracker", "Mesh", "MissingGradient", "Model", "ModelMismatch", "Optimizer",
+    "OuterMomentum", "PowerSGD", "PredictedCall", "Recipe", "ReplicaMismatch", "Sharding",
+    "SyncParameterServer", "TrafficMismatch", "TrafficMonitor", "TrafficTable", "Trainer",
+    "checkpoint", "choose_group_size", "cli", "ddp", "gpt", "hsdp", "local_updates",
+    "raise_on_all_ranks", "serial", "text", "zero1", "zero2", "zero3", "zeropp",
 ]  # fmt: skip

@@ -57,6 +57,7 @@ STRATEGIES: dict[str, tuple[StrategyFactory, tuple[str, ...]]] = {
     "zero3": (strategies.zero3, ("keep_after_forward",)),
     "hsdp": (strategies.hsdp, ("keep_after_forward", "group_size")),
     "zeropp": (strategies.zeropp, ("group_size",)),
+    "local-updates": (strategies.local_updates, ("every", "outer_lr", "outer_momentum")),
     "elastic": (elastic, ("bucket_bytes", "kill")),
 }
 SERVED = (
@@ -118,6 +119,12 @@ def check_saving(options: argparse.Namespace) -> None:
     if options.save_every is not None and options.strategy == "server-async":
         raise ValueError(
             "server-async takes no --save-every: its ranks have made the same steps at the end only"
+        )
+    every = options.every or 10
+    if options.strategy == "local-updates" and (options.save_every or every) % every:
+        raise ValueError(
+            f"--save-every {options.save_every} is no multiple of --every {every}: between, ranks"
+            " have different parameters"
         )
     if options.strategy == "elastic" and (options.save or options.resume):
         raise ValueError("the elastic strategy takes no --save or --resume")

@@ -22,7 +22,9 @@ from parallel.optim import DTYPES
 from parallel.runtime import Recipe, Trainer
 from parallel.schedule.actions import KINDS
 
-SHOWN = ("serial", "server-sync", "ddp", "zero1", "zero2", "zero3", "hsdp", "zeropp")
+SHOWN = (
+    "serial", "server-sync", "ddp", "zero1", "zero2", "zero3", "hsdp", "zeropp", "local-updates",
+)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -381,6 +381,57 @@ def zeropp(
     return Trainer(mesh, model, recipe, sharding=sharding, **options)
 
 
+def local_updates(
+    comm: Communicator,
+    model: Model,
+    recipe: Recipe | None = None,
+    *,
+    every: int = 10,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    **options: Unpack[Options],
+) -> Trainer:
+    """Return a run in which ranks update alone and agree on one model every `every` steps.
+
+    Douillard et al. 2023 (DiLoCo).  A rank's gradient is the mean over its own rows; after `every`
+    steps, and at the end of `Trainer.train`, all continue from a common model (`OuterMomentum`).
+
+    | phase        | collective | calls           | bytes a call                              |
+    |--------------|------------|-----------------|-------------------------------------------|
+    | average/unit | all_reduce | ceil(S / every) | 2 (p-1) n(unit), in the dtype of updates  |
+
+    Losses differ from those of one rank.  A checkpoint can be saved when all have the same model.
+
+    Parameters
+    ----------
+    comm, model, recipe, options
+        As in `ddp`.
+    every : int
+        The number of steps that ranks make alone, at least 1.
+    outer_lr, outer_momentum : float
+        Of `OuterMomentum`; 1 and 0 make the mean of the ranks' parameters.
+
+    Returns
+    -------
+    Trainer
+
+    Raises
+    ------
+    ValueError
+        As `Trainer`, if an option is out of range, for float16, and with an offload.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> from parallel import gpt, local_updates
+    >>> make = lambda comm: local_updates(comm, gpt(num_layers=1), every=5).sharding.every
+    >>> collectives.run(make, size=2)
+    [5, 5]
+    """
+    sharding = Sharding.local_updates(every=every, outer_lr=outer_lr, outer_momentum=outer_momentum)
+    return Trainer(Mesh(comm), model, recipe, sharding=sharding, **options)
+
+
 def mesh_of_groups(comm: Communicator, group_size: int | None = None) -> Mesh:
     """Return a mesh of groups of consecutive ranks; see `choose_group_size`."""
     size = choose_group_size(comm.size, group_size)

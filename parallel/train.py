@@ -178,6 +178,10 @@ def parser() -> argparse.ArgumentParser:
     add("--keep-after-forward", action="store_true", default=None,
         help="zero3, hsdp: free parameters after backward only")  # fmt: skip
     add("--group-size", type=at_least(1), help="hsdp, zeropp: number of ranks in a group")
+    add("--every", type=at_least(1), metavar="STEPS",
+        help="local-updates: steps that ranks make alone; default: 10")  # fmt: skip
+    add("--outer-lr", type=float, help="local-updates: of the common model; default: 0.7")
+    add("--outer-momentum", type=float, help="local-updates: of the common model; default: 0.9")
     add("--staleness-bound", type=at_least(0),
         help="server-async: steps that a worker may be ahead of the slowest")  # fmt: skip
     add("--kill", type=rank_and_step, metavar="RANK:STEP",

@@ -66,7 +66,7 @@ def save(trainer: Trainer, root: str | Path, step: int, keep: int | None = None)
         On all ranks, if one fails, or if this step has been saved already.  Earlier checkpoints
         are not changed.
     ValueError
-        If `step` or `keep` is too small.
+        If `step` or `keep` is too small, or if ranks have different parameters (local updates).
 
     Examples
     --------
@@ -81,6 +81,10 @@ def save(trainer: Trainer, root: str | Path, step: int, keep: int | None = None)
     """
     if step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"step is {step} and keep is {keep}: they must be at least 0 and 1")
+    if trainer.steps_alone:
+        raise ValueError(
+            f"ranks have made {trainer.steps_alone} steps alone: save when they have one model"
+        )
     path = checkpoint_path(root, step)
     unfinished = path.with_name(UNFINISHED + path.name)
     doing, is_first = f"saving step {step}", trainer.rank == 0

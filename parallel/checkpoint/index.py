@@ -94,5 +94,5 @@ def layout_of(state: State, states: Mapping[str, object]) -> dict[str, list[Any]
         "dtype": [state.dtype.name],
         "states": list(states),
         "shapes": [[f"{u}.{k}", list(s.shape)] for u, specs in units for k, s in specs.items()],
-        "hook": [name for arrays in state.sharding.reduction.state() for name in arrays],
+        "hook": [name for arrays in state.sharding.reduction.state(state) for name in arrays],
     }

@@ -132,21 +132,18 @@ class Checkpoint:
                     target[both.within(box)] = xp.asarray(values, dtype=into.dtype)
 
     def _fill_hook(self, trainer: Trainer) -> None:
-        """Read the state of the hook.
-
-        What ranks have parts of, such as the errors of `PowerSGD`, is that of the same rank if as
-        many ranks load as have saved; else rank 0 gets the sum and the others zeros.
-        """
-        replicated, partial = trainer.sharding.reduction.state()
-        for name, x in replicated.items():
-            x[...] = array_namespace(x).asarray(self.hook[0][name][:])
-        for name, x in partial.items():
-            if len(self.hook) == trainer.size:
-                saved = self.hook[trainer.rank][name][:]
-            else:
-                saved = sum((each[name][:] for each in self.hook), np.zeros(1, x.dtype))
-                saved = saved * (trainer.rank == 0)
-            x[...] = array_namespace(x).asarray(saved)
+        """Read the state of the hook; see `HookState` for other numbers of ranks."""
+        equal, summed, own = trainer.sharding.reduction.state(trainer)
+        found = {name: self.hook[0][name][:] for name in equal}
+        if len(self.hook) == trainer.size:
+            found |= {name: self.hook[trainer.rank][name][:] for name in [*summed, *own]}
+        else:
+            for name in summed:
+                total = sum((each[name][:] for each in self.hook), np.zeros(1))
+                found[name] = total * (trainer.rank == 0)
+        for name, x in {**equal, **summed, **own}.items():
+            if name in found:
+                x[...] = array_namespace(x).asarray(found[name], dtype=x.dtype)
 
 
 @contextlib.contextmanager

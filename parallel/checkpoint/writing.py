@@ -63,8 +63,8 @@ def kinds_of(trainer: Trainer) -> dict[str, Mapping[str, Array]]:
 
 def hook_arrays(trainer: Trainer) -> dict[str, Array]:
     """Return what this rank saves of the communication hook."""
-    replicated, partial = trainer.sharding.reduction.state()
-    return (replicated if trainer.rank == 0 else {}) | partial
+    equal, summed, own = trainer.sharding.reduction.state(trainer)
+    return {**(equal if trainer.rank == 0 else {}), **summed, **own}
 
 
 def all_digests(trainer: Trainer, digest: bytes) -> list[str]:

@@ -26,7 +26,7 @@ class Overlap:
     def __init__(self) -> None:
         self.is_reference = False
         self._num_steps = 0
-        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+        self._seconds: dict[bool, list[float]] = {True: [], False: [0.0]}  # first: in no step
 
     def begin(self) -> None:
         """Begin a step.  The second is the first reference: the first one makes programs."""
@@ -43,7 +43,7 @@ class Overlap:
 
     def seconds(self) -> tuple[float, float] | None:
         """Return the median seconds a step without and with overlap; None before three steps."""
-        alone, exposed = self._seconds[True], self._seconds[False][1:]
+        alone, exposed = self._seconds[True], self._seconds[False][2:]
         return (median(alone), median(exposed)) if alone and exposed else None
 
     def summary(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -60,15 +61,18 @@ def step_traffic(
     actions: Iterable[Action],
     calls_of: Callable[[Action], Iterable[PredictedCall]],
     run: RunSize,
+    every: int | None = None,
 ) -> list[PredictedCall]:
     """Return what the steps of `run` send: the calls of every action.
 
-    Actions after an update are done as often as updates are made.
+    Actions after an update are done as often as updates are made; or, with `every`, once in so
+    many steps, and at the end.
     """
     found, times = [], run.num_steps
+    num_updates = run.num_updates if every is None else math.ceil(run.num_steps / every)
     for action in actions:
         found += [replace(call, num_calls=call.num_calls * times) for call in calls_of(action)]
-        times = run.num_updates if action.kind == "UPDATE" else times
+        times = num_updates if action.kind == "UPDATE" else times
     return merged(found)
 
 
@@ -85,7 +89,7 @@ def calls_of(state: State, action: Action) -> Iterator[PredictedCall]:
     elif action.kind == "UNSHARD":
         label = f"{phase}/within" if axes == sharding.secondary_axes else phase
         yield from gather_of(state, axes).traffic(state, action.part, label, axes)
-    elif action.kind == "REDUCE" and axes == sharding.shard_axes:
+    elif action.kind in ("REDUCE", "AVERAGE") and axes == sharding.shard_axes:
         yield from sharding.reduction.traffic(state, action.part, phase, axes)
     elif action.kind == "REDUCE":
         counts_by_shard = state.counts(action.part, sharding.shard_axes)

@@ -13,7 +13,7 @@ from parallel import shards
 from parallel.accounts import MemoryTracker, PredictedCall
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model
-from parallel.optim import LossScale, dtype_of
+from parallel.optim import LossScale, Optimizer, dtype_of
 from parallel.runtime.recipe import Recipe
 from parallel.sharding import Sharding
 
@@ -41,6 +41,8 @@ class State:
     memory : MemoryTracker
         The bytes that this rank keeps.
     """
+
+    optimizer: Optimizer  # which a `Trainer` makes
 
     def __init__(
         self, mesh: Mesh, model: Model, recipe: Recipe, sharding: Sharding, algorithm: str

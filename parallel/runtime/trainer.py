@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +16,7 @@ from parallel.accounts import PredictedCall
 from parallel.accounts.monitor import PhaseFunction
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model, Step
-from parallel.optim import Optimizer, master_dtype, pieces
+from parallel.optim import NoOffload, Optimizer, master_dtype, pieces
 from parallel.runtime import agreement, prediction
 from parallel.runtime.agreement import format_ranks
 from parallel.runtime.overlap import Overlap
@@ -31,7 +32,7 @@ EXACT = (AllReduce, ReduceScatter)  # what sums in the dtype of the recipe
 METHODS = {
     "F": "forward", "B": "backward", "UNSHARD": "unshard", "RESHARD": "reshard",
     "REDUCE": "reduce", "WAIT": "wait", "UNUSED": "find_unused", "LOSS": "reduce_loss",
-    "NORM": "reduce_norm", "UPDATE": "update",
+    "NORM": "reduce_norm", "UPDATE": "update", "AVERAGE": "average",
 }  # fmt: skip
 COMPUTING = ("F", "B", "UPDATE", "RESHARD")
 
@@ -93,6 +94,8 @@ class Trainer(State):
         The updates made, and those that an overflow prevented.
     num_recomputed : int
         The number of forward passes of layers that ran again.
+    steps_alone : int
+        The steps since ranks had the same parameters, with `Sharding.every`.
     overlap : Overlap
         The time for which this rank waited, with and without computation at the same time.
 
@@ -120,11 +123,17 @@ class Trainer(State):
         if recipe.reduce_dtype is not None and not isinstance(sharding.reduction, EXACT):
             name = type(sharding.reduction).__name__
             raise ValueError(f"reduce_dtype is {recipe.reduce_dtype}, but {name} has its own")
+        is_simple = recipe.offload is NoOffload and recipe.dtype != "float16"
+        if sharding.every is not None and not is_simple:
+            raise ValueError(
+                "local updates take no offload, and no float16, in which ranks may skip different"
+                " updates"
+            )
         for axes in sharding.groups:
             mesh[axes]  # make the communicators now, and not in the middle of the first step
         super().__init__(mesh, model, recipe, sharding, algorithm)
         self.phase = phase
-        self.num_updates = self.num_skipped = self.num_recomputed = 0
+        self.num_updates = self.num_skipped = self.num_recomputed = self.steps_alone = 0
         self.overlap = Overlap()
         self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
         self.used_layers: set[str] = set()  # those of this step, on this rank
@@ -233,6 +242,8 @@ class Trainer(State):
         for step in range(first, steps):
             losses.append(self.step(*batch(step, *self.batch_part), total))
             show(step + 1, losses[-1])
+        if self.steps_alone:
+            self._average()
         return losses
 
     def step(self, inputs: Tokens, targets: Tokens, total: int) -> float:
@@ -262,9 +273,18 @@ class Trainer(State):
             If gradients are not finite even with the smallest loss scale (float16).
         """
         self.begin(inputs, targets, total)
-        self.run(self.actions)
+        self.run([action for action in self.actions if action.phase != "average"])
         self._end()
+        if self.sharding.every is not None:
+            self.steps_alone += 1
+            if self.steps_alone == self.sharding.every:
+                self._average()
         return self.loss
+
+    def _average(self) -> None:
+        """Make the parameters of all ranks equal again."""
+        self.run([action for action in self.actions if action.phase == "average"])
+        self.steps_alone = 0
 
     def compute(self, inputs: Tokens, targets: Tokens, total: int) -> float:
         """Add up this rank's gradients, and return its part of the loss; send nothing.
@@ -292,6 +312,9 @@ class Trainer(State):
         self.used_layers.clear()
         for flat in self.gradients.values():
             flat[...] = 0
+        self._share = 1.0  # of the loss of the whole batch
+        if self.sharding.every is not None:  # the gradient is the mean over the rank's own rows
+            self._share, total = targets.size / total, targets.size
         num_parts, scale = self.recipe.num_micro_batches, self.loss_scale.value
         parts = [span(len(inputs), num_parts, k) for k in range(num_parts)]
         self._flowing: dict[int, Array] = {
@@ -460,6 +483,18 @@ class Trainer(State):
             self.gradients[unit] += full[self.part(unit, self.sharding.shard_axes)]
             self.secondary.pop(unit, None)
 
+    def average(self, action: Action) -> None:
+        """Start to make the parameters of the unit of an `action` equal on all ranks."""
+        unit, axes, master = action.part, action.axes, self.masters[action.part]
+        with collectives.phase(unit):
+            done = self.sharding.reduction.start(self, unit, master, axes)
+        self._pending.append((unit, partial(self._averaged, unit, done)))
+
+    def _averaged(self, unit: str, done: Completion) -> None:
+        done()
+        if self.masters[unit] is not self.parameters[unit]:
+            self.parameters[unit][...] = self.masters[unit]
+
     # Small messages
 
     def find_unused(self, action: Action) -> None:
@@ -477,7 +512,8 @@ class Trainer(State):
     def reduce_loss(self, action: Action) -> None:
         """Add up `loss` along the axes of an `action`.  Raise MissingGradient as `step` does."""
         absent = sum(self.absent_layers())
-        self.loss, num_absent = self.all_reduce_scalars(action.axes, [self.loss, absent])
+        numbers = [self.loss * self._share, absent]
+        self.loss, num_absent = self.all_reduce_scalars(action.axes, numbers)
         if num_absent:
             self.raise_missing_gradient()
 
@@ -638,7 +674,7 @@ class Trainer(State):
 
     def step_traffic(self, run: prediction.RunSize) -> list[PredictedCall]:
         """Return what the steps of `run` send."""
-        return prediction.step_traffic(self.actions, self.calls_of, run)
+        return prediction.step_traffic(self.actions, self.calls_of, run, self.sharding.every)
 
 
 def nothing() -> None:

@@ -10,6 +10,7 @@ KINDS = {
     "B": "backward, which adds to the gradients",
     "UPDATE": "change the parameters; what follows is left out if gradients overflowed",
     "UNSHARD": "start to gather the parameters of a unit",
+    "AVERAGE": "start to make the parameters of a unit equal again, after several steps",
     "RESHARD": "free the gathered parameters of a unit",
     "REDUCE": "start to sum the gradients of a unit or bucket over ranks",
     "WAIT": "complete what was started, and free the gradients that it has summed",

@@ -146,6 +146,8 @@ class _Lowering:
             axes = sharding.shard_axes if sharding.divided else ()
             self.add("NORM", action, "", axes, "norm" if axes else "")
         self.actions.append(action)
+        if sharding.every is not None:
+            self.each("AVERAGE", action, self.model.units, sharding.shard_axes, "average")
         if "optimizer" in sharding.divided and "parameters" not in sharding.divided:
             self.each("UNSHARD", action, self.model.units, sharding.shard_axes, "update")
 

@@ -9,6 +9,7 @@ from parallel.sharding.collective import (
     ReduceScatter,
 )
 from parallel.sharding.hooks import GeneratorHook, HalfPrecision, Int8Blocks
+from parallel.sharding.local import OuterMomentum
 from parallel.sharding.power_sgd import PowerSGD
 from parallel.sharding.quantized import QuantizedExchange, QuantizedGather
 from parallel.sharding.server import BroadcastFromServer, PushToServer, ReduceToServer
@@ -16,6 +17,7 @@ from parallel.sharding.sharding import Sharding, choose_group_size
 
 __all__ = [
     "AllGather", "AllReduce", "BroadcastFromServer", "CommHook", "Completion", "Gather",
-    "GeneratorHook", "HalfPrecision", "Int8Blocks", "PowerSGD", "PushToServer", "QuantizedExchange",
-    "QuantizedGather", "ReduceScatter", "ReduceToServer", "Sharding", "choose_group_size",
+    "GeneratorHook", "HalfPrecision", "Int8Blocks", "OuterMomentum", "PowerSGD", "PushToServer",
+    "QuantizedExchange", "QuantizedGather", "ReduceScatter", "ReduceToServer", "Sharding",
+    "choose_group_size",
 ]  # fmt: skip

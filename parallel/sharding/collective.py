@@ -6,14 +6,16 @@ for one bucket of gradients, or one unit of parameters, at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from collectives import Communicator, Work
 from parallel.accounts.calls import PredictedCall
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model, cast
+from parallel.optim import Optimizer
 
 
 class Group(Protocol):
@@ -27,6 +29,8 @@ class Group(Protocol):
     algorithm: str
     loss_scale: Any
     buckets: dict[str, list[str]]
+    parameters: dict[str, Array]
+    optimizer: Optimizer
 
     def comm_of(self, axes: Sequence[str]) -> Communicator:
         """Return the communicator along these axes of the mesh."""
@@ -57,6 +61,24 @@ class Completion(Protocol):
     """
 
     def __call__(self) -> object: ...
+
+
+class HookState(NamedTuple):
+    """The arrays of a hook that checkpoints contain, by name.
+
+    Attributes
+    ----------
+    equal : mapping of str to array
+        Equal on all ranks.
+    summed : mapping of str to array
+        Whose sum over ranks matters: if another number of ranks loads them, rank 0 gets the sum.
+    own : mapping of str to array
+        Of each rank; if another number of ranks loads the checkpoint, they are not read.
+    """
+
+    equal: Mapping[str, Array] = MappingProxyType({})
+    summed: Mapping[str, Array] = MappingProxyType({})
+    own: Mapping[str, Array] = MappingProxyType({})
 
 
 class CommHook(Protocol):
@@ -106,9 +128,9 @@ class CommHook(Protocol):
         """Return the bytes that `allocate` makes for a `group`; 0 by default."""
         return 0
 
-    def state(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return what checkpoints contain, by name: equal on all ranks, and parts of a sum."""
-        return {}, {}
+    def state(self, group: Group) -> HookState:
+        """Return what checkpoints of a `group` contain; nothing by default."""
+        return HookState()
 
 
 class AllReduce(CommHook):

@@ -13,7 +13,7 @@ from parallel import shards
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array, ParameterSpec, split_flat
 from parallel.optim.precision import master_dtype
-from parallel.sharding.collective import Group
+from parallel.sharding.collective import Group, HookState
 from parallel.sharding.hooks import GeneratorHook, all_reduce, copy_rounded, ignore_overflow
 
 DEPENDENT = 1e-12  # relative length of what the other columns leave of a column: rounding only
@@ -94,9 +94,9 @@ class PowerSGD(GeneratorHook):
                 error = group.new_buffer("buffers", matrix.rows * matrix.columns, dtype)
                 self.errors[name] = error.reshape(matrix.rows, matrix.columns)
 
-    def state(self) -> tuple[dict[str, Array], dict[str, Array]]:
+    def state(self, group: Group) -> HookState:
         errors = {f"error.{name}": x for name, x in self.errors.items()}
-        return {f"basis.{name}": x for name, x in self.bases.items()}, errors
+        return HookState({f"basis.{name}": x for name, x in self.bases.items()}, errors)
 
     def state_bytes(self, group: Group) -> int:
         each = (

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallel.sharding.collective import AllGather, AllReduce, CommHook, Gather, ReduceScatter
+from parallel.sharding.local import OuterMomentum
 from parallel.sharding.quantization import BLOCK
 from parallel.sharding.quantized import QuantizedExchange, QuantizedGather
 from parallel.sharding.server import BroadcastFromServer, ReduceToServer
@@ -50,6 +51,9 @@ class Sharding:
         How the initial values of rank 0 are sent; None: ranks have the same and send none.
     server : int, optional
         The rank that has all of what is divided.
+    every : int, optional
+        Ranks update by their own gradients, and `reduction` works on parameters, once in so many
+        steps; None: they sum the gradients of every step.
 
     Examples
     --------
@@ -69,10 +73,13 @@ class Sharding:
     find_unused_parameters: bool = False
     broadcast_algorithm: str | None = None
     server: int | None = None
+    every: int | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}: it must be at least 1")
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"every is {self.every}: it must be at least 1 step")
         if self.keep_after_forward and self.secondary_axes:
             raise ValueError("ZeRO++ keeps a part of the parameters: it has no keep_after_forward")
 
@@ -128,6 +135,17 @@ class Sharding:
         )  # fmt: skip
 
     @classmethod
+    def local_updates(
+        cls, *, every: int, outer_lr: float = 0.7, outer_momentum: float = 0.9
+    ) -> Sharding:
+        """Return that of local updates.
+
+        See `parallel.local_updates` for `every`, `outer_lr` and `outer_momentum`.
+        """
+        outer = OuterMomentum(outer_lr, outer_momentum)
+        return cls(reduction=outer, shard_axes=("data",), every=every)
+
+    @classmethod
     def parameter_server(cls, server: int = 0) -> Sharding:
         """Return that of a synchronous parameter server, on rank `server`."""
         return cls(
@@ -162,7 +180,7 @@ class Sharding:
     def reduces_after_backward(self) -> bool:
         """Whether gradients are summed after all micro-batches."""
         is_in_backward = "gradients" in self.divided or self.bucket_bytes is not None
-        return bool(self.shard_axes) and not is_in_backward
+        return bool(self.shard_axes) and not is_in_backward and self.every is None
 
     def algorithm_sizes(self, sizes: dict[str, int]) -> dict[str, list[int]]:
         """Return the collectives called by name, and by groups of how many ranks.
@@ -197,6 +215,7 @@ class Sharding:
             "find_unused_parameters": self.find_unused_parameters,
             "broadcast_algorithm": self.broadcast_algorithm,
             "server": self.server,
+            "every": self.every,
         }
 
 
