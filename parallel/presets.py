@@ -56,7 +56,7 @@ STRATEGIES: dict[str, tuple[StrategyFactory, tuple[str, ...]]] = {
     "zero2": (strategies.zero2, ()),
     "zero3": (strategies.zero3, ("keep_after_forward",)),
     "hsdp": (strategies.hsdp, ("keep_after_forward", "group_size")),
-    "zeropp": (strategies.zeropp, ("group_size",)),
+    "zeropp": (strategies.zeropp, ("group_size", "gradient_bits")),
     "elastic": (elastic, ("bucket_bytes", "kill")),
 }
 SERVED = (

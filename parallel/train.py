@@ -144,6 +144,7 @@ def parser() -> argparse.ArgumentParser:
     add("--keep-after-forward", action="store_true", default=None,
         help="zero3, hsdp: free parameters after backward only")  # fmt: skip
     add("--group-size", type=at_least(1), help="hsdp, zeropp: number of ranks in a group")
+    add("--gradient-bits", type=int, choices=(4, 8), help="zeropp: of an element of a gradient")
     add("--staleness-bound", type=at_least(0),
         help="server-async: steps that a worker may be ahead of the slowest")  # fmt: skip
     add("--kill", type=rank_and_step, metavar="RANK:STEP",

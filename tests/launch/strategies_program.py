@@ -32,7 +32,10 @@ EXACT = (
     "zero2 --dtype float16 --clip 1", "zero3", "zero3 --keep-after-forward --tied", "hsdp",
     "hsdp --group-size 1",
 )  # fmt: skip
-ROUNDED = ("server-async --staleness-bound 0", "ddp --hook int8", "ddp --hook powersgd:2", "zeropp")
+ROUNDED = (
+    "server-async --staleness-bound 0", "ddp --hook int8", "ddp --hook powersgd:2", "zeropp",
+    "zeropp --gradient-bits 4",
+)  # fmt: skip
 Leak = Callable[[Communicator], None]
 CLOSE = {"float64": 1e-12, "float16": 1e-5}  # of the losses, relative
 

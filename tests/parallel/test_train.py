@@ -462,6 +462,13 @@ def test_group(run: Any) -> None:
         assert taken(run("--strategy", strategy, "--group-size", "1")).mesh.axes["shard"] == 1
 
 
+def test_gradient_bits(run: Any) -> None:
+    of = {bits: run("--strategy", "zeropp", *words, ranks=4)
+          for bits, words in ((8, []), (4, ["--gradient-bits", "4"]))}  # fmt: skip
+    assert all(taken(done).sharding.reduction.bits == bits for bits, done in of.items())
+    assert of[4].status == 0 and of[4].losses != of[8].losses
+
+
 def test_keep_after_forward(run: Any) -> None:
     for strategy in ("zero3", "hsdp"):
         freed, kept = (
