@@ -135,6 +135,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda"), default="cpu",
         help="where the model is; cuda needs CuPy; default: %(default)s")  # fmt: skip
     add("--offload", metavar="PLACE", help="update in host memory (host) or on disk (disk:FOLDER)")
+    add("--offload-activations", metavar="PLACE", help="move activations there until backward")
 
     add = parse.add_argument_group("options of some strategies").add_argument
     add("--algorithm", metavar="NAME",

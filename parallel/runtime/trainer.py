@@ -85,12 +85,14 @@ class Trainer(State):
         What each step does.
     masters : dict of str to array
         What the optimizer updates: `parameter_shards`, or copies in the dtype of updates.
-    optimizer, offload, loss_scale
+    optimizer, offload, activations, loss_scale
         As the recipe says.
     num_updates, num_skipped : int
         The updates made, and those that an overflow prevented.
     num_recomputed : int
         The number of forward passes of layers that ran again.
+    num_batches : int
+        How often `begin` was called.
 
     Examples
     --------
@@ -120,7 +122,8 @@ class Trainer(State):
             mesh[axes]  # make the communicators now, and not in the middle of the first step
         super().__init__(mesh, model, recipe, sharding, algorithm)
         self.phase = phase
-        self.num_updates = self.num_skipped = self.num_recomputed = 0
+        self.num_updates = self.num_skipped = self.num_recomputed = self.num_batches = 0
+        self.activations = recipe.offload_activations(self.memory, self.rank, self.xp)
         self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
         self.used_layers: set[str] = set()  # those of this step, on this rank
         self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
@@ -283,6 +286,7 @@ class Trainer(State):
         `inputs`, `targets` and `total` are those of `step`.
         """
         self.loss, self.squares = 0.0, 0.0
+        self.num_batches += 1
         self.used_layers.clear()
         for flat in self.gradients.values():
             flat[...] = 0
@@ -329,7 +333,8 @@ class Trainer(State):
         if name in self._active[number]:
             self.model.bind(name, self.full_parameters)
             y, saved = self.model.layers[name].forward(self._flowing[number], self._steps[number])
-            self._flowing[number], self._saved[number, name] = y, self._track_activations(saved)
+            self._track_activations(saved)
+            self._flowing[number], self._saved[number, name] = y, self.activations.put(saved)
             if name == self._last_layer:
                 if not isinstance(y, float):
                     raise ValueError(f"the last layer is {name}: to be trained, it must be a loss")
@@ -345,7 +350,8 @@ class Trainer(State):
         if (number, name) in self._saved:
             self.model.bind(name, self.full_parameters, self.full_gradients)
             dy = self._flowing.pop(number, 1.0)  # the derivative of the loss by itself
-            saved = self._saved.pop((number, name))
+            saved = self.activations.take(self._saved.pop((number, name)))
+            self._track_activations(saved)
             self._flowing[number] = self.model.layers[name].backward(dy, saved)
             self.used_layers.add(name)
         self._unbind(name)

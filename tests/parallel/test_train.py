@@ -433,6 +433,16 @@ def test_offload(run: Any, tmp_path: Path, place: str) -> None:
         assert taken(done).offload.moved["written to disk"] > 0
 
 
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_offload_activations(run: Any, tmp_path: Path, place: str) -> None:
+    """Activations elsewhere make no difference; what is moved is shown."""
+    word = f"disk:{tmp_path}" if place == "disk" else place
+    done = run("--strategy", "zero3", "--layers", "2", "--offload-activations", word)
+    assert done.losses == run("--strategy", "zero3", "--layers", "2").losses
+    for column in ("activations, offloaded f", "activations written to disk c"):
+        assert (column in done.said) == (place == "disk")
+
+
 def test_clip(run: Any) -> None:
     """By so much that a step is as small as one without a rate."""
     plain, clipped = (
@@ -541,6 +551,9 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "hook's rank 0": (["--hook", "powersgd:0"], 2, "the rank of an approximation is 0"),
     "place": (["--offload", "moon"], 2, "cannot offload to 'moon'; choose host or disk:F"),
     "folder": (["--offload", "disk:"], 2, "cannot offload to 'disk:'"),
+    "place of activations": (
+        ["--offload-activations", "moon"], 2, "cannot offload to 'moon'; choose host or disk:F",
+    ),
     "algorithm": (["--algorithm", "rang"], 2, "unknown algorithm 'rang' for all_reduce; known"),
     "algorithm's ranks": (["--algorithm", "swing"], 3, "all_reduce by swing serves an even number"),
     "algorithm of both": (
