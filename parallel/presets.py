@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from collectives import Communicator
 from parallel import strategies
@@ -13,8 +13,8 @@ from parallel.cli import device_namespace
 from parallel.elastic import Elastic, FaultInjectingElastic
 from parallel.mesh import Mesh
 from parallel.nn import Model
-from parallel.optim import SGD, Adam, AdamW, DiskOffload, HostOffload, NoOffload, Offload
-from parallel.runtime import Recipe, Trainer
+from parallel.optim import SGD, Adam, AdamW, DiskOffload, HostOffload, NoOffload
+from parallel.runtime import DiskActivations, HostActivations, KeptActivations, Recipe, Trainer
 from parallel.servers import AsyncParameterServer, SyncParameterServer
 from parallel.sharding import CommHook, HalfPrecision, Int8Blocks, PowerSGD
 
@@ -22,6 +22,7 @@ OPTIMIZERS = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 HOOKS = ("float16", "bfloat16", "int8", "powersgd:RANK")
 RECOMPUTE = {"all": ("block*",), "attention": ("block*.attention.heads",), "none": ()}
 
+T = TypeVar("T")
 StrategyFactory = Callable[..., Trainer]
 
 
@@ -56,8 +57,8 @@ STRATEGIES: dict[str, tuple[StrategyFactory, tuple[str, ...]]] = {
     "zero2": (strategies.zero2, ()),
     "zero3": (strategies.zero3, ("keep_after_forward",)),
     "hsdp": (strategies.hsdp, ("keep_after_forward", "group_size")),
-    "zeropp": (strategies.zeropp, ("group_size",)),
     "local-updates": (strategies.local_updates, ("every", "outer_lr", "outer_momentum")),
+    "zeropp": (strategies.zeropp, ("group_size", "gradient_bits")),
     "elastic": (elastic, ("bucket_bytes", "kill")),
 }
 SERVED = (
@@ -138,7 +139,10 @@ def make_recipe(comm: Communicator, options: argparse.Namespace) -> Recipe:
         num_micro_batches=options.micro_batches,
         clip=options.clip,
         seed=options.seed,
-        offload=offload_factory(options.offload),
+        offload=place_of(options.offload, NoOffload, HostOffload, DiskOffload),
+        offload_activations=place_of(
+            options.offload_activations, KeptActivations, HostActivations, DiskActivations
+        ),
         xp=device_namespace(options.device, comm.rank),
         reduce_dtype=options.reduce_dtype,
     )
@@ -156,13 +160,18 @@ def comm_hook(name: str) -> CommHook:
     return PowerSGD(int(rank))
 
 
-def offload_factory(name: str | None) -> Callable[..., Offload]:
-    """Return the `Offload` for None, "host" or "disk:FOLDER".  Raise ValueError for others."""
+def place_of(
+    name: str | None, here: Callable[..., T], on_host: Callable[..., T], on_disk: Callable[..., T]
+) -> Callable[..., T]:
+    """Return `here` if `name` is None, `on_host` for "host", or `on_disk` for "disk:FOLDER".
+
+    Raises ValueError for other names.
+    """
     kind, _, folder = (name or "").partition(":")
     if name is None:
-        return NoOffload
+        return here
     if name == "host":
-        return HostOffload
+        return on_host
     if kind != "disk" or not folder:
         raise ValueError(f"cannot offload to {name!r}; choose host or disk:FOLDER")
-    return partial(DiskOffload, folder)
+    return partial(on_disk, folder)

@@ -1,7 +1,8 @@
 """What each rank reports when a run is over, gathered on rank 0.
 
-A report contains the memory kept and the bytes moved to and from where updates are made, both
-predicted and counted, and digests of the parameters.  `differences` compares them.
+A report contains the memory kept and the bytes moved to and from where updates are made and
+activations are kept, both predicted and counted, and digests of the parameters.  `differences`
+compares them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from parallel.accounts import gather_json
 from parallel.nn import on_host
 from parallel.runtime import Trainer, agreement
 from parallel.runtime.memory import (
+    activation_traffic,
     is_offloaded,
     offload_traffic,
     peak_memory,
@@ -31,7 +33,8 @@ class RankReport(NamedTuple):
     memory : dict of str to (int, int)
         The peak bytes of each category: predicted and counted.
     moved : dict of str to (int, int)
-        The bytes that the offload moved, by column: predicted and counted.
+        The bytes that the offloads of updates and of activations moved, by column: predicted and
+        counted.
     parameters : dict of str to (int, int, str)
         Of each unit: the first and the last (exclusive) element that the rank keeps, and their
         SHA-256.
@@ -56,7 +59,10 @@ class RankReport(NamedTuple):
         for unit, x in trainer.parameters.items():
             part = trainer.stored_slice(unit)
             digests[unit] = part.start, part.stop, agreement.digest(on_host(x)).hex()
-        return cls(memory, pairs(offload_traffic(trainer, num_updates), offload.moved), digests)
+        moved = pairs(offload_traffic(trainer, num_updates), offload.moved)
+        of_batches = activation_traffic(trainer, rows, context)
+        moved |= pairs(of_batches, trainer.activations.moved)
+        return cls(memory, moved, digests)
 
 
 def pairs(predicted: Mapping[str, int], counted: Mapping[str, int]) -> dict[str, Pair]:

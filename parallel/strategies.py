@@ -326,6 +326,7 @@ def zeropp(
     *,
     group_size: int | None = None,
     block: int = BLOCK,
+    gradient_bits: int = 8,
     **options: Unpack[Options],
 ) -> Trainer:
     """Return a run of ZeRO++: ZeRO-3 on p ranks in G groups of g, which sends quantized values.
@@ -337,18 +338,19 @@ def zeropp(
     - Gradients are exchanged quantized, within the group and then between groups; after each
       exchange they are added in float32 (qgZ).
 
-    With q(n) the bytes of n quantized elements, and Q(unit) those of all shards of a unit,
+    With q(n) the bytes of n quantized elements, Q(unit) those of all shards of a unit, and q' and
+    Q' the same with `gradient_bits`,
 
     | phase                 | collective | calls               | bytes a call                      |
     |-----------------------|------------|---------------------|-----------------------------------|
     | forward/unit          | all_gather | k S                 | (p-1) Q(unit)                     |
     | backward/unit/within  | all_gather | k S for each group  | (g-1) n(unit)                     |
-    | backward/unit/within  | all_to_all | k S for each group  | (g-1) Q(unit)                     |
-    | backward/unit/between | all_to_all | k S for each column | (G-1) q(the shards of the column) |
+    | backward/unit/within  | all_to_all | k S for each group  | (g-1) Q'(unit)                    |
+    | backward/unit/between | all_to_all | k S for each column | (G-1) q'(the column's shards)     |
 
     Between groups this is about a quarter of what ZeRO-3 sends in two bytes.  What is sent is
     rounded, so losses differ from those of one rank; but all ranks compute with the same
-    parameters.  The paper sends gradients in four bits, this function in eight.
+    parameters.  The paper sends gradients in four bits.
 
     Parameters
     ----------
@@ -358,6 +360,8 @@ def zeropp(
         As in `hsdp`.
     block : int
         The number of elements that share a scale, by default 256.
+    gradient_bits : {8, 4}
+        Of an element of a gradient that is sent.
 
     Returns
     -------
@@ -367,7 +371,7 @@ def zeropp(
     Raises
     ------
     ValueError
-        As `hsdp`.
+        As `hsdp`, and for another number of bits.
 
     Examples
     --------
@@ -377,8 +381,8 @@ def zeropp(
     >>> collectives.run(make, size=4)[0]
     {'replicate': 2, 'shard': 2}
     """
-    mesh, sharding = mesh_of_groups(comm, group_size), Sharding.zeropp(block=block)
-    return Trainer(mesh, model, recipe, sharding=sharding, **options)
+    sharding = Sharding.zeropp(block=block, gradient_bits=gradient_bits)
+    return Trainer(mesh_of_groups(comm, group_size), model, recipe, sharding=sharding, **options)
 
 
 def local_updates(

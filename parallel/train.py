@@ -169,6 +169,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda"), default="cpu",
         help="where the model is; cuda needs CuPy; default: %(default)s")  # fmt: skip
     add("--offload", metavar="PLACE", help="update in host memory (host) or on disk (disk:FOLDER)")
+    add("--offload-activations", metavar="PLACE", help="move activations there until backward")
 
     add = parse.add_argument_group("options of some strategies").add_argument
     add("--algorithm", metavar="NAME",
@@ -182,6 +183,7 @@ def parser() -> argparse.ArgumentParser:
         help="local-updates: steps that ranks make alone; default: 10")  # fmt: skip
     add("--outer-lr", type=float, help="local-updates: of the common model; default: 0.7")
     add("--outer-momentum", type=float, help="local-updates: of the common model; default: 0.9")
+    add("--gradient-bits", type=int, choices=(4, 8), help="zeropp: of an element of a gradient")
     add("--staleness-bound", type=at_least(0),
         help="server-async: steps that a worker may be ahead of the slowest")  # fmt: skip
     add("--kill", type=rank_and_step, metavar="RANK:STEP",

@@ -242,9 +242,7 @@ class DiskOffload(HostOffload):
 
     def __init__(self, folder: str | Path, memory: MemoryTracker, rank: int) -> None:
         super().__init__(memory, rank)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix=f"rank{rank}-", dir=folder))
-        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.folder, self._remove = make_folder(self, folder, rank)
 
     def close(self) -> None:
         """Remove the files.  Training can continue: the mapped memory stays valid."""
@@ -268,6 +266,18 @@ class DiskOffload(HostOffload):
             if x.size:
                 x.flush()
                 x.base.madvise(mmap.MADV_DONTNEED)
+
+
+def make_folder(
+    owner: object, folder: str | Path, rank: int
+) -> tuple[Path, weakref.finalize[..., Any]]:
+    """Return a new directory of this `rank` in `folder`, and a function that removes it.
+
+    It is also removed with its `owner`, or when Python ends.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f"rank{rank}-", dir=folder))
+    return made, weakref.finalize(owner, shutil.rmtree, made, ignore_errors=True)
 
 
 # Formulas

@@ -7,6 +7,7 @@ from collections import Counter
 from parallel.nn import Activations
 from parallel.optim.formulas import offloaded_bytes, state_bytes
 from parallel.optim.offload import DEVICE_COLUMNS, bytes_moved_by_load, bytes_moved_by_update
+from parallel.runtime.activations import OFFLOADED
 from parallel.runtime.prediction import gather_of
 from parallel.runtime.trainer import Trainer
 from parallel.schedule import Action
@@ -34,11 +35,7 @@ class Walk:
         self.peak: Counter[str] = Counter()
         self._held: dict[tuple[str, ...], int] = {}
         self._reducing: list[str] = []
-        self._activations = [
-            trainer.model.activation_bytes((length(part), context), trainer.dtype.itemsize)
-            for k in range(trainer.recipe.num_micro_batches)
-            for part in [span(rows, trainer.recipe.num_micro_batches, k)]
-        ]
+        self._activations = activations_of(trainer, rows, context)
         self._table = {
             "F": self._forward, "B": self._backward, "UNSHARD": self._unshard,
             "RESHARD": self._reshard, "REDUCE": self._reduce, "WAIT": self._wait,
@@ -63,7 +60,11 @@ class Walk:
 
     def _forward(self, action: Action) -> None:
         self._complete(action.part)
-        self._hold(self._of(action).saved, "activations", f"{action.micro_batch}", action.part)
+        saved, what = self._of(action).saved, (f"{action.micro_batch}", action.part)
+        self._hold(saved, "activations", *what)
+        if self.trainer.activations.columns:
+            self._hold(saved, OFFLOADED, *what)
+            self._free("activations", *what)
 
     def _backward(self, action: Action) -> None:
         trainer = self.trainer
@@ -72,9 +73,11 @@ class Walk:
             for unit in trainer.model.units_of(action.part):
                 if ("buffers", "gradient", unit) not in self._held:
                     self._hold(trainer.unit_nbytes(unit), "buffers", "gradient", unit)
-        self._hold(self._of(action).extra, "activations", "extra")
-        self._free("activations", "extra")
-        self._free("activations", f"{action.micro_batch}", action.part)
+        layer, what = self._of(action), (f"{action.micro_batch}", action.part)
+        self._free("activations", *what)
+        self._hold(layer.saved + layer.extra, "activations", *what)
+        self._free("activations", *what)
+        self._free(OFFLOADED, *what)
 
     def _unshard(self, action: Action) -> None:
         trainer, unit, axes = self.trainer, action.part, action.axes
@@ -105,6 +108,18 @@ class Walk:
         self._reducing.clear()
 
 
+def activations_of(trainer: Trainer, rows: int, context: int) -> list[dict[str, Activations]]:
+    """Return what each layer keeps, by micro-batch.
+
+    `rows` and `context` are the shape of this rank's part of a batch.
+    """
+    num_parts = trainer.recipe.num_micro_batches
+    return [
+        trainer.model.activation_bytes((length(part), context), trainer.dtype.itemsize)
+        for part in (span(rows, num_parts, k) for k in range(num_parts))
+    ]
+
+
 def num_shard_elements(trainer: Trainer) -> int:
     """Return the number of elements that this rank updates."""
     return sum(length(trainer.shard_slice(unit)) for unit in trainer.model.units)
@@ -130,6 +145,8 @@ def peak_memory(trainer: Trainer, rows: int, context: int) -> dict[str, int]:
         walk.do(action)
     buffers = walk.peak["buffers"] + trainer.sharding.reduction.state_bytes(trainer)
     of_step = {"activations": walk.peak["activations"], "buffers": buffers}
+    if trainer.activations.columns:
+        of_step[OFFLOADED] = walk.peak[OFFLOADED]
     return kept | of_step | trainer.kept_bytes()
 
 
@@ -154,3 +171,10 @@ def offload_traffic(trainer: Trainer, num_updates: int) -> dict[str, int]:
     moved = {x: num_updates * update[x] + offload.num_loads * load[x] for x in offload.COLUMNS}
     is_zero = not offload.is_cross_device
     return {x: 0 if x in DEVICE_COLUMNS and is_zero else n for x, n in moved.items()}
+
+
+def activation_traffic(trainer: Trainer, rows: int, context: int) -> dict[str, int]:
+    """Return ``trainer.activations.moved`` after ``trainer.num_batches`` of (`rows`, `context`)."""
+    layers = [each for part in activations_of(trainer, rows, context) for each in part.values()]
+    saved = trainer.num_batches * sum(each.saved for each in layers)
+    return dict.fromkeys(trainer.activations.columns, saved)

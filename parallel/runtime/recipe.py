@@ -11,6 +11,7 @@ from array_api_compat import numpy as numpy_namespace
 
 from parallel.accounts import MemoryTracker
 from parallel.optim import Adam, NoOffload, Offload, Optimizer, dtype_of
+from parallel.runtime.activations import KeptActivations
 from parallel.text import Tokens
 
 BatchFunction: TypeAlias = Callable[[int, int, int], tuple[Tokens, Tokens]]
@@ -45,6 +46,9 @@ class Recipe:
     offload : function
         Makes the `parallel.optim.Offload` that says where updates are made: `NoOffload`,
         `HostOffload`, or ``partial(DiskOffload, folder)``.
+    offload_activations : function
+        Makes what says where activations are between forward and backward: `KeptActivations`,
+        `HostActivations`, or ``partial(DiskActivations, folder)``.
     reduce_dtype : str, optional
         The dtype in which gradients are sent and summed; by default `dtype`.
 
@@ -67,6 +71,7 @@ class Recipe:
     seed: int = 0
     xp: Any = numpy_namespace
     offload: Callable[[MemoryTracker, int], Offload] = NoOffload
+    offload_activations: Callable[[MemoryTracker, int, Any], KeptActivations] = KeptActivations
     reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:

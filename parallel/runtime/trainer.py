@@ -88,7 +88,7 @@ class Trainer(State):
         What each step does.
     masters : dict of str to array
         What the optimizer updates: `parameter_shards`, or copies in the dtype of updates.
-    optimizer, offload, loss_scale
+    optimizer, offload, activations, loss_scale
         As the recipe says.
     num_updates, num_skipped : int
         The updates made, and those that an overflow prevented.
@@ -98,6 +98,8 @@ class Trainer(State):
         The steps since ranks had the same parameters, with `Sharding.every`.
     overlap : Overlap
         The time for which this rank waited, with and without computation at the same time.
+    num_batches : int
+        How often `begin` was called.
 
     Examples
     --------
@@ -133,8 +135,10 @@ class Trainer(State):
             mesh[axes]  # make the communicators now, and not in the middle of the first step
         super().__init__(mesh, model, recipe, sharding, algorithm)
         self.phase = phase
-        self.num_updates = self.num_skipped = self.num_recomputed = self.steps_alone = 0
+        self.num_updates = self.num_skipped = self.num_recomputed = 0
+        self.num_batches = self.steps_alone = 0
         self.overlap = Overlap()
+        self.activations = recipe.offload_activations(self.memory, self.rank, self.xp)
         self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
         self.used_layers: set[str] = set()  # those of this step, on this rank
         self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
@@ -309,6 +313,7 @@ class Trainer(State):
         """
         self.overlap.begin()
         self.loss, self.squares = 0.0, 0.0
+        self.num_batches += 1
         self.used_layers.clear()
         for flat in self.gradients.values():
             flat[...] = 0
@@ -364,7 +369,8 @@ class Trainer(State):
         if name in self._active[number]:
             self.model.bind(name, self.full_parameters)
             y, saved = self.model.layers[name].forward(self._flowing[number], self._steps[number])
-            self._flowing[number], self._saved[number, name] = y, self._track_activations(saved)
+            self._track_activations(saved)
+            self._flowing[number], self._saved[number, name] = y, self.activations.put(saved)
             if name == self._last_layer:
                 if not isinstance(y, float):
                     raise ValueError(f"the last layer is {name}: to be trained, it must be a loss")
@@ -380,7 +386,8 @@ class Trainer(State):
         if (number, name) in self._saved:
             self.model.bind(name, self.full_parameters, self.full_gradients)
             dy = self._flowing.pop(number, 1.0)  # the derivative of the loss by itself
-            saved = self._saved.pop((number, name))
+            saved = self.activations.take(self._saved.pop((number, name)))
+            self._track_activations(saved)
             self._flowing[number] = self.model.layers[name].backward(dy, saved)
             self.used_layers.add(name)
         self._unbind(name)

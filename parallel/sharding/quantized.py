@@ -74,10 +74,18 @@ class QuantizedExchange(CommHook):
         The number of elements that share a scale.
     within, between : str
         The axes of the mesh within a group, and between groups.
+    bits : {8, 4}
+        Of an element that is sent.
+
+    Raises
+    ------
+    ValueError
+        For another number of bits.
     """
 
-    def __init__(self, block: int, within: str, between: str) -> None:
-        self.block, self.within, self.between = block, within, between
+    def __init__(self, block: int, within: str, between: str, bits: int = 8) -> None:
+        quantized_bytes(0, block, bits)
+        self.block, self.within, self.between, self.bits = block, within, between, bits
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Sequence[str]) -> Completion:
         counts = group.counts(bucket, axes)
@@ -96,7 +104,7 @@ class QuantizedExchange(CommHook):
 
         What a rank sends to itself is not sent and not rounded.
         """
-        packed = [[quantize(part, self.block) for part in each] for each in parts]
+        packed = [[quantize(part, self.block, self.bits) for part in each] for each in parts]
         sizes = [sum(x.shape[0] for x in each) for each in packed]
         concat = array_namespace(parts[0][0]).concat
         received = comm.all_to_all(
@@ -108,14 +116,16 @@ class QuantizedExchange(CommHook):
         sums = [part.astype(np.float32) for part in mine]
         for rank, each in enumerate(shards.split(received, [sizes[comm.rank]] * comm.size)):
             if rank != comm.rank:
-                for total, part in zip(sums, unpacked(each, counts, self.block), strict=True):
+                values = unpacked(each, counts, self.block, self.bits)
+                for total, part in zip(sums, values, strict=True):
                     total += part
         return sums
 
     def traffic(
         self, group: Group, bucket: str, phase: str, axes: Sequence[str]
     ) -> list[PredictedCall]:
-        sizes = [quantized_bytes(n, self.block) for n in group.counts(bucket, axes)]
+        counts = group.counts(bucket, axes)
+        sizes = [quantized_bytes(n, self.block, self.bits) for n in counts]
         (inner,) = {len(ranks) for ranks in group.mesh.ranks((self.within,))}
         to = tuple(sum(sizes[column::inner]) for column in range(inner))
         call = group.predicted(
@@ -135,11 +145,11 @@ class QuantizedExchange(CommHook):
         ]  # fmt: skip
 
 
-def unpacked(packed: Array, counts: Sequence[int], block: int) -> list[Array]:
+def unpacked(packed: Array, counts: Sequence[int], block: int, bits: int = 8) -> list[Array]:
     """Return the float32 arrays of `counts` elements that are quantized in `packed`.
 
-    `block` elements share a scale.
+    An element has `bits` bits; `block` elements share a scale.
     """
-    sizes = [quantized_bytes(n, block) for n in counts]
+    sizes = [quantized_bytes(n, block, bits) for n in counts]
     parts = zip(shards.split(packed, sizes), counts, strict=True)
-    return [dequantize(part, n, block) for part, n in parts]
+    return [dequantize(part, n, block, bits) for part, n in parts]

@@ -127,11 +127,11 @@ class Sharding:
         return replace(both, shard_axes=("shard",), replica_axes=("replicate",))
 
     @classmethod
-    def zeropp(cls, *, block: int = BLOCK) -> Sharding:
-        """Return that of ZeRO++; `block` is that of `parallel.zeropp`."""
+    def zeropp(cls, *, block: int = BLOCK, gradient_bits: int = 8) -> Sharding:
+        """Return that of ZeRO++; `block` and `gradient_bits` are those of `parallel.zeropp`."""
         return cls(
-            DIVIDED[3], QuantizedExchange(block, "shard", "replicate"), QuantizedGather(block),
-            shard_axes=("replicate", "shard"), secondary_axes=("shard",),
+            DIVIDED[3], QuantizedExchange(block, "shard", "replicate", gradient_bits),
+            QuantizedGather(block), shard_axes=("replicate", "shard"), secondary_axes=("shard",),
         )  # fmt: skip
 
     @classmethod

@@ -34,7 +34,7 @@ EXACT = (
 )  # fmt: skip
 ROUNDED = (
     "server-async --staleness-bound 0", "ddp --hook int8", "ddp --hook powersgd:2", "zeropp",
-    "local-updates --every 2",
+    "zeropp --gradient-bits 4", "local-updates --every 2",
 )  # fmt: skip
 Leak = Callable[[Communicator], None]
 CLOSE = {"float64": 1e-12, "float16": 1e-5}  # of the losses, relative

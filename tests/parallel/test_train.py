@@ -433,6 +433,16 @@ def test_offload(run: Any, tmp_path: Path, place: str) -> None:
         assert taken(done).offload.moved["written to disk"] > 0
 
 
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_offload_activations(run: Any, tmp_path: Path, place: str) -> None:
+    """Activations elsewhere make no difference; what is moved is shown."""
+    word = f"disk:{tmp_path}" if place == "disk" else place
+    done = run("--strategy", "zero3", "--layers", "2", "--offload-activations", word)
+    assert done.losses == run("--strategy", "zero3", "--layers", "2").losses
+    for column in ("activations, offloaded f", "activations written to disk c"):
+        assert (column in done.said) == (place == "disk")
+
+
 def test_clip(run: Any) -> None:
     """By so much that a step is as small as one without a rate."""
     plain, clipped = (
@@ -460,6 +470,13 @@ def test_group(run: Any) -> None:
     assert taken(run("--strategy", "hsdp")).mesh.axes["shard"] == 2
     for strategy in ("hsdp", "zeropp"):
         assert taken(run("--strategy", strategy, "--group-size", "1")).mesh.axes["shard"] == 1
+
+
+def test_gradient_bits(run: Any) -> None:
+    of = {bits: run("--strategy", "zeropp", *words, ranks=4)
+          for bits, words in ((8, []), (4, ["--gradient-bits", "4"]))}  # fmt: skip
+    assert all(taken(done).sharding.reduction.bits == bits for bits, done in of.items())
+    assert of[4].status == 0 and of[4].losses != of[8].losses
 
 
 def test_keep_after_forward(run: Any) -> None:
@@ -534,6 +551,9 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "hook's rank 0": (["--hook", "powersgd:0"], 2, "the rank of an approximation is 0"),
     "place": (["--offload", "moon"], 2, "cannot offload to 'moon'; choose host or disk:F"),
     "folder": (["--offload", "disk:"], 2, "cannot offload to 'disk:'"),
+    "place of activations": (
+        ["--offload-activations", "moon"], 2, "cannot offload to 'moon'; choose host or disk:F",
+    ),
     "algorithm": (["--algorithm", "rang"], 2, "unknown algorithm 'rang' for all_reduce; known"),
     "algorithm's ranks": (["--algorithm", "swing"], 3, "all_reduce by swing serves an even number"),
     "algorithm of both": (
