@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from collectives import CollectiveTimeout, Communicator, Work
 from parallel.accounts import PredictedCall
 from parallel.accounts.monitor import PhaseFunction
 from parallel.mesh import Mesh
-from parallel.nn import Model
+from parallel.nn import Array, Model
 from parallel.runtime import (
     BatchFunction,
     MissingGradient,
@@ -27,25 +27,16 @@ from parallel.runtime import (
 )
 from parallel.runtime.trainer import sum_of_squares
 from parallel.schedule import lower, one_forward_one_backward
-from parallel.servers.synchronous import AXES, SERVER
+from parallel.servers.synchronous import AXES
 from parallel.sharding import PushToServer, Sharding
+from parallel.sharding.server import SERVER
 from parallel.text import Tokens
 
 PAUSE = 5e-4  # seconds that the asynchronous server sleeps when no push has begun
 
 
 class Staleness(NamedTuple):
-    """How stale one gradient was.
-
-    Attributes
-    ----------
-    worker : int
-        The rank that pushed it.
-    step : int
-        The worker's step.
-    updates : int
-        The updates made between the worker's pull of the parameters and its push.
-    """
+    """How stale the gradient of a worker's step was: `updates` came between its pull and push."""
 
     worker: int
     step: int
@@ -92,14 +83,9 @@ class AsyncParameterServer(Trainer):
         answer until then (stale synchronous parallel, Ho et al. 2013).  With 0, each worker makes
         one step in each round.  By default there is no bound.  While a worker is in its step k, the
         clocks of the others are between k - bound and k + bound + 1, so that no staleness exceeds
-        (2 bound + 1) (w - 1).
+        (2 bound + 1) (w - 1).  Raises ValueError if it is negative.
     algorithm : str
-        Of the broadcast at the end; by default ``"linear"``.
-
-    Raises
-    ------
-    ValueError
-        As `Trainer`, and if `staleness_bound` is negative.
+        Of the broadcast at the end.
 
     Attributes
     ----------
@@ -142,37 +128,17 @@ class AsyncParameterServer(Trainer):
         return (0, 0) if self.rank == SERVER else (self.rank - 1, self.size - 1)
 
     def train(
-        self,
-        steps: int,
-        batch: BatchFunction,
-        total: int,
-        show: ProgressCallback,
-        first: int = 0,
+        self, steps: int, batch: BatchFunction, total: int, show: ProgressCallback, first: int = 0
     ) -> list[float]:
-        """Make steps `first` to `steps` of every worker.  All ranks call this.
+        """Make steps `first` to `steps` of every worker; see `Trainer.train`.
 
-        Parameters
-        ----------
-        steps, batch, first
-            As in `Trainer.train`; `batch` is called for a worker's own part.
-        total : int
-            Used with one rank only.
-        show : function
-            Called on a worker after each of its steps, on the server after each step that all
-            workers have made.
+        `batch` is called for a worker's own part, and may raise ValueError, on all ranks, for too
+        few rows.  `total` is used with one rank only.  `show` is called on a worker after each of
+        its steps, and on the server after each step that all workers have made.
 
-        Returns
-        -------
-        list of float
-            A worker's own losses; on the server the losses of all pushes, in the order in which
-            they were applied.
-
-        Raises
-        ------
-        ValueError
-            On all ranks, if `batch` raises it for too few rows.
-        CollectiveTimeout
-            On the server, if a worker's push does not begin within the communicator's timeout.
+        Returns a worker's own losses; on the server those of all pushes, in the order in which they
+        were applied.  Raises CollectiveTimeout on the server, if a worker's push does not begin
+        within the communicator's timeout.
         """
         if self.size == 1:
             return super().train(steps, batch, total, show, first)
@@ -229,8 +195,7 @@ class AsyncParameterServer(Trainer):
         """Send a worker the current parameters, and expect its push."""
         self._pulled[worker] = self.num_updates
         with collectives.phase(f"pull/worker{worker}"):
-            for tag, flat in enumerate(self.parameters.values(), 1):
-                self.comm_of(AXES).send(flat, worker, tag)
+            self._send(self.parameters, worker)
         work = self.comm_of(AXES).recv(np.empty(2), worker, async_op=True)
         self._expected[worker] = PendingPush(work, time.monotonic())
 
@@ -249,8 +214,7 @@ class AsyncParameterServer(Trainer):
     def _apply(self, worker: int, step: int) -> float:
         """Update by the gradient that a worker has begun to push; return its loss."""
         loss, self.loss_scale.value = self._expected.pop(worker).work.wait().tolist()
-        for tag, flat in enumerate(self.gradients.values(), 1):
-            self.comm_of(AXES).recv(flat, worker, tag)
+        self._receive(self.gradients, worker)
         updates = self.num_updates - self._pulled[worker]
         self.staleness.append(Staleness(worker, step, updates))
         self.run([action for action in self.actions if action.kind in ("NORM", "UPDATE")])
@@ -264,8 +228,7 @@ class AsyncParameterServer(Trainer):
         """Pull, compute and push.  The pull precedes `batch`: the server waits for its receipt."""
         losses = []
         for step in range(first, steps):
-            for tag, flat in enumerate(self.parameters.values(), 1):
-                self.comm_of(AXES).recv(flat, SERVER, tag)
+            self._receive(self.parameters, SERVER)
             inputs, targets = batch(step, *self.batch_part)
             losses.append(self._push(inputs, targets))
             show(step + 1, losses[-1])
@@ -278,14 +241,20 @@ class AsyncParameterServer(Trainer):
             missing = ", ".join(name for name in self.model.layers if name not in self.used_layers)
             raise MissingGradient(f"no gradient in this step for {missing} (on rank {self.rank})")
         with collectives.phase(f"push/worker{self.rank}"):
-            comm = self.comm_of(AXES)
-            comm.send(np.array([loss, self.loss_scale.value]), SERVER)
-            for tag, flat in enumerate(self.gradients.values(), 1):
-                comm.send(flat, SERVER, tag)
+            self.comm_of(AXES).send(np.array([loss, self.loss_scale.value]), SERVER)
+            self._send(self.gradients, SERVER)
         if self.loss_scale.is_dynamic:
             squares = sum(map(sum_of_squares, self.gradients.values()))
             self.num_skipped += not self.update_loss_scale(squares)
         return loss
+
+    def _send(self, flats: Mapping[str, Array], to: int) -> None:
+        for tag, flat in enumerate(flats.values(), 1):
+            self.comm_of(AXES).send(flat, to, tag)
+
+    def _receive(self, flats: Mapping[str, Array], source: int) -> None:
+        for tag, flat in enumerate(flats.values(), 1):
+            self.comm_of(AXES).recv(flat, source, tag)
 
     # Reports and predictions
 
@@ -303,20 +272,19 @@ class AsyncParameterServer(Trainer):
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
         """Return what the steps of `run` by every worker send, and the broadcast at the end."""
-        sizes = [(n, self.dtype.itemsize) for n in self.model.unit_sizes.values()]
-        pulls_and_pushes = [
-            self.predicted(
-                f"async/{what}/worker{worker}", "send", n, AXES, itemsize=width, groups=(ends,),
-                algorithm="point_to_point", num_calls=run.num_steps,
-            )
-            for worker in range(1, self.size)
-            for what, sent, ends in (
-                ("pull", sizes, (SERVER, worker)),
-                ("push", [(2, 8), *sizes], (worker, SERVER)),
-            )
-            for n, width in sent
-        ]  # fmt: skip
-        return pulls_and_pushes + [
-            self.predicted(f"finish/{unit}", "broadcast", n, AXES)
-            for unit, n in self.model.unit_sizes.items()
+        units = self.model.unit_sizes
+        sizes = [(n, self.dtype.itemsize) for n in units.values()]
+        calls = []
+        for worker in range(1, self.size):
+            pull = f"async/pull/worker{worker}", (SERVER, worker), sizes
+            push = f"async/push/worker{worker}", (worker, SERVER), [(2, 8), *sizes]
+            calls += [
+                self.predicted(
+                    phase, "send", n, AXES, itemsize=width, groups=(ends,),
+                    algorithm="point_to_point", num_calls=run.num_steps,
+                )
+                for phase, ends, messages in (pull, push) for n, width in messages
+            ]  # fmt: skip
+        return calls + [
+            self.predicted(f"finish/{unit}", "broadcast", n, AXES) for unit, n in units.items()
         ]

@@ -20,9 +20,9 @@ from parallel.nn import Model
 from parallel.runtime import BatchFunction, ProgressCallback, Recipe, RunSize, Trainer
 from parallel.schedule import Action
 from parallel.sharding import Sharding
+from parallel.sharding.server import SERVER
 from parallel.text import Tokens, share
 
-SERVER = 0
 AXES = ("data",)
 
 
@@ -47,18 +47,8 @@ class SyncParameterServer(Trainer):
     step the server sends (p-1) Psi elements, and each other rank Psi.  After a gradient that
     overflowed, which the norm tells the other ranks, no parameters are sent.
 
-    Parameters
-    ----------
-    comm : Communicator
-    model, recipe, phase
-        As in `Trainer`.
-    algorithm : str
-        Of the broadcasts and reductions of units; by default ``"linear"``.
-
-    Raises
-    ------
-    ValueError
-        As `Trainer`.
+    `algorithm` is that of the broadcasts and reductions of units; `comm`, `model`, `recipe` and
+    `phase` are as in `Trainer`.
     """
 
     batch_shape = 0, 0  # rows and tokens of the batches so far, which are equal
@@ -78,12 +68,7 @@ class SyncParameterServer(Trainer):
         )  # fmt: skip
 
     def train(
-        self,
-        steps: int,
-        batch: BatchFunction,
-        total: int,
-        show: ProgressCallback,
-        first: int = 0,
+        self, steps: int, batch: BatchFunction, total: int, show: ProgressCallback, first: int = 0
     ) -> list[float]:
         """Make steps `first` to `steps` and return their losses; see `Trainer.train`.
 
@@ -133,10 +118,7 @@ class SyncParameterServer(Trainer):
         return shape
 
     def reduce_norm(self, action: Action) -> None:
-        """Set `squares` to the server's sum; broadcast it if the loss scale depends on it.
-
-        `action` is a NORM.
-        """
+        """Set `squares` to the server's sum; broadcast it if the loss scale depends on it."""
         found = np.array([self.own_squares()], np.float64)
         if self.loss_scale.is_dynamic:
             comm = self.comm_of(AXES)
