@@ -49,7 +49,8 @@ class GeneratorHook(CommHook):
     def run(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Iterator[Work[Any]]:
         """Replace `flat` by its sum over ranks; yield each call when started, to be waited for.
 
-        The arguments are those of `start`.  Every rank must make the same calls in the same order.
+        `group`, `bucket` and `axes` are as in `start`.  Every rank must make the same calls in the
+        same order.
         """
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
@@ -121,7 +122,7 @@ class Int8Blocks(GeneratorHook):
         comm, xp = group.comm_of(axes), array_namespace(flat)
         me = comm.rank
         parts = [shards.span(flat.shape[0], comm.size, rank) for rank in range(comm.size)]
-        sizes = self.part_bytes(group, bucket, comm.size)
+        sizes = self._part_bytes(group, bucket, comm.size)
         table = without_own(sizes)
 
         given = [quantize(flat[parts[d]], self.block) for d in range(comm.size) if d != me]
@@ -144,13 +145,13 @@ class Int8Blocks(GeneratorHook):
             total += dequantize(packed, own.shape[0], self.block)
         return total
 
-    def part_bytes(self, group: Group, bucket: str, num_ranks: int) -> tuple[int, ...]:
-        """Return the bytes of each of `num_ranks` ranks' quantized part of a `group`'s `bucket`."""
+    def _part_bytes(self, group: Group, bucket: str, num_ranks: int) -> tuple[int, ...]:
+        """Return the bytes of each rank's quantized part of a bucket."""
         counts = even_counts(group.bucket_size(bucket), num_ranks)
         return tuple(quantized_bytes(n, self.block) for n in counts)
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        sizes = self.part_bytes(group, bucket, group.mesh.size_of(axes))
+        sizes = self._part_bytes(group, bucket, group.mesh.size_of(axes))
         table = without_own(sizes)
         return [
             group.predicted(phase, "all_to_all", table, axes, itemsize=1, algorithm=ALL_TO_ALL),

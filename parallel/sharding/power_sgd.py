@@ -81,7 +81,7 @@ class PowerSGD(GeneratorHook):
         if self.bases:
             raise ValueError("this PowerSGD belongs to another strategy; make one for each")
         dtype = master_dtype(group.dtype)
-        for name, matrix in self.all_matrices(group):
+        for name, matrix in self._all_matrices(group):
             spec = ParameterSpec((matrix.columns, self.rank), std=1.0)
             first = spec.draw(self.seed, f"basis.{name}")
             basis = group.new_buffer("buffers", first.size, dtype).reshape(first.shape)
@@ -98,16 +98,16 @@ class PowerSGD(GeneratorHook):
     def state_bytes(self, group: Group) -> int:
         kept = [
             m.columns * (self.rank + m.rows * self.error_feedback)
-            for _, m in self.all_matrices(group)
+            for _, m in self._all_matrices(group)
         ]
         return sum(kept) * master_dtype(group.dtype).itemsize
 
-    def all_matrices(self, group: Group) -> Iterator[tuple[str, Matrix]]:
+    def _all_matrices(self, group: Group) -> Iterator[tuple[str, Matrix]]:
         """Yield the name and place of each matrix in all buckets of a `group`."""
         for bucket in group.buckets:
-            yield from self.split_bucket(group, bucket)[0].items()
+            yield from self._split_bucket(group, bucket)[0].items()
 
-    def split_bucket(self, group: Group, bucket: str) -> tuple[dict[str, Matrix], list[slice]]:
+    def _split_bucket(self, group: Group, bucket: str) -> tuple[dict[str, Matrix], list[slice]]:
         """Return the matrices of a `bucket` to approximate, and where its other parameters are."""
         matrices: dict[str, Matrix] = {}
         others: list[slice] = []
@@ -126,7 +126,7 @@ class PowerSGD(GeneratorHook):
     # A step
 
     def run(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Iterator[Work[Any]]:
-        matrices, others = self.split_bucket(group, bucket)
+        matrices, others = self._split_bucket(group, bucket)
         if not matrices:
             yield all_reduce(group, axes, flat)
             return
@@ -196,7 +196,7 @@ class PowerSGD(GeneratorHook):
         basis[...] = xp.where(is_good, right / xp.where(is_good, lengths, 1.0), basis)
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        matrices, others = self.split_bucket(group, bucket)
+        matrices, others = self._split_bucket(group, bucket)
         width = master_dtype(group.dtype).itemsize
         calls = [
             (self.rank * sum(m.rows for m in matrices.values()), width),
