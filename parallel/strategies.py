@@ -94,16 +94,10 @@ def ddp(
     Examples
     --------
     >>> import collectives
-    >>> from parallel import Recipe, ddp, gpt, text
-    >>> def train(comm):
-    ...     trainer = ddp(comm, gpt(num_layers=1, hidden=16, context=8), Recipe("float32"))
-    ...     trainer.start()
-    ...     rows = text.batch(text.load(), seed=0, step=0, batch_size=4, context=8,
-    ...                       rank=comm.rank, num_ranks=comm.size)
-    ...     return trainer.step(*rows, total=4 * 8)
-    >>> first, second = collectives.run(train, size=2)
-    >>> first == second
-    True
+    >>> from parallel import ddp, gpt
+    >>> make = lambda comm: ddp(comm, gpt(num_layers=1), bucket_bytes=10**6)
+    >>> list(collectives.run(lambda comm: make(comm).buckets, size=2)[0])
+    ['bucket0', 'bucket1', 'bucket2']
     """
     sharding = Sharding.ddp(
         bucket_bytes=bucket_bytes, hook=hook, find_unused_parameters=find_unused_parameters,

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias
 
+import numpy as np
+
 from collectives import Communicator, Work
 from parallel.accounts.calls import PredictedCall
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model, cast
 
 Axes: TypeAlias = Sequence[str]  # of a mesh
+ignore_overflow = np.errstate(over="ignore", invalid="ignore")  # the result shows an overflow
 
 
 class Group(Protocol):
@@ -101,9 +104,7 @@ class AllReduce(CommHook):
     collectives = ("all_reduce",)
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
-        sent = cast(flat, group.reduce_dtype)
-        work = all_reduce(group, axes, sent)
-        return work.wait if sent is flat else partial(rounded, work, sent, flat)
+        return start_rounded(group, axes, flat, group.reduce_dtype)
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         size, width = group.bucket_size(bucket), group.reduce_dtype.itemsize
@@ -136,10 +137,23 @@ def all_reduce(group: Group, axes: Axes, x: Array) -> Work[Any]:
     return work
 
 
+def start_rounded(group: Group, axes: Axes, flat: Array, dtype: Any) -> Completion:
+    """Start to sum `flat` in this dtype, in place."""
+    sent = ignore_overflow(cast)(flat, dtype)
+    work = all_reduce(group, axes, sent)
+    return work.wait if sent is flat else partial(rounded, work, sent, flat)
+
+
 def rounded(work: Work[Any], total: Array, into: Array) -> None:
     """Wait for the sum of gradients in another dtype, and round it once."""
     work.wait()
-    into[...] = total
+    copy_rounded(into, total)
+
+
+@ignore_overflow
+def copy_rounded(target: Array, values: Array) -> None:
+    """Copy `values` into `target`, rounded to its dtype."""
+    target[...] = values
 
 
 class Gather(Protocol):

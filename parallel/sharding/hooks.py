@@ -28,15 +28,21 @@ from array_api_compat import array_namespace
 from collectives import Work, even_counts
 from parallel import shards
 from parallel.accounts.calls import PredictedCall
-from parallel.nn import Array, cast
+from parallel.nn import Array
 from parallel.optim.precision import dtype_of
-from parallel.sharding.collective import Axes, CommHook, Completion, Group, all_reduce
+from parallel.sharding.collective import (
+    Axes,
+    CommHook,
+    Completion,
+    Group,
+    copy_rounded,
+    ignore_overflow,
+    start_rounded,
+)
 from parallel.sharding.quantization import BLOCK, dequantize, num_blocks, quantize, quantized_bytes
 
 TWO_BYTES = ("float16", "bfloat16")
 ALL_TO_ALL, ALL_GATHER = "linear", "ring"  # algorithms
-
-ignore_overflow = np.errstate(over="ignore", invalid="ignore")  # the result shows an overflow
 
 
 class GeneratorHook(CommHook):
@@ -70,7 +76,7 @@ def advance(run: Iterator[Work[Any]]) -> Completion:
     return finish
 
 
-class HalfPrecision(GeneratorHook):
+class HalfPrecision(CommHook):
     """Sum gradients rounded to float16 or bfloat16.
 
     This takes one all-reduce of 2 n bytes for a bucket of n elements, in any dtype of the
@@ -91,11 +97,8 @@ class HalfPrecision(GeneratorHook):
             raise ValueError(f"dtype is {dtype!r}: it must be {' or '.join(TWO_BYTES)}")
         self.dtype = dtype_of(dtype)
 
-    def run(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Iterator[Work[Any]]:
-        rounded = round_to(flat, self.dtype)
-        yield all_reduce(group, axes, rounded)
-        if rounded is not flat:
-            copy_rounded(flat, rounded)
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
+        return start_rounded(group, axes, flat, self.dtype)
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         size, width = group.bucket_size(bucket), self.dtype.itemsize
@@ -163,15 +166,3 @@ def without_own(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return the bytes from each rank to each if rank d gets ``sizes[d]`` from every other."""
     ranks = range(len(sizes))
     return tuple(tuple(n * (d != s) for d, n in enumerate(sizes)) for s in ranks)
-
-
-@ignore_overflow
-def round_to(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Return `x` rounded to this dtype, without a copy if it has it."""
-    return cast(x, dtype)
-
-
-@ignore_overflow
-def copy_rounded(target: Array, values: Array) -> None:
-    """Copy `values` into `target`, rounded to its dtype."""
-    target[...] = values

@@ -13,8 +13,8 @@ from parallel import shards
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array, ParameterSpec, split_flat
 from parallel.optim.precision import master_dtype
-from parallel.sharding.collective import Axes, Group, all_reduce
-from parallel.sharding.hooks import GeneratorHook, copy_rounded, ignore_overflow
+from parallel.sharding.collective import Axes, Group, all_reduce, copy_rounded, ignore_overflow
+from parallel.sharding.hooks import GeneratorHook
 
 DEPENDENT = 1e-12  # relative length of what the other columns leave of a column: rounding only
 
