@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from parallel.accounts import TrafficRow, TrafficTable
+from parallel.accounts import TrafficTable
 from parallel.cli import print_table, table_with
 from parallel.runtime import ProgressCallback
 
@@ -46,20 +46,15 @@ def columns(traffic: TrafficTable) -> Table:
     table = table_with("phase", "collective", numbers=["calls p", "calls r", *counts])
     unseen = "n/a" if traffic.observed is None else ""  # another row has the sum of several rows
     for row in traffic.rows:
-        table.add_row(*cells(row, unseen), style=None if row.is_equal else "bold red")
+        calls = ["" if n is None else str(n) for n in (row.predicted.calls, row.recorded.calls)]
+        cells = [
+            unseen if tally is None else str(getattr(tally, what))
+            for what in ("messages", "bytes")
+            for tally in (row.predicted, row.recorded, row.observed)
+        ]
+        style = None if row.is_equal else "bold red"
+        table.add_row(row.phase, row.collective, *calls, *cells, style=style)
     return table
-
-
-def cells(row: TrafficRow, unseen: str) -> list[str]:
-    """Return a row of the table as text; empty where calls are not counted."""
-    tallies = [row.predicted, row.recorded, row.observed]
-    calls = [row.predicted.calls, row.recorded.calls]
-    counts = [
-        unseen if tally is None else str(getattr(tally, what))
-        for what in ("messages", "bytes")
-        for tally in tallies
-    ]
-    return [row.phase, row.collective, *("" if n is None else str(n) for n in calls), *counts]
 
 
 def matrix(traffic: TrafficTable) -> Table:

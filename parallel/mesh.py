@@ -19,25 +19,21 @@ class Mesh:
         mesh["tensor"].all_reduce(x)
 
     Consecutive ranks are neighbors on the last axis.  The communicator of an axis has its name,
-    which ledgers show in the column ``axis``.
+    which ledgers show in the column ``axis``.  Methods take one axis or several together, and raise
+    KeyError for one that the mesh does not have.
 
     Parameters
     ----------
     comm : Communicator or None
         None: there is one rank, and nothing is sent.
     axes : int
-        The number of ranks along each axis, slowest first, by its name.  By default all ranks are
-        on the axis ``data``.
-
-    Raises
-    ------
-    ValueError
-        If an axis has another name than those of `AXES`, or if the sizes are less than 1 or their
-        product is not the number of ranks.
+        The number of ranks along each axis, slowest first, by its name: one of ``"pipe"``,
+        ``"replicate"``, ``"shard"``, ``"data"``, ``"context"``, ``"expert"`` and ``"tensor"``.  By
+        default all ranks are on ``"data"``.  Raises ValueError for another name, and if the sizes
+        are less than 1 or their product is not the number of ranks.
 
     Attributes
     ----------
-    comm : Communicator or None
     axes : dict of str to int
         The sizes, by name.
     coordinates : dict of str to int
@@ -56,25 +52,20 @@ class Mesh:
         self.size = 1 if comm is None else comm.size
         self.rank = 0 if comm is None else comm.rank
         self.axes = axes or {"data": self.size}
-        self._check()
+        if unknown := [name for name in self.axes if name not in AXES]:
+            raise ValueError(f"there is no axis {unknown[0]!r}; choose from {', '.join(AXES)}")
+        num_ranks = math.prod(self.axes.values())
+        if min(self.axes.values()) < 1 or num_ranks != self.size:
+            words = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+            raise ValueError(f"a mesh of {words} has {num_ranks} ranks, not {self.size}")
         place = np.unravel_index(self.rank, tuple(self.axes.values()))
         self.coordinates = dict(zip(self.axes, map(int, place), strict=True))
         self._made: dict[tuple[str, ...], Communicator] = {}
 
-    def _check(self) -> None:
-        if unknown := [name for name in self.axes if name not in AXES]:
-            raise ValueError(f"there is no axis {unknown[0]!r}; choose from {', '.join(AXES)}")
-        words = ", ".join(f"{name}={size}" for name, size in self.axes.items())
-        if min(self.axes.values()) < 1 or math.prod(self.axes.values()) != self.size:
-            raise ValueError(
-                f"a mesh of {words} has {math.prod(self.axes.values())} ranks, not {self.size}"
-            )
-
     def __getitem__(self, axes: str | Sequence[str]) -> Communicator | None:
-        """Return the communicator of this rank along one axis, or along several together.
+        """Return the communicator of this rank along `axes`; None without a communicator.
 
-        None without a communicator.  The first use of an axis makes its communicators: all ranks
-        of the mesh make it.  Raises KeyError for an axis that the mesh does not have.
+        The first use of an axis makes its communicators: all ranks of the mesh make it.
         """
         names = self._names(axes)
         if self.comm is None:
@@ -89,10 +80,7 @@ class Mesh:
         return self._made[names]
 
     def ranks(self, axes: str | Sequence[str]) -> list[tuple[int, ...]]:
-        """Return all groups of ranks along one axis, or along several `axes` together.
-
-        Every rank is in one group.  Raises KeyError for an axis that the mesh does not have.
-        """
+        """Return all groups of ranks along `axes`; every rank is in one."""
         names = self._names(axes)
         along = [list(self.axes).index(name) for name in names]  # in the order given
         others = [i for i in range(len(self.axes)) if i not in along]
@@ -101,17 +89,11 @@ class Mesh:
         return [tuple(group) for group in groups.tolist()]
 
     def size_of(self, axes: str | Sequence[str]) -> int:
-        """Return the number of ranks along one axis, or along several `axes` together.
-
-        Raises KeyError for an axis that the mesh does not have.
-        """
+        """Return the number of ranks along `axes`."""
         return math.prod(self.axes[name] for name in self._names(axes))
 
     def index(self, axes: str | Sequence[str], rank: int | None = None) -> int:
-        """Return the place of a `rank`, by default this one, along one axis or several `axes`.
-
-        Raises KeyError for an axis that the mesh does not have.
-        """
+        """Return the place of a `rank`, by default this one, along `axes`."""
         rank, names = self.rank if rank is None else rank, self._names(axes)
         return next(group.index(rank) for group in self.ranks(names) if rank in group)
 

@@ -26,30 +26,15 @@ Pair = tuple[int, int]  # predicted and counted
 
 
 class RankReport(NamedTuple):
-    """The report of one rank.
+    """The report of one rank."""
 
-    Attributes
-    ----------
-    memory : dict of str to (int, int)
-        The peak bytes of each category: predicted and counted.
-    moved : dict of str to (int, int)
-        The bytes that the offloads of updates and of activations moved, by column: predicted and
-        counted.
-    parameters : dict of str to (int, int, str)
-        Of each unit: the first and the last (exclusive) element that the rank keeps, and their
-        SHA-256.
-    """
-
-    memory: dict[str, Pair]
-    moved: dict[str, Pair]
-    parameters: dict[str, tuple[int, int, str]]
+    memory: dict[str, Pair]  # the peak bytes of each category
+    moved: dict[str, Pair]  # the bytes that the offload moved, by direction
+    parameters: dict[str, tuple[int, int, str]]  # start and stop in each unit, and their SHA-256
 
     @classmethod
     def of(cls, trainer: Trainer, num_updates: int, rows: int, context: int) -> RankReport:
-        """Return this rank's report after updates on batches of (`rows`, `context`) tokens.
-
-        `rows` are those of this rank.
-        """
+        """Return this rank's report after updates on its batches of (`rows`, `context`) tokens."""
         offload = trainer.offload
         memory = pairs(peak_memory(trainer, rows, context), trainer.memory.peak)
         if is_offloaded(trainer):
@@ -78,10 +63,7 @@ def gather(comm: Communicator, report: RankReport) -> list[RankReport] | None:
 
 
 def differences(reports: list[RankReport]) -> list[str]:
-    """Return descriptions of what differs, and should not.
-
-    That is: a predicted and a counted number, or the digests of the same parameters on two ranks.
-    """
+    """Describe what is not as predicted, and parameters of which two ranks' digests differ."""
     found = [
         f"{name} of rank {rank}: {predicted} by formula, {counted} counted"
         for rank, report in enumerate(reports)

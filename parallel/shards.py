@@ -10,10 +10,7 @@ from parallel.nn import Array
 
 
 def span(total: int, num_ranks: int, rank: int) -> slice:
-    """Return the part of ``range(total)`` that belongs to `rank`.
-
-    The sizes of the parts are `collectives.even_counts`.
-    """
+    """Return the part of ``range(total)`` that belongs to `rank`, by `even_counts`."""
     sizes = even_counts(total, num_ranks)
     start = sum(sizes[:rank])
     return slice(start, start + sizes[rank])

@@ -34,21 +34,8 @@ def serial(
 ) -> Trainer:
     """Return a training run on one rank: the reference.
 
-    Parameters
-    ----------
-    comm : Communicator or None
-        Not used.
-    model, recipe, options
-        As in `ddp`.
-
-    Returns
-    -------
-    Trainer
-
-    Raises
-    ------
-    ValueError
-        On more than one rank: all would do the same.
+    `comm` is not used; `model`, `recipe` and options are as in `ddp`.  Raises ValueError on more
+    than one rank: all would do the same.
 
     Examples
     --------
@@ -90,11 +77,11 @@ def ddp(
 
     Parameters
     ----------
-    comm : Communicator
-    model : Model
-    recipe : Recipe, optional
+    comm, model, recipe, options
+        As in `Trainer`; the options are `algorithm` and `phase`.
     bucket_bytes : int
-        The most bytes of a bucket of several layers, at least 1; by default 25 MiB.
+        The most bytes of a bucket of several layers, by default 25 MiB.  Raises ValueError if it
+        is less than 1.
     hook : CommHook, optional
         How a bucket is summed; by default `AllReduce`.
     find_unused_parameters : bool
@@ -102,32 +89,15 @@ def ddp(
         layer, and a layer that no rank used is not updated.  This takes an all-reduce of a byte for
         each layer.  Otherwise `Trainer.step` raises MissingGradient.
     broadcast_algorithm : str
-        Of the initial values; by default ``"binomial"``.
-    options
-        `algorithm` and `phase`, as in `Trainer`.
-
-    Returns
-    -------
-    Trainer
-
-    Raises
-    ------
-    ValueError
-        As `Trainer`, and if `bucket_bytes` is less than 1.
+        Of the initial values.
 
     Examples
     --------
     >>> import collectives
-    >>> from parallel import Recipe, ddp, gpt, text
-    >>> def train(comm):
-    ...     trainer = ddp(comm, gpt(num_layers=1, hidden=16, context=8), Recipe("float32"))
-    ...     trainer.start()
-    ...     rows = text.batch(text.load(), seed=0, step=0, batch_size=4, context=8,
-    ...                       rank=comm.rank, num_ranks=comm.size)
-    ...     return trainer.step(*rows, total=4 * 8)
-    >>> first, second = collectives.run(train, size=2)
-    >>> first == second
-    True
+    >>> from parallel import ddp, gpt
+    >>> make = lambda comm: ddp(comm, gpt(num_layers=1), bucket_bytes=10**6)
+    >>> list(collectives.run(lambda comm: make(comm).buckets, size=2)[0])
+    ['bucket0', 'bucket1', 'bucket2']
     """
     sharding = Sharding.ddp(
         bucket_bytes=bucket_bytes, hook=hook, find_unused_parameters=find_unused_parameters,
@@ -151,19 +121,7 @@ def zero1(
 
     A rank sends 2 Psi (p-1)/p elements in a step, for any number of micro-batches.
 
-    Parameters
-    ----------
-    comm, model, recipe, options
-        As in `ddp`.
-
-    Returns
-    -------
-    Trainer
-
-    Raises
-    ------
-    ValueError
-        As `Trainer`.
+    `comm`, `model`, `recipe` and options are as in `ddp`.
 
     Examples
     --------
@@ -189,19 +147,7 @@ def zero2(
     A rank sends (k + 1) Psi (p-1)/p elements in a step.  The gradient of a whole unit is summed
     while backward computes that of the next, and then freed.
 
-    Parameters
-    ----------
-    comm, model, recipe, options
-        As in `ddp`.
-
-    Returns
-    -------
-    Trainer
-
-    Raises
-    ------
-    ValueError
-        As `Trainer`.
+    `comm`, `model`, `recipe` and options are as in `ddp`.
 
     Examples
     --------
@@ -233,23 +179,10 @@ def zero3(
     | backward/unit | all_gather     | k S   | (p-1) n(unit) |
     | backward/unit | reduce_scatter | k S   | (p-1) n(unit) |
 
-    A rank sends 3 k Psi (p-1)/p elements in a step, or 2 k Psi (p-1)/p with `keep_after_forward`.
+    A rank sends 3 k Psi (p-1)/p elements in a step.  With `keep_after_forward`, parameters are
+    freed after backward only, and a rank sends 2 k Psi (p-1)/p.
 
-    Parameters
-    ----------
-    comm, model, recipe, options
-        As in `ddp`.
-    keep_after_forward : bool
-        Free parameters after backward only: this sends less and keeps more.
-
-    Returns
-    -------
-    Trainer
-
-    Raises
-    ------
-    ValueError
-        As `Trainer`.
+    `comm`, `model`, `recipe` and options are as in `ddp`.
 
     Examples
     --------
@@ -287,25 +220,18 @@ def hsdp(
     In a step a rank sends 3 k Psi (g-1)/g elements within its group and 2 Psi/g (G-1)/G to others.
     With one group this is ZeRO-3; with groups of one rank it is data parallelism.
 
+    The mesh has the axes ``replicate`` and ``shard``.
+
     Parameters
     ----------
     comm, model, recipe, options
         As in `ddp`.
     group_size : int, optional
         The number of consecutive ranks that form a group.  By default the largest proper divisor
-        of the number of ranks above 1, or all ranks if there is none.
+        of the number of ranks above 1, or all ranks if there is none.  Raises ValueError if it
+        does not divide the number of ranks.
     keep_after_forward : bool
         As in `zero3`.
-
-    Returns
-    -------
-    Trainer
-        On a mesh with the axes ``replicate`` and ``shard``.
-
-    Raises
-    ------
-    ValueError
-        As `Trainer`, and if `group_size` does not divide the number of ranks.
 
     Examples
     --------
@@ -352,26 +278,8 @@ def zeropp(
     rounded, so losses differ from those of one rank; but all ranks compute with the same
     parameters.  The paper sends gradients in four bits.
 
-    Parameters
-    ----------
-    comm, model, recipe, options
-        As in `ddp`.
-    group_size : int, optional
-        As in `hsdp`.
-    block : int
-        The number of elements that share a scale, by default 256.
-    gradient_bits : {8, 4}
-        Of an element of a gradient that is sent.
-
-    Returns
-    -------
-    Trainer
-        On a mesh with the axes ``replicate`` and ``shard``.
-
-    Raises
-    ------
-    ValueError
-        As `hsdp`, and for another number of bits.
+    `block` elements share a scale; those of gradients have `gradient_bits`, 8 or 4.  The mesh,
+    `group_size`, `comm`, `model`, `recipe` and options are as in `hsdp`.
 
     Examples
     --------
@@ -405,24 +313,8 @@ def local_updates(
     | average/unit | all_reduce | ceil(S / every) | 2 (p-1) n(unit), in the dtype of updates  |
 
     Losses differ from those of one rank.  A checkpoint can be saved when all have the same model.
-
-    Parameters
-    ----------
-    comm, model, recipe, options
-        As in `ddp`.
-    every : int
-        The number of steps that ranks make alone, at least 1.
-    outer_lr, outer_momentum : float
-        Of `OuterMomentum`; 1 and 0 make the mean of the ranks' parameters.
-
-    Returns
-    -------
-    Trainer
-
-    Raises
-    ------
-    ValueError
-        As `Trainer`, if an option is out of range, for float16, and with an offload.
+    `outer_lr` and `outer_momentum` are those of `OuterMomentum`.  `comm`, `model`, `recipe` and
+    options are as in `ddp`, without float16 and offloads.
 
     Examples
     --------

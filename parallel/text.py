@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,26 +20,15 @@ EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 def load(path: str | Path | None = None) -> Bytes:
     """Return the bytes of a file or directory, or of Python's standard library.
 
-    Every rank reads for itself, so the text must be the same on every machine.
-
-    Parameters
-    ----------
-    path : str or Path, optional
-        A file, or a directory all of whose files are read, in the order of their paths.  By
-        default the ``.py`` files of Python's standard library, without tests.
-
-    Returns
-    -------
-    array of uint8, 1-d
-
-    Raises
-    ------
-    ValueError
-        If there is no file, or if all files are empty.
+    The bytes are a 1-d array of uint8.  In a directory, all files are read, in the order of their
+    paths.  Without a `path`, the ``.py`` files of the standard library are, but for tests.  Every
+    rank reads for itself, so the text must be the same on every machine.  Raises ValueError if
+    there is no file, or if all files are empty.
     """
     root = standard_library() if path is None else Path(path)
-    files = library_files(root) if path is None else all_files(root)
-    text = b"".join(file.read_bytes() for file in files)
+    files = library_files(root) if path is None else [root, *root.rglob("*")]
+    files.sort(key=lambda file: file.parts)  # the same in every locale and file system
+    text = b"".join(file.read_bytes() for file in files if file.is_file())
     if not text:
         raise ValueError(f"there is no text in {root}")
     return np.frombuffer(text, dtype=np.uint8)
@@ -52,22 +40,12 @@ def standard_library() -> Path:
 
 
 def library_files(root: Path) -> list[Path]:
-    """Return the ``.py`` files under `root`, sorted, without installed packages and tests."""
-    files = []
+    """Return the ``.py`` files under `root`, without installed packages and tests."""
+    files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in EXCLUDED]  # os.walk visits only what is left
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return in_order(files)
-
-
-def all_files(root: Path) -> list[Path]:
-    """Return `root` itself if it is a file, else every file under it, sorted."""
-    return [root] if root.is_file() else in_order(f for f in root.rglob("*") if f.is_file())
-
-
-def in_order(files: Iterable[Path]) -> list[Path]:
-    """Return `files` sorted by the parts of their paths, whatever locale and file system."""
-    return sorted(files, key=lambda file: file.parts)
+    return files
 
 
 def unigram_entropy(data: Bytes) -> float:
@@ -81,10 +59,9 @@ def unigram_entropy(data: Bytes) -> float:
 
 
 def share(total: int, num_ranks: int, rank: int) -> slice:
-    """Return the rows of a batch of `total` rows that belong to `rank`: a contiguous slice.
+    """Return the rows of a batch of `total` rows that belong to `rank`, one of `num_ranks`.
 
-    The numbers of rows differ by at most one; the first ranks have more.  Raises ValueError if
-    some rank would have none.
+    They are contiguous; the first ranks have up to one more.  Raises ValueError if one has none.
     """
     if total < num_ranks:
         raise ValueError(f"a global batch of {total} cannot be divided among {num_ranks} ranks")
@@ -109,11 +86,11 @@ def batch(
     Parameters
     ----------
     data : array of uint8, 1-d
-        The text, as `load` returns it.
+        The text, as `load` returns it; ValueError if it is not longer than `context`.
     seed, step : int
         Select the batch.
     batch_size : int
-        The rows of all ranks together.
+        The rows of all ranks together; ValueError if there are fewer than `num_ranks`.
     context : int
         The number of tokens in a row.
     rank, num_ranks : int
@@ -123,11 +100,6 @@ def batch(
     -------
     inputs, targets : arrays of int64, (rows, context)
         In 0..255.  ``targets[i, j]`` follows ``inputs[i, j]`` in the text.
-
-    Raises
-    ------
-    ValueError
-        If `data` is not longer than `context`, or if `batch_size` is less than `num_ranks`.
 
     Examples
     --------

@@ -1,10 +1,9 @@
 """What a training run keeps and sends: predicted, counted, and compared."""
 
 from parallel.accounts.calls import PredictedCall, Tally, merged
-from parallel.accounts.gather import gather_json
 from parallel.accounts.monitor import ObservedTraffic, TrafficMonitor
 from parallel.accounts.table import TrafficMismatch, TrafficRow, TrafficTable
-from parallel.accounts.timeline import Timeline
+from parallel.accounts.timeline import Timeline, gather_json
 from parallel.accounts.tracker import CATEGORIES, MemoryTracker
 
 __all__ = [

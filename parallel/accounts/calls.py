@@ -46,19 +46,15 @@ class PredictedCall:
 
     Attributes
     ----------
-    phase : str
-        The label of the phase in which the calls are made.
+    phase, algorithm : str
+        The label of the phase, and the algorithm by which the collective is called.
     collective : str
         Such as ``"all_reduce"``; or ``"send"``, of which each call is one message.
-    algorithm : str
-        By which the collective is called.
     counts : int, or tuple
         The number of elements: of the vector of an all-reduce, or of each rank's part of an
         all-gather, or from each rank to each in an all-to-all; see `collectives.predict`.
-    itemsize : int
-        The bytes of an element.
-    num_calls : int
-        How many calls each group makes.
+    itemsize, num_calls : int
+        The bytes of an element, and how many calls each group makes.
     groups : tuple of tuple of int, optional
         The ranks of each group that makes these calls; for ``"send"`` each is (source,
         destination).  By default all ranks are one group.
@@ -115,8 +111,7 @@ class PredictedCall:
         """Return what all `size` ranks together send in all of these calls.
 
         A call without messages (of one rank) leaves no record and is not counted.  The number of
-        calls of a "send" or a "check" is None: they have no numbers of their own.  Raises
-        ValueError as `matrices`.
+        calls of a "send" or a "check" is None.  Raises ValueError as `matrices`.
         """
         return self.tally(self.matrices(size))
 

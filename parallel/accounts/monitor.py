@@ -49,32 +49,19 @@ class TrafficMonitor:
     What is sent inside the outer ``with`` but in no phase counts as a phase of its own.  Phases of
     a monitor do not nest.
 
-    Parameters
-    ----------
-    comm : Communicator
-        Of all ranks of the job.
-    is_wanted : bool
-        False: read no counters, and observe nothing.
-
-    Attributes
-    ----------
-    reason : str or None
-        Why nothing is observed, such as an MPI without counters; None if MPI's counters are read.
+    `comm` is that of all ranks of the job.  Unless `is_wanted`, no counters are read.  The
+    attribute ``reason`` says why nothing is observed, such as an MPI without counters; it is None
+    if MPI's counters are read.
     """
 
     def __init__(self, comm: Communicator, *, is_wanted: bool = True) -> None:
         self.comm = comm
         self.reason: str | None = None if is_wanted else NOT_OPENED
-        self.counters: Any = None
         self.sent: dict[str, Int64] = defaultdict(lambda: np.zeros((2, comm.size), np.int64))
-        if is_wanted:
-            self._open()
-
-    def _open(self) -> None:
         try:
-            self.counters = self.comm.counters()
+            self.counters: Any = comm.counters() if is_wanted else None
         except MonitorUnavailable as why:
-            self.reason = str(why)
+            self.counters, self.reason = None, str(why)
 
     def __enter__(self) -> TrafficMonitor:
         self._opened_at = self._read()

@@ -10,17 +10,15 @@ every phase, along every axis of the mesh, and in all.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from collectives import Ledger
 from parallel.accounts.calls import UNCOUNTED, Int64, PredictedCall, Tally
 from parallel.accounts.monitor import NOT_OPENED, OUTSIDE, ObservedTraffic
-
-RowKey: TypeAlias = tuple[str, str]  # (phase, collective)
 
 ALL = "(together)"
 
@@ -69,35 +67,37 @@ class Sent(NamedTuple):
     matrix: Int64
 
     @property
+    def outer(self) -> str:
+        """The outermost phase."""
+        return self.phase.partition("/")[0]
+
+    @property
     def tally(self) -> Tally:
         """The sums over all ranks."""
         return Tally(self.calls, *map(int, self.matrix.sum(axis=(1, 2))))
 
 
-def sent_by(calls: Iterable[PredictedCall], size: int) -> list[Sent]:
-    """Return what predicted calls send among `size` ranks."""
-    found = []
-    for call in calls:
-        matrix = call.matrices(size)
-        tally = call.tally(matrix)
-        found.append(Sent(call.phase, call.collective, call.axis, tally.calls, matrix))
-    return found
+def sent_by(call: PredictedCall, size: int) -> Sent:
+    """Return what a predicted call sends among `size` ranks."""
+    matrix = call.matrices(size)
+    return Sent(call.phase, call.collective, call.axis, call.tally(matrix).calls, matrix)
 
 
 def sent_in(ledger: Ledger) -> list[Sent]:
     """Return what a ledger of all ranks has recorded; no phase has the label `OUTSIDE`."""
-    matrices: dict[tuple[str, str, str], Int64] = {}
+    shape = 2, ledger.size, ledger.size
+    matrices: dict[Any, Int64] = defaultdict(lambda: np.zeros(shape, np.int64))
     for row in ledger.rows():
-        key = row.phase or OUTSIDE, row.collective, row.axis
-        if key not in matrices:
-            matrices[key] = np.zeros((2, ledger.size, ledger.size), np.int64)
-        matrices[key][:, row.src, row.dst] += row.segments, row.bytes
+        matrix = matrices[row.phase, row.collective, row.axis]
+        matrix[:, row.src, row.dst] += row.segments, row.bytes
     calls: Any = ledger.summary(by=("phase", "collective", "axis"))
-    numbers = {(phase or OUTSIDE, *key): each.calls for (phase, *key), each in calls.items()}
     return [
-        Sent(*key, None if key[1] in UNCOUNTED else numbers[key], matrix)
-        for key, matrix in matrices.items()
-    ]
+        Sent(
+            phase or OUTSIDE, collective, axis,
+            None if collective in UNCOUNTED else calls[phase, collective, axis].calls, matrix,
+        )
+        for (phase, collective, axis), matrix in matrices.items()
+    ]  # fmt: skip
 
 
 class TrafficTable:
@@ -108,9 +108,9 @@ class TrafficTable:
     calls : iterable of PredictedCall
         As `Trainer.traffic` returns them.
     ledger : Ledger
-        Of all ranks, as ``ledger.gather()`` returns it on rank 0.
+        Of all ranks: ``ledger.gather()``.
     observed : ObservedTraffic or None
-        As `TrafficMonitor.gather` returns it on rank 0.
+        As `TrafficMonitor.gather` returns it.
     size : int
         The number of ranks.
     reason : str, optional
@@ -151,37 +151,24 @@ class TrafficTable:
     ) -> None:
         self.size, self.observed = size, observed
         self.reason = reason if observed is None else None
-        self.predicted, self.recorded = sent_by(calls, size), sent_in(ledger)
-        self.axes = self._sums(self.recorded, "axis")
-        self._phases = self._sums(self.recorded, "phase")
+        self.predicted = [sent_by(call, size) for call in calls]
+        recorded = sent_in(ledger)
+        self.axes = sums(recorded, lambda sent: sent.axis)
+        self._phases = sums(recorded, lambda sent: sent.outer)
         self.matrices = {phase: matrix[1] for phase, matrix in self._phases.items()}
         self.matrix: Int64 = sum(self.matrices.values(), np.zeros((size, size), np.int64))
-        self.rows = rows_of(tallies(self.predicted), tallies(self.recorded), observed)
-
-    def _sums(self, sent: list[Sent], by: str) -> dict[str, Int64]:
-        """Return the matrices added up by axis, or by outermost phase."""
-        found: dict[str, Int64] = defaultdict(lambda: np.zeros((2, self.size, self.size), np.int64))
-        for each in sent:
-            found[getattr(each, by).partition("/")[0]] += each.matrix
-        return {key: matrix for key, matrix in found.items() if matrix.any()}
-
-    def _by_observed_phase(
-        self, observed: ObservedTraffic
-    ) -> tuple[dict[str, Int64], dict[str, Int64]]:
-        """Return what was predicted of each observed phase, and what was observed of it."""
-        found = {label: np.zeros_like(matrix) for label, matrix in observed.phases.items()}
-        for each in self.predicted:
-            label = observed_phase(each.phase, observed)
-            found[label] = found.get(label, 0) + each.matrix
-        return found, observed.phases
+        self.rows = rows_of(self.predicted, recorded, observed)
 
     def check(self) -> str:
         """Return a sentence on what was compared.  Raise TrafficMismatch if columns differ."""
         wrong = [str(row) for row in self.rows if not row.is_equal]
-        for by, seen in (("axis", self.axes), ("phase", self._phases)):
-            wrong += differences(by, "recorded", self._sums(self.predicted, by), seen)
-        if self.observed is not None:
-            wrong += differences("phase", "observed", *self._by_observed_phase(self.observed))
+        by_axis = sums(self.predicted, lambda sent: sent.axis)
+        wrong += differences("axis", "recorded", by_axis, self.axes)
+        by_phase = sums(self.predicted, lambda sent: sent.outer)
+        wrong += differences("phase", "recorded", by_phase, self._phases)
+        if (observed := self.observed) is not None:
+            by_phase = sums(self.predicted, lambda sent: observed_phase(sent.phase, observed))
+            wrong += differences("phase", "observed", by_phase, observed.phases)
         if wrong:
             raise TrafficMismatch("predicted, recorded and observed differ:\n" + "\n".join(wrong))
         if self.observed is None:
@@ -215,31 +202,37 @@ def differences(
     return found
 
 
-def tallies(sent: list[Sent]) -> dict[RowKey, Tally]:
-    """Return the sums by (phase, collective)."""
-    found: dict[RowKey, Tally] = {}
+def sums(sent: Iterable[Sent], key: Callable[[Sent], str]) -> dict[str, Int64]:
+    """Return the matrices added up by `key`, without those that are zero."""
+    found: dict[str, Int64] = {}
     for each in sent:
-        key = each.phase, each.collective
-        found[key] = found.get(key, Tally()).plus(each.tally)
+        if each.matrix.any():
+            found[key(each)] = found.get(key(each), 0) + each.matrix
     return found
 
 
 def rows_of(
-    predicted: dict[RowKey, Tally], recorded: dict[RowKey, Tally], observed: ObservedTraffic | None
+    predicted: Iterable[Sent], recorded: Iterable[Sent], observed: ObservedTraffic | None
 ) -> list[TrafficRow]:
     """Return a row for each (phase, collective) of any column, grouped by observed phase."""
-    keys = list(predicted | recorded)
-    rows = {key: (predicted.get(key, Tally()), recorded.get(key, Tally())) for key in keys}
+    tallies: dict[tuple[str, str], list[Tally]] = {}
+    for column, sent in enumerate((predicted, recorded)):
+        for each in sent:
+            row = tallies.setdefault((each.phase, each.collective), [Tally(), Tally()])
+            row[column] = row[column].plus(each.tally)
+    rows = [TrafficRow(*key, row[0], row[1], None) for key, row in tallies.items()]
     if observed is None:
-        return [TrafficRow(*key, *rows[key], None) for key in keys]
-    within: dict[str, list[RowKey]] = {}
-    for key in keys:
-        within.setdefault(observed_phase(key[0], observed), []).append(key)
-    for phase, sent in observed.phases.items():
-        if sent.any():
+        return rows
+    within: dict[str, list[TrafficRow]] = {}
+    for each_row in rows:
+        within.setdefault(observed_phase(each_row.phase, observed), []).append(each_row)
+    for phase, matrix in observed.phases.items():
+        if matrix.any():
             within.setdefault(phase, [])
     return [
-        row for phase, keys in within.items() for row in rows_of_phase(phase, keys, rows, observed)
+        row
+        for phase, rows in within.items()
+        for row in with_observed(phase, rows, observed.tally(phase))
     ]
 
 
@@ -249,17 +242,10 @@ def observed_phase(phase: str, observed: ObservedTraffic) -> str:
     return max(outer, key=len, default=OUTSIDE)
 
 
-def rows_of_phase(
-    phase: str,
-    keys: list[RowKey],
-    rows: dict[RowKey, tuple[Tally, Tally]],
-    observed: ObservedTraffic,
-) -> list[TrafficRow]:
+def with_observed(phase: str, rows: list[TrafficRow], seen: Tally) -> list[TrafficRow]:
     """Return the rows of one observed phase, and their sum if there are several (or none)."""
-    seen = observed.tally(phase)
-    if len(keys) == 1:
-        return [TrafficRow(*keys[0], *rows[keys[0]], seen)]
-    each = [TrafficRow(*key, *rows[key], None) for key in keys]
-    predicted = reduce(Tally.plus, (row.predicted for row in each), Tally())
-    recorded = reduce(Tally.plus, (row.recorded for row in each), Tally())
-    return [*each, TrafficRow(phase, ALL if keys else "?", predicted, recorded, seen)]
+    if len(rows) == 1:
+        return [rows[0]._replace(observed=seen)]
+    predicted = reduce(Tally.plus, (row.predicted for row in rows), Tally())
+    recorded = reduce(Tally.plus, (row.recorded for row in rows), Tally())
+    return [*rows, TrafficRow(phase, ALL if rows else "?", predicted, recorded, seen)]

@@ -7,25 +7,21 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from collectives import Communicator, Ledger
-from parallel.accounts.gather import gather_json
+from parallel import shards
 from parallel.accounts.monitor import PhaseFunction
 
 PHASES, CALLS = 1, 0  # the two tracks of a rank
 
 
 class Timeline:
-    """Records when phases begin and end.
-
-    Parameters
-    ----------
-    comm : Communicator
-    phase : function
-        Marks the phases, such as `collectives.phase`; called for every phase of the timeline.
-    """
+    """Records when phases begin and end; `phase` marks them, such as `collectives.phase`."""
 
     def __init__(self, comm: Communicator, phase: PhaseFunction) -> None:
         self.comm, self._phase = comm, phase
@@ -33,7 +29,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, label: str) -> Iterator[None]:
-        """Return a context manager: a phase whose times are recorded."""
+        """A phase whose times are recorded."""
         began = time.perf_counter()
         with self._phase(label):
             yield
@@ -45,10 +41,8 @@ class Timeline:
         The times of ranks on different machines are not comparable.
         """
         events_by_rank = gather_json(self.comm, self._events(ledger))
-        if events_by_rank is None:
-            return
-        events = [event for events in events_by_rank for event in events]
-        path.write_text(json.dumps({"traceEvents": events}))
+        if events_by_rank is not None:
+            path.write_text(json.dumps({"traceEvents": list(chain(*events_by_rank))}))
 
     def _events(self, ledger: Ledger) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -67,3 +61,16 @@ class Timeline:
             for label, began, ended in self.spans
         ]  # fmt: skip
         return [*tracks, *spans, *calls]
+
+
+def gather_json(comm: Communicator, value: Any) -> list[Any] | None:
+    """Return every rank's value on rank 0, and None on others.  All ranks call this.
+
+    The values consist of what JSON can represent, and may have any length.
+    """
+    mine = json.dumps(value).encode()
+    sizes = comm.all_gather(np.array([len(mine)])).tolist()
+    gathered = comm.gather(np.frombuffer(mine, np.uint8), counts=sizes)
+    if gathered is None:
+        return None
+    return [json.loads(bytes(each)) for each in shards.split(gathered, sizes)]

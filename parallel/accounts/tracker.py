@@ -20,12 +20,8 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "master", "activations", "
 class MemoryTracker:
     """Counts the bytes of arrays, from the call of `track` until they are freed.
 
-    Attributes
-    ----------
-    now : Counter of str
-        The bytes of the arrays that are alive, by category (see `CATEGORIES`).
-    peak : Counter of str
-        The most bytes that were alive at a time, by category.
+    By category, ``now`` has the bytes of the arrays that are alive, and ``peak`` the most bytes
+    that were alive at a time.
 
     Examples
     --------

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 from parallel.accounts import PredictedCall
@@ -41,9 +42,9 @@ class LoadFailed(ValueError):  # noqa: N818
 
 
 def save(trainer: Trainer, root: str | Path, step: int, keep: int | None = None) -> Path:
-    """Save a checkpoint of a run after `step` steps.
+    """Save a checkpoint of a run after `step` steps; return its directory.  All ranks call this.
 
-    All ranks call this.  The checkpoint is complete when it returns on any rank.
+    The checkpoint is complete when it returns on any rank.
 
     Parameters
     ----------
@@ -54,11 +55,6 @@ def save(trainer: Trainer, root: str | Path, step: int, keep: int | None = None)
         The number of steps done, at least 0.
     keep : int, optional
         Remove all checkpoints but the last `keep`, at least 1.  By default remove none.
-
-    Returns
-    -------
-    Path
-        The directory of the checkpoint, on every rank.
 
     Raises
     ------
@@ -87,16 +83,19 @@ def save(trainer: Trainer, root: str | Path, step: int, keep: int | None = None)
         )
     path = checkpoint_path(root, step)
     unfinished = path.with_name(UNFINISHED + path.name)
-    doing, is_first = f"saving step {step}", trainer.rank == 0
+    is_first = trainer.rank == 0
+    stage = partial(
+        raise_on_all_ranks, trainer.comm, trainer.phase, "save", f"saving step {step}", SaveFailed
+    )
     try:
-        with raise_on_all_ranks(trainer.comm, trainer.phase, "save", doing, SaveFailed):
+        with stage():
             if is_first:
                 prepare(unfinished, path)
         digest = b""
-        with raise_on_all_ranks(trainer.comm, trainer.phase, "save", doing, SaveFailed):
+        with stage():
             digest = write_part(trainer, unfinished, step)
         digests = all_digests(trainer, digest)
-        with raise_on_all_ranks(trainer.comm, trainer.phase, "save", doing, SaveFailed):
+        with stage():
             if is_first:
                 finish(trainer, unfinished, path, step, digests)
                 remove_old(path, keep)
@@ -108,36 +107,23 @@ def save(trainer: Trainer, root: str | Path, step: int, keep: int | None = None)
 
 
 def load(trainer: Trainer, path: str | Path) -> int:
-    """Set a training run to the state in a checkpoint.
+    """Set `trainer` to the state in the checkpoint at `path`; return the number of steps done.
 
     All ranks call this, after `Trainer.resume` (or `start`).  Any trainer on any number of ranks
     can load any checkpoint of its model.  Options such as the learning rate are not loaded.
 
-    Parameters
-    ----------
-    trainer : Trainer
-        Its arrays are changed in place.
-    path : str or Path
-        The directory of a checkpoint, as `save` or `latest` returns it.
-
-    Returns
-    -------
-    int
-        The number of steps done, on every rank.
-
-    Raises
-    ------
-    LoadFailed
-        On all ranks, if the checkpoint is missing or incomplete, or if its model, dtype or
-        optimizer states are not those of the trainer.  Then nothing has been changed.
+    Raises LoadFailed, on all ranks, if the checkpoint is missing or incomplete, or if its model,
+    dtype or optimizer states are not those of the trainer.  Then nothing has been changed.
     """
     path = Path(path)
-    doing = f"loading {path.name}"
-    with raise_on_all_ranks(trainer.comm, trainer.phase, "load", doing, LoadFailed):
+    stage = partial(
+        raise_on_all_ranks, trainer.comm, trainer.phase, "load", f"loading {path.name}", LoadFailed
+    )
+    with stage():
         checkpoint = Checkpoint(path)
         checkpoint.check(trainer)
         checkpoint.check_files(trainer.rank, trainer.size)
-    with raise_on_all_ranks(trainer.comm, trainer.phase, "load", doing, LoadFailed):
+    with stage():
         checkpoint.fill(trainer)
     return checkpoint.index.step
 
@@ -148,10 +134,7 @@ def checkpoint_path(root: str | Path, step: int) -> Path:
 
 
 def latest(root: str | Path) -> Path | None:
-    """Return the directory in `root` of the complete checkpoint with the most steps, or None.
-
-    No communication takes place.
-    """
+    """Return the directory in `root` of the complete checkpoint with the most steps, or None."""
     return next(reversed(complete(Path(root))), None)
 
 
@@ -172,12 +155,10 @@ def traffic(trainer: Trainer, phase: str = "save") -> list[PredictedCall]:
 
 
 def remove_old(path: Path, keep: int | None) -> None:
-    """Remove all checkpoints but this one and the last `keep` - 1 others.
-
-    Each is renamed first, so that none is incomplete under its name.
-    """
+    """Remove all checkpoints but this one and the last `keep` - 1 others."""
     others = [other for other in complete(path.parent) if other != path]
     for old in [] if keep is None else others[: len(others) + 1 - keep]:
+        # Renamed first, so that none is incomplete under its name.
         shutil.rmtree(old.rename(old.with_name(UNFINISHED + old.name)))
 
 

@@ -38,7 +38,7 @@ class Box(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of a parameter, and where its elements are in the flat array of a unit."""
+    """A box of a parameter, and where its elements are in its flat unit."""
 
     name: str
     box: Box
@@ -46,10 +46,7 @@ class Piece(NamedTuple):
 
 
 def boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes of elements `start` to `stop` of an array of this `shape`, in their order.
-
-    There are at most 2 d - 1 for d dimensions.
-    """
+    """Yield the boxes of elements `start` to `stop` of an array: at most 2 d - 1, in order."""
     if start >= stop:
         return
     if len(shape) == 1:

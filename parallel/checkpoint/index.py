@@ -14,28 +14,14 @@ MAX_STEPS = 2**53  # what JSON numbers represent exactly everywhere
 
 
 class Index(NamedTuple):
-    """The contents of ``checkpoint.json``.
+    """The contents of ``checkpoint.json``."""
 
-    Attributes
-    ----------
-    step, num_skipped : int
-        The steps done, and the updates that an overflow prevented.
-    files : dict of str to str
-        The SHA-256 of the file of each rank that saved.
-    layout : dict of str to list
-        What must be equal when a checkpoint is saved and loaded; see `layout_of`.
-    loss_scale : dict
-        The attributes of the `LossScale`.
-    optimizer : dict
-        The class, the options and the number of updates.
-    """
-
-    step: int
+    step: int  # the number of steps done
     num_skipped: int
-    files: dict[str, str]
-    layout: dict[str, list[Any]]
-    loss_scale: dict[str, Any]
-    optimizer: dict[str, Any]
+    files: dict[str, str]  # the SHA-256 of the file of each rank that saved
+    layout: dict[str, list[Any]]  # see `layout_of`
+    loss_scale: dict[str, Any]  # its value, and the number of updates since it changed
+    optimizer: dict[str, Any]  # the class, the options and the number of updates
 
     def to_json(self) -> str:
         """Return the text of the file, which contains its own digest."""

@@ -33,10 +33,7 @@ class Saved(NamedTuple):
 
 
 class Checkpoint:
-    """The checkpoint in a directory.
-
-    Raises ValueError or OSError if there is none, or if a file cannot be read.
-    """
+    """The checkpoint in a directory; ValueError or OSError if there is none that can be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,9 +74,8 @@ class Checkpoint:
             saved_layout = self.index.layout.get(what, [])
             for saved, wanted in zip_longest(saved_layout, expected, fillvalue="nothing"):
                 if saved != wanted:
-                    raise ValueError(
-                        f"{what}: {saved} in the checkpoint, but {wanted} in the strategy"
-                    )
+                    both = f"{saved} in the checkpoint, but {wanted} in the strategy"
+                    raise ValueError(f"{what}: {both}")
         dtype = f"F{8 * master_dtype(trainer.dtype).itemsize}"
         for unit, specs in trainer.model.units.items():
             for key, spec in specs.items():
@@ -87,13 +83,13 @@ class Checkpoint:
                     self._check(f"{unit}.{key}/{kind}", spec.shape or (1,), dtype)
 
     def _check(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        times = np.zeros(shape, np.uint8)
+        times, whole = np.zeros(shape, np.uint8), Box((0,) * len(shape), shape)
         for box, data in self.boxes.get(name, []):
             if data.get_dtype() != dtype:
                 raise ValueError(f"{name} is {data.get_dtype()}, not {dtype}")
-            if len(box.start) != len(shape) or Box((0,) * len(shape), shape).overlap(box) != box:
+            if len(box.start) != len(shape) or whole.overlap(box) != box:
                 raise ValueError(f"{name} has a box {box} outside its shape {shape}")
-            times[box.within(Box((0,) * len(shape), shape))] += 1
+            times[box.within(whole)] += 1
         for wrong, fault in ((times > 1, "occur twice"), (times < 1, "are missing")):
             if wrong.any():
                 raise ValueError(f"{int(wrong.sum())} elements of {name} {fault}")

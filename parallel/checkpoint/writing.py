@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -43,28 +42,19 @@ def write_part(trainer: Trainer, folder: Path, step: int) -> bytes:
         part = slice(shard.start + mine.start, shard.start + mine.stop)
         for piece in pieces_of(unit, specs, part):
             flat = slice(piece.flat.start - shard.start, piece.flat.stop - shard.start)
-            for kind, arrays in kinds_of(trainer).items():
+            for kind, arrays in {VALUES: trainer.masters, **trainer.optimizer.states}.items():
                 key = f"{piece.name}/{kind}@{','.join(map(str, piece.box.start))}"
                 starts[key] = list(piece.box.start)
                 tensors[key] = on_host(arrays[unit][flat]).reshape(piece.box.shape)
-    tensors |= {f"hook/{name}": on_host(x) for name, x in hook_arrays(trainer).items()}
+    equal, summed, own = trainer.sharding.reduction.state(trainer)
+    hook = {**(equal if trainer.rank == 0 else {}), **summed, **own}
+    tensors |= {f"hook/{name}": on_host(x) for name, x in hook.items()}
     file = folder / file_name(trainer.rank, trainer.size)
     # One entry only: safetensors writes several in any order, and files would differ.
     metadata = {"boxes": json.dumps({"step": step, "starts": starts})}
     safetensors.numpy.save_file(tensors, file, metadata=metadata)
     sync(file)
     return hashlib.sha256(file.read_bytes()).digest()
-
-
-def kinds_of(trainer: Trainer) -> dict[str, Mapping[str, Array]]:
-    """Return what is saved of a unit: its values, and the states of the optimizer."""
-    return {VALUES: trainer.masters, **trainer.optimizer.states}
-
-
-def hook_arrays(trainer: Trainer) -> dict[str, Array]:
-    """Return what this rank saves of the communication hook."""
-    equal, summed, own = trainer.sharding.reduction.state(trainer)
-    return {**(equal if trainer.rank == 0 else {}), **summed, **own}
 
 
 def all_digests(trainer: Trainer, digest: bytes) -> list[str]:

@@ -43,14 +43,10 @@ def gpt(
 
     Parameters
     ----------
-    num_layers : int
-        The number of blocks, at least 0.
-    hidden : int
-        The width of the vectors between layers, at least 1.
-    num_heads : int
-        The number of attention heads, at least 1; divides `hidden`.
-    context : int
-        The number of positions, at least 1.
+    num_layers, context : int
+        The number of blocks, at least 0, and of positions, at least 1.
+    hidden, num_heads : int
+        The width of the vectors between layers, and how many attention heads divide it, at least 1.
     is_tied : bool
         Whether the table of the output layer is that of the token embedding (Press & Wolf 2017).
     is_shared : bool
@@ -58,10 +54,7 @@ def gpt(
     recompute : sequence of str
         As in `Model`.
 
-    Raises
-    ------
-    ValueError
-        If a number is too small, or if `num_heads` does not divide `hidden`.
+    A number that is too small raises ValueError.
 
     Examples
     --------
@@ -90,12 +83,8 @@ def check_at_least(least: int, **sizes: int) -> None:
 
 
 def block(hidden: int, num_heads: int, num_layers: int) -> Sequential:
-    """Return one of `num_layers` transformer blocks: (batch, context, hidden) to the same shape.
-
-    The layers that add to the residual stream begin smaller the more blocks there are, so that
-    their sum keeps its magnitude.
-    """
-    gain = 1 / math.sqrt(2 * num_layers)
+    """Return one of `num_layers` transformer blocks: (batch, context, hidden) to the same shape."""
+    gain = 1 / math.sqrt(2 * num_layers)  # of what is added: the sum keeps its magnitude
     attention = Residual({
         "norm": LayerNorm(hidden), "qkv": Linear(hidden, (3, num_heads, hidden // num_heads)),
         "heads": CausalAttention(num_heads), "out": Linear(hidden, hidden, gain),

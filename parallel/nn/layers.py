@@ -118,35 +118,30 @@ class Linear(Layer):
         return Activations(kept, made, rest=kept + width * math.prod(made))
 
 
-class Unembedding(Layer):
+class Unembedding(Linear):
     """Return the products of vectors (..., `dim`) with a table's rows: logits (..., `vocab_size`).
 
     The table may be that of the embedding, if the model ties them (Press & Wolf 2017).
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
-        super().__init__()
-        self.dim, self.vocab_size = dim, vocab_size
+        super().__init__(dim, vocab_size)
 
     def specs(self) -> dict[str, ParameterSpec]:
         # Small: the first loss is that of a uniform distribution, and its gradients are moderate.
-        return {"table": ParameterSpec((self.vocab_size, self.dim), std=0.1 / math.sqrt(self.dim))}
+        shape, std = (self.out_features, self.in_features), 0.1 / math.sqrt(self.in_features)
+        return {"table": ParameterSpec(shape, std)}
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
-        logits = matmul(flatten_rows(x), self.value["table"].T)
-        return logits.reshape(*x.shape[:-1], self.vocab_size), x
-
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        dys = flatten_rows(dy)
-        return matmul(dys, self.value["table"]).reshape(saved.shape), (saved, dys)
+        logits = matmul(flatten_rows(x), self._weight())
+        return logits.reshape(*x.shape[:-1], self.out_features), x
 
     def backward_weight(self, rest: Any) -> None:
         x, dys = rest
         self.gradient["table"] += matmul(dys.T, flatten_rows(x))
 
-    def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        kept, logits = width * math.prod(shape), (*shape[:-1], self.vocab_size)
-        return Activations(kept, logits, rest=kept + width * math.prod(logits))
+    def _weight(self) -> Array:
+        return self.value["table"].T
 
 
 class Gelu(Layer):

@@ -16,7 +16,7 @@ from parallel.nn.layer import Activations, Layer, ParameterSpec, recomputed
 
 
 class Model:
-    """Named layers that run one after the other, and the flat parameters they work on.
+    """Named layers that run one after the other.
 
     The model allocates nothing: a training run allocates the flat parameter of each layer (its
     unit) and binds the layer to it.
@@ -34,11 +34,8 @@ class Model:
         Patterns of names of layers, or of parts of layers, that keep only their input and run
         forward again during backward: ``"block*"``, ``"block*.attention.heads"``.
 
-    Raises
-    ------
-    ValueError
-        If a tie names a parameter that does not exist, two of different shapes, or one that is
-        tied itself; if a name has a dot; or if a pattern matches no layer.
+    A tie raises ValueError if it names a parameter that does not exist, two of different shapes, or
+    one that is tied itself; so do a name with a dot, and a pattern that matches no layer.
 
     Attributes
     ----------
@@ -71,8 +68,11 @@ class Model:
             here: there for each in (ties or {}).items() for here, there in self._tie(*each)
         }
         self._check_ties()
-        named = {name: self._own_specs(name) for name in self.layers}
-        self.units = {name: specs for name, specs in named.items() if specs}
+        own = {
+            name: {k: x for k, x in layer.specs().items() if f"{name}.{k}" not in self.ties}
+            for name, layer in self.layers.items()
+        }
+        self.units = {name: specs for name, specs in own.items() if specs}
         self.unit_sizes = {unit: num_elements(specs) for unit, specs in self.units.items()}
         self._units_of = {name: self._find_units(name) for name in self.layers}
         self._bound: dict[str, tuple[object, object]] = {}  # the arrays of each layer, by identity
@@ -95,10 +95,6 @@ class Model:
                     " and the second must not be tied itself"
                 )
 
-    def _own_specs(self, layer: str) -> dict[str, ParameterSpec]:
-        specs = self.layers[layer].specs()
-        return {key: spec for key, spec in specs.items() if f"{layer}.{key}" not in self.ties}
-
     def _find_units(self, layer: str) -> tuple[str, ...]:
         tied = [there for here, there in self.ties.items() if here.startswith(f"{layer}.")]
         units = [layer, *(there.partition(".")[0] for there in tied)]
@@ -115,34 +111,30 @@ class Model:
         return [name for name in self.layers if self.units_of(name)]
 
     def units_of(self, layer: str | None) -> tuple[str, ...]:
-        """Return the units a layer computes with: its own and those it is tied to.
-
-        There are none for None.
-        """
+        """Return the units a layer computes with: its own and those it is tied to."""
         return () if layer is None else self._units_of[layer]
 
     def completed_units(self, layer: str) -> tuple[str, ...]:
         """Return the units whose gradients are complete once backward has passed `layer`."""
         previous = self.previous_layer(layer)
-        earlier = () if previous is None else self.units_until(previous)
+        earlier = self.units_until(previous) if previous else []
         return tuple(unit for unit in self.units_of(layer) if unit not in earlier)
 
     def units_until(self, layer: str) -> list[str]:
         """Return the units that `layer` and the layers before it use, each once."""
-        names = [*self._layers_before(layer), layer]
-        return list(dict.fromkeys(unit for name in names for unit in self.units_of(name)))
+        names = list(self.layers)
+        until = names[: names.index(layer) + 1]
+        return list(dict.fromkeys(unit for name in until for unit in self.units_of(name)))
 
     def previous_layer(self, layer: str) -> str | None:
         """Return the layer that runs before `layer`; None for the first."""
-        return next(reversed(self._layers_before(layer)), None)
+        names = [None, *self.layers]
+        return names[names.index(layer) - 1]
 
     def next_layer(self, layer: str) -> str | None:
         """Return the layer that runs after `layer`; None for the last."""
-        return next(iter(list(self.layers)[len(self._layers_before(layer)) + 1 :]), None)
-
-    def _layers_before(self, layer: str) -> list[str]:
-        names = list(self.layers)
-        return names[: names.index(layer)]
+        names = [*self.layers, None]
+        return names[names.index(layer) + 1]
 
     def active_layers(self) -> list[str]:
         """Return the layers that the next forward pass runs: all.
@@ -163,10 +155,9 @@ class Model:
     def bind(
         self, layer: str, values: Mapping[str, Array], gradients: Mapping[str, Array] | None = None
     ) -> None:
-        """Let a `layer` work on flat arrays: `values` and `gradients`, by unit.
+        """Let a `layer` work on flat arrays: `values` and, unless forward only, `gradients`.
 
-        Without gradients the layer can run forward only.  It stays bound until `unbind`, or until
-        it is bound to other mappings; if a mapping changes meanwhile, call `unbind`.
+        They are mappings by unit; call `unbind` before one of them changes.
         """
         bound = self._bound.get(layer)
         if bound is None or bound[0] is not values or bound[1] is not gradients:
@@ -189,10 +180,7 @@ class Model:
         return views
 
     def named(self, flats: Mapping[str, Array]) -> dict[str, Array]:
-        """Return views of the parameters in `flats`, given by unit, by name and in their shapes.
-
-        The names are those of a `Model`: ``block0.mlp.up.weight``.
-        """
+        """Return views of the parameters in `flats`, by names such as ``block0.mlp.up.weight``."""
         return {
             f"{unit}.{key}": view
             for unit, specs in self.units.items()

@@ -44,20 +44,8 @@ def state_bytes(
 ) -> dict[str, int]:
     """Return the bytes that a rank keeps on its device between steps, by category.
 
-    Parameters
-    ----------
-    num_elements : int
-        Of the model.
-    num_shard_elements : int
-        Of the part that this rank updates.
-    dtype : dtype
-        Of the model.
-    sharded : container of str
-        The categories of which this rank keeps its part alone.
-    num_states : int
-        Of the optimizer.
-    is_offloaded : bool
-        Whether updates are made in host memory or on disk; see `offloaded_bytes`.
+    Of the categories in `sharded` it keeps the part that it updates alone.  `num_states` are those
+    of the optimizer.  If `is_offloaded`, `offloaded_bytes` are elsewhere.
     """
 
     def elements_of(category: str) -> int:

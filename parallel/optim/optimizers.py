@@ -14,7 +14,7 @@ from typing import ClassVar, TypedDict, Unpack
 import numpy as np
 from array_api_compat import array_namespace
 
-from parallel.nn import Array
+from parallel.nn import Array, cast
 
 PIECE = 1 << 14  # elements updated at a time, so that they stay in the cache with temporaries
 
@@ -50,7 +50,8 @@ class OptimizerOptions(TypedDict, total=False):
 class Optimizer(ABC):
     """The base class of optimizers that work element by element.
 
-    Any part of a model can therefore be updated without the rest.
+    Any part of a model can therefore be updated without the rest.  An option that is out of range
+    or not finite raises ValueError.
 
     Parameters
     ----------
@@ -60,11 +61,6 @@ class Optimizer(ABC):
         The learning rate, at least 0.
     make_state : function
         Called with a value; returns a state of its shape, filled with zeros.
-
-    Raises
-    ------
-    ValueError
-        If an option is out of range or not finite.
 
     Attributes
     ----------
@@ -106,17 +102,14 @@ class Optimizer(ABC):
         for name, gradient in pairs:
             if name not in self.values:
                 raise ValueError(f"there is a gradient for {name!r}, which is not a parameter")
-            self._update_all(name, gradient, scale)
-
-    def _update_all(self, name: str, gradient: Array, scale: float) -> None:
-        x, states = self.values[name], [state[name] for state in self.states.values()]
-        if gradient.shape != x.shape:
-            raise ValueError(
-                f"the gradient of {name!r} has shape {gradient.shape}, its values {x.shape}"
-            )
-        for part, g, *others in pieces(x, gradient, *states):
-            g = g if g.dtype == x.dtype else g.astype(x.dtype)
-            self._update(part, g if scale == 1 else g * scale, *others)
+            x, states = self.values[name], [state[name] for state in self.states.values()]
+            if gradient.shape != x.shape:
+                raise ValueError(
+                    f"the gradient of {name!r} has shape {gradient.shape}, its values {x.shape}"
+                )
+            for part, g, *others in pieces(x, gradient, *states):
+                g = cast(g, x.dtype)
+                self._update(part, g if scale == 1 else g * scale, *others)
 
     @abstractmethod
     def _update(self, x: Array, g: Array, *states: Array) -> None:
@@ -130,14 +123,8 @@ class Optimizer(ABC):
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum: v = momentum v + g, then x -= lr v.
 
-    Polyak 1964.
-
-    Parameters
-    ----------
-    values, lr, make_state
-        As in `Optimizer`.
-    momentum : float
-        At least 0 and less than 1.
+    Polyak 1964.  `momentum` is at least 0 and less than 1; `values` and other options are those of
+    `Optimizer`.
 
     Examples
     --------
@@ -199,15 +186,11 @@ class Adam(Optimizer):
     ) -> None:
         self.betas, self.eps = betas, eps
         self.weight_decay = self.WEIGHT_DECAY if weight_decay is None else weight_decay
-        self._check_options()
-        super().__init__(values, **options)
-
-    def _check_options(self) -> None:
-        beta1, beta2 = self.betas
-        check("the first of betas", beta1, below=1)
-        check("the second of betas", beta2, below=1)
-        check("eps", self.eps, may_be_zero=False)
+        check("the first of betas", betas[0], below=1)
+        check("the second of betas", betas[1], below=1)
+        check("eps", eps, may_be_zero=False)
         check("weight_decay", self.weight_decay)
+        super().__init__(values, **options)
 
     def _update(self, x: Array, g: Array, *states: Array) -> None:
         m, v = states

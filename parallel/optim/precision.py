@@ -33,14 +33,7 @@ class LossScale:
     without an overflow it is doubled.  In other dtypes the scale stays 1.  Micikevicius et al.
     2018.
 
-    Attributes
-    ----------
-    value : float
-        The factor of the next step.
-    is_dynamic : bool
-        Whether the scale changes: for float16.
-    num_good : int
-        The number of updates since the scale changed.
+    The next step's factor is ``value``; ``num_good`` updates were made since it changed.
     """
 
     def __init__(

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
 
 from collectives import Communicator, Work
 from parallel.accounts.calls import PredictedCall
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model, cast
 from parallel.optim import Optimizer
+
+Axes: TypeAlias = Sequence[str]  # of a mesh
+ignore_overflow = np.errstate(over="ignore", invalid="ignore")  # the result shows an overflow
 
 
 class Group(Protocol):
@@ -32,18 +37,18 @@ class Group(Protocol):
     parameters: dict[str, Array]
     optimizer: Optimizer
 
-    def comm_of(self, axes: Sequence[str]) -> Communicator:
+    def comm_of(self, axes: Axes) -> Communicator:
         """Return the communicator along these axes of the mesh."""
 
     def predicted(
-        self, phase: str, collective: str, counts: Any, axes: Sequence[str], **options: Any
+        self, phase: str, collective: str, counts: Any, axes: Axes, **options: Any
     ) -> PredictedCall:
         """Return a call of all groups along these axes."""
 
-    def counts(self, unit: str, axes: Sequence[str]) -> tuple[int, ...]:
+    def counts(self, unit: str, axes: Axes) -> tuple[int, ...]:
         """Return the elements of each rank's part of a unit, if ranks along `axes` divide it."""
 
-    def part(self, unit: str, axes: Sequence[str]) -> slice:
+    def part(self, unit: str, axes: Axes) -> slice:
         """Return this rank's part of a unit, if ranks along `axes` divide it."""
 
     def bucket_size(self, bucket: str) -> int:
@@ -84,44 +89,26 @@ class HookState(NamedTuple):
 class CommHook(Protocol):
     """A communication hook: how a bucket of gradients is summed over the ranks.
 
-    A subclass defines `start` and `traffic`.  If it keeps arrays from step to step, it also defines
-    `allocate` and `state_bytes`.
+    A subclass defines `start` and `traffic`, and if it keeps arrays from step to step also
+    `allocate`, `state_bytes` and `state`.
     """
 
     collectives: ClassVar[tuple[str, ...]] = ()  # those that it calls by `group.algorithm`
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Sequence[str]) -> Completion:
-        """Start to replace the gradients of a bucket by their sum over ranks.
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
+        """Start to replace the gradients of a bucket by their sum over the ranks along `axes`.
 
+        `group` is the training run, `bucket` a name, and `flat` a 1-d array of the model's dtype.
         Called in the phase of the bucket, in the same order on all ranks; it should not wait.
-
-        Parameters
-        ----------
-        group : Trainer
-        bucket : str
-            The name of the bucket.
-        flat : array, 1-d, of the model's dtype
-            This rank's gradients; replaced by the sum.
-        axes : sequence of str
-            The axes of the mesh along which to sum.
-
-        Returns
-        -------
-        function
-            Called without arguments, in the same order on all ranks, when backward is over.  The
-            sum is complete when it returns; but see `Completion`.
+        Returns a function that is called when backward is over, in the same order on all ranks.
+        The sum is complete when that returns; but see `Completion`.
         """
 
-    def traffic(
-        self, group: Group, bucket: str, phase: str, axes: Sequence[str]
-    ) -> list[PredictedCall]:
+    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         """Return what one `bucket` of a `group` sends, in this `phase`, summed along `axes`."""
 
     def allocate(self, group: Group) -> None:
-        """Make what is kept between steps, by ``group.new_buffer("buffers", ...)``.
-
-        By default nothing.
-        """
+        """Make what is kept between steps, by ``group.new_buffer("buffers", ...)``."""
         return
 
     def state_bytes(self, group: Group) -> int:
@@ -138,16 +125,10 @@ class AllReduce(CommHook):
 
     collectives = ("all_reduce",)
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Sequence[str]) -> Completion:
-        sent = cast(flat, group.reduce_dtype)
-        work: Work[Any] = group.comm_of(axes).all_reduce(
-            sent, op="sum", out=sent, algorithm=group.algorithm, async_op=True
-        )
-        return work.wait if sent is flat else partial(rounded, work, sent, flat)
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
+        return start_rounded(group, axes, flat, group.reduce_dtype)
 
-    def traffic(
-        self, group: Group, bucket: str, phase: str, axes: Sequence[str]
-    ) -> list[PredictedCall]:
+    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         size, width = group.bucket_size(bucket), group.reduce_dtype.itemsize
         return [group.predicted(phase, "all_reduce", size, axes, itemsize=width)]
 
@@ -157,7 +138,7 @@ class ReduceScatter(CommHook):
 
     collectives = ("reduce_scatter",)
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Sequence[str]) -> Completion:
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
         sent, part = cast(flat, group.reduce_dtype), group.part(bucket, axes)
         work: Work[Any] = group.comm_of(axes).reduce_scatter(
             sent, op="sum", out=sent[part], counts=group.counts(bucket, axes),
@@ -165,17 +146,36 @@ class ReduceScatter(CommHook):
         )  # fmt: skip
         return work.wait if sent is flat else partial(rounded, work, sent[part], flat[part])
 
-    def traffic(
-        self, group: Group, bucket: str, phase: str, axes: Sequence[str]
-    ) -> list[PredictedCall]:
+    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         counts, width = group.counts(bucket, axes), group.reduce_dtype.itemsize
         return [group.predicted(phase, "reduce_scatter", counts, axes, itemsize=width)]
+
+
+def all_reduce(group: Group, axes: Axes, x: Array) -> Work[Any]:
+    """Start to sum `x` over the ranks along `axes`, in place."""
+    work: Work[Any] = group.comm_of(axes).all_reduce(
+        x, op="sum", out=x, algorithm=group.algorithm, async_op=True
+    )
+    return work
+
+
+def start_rounded(group: Group, axes: Axes, flat: Array, dtype: Any) -> Completion:
+    """Start to sum `flat` in this dtype, in place."""
+    sent = ignore_overflow(cast)(flat, dtype)
+    work = all_reduce(group, axes, sent)
+    return work.wait if sent is flat else partial(rounded, work, sent, flat)
 
 
 def rounded(work: Work[Any], total: Array, into: Array) -> None:
     """Wait for the sum of gradients in another dtype, and round it once."""
     work.wait()
-    into[...] = total
+    copy_rounded(into, total)
+
+
+@ignore_overflow
+def copy_rounded(target: Array, values: Array) -> None:
+    """Copy `values` into `target`, rounded to its dtype."""
+    target[...] = values
 
 
 class Gather(Protocol):
@@ -183,34 +183,17 @@ class Gather(Protocol):
 
     collectives: ClassVar[tuple[str, ...]] = ()
 
-    def start(self, group: Group, unit: str, full: Array, axes: Sequence[str]) -> Completion:
-        """Start to fill `full`, which contains this rank's part already, in its place.
+    def start(self, group: Group, unit: str, full: Array, axes: Axes) -> Completion:
+        """Start to fill `full`, a unit that ranks along `axes` divide; it has this rank's part.
 
-        Parameters
-        ----------
-        group : Trainer
-        unit : str
-        full : array, 1-d, of the model's dtype
-            The whole unit.
-        axes : sequence of str
-            The axes of the mesh along which ranks divide it.
-
-        Returns
-        -------
-        function
-            Called without arguments; `full` is complete when it returns.
+        Returns a function that returns when `full` is complete.
         """
 
-    def traffic(
-        self, group: Group, unit: str, phase: str, axes: Sequence[str]
-    ) -> list[PredictedCall]:
+    def traffic(self, group: Group, unit: str, phase: str, axes: Axes) -> list[PredictedCall]:
         """Return what gathering a `unit` of a `group` along `axes` sends, in this `phase`."""
 
-    def buffer_bytes(self, group: Group, unit: str, axes: Sequence[str]) -> int:
-        """Return the bytes that `start` allocates for a `unit` gathered along `axes`.
-
-        They are freed when `full` is complete; 0 by default.
-        """
+    def buffer_bytes(self, group: Group, unit: str, axes: Axes) -> int:
+        """Return the bytes that `start` allocates and that are freed when `full` is complete."""
         return 0
 
 
@@ -219,14 +202,12 @@ class AllGather(Gather):
 
     collectives = ("all_gather",)
 
-    def start(self, group: Group, unit: str, full: Array, axes: Sequence[str]) -> Completion:
+    def start(self, group: Group, unit: str, full: Array, axes: Axes) -> Completion:
         work: Work[Any] = group.comm_of(axes).all_gather(
             full[group.part(unit, axes)], out=full, counts=group.counts(unit, axes),
             algorithm=group.algorithm, async_op=True,
         )  # fmt: skip
         return work.wait
 
-    def traffic(
-        self, group: Group, unit: str, phase: str, axes: Sequence[str]
-    ) -> list[PredictedCall]:
+    def traffic(self, group: Group, unit: str, phase: str, axes: Axes) -> list[PredictedCall]:
         return [group.predicted(phase, "all_gather", group.counts(unit, axes), axes)]

@@ -28,15 +28,21 @@ from array_api_compat import array_namespace
 from collectives import Work, even_counts
 from parallel import shards
 from parallel.accounts.calls import PredictedCall
-from parallel.nn import Array, cast
+from parallel.nn import Array
 from parallel.optim.precision import dtype_of
-from parallel.sharding.collective import CommHook, Completion, Group
+from parallel.sharding.collective import (
+    Axes,
+    CommHook,
+    Completion,
+    Group,
+    copy_rounded,
+    ignore_overflow,
+    start_rounded,
+)
 from parallel.sharding.quantization import BLOCK, dequantize, num_blocks, quantize, quantized_bytes
 
 TWO_BYTES = ("float16", "bfloat16")
 ALL_TO_ALL, ALL_GATHER = "linear", "ring"  # algorithms
-
-ignore_overflow = np.errstate(over="ignore", invalid="ignore")  # the result shows an overflow
 
 
 class GeneratorHook(CommHook):
@@ -46,17 +52,14 @@ class GeneratorHook(CommHook):
     """
 
     @abstractmethod
-    def run(
-        self, group: Group, bucket: str, flat: Array, axes: Sequence[str]
-    ) -> Iterator[Work[Any]]:
-        """Replace `flat` by its sum over all ranks, and yield each call that it has started.
+    def run(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Iterator[Work[Any]]:
+        """Replace `flat` by its sum over ranks; yield each call when started, to be waited for.
 
-        A training run, the `group`, starts it in the phase of the `bucket`, and continues after
-        each call when that is complete; `axes` are those of the mesh along which to sum.  Every
-        rank must make the same calls in the same order.
+        `group`, `bucket` and `axes` are as in `start`.  Every rank must make the same calls in the
+        same order.
         """
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Sequence[str]) -> Completion:
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
         return advance(self.run(group, bucket, flat, axes))
 
 
@@ -73,21 +76,14 @@ def advance(run: Iterator[Work[Any]]) -> Completion:
     return finish
 
 
-class HalfPrecision(GeneratorHook):
+class HalfPrecision(CommHook):
     """Sum gradients rounded to float16 or bfloat16.
 
     This takes one all-reduce of 2 n bytes for a bucket of n elements, in any dtype of the
     model.  In float16 a value beyond 65504 becomes inf, and one below 3e-8 becomes 0.  bfloat16
     has the range of float32, and a precision of 8 bits where float16 has 11.
 
-    Parameters
-    ----------
-    dtype : {"float16", "bfloat16"}
-
-    Raises
-    ------
-    ValueError
-        For another dtype.
+    `dtype` is ``"float16"`` or ``"bfloat16"``; another one raises ValueError.
 
     Examples
     --------
@@ -101,17 +97,10 @@ class HalfPrecision(GeneratorHook):
             raise ValueError(f"dtype is {dtype!r}: it must be {' or '.join(TWO_BYTES)}")
         self.dtype = dtype_of(dtype)
 
-    def run(
-        self, group: Group, bucket: str, flat: Array, axes: Sequence[str]
-    ) -> Iterator[Work[Any]]:
-        rounded = round_to(flat, self.dtype)
-        yield all_reduce(group, axes, rounded)
-        if rounded is not flat:
-            copy_rounded(flat, rounded)
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
+        return start_rounded(group, axes, flat, self.dtype)
 
-    def traffic(
-        self, group: Group, bucket: str, phase: str, axes: Sequence[str]
-    ) -> list[PredictedCall]:
+    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         size, width = group.bucket_size(bucket), self.dtype.itemsize
         return [group.predicted(phase, "all_reduce", size, axes, itemsize=width)]
 
@@ -122,30 +111,21 @@ class Int8Blocks(GeneratorHook):
     Rank d owns a part of n(d) elements of a bucket.  The others send it their values of this part,
     quantized; it adds them in float32 and sends the quantized sum to all.  So an element is
     rounded twice, for any number of ranks: on its way to the owner, by at most half a scale
-    on each of the p - 1 other ranks, and on its way back.  See `parallel.quantization`.
+    on each of the p - 1 other ranks, and on its way back.
 
-    | collective | calls | bytes, all ranks                                        |
-    |------------|-------|---------------------------------------------------------|
-    | all_to_all | 1     | (p-1) sum over d of q(d) = n(d) + 4 ceil(n(d) / block)  |
-    | all_gather | 1     | (p-1) sum over d of q(d)                                |
-
-    Parameters
-    ----------
-    block : int
-        At least 1, by default 256.  Raises ValueError for a smaller number.
+    An all-to-all and an all-gather each send (p-1) (n(d) + 4 ceil(n(d) / block)) bytes, summed over
+    d.  Raises ValueError for a `block` of less than 1.
     """
 
     def __init__(self, block: int = BLOCK) -> None:
         num_blocks(0, block)
         self.block = block
 
-    def run(
-        self, group: Group, bucket: str, flat: Array, axes: Sequence[str]
-    ) -> Iterator[Work[Any]]:
+    def run(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Iterator[Work[Any]]:
         comm, xp = group.comm_of(axes), array_namespace(flat)
         me = comm.rank
         parts = [shards.span(flat.shape[0], comm.size, rank) for rank in range(comm.size)]
-        sizes = self.part_bytes(group, bucket, comm.size)
+        sizes = self._part_bytes(group, bucket, comm.size)
         table = without_own(sizes)
 
         given = [quantize(flat[parts[d]], self.block) for d in range(comm.size) if d != me]
@@ -168,18 +148,13 @@ class Int8Blocks(GeneratorHook):
             total += dequantize(packed, own.shape[0], self.block)
         return total
 
-    def part_bytes(self, group: Group, bucket: str, num_ranks: int) -> tuple[int, ...]:
-        """Return the bytes of each of `num_ranks` ranks' quantized part of a `bucket`.
-
-        `group` is the training run.
-        """
+    def _part_bytes(self, group: Group, bucket: str, num_ranks: int) -> tuple[int, ...]:
+        """Return the bytes of each rank's quantized part of a bucket."""
         counts = even_counts(group.bucket_size(bucket), num_ranks)
         return tuple(quantized_bytes(n, self.block) for n in counts)
 
-    def traffic(
-        self, group: Group, bucket: str, phase: str, axes: Sequence[str]
-    ) -> list[PredictedCall]:
-        sizes = self.part_bytes(group, bucket, group.mesh.size_of(axes))
+    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        sizes = self._part_bytes(group, bucket, group.mesh.size_of(axes))
         table = without_own(sizes)
         return [
             group.predicted(phase, "all_to_all", table, axes, itemsize=1, algorithm=ALL_TO_ALL),
@@ -191,23 +166,3 @@ def without_own(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return the bytes from each rank to each if rank d gets ``sizes[d]`` from every other."""
     ranks = range(len(sizes))
     return tuple(tuple(n * (d != s) for d, n in enumerate(sizes)) for s in ranks)
-
-
-def all_reduce(group: Group, axes: Sequence[str], x: Array) -> Work[Any]:
-    """Start to sum `x` over the ranks along `axes`, in place."""
-    work: Work[Any] = group.comm_of(axes).all_reduce(
-        x, op="sum", out=x, algorithm=group.algorithm, async_op=True
-    )
-    return work
-
-
-@ignore_overflow
-def round_to(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Return `x` rounded to this dtype, without a copy if it has it."""
-    return cast(x, dtype)
-
-
-@ignore_overflow
-def copy_rounded(target: Array, values: Array) -> None:
-    """Copy `values` into `target`, rounded to its dtype."""
-    target[...] = values

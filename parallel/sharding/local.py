@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from collectives import Work
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array
 from parallel.optim.precision import master_dtype
-from parallel.sharding.collective import CommHook, Completion, Group, HookState
+from parallel.sharding.collective import Axes, CommHook, Completion, Group, HookState
 
 
 class OuterMomentum(CommHook):
@@ -59,7 +59,7 @@ class OuterMomentum(CommHook):
     def state_bytes(self, group: Group) -> int:
         return 2 * group.model.num_parameters * master_dtype(group.dtype).itemsize
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Sequence[str]) -> Completion:
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
         """Start to replace this rank's values of a unit, `flat`, by the next common model's."""
         changed = self.common[bucket] - flat
         comm = group.comm_of(axes)
@@ -75,9 +75,7 @@ class OuterMomentum(CommHook):
         x -= self.lr * (mean + self.momentum * v)
         flat[...] = x
 
-    def traffic(
-        self, group: Group, bucket: str, phase: str, axes: Sequence[str]
-    ) -> list[PredictedCall]:
+    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         n, width = group.model.unit_sizes[bucket], master_dtype(group.dtype).itemsize
         return [group.predicted(phase, "all_reduce", n, axes, itemsize=width)]
 

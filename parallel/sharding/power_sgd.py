@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +13,15 @@ from parallel import shards
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array, ParameterSpec, split_flat
 from parallel.optim.precision import master_dtype
-from parallel.sharding.collective import Group, HookState
-from parallel.sharding.hooks import GeneratorHook, all_reduce, copy_rounded, ignore_overflow
+from parallel.sharding.collective import (
+    Axes,
+    Group,
+    HookState,
+    all_reduce,
+    copy_rounded,
+    ignore_overflow,
+)
+from parallel.sharding.hooks import GeneratorHook
 
 DEPENDENT = 1e-12  # relative length of what the other columns leave of a column: rounding only
 
@@ -51,16 +58,13 @@ class PowerSGD(GeneratorHook):
     Parameters
     ----------
     rank : int
-        The rank r of the approximation, at least 1; else ValueError is raised.
+        The rank r of the approximation; ValueError if it is less than 1.
     error_feedback : bool
         Whether the error of a rank is added to its next gradient.
     seed : int
         Of the first Q; the same on all ranks.
 
-    Raises
-    ------
-    ValueError
-        If a training run is made with a hook that another one has already.
+    A hook belongs to one training run: making another with it raises ValueError.
 
     Examples
     --------
@@ -84,7 +88,7 @@ class PowerSGD(GeneratorHook):
         if self.bases:
             raise ValueError("this PowerSGD belongs to another strategy; make one for each")
         dtype = master_dtype(group.dtype)
-        for name, matrix in self.all_matrices(group):
+        for name, matrix in self._all_matrices(group):
             spec = ParameterSpec((matrix.columns, self.rank), std=1.0)
             first = spec.draw(self.seed, f"basis.{name}")
             basis = group.new_buffer("buffers", first.size, dtype).reshape(first.shape)
@@ -99,51 +103,37 @@ class PowerSGD(GeneratorHook):
         return HookState({f"basis.{name}": x for name, x in self.bases.items()}, errors)
 
     def state_bytes(self, group: Group) -> int:
-        each = (
+        kept = [
             m.columns * (self.rank + m.rows * self.error_feedback)
-            for _, m in self.all_matrices(group)
-        )
-        return sum(each) * master_dtype(group.dtype).itemsize
+            for _, m in self._all_matrices(group)
+        ]
+        return sum(kept) * master_dtype(group.dtype).itemsize
 
-    def all_matrices(self, group: Group) -> Iterator[tuple[str, Matrix]]:
+    def _all_matrices(self, group: Group) -> Iterator[tuple[str, Matrix]]:
         """Yield the name and place of each matrix in all buckets of a `group`."""
         for bucket in group.buckets:
-            yield from self.split_bucket(group, bucket)[0].items()
+            yield from self._split_bucket(group, bucket)[0].items()
 
-    def split_bucket(self, group: Group, bucket: str) -> tuple[dict[str, Matrix], list[slice]]:
-        """Return the matrices of a `bucket` of a `group` that are approximated, by name.
-
-        The second result are the slices of the bucket's other parameters.
-        """
+    def _split_bucket(self, group: Group, bucket: str) -> tuple[dict[str, Matrix], list[slice]]:
+        """Return the matrices of a `bucket` to approximate, and where its other parameters are."""
         matrices: dict[str, Matrix] = {}
         others: list[slice] = []
-        stop = 0
+        stop, width = 0, master_dtype(group.dtype).itemsize
         for unit in group.buckets[bucket]:
             for key, spec in group.model.units[unit].items():
                 start, stop = stop, stop + spec.size
                 rows = spec.shape[0] if spec.shape else 1  # a number is a matrix of one element
                 columns = spec.size // rows if rows else 0
-                if self.saves_bytes(group, rows, columns):
+                if self.rank * (rows + columns) * width < rows * columns * group.dtype.itemsize:
                     matrices[f"{unit}.{key}"] = Matrix(slice(start, stop), rows, columns)
                 else:
                     others.append(slice(start, stop))
         return matrices, others
 
-    def saves_bytes(self, group: Group, rows: int, columns: int) -> bool:
-        """Return whether P and Q of a matrix of (rows, columns) are fewer bytes than the matrix.
-
-        The dtype of the `group`, a training run, is that of the matrix; P and Q are in the dtype of
-        its masters.
-        """
-        factors = self.rank * (rows + columns) * master_dtype(group.dtype).itemsize
-        return bool(factors < rows * columns * group.dtype.itemsize)
-
     # A step
 
-    def run(
-        self, group: Group, bucket: str, flat: Array, axes: Sequence[str]
-    ) -> Iterator[Work[Any]]:
-        matrices, others = self.split_bucket(group, bucket)
+    def run(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Iterator[Work[Any]]:
+        matrices, others = self._split_bucket(group, bucket)
         if not matrices:
             yield all_reduce(group, axes, flat)
             return
@@ -161,10 +151,9 @@ class PowerSGD(GeneratorHook):
         yield all_reduce(group, axes, right)
         for name, gradient in gradients.items():
             self._approximate(name, gradient, lefts[name], rights[name])
-        for part, piece in zip(
-            others, shards.split(rest, list(map(shards.length, others))), strict=True
-        ):
-            flat[part] = piece
+        sums = shards.split(rest, [shards.length(part) for part in others])
+        for part, total in zip(others, sums, strict=True):
+            flat[part] = total
 
     def _factors(self, group: Group, lengths: dict[str, int]) -> tuple[Array, dict[str, Array]]:
         """Return one array to send, and a view (length, rank) of it for each matrix."""
@@ -213,21 +202,15 @@ class PowerSGD(GeneratorHook):
         is_good = xp.isfinite(lengths) & (lengths > 0)
         basis[...] = xp.where(is_good, right / xp.where(is_good, lengths, 1.0), basis)
 
-    def traffic(
-        self, group: Group, bucket: str, phase: str, axes: Sequence[str]
-    ) -> list[PredictedCall]:
-        matrices, others = self.split_bucket(group, bucket)
+    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        matrices, others = self._split_bucket(group, bucket)
         width = master_dtype(group.dtype).itemsize
-        rows = sum(m.rows for m in matrices.values())
-        columns = sum(m.columns for m in matrices.values())
-        sizes = [
-            (self.rank * rows, width),
+        calls = [
+            (self.rank * sum(m.rows for m in matrices.values()), width),
             (sum(map(shards.length, others)), group.dtype.itemsize),
-            (self.rank * columns, width),
+            (self.rank * sum(m.columns for m in matrices.values()), width),
         ]
-        return [
-            group.predicted(phase, "all_reduce", n, axes, itemsize=each) for n, each in sizes if n
-        ]
+        return [group.predicted(phase, "all_reduce", n, axes, itemsize=w) for n, w in calls if n]
 
 
 @ignore_overflow

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from collectives import Work
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array
-from parallel.sharding.collective import CommHook, Completion, Gather, Group
+from parallel.sharding.collective import Axes, CommHook, Completion, Gather, Group
 
 SERVER = 0
 
@@ -18,7 +17,7 @@ class ReduceToServer(CommHook):
 
     collectives: ClassVar[tuple[str, ...]] = ("reduce",)
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Sequence[str]) -> Completion:
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
         comm = group.comm_of(axes)
         out = flat if comm.rank == SERVER else None
         work: Work[Any] = comm.reduce(
@@ -26,9 +25,7 @@ class ReduceToServer(CommHook):
         )
         return work.wait
 
-    def traffic(
-        self, group: Group, bucket: str, phase: str, axes: Sequence[str]
-    ) -> list[PredictedCall]:
+    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         return [group.predicted(phase, "reduce", group.bucket_size(bucket), axes, root=SERVER)]
 
 
@@ -43,14 +40,12 @@ class BroadcastFromServer(Gather):
 
     collectives = ("broadcast",)
 
-    def start(self, group: Group, unit: str, full: Array, axes: Sequence[str]) -> Completion:
+    def start(self, group: Group, unit: str, full: Array, axes: Axes) -> Completion:
         work: Work[Any] = group.comm_of(axes).broadcast(
             full, root=SERVER, out=full, algorithm=group.algorithm, async_op=True
         )
         return work.wait
 
-    def traffic(
-        self, group: Group, unit: str, phase: str, axes: Sequence[str]
-    ) -> list[PredictedCall]:
+    def traffic(self, group: Group, unit: str, phase: str, axes: Axes) -> list[PredictedCall]:
         size = group.model.unit_sizes[unit]
         return [group.predicted(phase, "broadcast", size, axes, root=SERVER)]

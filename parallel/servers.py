@@ -1,11 +1,16 @@
-"""An asynchronous parameter server: rank 0 updates the model by each gradient as it arrives."""
+"""Parameter servers: runs in which rank 0 alone updates the model.
+
+The synchronous one is the simplest form of data parallelism.  Everything is sent to or from one
+rank, which therefore sends and receives (p-1) times what another rank does.  Li et al. 2014.  The
+asynchronous one updates the model by each gradient as it arrives.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +21,7 @@ from collectives import CollectiveTimeout, Communicator, Work
 from parallel.accounts import PredictedCall
 from parallel.accounts.monitor import PhaseFunction
 from parallel.mesh import Mesh
-from parallel.nn import Model
+from parallel.nn import Array, Model
 from parallel.runtime import (
     BatchFunction,
     MissingGradient,
@@ -26,37 +31,143 @@ from parallel.runtime import (
     Trainer,
 )
 from parallel.runtime.trainer import sum_of_squares
-from parallel.schedule import lower, one_forward_one_backward
-from parallel.servers.synchronous import AXES, SERVER
+from parallel.schedule import Action, lower, one_forward_one_backward
 from parallel.sharding import PushToServer, Sharding
-from parallel.text import Tokens
+from parallel.sharding.server import SERVER
+from parallel.text import Tokens, share
 
+AXES = ("data",)
 PAUSE = 5e-4  # seconds that the asynchronous server sleeps when no push has begun
 
 
-class Staleness(NamedTuple):
-    """How stale one gradient was.
+class SyncParameterServer(Trainer):
+    """Add up all gradients of a step on rank 0, which updates and sends the new parameters.
 
-    Attributes
-    ----------
-    worker : int
-        The rank that pushed it.
-    step : int
-        The worker's step.
-    updates : int
-        The updates made between the worker's pull of the parameters and its push.
+    This is bulk-synchronous: Valiant 1990.  The server alone reads the batches, and computes on its
+    part of them like the other ranks.  With u units, p ranks and S steps of batches of r rows of c
+    tokens, of which r0 = ceil(r / p) rows are the server's, all ranks together send by linear
+    algorithms
+
+    | phase           | collective | calls           | bytes a call            |
+    |-----------------|------------|-----------------|-------------------------|
+    | start/broadcast | broadcast  | u               | (p-1) n(unit)           |
+    | data            | broadcast  | S               | 16 (p-1): r and c       |
+    | data            | scatter    | S               | 16 c (r - r0)           |
+    | reduce/unit     | reduce     | S               | (p-1) n(unit)           |
+    | norm            | broadcast  | S, float16 only | 8 (p-1)                 |
+    | update/unit     | broadcast  | updates         | (p-1) n(unit)           |
+
+    in addition to what all training runs send (`Trainer`), for any number of micro-batches.  In a
+    step the server sends (p-1) Psi elements, and each other rank Psi.  After a gradient that
+    overflowed, which the norm tells the other ranks, no parameters are sent.
+
+    `algorithm` is that of the broadcasts and reductions of units; `comm`, `model`, `recipe` and
+    `phase` are as in `Trainer`.
     """
+
+    batch_shape = 0, 0  # rows and tokens of the batches so far, which are equal
+
+    def __init__(
+        self,
+        comm: Communicator,
+        model: Model,
+        recipe: Recipe | None = None,
+        *,
+        algorithm: str = "linear",
+        phase: PhaseFunction = collectives.phase,
+    ) -> None:
+        super().__init__(
+            Mesh(comm), model, recipe, sharding=Sharding.parameter_server(SERVER),
+            algorithm=algorithm, phase=phase,
+        )  # fmt: skip
+
+    def train(
+        self, steps: int, batch: BatchFunction, total: int, show: ProgressCallback, first: int = 0
+    ) -> list[float]:
+        """Make steps `first` to `steps` and return their losses; see `Trainer.train`.
+
+        `batch` is called on the server alone, for whole batches.  Raises ValueError, on all ranks,
+        if a batch has fewer rows than there are ranks or another shape than the one before.  If
+        `batch` raises an error on the server, the other ranks raise ValueError.
+        """
+
+        def scattered(step: int, *_: int) -> tuple[Tokens, Tokens]:
+            if self.rank != SERVER:
+                return self.scatter_batch(None)
+            try:
+                whole = np.stack(batch(step, 0, 1), axis=1, dtype=np.int64)
+            except Exception:
+                with suppress(ValueError):
+                    self.scatter_batch(None)  # the other ranks would wait forever
+                raise
+            return self.scatter_batch(whole)
+
+        return super().train(steps, scattered, total, show, first)
+
+    def scatter_batch(self, whole: Tokens | None) -> tuple[Tokens, Tokens]:
+        """Return this rank's inputs and targets, (rows, context) both.  All ranks call this.
+
+        `whole` is the batch on the server, int64 (rows, 2, context), and None on other ranks.
+        """
+        shape = np.array([0, 0] if whole is None else whole.shape[::2])
+        comm = self.comm_of(AXES)
+        with self.phase("data"):
+            comm.broadcast(shape, root=SERVER, out=shape, algorithm="linear")
+            rows, context = self._checked(int(shape[0]), int(shape[1]))
+            counts = collectives.even_counts(rows, self.size)
+            mine = np.empty((counts[self.rank], 2, context), np.int64)
+            comm.scatter(whole, root=SERVER, out=mine, counts=counts, algorithm="linear")
+        return mine[:, 0], mine[:, 1]
+
+    def _checked(self, rows: int, context: int) -> tuple[int, int]:
+        """Return the shape of a batch, which all ranks know.  Raise ValueError if it is wrong."""
+        share(rows, self.size, self.rank)  # raises if there are too few rows
+        shape = rows, context
+        if self.batch_shape not in ((0, 0), shape):
+            raise ValueError(
+                f"batches differ in (rows, tokens): {self.batch_shape}, then {shape};"
+                " all must have the same shape"
+            )
+        self.batch_shape = shape
+        return shape
+
+    def reduce_norm(self, action: Action) -> None:
+        """Set `squares` to the server's sum; broadcast it if the loss scale depends on it."""
+        found = np.array([self.own_squares()], np.float64)
+        if self.loss_scale.is_dynamic:
+            comm = self.comm_of(AXES)
+            comm.broadcast(found, root=SERVER, out=found, algorithm="linear")
+        self.squares = float(found[0])
+
+    def calls_of(self, action: Action) -> Iterable[PredictedCall]:
+        if action.kind != "NORM":
+            return super().calls_of(action)
+        call = self.predicted("norm", "broadcast", 1, AXES, itemsize=8, algorithm="linear")
+        return [call] * self.loss_scale.is_dynamic
+
+    def step_traffic(self, run: RunSize) -> list[PredictedCall]:
+        """Return what the steps of `run` send.
+
+        Raises ValueError if `run.batch_shape` is None: the server sends the batches.
+        """
+        if run.batch_shape is None:
+            raise ValueError("the server sends the batches: pass batch=(rows, context)")
+        rows, context = run.batch_shape
+        counts = tuple(2 * context * n for n in collectives.even_counts(rows, self.size))
+        options = {"itemsize": 8, "algorithm": "linear", "num_calls": run.num_steps}
+        return [
+            self.predicted("data", "broadcast", 2, AXES, **options),
+            self.predicted("data", "scatter", counts, AXES, **options),
+            *super().step_traffic(run),
+        ]
+
+
+class Staleness(NamedTuple):
+    """How stale the gradient of a worker's step was: `updates` came between its pull and push."""
 
     worker: int
     step: int
     updates: int
-
-
-class PendingPush(NamedTuple):
-    """A push that has not begun: the receive of its first message, and when it was posted."""
-
-    work: Work[Any]
-    since: float
 
 
 class AsyncParameterServer(Trainer):
@@ -92,14 +203,9 @@ class AsyncParameterServer(Trainer):
         answer until then (stale synchronous parallel, Ho et al. 2013).  With 0, each worker makes
         one step in each round.  By default there is no bound.  While a worker is in its step k, the
         clocks of the others are between k - bound and k + bound + 1, so that no staleness exceeds
-        (2 bound + 1) (w - 1).
+        (2 bound + 1) (w - 1).  Raises ValueError if it is negative.
     algorithm : str
-        Of the broadcast at the end; by default ``"linear"``.
-
-    Raises
-    ------
-    ValueError
-        As `Trainer`, and if `staleness_bound` is negative.
+        Of the broadcast at the end.
 
     Attributes
     ----------
@@ -123,7 +229,7 @@ class AsyncParameterServer(Trainer):
             )
         self.staleness_bound = staleness_bound
         self.staleness: list[Staleness] = []
-        self._expected: dict[int, PendingPush] = {}
+        self._expected: dict[int, tuple[Work[Any], float]] = {}  # next pushes, expected since when
         self._pulled: dict[int, int] = {}  # after how many updates each worker pulled
         super().__init__(
             Mesh(comm), model, recipe, algorithm=algorithm, phase=phase,
@@ -142,37 +248,17 @@ class AsyncParameterServer(Trainer):
         return (0, 0) if self.rank == SERVER else (self.rank - 1, self.size - 1)
 
     def train(
-        self,
-        steps: int,
-        batch: BatchFunction,
-        total: int,
-        show: ProgressCallback,
-        first: int = 0,
+        self, steps: int, batch: BatchFunction, total: int, show: ProgressCallback, first: int = 0
     ) -> list[float]:
-        """Make steps `first` to `steps` of every worker.  All ranks call this.
+        """Make steps `first` to `steps` of every worker; see `Trainer.train`.
 
-        Parameters
-        ----------
-        steps, batch, first
-            As in `Trainer.train`; `batch` is called for a worker's own part.
-        total : int
-            Used with one rank only.
-        show : function
-            Called on a worker after each of its steps, on the server after each step that all
-            workers have made.
+        `batch` is called for a worker's own part, and may raise ValueError, on all ranks, for too
+        few rows.  `total` is used with one rank only.  `show` is called on a worker after each of
+        its steps, and on the server after each step that all workers have made.
 
-        Returns
-        -------
-        list of float
-            A worker's own losses; on the server the losses of all pushes, in the order in which
-            they were applied.
-
-        Raises
-        ------
-        ValueError
-            On all ranks, if `batch` raises it for too few rows.
-        CollectiveTimeout
-            On the server, if a worker's push does not begin within the communicator's timeout.
+        Returns a worker's own losses; on the server those of all pushes, in the order in which they
+        were applied.  Raises CollectiveTimeout on the server, if a worker's push does not begin
+        within the communicator's timeout.
         """
         if self.size == 1:
             return super().train(steps, batch, total, show, first)
@@ -183,12 +269,11 @@ class AsyncParameterServer(Trainer):
                 losses = self._serve(first, steps, show)
             else:
                 losses = self._work(first, steps, batch, show)
+        comm = self.comm_of(AXES)
         with self.phase("finish"):
             for unit, flat in self.parameters.items():
                 with collectives.phase(unit):
-                    self.comm_of(AXES).broadcast(
-                        flat, root=SERVER, out=flat, algorithm=self.algorithm
-                    )
+                    comm.broadcast(flat, root=SERVER, out=flat, algorithm=self.algorithm)
         return losses
 
     @contextmanager
@@ -229,10 +314,9 @@ class AsyncParameterServer(Trainer):
         """Send a worker the current parameters, and expect its push."""
         self._pulled[worker] = self.num_updates
         with collectives.phase(f"pull/worker{worker}"):
-            for tag, flat in enumerate(self.parameters.values(), 1):
-                self.comm_of(AXES).send(flat, worker, tag)
+            self._send(self.parameters, worker)
         work = self.comm_of(AXES).recv(np.empty(2), worker, async_op=True)
-        self._expected[worker] = PendingPush(work, time.monotonic())
+        self._expected[worker] = work, time.monotonic()
 
     def _next_push(self) -> int:
         """Wait for a push of any worker; the worker answered last is tested last, for fairness."""
@@ -248,9 +332,9 @@ class AsyncParameterServer(Trainer):
 
     def _apply(self, worker: int, step: int) -> float:
         """Update by the gradient that a worker has begun to push; return its loss."""
-        loss, self.loss_scale.value = self._expected.pop(worker).work.wait().tolist()
-        for tag, flat in enumerate(self.gradients.values(), 1):
-            self.comm_of(AXES).recv(flat, worker, tag)
+        work, _ = self._expected.pop(worker)
+        loss, self.loss_scale.value = work.wait().tolist()
+        self._receive(self.gradients, worker)
         updates = self.num_updates - self._pulled[worker]
         self.staleness.append(Staleness(worker, step, updates))
         self.run([action for action in self.actions if action.kind in ("NORM", "UPDATE")])
@@ -264,8 +348,7 @@ class AsyncParameterServer(Trainer):
         """Pull, compute and push.  The pull precedes `batch`: the server waits for its receipt."""
         losses = []
         for step in range(first, steps):
-            for tag, flat in enumerate(self.parameters.values(), 1):
-                self.comm_of(AXES).recv(flat, SERVER, tag)
+            self._receive(self.parameters, SERVER)
             inputs, targets = batch(step, *self.batch_part)
             losses.append(self._push(inputs, targets))
             show(step + 1, losses[-1])
@@ -278,14 +361,20 @@ class AsyncParameterServer(Trainer):
             missing = ", ".join(name for name in self.model.layers if name not in self.used_layers)
             raise MissingGradient(f"no gradient in this step for {missing} (on rank {self.rank})")
         with collectives.phase(f"push/worker{self.rank}"):
-            comm = self.comm_of(AXES)
-            comm.send(np.array([loss, self.loss_scale.value]), SERVER)
-            for tag, flat in enumerate(self.gradients.values(), 1):
-                comm.send(flat, SERVER, tag)
+            self.comm_of(AXES).send(np.array([loss, self.loss_scale.value]), SERVER)
+            self._send(self.gradients, SERVER)
         if self.loss_scale.is_dynamic:
             squares = sum(map(sum_of_squares, self.gradients.values()))
             self.num_skipped += not self.update_loss_scale(squares)
         return loss
+
+    def _send(self, flats: Mapping[str, Array], to: int) -> None:
+        for tag, flat in enumerate(flats.values(), 1):
+            self.comm_of(AXES).send(flat, to, tag)
+
+    def _receive(self, flats: Mapping[str, Array], source: int) -> None:
+        for tag, flat in enumerate(flats.values(), 1):
+            self.comm_of(AXES).recv(flat, source, tag)
 
     # Reports and predictions
 
@@ -303,20 +392,19 @@ class AsyncParameterServer(Trainer):
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
         """Return what the steps of `run` by every worker send, and the broadcast at the end."""
-        sizes = [(n, self.dtype.itemsize) for n in self.model.unit_sizes.values()]
-        pulls_and_pushes = [
-            self.predicted(
-                f"async/{what}/worker{worker}", "send", n, AXES, itemsize=width, groups=(ends,),
-                algorithm="point_to_point", num_calls=run.num_steps,
-            )
-            for worker in range(1, self.size)
-            for what, sent, ends in (
-                ("pull", sizes, (SERVER, worker)),
-                ("push", [(2, 8), *sizes], (worker, SERVER)),
-            )
-            for n, width in sent
-        ]  # fmt: skip
-        return pulls_and_pushes + [
-            self.predicted(f"finish/{unit}", "broadcast", n, AXES)
-            for unit, n in self.model.unit_sizes.items()
+        units = self.model.unit_sizes
+        sizes = [(n, self.dtype.itemsize) for n in units.values()]
+        calls = []
+        for worker in range(1, self.size):
+            pull = f"async/pull/worker{worker}", (SERVER, worker), sizes
+            push = f"async/push/worker{worker}", (worker, SERVER), [(2, 8), *sizes]
+            calls += [
+                self.predicted(
+                    phase, "send", n, AXES, itemsize=width, groups=(ends,),
+                    algorithm="point_to_point", num_calls=run.num_steps,
+                )
+                for phase, ends, messages in (pull, push) for n, width in messages
+            ]  # fmt: skip
+        return calls + [
+            self.predicted(f"finish/{unit}", "broadcast", n, AXES) for unit, n in units.items()
         ]
