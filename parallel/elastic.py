@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class ReplicaMismatch(RuntimeError):  # noqa: N818 - named like the errors of `c
 
 class BlockingAllReduce(AllReduce):
     """Complete every sum before the next begins, so that none is pending when a rank fails."""
+
+    is_blocking: ClassVar[bool] = True
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Sequence[str]) -> Completion:
         super().start(group, bucket, flat, axes)()

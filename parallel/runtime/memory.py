@@ -8,9 +8,10 @@ from parallel.nn import Activations
 from parallel.optim.formulas import offloaded_bytes, state_bytes
 from parallel.optim.offload import DEVICE_COLUMNS, bytes_moved_by_load, bytes_moved_by_update
 from parallel.runtime.activations import OFFLOADED
-from parallel.runtime.prediction import gather_of
+from parallel.runtime.prediction import gather_of, reduction_of
 from parallel.runtime.trainer import Trainer
 from parallel.schedule import Action
+from parallel.sharding.collective import rounded_bytes
 from parallel.shards import length, span
 
 
@@ -39,6 +40,7 @@ class Walk:
         self._table = {
             "F": self._forward, "B": self._backward, "UNSHARD": self._unshard,
             "RESHARD": self._reshard, "REDUCE": self._reduce, "WAIT": self._wait,
+            "AVERAGE": self._reduce,
         }  # fmt: skip
 
     def do(self, action: Action) -> None:
@@ -99,12 +101,23 @@ class Walk:
         self._free("buffers", "full", action.part)
 
     def _reduce(self, action: Action) -> None:
-        self._reducing.append(action.part)
+        trainer, bucket, axes = self.trainer, action.part, action.axes
+        hook = reduction_of(trainer, axes)
+        if axes == trainer.sharding.shard_axes:
+            self._hold(hook.buffer_bytes(trainer, bucket, axes), "buffers", "sent", bucket)
+        else:  # replicas sum what they have of it
+            size = length(trainer.shard_slice(bucket))
+            nbytes = rounded_bytes(trainer, size, trainer.reduce_dtype)
+            self._hold(nbytes, "buffers", "sent", bucket)
+        if hook.is_blocking:
+            self._free("buffers", "sent", bucket)
+        self._reducing.append(bucket)
 
     def _wait(self, action: Action) -> None:
         for unit in self._reducing:
             self._free("buffers", "gradient", unit)
             self._free("buffers", "secondary", unit)
+            self._free("buffers", "sent", unit)
         self._reducing.clear()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from collectives import Communicator, Work
 from parallel.accounts.calls import PredictedCall
+from parallel.accounts.tracker import MemoryTracker
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model, cast
 from parallel.optim import Optimizer
@@ -36,6 +37,7 @@ class Group(Protocol):
     buckets: dict[str, list[str]]
     parameters: dict[str, Array]
     optimizer: Optimizer
+    memory: MemoryTracker
 
     def comm_of(self, axes: Axes) -> Communicator:
         """Return the communicator along these axes of the mesh."""
@@ -94,6 +96,7 @@ class CommHook(Protocol):
     """
 
     collectives: ClassVar[tuple[str, ...]] = ()  # those that it calls by `group.algorithm`
+    is_blocking: ClassVar[bool] = False  # whether `start` returns when the sum is complete
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
         """Start to replace the gradients of a bucket by their sum over the ranks along `axes`.
@@ -106,6 +109,14 @@ class CommHook(Protocol):
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         """Return what one `bucket` of a `group` sends, in this `phase`, summed along `axes`."""
+
+    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+        """Return the bytes that the sum of a bucket needs from `start` until it is complete.
+
+        `group`, `bucket` and `axes` are those of `start`, which lets ``group.memory`` count the
+        arrays in the category "buffers".
+        """
+        return 0
 
     def allocate(self, group: Group) -> None:
         """Make what is kept between steps, by ``group.new_buffer("buffers", ...)``."""
@@ -132,6 +143,9 @@ class AllReduce(CommHook):
         size, width = group.bucket_size(bucket), group.reduce_dtype.itemsize
         return [group.predicted(phase, "all_reduce", size, axes, itemsize=width)]
 
+    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+        return rounded_bytes(group, group.bucket_size(bucket), group.reduce_dtype)
+
 
 class ReduceScatter(CommHook):
     """Sum a unit's gradient and leave each rank its part of the sum, in its place."""
@@ -139,7 +153,7 @@ class ReduceScatter(CommHook):
     collectives = ("reduce_scatter",)
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
-        sent, part = cast(flat, group.reduce_dtype), group.part(bucket, axes)
+        sent, part = round_to(group, flat, group.reduce_dtype), group.part(bucket, axes)
         work: Work[Any] = group.comm_of(axes).reduce_scatter(
             sent, op="sum", out=sent[part], counts=group.counts(bucket, axes),
             algorithm=group.algorithm, async_op=True,
@@ -149,6 +163,9 @@ class ReduceScatter(CommHook):
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         counts, width = group.counts(bucket, axes), group.reduce_dtype.itemsize
         return [group.predicted(phase, "reduce_scatter", counts, axes, itemsize=width)]
+
+    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+        return rounded_bytes(group, group.model.unit_sizes[bucket], group.reduce_dtype)
 
 
 def all_reduce(group: Group, axes: Axes, x: Array) -> Work[Any]:
@@ -161,9 +178,21 @@ def all_reduce(group: Group, axes: Axes, x: Array) -> Work[Any]:
 
 def start_rounded(group: Group, axes: Axes, flat: Array, dtype: Any) -> Completion:
     """Start to sum `flat` in this dtype, in place."""
-    sent = ignore_overflow(cast)(flat, dtype)
+    sent = round_to(group, flat, dtype)
     work = all_reduce(group, axes, sent)
     return work.wait if sent is flat else partial(rounded, work, sent, flat)
+
+
+@ignore_overflow
+def round_to(group: Group, x: Array, dtype: Any) -> Array:
+    """Return `x` in this dtype: itself, or a copy that the memory of the `group` counts."""
+    y = cast(x, dtype)
+    return x if y is x else group.memory.track("buffers", y)
+
+
+def rounded_bytes(group: Group, num_elements: int, dtype: Any) -> int:
+    """Return the bytes of the copy that `round_to` makes of so many elements of the model."""
+    return 0 if dtype == group.dtype else int(num_elements * dtype.itemsize)
 
 
 def rounded(work: Work[Any], total: Array, into: Array) -> None:

@@ -12,8 +12,8 @@ For a bucket of n float32 elements on p ranks, of which rank d owns n(d), by rin
 |                 |                        | of each matrix              | / (rows x columns)      |
 
 All ranks receive the same bits.  An inf or a NaN on one rank leaves inf or NaN on all.  The buffers
-of a training run include what a hook keeps from step to step, but not what it sends and receives
-while a bucket is summed.
+of a training run include what a hook keeps from step to step, and what it sends and receives while
+a bucket is summed.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from parallel.sharding.collective import (
     Group,
     copy_rounded,
     ignore_overflow,
+    rounded_bytes,
     start_rounded,
 )
 from parallel.sharding.quantization import BLOCK, dequantize, num_blocks, quantize, quantized_bytes
@@ -104,6 +105,9 @@ class HalfPrecision(CommHook):
         size, width = group.bucket_size(bucket), self.dtype.itemsize
         return [group.predicted(phase, "all_reduce", size, axes, itemsize=width)]
 
+    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+        return rounded_bytes(group, group.bucket_size(bucket), self.dtype)
+
 
 class Int8Blocks(GeneratorHook):
     """Sum gradients quantized to eight bits, with a scale for every `block` elements.
@@ -128,14 +132,14 @@ class Int8Blocks(GeneratorHook):
         sizes = self._part_bytes(group, bucket, comm.size)
         table = without_own(sizes)
 
-        given = [quantize(flat[parts[d]], self.block) for d in range(comm.size) if d != me]
-        sent = xp.concat([xp.empty(0, dtype=np.uint8), *given])
-        received = xp.empty((comm.size - 1, sizes[me]), dtype=np.uint8)
-        yield comm.all_to_all(
-            sent, out=received.reshape(-1), counts=table, algorithm=ALL_TO_ALL, async_op=True
-        )
-        mine = quantize(self._sum(flat[parts[me]], received), self.block)
-        whole = xp.empty(sum(sizes), dtype=np.uint8)
+        others = [quantize(flat[part], self.block) for part in [*parts[:me], *parts[me + 1 :]]]
+        sent = group.memory.track("buffers", xp.concat([xp.empty(0, dtype=np.uint8), *others]))
+        del others
+        received = group.new_buffer("buffers", (comm.size - 1) * sizes[me], np.uint8)
+        yield comm.all_to_all(sent, out=received, counts=table, algorithm=ALL_TO_ALL, async_op=True)
+        total = self._sum(flat[parts[me]], received.reshape(comm.size - 1, sizes[me]))
+        mine = group.memory.track("buffers", quantize(total, self.block))
+        whole = group.new_buffer("buffers", sum(sizes), np.uint8)
         yield comm.all_gather(mine, out=whole, counts=sizes, algorithm=ALL_GATHER, async_op=True)
         for part, packed in zip(parts, shards.split(whole, sizes), strict=True):
             copy_rounded(flat[part], dequantize(packed, shards.length(part), self.block))
@@ -160,6 +164,12 @@ class Int8Blocks(GeneratorHook):
             group.predicted(phase, "all_to_all", table, axes, itemsize=1, algorithm=ALL_TO_ALL),
             group.predicted(phase, "all_gather", sizes, axes, itemsize=1, algorithm=ALL_GATHER),
         ]
+
+    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+        """Return the bytes sent and received in the first call, then in the second."""
+        ranks, me = group.mesh.size_of(axes), group.mesh.index(axes)
+        sizes = self._part_bytes(group, bucket, ranks)
+        return 2 * sum(sizes) + (ranks - 1) * sizes[me]
 
 
 def without_own(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -61,7 +61,7 @@ class OuterMomentum(CommHook):
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
         """Start to replace this rank's values of a unit, `flat`, by the next common model's."""
-        changed = self.common[bucket] - flat
+        changed = group.memory.track("buffers", self.common[bucket] - flat)
         comm = group.comm_of(axes)
         work: Work[Any] = comm.all_reduce(
             changed, op="sum", out=changed, algorithm=group.algorithm, async_op=True
@@ -78,6 +78,9 @@ class OuterMomentum(CommHook):
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         n, width = group.model.unit_sizes[bucket], master_dtype(group.dtype).itemsize
         return [group.predicted(phase, "all_reduce", n, axes, itemsize=width)]
+
+    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+        return group.model.unit_sizes[bucket] * master_dtype(group.dtype).itemsize
 
 
 def flattened(arrays: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:

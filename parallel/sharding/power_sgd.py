@@ -142,6 +142,7 @@ class PowerSGD(GeneratorHook):
         left, lefts = self._factors(group, {name: m.rows for name, m in matrices.items()})
         right, rights = self._factors(group, {name: m.columns for name, m in matrices.items()})
         rest = xp.concat([flat[:0], *(flat[part] for part in others)])
+        group.memory.track("buffers", rest)
 
         for name, gradient in gradients.items():
             self._compute_p(name, gradient, scale, lefts[name])
@@ -159,7 +160,7 @@ class PowerSGD(GeneratorHook):
         """Return one array to send, and a view (length, rank) of it for each matrix."""
         specs = {name: ParameterSpec((length, self.rank)) for name, length in lengths.items()}
         size = self.rank * sum(lengths.values())
-        flat = group.xp.empty(size, dtype=master_dtype(group.dtype))
+        flat = group.new_buffer("buffers", size, master_dtype(group.dtype))
         return flat, split_flat(flat, specs)
 
     def _with_error(self, name: str, gradient: Array, scale: float) -> Array:
@@ -203,14 +204,25 @@ class PowerSGD(GeneratorHook):
         basis[...] = xp.where(is_good, right / xp.where(is_good, lengths, 1.0), basis)
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        sizes = self._sizes(group, bucket)
+        return [
+            group.predicted(phase, "all_reduce", n, axes, itemsize=width) for n, width in sizes if n
+        ]
+
+    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+        """Return the bytes of P, Q and the other parameters; 0 if the bucket has no matrix."""
+        has_matrices = bool(self._split_bucket(group, bucket)[0])
+        return has_matrices * sum(n * width for n, width in self._sizes(group, bucket))
+
+    def _sizes(self, group: Group, bucket: str) -> list[tuple[int, int]]:
+        """Return the number of elements and the bytes of one: of P, of no matrix, and of Q."""
         matrices, others = self._split_bucket(group, bucket)
         width = master_dtype(group.dtype).itemsize
-        calls = [
+        return [
             (self.rank * sum(m.rows for m in matrices.values()), width),
             (sum(map(shards.length, others)), group.dtype.itemsize),
             (self.rank * sum(m.columns for m in matrices.values()), width),
         ]
-        return [group.predicted(phase, "all_reduce", n, axes, itemsize=w) for n, w in calls if n]
 
 
 @ignore_overflow

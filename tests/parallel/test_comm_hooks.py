@@ -514,10 +514,14 @@ def test_orthonormal_has_zeros_for_what_adds_nothing() -> None:
 
 @every_hook
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
-def test_state_is_predicted_and_counted(name: str, dtype: str) -> None:
+def test_state_and_message_buffers_are_predicted_and_counted(name: str, dtype: str) -> None:
     (run, *_) = add(HOOKS[name], 2, MIXED, steps=2, dtype=dtype)
-    hook, memory = run.strategy.sharding.reduction, run.strategy.memory
-    assert memory.peak["buffers"] == memory.now["buffers"] == hook.state_bytes(run.strategy)
+    group = run.strategy
+    hook, memory = group.sharding.reduction, group.memory
+    kept = hook.state_bytes(group)
+    sent = sum(hook.buffer_bytes(group, bucket, ("data",)) for bucket in group.buckets)
+    assert memory.now["buffers"] == kept and memory.peak["buffers"] == kept + sent
+    assert sent > 0 or name == dtype
 
 
 def test_what_power_sgd_keeps() -> None:

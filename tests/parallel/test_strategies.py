@@ -324,6 +324,8 @@ def test_gradients_of_two_bytes_may_be_summed_in_four(name: str) -> None:
     )
     verdict(wide)
     whole(wide)
+    assert all(formula == counted for end in wide for formula, counted in end.memory.values())
+    assert wide[0].memory["buffers"] > plain[0].memory["buffers"]  # of the wide copies
     before, after = (
         sum(row.recorded.bytes for row in ends[0].table.rows if "reduce" in row.collective
             and row.phase != "loss") for ends in (plain, wide)
