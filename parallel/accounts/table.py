@@ -54,17 +54,13 @@ class TrafficRow(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What is sent by one collective in one phase along one axis.
-
-    `calls` is None where calls cannot be counted.  `matrix` has the messages and bytes from each
-    rank to each, int64 (2, p, p).
-    """
+    """What is sent by one collective in one phase along one axis."""
 
     phase: str
     collective: str
     axis: str
-    calls: int | None
-    matrix: Int64
+    calls: int | None  # None where calls cannot be counted
+    matrix: Int64  # messages and bytes from each rank to each, (2, p, p)
 
     @property
     def outer(self) -> str:
@@ -120,10 +116,8 @@ class TrafficTable:
     ----------
     rows : list of TrafficRow
         Those with predicted traffic first.
-    matrix : array of int64, (size, size)
-        The recorded bytes, from row to column.
-    matrices : dict of str to array
-        The same for each outermost phase.
+    matrix, matrices
+        The recorded bytes from row to column, and those of each outermost phase.
     axes : dict of str to array
         The recorded messages and bytes of each axis, (2, size, size).
 
@@ -194,12 +188,9 @@ def differences(
     by: str, column: str, predicted: dict[str, Int64], seen: dict[str, Int64]
 ) -> list[str]:
     """Return a sentence for each axis or phase in which two columns' matrices differ."""
-    found = []
-    for key in predicted | seen:
-        if np.any(predicted.get(key, 0) - seen.get(key, 0)):
-            name = f"{by} {key}" if key else f"messages without {by}"
-            found.append(f"{name}: the matrix predicted is not the one {column}")
-    return found
+    wrong = [k for k in predicted | seen if np.any(predicted.get(k, 0) - seen.get(k, 0))]
+    names = [f"{by} {key}" if key else f"messages without {by}" for key in wrong]
+    return [f"{name}: the matrix predicted is not the one {column}" for name in names]
 
 
 def sums(sent: Iterable[Sent], key: Callable[[Sent], str]) -> dict[str, Int64]:

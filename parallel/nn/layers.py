@@ -55,12 +55,9 @@ class Embedding(Layer):
         return None, (saved, dy)
 
     def backward_weight(self, rest: Any) -> None:
-        """Add each vector's derivative to the row of its token.
-
-        A product with a one-hot matrix adds in one fixed order, on a GPU too, and is part of the
-        array API; a scattered addition is neither.
-        """
         tokens, dy = rest
+        # A product with a one-hot matrix adds in one fixed order, on a GPU too, and is part of the
+        # array API; a scattered addition is neither.
         xp = array_namespace(dy)
         selected = one_hot(xp.reshape(tokens, (-1,)), self.vocab_size, dy.dtype)
         self.gradient["token"] += matmul(selected.T, flatten_rows(dy))
@@ -194,7 +191,6 @@ class LayerNorm(Layer):
         return cast(y, x.dtype), (normalized, inverse)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        """Return the derivative; its subtracted means are those of the mean and of the variance."""
         xp = array_namespace(dy)
         normalized, inverse = upcast(saved[0]), saved[1]
         d = upcast(dy) * upcast(self.value["gain"])

@@ -91,11 +91,10 @@ class Optimizer(ABC):
     def step(
         self, gradients: Iterable[tuple[str, Array]] | Mapping[str, Array], scale: float = 1.0
     ) -> None:
-        """Update the values in place from gradients, each of which is first multiplied by `scale`.
+        """Update the values in place from `gradients`, by name or in pairs, times `scale`.
 
-        `gradients` are given by name, or as (name, gradient) pairs.  A value without a gradient is
-        not changed.  Raises ValueError for a gradient of an unknown name, or of another shape than
-        its value.
+        A value without a gradient is not changed.  Raises ValueError for a gradient of an unknown
+        name, or of another shape than its value.
         """
         self.steps += 1
         pairs = gradients.items() if isinstance(gradients, Mapping) else gradients
