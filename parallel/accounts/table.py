@@ -1,10 +1,9 @@
 """Compare what a training run predicts to send, what the library recorded, and what MPI observed.
 
 **Predicted** comes from the list of actions of a step and the schedules of the collectives,
-**recorded** from the library's ledger, **observed** from the MPI library's own counters, which are
-read at the beginning and the end of every phase.  All three count messages and payload bytes, from
-each rank to each.  `TrafficTable.check` raises unless they are equal: in every row of the table, in
-every phase, along every axis of the mesh, and in all.
+**recorded** from the library's ledger, **observed** from MPI's own counters, read at the beginning
+and the end of every phase.  All count messages and payload bytes, from each rank to each, and must
+be equal: in every row of the table, in every phase, and along every axis of the mesh.
 """
 
 from __future__ import annotations

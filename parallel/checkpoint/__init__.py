@@ -1,9 +1,9 @@
 """Checkpoints: save a training run, and continue it with any sharding on any number of ranks.
 
 The directory ``ROOT/step-00000100`` contains ``checkpoint.json``, the index, and one safetensors
-file of each rank that saved.  Together they contain, for each parameter of the model, the values
-that the optimizer updates and each of its states, in boxes.  A rank writes the elements that it
-updates, or an even part of them if other ranks update the same, so that each is written once.
+file of each rank that saved: boxes of the values that the optimizer updates, and of its states.  A
+rank writes the elements that it updates, or an even part of them if other ranks update the same, so
+that each is written once.
 
 Ranks write to a directory of another name, which is renamed when all files are on the disk: a
 checkpoint is complete or does not exist, even if ranks die while they save.  The index has the

@@ -228,7 +228,7 @@ class CausalAttention(Layer):
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         q, k, v = self._split(x)
-        scores = upcast(q) @ transpose(upcast(k)) * self._scale(q)
+        scores = upcast(q) @ transpose(upcast(k)) * (1 / math.sqrt(q.shape[-1]))
         probabilities = cast(causal_softmax(scores), x.dtype)
         return self._join(matmul(probabilities, v)), (x, probabilities)
 
@@ -238,7 +238,7 @@ class CausalAttention(Layer):
         dy = xp.permute_dims(dy.reshape(*dy.shape[:2], *q.shape[1::2]), (0, 2, 1, 3))
         dscores = upcast(dy) @ transpose(upcast(v))
         dscores -= xp.sum(dscores * probabilities, axis=-1, keepdims=True)
-        dscores *= upcast(probabilities) * self._scale(q)
+        dscores *= upcast(probabilities) * (1 / math.sqrt(q.shape[-1]))
         dq, dk = dscores @ upcast(k), transpose(dscores) @ upcast(q)
         dv = transpose(upcast(probabilities)) @ upcast(dy)
         parts = [cast(self._join(part), x.dtype) for part in (dq, dk, dv)]
@@ -256,10 +256,6 @@ class CausalAttention(Layer):
         batch, heads, context, width = y.shape
         xp = array_namespace(y)
         return xp.permute_dims(y, (0, 2, 1, 3)).reshape(batch, context, heads * width)
-
-    @staticmethod
-    def _scale(q: Array) -> float:
-        return float(1 / math.sqrt(q.shape[-1]))
 
     def activation_bytes(self, shape: Shape, width: int) -> Activations:
         batch, context, dim = shape
