@@ -58,10 +58,8 @@ class PredictedCall:
     groups : tuple of tuple of int, optional
         The ranks of each group that makes these calls; for ``"send"`` each is (source,
         destination).  By default all ranks are one group.
-    axis : str
-        The name of the communicator, such as that of an axis of a `Mesh`.
-    root : int
-        Of a rooted collective: a rank of the group.
+    axis, root
+        The name of the communicator, and the root of a rooted collective: a rank of the group.
 
     Examples
     --------

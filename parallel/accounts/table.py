@@ -98,18 +98,9 @@ def sent_in(ledger: Ledger) -> list[Sent]:
 class TrafficTable:
     """Predicted, recorded and observed traffic side by side; made on rank 0.
 
-    Parameters
-    ----------
-    calls : iterable of PredictedCall
-        As `Trainer.traffic` returns them.
-    ledger : Ledger
-        Of all ranks: ``ledger.gather()``.
-    observed : ObservedTraffic or None
-        As `TrafficMonitor.gather` returns it.
-    size : int
-        The number of ranks.
-    reason : str, optional
-        Why nothing was observed.
+    `calls` are those of `Trainer.traffic`, `ledger` is that of all ranks (``ledger.gather()``), and
+    `observed` what `TrafficMonitor.gather` returned, or None for some `reason`.  `size` is the
+    number of ranks.
 
     Attributes
     ----------

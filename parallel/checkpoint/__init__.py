@@ -42,27 +42,14 @@ class LoadFailed(ValueError):  # noqa: N818
 
 
 def save(trainer: Trainer, root: str | Path, step: int, keep: int | None = None) -> Path:
-    """Save a checkpoint of a run after `step` steps; return its directory.  All ranks call this.
+    """Save a checkpoint of `trainer` after `step` steps; return its directory.
 
-    The checkpoint is complete when it returns on any rank.
+    All ranks call this.  The checkpoint is complete when it returns on any rank.  The directory
+    `root` has all checkpoints of the run, and is created if needed.  All but the last `keep` are
+    then removed; by default none.
 
-    Parameters
-    ----------
-    trainer : Trainer
-    root : str or Path
-        The directory of all checkpoints of the run; it is created if needed.
-    step : int
-        The number of steps done, at least 0.
-    keep : int, optional
-        Remove all checkpoints but the last `keep`, at least 1.  By default remove none.
-
-    Raises
-    ------
-    SaveFailed
-        On all ranks, if one fails, or if this step has been saved already.  Earlier checkpoints
-        are not changed.
-    ValueError
-        If `step` or `keep` is too small.
+    Raises SaveFailed, on all ranks, if one fails, or if this step has been saved already; earlier
+    checkpoints are not changed.  Raises ValueError if `step` is less than 0 or `keep` less than 1.
 
     Examples
     --------
