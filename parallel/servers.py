@@ -113,23 +113,18 @@ class SyncParameterServer(Trainer):
         comm = self.comm_of(AXES)
         with self.phase("data"):
             comm.broadcast(shape, root=SERVER, out=shape, algorithm="linear")
-            rows, context = self._checked(int(shape[0]), int(shape[1]))
+            rows, context = shape.tolist()
+            share(rows, self.size, self.rank)  # raises if there are too few rows
+            if self.batch_shape not in ((0, 0), (rows, context)):
+                raise ValueError(
+                    f"batches differ in (rows, tokens): {self.batch_shape}, then"
+                    f" {rows, context}; all must have the same shape"
+                )
+            self.batch_shape = rows, context
             counts = collectives.even_counts(rows, self.size)
             mine = np.empty((counts[self.rank], 2, context), np.int64)
             comm.scatter(whole, root=SERVER, out=mine, counts=counts, algorithm="linear")
         return mine[:, 0], mine[:, 1]
-
-    def _checked(self, rows: int, context: int) -> tuple[int, int]:
-        """Return the shape of a batch, which all ranks know.  Raise ValueError if it is wrong."""
-        share(rows, self.size, self.rank)  # raises if there are too few rows
-        shape = rows, context
-        if self.batch_shape not in ((0, 0), shape):
-            raise ValueError(
-                f"batches differ in (rows, tokens): {self.batch_shape}, then {shape};"
-                " all must have the same shape"
-            )
-        self.batch_shape = shape
-        return shape
 
     def reduce_norm(self, action: Action) -> None:
         """Set `squares` to the server's sum; broadcast it if the loss scale depends on it."""
@@ -146,10 +141,7 @@ class SyncParameterServer(Trainer):
         return [call] * self.loss_scale.is_dynamic
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
-        """Return what the steps of `run` send.
-
-        Raises ValueError if `run.batch_shape` is None: the server sends the batches.
-        """
+        """Return what the steps of `run` send; ValueError if it has no `batch_shape`."""
         if run.batch_shape is None:
             raise ValueError("the server sends the batches: pass batch=(rows, context)")
         rows, context = run.batch_shape

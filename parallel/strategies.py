@@ -222,16 +222,9 @@ def hsdp(
 
     The mesh has the axes ``replicate`` and ``shard``.
 
-    Parameters
-    ----------
-    comm, model, recipe, options
-        As in `ddp`.
-    group_size : int, optional
-        The number of consecutive ranks that form a group.  By default the largest proper divisor
-        of the number of ranks above 1, or all ranks if there is none.  Raises ValueError if it
-        does not divide the number of ranks.
-    keep_after_forward : bool
-        As in `zero3`.
+    `group_size` consecutive ranks form a group; see `choose_group_size` for the default.  Raises
+    ValueError if it does not divide the number of ranks.  `keep_after_forward` is as in `zero3`;
+    `comm`, `model`, `recipe` and options are as in `ddp`.
 
     Examples
     --------

@@ -80,26 +80,11 @@ def batch(
 ) -> tuple[Tokens, Tokens]:
     """Return one rank's rows of the batch of a step: the inputs, and the byte after each of them.
 
-    The whole batch is a function of `data`, `seed`, `step` and `batch_size`; it does not depend on
-    `num_ranks`.
+    Both are int64 (rows, `context`) in 0..255: ``targets[i, j]`` follows ``inputs[i, j]`` in the
+    text.  The whole batch of `batch_size` rows is a function of `data` (see `load`), `seed`, `step`
+    and `batch_size`; `num_ranks` divide it, and `rank` gets its `share`.
 
-    Parameters
-    ----------
-    data : array of uint8, 1-d
-        The text, as `load` returns it; ValueError if it is not longer than `context`.
-    seed, step : int
-        Select the batch.
-    batch_size : int
-        The rows of all ranks together; ValueError if there are fewer than `num_ranks`.
-    context : int
-        The number of tokens in a row.
-    rank, num_ranks : int
-        Whose rows to return, and the number of ranks that divide the batch; see `share`.
-
-    Returns
-    -------
-    inputs, targets : arrays of int64, (rows, context)
-        In 0..255.  ``targets[i, j]`` follows ``inputs[i, j]`` in the text.
+    Raises ValueError if `data` is not longer than `context`, or if a rank would have no rows.
 
     Examples
     --------

@@ -58,10 +58,8 @@ class PredictedCall:
     groups : tuple of tuple of int, optional
         The ranks of each group that makes these calls; for ``"send"`` each is (source,
         destination).  By default all ranks are one group.
-    axis : str
-        The name of the communicator, such as that of an axis of a `Mesh`.
-    root : int
-        Of a rooted collective: a rank of the group.
+    axis, root
+        The name of the communicator, and the root of a rooted collective: a rank of the group.
 
     Examples
     --------
@@ -86,10 +84,9 @@ class PredictedCall:
         return int(self.itemsize * np.sum(np.asarray(self.counts, np.int64)))
 
     def matrices(self, size: int) -> Int64:
-        """Return the messages and bytes from each rank to each in all of these calls.
+        """Return the messages and bytes from each of `size` ranks to each, int64 (2, size, size).
 
-        An array of int64, (2, `size`, `size`), for a job of `size` ranks.  Raises ValueError if the
-        algorithm does not serve the number of ranks.
+        Raises ValueError if the algorithm does not serve the number of ranks.
         """
         found = np.zeros((2, size, size), np.int64)
         for group in self.groups or (tuple(range(size)),):
@@ -108,15 +105,15 @@ class PredictedCall:
         return np.stack([sent.messages, sent.bytes])
 
     def sent(self, size: int) -> Tally:
-        """Return what all `size` ranks together send in all of these calls.
-
-        A call without messages (of one rank) leaves no record and is not counted.  The number of
-        calls of a "send" or a "check" is None.  Raises ValueError as `matrices`.
-        """
+        """Return what all `size` ranks together send in all of these calls; see `matrices`."""
         return self.tally(self.matrices(size))
 
     def tally(self, matrices: Int64) -> Tally:
-        """Return the sums of `matrices`, which are those of this object; see `sent`."""
+        """Return the sums of `matrices`, which are those of this object.
+
+        A call without messages (of one rank) leaves no record and is not counted.  The number of
+        calls of a "send" or a "check" is None.
+        """
         messages, nbytes = matrices.sum(axis=(1, 2)).tolist()
         if self.collective in UNCOUNTED:
             return Tally(None, messages, nbytes)

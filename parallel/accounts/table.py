@@ -1,10 +1,9 @@
 """Compare what a training run predicts to send, what the library recorded, and what MPI observed.
 
 **Predicted** comes from the list of actions of a step and the schedules of the collectives,
-**recorded** from the library's ledger, **observed** from the MPI library's own counters, which are
-read at the beginning and the end of every phase.  All three count messages and payload bytes, from
-each rank to each.  `TrafficTable.check` raises unless they are equal: in every row of the table, in
-every phase, along every axis of the mesh, and in all.
+**recorded** from the library's ledger, **observed** from MPI's own counters, read at the beginning
+and the end of every phase.  All count messages and payload bytes, from each rank to each, and must
+be equal: in every row of the table, in every phase, and along every axis of the mesh.
 """
 
 from __future__ import annotations
@@ -54,17 +53,13 @@ class TrafficRow(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What is sent by one collective in one phase along one axis.
-
-    `calls` is None where calls cannot be counted.  `matrix` has the messages and bytes from each
-    rank to each, int64 (2, p, p).
-    """
+    """What is sent by one collective in one phase along one axis."""
 
     phase: str
     collective: str
     axis: str
-    calls: int | None
-    matrix: Int64
+    calls: int | None  # None where calls cannot be counted
+    matrix: Int64  # messages and bytes from each rank to each, (2, p, p)
 
     @property
     def outer(self) -> str:
@@ -103,27 +98,16 @@ def sent_in(ledger: Ledger) -> list[Sent]:
 class TrafficTable:
     """Predicted, recorded and observed traffic side by side; made on rank 0.
 
-    Parameters
-    ----------
-    calls : iterable of PredictedCall
-        As `Trainer.traffic` returns them.
-    ledger : Ledger
-        Of all ranks: ``ledger.gather()``.
-    observed : ObservedTraffic or None
-        As `TrafficMonitor.gather` returns it.
-    size : int
-        The number of ranks.
-    reason : str, optional
-        Why nothing was observed.
+    `calls` are those of `Trainer.traffic`, `ledger` is that of all ranks (``ledger.gather()``), and
+    `observed` what `TrafficMonitor.gather` returned, or None for some `reason`.  `size` is the
+    number of ranks.
 
     Attributes
     ----------
     rows : list of TrafficRow
         Those with predicted traffic first.
-    matrix : array of int64, (size, size)
-        The recorded bytes, from row to column.
-    matrices : dict of str to array
-        The same for each outermost phase.
+    matrix, matrices
+        The recorded bytes from row to column, and those of each outermost phase.
     axes : dict of str to array
         The recorded messages and bytes of each axis, (2, size, size).
 
@@ -194,12 +178,9 @@ def differences(
     by: str, column: str, predicted: dict[str, Int64], seen: dict[str, Int64]
 ) -> list[str]:
     """Return a sentence for each axis or phase in which two columns' matrices differ."""
-    found = []
-    for key in predicted | seen:
-        if np.any(predicted.get(key, 0) - seen.get(key, 0)):
-            name = f"{by} {key}" if key else f"messages without {by}"
-            found.append(f"{name}: the matrix predicted is not the one {column}")
-    return found
+    wrong = [k for k in predicted | seen if np.any(predicted.get(k, 0) - seen.get(k, 0))]
+    names = [f"{by} {key}" if key else f"messages without {by}" for key in wrong]
+    return [f"{name}: the matrix predicted is not the one {column}" for name in names]
 
 
 def sums(sent: Iterable[Sent], key: Callable[[Sent], str]) -> dict[str, Int64]:

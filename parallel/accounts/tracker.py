@@ -38,7 +38,7 @@ class MemoryTracker:
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._tracked: dict[int, weakref.finalize[Any, Any]] = {}
-        self._lock = threading.RLock()  # an array may be freed in any thread, also in `_track`
+        self._lock = threading.RLock()  # an array may be freed in any thread, also in `track`
 
     def track(self, category: str, held: T) -> T:
         """Count the arrays in `held`, an array or nested containers, in `category`; return `held`.
@@ -46,20 +46,15 @@ class MemoryTracker:
         A view counts as the memory of the array it views, once.  Arrays of int64 are data (tokens)
         and are not counted.
         """
-        for array in arrays_in(held):
-            self._track(category, owner_of(array))
-        return held
-
-    def _track(self, category: str, owner: Array) -> None:
         with self._lock:
-            if id(owner) in self._tracked:
-                return
-            nbytes = int(owner.nbytes)
-            self._tracked[id(owner)] = weakref.finalize(
-                owner, self._freed, category, id(owner), nbytes
-            )
-            self.now[category] += nbytes
-            self.peak[category] = max(self.peak[category], self.now[category])
+            for owner in map(owner_of, arrays_in(held)):
+                key, nbytes = id(owner), int(owner.nbytes)
+                if key not in self._tracked:
+                    freed = weakref.finalize(owner, self._freed, category, key, nbytes)
+                    self._tracked[key] = freed
+                    self.now[category] += nbytes
+                    self.peak[category] = max(self.peak[category], self.now[category])
+        return held
 
     def _freed(self, category: str, key: int, nbytes: int) -> None:
         with self._lock:

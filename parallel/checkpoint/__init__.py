@@ -1,9 +1,9 @@
 """Checkpoints: save a training run, and continue it with any sharding on any number of ranks.
 
 The directory ``ROOT/step-00000100`` contains ``checkpoint.json``, the index, and one safetensors
-file of each rank that saved.  Together they contain, for each parameter of the model, the values
-that the optimizer updates and each of its states, in boxes.  A rank writes the elements that it
-updates, or an even part of them if other ranks update the same, so that each is written once.
+file of each rank that saved: boxes of the values that the optimizer updates, and of its states.  A
+rank writes the elements that it updates, or an even part of them if other ranks update the same, so
+that each is written once.
 
 Ranks write to a directory of another name, which is renamed when all files are on the disk: a
 checkpoint is complete or does not exist, even if ranks die while they save.  The index has the
@@ -42,27 +42,15 @@ class LoadFailed(ValueError):  # noqa: N818
 
 
 def save(trainer: Trainer, root: str | Path, step: int, keep: int | None = None) -> Path:
-    """Save a checkpoint of a run after `step` steps; return its directory.  All ranks call this.
+    """Save a checkpoint of `trainer` after `step` steps; return its directory.
 
-    The checkpoint is complete when it returns on any rank.
+    All ranks call this.  The checkpoint is complete when it returns on any rank.  The directory
+    `root` has all checkpoints of the run, and is created if needed.  All but the last `keep` are
+    then removed; by default none.
 
-    Parameters
-    ----------
-    trainer : Trainer
-    root : str or Path
-        The directory of all checkpoints of the run; it is created if needed.
-    step : int
-        The number of steps done, at least 0.
-    keep : int, optional
-        Remove all checkpoints but the last `keep`, at least 1.  By default remove none.
-
-    Raises
-    ------
-    SaveFailed
-        On all ranks, if one fails, or if this step has been saved already.  Earlier checkpoints
-        are not changed.
-    ValueError
-        If `step` or `keep` is too small, or if ranks have different parameters (local updates).
+    Raises SaveFailed, on all ranks, if one fails, or if this step has been saved already; earlier
+    checkpoints are not changed.  Raises ValueError if `step` is less than 0, if `keep` is less than
+    1, or if ranks have different parameters (local updates).
 
     Examples
     --------

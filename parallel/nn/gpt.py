@@ -39,7 +39,7 @@ def gpt(
     Tokens, integers in 0..255 of shape (batch, up to `context`), become logits (batch, context,
     256), and these the loss.  Its layers are ``embedding``, ``block0``, ``block1``, ..., ``head``,
     ``loss``; a block has the parts ``attention`` (``norm``, ``qkv``, ``heads``, ``out``) and
-    ``mlp`` (``norm``, ``up``, ``gelu``, ``down``).
+    ``mlp`` (``norm``, ``up``, ``gelu``, ``down``).  A number that is too small raises ValueError.
 
     Parameters
     ----------
@@ -53,8 +53,6 @@ def gpt(
         Whether all blocks have the parameters of the first (Lan et al. 2020, ALBERT).
     recompute : sequence of str
         As in `Model`.
-
-    A number that is too small raises ValueError.
 
     Examples
     --------

@@ -55,12 +55,9 @@ class Embedding(Layer):
         return None, (saved, dy)
 
     def backward_weight(self, rest: Any) -> None:
-        """Add each vector's derivative to the row of its token.
-
-        A product with a one-hot matrix adds in one fixed order, on a GPU too, and is part of the
-        array API; a scattered addition is neither.
-        """
         tokens, dy = rest
+        # A product with a one-hot matrix adds in one fixed order, on a GPU too, and is part of the
+        # array API; a scattered addition is neither.
         xp = array_namespace(dy)
         selected = one_hot(xp.reshape(tokens, (-1,)), self.vocab_size, dy.dtype)
         self.gradient["token"] += matmul(selected.T, flatten_rows(dy))
@@ -194,7 +191,6 @@ class LayerNorm(Layer):
         return cast(y, x.dtype), (normalized, inverse)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        """Return the derivative; its subtracted means are those of the mean and of the variance."""
         xp = array_namespace(dy)
         normalized, inverse = upcast(saved[0]), saved[1]
         d = upcast(dy) * upcast(self.value["gain"])
@@ -232,7 +228,7 @@ class CausalAttention(Layer):
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         q, k, v = self._split(x)
-        scores = upcast(q) @ transpose(upcast(k)) * self._scale(q)
+        scores = upcast(q) @ transpose(upcast(k)) * (1 / math.sqrt(q.shape[-1]))
         probabilities = cast(causal_softmax(scores), x.dtype)
         return self._join(matmul(probabilities, v)), (x, probabilities)
 
@@ -242,7 +238,7 @@ class CausalAttention(Layer):
         dy = xp.permute_dims(dy.reshape(*dy.shape[:2], *q.shape[1::2]), (0, 2, 1, 3))
         dscores = upcast(dy) @ transpose(upcast(v))
         dscores -= xp.sum(dscores * probabilities, axis=-1, keepdims=True)
-        dscores *= upcast(probabilities) * self._scale(q)
+        dscores *= upcast(probabilities) * (1 / math.sqrt(q.shape[-1]))
         dq, dk = dscores @ upcast(k), transpose(dscores) @ upcast(q)
         dv = transpose(upcast(probabilities)) @ upcast(dy)
         parts = [cast(self._join(part), x.dtype) for part in (dq, dk, dv)]
@@ -260,10 +256,6 @@ class CausalAttention(Layer):
         batch, heads, context, width = y.shape
         xp = array_namespace(y)
         return xp.permute_dims(y, (0, 2, 1, 3)).reshape(batch, context, heads * width)
-
-    @staticmethod
-    def _scale(q: Array) -> float:
-        return float(1 / math.sqrt(q.shape[-1]))
 
     def activation_bytes(self, shape: Shape, width: int) -> Activations:
         batch, context, dim = shape

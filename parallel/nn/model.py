@@ -24,18 +24,17 @@ class Model:
     Parameters
     ----------
     layers : mapping of str to Layer
-        In the order in which forward runs them.
+        In the order in which forward runs them.  Raises ValueError for a name with a dot.
     ties : mapping of str to str, optional
         Parameters that are those of another layer: ``{"head.out.table": "embedding.token"}``, or
         all parameters of a layer: ``{"block1": "block0"}``.  The layer on the left then uses the
         unit of the other, and the gradient of a unit is complete when backward has passed the first
-        layer that uses it.
+        layer that uses it.  Raises ValueError for a parameter that does not exist, for two of
+        different shapes, and for one that is tied itself.
     recompute : sequence of str
         Patterns of names of layers, or of parts of layers, that keep only their input and run
-        forward again during backward: ``"block*"``, ``"block*.attention.heads"``.
-
-    A tie raises ValueError if it names a parameter that does not exist, two of different shapes, or
-    one that is tied itself; so do a name with a dot, and a pattern that matches no layer.
+        forward again during backward: ``"block*"``, ``"block*.attention.heads"``.  Raises
+        ValueError if one matches no layer.
 
     Attributes
     ----------

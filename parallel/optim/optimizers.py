@@ -91,11 +91,10 @@ class Optimizer(ABC):
     def step(
         self, gradients: Iterable[tuple[str, Array]] | Mapping[str, Array], scale: float = 1.0
     ) -> None:
-        """Update the values in place from gradients, each of which is first multiplied by `scale`.
+        """Update the values in place from `gradients`, by name or in pairs, times `scale`.
 
-        `gradients` are given by name, or as (name, gradient) pairs.  A value without a gradient is
-        not changed.  Raises ValueError for a gradient of an unknown name, or of another shape than
-        its value.
+        A value without a gradient is not changed.  Raises ValueError for a gradient of an unknown
+        name, or of another shape than its value.
         """
         self.steps += 1
         pairs = gradients.items() if isinstance(gradients, Mapping) else gradients
@@ -159,17 +158,9 @@ class SGD(Optimizer):
 class Adam(Optimizer):
     """Adam: Kingma & Ba 2015, algorithm 1.
 
-    Parameters
-    ----------
-    values, lr, make_state
-        As in `Optimizer`.
-    betas : pair of float
-        The decay rates of the averages of the gradient and of its square; at least 0, less than 1.
-    eps : float
-        Added to the root of the second average; more than 0.
-    weight_decay : float, optional
-        The decoupled weight decay, in units of the learning rate, at least 0.  By default 0; 0.01
-        in `AdamW`.
+    `betas`, at least 0 and less than 1, are the decay rates of the averages of the gradient and of
+    its square; `eps`, more than 0, is added to the root of the latter.  `weight_decay` is decoupled
+    and in units of the learning rate.  `values` and other options are those of `Optimizer`.
     """
 
     STATES = ("first", "second")

@@ -25,7 +25,7 @@ ignore_overflow = np.errstate(over="ignore", invalid="ignore")  # the result sho
 
 
 class Group(Protocol):
-    """What these collectives use of a training run."""
+    """What these collectives use of a training run; see `parallel.runtime.state.State`."""
 
     mesh: Mesh
     model: Model
@@ -39,25 +39,14 @@ class Group(Protocol):
     optimizer: Optimizer
     memory: MemoryTracker
 
-    def comm_of(self, axes: Axes) -> Communicator:
-        """Return the communicator along these axes of the mesh."""
-
+    def comm_of(self, axes: Axes) -> Communicator: ...
+    def counts(self, unit: str, axes: Axes) -> tuple[int, ...]: ...
+    def part(self, unit: str, axes: Axes) -> slice: ...
+    def bucket_size(self, bucket: str) -> int: ...
+    def new_buffer(self, category: str, num_elements: int, dtype: Any = None) -> Array: ...
     def predicted(
         self, phase: str, collective: str, counts: Any, axes: Axes, **options: Any
-    ) -> PredictedCall:
-        """Return a call of all groups along these axes."""
-
-    def counts(self, unit: str, axes: Axes) -> tuple[int, ...]:
-        """Return the elements of each rank's part of a unit, if ranks along `axes` divide it."""
-
-    def part(self, unit: str, axes: Axes) -> slice:
-        """Return this rank's part of a unit, if ranks along `axes` divide it."""
-
-    def bucket_size(self, bucket: str) -> int:
-        """Return the number of elements of a bucket."""
-
-    def new_buffer(self, category: str, num_elements: int, dtype: Any = None) -> Array:
-        """Return zeros that `memory` counts."""
+    ) -> PredictedCall: ...
 
 
 class Completion(Protocol):

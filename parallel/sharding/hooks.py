@@ -1,15 +1,7 @@
 """Communication hooks for `parallel.ddp`, which sum gradients with fewer bytes.
 
-For a bucket of n float32 elements on p ranks, of which rank d owns n(d), by ring all-reduces:
-
-| hook            | calls for a bucket     | bytes sent by all ranks     | of an all-reduce's      |
-|-----------------|------------------------|-----------------------------|-------------------------|
-| `AllReduce`     | all_reduce             | 8 (p-1) n                   | all                     |
-| `HalfPrecision` | all_reduce             | 4 (p-1) n                   | 1/2                     |
-| `Int8Blocks`    | all_to_all, all_gather | 2 (p-1) sum over d of       | 1/4 + 1/256             |
-|                 |                        | n(d) + 4 ceil(n(d) / 256)   |                         |
-| `PowerSGD`      | all_reduce, up to 3    | 8 (p-1) r (rows + columns)  | r (rows + columns)      |
-|                 |                        | of each matrix              | / (rows x columns)      |
+For float32 gradients `HalfPrecision` sends 1/2 of what `AllReduce` does, `Int8Blocks` 1/4 + 1/256,
+and `PowerSGD` of rank r, for each matrix, r (rows + columns) / (rows x columns).
 
 All ranks receive the same bits.  An inf or a NaN on one rank leaves inf or NaN on all.  The buffers
 of a training run include what a hook keeps from step to step, and what it sends and receives while

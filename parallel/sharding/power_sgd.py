@@ -55,16 +55,9 @@ class PowerSGD(GeneratorHook):
     overflowed or no rank used the layer, is lost.  All ranks compute the same from the same sums,
     so their processors must round in the same way.
 
-    Parameters
-    ----------
-    rank : int
-        The rank r of the approximation; ValueError if it is less than 1.
-    error_feedback : bool
-        Whether the error of a rank is added to its next gradient.
-    seed : int
-        Of the first Q; the same on all ranks.
-
-    A hook belongs to one training run: making another with it raises ValueError.
+    `rank` is the rank r of the approximation, at least 1.  With `error_feedback` the error of a
+    rank is added to its next gradient.  `seed` is that of the first Q, the same on all ranks.  A
+    hook belongs to one training run: making another with it raises ValueError.
 
     Examples
     --------
