@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from parallel.sharding.collective import Group
 from parallel.text import Tokens
 
 AXES = ("data",)
+T = TypeVar("T")
 
 
 class ReplicaMismatch(RuntimeError):  # noqa: N818 - named like the errors of `collectives`
@@ -171,15 +172,15 @@ class Elastic(Trainer):
         with contextlib.suppress(PeerFailed):
             self.check()
         size = self.size
-        self._shrink()
+        self._shrink(interrupt=False)  # others may still be in the check
         if self.size == size:
             return True
         self._agree()
         return False
 
-    def _shrink(self) -> None:
+    def _shrink(self, *, interrupt: bool = True) -> None:
         comm = self.comm_of(AXES)
-        self.mesh = Mesh(comm.shrink())
+        self.mesh = Mesh(comm.shrink(interrupt=interrupt))
         comm.free()
 
     def _agree(self) -> None:
@@ -253,6 +254,22 @@ class FaultInjectingElastic(Elastic):
         super().reduce(action)
         if self.num_steps == self.last_step:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survive(comm: Communicator, function: Callable[[Communicator], T], *, is_elastic: bool) -> T:
+    """Return `function(comm)`; if ranks die and `is_elastic`, call it again with the others.
+
+    All ranks call this.
+    """
+    if not is_elastic:
+        return function(comm)
+    while True:
+        with contextlib.suppress(PeerFailed):
+            result = function(comm)
+        size, comm = comm.size, comm.shrink(interrupt=False)
+        if comm.size == size:
+            comm.free()
+            return result
 
 
 def digest(optimizer: Optimizer) -> bytes:

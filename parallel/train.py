@@ -39,7 +39,7 @@ import numpy as np
 from rich.console import Console
 
 import collectives
-from collectives import Communicator
+from collectives import Communicator, Ledger
 from parallel import checkpoint, presets, text
 from parallel.accounts import (
     PredictedCall,
@@ -50,6 +50,7 @@ from parallel.accounts import (
 )
 from parallel.cli import at_least, can_be_written, console_of
 from parallel.console import print_rank_reports, print_traffic, progress
+from parallel.elastic import survive
 from parallel.nn import gpt
 from parallel.optim import DTYPES
 from parallel.rank_report import RankReport, differences, gather
@@ -63,7 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
     is_first = options.threads is not None or collectives.world().rank == 0
     try:
         if options.threads is None:
-            return run_training(with_progress(collectives.world(), options.progress), options)
+            is_auto = options.progress == "auto" and options.strategy == "elastic"
+            wanted = "none" if is_auto else options.progress  # elastic sums are blocking
+            return run_training(with_progress(collectives.world(), wanted), options)
         return collectives.run(
             partial(run_training, options=options), options.threads, timeout=None
         )[0]
@@ -105,8 +108,12 @@ def has_free_core(comm: Communicator) -> bool:
 
 def run_training(comm: Communicator, options: argparse.Namespace) -> int:
     """Train on one rank; return the exit status.  Raise InvalidRun before the first step."""
+
+    def make(alive: Communicator) -> Training:
+        return Training(alive, options, console_of(alive.rank), comm)
+
     try:
-        training = Training(comm, options, console_of(comm.rank))
+        training = survive(comm, make, is_elastic=options.strategy == "elastic")
     except ValueError as error:
         raise InvalidRun(str(error)) from error
     with abort_on_error():
@@ -220,15 +227,19 @@ def mesh_axes(word: str) -> dict[str, int]:
 
 
 class Training:
-    """One run, on one rank.
+    """One run, on one rank of `comm`; ranks of `job`, by default `comm`, may have died before.
 
     Raises ValueError, on all ranks, if options, text, checkpoint and ranks do not go together.
     """
 
-    def __init__(self, comm: Communicator, options: argparse.Namespace, console: Console) -> None:
+    def __init__(
+        self, comm: Communicator, options: argparse.Namespace, console: Console,
+        job: Communicator | None = None,
+    ) -> None:  # fmt: skip
         options = argparse.Namespace(**vars(options))  # ranks may be threads that share `options`
         self.comm, self.options, self.console = comm, options, console
-        self.monitor = TrafficMonitor(comm, is_wanted=not options.no_monitor)
+        self.monitor = TrafficMonitor(job or comm, is_wanted=not options.no_monitor)
+        self.num_ranks = self.monitor.comm.size
         self.timeline = Timeline(comm, self.monitor.phase)
         with self.raise_on_all_ranks("reading the text and the options"):
             self.text = text.load(options.text)
@@ -346,6 +357,13 @@ class Training:
         with self.monitor, self.comm.record() as ledger:
             self.begin()
             self.all_steps()
+        is_elastic = self.options.strategy == "elastic"
+        return survive(self.comm, partial(self.account, ledger), is_elastic=is_elastic)
+
+    def account(self, ledger: Ledger, comm: Communicator) -> TrafficTable | None:
+        """Return what `run` returns; `comm` is of the ranks that are alive."""
+        self.comm = comm
+        self.console.quiet = not self.is_first
         if self.num_dead:
             return None
         if self.options.trace is not None:
@@ -392,7 +410,7 @@ class Training:
 
             def show(done: int, loss: float) -> None:
                 self.times.append(time.perf_counter())
-                self.console.quiet = not self.is_first  # it changes if the first rank has died
+                self.console.quiet = self.strategy.rank != 0  # the first rank may have died
                 show_done(done, loss)
                 if done in self.steps_to_save and done < o.steps:
                     self.save(done)
@@ -411,12 +429,12 @@ class Training:
     @property
     def is_first(self) -> bool:
         """Whether this rank prints: it is the first of those that are alive."""
-        return self.strategy.rank == 0
+        return self.comm.rank == 0
 
     @property
     def num_dead(self) -> int:
         """The number of ranks that have died."""
-        return self.comm.size - self.strategy.size
+        return self.num_ranks - min(self.comm.size, self.strategy.size)
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
         """Return a rank's rows of a step's batch.  Raise ValueError if there are none."""
@@ -441,7 +459,7 @@ class Training:
         """Print memory and traffic; return the exit status."""
         if table is None:
             self.console.print(
-                f"{self.num_dead} of {self.comm.size} ranks died; the others ended with the same"
+                f"{self.num_dead} of {self.num_ranks} ranks died; the others ended with the same"
                 " parameters, bitwise.  No traffic: the records of dead ranks are lost."
                 + " No timeline, for the same reason."
                 * (self.options.trace is not None)
@@ -480,7 +498,7 @@ class Training:
             return
         paths = {k: str(v) for k, v in vars(self.options).items() if isinstance(v, Path)}
         result: dict[str, Any] = vars(self.options) | paths
-        result |= {"ranks": self.comm.size, "losses": self.losses, "first_step": self.first}
+        result |= {"ranks": self.num_ranks, "losses": self.losses, "first_step": self.first}
         result |= {
             "parameters": self.model.num_parameters, "unigram_entropy": self.entropy,
             "seconds": self.seconds, "seconds_per_step": self.seconds_per_step(),

@@ -167,7 +167,7 @@ class Communicator(Collectives, PointToPoint):
         """Whether `shrink` works here: under an Open MPI started with fault tolerance."""
         return self._session.transport.can_shrink
 
-    def shrink(self, *, timeout: float | None = None) -> Communicator:
+    def shrink(self, *, timeout: float | None = None, interrupt: bool = True) -> Communicator:
         """Make a communicator of the ranks that are still alive, in their order here.
 
             try:
@@ -179,13 +179,15 @@ class Communicator(Collectives, PointToPoint):
         only `free` can be called on this communicator.
 
         - `timeout`: seconds to wait for them.  None: the communicator's `timeout`.
+        - `interrupt`: whether calls that other ranks are still making here fail with `PeerFailed`.
+          False: they complete, unless a rank dies.
 
         Returns the communicator.  Raises `CollectiveError` unless the job runs under an Open MPI
         started with fault tolerance, as `python -m collectives.launch --fault-tolerant` does (ULFM,
         Bland et al. 2013), and `CollectiveTimeout` if a rank is alive and does not call it in time.
         """
         deadline = deadline_in(self._session.limit(timeout))
-        transport, members = self._session.transport.shrink(deadline)
+        transport, members = self._session.transport.shrink(deadline, interrupt)
         return Communicator(self._session.child(transport, members, self._session.axis))
 
     def free(self) -> None:

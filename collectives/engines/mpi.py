@@ -143,19 +143,20 @@ class MpiTransport:
 
     can_shrink = _is_fault_tolerant
 
-    def shrink(self, deadline: float | None) -> tuple[MpiTransport, list[int]]:
+    def shrink(self, deadline: float | None, interrupt: bool) -> tuple[MpiTransport, list[int]]:
         if not self.can_shrink:
             raise CollectiveError(
                 "shrink() needs an Open MPI that was started with fault tolerance: "
                 "python -m collectives.launch --fault-tolerant, or mpirun --with-ft ulfm"
             )
-        self.comm.Revoke()
+        if interrupt:
+            self.comm.Revoke()
         self._wait_for_survivors(deadline)
         comm: MPI.Intracomm = _call_by_deadline("shrink", self.comm.Shrink, deadline)
         return MpiTransport(comm), list(_ranks_in(self.comm, comm))
 
     def _wait_for_survivors(self, deadline: float | None) -> None:
-        """Wait until all ranks that are alive call this, on a communicator that is revoked."""
+        """Wait until all ranks that are alive call this, even if the communicator is revoked."""
         flag = np.ones(1, np.intc)
         try:
             have_all_called = poll_until(self.comm.Iagree(flag).Test, deadline)
@@ -176,7 +177,13 @@ def duplicated(
     duplicate: MPI.Intracomm, request: MPI.Request, timeout: float | None
 ) -> MpiTransport:
     """The transport of a duplicate that `Idup` makes, when all ranks have called it."""
-    if not poll_until(request.Test, deadline_in(timeout)):
+    try:
+        have_all_called = poll_until(request.Test, deadline_in(timeout))
+    except MPI.Exception as error:
+        if not _is_fault_tolerant:
+            raise
+        raise PeerFailed("a rank has failed before this communicator was made", ()) from error
+    if not have_all_called:
         raise CollectiveTimeout(f"not all ranks have made this communicator within {timeout} s")
     return MpiTransport(duplicate)
 

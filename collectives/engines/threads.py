@@ -166,7 +166,7 @@ class ThreadTransport:
     def translate_error(self, error: BaseException) -> BaseException:
         return error
 
-    def shrink(self, deadline: float | None) -> tuple[ThreadTransport, list[int]]:
+    def shrink(self, deadline: float | None, interrupt: bool) -> tuple[ThreadTransport, list[int]]:
         raise CollectiveError("threads of one process fail together: there is nothing to shrink to")
 
     def free(self) -> None:

@@ -244,8 +244,11 @@ class Transport(Protocol):
     def translate_error(self, error: BaseException) -> BaseException:
         """The error to raise for an engine's failure: PeerFailed, or the error itself."""
 
-    def shrink(self, deadline: float | None) -> tuple[Transport, list[int]]:
-        """A transport among the ranks that are alive, and these ranks; all of them call it."""
+    def shrink(self, deadline: float | None, interrupt: bool) -> tuple[Transport, list[int]]:
+        """A transport among the ranks that are alive, and these ranks; all of them call it.
+
+        `interrupt`: whether pending calls of this transport fail.
+        """
 
     def free(self) -> None:
         """Free the engine's communicator, if the library made it."""

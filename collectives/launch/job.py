@@ -32,6 +32,7 @@ TIMED_OUT = 124
 _POLL = 0.1  # seconds between two looks at the job
 _FAILURE_SECONDS = 2.0  # that mpirun has to end the job by itself after a rank has failed
 _DEATH_SECONDS = 3.0  # the same after a rank has died: mpirun may have to kill many others
+_START_SECONDS = 5.0  # between the connections of two ranks; after that a missing one is dead
 _FINALIZE_SECONDS = 5.0  # that mpirun has after all programs have ended, if some of them died
 _DUMP_SECONDS = 1.0  # that the ranks have to write their dumps at the job's time limit
 _KILL_SECONDS = 3.0  # that mpirun has, after SIGTERM, to end the ranks of this and other hosts
@@ -47,7 +48,7 @@ _SIGNALS = (
 )
 _KILLED = {*_SIGNALS, *(128 + signum for signum in _SIGNALS)}
 
-_NO_MPI = "The other ranks cannot complete MPI_Init, so the job was stopped.\n"
+_NO_MPI = "A rank died before MPI had started on all ranks, so the job was stopped.\n"
 
 # Runs in a process that is then replaced by mpirun: when the launcher dies, even by SIGKILL, the
 # kernel sends mpirun a SIGTERM (1 is PR_SET_PDEATHSIG).  A preexec_fn is not safe with threads.
@@ -77,8 +78,8 @@ def launch(
 
     After ``timeout`` seconds the whole job is ended, with status ``TIMED_OUT`` and a sentence on
     its standard error.  A rank of this host that was killed or crashed is also named there.  Such a
-    death ends the job, unless it is ``fault_tolerant`` and MPI_Init has returned: then the other
-    ranks continue, and the status is theirs.
+    death ends the job, unless it is ``fault_tolerant`` and MPI_Init has returned on all ranks: then
+    the other ranks continue, and the status is theirs.
 
     ``flight`` is a directory to which the ranks dump their last calls: when a wait fails or times
     out, when this process gets SIGUSR1 (if this is its main thread), and at the job's time limit.
@@ -105,7 +106,12 @@ def launch(
         )
         job = subprocess.Popen(
             [*_die_with_launcher(), *words],
-            env={**defaults(mpirun), **os.environ, **extra, bootstrap.JOB: home},
+            env={
+                **defaults(mpirun, fault_tolerant=fault_tolerant),
+                **os.environ,
+                **extra,
+                bootstrap.JOB: home,
+            },
             stdin=subprocess.DEVNULL if capture else None,
             stdout=out,
             stderr=err,
@@ -169,10 +175,18 @@ def _wait(
             say(_death_message(died))
         if died and not dead:
             dead, dead_at = died, time.monotonic()
+        is_late = not failed and time.monotonic() >= dead_at + _DEATH_SECONDS
+        if dead and is_late and not tolerant_size:
+            say(_death_message(dead))
+            return 1
         # The others may wait in MPI_Init for ever, even with fault tolerance.
-        is_stuck = not failed and time.monotonic() >= dead_at + _DEATH_SECONDS
-        if dead and is_stuck and not (tolerant_size and monitor.is_in_mpi):
-            say(_NO_MPI if tolerant_size else _death_message(dead))
+        is_stuck = (
+            monitor.has_died_starting()
+            or monitor.are_missing(_START_SECONDS)
+            or (is_late and monitor.are_starting())
+        )
+        if tolerant_size and is_stuck and not monitor.status:
+            say(_NO_MPI)
             return 1
         if time.monotonic() >= limit:
             if failed or is_ending:

@@ -27,6 +27,8 @@ _OPEN_MPI = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
+# With fault tolerance Open MPI selects ob1 alone, and its message counters cannot be enabled.
+_FAULT_TOLERANT = {"OMPI_MCA_pml": "ob1,monitoring"}
 _OPEN_MPI_AS_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -89,11 +91,12 @@ def _vendor(banner: str) -> str:
     return next((vendor for name, vendor in makers.items() if name in banner), "unknown")
 
 
-def defaults(mpirun: Mpirun) -> dict[str, str]:
+def defaults(mpirun: Mpirun, *, fault_tolerant: bool = False) -> dict[str, str]:
     """Environment variables of the ranks, unless the user has set them."""
     if mpirun.vendor != "openmpi":
         return _ONE_THREAD
-    return {**_ONE_THREAD, **_OPEN_MPI, **(_OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {})}
+    chosen = {**_ONE_THREAD, **_OPEN_MPI, **(_OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {})}
+    return chosen | _FAULT_TOLERANT if fault_tolerant else chosen
 
 
 def fault_tolerance_args(mpirun: Mpirun) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from collectives.launch.bootstrap import IN_MPI, JOB, address
 
+_LOCAL_SIZE = b"OMPI_COMM_WORLD_LOCAL_SIZE="  # in the environment of Open MPI's ranks
 _PF_EXITING = 0x4  # among the flags in /proc/PID/stat: the process is ending (linux/sched.h)
 
 
@@ -44,6 +45,11 @@ class _Connection:
     number: int | None = None  # None: not received yet; -1: the rank does not know it
     has_ended: bool = False  # it has reported its end, or can no longer be monitored
     has_died: bool = False
+    is_in_mpi: bool = False  # MPI_Init has returned
+
+    @property
+    def is_running(self) -> bool:
+        return not self.has_ended and not self.has_died
 
 
 class ProcessMonitor:
@@ -61,8 +67,9 @@ class ProcessMonitor:
     def __init__(self, job: str) -> None:
         """`job`: the job's directory."""
         self.status = 0  # of the first rank that reported a failure
-        self.is_in_mpi = False  # MPI_Init has returned on some rank
         self._connections: list[_Connection] = []
+        self._connected_at = time.monotonic()  # when the last rank connected
+        self._local_size = 0  # the number of ranks of this host, if known
         self._deaths: deque[Rank] = deque()
         self._watches_deaths = False
         self._undo = contextlib.ExitStack()
@@ -94,6 +101,27 @@ class ProcessMonitor:
                 break
         return self._deaths.popleft() if self._deaths else None
 
+    @property
+    def is_in_mpi(self) -> bool:
+        """Whether MPI_Init has returned on some rank."""
+        return any(each.is_in_mpi for each in self._connections)
+
+    def has_died_starting(self) -> bool:
+        """Whether a rank has died before MPI_Init returned on it."""
+        return any(each.has_died and not each.is_in_mpi for each in self._connections)
+
+    def are_starting(self) -> bool:
+        """Whether MPI_Init has not returned yet on a running rank."""
+        return any(not each.is_in_mpi for each in self._connections if each.is_running)
+
+    def are_missing(self, seconds: float) -> bool:
+        """Whether some ranks of this host have not connected, and none has in the last `seconds`.
+
+        A rank that is killed in its first milliseconds does not connect.
+        """
+        is_late = time.monotonic() > self._connected_at + seconds
+        return is_late and len(self._connections) < self._local_size
+
     def have_all_ended(self, size: int) -> bool:
         """Whether all `size` ranks have connected, and each has died or reported its end."""
         return len(self._connections) == size and not any(self._running())
@@ -110,7 +138,7 @@ class ProcessMonitor:
 
     def _running(self) -> Iterator[Rank]:
         for each in self._connections:
-            if not each.has_ended and not each.has_died:
+            if each.is_running:
                 yield Rank(-1 if each.number is None else each.number, each.pid)
 
     # --- events
@@ -142,6 +170,8 @@ class ProcessMonitor:
         connected.setblocking(False)
         connection = _Connection(connected, _peer(connected))
         self._connections.append(connection)
+        self._connected_at = time.monotonic()
+        self._local_size = self._local_size or _local_size(connection.pid)
         self._register(connected, partial(self._on_readable, connection))
         self._register_process(connection.pid, partial(self._record_death, connection))
 
@@ -163,7 +193,7 @@ class ProcessMonitor:
         *lines, connection.received = (connection.received + received).split(b"\n")
         for line in lines:
             if line == IN_MPI:
-                self.is_in_mpi = True
+                connection.is_in_mpi = True
             elif connection.number is None:
                 connection.number = int(line)
                 with contextlib.suppress(OSError):
@@ -186,6 +216,15 @@ def _peer(connected: socket.socket) -> int:
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, _, _ = struct.unpack("3i", credentials)
     return int(pid)
+
+
+def _local_size(pid: int) -> int:
+    """The number of ranks on the host of a rank, or 0 if its MPI does not tell."""
+    with contextlib.suppress(OSError):  # it has ended
+        for each in _environment(pid):
+            if each.startswith(_LOCAL_SIZE):
+                return int(each.removeprefix(_LOCAL_SIZE))
+    return 0
 
 
 def _is_ending(pid: int) -> bool:

@@ -153,6 +153,16 @@ def shrink_late(comm: Communicator, _: str) -> None:
     leave()
 
 
+def shrink_patient(comm: Communicator, _: str) -> None:
+    """Rank 1 receives a message when rank 0 is already waiting in shrink."""
+    if comm.rank == 0:
+        comm.send(SMALL, 1)
+    if comm.rank == 1:
+        time.sleep(0.5)
+        comm.recv(np.empty_like(SMALL), 0)
+    say(comm, f"{comm.shrink(interrupt=False).size} ranks")
+
+
 def shrink_refused(comm: Communicator, _: str) -> None:
     _, error = seconds_until(CollectiveError, comm.shrink)
     say(comm, f"CollectiveError: {error}")
@@ -160,7 +170,8 @@ def shrink_refused(comm: Communicator, _: str) -> None:
 
 kind, _, how = sys.argv[1].partition("_")
 if kind == "shrink":
-    {"late": shrink_late, "refused": shrink_refused}[how](collectives.world(), "")
+    shrinks = {"late": shrink_late, "patient": shrink_patient, "refused": shrink_refused}
+    shrinks[how](collectives.world(), "")
 else:
     programs = [stopped, interrupted, dumped, made, killed]
     {program.__name__: program for program in programs}[kind](collectives.world(), how)

@@ -93,6 +93,12 @@ def test_a_survivor_that_does_not_come_is_not_waited_for_for_ever() -> None:
     assert "rank 0: CollectiveTimeout: shrink" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(not is_open_mpi, reason="fault tolerance is Open MPI's alone")
+def test_a_shrink_that_interrupts_nothing_lets_the_calls_of_others_complete() -> None:
+    done = run("shrink_patient", 2, "--with-ft", "ulfm")
+    assert done.stdout.count("2 ranks") == 2, done.stdout + done.stderr
+
+
 def test_without_fault_tolerance_shrink_says_what_it_needs() -> None:
     done = run("shrink_refused", 2)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from collectives.launch import launch
+from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
+from collectives.launch import TIMED_OUT, launch
 from collectives.launch.mpirun import find_mpirun
 
 ROOT = Path(__file__).parent.parent.parent
@@ -72,12 +73,39 @@ if IS_OPEN_MPI:
         assert "Rank 0 (process" in done.stderr
         assert "1 of 3 ranks died; the others ended with the same parameters" in done.stdout
 
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize("when", ["reading the text", "making the strategy", "reporting"])
+    def test_a_death_before_or_after_training_is_survived_too(when: str, rank: int) -> None:
+        done = dying(when, rank)
+        assert done.returncode == 0, done.stderr
+        assert "nats per byte" in done.stdout
+        assert "1 of 3 ranks died; the others ended with the same parameters" in done.stdout
+
+    def test_a_death_before_mpi_has_started_ends_the_job() -> None:
+        done = dying("starting", 1)
+        assert done.returncode == 1
+        assert "Rank 1 (process" in done.stderr
+        assert "A rank died before MPI had started on all ranks" in done.stderr
+
+    def test_a_death_before_the_first_communicator_is_made_ends_the_job() -> None:
+        """Which message comes depends on whether the others are still in MPI_Init."""
+        done = dying("in MPI", 1)
+        assert done.returncode not in (0, TIMED_OUT)
+        messages = "a rank has failed before", "A rank died before MPI had started on all ranks"
+        assert any(message in done.stderr for message in messages), done.stderr
+
     def test_where_nobody_dies_the_training_program_accounts_for_all_that_was_sent() -> None:
-        words = ["--strategy", "elastic", *SMALL]
-        done = run("-m", "parallel.train", *words, ranks=3, fault_tolerant=True)
+        words = ["-m", "parallel.train", "--strategy", "elastic", *SMALL]
+        done = run(*words, ranks=3, fault_tolerant=True, mpi_args=MPIRUN_ARGS)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "predicted = recorded, to the byte" in done.stdout
+        assert "predicted = recorded = observed by MPI, to the byte" in done.stdout
         assert "parameters: equal, to the bit" in done.stdout
+
+
+def dying(when: str, rank: int) -> Any:
+    """A run of three ranks of which one dies."""
+    words = ["-m", "tests.launch.death_program", when, str(rank), "--strategy", "elastic", *SMALL]
+    return run(*words, ranks=3, fault_tolerant=True)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from collectives.launch import TIMED_OUT, launch, mpirun, process_monitor
+from collectives.launch import TIMED_OUT, bootstrap, launch, mpirun, process_monitor
 from collectives.launch import job as launcher
 from collectives.launch.command import main
 from collectives.launch.mpirun import MpiNotFound, Mpirun, find_mpirun
@@ -438,6 +438,37 @@ if IS_OPEN_MPI:
         assert job.returncode == 0, job.stderr
         assert sorted(job.stdout.splitlines()) == ["alive 0", "alive 2"]
         assert deaths(job.stderr) == ["1"]
+
+    @pytest.mark.parametrize("is_first_in_mpi", [False, True])
+    def test_a_death_before_mpi_has_started_ends_a_fault_tolerant_job(
+        is_first_in_mpi: bool, script: Script
+    ) -> None:
+        """Even if another rank has reported the end of its MPI_Init, as rank 0 does here."""
+        source = f"""{RANK}
+    from collectives.launch import bootstrap
+    if rank == 0 and {is_first_in_mpi}:
+        bootstrap._send(bootstrap.IN_MPI)
+    time.sleep(0.5)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(300)
+    """
+        job = launch(2, [script(source)], timeout=TOO_LONG, capture=True, fault_tolerant=True)
+        assert (job.returncode, deaths(job.stderr)) == (1, ["1"])
+        assert "A rank died before MPI had started on all ranks" in job.stderr
+
+    def test_a_rank_that_dies_before_it_connects_ends_a_fault_tolerant_job(
+        script: Script, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(launcher, "_START_SECONDS", 1.0, raising=False)
+        command, shell = bootstrap.command, '[ $OMPI_COMM_WORLD_RANK = 1 ] && kill -9 $$; exec "$@"'
+        monkeypatch.setattr(
+            bootstrap, "command", lambda words: ["sh", "-c", shell, "sh", *command(words)]
+        )
+        source = script("from mpi4py import MPI")
+        job = launch(2, [source], timeout=TOO_LONG, capture=True, fault_tolerant=True)
+        assert job.returncode == 1
+        assert "A rank died before MPI had started on all ranks" in job.stderr
 
     def test_what_mpi_never_finalizes_is_ended_when_all_programs_are(
         script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -79,7 +79,7 @@ class Mortal:
     def dead(self) -> tuple[int, ...]:
         return (self.fate.victim,) if self.fate and self.num_calls > self.fate.call else ()
 
-    def shrink(self) -> Mortal:
+    def shrink(self, *, interrupt: bool = True) -> Mortal:
         if not self.dead:
             return self
         alive = [rank for rank in range(self.size) if rank not in self.dead]
