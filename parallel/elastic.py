@@ -73,7 +73,11 @@ class Elastic(Trainer):
     ----------
     num_steps : int
         The number of completed steps; -1 before `start`.
+    last_step : int or None
+        The step in whose middle this rank kills its process, to demonstrate how others go on.
     """
+
+    last_step: int | None = None
 
     def __init__(
         self,
@@ -150,6 +154,12 @@ class Elastic(Trainer):
         for copy, array in zip(self._backup, self._state, strict=True):
             copy[...] = array
         return super().update(action)
+
+    def reduce(self, action: Action) -> None:
+        """Sum the bucket of an `action`; kill the process after the first one of `last_step`."""
+        super().reduce(action)
+        if self.num_steps == self.last_step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     # After a failure
 
@@ -238,22 +248,6 @@ class Elastic(Trainer):
         if self.masters is not self.parameter_shards:
             each += self.dtype.itemsize
         return {"backup": each * self.model.num_parameters}
-
-
-class FaultInjectingElastic(Elastic):
-    """Kill this process in the middle of step `last_step`, to demonstrate how the others go on."""
-
-    last_step = -1
-
-    def options(self) -> dict[str, Any]:
-        """Return the options of `Elastic`, which the other ranks compare with theirs."""
-        return super().options() | {"strategy": Elastic.__name__}
-
-    def reduce(self, action: Action) -> None:
-        """Sum a bucket; kill the process after the first one of the last step."""
-        super().reduce(action)
-        if self.num_steps == self.last_step:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def survive(comm: Communicator, function: Callable[[Communicator], T], *, is_elastic: bool) -> T:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from collectives import Communicator
 from parallel import strategies
 from parallel.cli import device_namespace
-from parallel.elastic import Elastic, FaultInjectingElastic
+from parallel.elastic import Elastic
 from parallel.mesh import Mesh
 from parallel.nn import Model
 from parallel.optim import SGD, Adam, AdamW, DiskOffload, HostOffload, NoOffload
@@ -29,7 +29,7 @@ StrategyFactory = Callable[..., Trainer]
 def elastic(
     comm: Communicator, *args: Any, kill: tuple[int, int] | None = None, **options: Any
 ) -> Trainer:
-    """Return an `Elastic`; on rank ``kill[0]``, one that kills its process in step ``kill[1]``.
+    """Return an `Elastic`, which on rank ``kill[0]`` kills its process in step ``kill[1]``.
 
     Raises ValueError if the MPI cannot continue after a failure, or if there is no such rank.
     """
@@ -40,10 +40,9 @@ def elastic(
         )
     if kill is not None and kill[0] >= comm.size:
         raise ValueError(f"--kill {kill[0]}:{kill[1]}: there are ranks 0 to {comm.size - 1}")
-    if kill is None or comm.rank != kill[0]:
-        return Elastic(comm, *args, **options)
-    trainer = FaultInjectingElastic(comm, *args, **options)
-    trainer.last_step = kill[1]
+    trainer = Elastic(comm, *args, **options)
+    if kill is not None and comm.rank == kill[0]:
+        trainer.last_step = kill[1]
     return trainer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -199,3 +200,33 @@ print(sorted({"mpi4py", "cupy", "torch", "numba"} & set(sys.modules)))
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+MOST_ANCESTORS = 2  # of a class, in the same package
+
+
+def ancestors(kind: type, package: str) -> int:
+    """The longest chain of base classes within a package."""
+    own = [base for base in kind.__bases__ if base.__module__.partition(".")[0] == package]
+    return max((1 + ancestors(base, package) for base in own), default=0)
+
+
+def deep_classes(package: str, modules: list[str]) -> list[str]:
+    """The classes of these modules with more ancestors than `MOST_ANCESTORS`."""
+    kinds = {x for name in modules for x in vars(importlib.import_module(name)).values()
+             if isinstance(x, type)}  # fmt: skip
+    return sorted(kind.__name__ for kind in kinds if ancestors(kind, package) > MOST_ANCESTORS)
+
+
+def test_no_inheritance_in_parallel_is_deeper_than_two() -> None:
+    files = (ROOT / "parallel").rglob("*.py")
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    modules = [name.removesuffix(".__init__") for name in names]
+    assert deep_classes("parallel", modules) == []
+
+
+def test_a_deeper_one_is_noticed() -> None:
+    from parallel import Elastic
+
+    deeper = type("Deeper", (Elastic,), {"__module__": "parallel.elastic"})
+    assert ancestors(deeper, "parallel") == MOST_ANCESTORS + 1
