@@ -1,6 +1,6 @@
 """Compare training strategies: their traffic, memory and time, and whether they are exact.
 
-1. Every strategy in float16 on the largest number of ranks, counted in the run: the bytes that a
+1. Every strategy in two bytes on the largest number of ranks, counted in the run: the bytes that a
    rank sends in a step divided by those of 2 Psi elements, the share of them that leaves its group,
    the memory of a rank divided by 16 Psi bytes, and the time of a step.  These are the columns of
    the table in Rajbhandari et al. 2020.  Psi is the number of parameters.  Messages that are sent
@@ -46,11 +46,16 @@ ONCE = "start", "finish"  # outermost phases of what is sent before all steps or
 
 
 class Kind(NamedTuple):
-    """A strategy with its options; `is_exact`: whether its losses are to be those of one rank."""
+    """A strategy with its options.
+
+    `is_exact`: whether its losses are to be those of one rank.  `two_bytes`: the dtype of the first
+    table.
+    """
 
     name: str
     words: Sequence[str]
     is_exact: bool = True
+    two_bytes: str = "float16"
 
 
 KINDS = (
@@ -67,7 +72,12 @@ KINDS = (
     Kind("zero3, host", ["--strategy", "zero3", "--offload", "host"]),
     Kind("hsdp", ["--strategy", "hsdp"]),
     Kind("zeropp", ["--strategy", "zeropp"], is_exact=False),
-    Kind("local-updates, 10", ["--strategy", "local-updates"], is_exact=False),
+    Kind(
+        "local-updates, 5",
+        ["--strategy", "local-updates", "--every", "5"],
+        is_exact=False,
+        two_bytes="bfloat16",
+    ),
 )
 
 
@@ -141,7 +151,7 @@ def as_dict(kinds: Sequence[Kind], ranks: int, results: dict[str, Any]) -> dict[
 
 def price_name(kind: Kind, ranks: int) -> str:
     """The job of the first table."""
-    return job_name(kind, "float16", ranks)
+    return job_name(kind, kind.two_bytes, ranks)
 
 
 def job_name(kind: Kind, dtype: str, ranks: int) -> str:
@@ -190,9 +200,9 @@ class Strategies:
         heads = ["sent / 2 Psi", "between groups", "kept / 16 Psi", "at most", "ms a step"]
         table = table_with("strategy", numbers=heads)
         for kind in self.kinds:
-            if result := self.train(kind, ranks, "float16", PRICE):
+            if result := self.train(kind, ranks, kind.two_bytes, PRICE):
                 table.add_row(kind.name, *(f"{number:.3f}" for number in costs(result)))
-        self.show(f"Psi parameters in float16 on {ranks} ranks, per rank (mean) and step", table)
+        self.show(f"Psi parameters in two bytes on {ranks} ranks, per rank (mean) and step", table)
 
     def equality(self, dtype: str) -> bool:
         """The second table, of one dtype."""
