@@ -247,7 +247,7 @@ class Elastic(Trainer):
         each = master_dtype(self.dtype).itemsize * (1 + len(self.optimizer.STATES))
         if self.masters is not self.parameter_shards:
             each += self.dtype.itemsize
-        return {"backup": each * self.model.num_parameters}
+        return {"backup": each * sum(self.unit_sizes.values())}
 
 
 def survive(comm: Communicator, function: Callable[[Communicator], T], *, is_elastic: bool) -> T:

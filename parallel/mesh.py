@@ -61,6 +61,7 @@ class Mesh:
         place = np.unravel_index(self.rank, tuple(self.axes.values()))
         self.coordinates = dict(zip(self.axes, map(int, place), strict=True))
         self._made: dict[tuple[str, ...], Communicator] = {}
+        self._groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
 
     def __getitem__(self, axes: str | Sequence[str]) -> Communicator | None:
         """Return the communicator of this rank along `axes`; None without a communicator.
@@ -73,8 +74,9 @@ class Mesh:
         if self.comm.name == ",".join(names) and self.size_of(names) == self.size:
             return self.comm
         if names not in self._made:
-            group = next(i for i, ranks in enumerate(self.ranks(names)) if self.rank in ranks)
-            made = self.comm.split(group, name=",".join(names))
+            groups = self.ranks(names)
+            color = next(i for i, ranks in enumerate(groups) if self.rank in ranks)
+            made = self.comm.split(color, name=",".join(names))
             assert made is not None
             self._made[names] = made
         return self._made[names]
@@ -82,11 +84,13 @@ class Mesh:
     def ranks(self, axes: str | Sequence[str]) -> list[tuple[int, ...]]:
         """Return all groups of ranks along `axes`; every rank is in one."""
         names = self._names(axes)
-        along = [list(self.axes).index(name) for name in names]  # in the order given
-        others = [i for i in range(len(self.axes)) if i not in along]
-        table = np.arange(self.size).reshape(tuple(self.axes.values()))
-        groups = table.transpose(*others, *along).reshape(-1, self.size_of(names))
-        return [tuple(group) for group in groups.tolist()]
+        if names not in self._groups:
+            along = [list(self.axes).index(name) for name in names]  # in the order given
+            others = [i for i in range(len(self.axes)) if i not in along]
+            table = np.arange(self.size).reshape(tuple(self.axes.values()))
+            groups = table.transpose(*others, *along).reshape(-1, self.size_of(names))
+            self._groups[names] = [tuple(group) for group in groups.tolist()]
+        return self._groups[names]
 
     def size_of(self, axes: str | Sequence[str]) -> int:
         """Return the number of ranks along `axes`."""

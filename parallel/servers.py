@@ -134,9 +134,11 @@ class SyncParameterServer(Trainer):
             comm.broadcast(found, root=SERVER, out=found, algorithm="linear")
         self.squares = float(found[0])
 
-    def calls_of(self, action: Action) -> Iterable[PredictedCall]:
+    def calls_of(
+        self, action: Action, batch: tuple[int, int] | None = None
+    ) -> Iterable[PredictedCall]:
         if action.kind != "NORM":
-            return super().calls_of(action)
+            return super().calls_of(action, batch)
         call = self.predicted("norm", "broadcast", 1, AXES, itemsize=8, algorithm="linear")
         return [call] * self.loss_scale.is_dynamic
 
@@ -384,7 +386,7 @@ class AsyncParameterServer(Trainer):
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
         """Return what the steps of `run` by every worker send, and the broadcast at the end."""
-        units = self.model.unit_sizes
+        units = self.unit_sizes
         sizes = [(n, self.dtype.itemsize) for n in units.values()]
         calls = []
         for worker in range(1, self.size):

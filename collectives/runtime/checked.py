@@ -182,6 +182,7 @@ def exchange(
     )
     run = Run(transport, program, execution, recorder)
     run.number, run.is_ahead, run.num_rounds = number, True, f"{program.num_rounds} of its check"
+    run.scratch_bytes = call.scratch_bytes
     return run
 
 

@@ -28,6 +28,7 @@ class Compared:
     ) -> None:
         self.spec, self.arrays, self.fields, self.tag = spec, arrays, fields, tag
         self.name, self.title, self.number = run.name, run.title, run.number
+        self.scratch_bytes = run.scratch_bytes
         self.place = "" if spec.blocking == "yes" else line_of_caller()
 
     def fingerprint(self, compares_place: bool) -> Fingerprint:

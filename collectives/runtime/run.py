@@ -50,6 +50,7 @@ class Run:
     - `num_rounds`: the number of rounds as text, if it is not that of the algorithm.
     - `show_position`: returns a text that shows a position in the schedules of the ranks.
     - `is_ahead`: whether this is a header exchange that precedes the call itself.
+    - `scratch_bytes`: of its program; of a comparison in checked mode, those of the call itself.
     - `release`: called with the run when it is complete.
     """
 
@@ -68,6 +69,7 @@ class Run:
     ) -> None:
         self.transport, self.program, self._recorder = transport, program, recorder
         self.execution: Execution = execution
+        self.scratch_bytes = program.num_scratch
         self._number, self._entered = 1, list[list[Any]]()
         self.log = transport.log if log is None else log
         self.key = self.log.register_run(recorder.describe, self)

@@ -41,8 +41,9 @@ class Work(Generic[Result]):
         ...
         total = work.wait()
 
-    `is_done` says whether it is complete or has failed.  Only the thread that holds `_lock`
-    advances it.  Attributes that most calls never change are attributes of the class.
+    `is_done` says whether it is complete or has failed.  `scratch_bytes` is the scratch memory that
+    this rank needs for it, without the comparisons of checked mode.  Only the thread that holds
+    `_lock` advances it.  Attributes that most calls never change are attributes of the class.
     """
 
     _run: Run | None = None
@@ -53,6 +54,7 @@ class Work(Generic[Result]):
     _thread: ProgressThread | None = None
     is_blocking = False
     is_done = False
+    scratch_bytes = 0
     is_awaited = False  # then the progress thread does not advance it
     _is_listed = False  # in the list of calls that every wait advances
 
@@ -81,6 +83,7 @@ class Work(Generic[Result]):
         """
         work = cls(owner, None, timeout)
         work._run, work._x, work._result = run, x, result
+        work.scratch_bytes = run.scratch_bytes
         return work
 
     @classmethod
@@ -226,6 +229,7 @@ class Work(Generic[Result]):
             self._result = end.value
             self._end()
         else:
+            self.scratch_bytes = max(self.scratch_bytes, self._run.scratch_bytes)
             self._run.begin()
 
     def _advance(self, seconds: float) -> bool:

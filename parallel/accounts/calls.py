@@ -60,6 +60,8 @@ class PredictedCall:
         destination).  By default all ranks are one group.
     axis, root
         The name of the communicator, and the root of a rooted collective: a rank of the group.
+    in_place : bool
+        Whether each rank's input and output share memory.
 
     Examples
     --------
@@ -77,6 +79,7 @@ class PredictedCall:
     groups: tuple[tuple[int, ...], ...] | None = None
     axis: str = ""
     root: int = 0
+    in_place: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -93,16 +96,24 @@ class PredictedCall:
             if self.collective in POINT_TO_POINT:
                 found[:, group[0], group[1]] += 1, self.nbytes
             elif len(group) > 1:
-                found[np.ix_((0, 1), group, group)] += self._of_group(len(group))
+                sent = self._of_group(len(group))
+                found[np.ix_((0, 1), group, group)] += np.stack([sent.messages, sent.bytes])
         return found * self.num_calls
 
-    def _of_group(self, size: int) -> Int64:
+    def scratch(self, rank: int) -> int | None:
+        """Return the bytes of scratch memory of `rank` in a call; None if it makes none."""
+        for group in self.groups or ():
+            if rank in group:
+                is_alone = len(group) == 1
+                return 0 if is_alone else self._of_group(len(group)).scratch[group.index(rank)]
+        return None
+
+    def _of_group(self, size: int) -> Any:
         collective = "all_gather" if self.collective == "check" else self.collective
-        sent = collectives.predict(
+        return collectives.predict(
             collective, size, self.counts, itemsize=self.itemsize, algorithm=self.algorithm,
-            root=self.root,
+            root=self.root, in_place=self.in_place,
         )  # fmt: skip
-        return np.stack([sent.messages, sent.bytes])
 
     def sent(self, size: int) -> Tally:
         """Return what all `size` ranks together send in all of these calls; see `matrices`."""
@@ -131,7 +142,7 @@ class PredictedCall:
         times = 2 if mode == "finite" and self.collective in REDUCTIONS else 1
         return [replace(
             self, collective="check", algorithm=CHECK_ALGORITHM, counts=(CHECK_BYTES,) * ranks,
-            itemsize=1, num_calls=times * self.num_calls, root=0,
+            itemsize=1, num_calls=times * self.num_calls, root=0, in_place=False,
         )]  # fmt: skip
 
 

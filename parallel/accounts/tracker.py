@@ -6,15 +6,16 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from parallel.nn import Array
-
+Array: TypeAlias = Any
 T = TypeVar("T")
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "master", "activations", "buffers")
+CATEGORIES = (
+    "parameters", "gradients", "optimizer", "master", "activations", "buffers", "scratch",
+)  # fmt: skip
 
 
 class MemoryTracker:
@@ -52,14 +53,19 @@ class MemoryTracker:
                 if key not in self._tracked:
                     freed = weakref.finalize(owner, self._freed, category, key, nbytes)
                     self._tracked[key] = freed
-                    self.now[category] += nbytes
-                    self.peak[category] = max(self.peak[category], self.now[category])
+                    self.add(category, nbytes)
         return held
+
+    def add(self, category: str, nbytes: int) -> None:
+        """Count `nbytes` more, or fewer, in `category`."""
+        with self._lock:
+            self.now[category] += nbytes
+            self.peak[category] = max(self.peak[category], self.now[category])
 
     def _freed(self, category: str, key: int, nbytes: int) -> None:
         with self._lock:
             del self._tracked[key]
-            self.now[category] -= nbytes
+            self.add(category, -nbytes)
 
 
 def arrays_in(held: Any) -> Iterable[Array]:

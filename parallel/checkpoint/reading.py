@@ -15,10 +15,10 @@ import numpy as np
 import safetensors
 from array_api_compat import array_namespace
 
-from parallel.checkpoint.boxes import Box, pieces_of
 from parallel.checkpoint.index import Index, layout_of
-from parallel.nn import Array, num_elements
+from parallel.nn import Array
 from parallel.optim import master_dtype
+from parallel.placement import Box, pieces_of
 from parallel.runtime import Trainer
 
 METADATA_FILE = "checkpoint.json"
@@ -89,7 +89,7 @@ class Checkpoint:
                 raise ValueError(f"{name} is {data.get_dtype()}, not {dtype}")
             if len(box.start) != len(shape) or whole.overlap(box) != box:
                 raise ValueError(f"{name} has a box {box} outside its shape {shape}")
-            times[box.within(whole)] += 1
+            times[box.slices] += 1
         for wrong, fault in ((times > 1, "occur twice"), (times < 1, "are missing")):
             if wrong.any():
                 raise ValueError(f"{int(wrong.sum())} elements of {name} {fault}")
@@ -117,15 +117,14 @@ class Checkpoint:
 
     def _read(self, trainer: Trainer, unit: str, kind: str, part: slice, into: Array) -> None:
         """Read a part of a unit into an array, in its dtype."""
-        xp, specs = array_namespace(into), trainer.model.units[unit]
-        assert num_elements(specs) >= part.stop
-        for name, box, flat in pieces_of(unit, specs, part):
-            target = into[flat.start - part.start : flat.stop - part.start].reshape(box.shape)
-            for saved, data in self.boxes[f"{name}/{kind}"]:
+        xp = array_namespace(into)
+        for name, box, flat in pieces_of(trainer.model.boxes(unit), part):
+            target = into[flat].reshape(box.shape)
+            for saved, data in self.boxes[f"{unit}.{name}/{kind}"]:
                 both = box.overlap(saved)
                 if both is not None:
-                    values = data[both.within(saved)]
-                    target[both.within(box)] = xp.asarray(values, dtype=into.dtype)
+                    values = data[both.within(saved).slices]
+                    target[both.within(box).slices] = xp.asarray(values, dtype=into.dtype)
 
     def _fill_hook(self, trainer: Trainer) -> None:
         """Read the state of the hook; see `HookState` for other numbers of ranks."""

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from parallel.checkpoint.boxes import pieces_of
 from parallel.checkpoint.index import Index, layout_of
 from parallel.checkpoint.reading import METADATA_FILE, VALUES, Checkpoint
 from parallel.nn import Array, on_host
+from parallel.placement import pieces_of
 from parallel.runtime import Trainer
 from parallel.runtime.agreement import DIGEST_BYTES
 from parallel.shards import length, span
@@ -36,16 +36,16 @@ def write_part(trainer: Trainer, folder: Path, step: int) -> bytes:
     index, num_replicas = trainer.replica_group
     starts: dict[str, list[int]] = {}
     tensors: dict[str, Array] = {}
-    for unit, specs in trainer.model.units.items():
+    for unit in trainer.model.units:
         shard = trainer.shard_slice(unit)
         mine = span(length(shard), num_replicas, index)
         part = slice(shard.start + mine.start, shard.start + mine.stop)
-        for piece in pieces_of(unit, specs, part):
-            flat = slice(piece.flat.start - shard.start, piece.flat.stop - shard.start)
+        for name, box, flat in pieces_of(trainer.model.boxes(unit), part):
             for kind, arrays in {VALUES: trainer.masters, **trainer.optimizer.states}.items():
-                key = f"{piece.name}/{kind}@{','.join(map(str, piece.box.start))}"
-                starts[key] = list(piece.box.start)
-                tensors[key] = on_host(arrays[unit][flat]).reshape(piece.box.shape)
+                if trainer.is_first_copy(unit, name):
+                    key = f"{unit}.{name}/{kind}@{','.join(map(str, box.start))}"
+                    starts[key] = list(box.start)
+                    tensors[key] = on_host(arrays[unit][mine][flat]).reshape(box.shape)
     equal, summed, own = trainer.sharding.reduction.state(trainer)
     hook = {**(equal if trainer.rank == 0 else {}), **summed, **own}
     tensors |= {f"hook/{name}": on_host(x) for name, x in hook.items()}

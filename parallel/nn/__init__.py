@@ -3,11 +3,12 @@
 Arrays are NumPy's or CuPy's; each function takes the array namespace of its input.
 """
 
-from parallel.nn.functional import Array, Shape, cast, on_host
+from parallel.nn.functional import Array, cast, on_host
 from parallel.nn.gpt import gpt
 from parallel.nn.layer import (
     Activations,
     Layer,
+    LayerTraffic,
     ParameterSpec,
     Recompute,
     Residual,
@@ -23,10 +24,11 @@ from parallel.nn.layers import (
     Linear,
     Unembedding,
 )
-from parallel.nn.model import Model, num_elements, split_flat
+from parallel.nn.model import Model, split_flat
+from parallel.placement import Shape
 
 __all__ = [
     "Activations", "Array", "CausalAttention", "CrossEntropy", "Embedding", "Gelu", "Layer",
-    "LayerNorm", "Linear", "Model", "ParameterSpec", "Recompute", "Residual", "Sequential", "Shape",
-    "Step", "Unembedding", "cast", "gpt", "num_elements", "on_host", "split_flat",
+    "LayerNorm", "LayerTraffic", "Linear", "Model", "ParameterSpec", "Recompute", "Residual",
+    "Sequential", "Shape", "Step", "Unembedding", "cast", "gpt", "on_host", "split_flat",
 ]  # fmt: skip

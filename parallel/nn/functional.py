@@ -13,7 +13,6 @@ import numpy as np
 from array_api_compat import array_namespace
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray; the array API has no type to name
-Shape: TypeAlias = tuple[int, ...]
 
 
 def upcast(x: Array) -> Array:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -21,27 +21,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel.nn.functional import Array, Shape
+from parallel.accounts.calls import PredictedCall
+from parallel.nn.functional import Array
+from parallel.placement import Placement, Shape
 
 
-class ParameterSpec(NamedTuple):
-    """A parameter before it is allocated: its shape and the normal distribution of its values.
+@dataclass(frozen=True)
+class ParameterSpec(Placement):
+    """A parameter before it is allocated: its placement, and the normal distribution of its values.
 
-    Attributes
-    ----------
-    shape : tuple of int
-    std, mean : float
-        Of the initial values.
+    `shape` and `splits` are those of `Placement`, `std` and `mean` those of the initial values.
     """
 
-    shape: Shape
     std: float = 0.0
     mean: float = 0.0
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
 
     def draw(self, seed: int, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return initial values, float64 of `shape`: a function of `seed` and `name` alone."""
@@ -70,6 +63,13 @@ class Activations(NamedTuple):
     extra: int = 0
 
 
+class LayerTraffic(NamedTuple):
+    """The calls that a layer makes for a micro-batch, in each group along their axes."""
+
+    forward: tuple[PredictedCall, ...] = ()
+    backward: tuple[PredictedCall, ...] = ()
+
+
 @dataclass
 class Step:
     """What layers may know of the training step that they are a part of.
@@ -84,21 +84,18 @@ class Step:
         The number of the micro-batch.
     loss_scale : float
         The factor of the loss.
-    is_training : bool
-        Whether a backward pass follows.
     track : function
         Called with arrays that a layer computes again during backward.
     num_recomputed : int
         How many forward passes of layers have run again.
     losses : list of float
-        Auxiliary losses that layers add to.
+        Auxiliary losses of layers, which are added to the loss.
     """
 
     targets: Array = None
     total: int = 1
     micro_batch: int = 0
     loss_scale: float = 1.0
-    is_training: bool = True
     track: Callable[[Any], object] = id
     num_recomputed: int = 0
     losses: list[float] = field(default_factory=list)
@@ -107,14 +104,14 @@ class Step:
 class Layer(ABC):
     """One differentiable function with parameters; the base class of all layers.
 
-    A subclass defines `forward`, `backward_input` and `activation_bytes`, and `specs` and
-    `backward_weight` if it has parameters.  Arrays may be NumPy's or CuPy's, of any dtype of
-    `parallel.optim.precision.DTYPES`.
+    A subclass defines `forward`, `backward_input` and `activation_bytes`; `specs` and
+    `backward_weight` if it has parameters; and `traffic` if it communicates.  Arrays may be NumPy's
+    or CuPy's, of any dtype of `parallel.optim.precision.DTYPES`.
 
     Attributes
     ----------
     value : dict of str to array
-        The parameters, in the shapes of `specs`, as long as the layer is bound.
+        This rank's boxes of the parameters, as long as the layer is bound.
     gradient : dict of str to array
         The gradients, of the same shapes; empty if the layer is bound for forward only.
     """
@@ -128,10 +125,7 @@ class Layer(ABC):
         return {}
 
     def bind(self, values: dict[str, Array], gradients: dict[str, Array]) -> None:
-        """Read parameters from the arrays `values`, and add gradients to the arrays `gradients`.
-
-        Both are views by name, of the shapes in `specs`.
-        """
+        """Read parameters from the arrays `values`, and add gradients to the arrays `gradients`."""
         self.value, self.gradient = values, gradients
 
     @abstractmethod
@@ -154,10 +148,7 @@ class Layer(ABC):
         assert rest is None, f"{type(self).__name__} does not define backward_weight"
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        """Do both halves of backward, and return the derivative by the input.
-
-        `dy` and `saved` are as in `backward_input`.
-        """
+        """Do both halves of backward (see `backward_input` for `dy` and `saved`); return dx."""
         dx, rest = self.backward_input(dy, saved)
         self.backward_weight(rest)
         return dx
@@ -169,11 +160,15 @@ class Layer(ABC):
         An array that a previous layer saved and this one passes through is not counted again.
         """
 
-    def input_bytes(self, shape: Shape, width: int) -> int:
-        """Return the bytes of floating-point numbers of an input of this `shape`.
+    def traffic(self, shape: Shape, width: int) -> LayerTraffic:
+        """Return what the layer sends for an input of this `shape`, in elements of `width` bytes.
 
-        Its elements have `width` bytes.
+        Calls have no phase and no groups: each group along their axis makes them.
         """
+        return LayerTraffic()
+
+    def input_bytes(self, shape: Shape, width: int) -> int:
+        """Return the bytes of floating-point numbers of an input; see `activation_bytes`."""
         return width * math.prod(shape)
 
     def saves_input(self) -> bool:
@@ -207,8 +202,9 @@ class Sequential(Layer):
         return [*super().config(), inner]
 
     def bind(self, values: dict[str, Array], gradients: dict[str, Array]) -> None:
+        values_of, gradients_of = by_layer(values), by_layer(gradients)
         for name, layer in self.layers.items():
-            layer.bind(entries_of(values, name), entries_of(gradients, name))
+            layer.bind(values_of.get(name, {}), gradients_of.get(name, {}))
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         saved_by_layer = []
@@ -235,12 +231,21 @@ class Sequential(Layer):
         return dy
 
     def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        each = []
-        for layer in self.layers.values():
-            each.append(layer.activation_bytes(shape, width))
-            shape = each[-1].shape
+        each = [layer.activation_bytes(at, width) for layer, at in self.with_shapes(shape, width)]
         saved, rest = sum(x.saved for x in each), sum(x.rest for x in each)
-        return Activations(saved, shape, rest, max((x.extra for x in each), default=0))
+        return Activations(saved, each[-1].shape, rest, max(x.extra for x in each))
+
+    def traffic(self, shape: Shape, width: int) -> LayerTraffic:
+        each = [layer.traffic(at, width) for layer, at in self.with_shapes(shape, width)]
+        forward = [call for layer in each for call in layer.forward]
+        backward = [call for layer in reversed(each) for call in layer.backward]
+        return LayerTraffic(tuple(forward), tuple(backward))
+
+    def with_shapes(self, shape: Shape, width: int) -> Iterator[tuple[Layer, Shape]]:
+        """Yield the layers and the shapes of their inputs."""
+        for layer in self.layers.values():
+            yield layer, shape
+            shape = layer.activation_bytes(shape, width).shape
 
     def input_bytes(self, shape: Shape, width: int) -> int:
         return self._first().input_bytes(shape, width)
@@ -309,21 +314,27 @@ class Recompute(Layer):
         extra = inner.saved + inner.extra - entering * self.layer.saves_input()
         return Activations(entering, inner.shape, inner.rest, extra)
 
+    def traffic(self, shape: Shape, width: int) -> LayerTraffic:
+        forward, backward = self.layer.traffic(shape, width)
+        return LayerTraffic(forward, forward + backward)
+
     def input_bytes(self, shape: Shape, width: int) -> int:
         return self.layer.input_bytes(shape, width)
 
 
-def entries_of(arrays: Mapping[str, Array], layer: str) -> dict[str, Array]:
-    """Return the entries of one layer, ``layer.*``, without the prefix."""
-    prefix = f"{layer}."
-    return {key.removeprefix(prefix): a for key, a in arrays.items() if key.startswith(prefix)}
+def by_layer(arrays: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+    """Return arrays named ``layer.name`` as a dictionary for each layer."""
+    found: dict[str, dict[str, Array]] = {}
+    for key, x in arrays.items():
+        layer, _, name = key.partition(".")
+        found.setdefault(layer, {})[name] = x
+    return found
 
 
 def recomputed(layers: Mapping[str, Layer], patterns: Sequence[str]) -> dict[str, Layer]:
     """Return `layers`, in which those whose names match a pattern keep only their input.
 
-    Patterns are those of a shell, for names such as ``block0.attention.heads``: ``block*.mlp``
-    matches a part of every block.  Raises ValueError if a pattern matches no layer.
+    Raises ValueError if a pattern matches no layer.
     """
     if not patterns:
         return dict(layers)

@@ -14,7 +14,6 @@ from array_api_compat import array_namespace
 
 from parallel.nn.functional import (
     Array,
-    Shape,
     cast,
     causal_softmax,
     flatten_rows,
@@ -25,6 +24,7 @@ from parallel.nn.functional import (
     upcast,
 )
 from parallel.nn.layer import Activations, Layer, ParameterSpec, Step
+from parallel.placement import Shape
 
 
 class Embedding(Layer):

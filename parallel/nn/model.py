@@ -6,13 +6,23 @@ PyTorch's FSDP, and so do their gradients: a unit is sent without packing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from parallel.nn.functional import Array, Shape
-from parallel.nn.layer import Activations, Layer, ParameterSpec, recomputed
+from parallel.mesh import Mesh
+from parallel.nn.functional import Array
+from parallel.nn.layer import (
+    Activations,
+    Layer,
+    LayerTraffic,
+    ParameterSpec,
+    Sequential,
+    recomputed,
+)
+from parallel.placement import Box, Shape
 
 
 class Model:
@@ -35,6 +45,8 @@ class Model:
         Patterns of names of layers, or of parts of layers, that keep only their input and run
         forward again during backward: ``"block*"``, ``"block*.attention.heads"``.  Raises
         ValueError if one matches no layer.
+    mesh : Mesh, optional
+        The ranks that divide parameters (`ParameterSpec.splits`), if layers divide any.
 
     Attributes
     ----------
@@ -42,8 +54,10 @@ class Model:
         As given.
     units : dict of str to (dict of str to ParameterSpec)
         For each layer with parameters of its own: their specifications, in their order in the unit.
-    unit_sizes : dict of str to int
-        The number of elements of each unit.
+    unit_sizes, shapes : dict
+        The number of elements of each unit, and the shapes of its parameters, that this rank has.
+    split_axes : tuple of str
+        The axes of the mesh along which ranks have different parts of the model.
 
     Examples
     --------
@@ -59,6 +73,7 @@ class Model:
         ties: Mapping[str, str] | None = None,
         *,
         recompute: Sequence[str] = (),
+        mesh: Mesh | None = None,
     ) -> None:
         self.layers = recomputed(layers, recompute)
         if dotted := next((name for name in layers if "." in name), None):
@@ -66,15 +81,22 @@ class Model:
         self.ties = {
             here: there for each in (ties or {}).items() for here, there in self._tie(*each)
         }
-        self._check_ties()
-        own = {
-            name: {k: x for k, x in layer.specs().items() if f"{name}.{k}" not in self.ties}
-            for name, layer in self.layers.items()
-        }
-        self.units = {name: specs for name, specs in own.items() if specs}
-        self.unit_sizes = {unit: num_elements(specs) for unit, specs in self.units.items()}
+        specs = Sequential(self.layers).specs()
+        self._check_ties(specs)
+        self.units: dict[str, dict[str, ParameterSpec]] = {}
+        for name, spec in specs.items():
+            if name not in self.ties:
+                layer, _, key = name.partition(".")
+                self.units.setdefault(layer, {})[key] = spec
         self._units_of = {name: self._find_units(name) for name in self.layers}
         self._bound: dict[str, tuple[object, object]] = {}  # the arrays of each layer, by identity
+        self.mesh = mesh or Mesh(None)
+        splits = (axis for spec in specs.values() for _, axis in spec.splits)
+        self.split_axes = tuple(a for a in dict.fromkeys(splits) if a in self.mesh.axes)
+        self.unit_sizes = self.unit_sizes_of(self.mesh.rank)
+        self.shapes = {
+            unit: {key: box.shape for key, box in self.boxes(unit).items()} for unit in self.units
+        }
 
     def _tie(self, here: str, there: str) -> list[tuple[str, str]]:
         """Return the ties of all parameters, if both are names of layers."""
@@ -82,13 +104,10 @@ class Model:
             return [(here, there)]
         return [(f"{here}.{key}", f"{there}.{key}") for key in self.layers[here].specs()]
 
-    def _check_ties(self) -> None:
-        shapes = {
-            f"{name}.{key}": spec.shape
-            for name, layer in self.layers.items() for key, spec in layer.specs().items()
-        }  # fmt: skip
+    def _check_ties(self, specs: Mapping[str, ParameterSpec]) -> None:
         for here, there in self.ties.items():
-            if there in self.ties or here not in shapes or shapes[here] != shapes.get(there):
+            both = {here, there} <= specs.keys()
+            if there in self.ties or not both or specs[here].shape != specs[there].shape:
                 raise ValueError(
                     f"{here!r} cannot be tied to {there!r}: both must exist, have the same shape,"
                     " and the second must not be tied itself"
@@ -99,10 +118,25 @@ class Model:
         units = [layer, *(there.partition(".")[0] for there in tied)]
         return tuple(dict.fromkeys(unit for unit in units if unit in self.units))
 
+    # Which elements
+
     @property
     def num_parameters(self) -> int:
-        """The number of elements of all units."""
-        return sum(self.unit_sizes.values())
+        """The number of elements of all whole units."""
+        return sum(spec.size for specs in self.units.values() for spec in specs.values())
+
+    def boxes(self, unit: str, rank: int | None = None) -> dict[str, Box]:
+        """Return the boxes of a unit's parameters that a `rank` has, by default this rank."""
+        return {key: spec.box(self.mesh, rank) for key, spec in self.units[unit].items()}
+
+    def unit_sizes_of(self, rank: int) -> dict[str, int]:
+        """Return the elements of each unit that a `rank` has; for this rank, see `unit_sizes`."""
+        shapes = {
+            unit: [box.shape for box in self.boxes(unit, rank).values()] for unit in self.units
+        }
+        return {unit: sum(map(math.prod, each)) for unit, each in shapes.items()}
+
+    # Order
 
     @property
     def layers_with_parameters(self) -> list[str]:
@@ -115,15 +149,9 @@ class Model:
 
     def completed_units(self, layer: str) -> tuple[str, ...]:
         """Return the units whose gradients are complete once backward has passed `layer`."""
-        previous = self.previous_layer(layer)
-        earlier = self.units_until(previous) if previous else []
-        return tuple(unit for unit in self.units_of(layer) if unit not in earlier)
-
-    def units_until(self, layer: str) -> list[str]:
-        """Return the units that `layer` and the layers before it use, each once."""
         names = list(self.layers)
-        until = names[: names.index(layer) + 1]
-        return list(dict.fromkeys(unit for name in until for unit in self.units_of(name)))
+        earlier = {u for name in names[: names.index(layer)] for u in self.units_of(name)}
+        return tuple(unit for unit in self.units_of(layer) if unit not in earlier)
 
     def previous_layer(self, layer: str) -> str | None:
         """Return the layer that runs before `layer`; None for the first."""
@@ -142,14 +170,17 @@ class Model:
         """
         return list(self.layers)
 
-    def draw(self, unit: str, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return the initial values of a unit: 1-d float64 in host memory.
+    # Arrays
 
-        They are a function of `seed` and of the names and shapes of the parameters.
+    def draw(self, unit: str, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return this rank's initial values of a unit: 1-d float64 in host memory.
+
+        The whole parameter is a function of `seed` and of its name and shape.
         """
-        specs = self.units[unit]
-        drawn = (spec.draw(seed, f"{unit}.{key}").ravel() for key, spec in specs.items())
-        return np.concatenate(list(drawn))
+        specs, boxes = self.units[unit], self.boxes(unit)
+        drawn = (spec.draw(seed, f"{unit}.{key}") for key, spec in specs.items())
+        parts = [x[box.slices].ravel() for x, box in zip(drawn, boxes.values(), strict=True)]
+        return np.concatenate(parts)
 
     def bind(
         self, layer: str, values: Mapping[str, Array], gradients: Mapping[str, Array] | None = None
@@ -170,21 +201,23 @@ class Model:
         self.layers[layer].bind({}, {})
 
     def _views(self, layer: str, flats: Mapping[str, Array]) -> dict[str, Array]:
-        views = split_flat(flats[layer], self.units[layer]) if layer in flats else {}
+        views = self.split(layer, flats[layer]) if layer in flats and layer in self.units else {}
         for here, there in self.ties.items():
             unit, _, key = there.partition(".")
             if here.startswith(f"{layer}.") and unit in flats:
-                view = split_flat(flats[unit], self.units[unit])[key]
-                views[here.removeprefix(f"{layer}.")] = view
+                views[here.removeprefix(f"{layer}.")] = self.split(unit, flats[unit])[key]
         return views
+
+    def split(self, unit: str, flat: Array) -> dict[str, Array]:
+        """Return views of the parameters in the flat array of a unit."""
+        return split_flat(flat, self.shapes[unit])
 
     def named(self, flats: Mapping[str, Array]) -> dict[str, Array]:
         """Return views of the parameters in `flats`, by names such as ``block0.mlp.up.weight``."""
-        return {
-            f"{unit}.{key}": view
-            for unit, specs in self.units.items()
-            for key, view in split_flat(flats[unit], specs).items()
-        }
+        views = {unit: self.split(unit, flats[unit]) for unit in self.units}
+        return {f"{unit}.{key}": x for unit, each in views.items() for key, x in each.items()}
+
+    # What it costs
 
     def activation_bytes(self, shape: Shape, width: int) -> dict[str, Activations]:
         """Return what each layer keeps.
@@ -192,23 +225,26 @@ class Model:
         The input of the model is tokens of `shape` (batch, context); floating-point numbers have
         `width` bytes.  Integers are not counted.
         """
-        found = {}
-        for name, layer in self.layers.items():
-            found[name] = layer.activation_bytes(shape, width)
-            shape = found[name].shape
-        return found
+        shapes = Sequential(self.layers).with_shapes(shape, width)
+        return {
+            name: layer.activation_bytes(at, width)
+            for name, (layer, at) in zip(self.layers, shapes, strict=True)
+        }
+
+    def traffic(self, shape: Shape, width: int) -> dict[str, LayerTraffic]:
+        """Return what each layer sends for a micro-batch; see `activation_bytes`."""
+        shapes = Sequential(self.layers).with_shapes(shape, width)
+        return {
+            name: layer.traffic(at, width)
+            for name, (layer, at) in zip(self.layers, shapes, strict=True)
+        }
 
 
-def num_elements(specs: Mapping[str, ParameterSpec]) -> int:
-    """Return how many elements these parameters have together."""
-    return sum(spec.size for spec in specs.values())
-
-
-def split_flat(flat: Array, specs: Mapping[str, ParameterSpec]) -> dict[str, Array]:
-    """Return consecutive views of a 1-d array, one for each parameter, in its shape."""
+def split_flat(flat: Array, shapes: Mapping[str, Shape]) -> dict[str, Array]:
+    """Return consecutive views of a 1-d array, one for each name, in its shape."""
     views, start = {}, 0
-    for name, spec in specs.items():
-        stop = start + spec.size
-        views[name] = flat[start:stop].reshape(spec.shape)
+    for name, shape in shapes.items():
+        stop = start + math.prod(shape)
+        views[name] = flat[start:stop].reshape(shape)
         start = stop
     return views

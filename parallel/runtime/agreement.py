@@ -43,6 +43,8 @@ def digest_of(state: State, unit: str) -> bytes:
     shapes = shapes_of(state.model.units[unit])
     if state.sharding.broadcast_algorithm is not None:
         return digest(shapes)
+    if state.model.split_axes:
+        return digest(state.model.units[unit], state.recipe.seed)  # these determine the values
     if "parameters" in state.sharding.divided:
         return digest(shapes, state.model.draw(unit, state.recipe.seed))
     return digest(shapes, on_host(state.parameters[unit]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from parallel.nn import Activations
 from parallel.optim.formulas import offloaded_bytes, state_bytes
@@ -36,11 +37,14 @@ class Walk:
         self.peak: Counter[str] = Counter()
         self._held: dict[tuple[str, ...], int] = {}
         self._reducing: list[str] = []
+        self._pending: list[Iterator[int]] = []  # the scratch of the calls that follow each other
+        self._gathers: dict[str, Iterator[int]] = {}
         self._activations = activations_of(trainer, rows, context)
         self._table = {
             "F": self._forward, "B": self._backward, "UNSHARD": self._unshard,
             "RESHARD": self._reshard, "REDUCE": self._reduce, "WAIT": self._wait,
-            "AVERAGE": self._reduce,
+            "AVERAGE": self._reduce, "UNUSED": self._finish, "LOSS": self._finish,
+            "NORM": self._finish,
         }  # fmt: skip
 
     def do(self, action: Action) -> None:
@@ -55,6 +59,24 @@ class Walk:
 
     def _free(self, category: str, *what: str) -> None:
         self.now[category] -= self._held.pop((category, *what), 0)
+
+    def _calls(self, action: Action) -> Iterator[int]:
+        """Hold the scratch memory of one call of an action after the other."""
+        for call in self.trainer.calls_of(action):
+            if (nbytes := call.scratch(self.trainer.rank)) is not None:
+                self._hold(nbytes, "scratch", action.kind, action.part)
+                yield nbytes
+                self._free("scratch", action.kind, action.part)
+
+    def _finish(self, action: Action) -> None:
+        for _ in self._calls(action):
+            pass
+
+    def _start(self, action: Action) -> Iterator[int]:
+        """Start the first call of an action."""
+        calls = self._calls(action)
+        next(calls, None)
+        return calls
 
     def _of(self, action: Action) -> Activations:
         assert action.micro_batch is not None
@@ -83,15 +105,19 @@ class Walk:
 
     def _unshard(self, action: Action) -> None:
         trainer, unit, axes = self.trainer, action.part, action.axes
-        if "parameters" in trainer.sharding.divided:
-            self._hold(trainer.unit_nbytes(unit), "buffers", "full", unit)
-            arriving = gather_of(trainer, axes).buffer_bytes(trainer, unit, axes)
-            self._hold(arriving, "buffers", "arriving", unit)
+        if "parameters" not in trainer.sharding.divided:
+            self._pending.append(self._start(action))
+            return
+        self._hold(trainer.unit_nbytes(unit), "buffers", "full", unit)
+        arriving = gather_of(trainer, axes).buffer_bytes(trainer, unit, axes)
+        self._hold(arriving, "buffers", "arriving", unit)
+        self._gathers[unit] = self._start(action)
 
     def _complete(self, layer: str) -> None:
         """Free what was received, and keep the secondary parts of what was gathered."""
         trainer, axes = self.trainer, self.trainer.sharding.secondary_axes
         for unit in trainer.model.units_of(layer):
+            next(self._gathers.pop(unit, iter(())), None)
             self._free("buffers", "arriving", unit)
             if axes and ("buffers", "secondary", unit) not in self._held:
                 kept = length(trainer.part(unit, axes)) * trainer.dtype.itemsize
@@ -110,10 +136,17 @@ class Walk:
             nbytes = rounded_bytes(trainer, size, trainer.reduce_dtype)
             self._hold(nbytes, "buffers", "sent", bucket)
         if hook.is_blocking:
+            self._finish(action)
             self._free("buffers", "sent", bucket)
+        else:
+            self._pending.append(self._start(action))
         self._reducing.append(bucket)
 
     def _wait(self, action: Action) -> None:
+        while self._pending:
+            calls = self._pending.pop(0)
+            if next(calls, None) is not None:
+                self._pending.append(calls)
         for unit in self._reducing:
             self._free("buffers", "gradient", unit)
             self._free("buffers", "secondary", unit)
@@ -146,7 +179,7 @@ def is_offloaded(trainer: Trainer) -> bool:
 def peak_memory(trainer: Trainer, rows: int, context: int) -> dict[str, int]:
     """Return ``trainer.memory.peak`` after steps on batches (`rows`, `context`) of this rank."""
     kept = state_bytes(
-        trainer.model.num_parameters,
+        sum(trainer.unit_sizes.values()),
         num_shard_elements(trainer),
         trainer.dtype,
         sharded=trainer.sharding.divided,
@@ -158,6 +191,7 @@ def peak_memory(trainer: Trainer, rows: int, context: int) -> dict[str, int]:
         walk.do(action)
     buffers = walk.peak["buffers"] + trainer.sharding.reduction.state_bytes(trainer)
     of_step = {"activations": walk.peak["activations"], "buffers": buffers}
+    of_step["scratch"] = walk.peak["scratch"]
     if trainer.activations.columns:
         of_step[OFFLOADED] = walk.peak[OFFLOADED]
     return kept | of_step | trainer.kept_bytes()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
 
 PERIOD = 10  # of that many steps, one runs without overlap, as the reference
@@ -34,12 +31,9 @@ class Overlap:
         self._num_steps += 1
         self._seconds[self.is_reference].append(0.0)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Return a context manager: communication, whose time is added up."""
-        began = time.perf_counter()
-        yield
-        self._seconds[self.is_reference][-1] += time.perf_counter() - began
+    def add(self, seconds: float) -> None:
+        """Add time for which this rank waited."""
+        self._seconds[self.is_reference][-1] += seconds
 
     def seconds(self) -> tuple[float, float] | None:
         """Return the median seconds a step without and with overlap; None before three steps."""

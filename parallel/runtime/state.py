@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from collectives import Communicator
 from parallel import shards
 from parallel.accounts import MemoryTracker, PredictedCall
 from parallel.mesh import Mesh
-from parallel.nn import Array, Model
+from parallel.nn import Array, Model, Shape
 from parallel.optim import LossScale, Optimizer, dtype_of
 from parallel.runtime.recipe import Recipe
 from parallel.sharding import Sharding
@@ -51,6 +52,8 @@ class State:
         self.algorithm, self.xp, self.dtype = algorithm, recipe.xp, dtype_of(recipe.dtype)
         self.reduce_dtype = dtype_of(recipe.reduce_dtype or recipe.dtype)
         self.memory, self.loss_scale = MemoryTracker(), LossScale(self.dtype)
+        self.unit_sizes = model.unit_sizes
+        self.place: int | None = None  # see `as_of`
         self.buckets = self._make_buckets()
         self.secondary: dict[str, Array] = {}
         self._allocate_parameters()
@@ -61,7 +64,7 @@ class State:
 
     def counts(self, unit: str, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the elements of each rank's part of a unit, if ranks along `axes` divide it."""
-        size, num_ranks = self.model.unit_sizes[unit], self.mesh.size_of(axes)
+        size, num_ranks = self.unit_sizes[unit], self.mesh.size_of(axes)
         if self.sharding.server is not None:
             return tuple(size * (rank == self.sharding.server) for rank in range(num_ranks))
         return collectives.even_counts(size, num_ranks)
@@ -75,13 +78,13 @@ class State:
     def shard_slice(self, unit: str) -> slice:
         """Return the elements of a unit that this rank updates."""
         if "optimizer" not in self.sharding.divided:
-            return slice(0, self.model.unit_sizes[unit])
+            return slice(0, self.unit_sizes[unit])
         return self.part(unit, self.sharding.shard_axes)
 
     def stored_slice(self, unit: str) -> slice:
         """Return the elements of a unit whose parameters this rank keeps."""
         is_divided = "parameters" in self.sharding.divided
-        return self.shard_slice(unit) if is_divided else slice(0, self.model.unit_sizes[unit])
+        return self.shard_slice(unit) if is_divided else slice(0, self.unit_sizes[unit])
 
     @property
     def replica_group(self) -> tuple[int, int]:
@@ -92,33 +95,33 @@ class State:
 
     def unit_nbytes(self, unit: str) -> int:
         """Return the bytes of a whole unit's parameters, or gradients."""
-        return int(self.model.unit_sizes[unit] * self.dtype.itemsize)
+        return int(self.unit_sizes[unit] * self.dtype.itemsize)
 
     def bucket_size(self, bucket: str) -> int:
         """Return the number of elements of a bucket."""
-        return sum(self.model.unit_sizes[unit] for unit in self.buckets[bucket])
+        return sum(self.unit_sizes[unit] for unit in self.buckets[bucket])
+
+    def shapes(self, unit: str) -> dict[str, Shape]:
+        """Return the shapes of a unit's parameters."""
+        return {key: box.shape for key, box in self.model.boxes(unit, self.place).items()}
 
     # Arrays
 
     def new_buffer(
         self, category: str, num_elements: int, dtype: np.dtype[Any] | type | None = None
     ) -> Array:
-        """Return a 1-d array of `num_elements` zeros, which `memory` counts in `category`.
-
-        `dtype` is the model's by default.
-        """
+        """Return a 1-d array of zeros, by default in the model's dtype, counted in `category`."""
         zeros = self.xp.zeros(num_elements, dtype=self.dtype if dtype is None else dtype)
         return self.memory.track(category, zeros)
 
-    def initial_values(self, unit: str) -> Array:
-        """Return the initial values of what this rank keeps of a unit."""
-        values = self.model.draw(unit, self.recipe.seed)[self.stored_slice(unit)]
-        return self.memory.track("parameters", self.xp.asarray(values.astype(self.dtype)))
-
     def _allocate_parameters(self) -> None:
-        self.parameters = {unit: self.initial_values(unit) for unit in self.model.units}
+        self.parameters: dict[str, Array] = {}
+        for unit in self.model.units:
+            values = self.model.draw(unit, self.recipe.seed)[self.stored_slice(unit)]
+            self.parameters[unit] = self.xp.asarray(values.astype(self.dtype))
+        self.memory.track("parameters", self.parameters)
         is_divided = "parameters" in self.sharding.divided
-        self.full_parameters: dict[str, Array] = {} if is_divided else self.parameters
+        self.full_parameters = {} if is_divided else self.parameters
         self.parameter_shards = (
             self.parameters
             if is_divided
@@ -138,8 +141,7 @@ class State:
             for bucket in self.buckets
         }
         for bucket, units in self.buckets.items():
-            sizes_of = [self.model.unit_sizes[unit] for unit in units]
-            views = shards.split(self.flats[bucket], sizes_of)
+            views = shards.split(self.flats[bucket], [self.unit_sizes[unit] for unit in units])
             self.full_gradients |= zip(units, views, strict=True)
         self.gradients = {unit: self.full_gradients[unit] for unit in self.model.units}
         self.gradient_shards = {u: x[self.shard_slice(u)] for u, x in self.gradients.items()}
@@ -147,22 +149,45 @@ class State:
     def _make_buckets(self) -> dict[str, list[str]]:
         """Return buckets of units, in the order in which backward completes them.
 
-        A bucket of one unit has its name, unless several may be together.
+        A bucket of one unit has its name, unless several may be together.  The sizes of whole units
+        count, so that all ranks have the same buckets.
         """
         model, limit = self.model, self.sharding.bucket_bytes
         completed = [u for x in reversed(model.layers) for u in model.completed_units(x)]
         if limit is None:
             names = completed if "gradients" in self.sharding.divided else list(model.units)
             return {unit: [unit] for unit in names}
+        sizes = {u: sum(spec.size for spec in specs.values()) for u, specs in model.units.items()}
         groups: list[list[str]] = []
         for unit in completed:
-            if groups and sum(map(self.unit_nbytes, [*groups[-1], unit])) <= limit:
+            together = sum(sizes[each] for each in [*(groups[-1] if groups else ()), unit])
+            if groups and together * self.dtype.itemsize <= limit:
                 groups[-1].append(unit)
             else:
                 groups.append([unit])
         return {f"bucket{i}": units for i, units in enumerate(groups)}
 
     # Calls
+
+    def start_call(
+        self, axes: Sequence[str], collective: str, x: Array, **options: Any
+    ) -> Callable[[], Any]:
+        """Start a call along `axes`; return a function that waits for it and returns its result.
+
+        `memory` counts the scratch memory of the call until then.  By default the call has the
+        algorithm of the run.
+        """
+        call = getattr(self.comm_of(axes), collective)
+        work = call(x, async_op=True, **{"algorithm": self.algorithm} | options)
+        self.memory.add("scratch", work.scratch_bytes)
+
+        def wait() -> Any:
+            try:
+                return work.wait()
+            finally:
+                self.memory.add("scratch", -work.scratch_bytes)
+
+        return wait
 
     def comm_of(self, axes: Sequence[str]) -> Communicator:
         """Return the communicator along these axes of the mesh."""
@@ -173,12 +198,32 @@ class State:
     def predicted(
         self, phase: str, collective: str, counts: Any, axes: Sequence[str], **options: Any
     ) -> PredictedCall:
-        """Return a call of all groups along `axes`, of the dtype and algorithm of the run.
+        """Return a call of the groups along `axes`, of the dtype and algorithm of the run.
 
         `phase`, `collective`, `counts` and `options` are attributes of `PredictedCall`.
         """
         defaults: dict[str, Any] = {
             "itemsize": self.dtype.itemsize, "algorithm": self.algorithm,
-            "groups": tuple(self.mesh.ranks(axes)), "axis": ",".join(axes),
+            "groups": self.groups(axes), "axis": ",".join(axes),
         }  # fmt: skip
         return PredictedCall(phase, collective, counts=counts, **(defaults | options))
+
+    def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the groups along `axes` of ranks with this part of the model."""
+        mine = self.model_part(self.place)
+        return tuple(g for g in self.mesh.ranks(axes) if self.model_part(g[0]) == mine)
+
+    def is_first_copy(self, unit: str, name: str) -> bool:
+        """Return whether no rank before this one, along `model.split_axes`, has the same box."""
+        divided = {axis for _, axis in self.model.units[unit][name].splits}
+        return not any(self.mesh.index(a) for a in self.model.split_axes if a not in divided)
+
+    def model_part(self, rank: int | None) -> tuple[int, ...]:
+        """Return which part of the model a `rank` has: its place along the axes that divide it."""
+        return tuple(self.mesh.index(axis, rank) for axis in self.model.split_axes)
+
+    def as_of(self, rank: int) -> State:
+        """Return this run with the sizes of another rank's part of the model, to predict calls."""
+        other = copy(self)
+        other.place, other.unit_sizes = rank, self.model.unit_sizes_of(rank)
+        return other

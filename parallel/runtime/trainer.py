@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +17,7 @@ from parallel.accounts.monitor import PhaseFunction
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model, Step
 from parallel.optim import NoOffload, Optimizer, master_dtype, pieces
+from parallel.placement import pieces_of
 from parallel.runtime import agreement, prediction
 from parallel.runtime.agreement import format_ranks
 from parallel.runtime.overlap import Overlap
@@ -79,8 +80,8 @@ class Trainer(State):
     Raises
     ------
     ValueError
-        If the algorithm does not serve the numbers of ranks, or gives ranks different bits; or if
-        the mesh has other axes than the sharding.
+        If the algorithm does not serve the numbers of ranks, or gives ranks different bits; if the
+        mesh lacks axes of the sharding; or if the model divides its parameters on another mesh.
 
     Attributes
     ----------
@@ -122,16 +123,10 @@ class Trainer(State):
     ) -> None:
         mesh, sharding, recipe = mesh or Mesh(None), sharding or Sharding(), recipe or Recipe()
         check_arguments(mesh.axes, sharding, algorithm)
-        if recipe.reduce_dtype is not None and not isinstance(sharding.reduction, EXACT):
-            name = type(sharding.reduction).__name__
-            raise ValueError(f"reduce_dtype is {recipe.reduce_dtype}, but {name} has its own")
-        is_simple = recipe.offload is NoOffload and recipe.dtype != "float16"
-        if sharding.every is not None and not is_simple:
-            raise ValueError(
-                "local updates take no offload, and no float16, in which ranks may skip different"
-                " updates"
-            )
-        for axes in sharding.groups:
+        check_recipe(recipe, sharding)
+        if model.mesh.size > 1 and model.mesh is not mesh:
+            raise ValueError("the model was made for another mesh: pass the same to both")
+        for axes in (*sharding.groups, *((axis,) for axis in model.split_axes)):
             mesh[axes]  # make the communicators now, and not in the middle of the first step
         super().__init__(mesh, model, recipe, sharding, algorithm)
         self.phase = phase
@@ -142,6 +137,7 @@ class Trainer(State):
         self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
         self.used_layers: set[str] = set()  # those of this step, on this rank
         self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
+        self._first_layer, self._last_layer = next(iter(model.layers)), list(model.layers)[-1]
         schedule = one_forward_one_backward(recipe.num_micro_batches)
         self.actions = lower(
             schedule, model, sharding, buckets=self.buckets, needs_norm=self.needs_norm
@@ -149,7 +145,9 @@ class Trainer(State):
         self._gathers: dict[str, Completion] = {}  # of units that are not complete yet
         self._pending: list[tuple[str, Completion]] = []  # sums of buckets, and gathers of updates
         self._reducing: list[str] = []  # units whose full gradients are freed by the next WAIT
-        self.optimizer = self._make_optimizer()
+        self.offload = recipe.offload(self.memory, self.rank)
+        self.masters = self.offload.make_masters(self.parameter_shards, master_dtype(self.dtype))
+        self.optimizer: Optimizer = recipe.optimizer(self.masters, make_state=self.offload.zeros)
 
     @property
     def comm(self) -> collectives.Communicator | None:
@@ -166,28 +164,23 @@ class Trainer(State):
         """The number of ranks; 1 without a communicator."""
         return self.mesh.size
 
-    def _make_optimizer(self) -> Optimizer:
-        self.offload = self.recipe.offload(self.memory, self.rank)
-        self.masters = self.offload.make_masters(self.parameter_shards, master_dtype(self.dtype))
-        return self.recipe.optimizer(self.masters, make_state=self.offload.zeros)
-
     # A run
 
     def start(self) -> None:
-        """Prepare the first step: check that ranks agree, and send the initial values of rank 0.
+        """Prepare the first step: check that ranks agree, and send initial values.
 
-        Values are sent if the sharding has a `broadcast_algorithm`; otherwise they must be the same
-        on all ranks.  All ranks call this once, or `resume`.  Raises ModelMismatch, on all ranks,
-        if models or options differ.
+        Along the axes of the sharding, the first rank's values are sent to the others if the
+        sharding has a `broadcast_algorithm`; otherwise they must be the same.  All ranks call this
+        once, or `resume`.  Raises ModelMismatch, on all ranks, if models or options differ.
         """
         self.check_models()
-        if self.sharding.broadcast_algorithm is None or self.comm is None:
+        algorithm = self.sharding.broadcast_algorithm
+        if algorithm is None or self.comm is None:
             return
+        comm = self.comm_of(self.sharding.axes)
         with self.phase("start"), collectives.phase("broadcast"):
             for flat in self.parameters.values():
-                self.comm.broadcast(
-                    flat, root=0, out=flat, algorithm=self.sharding.broadcast_algorithm
-                )
+                comm.broadcast(flat, root=0, out=flat, algorithm=algorithm)
         self.offload.load()
 
     def resume(self) -> None:
@@ -277,7 +270,7 @@ class Trainer(State):
             If gradients are not finite even with the smallest loss scale (float16).
         """
         self.begin(inputs, targets, total)
-        self.run([action for action in self.actions if action.phase != "average"])
+        self.run(action for action in self.actions if action.phase != "average")
         self._end()
         if self.sharding.every is not None:
             self.steps_alone += 1
@@ -287,30 +280,18 @@ class Trainer(State):
 
     def _average(self) -> None:
         """Make the parameters of all ranks equal again."""
-        self.run([action for action in self.actions if action.phase == "average"])
+        self.run(action for action in self.actions if action.phase == "average")
         self.steps_alone = 0
 
     def compute(self, inputs: Tokens, targets: Tokens, total: int) -> float:
-        """Add up this rank's gradients, and return its part of the loss; send nothing.
-
-        `inputs`, `targets` and `total` are those of `step`.
-        """
+        """Add up gradients, see `step`, and return this rank's part of the loss; send nothing."""
         self.begin(inputs, targets, total)
-        self.run([action for action in self.actions if action.kind in ("F", "B")])
+        self.run(action for action in self.actions if action.kind in ("F", "B"))
         self._end()
         return self.loss
 
-    def _end(self) -> None:
-        """Forget the micro-batches."""
-        self._flowing.clear()
-        self._steps.clear()
-        self._saved.clear()
-
     def begin(self, inputs: Tokens, targets: Tokens, total: int) -> None:
-        """Set the micro-batches that the next actions compute; set loss and gradients to 0.
-
-        `inputs`, `targets` and `total` are those of `step`.
-        """
+        """Set the micro-batches that the next actions compute, see `step`; set gradients to 0."""
         self.overlap.begin()
         self.loss, self.squares = 0.0, 0.0
         self.num_batches += 1
@@ -320,34 +301,34 @@ class Trainer(State):
         self._share = 1.0  # of the loss of the whole batch
         if self.sharding.every is not None:  # the gradient is the mean over the rank's own rows
             self._share, total = targets.size / total, targets.size
-        num_parts, scale = self.recipe.num_micro_batches, self.loss_scale.value
-        parts = [span(len(inputs), num_parts, k) for k in range(num_parts)]
-        self._flowing: dict[int, Array] = {
-            k: self.xp.asarray(inputs[rows]) for k, rows in enumerate(parts)
-        }  # between two layers: activations, or their derivatives
-        self._steps = {
-            k: Step(
-                self.xp.asarray(targets[rows]), total, k, scale, track=self._track_activations
-            )
-            for k, rows in enumerate(parts)
-        }  # fmt: skip
+        self._flowing: dict[int, Array] = {}  # between two layers: activations or derivatives
+        self._steps: dict[int, Step] = {}
+        for k in range(self.recipe.num_micro_batches):
+            rows = span(len(inputs), self.recipe.num_micro_batches, k)
+            self._flowing[k] = self.xp.asarray(inputs[rows])
+            truth, scale = self.xp.asarray(targets[rows]), self.loss_scale.value
+            self._steps[k] = Step(truth, total, k, scale, self._track_activations)
         self._saved: dict[tuple[int, str], Any] = {}
         self._active: dict[int, list[str]] = {}  # the layers that run on each micro-batch
 
-    def run(self, actions: Sequence[Action]) -> None:
+    def _end(self) -> None:
+        """Forget the micro-batches."""
+        self.num_recomputed += sum(step.num_recomputed for step in self._steps.values())
+        self._flowing.clear()
+        self._steps.clear()
+        self._saved.clear()
+
+    def run(self, actions: Iterable[Action]) -> None:
         """Do some actions, up to an update that must be skipped; see `begin`."""
         with self.ignore_overflow():
             for label, group in groupby(actions, lambda action: action.phase):
                 with self.phase(label) if label else nullcontext():
                     for action in group:
-                        if not self._do(action):
+                        began = time.perf_counter()
+                        if getattr(self, METHODS[action.kind])(action) is False:
                             return
-
-    def _do(self, action: Action) -> bool:
-        """Do an action; return False if the rest of the step must be skipped."""
-        is_computing = action.kind in COMPUTING
-        with nullcontext() if is_computing else self.overlap.waiting():
-            return getattr(self, METHODS[action.kind])(action) is not False
+                        if action.kind not in COMPUTING:
+                            self.overlap.add(time.perf_counter() - began)
 
     def ignore_overflow(self) -> AbstractContextManager[object]:
         """Return a context manager without NumPy's overflow warnings if the loss scale changes."""
@@ -367,14 +348,16 @@ class Trainer(State):
         if name == self._first_layer:
             self._active[number] = [*self.model.active_layers(), self._last_layer]
         if name in self._active[number]:
-            self.model.bind(name, self.full_parameters)
-            y, saved = self.model.layers[name].forward(self._flowing[number], self._steps[number])
+            self.model.bind(name, self.full_parameters, self.full_gradients)
+            layer, step = self.model.layers[name], self._steps[number]
+            with self._layer_phase(name):
+                y, saved = layer.forward(self._flowing[number], step)
             self._track_activations(saved)
             self._flowing[number], self._saved[number, name] = y, self.activations.put(saved)
             if name == self._last_layer:
                 if not isinstance(y, float):
                     raise ValueError(f"the last layer is {name}: to be trained, it must be a loss")
-                self.loss += self._flowing.pop(number)
+                self.loss += self._flowing.pop(number) + sum(step.losses)
         self._unbind(name)
 
     def backward(self, action: Action) -> None:
@@ -387,21 +370,16 @@ class Trainer(State):
             self.model.bind(name, self.full_parameters, self.full_gradients)
             dy = self._flowing.pop(number, 1.0)  # the derivative of the loss by itself
             saved = self.activations.take(self._saved.pop((number, name)))
-            self._track_activations(saved)
-            self._flowing[number] = self.model.layers[name].backward(dy, saved)
+            if self.activations.columns:
+                self._track_activations(saved)
+            with self._layer_phase(name):
+                self._flowing[number] = self.model.layers[name].backward(dy, saved)
             self.used_layers.add(name)
         self._unbind(name)
-        if name == self._first_layer:
-            self.num_recomputed += self._steps[number].num_recomputed
-            self._flowing.pop(number, None)
 
-    @property
-    def _first_layer(self) -> str:
-        return next(iter(self.model.layers))
-
-    @property
-    def _last_layer(self) -> str:
-        return next(reversed(self.model.layers))
+    def _layer_phase(self, name: str) -> AbstractContextManager[None]:
+        """Return the phase of what a layer sends itself."""
+        return collectives.phase(name) if self.model.mesh.size > 1 else nullcontext()
 
     def _unbind(self, layer: str) -> None:
         """Let a layer forget arrays that may be freed."""
@@ -412,25 +390,21 @@ class Trainer(State):
         """Make the gradients of a layer's units, if they exist only while they are computed."""
         for unit in self.model.units_of(layer):
             if unit not in self.full_gradients:
-                size = self.model.unit_sizes[unit]
-                self.full_gradients[unit] = self.new_buffer("buffers", size)
+                self.full_gradients[unit] = self.new_buffer("buffers", self.unit_sizes[unit])
 
     # Actions that send
 
     def unshard(self, action: Action) -> None:
-        """Start to gather the parameters of the unit of an `action`.
-
-        They go into a new array, or to where ranks keep the whole.
-        """
+        """Start to gather the unit of an `action`, into a new array or where ranks keep it."""
         unit, axes = action.part, action.axes
         is_secondary = axes == self.sharding.secondary_axes
         if "parameters" in self.sharding.divided:
-            full = self.new_buffer("buffers", self.model.unit_sizes[unit])
+            full = self.new_buffer("buffers", self.unit_sizes[unit])
             source = self.secondary[unit] if is_secondary else self.parameters[unit]
             full[self.part(unit, axes)] = source
             self.full_parameters[unit] = full
         gather = prediction.gather_of(self, axes)
-        with collectives.phase(unit), within(is_secondary=is_secondary):
+        with collectives.phase(f"{unit}/within" if is_secondary else unit):
             done = self._started(gather.start(self, unit, self.full_parameters[unit], axes))
         if "parameters" in self.sharding.divided:
             self._gathers[unit] = done
@@ -442,14 +416,15 @@ class Trainer(State):
         rest: object = done
         while self.overlap.is_reference and callable(rest):
             rest = rest()
-        return done if callable(rest) else nothing
+        return done if callable(rest) else lambda: None
 
     def _complete_gathers(self, layer: str) -> None:
         """Wait for the parameters of a layer, and keep the secondary part of them."""
-        for unit in self.model.units_of(layer):
+        for unit in self.model.units_of(layer) if self._gathers else ():
             if unit in self._gathers:
-                with self.overlap.waiting():
-                    self._gathers.pop(unit)()
+                began = time.perf_counter()
+                self._gathers.pop(unit)()
+                self.overlap.add(time.perf_counter() - began)
                 axes = self.sharding.secondary_axes
                 if axes and unit not in self.secondary:
                     kept = self.full_parameters[unit][self.part(unit, axes)].copy()
@@ -492,15 +467,16 @@ class Trainer(State):
 
     def average(self, action: Action) -> None:
         """Start to make the parameters of the unit of an `action` equal on all ranks."""
-        unit, axes, master = action.part, action.axes, self.masters[action.part]
+        unit, master, parameters = action.part, self.masters[action.part], self.parameters
         with collectives.phase(unit):
-            done = self.sharding.reduction.start(self, unit, master, axes)
-        self._pending.append((unit, partial(self._averaged, unit, done)))
+            done = self.sharding.reduction.start(self, unit, master, action.axes)
 
-    def _averaged(self, unit: str, done: Completion) -> None:
-        done()
-        if self.masters[unit] is not self.parameters[unit]:
-            self.parameters[unit][...] = self.masters[unit]
+        def finish() -> None:
+            done()
+            if master is not parameters[unit]:
+                parameters[unit][...] = master
+
+        self._pending.append((unit, finish))
 
     # Small messages
 
@@ -508,18 +484,14 @@ class Trainer(State):
         """Find the units that no rank along the axes of an `action` used."""
         names = self.model.layers_with_parameters
         used = np.array([name in self.used_layers for name in names], np.uint8)
-        comm = self.comm_of(action.axes)
-        comm.all_reduce(used, op="max", out=used, algorithm=SCALAR_ALGORITHM)
-        is_used = dict(zip(names, used, strict=True))
-        self.unused_units = {
-            unit for unit in self.model.units
-            if not any(is_used[x] for x in names if unit in self.model.units_of(x))
-        }  # fmt: skip
+        options = {"op": "max", "out": used, "algorithm": SCALAR_ALGORITHM}
+        self.start_call(action.axes, "all_reduce", used, **options)()
+        units = [set(self.model.units_of(names[i])) for i in np.flatnonzero(used)]
+        self.unused_units = set(self.model.units).difference(*units)
 
     def reduce_loss(self, action: Action) -> None:
         """Add up `loss` along the axes of an `action`.  Raise MissingGradient as `step` does."""
-        absent = sum(self.absent_layers())
-        numbers = [self.loss * self._share, absent]
+        numbers = [self.loss * self._share, sum(self.absent_layers())]
         self.loss, num_absent = self.all_reduce_scalars(action.axes, numbers)
         if num_absent:
             self.raise_missing_gradient()
@@ -529,14 +501,26 @@ class Trainer(State):
         (self.squares,) = self.all_reduce_scalars(action.axes, [self.own_squares()])
 
     def own_squares(self) -> float:
-        """Return the sum of squares of the scaled gradients that this rank updates by."""
-        return sum(map(sum_of_squares, self.gradient_shards.values()))
+        """Return the sum of squares of the scaled gradients that this rank updates by.
+
+        Of ranks that have the same part of a parameter, although others divide the model along
+        their axis, the first one counts it.
+        """
+        if not self.model.split_axes:
+            return sum(map(sum_of_squares, self.gradient_shards.values()))
+        total = 0.0
+        for unit, x in self.gradient_shards.items():
+            for piece in pieces_of(self.model.boxes(unit), self.shard_slice(unit)):
+                if self.is_first_copy(unit, piece.name):
+                    total += sum_of_squares(x[piece.flat])
+        return total
 
     def all_reduce_scalars(self, axes: Sequence[str], numbers: list[float]) -> list[float]:
         """Return the sums over the ranks along `axes` of a few numbers, computed in float64."""
         x = np.array(numbers, np.float64)
         if axes:
-            self.comm_of(axes).all_reduce(x, op="sum", out=x, algorithm=SCALAR_ALGORITHM)
+            options = {"op": "sum", "out": x, "algorithm": SCALAR_ALGORITHM}
+            self.start_call(axes, "all_reduce", x, **options)()
         sums: list[float] = x.tolist()
         return sums
 
@@ -641,7 +625,8 @@ class Trainer(State):
         ----------
         steps : int
         batch : (rows, context), optional
-            The shape of the batch of all ranks; needed by `SyncParameterServer`, which sends it.
+            The shape of the batch of all ranks; needed by `SyncParameterServer`, which sends it,
+            and if layers send messages.
         num_skipped : int
             How many updates an overflow prevents, which is known after the run only.
         is_resumed : bool
@@ -667,9 +652,11 @@ class Trainer(State):
         start = prediction.start_traffic(self, len(self.options()), is_resumed=is_resumed)
         return prediction.with_checks([*start, *self.step_traffic(run)], self.comm)
 
-    def calls_of(self, action: Action) -> Iterable[PredictedCall]:
-        """Return the calls that all ranks make in one action."""
-        return prediction.calls_of(self, action)
+    def calls_of(
+        self, action: Action, batch: tuple[int, int] | None = None
+    ) -> Iterable[PredictedCall]:
+        """Return the calls that all ranks make in one action; `batch` is as in `traffic`."""
+        return prediction.calls_of(self, action, batch)
 
     def kept_bytes(self) -> dict[str, int]:
         """Return the bytes of what else a rank keeps, by category: nothing by default."""
@@ -684,19 +671,23 @@ class Trainer(State):
         return prediction.step_traffic(self.actions, self.calls_of, run, self.sharding.every)
 
 
-def nothing() -> None:
-    """The `Completion` of a call that is complete."""
-
-
-def within(*, is_secondary: bool) -> AbstractContextManager[None]:
-    """Return the phase of what is gathered from the parts that ranks keep for backward."""
-    return collectives.phase("within") if is_secondary else nullcontext()
-
-
 def sum_of_squares(x: Array) -> float:
     """Return the sum of the squares of a flat array's elements, computed in float64."""
     wide = (piece.astype(np.float64) for (piece,) in pieces(x))
     return sum((float(piece @ piece) for piece in wide), 0.0)
+
+
+def check_recipe(recipe: Recipe, sharding: Sharding) -> None:
+    """Raise ValueError if the sharding cannot train by this recipe."""
+    if recipe.reduce_dtype is not None and not isinstance(sharding.reduction, EXACT):
+        name = type(sharding.reduction).__name__
+        raise ValueError(f"reduce_dtype is {recipe.reduce_dtype}, but {name} has its own")
+    is_simple = recipe.offload is NoOffload and recipe.dtype != "float16"
+    if sharding.every is not None and not is_simple:
+        raise ValueError(
+            "local updates take no offload, and no float16, in which ranks may skip different"
+            " updates"
+        )
 
 
 def check_arguments(axes: dict[str, int], sharding: Sharding, algorithm: str) -> None:

@@ -143,7 +143,7 @@ class _Lowering:
             self.add("UNUSED", action, "", sharding.axes, "unused")
         self.add("LOSS", action, "", sharding.axes, "loss")
         if self.needs_norm:
-            axes = sharding.shard_axes if sharding.divided else ()
+            axes = (*(sharding.shard_axes if sharding.divided else ()), *self.model.split_axes)
             self.add("NORM", action, "", axes, "norm" if axes else "")
         self.actions.append(action)
         if sharding.every is not None:

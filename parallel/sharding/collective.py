@@ -6,21 +6,26 @@ for one bucket of gradients, or one unit of parameters, at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from collectives import Communicator, Work
+from collectives import Communicator
 from parallel.accounts.calls import PredictedCall
 from parallel.accounts.tracker import MemoryTracker
 from parallel.mesh import Mesh
-from parallel.nn import Array, Model, cast
+from parallel.nn import Array, Model, Shape, cast
 from parallel.optim import Optimizer
 
 Axes: TypeAlias = Sequence[str]  # of a mesh
+Completion: TypeAlias = Callable[[], object]
+"""What `CommHook.start` returns: a function that waits for what the hook has started.
+
+It may start another call and return a function of this kind, which waits for that; this one runs
+after those of the other buckets."""
+
 ignore_overflow = np.errstate(over="ignore", invalid="ignore")  # the result shows an overflow
 
 
@@ -32,9 +37,9 @@ class Group(Protocol):
     dtype: Any
     reduce_dtype: Any
     xp: Any
-    algorithm: str
     loss_scale: Any
     buckets: dict[str, list[str]]
+    unit_sizes: dict[str, int]
     parameters: dict[str, Array]
     optimizer: Optimizer
     memory: MemoryTracker
@@ -43,20 +48,15 @@ class Group(Protocol):
     def counts(self, unit: str, axes: Axes) -> tuple[int, ...]: ...
     def part(self, unit: str, axes: Axes) -> slice: ...
     def bucket_size(self, bucket: str) -> int: ...
+    def shapes(self, unit: str) -> dict[str, Shape]: ...
     def new_buffer(self, category: str, num_elements: int, dtype: Any = None) -> Array: ...
+    def start_call(
+        self, axes: Axes, collective: str, x: Array, **options: Any
+    ) -> Callable[[], Any]: ...
     def predicted(
         self, phase: str, collective: str, counts: Any, axes: Axes, **options: Any
     ) -> PredictedCall: ...
-
-
-class Completion(Protocol):
-    """What `CommHook.start` returns: a function that waits for what the hook has started.
-
-    It may start another call and return a function of this kind, which waits for that; this one
-    runs after those of the other buckets.
-    """
-
-    def __call__(self) -> object: ...
+    def groups(self, axes: Axes) -> tuple[tuple[int, ...], ...]: ...
 
 
 class HookState(NamedTuple):
@@ -84,7 +84,7 @@ class CommHook(Protocol):
     `allocate`, `state_bytes` and `state`.
     """
 
-    collectives: ClassVar[tuple[str, ...]] = ()  # those that it calls by `group.algorithm`
+    collectives: ClassVar[tuple[str, ...]] = ()  # those that it calls by the algorithm of the run
     is_blocking: ClassVar[bool] = False  # whether `start` returns when the sum is complete
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
@@ -93,11 +93,14 @@ class CommHook(Protocol):
         `group` is the training run, `bucket` a name, and `flat` a 1-d array of the model's dtype.
         Called in the phase of the bucket, in the same order on all ranks; it should not wait.
         Returns a function that is called when backward is over, in the same order on all ranks.
-        The sum is complete when that returns; but see `Completion`.
+        The sum is complete when that returns; if it returns a function, when that returns.
         """
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        """Return what one `bucket` of a `group` sends, in this `phase`, summed along `axes`."""
+        """Return what one `bucket` of a `group` sends, in this `phase`, summed along `axes`.
+
+        In order: each call is started when the one before it is complete.
+        """
 
     def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
         """Return the bytes that the sum of a bucket needs from `start` until it is complete.
@@ -129,8 +132,7 @@ class AllReduce(CommHook):
         return start_rounded(group, axes, flat, group.reduce_dtype)
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        size, width = group.bucket_size(bucket), group.reduce_dtype.itemsize
-        return [group.predicted(phase, "all_reduce", size, axes, itemsize=width)]
+        return [predicted_sum(group, phase, group.bucket_size(bucket), axes, group.reduce_dtype)]
 
     def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
         return rounded_bytes(group, group.bucket_size(bucket), group.reduce_dtype)
@@ -143,33 +145,39 @@ class ReduceScatter(CommHook):
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
         sent, part = round_to(group, flat, group.reduce_dtype), group.part(bucket, axes)
-        work: Work[Any] = group.comm_of(axes).reduce_scatter(
-            sent, op="sum", out=sent[part], counts=group.counts(bucket, axes),
-            algorithm=group.algorithm, async_op=True,
-        )  # fmt: skip
-        return work.wait if sent is flat else partial(rounded, work, sent[part], flat[part])
+        counts = group.counts(bucket, axes)
+        wait = group.start_call(
+            axes, "reduce_scatter", sent, op="sum", out=sent[part], counts=counts
+        )
+        return wait if sent is flat else rounded(wait, sent[part], flat[part])
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         counts, width = group.counts(bucket, axes), group.reduce_dtype.itemsize
-        return [group.predicted(phase, "reduce_scatter", counts, axes, itemsize=width)]
+        options = {"itemsize": width, "in_place": True}
+        return [group.predicted(phase, "reduce_scatter", counts, axes, **options)]
 
     def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
-        return rounded_bytes(group, group.model.unit_sizes[bucket], group.reduce_dtype)
+        return rounded_bytes(group, group.unit_sizes[bucket], group.reduce_dtype)
 
 
-def all_reduce(group: Group, axes: Axes, x: Array) -> Work[Any]:
+def start_sum(group: Group, axes: Axes, x: Array) -> Completion:
     """Start to sum `x` over the ranks along `axes`, in place."""
-    work: Work[Any] = group.comm_of(axes).all_reduce(
-        x, op="sum", out=x, algorithm=group.algorithm, async_op=True
-    )
-    return work
+    return group.start_call(axes, "all_reduce", x, op="sum", out=x)
+
+
+def predicted_sum(
+    group: Group, phase: str, num_elements: int, axes: Axes, dtype: np.dtype[Any]
+) -> PredictedCall:
+    """Return what `start_sum` sends."""
+    options = {"itemsize": dtype.itemsize, "in_place": True}
+    return group.predicted(phase, "all_reduce", num_elements, axes, **options)
 
 
 def start_rounded(group: Group, axes: Axes, flat: Array, dtype: Any) -> Completion:
     """Start to sum `flat` in this dtype, in place."""
     sent = round_to(group, flat, dtype)
-    work = all_reduce(group, axes, sent)
-    return work.wait if sent is flat else partial(rounded, work, sent, flat)
+    wait = start_sum(group, axes, sent)
+    return wait if sent is flat else rounded(wait, sent, flat)
 
 
 @ignore_overflow
@@ -184,10 +192,14 @@ def rounded_bytes(group: Group, num_elements: int, dtype: Any) -> int:
     return 0 if dtype == group.dtype else int(num_elements * dtype.itemsize)
 
 
-def rounded(work: Work[Any], total: Array, into: Array) -> None:
-    """Wait for the sum of gradients in another dtype, and round it once."""
-    work.wait()
-    copy_rounded(into, total)
+def rounded(wait: Completion, total: Array, into: Array) -> Completion:
+    """Return a function that waits for the sum in another dtype, and rounds it once."""
+
+    def finish() -> None:
+        wait()
+        copy_rounded(into, total)
+
+    return finish
 
 
 @ignore_overflow
@@ -221,11 +233,9 @@ class AllGather(Gather):
     collectives = ("all_gather",)
 
     def start(self, group: Group, unit: str, full: Array, axes: Axes) -> Completion:
-        work: Work[Any] = group.comm_of(axes).all_gather(
-            full[group.part(unit, axes)], out=full, counts=group.counts(unit, axes),
-            algorithm=group.algorithm, async_op=True,
-        )  # fmt: skip
-        return work.wait
+        part, counts = group.part(unit, axes), group.counts(unit, axes)
+        return group.start_call(axes, "all_gather", full[part], out=full, counts=counts)
 
     def traffic(self, group: Group, unit: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        return [group.predicted(phase, "all_gather", group.counts(unit, axes), axes)]
+        counts = group.counts(unit, axes)
+        return [group.predicted(phase, "all_gather", counts, axes, in_place=True)]

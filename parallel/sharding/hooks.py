@@ -11,13 +11,12 @@ a bucket is summed.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from array_api_compat import array_namespace
 
-from collectives import Work, even_counts
+from collectives import even_counts
 from parallel import shards
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array
@@ -29,6 +28,7 @@ from parallel.sharding.collective import (
     Group,
     copy_rounded,
     ignore_overflow,
+    predicted_sum,
     rounded_bytes,
     start_rounded,
 )
@@ -39,14 +39,16 @@ ALL_TO_ALL, ALL_GATHER = "linear", "ring"  # algorithms
 
 
 class GeneratorHook(CommHook):
-    """A hook written as one generator, which yields each call that it started and must wait for.
+    """A hook written as one generator, which starts one call after the other.
 
-    Backward and the other buckets continue while the generator waits.
+    It yields the function that waits for the call.  Backward and the other buckets continue then.
     """
 
     @abstractmethod
-    def run(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Iterator[Work[Any]]:
-        """Replace `flat` by its sum over ranks; yield each call when started, to be waited for.
+    def run(
+        self, group: Group, bucket: str, flat: Array, axes: Axes
+    ) -> Iterator[Callable[[], object]]:
+        """Replace `flat` by its sum over ranks; yield what each ``group.start_call`` returns.
 
         `group`, `bucket` and `axes` are as in `start`.  Every rank must make the same calls in the
         same order.
@@ -56,14 +58,14 @@ class GeneratorHook(CommHook):
         return advance(self.run(group, bucket, flat, axes))
 
 
-def advance(run: Iterator[Work[Any]]) -> Completion:
+def advance(run: Iterator[Callable[[], object]]) -> Completion:
     """Let `run` start its next call; return a function that waits for it and advances again."""
-    work = next(run, None)
+    wait = next(run, None)
 
     def finish() -> Completion | None:
-        if work is None:
+        if wait is None:
             return None
-        work.wait()
+        wait()
         return advance(run)
 
     return finish
@@ -94,8 +96,7 @@ class HalfPrecision(CommHook):
         return start_rounded(group, axes, flat, self.dtype)
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        size, width = group.bucket_size(bucket), self.dtype.itemsize
-        return [group.predicted(phase, "all_reduce", size, axes, itemsize=width)]
+        return [predicted_sum(group, phase, group.bucket_size(bucket), axes, self.dtype)]
 
     def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
         return rounded_bytes(group, group.bucket_size(bucket), self.dtype)
@@ -117,22 +118,26 @@ class Int8Blocks(GeneratorHook):
         num_blocks(0, block)
         self.block = block
 
-    def run(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Iterator[Work[Any]]:
-        comm, xp = group.comm_of(axes), array_namespace(flat)
-        me = comm.rank
-        parts = [shards.span(flat.shape[0], comm.size, rank) for rank in range(comm.size)]
-        sizes = self._part_bytes(group, bucket, comm.size)
-        table = without_own(sizes)
+    def run(
+        self, group: Group, bucket: str, flat: Array, axes: Axes
+    ) -> Iterator[Callable[[], object]]:
+        size, me, xp = group.mesh.size_of(axes), group.mesh.index(axes), array_namespace(flat)
+        parts = [shards.span(flat.shape[0], size, rank) for rank in range(size)]
+        sizes = self._part_bytes(group, bucket, size)
 
         others = [quantize(flat[part], self.block) for part in [*parts[:me], *parts[me + 1 :]]]
         sent = group.memory.track("buffers", xp.concat([xp.empty(0, dtype=np.uint8), *others]))
         del others
-        received = group.new_buffer("buffers", (comm.size - 1) * sizes[me], np.uint8)
-        yield comm.all_to_all(sent, out=received, counts=table, algorithm=ALL_TO_ALL, async_op=True)
-        total = self._sum(flat[parts[me]], received.reshape(comm.size - 1, sizes[me]))
+        received = group.new_buffer("buffers", (size - 1) * sizes[me], np.uint8)
+        yield group.start_call(
+            axes, "all_to_all", sent, out=received, counts=without_own(sizes), algorithm=ALL_TO_ALL
+        )
+        total = self._sum(flat[parts[me]], received.reshape(size - 1, sizes[me]))
         mine = group.memory.track("buffers", quantize(total, self.block))
         whole = group.new_buffer("buffers", sum(sizes), np.uint8)
-        yield comm.all_gather(mine, out=whole, counts=sizes, algorithm=ALL_GATHER, async_op=True)
+        yield group.start_call(
+            axes, "all_gather", mine, out=whole, counts=sizes, algorithm=ALL_GATHER
+        )
         for part, packed in zip(parts, shards.split(whole, sizes), strict=True):
             copy_rounded(flat[part], dequantize(packed, shards.length(part), self.block))
 

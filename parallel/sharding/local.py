@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
-from collectives import Work
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array
 from parallel.optim.precision import master_dtype
-from parallel.sharding.collective import Axes, CommHook, Completion, Group, HookState
+from parallel.sharding.collective import (
+    Axes,
+    CommHook,
+    Completion,
+    Group,
+    HookState,
+    predicted_sum,
+)
 
 
 class OuterMomentum(CommHook):
@@ -46,7 +51,7 @@ class OuterMomentum(CommHook):
         self.velocity: dict[str, Array] = {}
 
     def allocate(self, group: Group) -> None:
-        for unit, n in group.model.unit_sizes.items():
+        for unit, n in group.unit_sizes.items():
             for arrays in (self.common, self.velocity):
                 arrays[unit] = group.new_buffer("buffers", n, master_dtype(group.dtype))
             self.common[unit][...] = group.parameters[unit]
@@ -57,30 +62,27 @@ class OuterMomentum(CommHook):
         return HookState(common, own=flattened(group.optimizer.states))
 
     def state_bytes(self, group: Group) -> int:
-        return 2 * group.model.num_parameters * master_dtype(group.dtype).itemsize
+        return 2 * sum(group.unit_sizes.values()) * master_dtype(group.dtype).itemsize
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
         """Start to replace this rank's values of a unit, `flat`, by the next common model's."""
         changed = group.memory.track("buffers", self.common[bucket] - flat)
-        comm = group.comm_of(axes)
-        work: Work[Any] = comm.all_reduce(
-            changed, op="sum", out=changed, algorithm=group.algorithm, async_op=True
-        )
-        return partial(self._finish, work, bucket, flat, 1 / comm.size)
+        wait = group.start_call(axes, "all_reduce", changed, op="sum", out=changed)
+        return partial(self._finish, wait, bucket, flat, 1 / group.mesh.size_of(axes))
 
-    def _finish(self, work: Work[Any], unit: str, flat: Array, factor: float) -> None:
-        mean, x, v = work.wait() * factor, self.common[unit], self.velocity[unit]
+    def _finish(self, wait: Callable[[], Array], unit: str, flat: Array, factor: float) -> None:
+        mean, x, v = wait() * factor, self.common[unit], self.velocity[unit]
         v *= self.momentum
         v += mean
         x -= self.lr * (mean + self.momentum * v)
         flat[...] = x
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        n, width = group.model.unit_sizes[bucket], master_dtype(group.dtype).itemsize
-        return [group.predicted(phase, "all_reduce", n, axes, itemsize=width)]
+        dtype = master_dtype(group.dtype)
+        return [predicted_sum(group, phase, group.unit_sizes[bucket], axes, dtype)]
 
     def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
-        return group.model.unit_sizes[bucket] * master_dtype(group.dtype).itemsize
+        return group.unit_sizes[bucket] * master_dtype(group.dtype).itemsize
 
 
 def flattened(arrays: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace
 
-from collectives import Work
 from parallel import shards
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array, ParameterSpec, split_flat
@@ -17,9 +17,9 @@ from parallel.sharding.collective import (
     Axes,
     Group,
     HookState,
-    all_reduce,
     copy_rounded,
     ignore_overflow,
+    start_sum,
 )
 from parallel.sharding.hooks import GeneratorHook
 
@@ -113,10 +113,10 @@ class PowerSGD(GeneratorHook):
         others: list[slice] = []
         stop, width = 0, master_dtype(group.dtype).itemsize
         for unit in group.buckets[bucket]:
-            for key, spec in group.model.units[unit].items():
-                start, stop = stop, stop + spec.size
-                rows = spec.shape[0] if spec.shape else 1  # a number is a matrix of one element
-                columns = spec.size // rows if rows else 0
+            for key, shape in group.shapes(unit).items():
+                size, rows = math.prod(shape), shape[0] if shape else 1  # a number: one row
+                start, stop = stop, stop + size
+                columns = size // rows if rows else 0
                 if self.rank * (rows + columns) * width < rows * columns * group.dtype.itemsize:
                     matrices[f"{unit}.{key}"] = Matrix(slice(start, stop), rows, columns)
                 else:
@@ -125,10 +125,12 @@ class PowerSGD(GeneratorHook):
 
     # A step
 
-    def run(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Iterator[Work[Any]]:
+    def run(
+        self, group: Group, bucket: str, flat: Array, axes: Axes
+    ) -> Iterator[Callable[[], object]]:
         matrices, others = self._split_bucket(group, bucket)
         if not matrices:
-            yield all_reduce(group, axes, flat)
+            yield start_sum(group, axes, flat)
             return
         xp, scale = array_namespace(flat), group.loss_scale.value
         gradients = {name: flat[m.part].reshape(m.rows, m.columns) for name, m in matrices.items()}
@@ -139,10 +141,12 @@ class PowerSGD(GeneratorHook):
 
         for name, gradient in gradients.items():
             self._compute_p(name, gradient, scale, lefts[name])
-        yield from [all_reduce(group, axes, x) for x in (left, rest) if x.shape[0]]
+        for x in (left, rest):
+            if x.shape[0]:
+                yield start_sum(group, axes, x)
         for name, gradient in gradients.items():
             self._compute_q(name, gradient, scale, lefts[name], rights[name])
-        yield all_reduce(group, axes, right)
+        yield start_sum(group, axes, right)
         for name, gradient in gradients.items():
             self._approximate(name, gradient, lefts[name], rights[name])
         sums = shards.split(rest, [shards.length(part) for part in others])
@@ -151,10 +155,10 @@ class PowerSGD(GeneratorHook):
 
     def _factors(self, group: Group, lengths: dict[str, int]) -> tuple[Array, dict[str, Array]]:
         """Return one array to send, and a view (length, rank) of it for each matrix."""
-        specs = {name: ParameterSpec((length, self.rank)) for name, length in lengths.items()}
+        shapes = {name: (length, self.rank) for name, length in lengths.items()}
         size = self.rank * sum(lengths.values())
         flat = group.new_buffer("buffers", size, master_dtype(group.dtype))
-        return flat, split_flat(flat, specs)
+        return flat, split_flat(flat, shapes)
 
     def _with_error(self, name: str, gradient: Array, scale: float) -> Array:
         """Return this rank's gradient plus its error, both multiplied by the loss scale."""
@@ -199,8 +203,9 @@ class PowerSGD(GeneratorHook):
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         sizes = self._sizes(group, bucket)
         return [
-            group.predicted(phase, "all_reduce", n, axes, itemsize=width) for n, width in sizes if n
-        ]
+            group.predicted(phase, "all_reduce", n, axes, itemsize=width, in_place=True)
+            for n, width in sizes if n
+        ]  # fmt: skip
 
     def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
         """Return the bytes of P, Q and the other parameters; 0 if the bucket has no matrix."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from collectives import Work
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array
 from parallel.sharding.collective import Axes, CommHook, Completion, Gather, Group
@@ -18,15 +17,12 @@ class ReduceToServer(CommHook):
     collectives: ClassVar[tuple[str, ...]] = ("reduce",)
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
-        comm = group.comm_of(axes)
-        out = flat if comm.rank == SERVER else None
-        work: Work[Any] = comm.reduce(
-            flat, op="sum", root=SERVER, out=out, algorithm=group.algorithm, async_op=True
-        )
-        return work.wait
+        out = flat if group.mesh.index(axes) == SERVER else None
+        return group.start_call(axes, "reduce", flat, op="sum", root=SERVER, out=out)
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        return [group.predicted(phase, "reduce", group.bucket_size(bucket), axes, root=SERVER)]
+        size, options = group.bucket_size(bucket), {"root": SERVER, "in_place": True}
+        return [group.predicted(phase, "reduce", size, axes, **options)]
 
 
 class PushToServer(ReduceToServer):
@@ -41,11 +37,8 @@ class BroadcastFromServer(Gather):
     collectives = ("broadcast",)
 
     def start(self, group: Group, unit: str, full: Array, axes: Axes) -> Completion:
-        work: Work[Any] = group.comm_of(axes).broadcast(
-            full, root=SERVER, out=full, algorithm=group.algorithm, async_op=True
-        )
-        return work.wait
+        return group.start_call(axes, "broadcast", full, root=SERVER, out=full)
 
     def traffic(self, group: Group, unit: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        size = group.model.unit_sizes[unit]
-        return [group.predicted(phase, "broadcast", size, axes, root=SERVER)]
+        size, options = group.unit_sizes[unit], {"root": SERVER, "in_place": True}
+        return [group.predicted(phase, "broadcast", size, axes, **options)]

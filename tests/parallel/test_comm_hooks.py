@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, Work
+from collectives import Communicator
 from parallel import (
     PredictedCall,
     Recipe,
@@ -225,7 +225,7 @@ def test_parameters_stay_equal_to_the_last_bit(name: str, size: int) -> None:
 class Careless(Int8Blocks):
     """The owner of a part keeps what the others get rounded."""
 
-    def run(self, strategy: Trainer, bucket: str, flat: Array, axes: Any) -> Iterator[Work]:
+    def run(self, strategy: Trainer, bucket: str, flat: Array, axes: Any) -> Iterator[Completion]:
         own = shards.span(flat.shape[0], strategy.size, strategy.rank)
         works = super().run(strategy, bucket, flat, axes)
         yield next(works)
@@ -725,10 +725,10 @@ class Twice(GeneratorHook):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def run(self, strategy: Trainer, bucket: str, flat: Array, axes: Any) -> Iterator[Work]:
+    def run(self, strategy: Trainer, bucket: str, flat: Array, axes: Any) -> Iterator[Completion]:
         for _ in range(2):
             self.notes.append(bucket)
-            yield strategy.comm_of(axes).all_reduce(flat, out=flat, algorithm="ring", async_op=True)
+            yield strategy.start_call(axes, "all_reduce", flat, out=flat)
         flat /= strategy.size
 
     def traffic(self, strategy: Trainer, bucket: str, phase: str, axes: Any) -> list[PredictedCall]:

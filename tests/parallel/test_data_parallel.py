@@ -298,8 +298,9 @@ def test_the_default_hook_is_an_all_reduce_a_bucket() -> None:
     assert type(hook) is AllReduce and hook.state_bytes(trainer) == 0
     (call,) = hook.traffic(trainer, "bucket1", "backward/bucket1", ("data",))
     assert call == PredictedCall(
-        "backward/bucket1", "all_reduce", "swing", BLOCK, 8, groups=((0, 1),), axis="data"
-    )
+        "backward/bucket1", "all_reduce", "swing", BLOCK, 8, groups=((0, 1),), axis="data",
+        in_place=True,
+    )  # fmt: skip
 
 
 def one_message(comm: Communicator, nbytes: int) -> None:

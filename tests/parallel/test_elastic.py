@@ -71,7 +71,7 @@ class Mortal:
                 if (name, self.rank) != ("broadcast", 0):  # the root's is its own
                     result[...] = 99  # for what it has received
                 raise PeerFailed("somebody died", self.dead)
-            return SimpleNamespace(wait=lambda: result) if is_async else result
+            return SimpleNamespace(wait=lambda: result, scratch_bytes=0) if is_async else result
 
         return call
 

@@ -21,6 +21,10 @@ from parallel import (
     SGD,
     Action,
     Adam,
+    AllReduce,
+    HalfPrecision,
+    Int8Blocks,
+    PowerSGD,
     Recipe,
     Sharding,
     Trainer,
@@ -194,6 +198,14 @@ class HoardsActivations(Trainer):
         super().backward(action)
 
 
+class HoardsScratch(Trainer):
+    """Counts the scratch memory of a call longer than until the call is complete."""
+
+    def start_call(self, *args: Any, **options: Any) -> Any:
+        self.memory.add("scratch", 1)
+        return super().start_call(*args, **options)
+
+
 class CopiesMasters(Trainer):
     """Keeps copies that it does not need."""
 
@@ -219,6 +231,27 @@ def test_what_is_kept_for_too_long_is_noticed(make: Make, category: str) -> None
         return {name for name in CATEGORIES if ours[name] != theirs[name]}
 
     assert collectives.run(differing, size=1) == [{category}]
+
+
+def test_scratch_memory_that_is_counted_for_too_long_is_noticed() -> None:
+    make = of_kind(HoardsScratch, partial(Sharding.zero, 2))
+
+    def both(comm: Communicator) -> tuple[int, int]:
+        strategy = trained(make, comm, MIXED)
+        return formula(strategy)["scratch"], counted(strategy)["scratch"]
+
+    assert all(0 < ours < theirs for ours, theirs in collectives.run(both, size=2))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "rabenseifner"])
+def test_the_scratch_memory_of_every_algorithm_is_counted(algorithm: str) -> None:
+    """Also of the hooks that make several calls one after the other."""
+    for hook in (AllReduce, partial(HalfPrecision, "bfloat16"), partial(PowerSGD, 1), Int8Blocks):
+
+        def make(*args: Any, hook: Any = hook) -> Trainer:
+            return ddp(*args, bucket_bytes=1, hook=hook(), algorithm=algorithm)
+
+        check(make, 4, [MIXED])
 
 
 def test_a_wrong_formula_is_noticed() -> None:

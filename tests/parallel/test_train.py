@@ -120,7 +120,9 @@ def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
     """The strategy does not predict that it sends its loss."""
     really = Trainer.calls_of
     monkeypatch.setattr(
-        Trainer, "calls_of", lambda self, each: really(self, each) if each.kind != "LOSS" else []
+        Trainer,
+        "calls_of",
+        lambda self, each, *batch: really(self, each, *batch) if each.kind != "LOSS" else [],
     )
 
 
