@@ -16,7 +16,8 @@ from parallel.accounts import PredictedCall
 from parallel.accounts.monitor import PhaseFunction
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model, Step
-from parallel.optim import NoOffload, Optimizer, master_dtype, pieces
+from parallel.optim import Offload, Optimizer, pieces
+from parallel.places import OFFLOADED, Place
 from parallel.runtime import agreement, prediction
 from parallel.runtime.agreement import format_ranks
 from parallel.runtime.overlap import Overlap
@@ -125,7 +126,7 @@ class Trainer(State):
         if recipe.reduce_dtype is not None and not isinstance(sharding.reduction, EXACT):
             name = type(sharding.reduction).__name__
             raise ValueError(f"reduce_dtype is {recipe.reduce_dtype}, but {name} has its own")
-        is_simple = recipe.offload is NoOffload and recipe.dtype != "float16"
+        is_simple = recipe.offload is Place and recipe.dtype != "float16"
         if sharding.every is not None and not is_simple:
             raise ValueError(
                 "local updates take no offload, and no float16, in which ranks may skip different"
@@ -138,7 +139,7 @@ class Trainer(State):
         self.num_updates = self.num_skipped = self.num_recomputed = 0
         self.num_batches = self.steps_alone = 0
         self.overlap = Overlap()
-        self.activations = recipe.offload_activations(self.memory, self.rank, self.xp)
+        self.activations = recipe.offload_activations(self.rank, self.xp)
         self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
         self.used_layers: set[str] = set()  # those of this step, on this rank
         self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
@@ -167,8 +168,9 @@ class Trainer(State):
         return self.mesh.size
 
     def _make_optimizer(self) -> Optimizer:
-        self.offload = self.recipe.offload(self.memory, self.rank)
-        self.masters = self.offload.make_masters(self.parameter_shards, master_dtype(self.dtype))
+        place = self.recipe.offload(self.rank, self.xp)
+        self.offload = Offload(place, self.parameter_shards, self.memory)
+        self.masters = self.offload.masters
         return self.recipe.optimizer(self.masters, make_state=self.offload.zeros)
 
     # A run
@@ -370,7 +372,8 @@ class Trainer(State):
             self.model.bind(name, self.full_parameters)
             y, saved = self.model.layers[name].forward(self._flowing[number], self._steps[number])
             self._track_activations(saved)
-            self._flowing[number], self._saved[number, name] = y, self.activations.put(saved)
+            kept = self.memory.track(OFFLOADED, self.activations.put(saved))  # what has been moved
+            self._flowing[number], self._saved[number, name] = y, kept
             if name == self._last_layer:
                 if not isinstance(y, float):
                     raise ValueError(f"the last layer is {name}: to be trained, it must be a loss")
