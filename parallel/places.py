@@ -1,15 +1,13 @@
-"""Places in which a rank keeps arrays: those of the model, host memory, and a disk.
-
-A training run has a place for master copies and optimizer states, which `parallel.optim.Offload`
-updates where they are, and one for activations between the forward and the backward pass of a
-layer, so that the device keeps those of one layer at a time.
+"""Places in which a rank keeps arrays: with the model, in host memory, or on a disk.
 
     Recipe(offload=HostMemory)                             # ZeRO-Offload: Ren et al. 2021
     Recipe(offload_activations=partial(Disk, "/scratch"))  # ZeRO-Infinity: Rajbhandari et al. 2021
 
-A place counts the bytes that it moves, by column.  NumPy's arrays are in host memory already:
-nothing moves to and from a device then.  The columns of the disk count what is read and written
-through the operating system, which may cache it.
+`parallel.optim.Offload` updates masters and optimizer states in a place.  What a layer saves is put
+in another one after its forward pass and taken back before its backward pass, so that the device
+keeps the activations of one layer at a time.  A place counts the bytes that it moves, by column:
+those of the disk go through the operating system, which may cache them, and NumPy's arrays are in
+host memory already, so that nothing moves to and from a device.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ OFFLOADED = "activations, offloaded"  # the category of memory of activations th
 
 
 class Place:
-    """Where the arrays of the model are, so that nothing moves; the base class of places.
+    """Keeps arrays where those of the model are, so that nothing moves; the base class of places.
 
     `rank` is part of the names of files; `xp` is the array namespace of the model.  `moved` has the
     bytes moved so far, by `COLUMNS`.  If `is_cross_device`, the model is in a device's memory and
@@ -46,10 +44,10 @@ class Place:
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = ()
-    is_cross_device = False
 
     def __init__(self, rank: int, xp: Any) -> None:
         self.xp, self.moved = xp, Counter[str]()
+        self.is_cross_device = bool(self.COLUMNS) and not isinstance(xp.empty(0), np.ndarray)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -61,13 +59,28 @@ class Place:
         return self.xp.zeros(size, dtype=dtype)
 
     def copy_here(self, x: Array, buffer: Array | None = None) -> Array:
-        """Return an array `x` of the model, or a copy of it in this `buffer` or a new array."""
-        return x
+        """Return `x` of the model, or a device's copied to this `buffer` or a new array."""
+        if not self.is_cross_device:
+            return x
+        host = np.empty(x.shape, x.dtype) if buffer is None else buffer[: x.shape[0]]
+        if host.size:
+            x.get(out=host)
+        self.moved[TO_HOST] += host.nbytes
+        return host
 
     def copy_back(self, kept: Array, x: Array, buffer: Array | None = None) -> None:
-        """Set an array `x` of the model to the values `kept`, rounded to its dtype in `buffer`."""
-        if x is not kept:
-            x[...] = kept
+        """Set `x` of the model to `kept`, which for a device is rounded in `buffer`."""
+        if not self.is_cross_device:
+            if x is not kept:
+                x[...] = kept
+            return
+        if buffer is not None:
+            rounded = buffer[: x.shape[0]]
+            rounded[...] = kept
+            kept = rounded
+        if kept.size:
+            x.set(kept)
+        self.moved[TO_DEVICE] += kept.nbytes
 
     def begin_update(self, arrays: list[Array]) -> None:
         """Called before `arrays`, which are kept here, are read and changed."""
@@ -95,20 +108,12 @@ class Place:
 
 
 class HostMemory(Place):
-    """Keeps arrays in host memory; updates are made by NumPy.  Ren et al. 2021 (ZeRO-Offload).
+    """Keeps arrays in host memory; updates are made by NumPy.
 
-    An array that a layer saves several times is moved once.  An array that several layers save is
-    moved for each of them, and each view of an array is moved as an array of its own;
-    `Model.activation_bytes` counts these once, so that the predictions are exact for models in
-    which there are none, such as `parallel.gpt`.  Activations come back contiguous, in C order.  A
-    device's arrays need CuPy's ``get(out=)`` and ``set``.
-
-    Parameters
-    ----------
-    rank : int
-        Part of the names of files, if there are any.
-    xp : namespace
-        The array namespace of the model.
+    `rank` is this rank, and `xp` the array namespace of the model; a device's arrays need CuPy's
+    ``get(out=)`` and ``set``.  Activations come back contiguous, in C order.  An array is moved for
+    each layer that saves it, and each view as an array of its own; `Model.activation_bytes` counts
+    these once, so that predictions are exact if there are none, as in `parallel.gpt`.
 
     Examples
     --------
@@ -118,51 +123,18 @@ class HostMemory(Place):
 
     COLUMNS: ClassVar[tuple[str, ...]] = DEVICE_COLUMNS
 
-    def __init__(self, rank: int, xp: Any) -> None:
-        super().__init__(rank, xp)
-        self.is_cross_device = not isinstance(xp.empty(0), np.ndarray)
-
     def zeros(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
         return np.zeros(size, dtype)
 
-    def copy_here(self, x: Array, buffer: Array | None = None) -> Array:
-        if not self.is_cross_device:
-            return x
-        host = np.empty(x.shape, x.dtype) if buffer is None else buffer[: x.shape[0]]
-        if host.size:
-            x.get(out=host)
-        self.moved[TO_HOST] += host.nbytes
-        return host
-
-    def copy_back(self, kept: Array, x: Array, buffer: Array | None = None) -> None:
-        if not self.is_cross_device:
-            super().copy_back(kept, x)
-            return
-        host = kept
-        if buffer is not None:
-            host = buffer[: x.shape[0]]
-            host[...] = kept
-        if host.size:
-            x.set(host)
-        self.moved[TO_DEVICE] += host.nbytes
-
 
 class Disk(HostMemory):
-    """Keeps each array in a file of its own.  Rajbhandari et al. 2021 (ZeRO-Infinity).
+    """Keeps each array in a file, in a directory of this rank that is created in `folder`.
 
     Masters and optimizer states are mapped into memory.  As soon as a unit has been updated, its
     files are written to the disk and this process releases their pages, so that it holds those of
-    one unit at most.  The file of an activation is removed after backward.
-
-    The files are in a directory of this rank, which is created in `folder`.  It is removed by
-    `close`, with the training run, or when Python ends; if the process is killed, it stays.  Raises
-    OSError if there is no space.
-
-    Parameters
-    ----------
-    folder : str or Path
-    rank, xp
-        As in `HostMemory`.
+    one unit at most.  The file of an activation is removed after backward.  The directory is
+    removed by `close`, with the training run, or when Python ends; if the process is killed, it
+    stays.  Raises OSError if there is no space.  `rank` and `xp` are those of `HostMemory`.
 
     Examples
     --------
@@ -229,10 +201,7 @@ class OnFile:
 
 
 def replaced(held: Any, change: Callable[[Any], Any]) -> Any:
-    """Return nested lists, tuples and dicts with ``change(x)`` for each `x` of `arrays_in`.
-
-    An array that is in `held` several times is changed once.
-    """
+    """Return nested lists, tuples and dicts with ``change(x)`` for each array; called once each."""
     distinct = {id(x): x for x in arrays_in(held)}
     return with_new(held, {key: change(x) for key, x in distinct.items()})
 

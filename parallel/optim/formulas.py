@@ -1,27 +1,14 @@
-"""Formulas of the bytes that a rank keeps and its offload moves, which are counted from the arrays.
+"""Formulas of the bytes that a rank keeps and that offloaded updates move.
 
 For n elements of w bytes in the model's dtype and W bytes in that of updates (float32 for two-byte
-dtypes, else the same), and an optimizer with S states, a rank keeps
-
-| category             | bytes                                                 |
-|----------------------|-------------------------------------------------------|
-| parameters           | n w                                                   |
-| gradients            | n w                                                   |
-| optimizer            | n W S                                                 |
-| master               | n W if updates have another dtype or place, else 0    |
-| buffers, activations | `parallel.runtime.memory.Walk`                        |
-
+dtypes, else the same), and an optimizer with S states, a rank keeps n w bytes of parameters and of
+gradients, n W S of optimizer states, and n W of masters if updates have another dtype or place.
 n is the number of the model's elements, or, where ranks divide the category, of those that this
 rank updates.  In float16 with Adam that is 16 Psi bytes, and 16 Psi/N where all categories are
-divided among N ranks.  Rajbhandari et al. 2020.  What moves for n elements that a rank updates, and
-for A bytes of activations that all layers save in a batch:
+divided among N ranks.  Rajbhandari et al. 2020.
 
-| column          | an update   | loading masters | a batch's activations |
-|-----------------|-------------|-----------------|-----------------------|
-| to host         | n w         | n w             | A                     |
-| to device       | n w         | 0               | A                     |
-| read from disk  | n W (1 + S) | 0               | A                     |
-| written to disk | n W (1 + S) | n W             | A                     |
+An update moves n w bytes to the host and to the device, and n W (1 + S) from and to the disk;
+loading masters moves n w bytes to the host and n W to the disk.
 """
 
 from __future__ import annotations
@@ -46,21 +33,18 @@ def state_bytes(
 ) -> dict[str, int]:
     """Return the bytes that a rank keeps on its device between steps, by category.
 
-    Of the categories in `sharded` it keeps the part that it updates alone.  `num_states` are those
-    of the optimizer.  If `is_offloaded`, `offloaded_bytes` are elsewhere.
+    Of the categories in `sharded` it keeps the part that it updates alone.
     """
-
-    def elements_of(category: str) -> int:
-        return num_shard_elements if category in sharded else num_elements
-
-    updates = offloaded_bytes(elements_of("optimizer"), dtype, num_states=num_states)
-    is_copied = master_dtype(dtype) != dtype
-    return {
-        "parameters": dtype.itemsize * elements_of("parameters"),
-        "gradients": dtype.itemsize * elements_of("gradients"),
-        "optimizer": 0 if is_offloaded else updates["optimizer"],
-        "master": updates["master"] if is_copied and not is_offloaded else 0,
+    n = {
+        category: num_shard_elements if category in sharded else num_elements
+        for category in ("parameters", "gradients", "optimizer")
     }
+    updates = offloaded_bytes(n["optimizer"], dtype, num_states=num_states)
+    if is_offloaded or master_dtype(dtype) == dtype:
+        updates["master"] = 0
+    if is_offloaded:
+        updates["optimizer"] = 0
+    return {x: dtype.itemsize * n[x] for x in ("parameters", "gradients")} | updates
 
 
 def offloaded_bytes(
@@ -80,11 +64,12 @@ def bytes_moved(
     num_loads: int = 0,
 ) -> dict[str, int]:
     """Return the bytes moved by updates and by loading masters, by column."""
-    kept = offloaded_bytes(num_shard_elements, dtype, num_states=num_states)
-    parameters, files = dtype.itemsize * num_shard_elements, sum(kept.values())
+    parameters = dtype.itemsize * num_shard_elements
+    masters = master_dtype(dtype).itemsize * num_shard_elements
+    files = num_updates * (1 + num_states) * masters
     return {
         TO_HOST: (num_updates + num_loads) * parameters,
         TO_DEVICE: num_updates * parameters,
-        READ: num_updates * files,
-        WRITTEN: num_updates * files + num_loads * kept["master"],
+        READ: files,
+        WRITTEN: files + num_loads * masters,
     }

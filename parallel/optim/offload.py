@@ -14,28 +14,12 @@ from parallel.places import Place
 
 
 class Offload:
-    """The master copies of what a rank updates and the optimizer's states, kept at a place.
+    """The masters of what a rank updates, and the optimizer's states, kept at a place.
 
-    If the place is not the device, the gradient of a unit is copied there, and its new parameters
-    are copied back, before the next unit is updated.  All goes through one buffer, as large as the
-    largest part of a unit that this rank updates.
-
-    Parameters
-    ----------
-    place : Place
-    parameters : dict of str to array
-        What the rank updates of each unit: flat arrays, which `load` reads and `update` writes.
-    memory : MemoryTracker
-        Counts masters and states if they are where the parameters are.
-
-    Attributes
-    ----------
-    masters : dict of str to array
-        What to update: the parameters, or copies if these have another place or dtype.
-    memory : MemoryTracker
-        Counts what is kept: that of the parameters if the place is theirs, else one of its own.
-    num_loads : int
-        How often `load` was called.
+    The masters are the `parameters`, flat arrays by unit, or copies of another place or dtype.  The
+    gradient of a unit is copied to the place, and its new parameters back, before the next unit is
+    updated: through one buffer, as large as the largest part of a unit that this rank updates.
+    `memory` counts what is kept, if the place is that of the parameters; else another tracker does.
     """
 
     def __init__(
