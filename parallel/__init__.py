@@ -20,10 +20,9 @@ from parallel.accounts import (
 from parallel.elastic import Elastic, ReplicaMismatch
 from parallel.mesh import Mesh
 from parallel.nn import Layer, Model, gpt
-from parallel.optim import SGD, Adam, AdamW, DiskOffload, HostOffload, Optimizer
+from parallel.optim import SGD, Adam, AdamW, Optimizer
+from parallel.places import Disk, HostMemory
 from parallel.runtime import (
-    DiskActivations,
-    HostActivations,
     MissingGradient,
     ModelMismatch,
     Recipe,
@@ -46,10 +45,10 @@ from parallel.strategies import ddp, hsdp, local_updates, serial, zero1, zero2, 
 
 __all__ = [
     "SGD", "Action", "Adam", "AdamW", "AllReduce", "AsyncParameterServer", "CommHook",
-    "DiskActivations", "DiskOffload", "Elastic", "HalfPrecision", "HostActivations", "HostOffload",
-    "Int8Blocks", "Layer", "MemoryTracker", "Mesh", "MissingGradient", "Model", "ModelMismatch",
-    "Optimizer", "OuterMomentum", "PowerSGD", "PredictedCall", "Recipe", "ReplicaMismatch",
-    "Sharding", "SyncParameterServer", "TrafficMismatch", "TrafficMonitor", "TrafficTable",
-    "Trainer", "checkpoint", "choose_group_size", "cli", "ddp", "gpt", "hsdp", "local_updates",
-    "raise_on_all_ranks", "serial", "text", "zero1", "zero2", "zero3", "zeropp",
+    "Disk", "Elastic", "HalfPrecision", "HostMemory", "Int8Blocks", "Layer", "MemoryTracker",
+    "Mesh", "MissingGradient", "Model", "ModelMismatch", "Optimizer", "OuterMomentum", "PowerSGD",
+    "PredictedCall", "Recipe", "ReplicaMismatch", "Sharding", "SyncParameterServer",
+    "TrafficMismatch", "TrafficMonitor", "TrafficTable", "Trainer", "checkpoint",
+    "choose_group_size", "cli", "ddp", "gpt", "hsdp", "local_updates", "raise_on_all_ranks",
+    "serial", "text", "zero1", "zero2", "zero3", "zeropp",
 ]  # fmt: skip

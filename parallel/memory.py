@@ -17,9 +17,10 @@ from decimal import Decimal, InvalidOperation
 
 from parallel.cli import console_of, print_table, table_with
 from parallel.optim import DTYPES, SGD, Adam, Optimizer, dtype_of
-from parallel.optim.formulas import offloaded_bytes, shard_size, state_bytes
-from parallel.optim.offload import TO_DEVICE, TO_HOST, bytes_moved_by_update
+from parallel.optim.formulas import bytes_moved, offloaded_bytes, state_bytes
+from parallel.places import DEVICE_COLUMNS
 from parallel.sharding import Sharding
+from parallel.shards import length, span
 
 MOST = 10**18  # parameters, or ranks
 SHARDINGS = {"data parallel": Sharding.ddp()} | {
@@ -27,7 +28,6 @@ SHARDINGS = {"data parallel": Sharding.ddp()} | {
 }
 OPTIMIZERS: dict[str, type[Optimizer]] = {"adam": Adam, "sgd": SGD}
 KEPT = ("parameters", "gradients", "master", "optimizer")
-MOVED = (TO_HOST, TO_DEVICE)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"GB per rank of {options.ranks}: {options.params} parameters in {options.dtype},"
         f" {options.optimizer}"
     )
-    table = table_with("strategy", numbers=[*KEPT, "total", "on host", *MOVED])
+    table = table_with("strategy", numbers=[*KEPT, "total", "on host", *DEVICE_COLUMNS])
     for name, numbers in rows(options):
         table.add_row(name, *map(gigabytes, numbers))
     print_table(table, console)
@@ -56,15 +56,15 @@ def rows(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
 def row(options: argparse.Namespace, sharded: frozenset[str], is_offloaded: bool) -> list[int]:
     """Return the bytes kept by category, in total and on the host, and moved by an update."""
     dtype, num_states = dtype_of(options.dtype), len(OPTIMIZERS[options.optimizer].STATES)
-    part = shard_size([options.params], options.ranks, 0)
+    part = length(span(options.params, options.ranks, 0))
     kept = state_bytes(
         options.params, part, dtype,
         sharded=sharded, num_states=num_states, is_offloaded=is_offloaded,
     )  # fmt: skip
     updated = part if "optimizer" in sharded else options.params
     on_host = offloaded_bytes(updated, dtype, num_states=num_states)
-    moved = bytes_moved_by_update(updated, dtype, num_states)
-    if_offloaded = [sum(on_host.values()), *(moved[column] for column in MOVED)]
+    moved = bytes_moved(updated, dtype, num_states=num_states)
+    if_offloaded = [sum(on_host.values()), *(moved[column] for column in DEVICE_COLUMNS)]
     by_category = [kept[category] for category in KEPT]
     return [*by_category, sum(by_category), *(n * is_offloaded for n in if_offloaded)]
 

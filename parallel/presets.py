@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from collectives import Communicator
 from parallel import strategies
@@ -13,8 +13,9 @@ from parallel.cli import device_namespace
 from parallel.elastic import Elastic
 from parallel.mesh import Mesh
 from parallel.nn import Model
-from parallel.optim import SGD, Adam, AdamW, DiskOffload, HostOffload, NoOffload
-from parallel.runtime import DiskActivations, HostActivations, KeptActivations, Recipe, Trainer
+from parallel.optim import SGD, Adam, AdamW
+from parallel.places import Disk, HostMemory, Place
+from parallel.runtime import Recipe, Trainer
 from parallel.servers import AsyncParameterServer, SyncParameterServer
 from parallel.sharding import CommHook, HalfPrecision, Int8Blocks, PowerSGD
 
@@ -22,7 +23,6 @@ OPTIMIZERS = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 HOOKS = ("float16", "bfloat16", "int8", "powersgd:RANK")
 RECOMPUTE = {"all": ("block*",), "attention": ("block*.attention.heads",), "none": ()}
 
-T = TypeVar("T")
 StrategyFactory = Callable[..., Trainer]
 
 
@@ -138,10 +138,8 @@ def make_recipe(comm: Communicator, options: argparse.Namespace) -> Recipe:
         num_micro_batches=options.micro_batches,
         clip=options.clip,
         seed=options.seed,
-        offload=place_of(options.offload, NoOffload, HostOffload, DiskOffload),
-        offload_activations=place_of(
-            options.offload_activations, KeptActivations, HostActivations, DiskActivations
-        ),
+        offload=place_of(options.offload),
+        offload_activations=place_of(options.offload_activations),
         xp=device_namespace(options.device, comm.rank),
         reduce_dtype=options.reduce_dtype,
     )
@@ -159,18 +157,13 @@ def comm_hook(name: str) -> CommHook:
     return PowerSGD(int(rank))
 
 
-def place_of(
-    name: str | None, here: Callable[..., T], on_host: Callable[..., T], on_disk: Callable[..., T]
-) -> Callable[..., T]:
-    """Return `here` if `name` is None, `on_host` for "host", or `on_disk` for "disk:FOLDER".
-
-    Raises ValueError for other names.
-    """
+def place_of(name: str | None) -> Callable[..., Place]:
+    """Return what makes the place "host" or "disk:FOLDER"; by default, that of the model."""
     kind, _, folder = (name or "").partition(":")
     if name is None:
-        return here
+        return Place
     if name == "host":
-        return on_host
+        return HostMemory
     if kind != "disk" or not folder:
         raise ValueError(f"cannot offload to {name!r}; choose host or disk:FOLDER")
-    return partial(on_disk, folder)
+    return partial(Disk, folder)

@@ -44,9 +44,10 @@ class RankReport(NamedTuple):
         for unit, x in trainer.parameters.items():
             part = trainer.stored_slice(unit)
             digests[unit] = part.start, part.stop, agreement.digest(on_host(x)).hex()
-        moved = pairs(offload_traffic(trainer, num_updates), offload.moved)
+        moved = pairs(offload_traffic(trainer, num_updates), offload.place.moved)
         of_batches = activation_traffic(trainer, rows, context)
-        moved |= pairs(of_batches, trainer.activations.moved)
+        of_activations = pairs(of_batches, trainer.activations.moved)
+        moved |= {f"activations {name}": pair for name, pair in of_activations.items()}
         return cls(memory, moved, digests)
 
 

@@ -1,36 +1,25 @@
-"""Formulas of the bytes that a rank keeps.  `MemoryTracker` counts the same from the arrays.
+"""Formulas of the bytes that a rank keeps and that offloaded updates move.
 
 For n elements of w bytes in the model's dtype and W bytes in that of updates (float32 for two-byte
-dtypes, else the same), and an optimizer with S states:
+dtypes, else the same), and an optimizer with S states, a rank keeps n w bytes of parameters and of
+gradients, n W S of optimizer states, and n W of masters if updates have another dtype or place.
+n is the number of the model's elements, or, where ranks divide the category, of those that this
+rank updates.  In float16 with Adam that is 16 Psi bytes, and 16 Psi/N where all categories are
+divided among N ranks.  Rajbhandari et al. 2020.
 
-| category    | bytes                                                             |
-|-------------|-------------------------------------------------------------------|
-| parameters  | n w                                                               |
-| gradients   | n w                                                               |
-| optimizer   | n W S                                                             |
-| master      | n W if updates have another dtype or place, else 0                |
-| buffers     | `parallel.runtime.memory.Walk`                                    |
-| activations | `parallel.runtime.memory.Walk`                                    |
-
-n is the number of the model's elements, or, where ranks divide the category,
-of those that this rank updates.  In float16 with Adam that is 16 Psi bytes, and 16 Psi/N where all
-categories are divided among N ranks.  Rajbhandari et al. 2020.
+An update moves n w bytes to the host and to the device, and n W (1 + S) from and to the disk;
+loading masters moves n w bytes to the host and n W to the disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
 
 from parallel.optim.precision import master_dtype
-from parallel.shards import length, span
-
-
-def shard_size(unit_sizes: Iterable[int], num_ranks: int, rank: int) -> int:
-    """Return the elements that belong to `rank` if each unit is divided among `num_ranks` ranks."""
-    return sum(length(span(size, num_ranks, rank)) for size in unit_sizes)
+from parallel.places import READ, TO_DEVICE, TO_HOST, WRITTEN
 
 
 def state_bytes(
@@ -44,21 +33,18 @@ def state_bytes(
 ) -> dict[str, int]:
     """Return the bytes that a rank keeps on its device between steps, by category.
 
-    Of the categories in `sharded` it keeps the part that it updates alone.  `num_states` are those
-    of the optimizer.  If `is_offloaded`, `offloaded_bytes` are elsewhere.
+    Of the categories in `sharded` it keeps the part that it updates alone.
     """
-
-    def elements_of(category: str) -> int:
-        return num_shard_elements if category in sharded else num_elements
-
-    updates = offloaded_bytes(elements_of("optimizer"), dtype, num_states=num_states)
-    is_copied = master_dtype(dtype) != dtype
-    return {
-        "parameters": dtype.itemsize * elements_of("parameters"),
-        "gradients": dtype.itemsize * elements_of("gradients"),
-        "optimizer": 0 if is_offloaded else updates["optimizer"],
-        "master": updates["master"] if is_copied and not is_offloaded else 0,
+    n = {
+        category: num_shard_elements if category in sharded else num_elements
+        for category in ("parameters", "gradients", "optimizer")
     }
+    updates = offloaded_bytes(n["optimizer"], dtype, num_states=num_states)
+    if is_offloaded or master_dtype(dtype) == dtype:
+        updates["master"] = 0
+    if is_offloaded:
+        updates["optimizer"] = 0
+    return {x: dtype.itemsize * n[x] for x in ("parameters", "gradients")} | updates
 
 
 def offloaded_bytes(
@@ -67,3 +53,23 @@ def offloaded_bytes(
     """Return the bytes of optimizer states and master copies of elements that a rank updates."""
     nbytes = master_dtype(dtype).itemsize * num_shard_elements
     return {"optimizer": num_states * nbytes, "master": nbytes}
+
+
+def bytes_moved(
+    num_shard_elements: int,
+    dtype: np.dtype[Any],
+    *,
+    num_states: int = 2,
+    num_updates: int = 1,
+    num_loads: int = 0,
+) -> dict[str, int]:
+    """Return the bytes moved by updates and by loading masters, by column."""
+    parameters = dtype.itemsize * num_shard_elements
+    masters = master_dtype(dtype).itemsize * num_shard_elements
+    files = num_updates * (1 + num_states) * masters
+    return {
+        TO_HOST: (num_updates + num_loads) * parameters,
+        TO_DEVICE: num_updates * parameters,
+        READ: files,
+        WRITTEN: files + num_loads * masters,
+    }

@@ -1,7 +1,6 @@
 """Optimizers, which change flat arrays of values in place.
 
-Values and states have the dtype that updates are computed in, which is float32 for models in two
-bytes.  Gradients have the dtype of the model and are still scaled as backward returned them.
+Values and states have the dtype of updates, and gradients that of the model, as backward scaled it.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -33,43 +32,21 @@ def zeros_like(x: Array) -> Array:
 
 
 def check(name: str, option: float, below: float = math.inf, *, may_be_zero: bool = True) -> None:
-    """Raise ValueError unless 0 <= `option` < `below` (or 0 < `option`, if it may not be zero)."""
+    """Raise ValueError unless 0 <= `option` < `below`, or 0 < `option` if it may not be zero."""
     if not 0 <= option < below or (option == 0 and not may_be_zero):
         least = "at least" if may_be_zero else "more than"
         most = "finite" if below == math.inf else f"less than {below:g}"
         raise ValueError(f"{name} is {option}: it must be {least} 0 and {most}")
 
 
-class OptimizerOptions(TypedDict, total=False):
-    """The keyword arguments of every `Optimizer`."""
-
-    lr: float
-    make_state: Callable[[Array], Array]
-
-
 class Optimizer(ABC):
-    """The base class of optimizers that work element by element.
+    """The base class of optimizers, which work element by element.
 
-    Any part of a model can therefore be updated without the rest.  An option that is out of range
-    or not finite raises ValueError.
-
-    Parameters
-    ----------
-    values : mapping of str to array
-        The values to update, at least 1-d, by name.  They are not copied.
-    lr : float
-        The learning rate, at least 0.
-    make_state : function
-        Called with a value; returns a state of its shape, filled with zeros.
-
-    Attributes
-    ----------
-    STATES : tuple of str
-        The names of the states; a class attribute.
-    states : dict of str to (dict of str to array)
-        Each state, by the names of the values.
-    steps : int
-        The number of updates so far.
+    Any part of a model can therefore be updated without the rest.  `values` are the arrays to
+    update by name, at least 1-d; they are not copied.  `lr` is the learning rate, at least 0.
+    `make_state` is called with a value and returns a state of its shape, filled with zeros.
+    Attributes: `states` has each of `STATES` by the names of the values, and `steps` is the number
+    of updates so far.  An option that is out of range or not finite raises ValueError.
     """
 
     STATES: ClassVar[tuple[str, ...]] = ()
@@ -120,10 +97,9 @@ class Optimizer(ABC):
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent with momentum: v = momentum v + g, then x -= lr v.
+    """Stochastic gradient descent with momentum: v = momentum v + g, then x -= lr v.  Polyak 1964.
 
-    Polyak 1964.  `momentum` is at least 0 and less than 1; `values` and other options are those of
-    `Optimizer`.
+    `momentum` is at least 0 and less than 1; `values` and other options are those of `Optimizer`.
 
     Examples
     --------
@@ -138,11 +114,7 @@ class SGD(Optimizer):
     STATES = ("velocity",)
 
     def __init__(
-        self,
-        values: Mapping[str, Array],
-        *,
-        momentum: float = 0.9,
-        **options: Unpack[OptimizerOptions],
+        self, values: Mapping[str, Array], *, momentum: float = 0.9, **options: Any
     ) -> None:
         check("momentum", momentum, below=1)
         super().__init__(values, **options)
@@ -173,7 +145,7 @@ class Adam(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float | None = None,
-        **options: Unpack[OptimizerOptions],
+        **options: Any,
     ) -> None:
         self.betas, self.eps = betas, eps
         self.weight_decay = self.WEIGHT_DECAY if weight_decay is None else weight_decay
@@ -199,7 +171,7 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam with a decoupled weight decay of 0.01.  Loshchilov & Hutter 2019.
 
-    `values`, `betas`, `eps`, `weight_decay` and the other options are those of `Adam`.
+    `values`, `betas`, `eps` and the other options are those of `Adam`.
     """
 
     WEIGHT_DECAY = 0.01

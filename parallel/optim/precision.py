@@ -19,21 +19,15 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def master_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype that updates are computed in: float32 for two-byte dtypes, else `dtype`.
-
-    In two bytes a small product of learning rate and gradient would be lost.
-    """
+    """Return the dtype of updates: float32 for two-byte dtypes, which lose small steps."""
     return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
 class LossScale:
-    """The factor of the loss before backward, so that small gradients are not zero in float16.
+    """The factor, `value`, of the loss before backward: small gradients are not zero in float16.
 
-    When a gradient overflows, the scale is halved and the update skipped; after `interval` updates
-    without an overflow it is doubled.  In other dtypes the scale stays 1.  Micikevicius et al.
-    2018.
-
-    The next step's factor is ``value``; ``num_good`` updates were made since it changed.
+    When a gradient overflows, it is halved and the update skipped; after `interval` updates without
+    an overflow it is doubled.  In other dtypes it stays 1.  Micikevicius et al. 2018.
     """
 
     def __init__(
@@ -44,10 +38,9 @@ class LossScale:
         self.interval, self.num_good = interval, 0
 
     def update(self, *, is_finite: bool) -> bool:
-        """Set the scale of the next step; return whether this step's gradients are to be used.
+        """Set the next step's scale; return whether this step's gradients are to be used.
 
-        `is_finite` says whether they are all finite.  Raises FloatingPointError if they are not
-        and the scale cannot become smaller.
+        Raises FloatingPointError if they are not finite and the scale cannot become smaller.
         """
         if not self.is_dynamic:
             return True

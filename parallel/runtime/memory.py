@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from parallel.nn import Activations
-from parallel.optim.formulas import offloaded_bytes, state_bytes
-from parallel.optim.offload import DEVICE_COLUMNS, bytes_moved_by_load, bytes_moved_by_update
-from parallel.runtime.activations import OFFLOADED
+from parallel.optim.formulas import bytes_moved, offloaded_bytes, state_bytes
+from parallel.places import OFFLOADED
 from parallel.runtime.prediction import gather_of, reduction_of
 from parallel.runtime.trainer import Trainer
 from parallel.schedule import Action
@@ -207,17 +206,19 @@ def peak_offloaded_memory(trainer: Trainer) -> dict[str, int]:
     largest = max(length(trainer.shard_slice(unit)) for unit in trainer.model.units)
     num_states = len(trainer.optimizer.STATES)
     kept = offloaded_bytes(num_shard_elements(trainer), trainer.dtype, num_states=num_states)
-    return kept | {"buffers": trainer.dtype.itemsize * largest * trainer.offload.is_cross_device}
+    return kept | {
+        "buffers": trainer.dtype.itemsize * largest * trainer.offload.place.is_cross_device
+    }
 
 
 def offload_traffic(trainer: Trainer, num_updates: int) -> dict[str, int]:
-    """Return ``trainer.offload.moved`` after `num_updates` updates of all units."""
-    offload, elements = trainer.offload, num_shard_elements(trainer)
-    update = bytes_moved_by_update(elements, trainer.dtype, len(trainer.optimizer.STATES))
-    load = bytes_moved_by_load(elements, trainer.dtype)
-    moved = {x: num_updates * update[x] + offload.num_loads * load[x] for x in offload.COLUMNS}
-    is_zero = not offload.is_cross_device
-    return {x: 0 if x in DEVICE_COLUMNS and is_zero else n for x, n in moved.items()}
+    """Return ``trainer.offload.place.moved`` after `num_updates` updates of all units."""
+    place, num_states = trainer.offload.place, len(trainer.optimizer.STATES)
+    moved = bytes_moved(
+        num_shard_elements(trainer), trainer.dtype,
+        num_states=num_states, num_updates=num_updates, num_loads=trainer.offload.num_loads,
+    )  # fmt: skip
+    return {x: moved[x] if x in place.columns else 0 for x in place.COLUMNS}
 
 
 def activation_traffic(trainer: Trainer, rows: int, context: int) -> dict[str, int]:

@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 
 from array_api_compat import numpy as numpy_namespace
 
-from parallel.accounts import MemoryTracker
-from parallel.optim import Adam, NoOffload, Offload, Optimizer, dtype_of
-from parallel.runtime.activations import KeptActivations
+from parallel.optim import Adam, Optimizer, dtype_of
+from parallel.places import Place
 from parallel.text import Tokens
 
 BatchFunction: TypeAlias = Callable[[int, int, int], tuple[Tokens, Tokens]]
@@ -43,12 +42,9 @@ class Recipe:
     xp : namespace
         The array namespace of the parameters: ``array_api_compat.numpy`` or
         ``array_api_compat.cupy``.
-    offload : function
-        Makes the `parallel.optim.Offload` that says where updates are made: `NoOffload`,
-        `HostOffload`, or ``partial(DiskOffload, folder)``.
-    offload_activations : function
-        Makes what says where activations are between forward and backward: `KeptActivations`,
-        `HostActivations`, or ``partial(DiskActivations, folder)``.
+    offload, offload_activations : function
+        Makes the place in which updates are made, and that of activations between forward and
+        backward: `HostMemory`, or ``partial(Disk, folder)``; by default both are with the model.
     reduce_dtype : str, optional
         The dtype in which gradients are sent and summed; by default `dtype`.
 
@@ -70,8 +66,8 @@ class Recipe:
     clip: float | None = None
     seed: int = 0
     xp: Any = numpy_namespace
-    offload: Callable[[MemoryTracker, int], Offload] = NoOffload
-    offload_activations: Callable[[MemoryTracker, int, Any], KeptActivations] = KeptActivations
+    offload: Callable[[int, Any], Place] = Place
+    offload_activations: Callable[[int, Any], Place] = Place
     reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:

@@ -16,8 +16,9 @@ from parallel.accounts import PredictedCall
 from parallel.accounts.monitor import PhaseFunction
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model, Step
-from parallel.optim import NoOffload, Optimizer, master_dtype, pieces
+from parallel.optim import Offload, Optimizer, pieces
 from parallel.placement import pieces_of
+from parallel.places import OFFLOADED, Place
 from parallel.runtime import agreement, prediction
 from parallel.runtime.agreement import format_ranks
 from parallel.runtime.overlap import Overlap
@@ -133,7 +134,7 @@ class Trainer(State):
         self.num_updates = self.num_skipped = self.num_recomputed = 0
         self.num_batches = self.steps_alone = 0
         self.overlap = Overlap()
-        self.activations = recipe.offload_activations(self.memory, self.rank, self.xp)
+        self.activations = recipe.offload_activations(self.rank, self.xp)
         self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
         self.used_layers: set[str] = set()  # those of this step, on this rank
         self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
@@ -145,8 +146,10 @@ class Trainer(State):
         self._gathers: dict[str, Completion] = {}  # of units that are not complete yet
         self._pending: list[tuple[str, Completion]] = []  # sums of buckets, and gathers of updates
         self._reducing: list[str] = []  # units whose full gradients are freed by the next WAIT
-        self.offload = recipe.offload(self.memory, self.rank)
-        self.masters = self.offload.make_masters(self.parameter_shards, master_dtype(self.dtype))
+        self.offload = Offload(
+            recipe.offload(self.rank, self.xp), self.parameter_shards, self.memory
+        )
+        self.masters = self.offload.masters
         self.optimizer: Optimizer = recipe.optimizer(self.masters, make_state=self.offload.zeros)
 
     @property
@@ -353,7 +356,9 @@ class Trainer(State):
             with self._layer_phase(name):
                 y, saved = layer.forward(self._flowing[number], step)
             self._track_activations(saved)
-            self._flowing[number], self._saved[number, name] = y, self.activations.put(saved)
+            if self.activations.columns:
+                saved = self.memory.track(OFFLOADED, self.activations.put(saved))
+            self._flowing[number], self._saved[number, name] = y, saved
             if name == self._last_layer:
                 if not isinstance(y, float):
                     raise ValueError(f"the last layer is {name}: to be trained, it must be a loss")
@@ -369,9 +374,9 @@ class Trainer(State):
         if (number, name) in self._saved:
             self.model.bind(name, self.full_parameters, self.full_gradients)
             dy = self._flowing.pop(number, 1.0)  # the derivative of the loss by itself
-            saved = self.activations.take(self._saved.pop((number, name)))
+            saved = self._saved.pop((number, name))
             if self.activations.columns:
-                self._track_activations(saved)
+                saved = self._track_activations(self.activations.take(saved))
             with self._layer_phase(name):
                 self._flowing[number] = self.model.layers[name].backward(dy, saved)
             self.used_layers.add(name)
@@ -682,7 +687,7 @@ def check_recipe(recipe: Recipe, sharding: Sharding) -> None:
     if recipe.reduce_dtype is not None and not isinstance(sharding.reduction, EXACT):
         name = type(sharding.reduction).__name__
         raise ValueError(f"reduce_dtype is {recipe.reduce_dtype}, but {name} has its own")
-    is_simple = recipe.offload is NoOffload and recipe.dtype != "float16"
+    is_simple = recipe.offload is Place and recipe.dtype != "float16"
     if sharding.every is not None and not is_simple:
         raise ValueError(
             "local updates take no offload, and no float16, in which ranks may skip different"

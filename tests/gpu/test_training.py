@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +12,8 @@ import collectives
 from bench.gpu import no_mpi
 from collectives import Communicator
 from parallel import ddp, zero1, zero2, zero3
-from parallel.optim.offload import TO_DEVICE, TO_HOST, DiskOffload, HostOffload, NoOffload
-from tests.parallel.test_offload import Make, check_predictions, serial, trained
+from parallel.places import TO_DEVICE, TO_HOST, Place
+from tests.parallel.test_offload import Make, check_predictions, places, serial, trained
 
 pytestmark = pytest.mark.gpu
 CLOSE = {"float64": 1e-9, "float32": 1e-5, "float16": 1e-3}
@@ -41,13 +39,13 @@ def test_losses_are_those_of_the_host_wherever_updates_are_made(
 
     def check(comm: Communicator) -> None:
         _, wanted = trained(make, comm, dtype=dtype)
-        offloads: list[Any] = [NoOffload, HostOffload, partial(DiskOffload, tmp_path)]
-        for offload in offloads:
+        for offload in places(tmp_path):
             strategy, losses = trained(make, comm, dtype=dtype, xp=on_gpu, offload=offload)
             np.testing.assert_allclose(losses, wanted, rtol=CLOSE[dtype])
             check_predictions(strategy)
-            crossed = strategy.offload.moved[TO_HOST], strategy.offload.moved[TO_DEVICE]
-            assert all(crossed) is (offload is not NoOffload)
+            moved = strategy.offload.place.moved
+            crossed = moved[TO_HOST], moved[TO_DEVICE]
+            assert all(crossed) is (offload is not Place)
             assert all(hasattr(x, "get") for x in strategy.parameters.values())
 
     collectives.run(check, size=size)

@@ -18,28 +18,12 @@ from array_api_compat import numpy as host
 
 import collectives
 from collectives import Communicator
-from parallel import (
-    DiskActivations,
-    HostActivations,
-    MemoryTracker,
-    Recipe,
-    Trainer,
-    ddp,
-    gpt,
-    zero3,
-)
+from parallel import Disk, HostMemory, MemoryTracker, Recipe, Trainer, ddp, gpt, zero3
 from parallel.nn import CrossEntropy, Embedding, Layer, Linear, Model, Unembedding
 from parallel.nn.layer import Activations
+from parallel.places import OFFLOADED, READ, TO_DEVICE, TO_HOST, WRITTEN, Place
 from parallel.presets import RECOMPUTE
 from parallel.rank_report import RankReport
-from parallel.runtime.activations import (
-    OFFLOADED,
-    READ,
-    TO_DEVICE,
-    TO_HOST,
-    WRITTEN,
-    KeptActivations,
-)
 from parallel.runtime.memory import activations_of
 from tests.parallel.test_memory import numpys
 from tests.parallel.test_offload import (
@@ -52,12 +36,9 @@ from tests.parallel.test_offload import (
     batch,
     bits,
     crossed,
+    places,
     serial,
 )
-
-
-def places(folder: Path) -> list[Any]:
-    return [KeptActivations, HostActivations, partial(DiskActivations, folder)]
 
 
 def trained(
@@ -142,8 +123,7 @@ def test_one_layer_at_a_time_is_on_the_device(recompute: str, tmp_path: Path) ->
 
 def test_nothing_moves_from_host_memory_to_host_memory() -> None:
     kept, offloaded = (
-        trained(serial, None, offload_activations=place)[0]
-        for place in (KeptActivations, HostActivations)
+        trained(serial, None, offload_activations=place)[0] for place in (Place, HostMemory)
     )
     assert kept.memory.peak == offloaded.memory.peak
     assert not kept.activations.moved and not offloaded.activations.moved
@@ -164,7 +144,7 @@ def test_all_that_crosses_is_counted(tmp_path: Path) -> None:
         )
 
 
-class Forgets(HostActivations):
+class Forgets(HostMemory):
     """Counts what it brings to the host, and keeps it on the device too."""
 
     def put(self, saved: Any) -> Any:
@@ -179,9 +159,7 @@ def test_what_stays_on_the_device_is_noticed() -> None:
 
 
 def test_a_skipped_update_moves_as_much() -> None:
-    strategy, _ = trained(
-        serial, None, dtype="float16", xp=FAKE, offload_activations=HostActivations
-    )
+    strategy, _ = trained(serial, None, dtype="float16", xp=FAKE, offload_activations=HostMemory)
     strategy.loss_scale.value = 2.0**40
     strategy.step(*batch(0, 0, 1), ROWS * CONTEXT)
     assert (strategy.num_skipped, strategy.num_batches) == (1, STEPS + 1)
@@ -206,7 +184,7 @@ def test_arrays_come_back_and_what_is_no_array_stays(xp: Any, tmp_path: Path) ->
     tokens, thing = xp.asarray(np.arange(3)), object()
     empty, one = xp.zeros((0, 3), dtype=np.float32), xp.asarray(np.array(2.5))
     saved = Two([x, {"a": (x, x[1:, :2], half)}], (thing, None, tokens, empty, one, 3))
-    offload = DiskActivations(tmp_path, MemoryTracker(), 0, xp)
+    offload = Disk(tmp_path, 0, xp)
     kept = offload.put(saved)
     assert not any(bare(x) is bare(each) for each in kept.x)
     back = offload.take(kept)
@@ -260,19 +238,20 @@ def test_an_array_that_two_layers_save_is_moved_for_each(xp: Any, tmp_path: Path
 
 
 def test_a_file_is_removed_when_it_is_not_needed(tmp_path: Path) -> None:
-    offload = DiskActivations(tmp_path, MemoryTracker(), 5, host)
+    offload, memory = Disk(tmp_path, 5, host), MemoryTracker()
     assert offload.folder.parent == tmp_path and offload.folder.name.startswith("rank5-")
     kept = [offload.put([np.ones(4), np.ones(3)]), offload.put(np.ones(2))]
+    memory.track(OFFLOADED, kept)
     assert sorted(x.stat().st_size for x in offload.folder.iterdir()) == [16, 24, 32]
-    assert offload.memory.now == {OFFLOADED: 72}
+    assert memory.now == {OFFLOADED: 72}
     offload.take(kept.pop())
     assert sorted(x.stat().st_size for x in offload.folder.iterdir()) == [24, 32]
     kept.clear()  # of a step that failed
-    assert not list(offload.folder.iterdir()) and offload.memory.now == {OFFLOADED: 0}
+    assert not list(offload.folder.iterdir()) and memory.now == {OFFLOADED: 0}
 
 
 def test_files_are_there_between_forward_and_backward_only(tmp_path: Path) -> None:
-    strategy, _ = trained(serial, None, offload_activations=partial(DiskActivations, tmp_path))
+    strategy, _ = trained(serial, None, offload_activations=partial(Disk, tmp_path))
     (folder,) = tmp_path.iterdir()
     strategy.begin(*batch(0, 0, 1), ROWS * CONTEXT)
     seen = []
@@ -284,7 +263,7 @@ def test_files_are_there_between_forward_and_backward_only(tmp_path: Path) -> No
 
 def test_the_memory_is_really_free_between_forward_and_backward(tmp_path: Path) -> None:
     """To the byte, of NumPy's arrays: what is there after the last forward was there before."""
-    strategy, _ = trained(serial, None, offload_activations=partial(DiskActivations, tmp_path))
+    strategy, _ = trained(serial, None, offload_activations=partial(Disk, tmp_path))
     strategy.begin(*batch(0, 0, 1), ROWS * CONTEXT)
     tracemalloc.start()
     for action in strategy.actions[: len(strategy.model.layers)]:
@@ -298,8 +277,8 @@ def test_the_memory_is_really_free_between_forward_and_backward(tmp_path: Path) 
 def test_the_directory_is_removed_when_python_ends(tmp_path: Path) -> None:
     program = (
         "import sys, numpy as np\n"
-        "from parallel import DiskActivations, MemoryTracker\n"
-        "offload = DiskActivations(sys.argv[1], MemoryTracker(), 0, np)\n"
+        "from parallel import Disk\n"
+        "offload = Disk(sys.argv[1], 0, np)\n"
         "kept = offload.put(np.ones(3))\n"
         "print(len(list(offload.folder.iterdir())))\n"
     )
@@ -311,7 +290,7 @@ def test_the_directory_is_removed_when_python_ends(tmp_path: Path) -> None:
 
 
 def test_the_directory_is_removed_by_close(tmp_path: Path) -> None:
-    offload = DiskActivations(tmp_path / "new", MemoryTracker(), 0, host)
+    offload = Disk(tmp_path / "new", 0, host)
     kept = offload.put(np.ones(4))
     offload.close()
     offload.close()
@@ -320,7 +299,7 @@ def test_the_directory_is_removed_by_close(tmp_path: Path) -> None:
 
 
 def test_the_directory_is_removed_with_the_strategy(tmp_path: Path) -> None:
-    strategy, _ = trained(serial, None, offload_activations=partial(DiskActivations, tmp_path))
+    strategy, _ = trained(serial, None, offload_activations=partial(Disk, tmp_path))
     assert len(list(tmp_path.iterdir())) == 1
     del strategy
     gc.collect()
@@ -330,4 +309,4 @@ def test_the_directory_is_removed_with_the_strategy(tmp_path: Path) -> None:
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="file"):
-        DiskActivations(tmp_path / "file", MemoryTracker(), 0, host)
+        Disk(tmp_path / "file", 0, host)

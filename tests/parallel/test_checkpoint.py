@@ -36,7 +36,7 @@ from parallel.checkpoint import LoadFailed, SaveFailed, latest, load, save
 from parallel.checkpoint.index import Index
 from parallel.nn import gpt
 from parallel.optim import SGD, AdamW
-from parallel.optim.offload import DiskOffload, HostOffload
+from parallel.places import Disk, HostMemory
 from parallel.servers import SyncParameterServer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -222,7 +222,7 @@ def test_training_goes_on_to_the_last_bit(tmp_path: Path, name: str, dtype: str)
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_wherever_updates_are_made_it_does(tmp_path: Path, dtype: str) -> None:
-    for offload in (HostOffload, partial(DiskOffload, tmp_path / "states")):
+    for offload in (HostMemory, partial(Disk, tmp_path / "states")):
         one, other = interrupted(tmp_path / str(offload), zero2, 2, dtype, offload=offload)
         assert one == other
 

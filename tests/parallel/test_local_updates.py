@@ -12,7 +12,7 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel import SGD, Adam, HostOffload, Recipe, Trainer, checkpoint, local_updates
+from parallel import SGD, Adam, HostMemory, Recipe, Trainer, checkpoint, local_updates
 from tests.parallel.training import CONTEXT, ROWS, Values, batch, model, nothing, train
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -135,7 +135,7 @@ def test_a_checkpoint_continues_it_to_the_bit_and_is_refused_between(tmp_path: P
         ({"outer_lr": 0.0}, {}, "the outer lr is 0.0"),
         ({"outer_momentum": 1.0}, {}, "the outer momentum 1.0"),
         ({}, {"dtype": "float16"}, "local updates take no offload, and no float16"),
-        ({}, {"offload": HostOffload}, "local updates take no offload"),
+        ({}, {"offload": HostMemory}, "local updates take no offload"),
     ],
 )
 def test_what_cannot_be_is_refused(options: Any, recipe: Any, sentence: str) -> None:

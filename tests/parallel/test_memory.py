@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
@@ -41,10 +41,11 @@ from parallel.accounts import CATEGORIES
 from parallel.memory import gigabytes, main
 from parallel.nn import Model
 from parallel.optim import dtype_of
-from parallel.optim.formulas import offloaded_bytes, shard_size, state_bytes
+from parallel.optim.formulas import offloaded_bytes, state_bytes
 from parallel.runtime.memory import num_shard_elements, peak_memory
 from parallel.servers import SyncParameterServer
 from parallel.sharding.sharding import DIVIDED
+from parallel.shards import length, span
 from tests.parallel.training import of_kind
 
 ROOT = Path(__file__).parents[2]
@@ -279,6 +280,11 @@ def test_a_wrong_formula_is_noticed() -> None:
 
 
 # Of a model that nobody has in memory
+
+
+def shard_size(unit_sizes: Iterable[int], num_ranks: int, rank: int) -> int:
+    """The elements that belong to a rank if each unit is divided among so many ranks."""
+    return sum(length(span(size, num_ranks, rank)) for size in unit_sizes)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 64])

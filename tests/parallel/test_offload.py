@@ -23,18 +23,9 @@ from collectives.arrays.backends import register_backend
 from parallel import Adam, MemoryTracker, Recipe, Trainer, ddp, gpt, text, zero1, zero2, zero3
 from parallel.accounts import CATEGORIES
 from parallel.nn import Array, Model
-from parallel.optim import dtype_of, master_dtype
-from parallel.optim.offload import (
-    READ,
-    TO_DEVICE,
-    TO_HOST,
-    WRITTEN,
-    DiskOffload,
-    HostOffload,
-    NoOffload,
-    bytes_moved_by_load,
-    bytes_moved_by_update,
-)
+from parallel.optim import Offload, dtype_of
+from parallel.optim.formulas import bytes_moved
+from parallel.places import READ, TO_DEVICE, TO_HOST, WRITTEN, Disk, HostMemory, Place
 from parallel.runtime.memory import offload_traffic, peak_memory, peak_offloaded_memory
 from tests.fake_device import FakeBackend
 
@@ -75,7 +66,7 @@ def check_predictions(strategy: Trainer) -> None:
     assert here == peak_memory(strategy, rows, CONTEXT)
     assert peak_offloaded_memory(strategy) == {x: there[x] for x in peak_offloaded_memory(strategy)}
     updates = strategy.num_updates_in(STEPS) - strategy.num_skipped
-    assert offload_traffic(strategy, updates) == strategy.offload.moved
+    assert Counter(offload_traffic(strategy, updates)) == strategy.offload.place.moved
 
 
 # A device that is not there
@@ -246,8 +237,8 @@ def test_the_fake_device_does_not_mix_with_the_host(mix: Any) -> None:
 # The same bits
 
 
-def offloads(folder: Path) -> list[Any]:
-    return [NoOffload, HostOffload, partial(DiskOffload, folder)]
+def places(folder: Path) -> list[Any]:
+    return [Place, HostMemory, partial(Disk, folder)]
 
 
 @pytest.mark.parametrize(
@@ -266,11 +257,11 @@ def test_every_offload_gives_the_same_bits(
     def run(comm: Communicator, offload: Any) -> list[bytes]:
         strategy, losses = trained(make, comm, dtype=dtype, offload=offload)
         check_predictions(strategy)
-        assert strategy.offload.moved[TO_HOST] == strategy.offload.moved[TO_DEVICE] == 0
+        assert strategy.offload.place.moved[TO_HOST] == strategy.offload.place.moved[TO_DEVICE] == 0
         return bits(strategy, losses)
 
     def runs(comm: Communicator) -> list[list[bytes]]:
-        return [run(comm, offload) for offload in offloads(tmp_path)]
+        return [run(comm, offload) for offload in places(tmp_path)]
 
     for on_device, in_host_memory, on_disk in collectives.run(runs, size=size):
         assert on_device == in_host_memory == on_disk
@@ -289,15 +280,15 @@ def test_all_that_crosses_is_counted(make: Make, size: int, dtype: str, tmp_path
 
     def check(comm: Communicator) -> None:
         reference = bits(*trained(make, comm, dtype=dtype))
-        for offload in offloads(tmp_path):
+        for offload in places(tmp_path):
             crossed().clear()
             strategy, losses = trained(make, comm, dtype=dtype, xp=FAKE, offload=offload)
             check_predictions(strategy)
-            assert strategy.offload.is_cross_device is (offload is not NoOffload)
+            assert strategy.offload.place.is_cross_device is (offload is not Place)
             assert bits(strategy, losses) == reference
             tokens = STEPS * sum(x.nbytes for x in batch(0, *strategy.batch_part))
             given = strategy.memory.peak["parameters"] + tokens
-            moved = strategy.offload.moved
+            moved = strategy.offload.place.moved
             is_looked_at = make in (zero1, zero2)
             looked_at = is_looked_at * strategy.memory.peak["parameters"]
             ways = {"get": moved[TO_HOST] + looked_at, "set": moved[TO_DEVICE], "asarray": given}
@@ -306,25 +297,25 @@ def test_all_that_crosses_is_counted(make: Make, size: int, dtype: str, tmp_path
     collectives.run(check, size=size)
 
 
-class FetchesTwice(HostOffload):
+class FetchesTwice(HostMemory):
     """Counts half of what it moves."""
 
-    def _copy_to_host(self, x: Array) -> Array:
+    def copy_here(self, x: Array, buffer: Array | None = None) -> Array:
         x.get(out=np.empty(x.shape, x.dtype))
-        return super()._copy_to_host(x)
+        return super().copy_here(x, buffer)
 
 
-class ForgetsToCopyBack(HostOffload):
+class ForgetsToCopyBack(HostMemory):
     """Leaves the parameters as they are."""
 
-    def _copy_back(self, master: Array, x: Array) -> None:
+    def copy_back(self, kept: Array, x: Array, buffer: Array | None = None) -> None:
         pass
 
 
 def test_an_offload_that_does_not_tell_is_noticed() -> None:
     crossed().clear()
     strategy, _ = trained(serial, None, dtype="float16", xp=FAKE, offload=FetchesTwice)
-    assert crossed()["get"] == 2 * strategy.offload.moved[TO_HOST] > 0
+    assert crossed()["get"] == 2 * strategy.offload.place.moved[TO_HOST] > 0
 
 
 def test_parameters_that_are_not_sent_back_are_noticed() -> None:
@@ -346,7 +337,7 @@ def test_masters_elsewhere_are_copies_and_on_the_device_only_of_another_dtype(
         return strategy.masters is not strategy.parameter_shards
 
     for dtype in ("float64", "float32", "float16"):
-        kept = [is_kept_twice(offload, dtype) for offload in offloads(tmp_path)]
+        kept = [is_kept_twice(offload, dtype) for offload in places(tmp_path)]
         assert kept == [dtype == "float16", True, True]
 
 
@@ -357,10 +348,10 @@ def test_masters_elsewhere_are_copies_and_on_the_device_only_of_another_dtype(
 def test_bytes_moved_for_each_element(dtype: str, update: Any, load: Any) -> None:
     """ZeRO-Offload's numbers: 2 Psi/N each way in float16, of which 12 Psi/N are kept there."""
     columns = TO_HOST, TO_DEVICE, READ, WRITTEN
-    assert bytes_moved_by_update(10, dtype_of(dtype)) == {
+    assert bytes_moved(10, dtype_of(dtype)) == {
         x: 10 * n for x, n in zip(columns, update, strict=True)
     }
-    assert bytes_moved_by_load(10, dtype_of(dtype)) == {
+    assert bytes_moved(10, dtype_of(dtype), num_updates=0, num_loads=1) == {
         x: 10 * n for x, n in zip(columns, load, strict=True)
     }
 
@@ -369,7 +360,7 @@ def test_one_buffer_holds_what_comes_and_goes() -> None:
     """As large as the largest part of a unit that the rank updates, whatever the others are."""
 
     def found(comm: Communicator) -> tuple[int, int]:
-        strategy, _ = trained(zero2, comm, dtype="float16", xp=FAKE, offload=HostOffload)
+        strategy, _ = trained(zero2, comm, dtype="float16", xp=FAKE, offload=HostMemory)
         parts = [x.shape[0] for x in strategy.parameter_shards.values()]
         assert min(parts) < max(parts)
         return strategy.offload.memory.peak["buffers"], 2 * max(parts)
@@ -379,78 +370,79 @@ def test_one_buffer_holds_what_comes_and_goes() -> None:
 
 def test_a_skipped_update_moves_nothing(tmp_path: Path) -> None:
     model = gpt(num_layers=1, hidden=6, num_heads=2, context=CONTEXT)
-    recipe = Recipe("float16", offload=partial(DiskOffload, tmp_path), xp=FAKE)
+    recipe = Recipe("float16", offload=partial(Disk, tmp_path), xp=FAKE)
     strategy = Trainer(None, model, recipe)
-    before = Counter(strategy.offload.moved)
+    before = Counter(strategy.offload.place.moved)
     strategy.loss_scale.value = 2.0**40
     strategy.step(*batch(0, 0, 1), ROWS * CONTEXT)
     assert (strategy.num_skipped, strategy.num_updates) == (1, 0)
-    assert strategy.offload.moved == before == offload_traffic(strategy, 0)
-    assert all(n < offload_traffic(strategy, 1)[x] for x, n in before.items())
+    assert strategy.offload.place.moved == before == Counter(offload_traffic(strategy, 0))
+    assert all(before[x] < n for x, n in offload_traffic(strategy, 1).items())
 
 
 @pytest.mark.parametrize("xp", [host, FAKE])
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_what_has_no_slope_is_left_alone_and_not_moved(xp: Any, dtype: str, tmp_path: Path) -> None:
     here = dtype_of(dtype)
-    for offload in offloads(tmp_path):
-        it, owned = offload(MemoryTracker(), 0), {unit: xp.zeros(4, dtype=here) for unit in "ab"}
-        optimizer = Adam(it.make_masters(owned, master_dtype(here)), make_state=it.zeros)
-        before = Counter(it.moved)
-        it.update(optimizer, {"b": xp.ones(4, dtype=here)}, 1.0)
+    for make in places(tmp_path):
+        place, owned = make(0, xp), {unit: xp.zeros(4, dtype=here) for unit in "ab"}
+        offload = Offload(place, owned, MemoryTracker())
+        optimizer = Adam(offload.masters, make_state=offload.zeros)
+        before = Counter(place.moved)
+        offload.update(optimizer, {"b": xp.ones(4, dtype=here)}, 1.0)
         assert not bare(owned["a"]).any() and bare(owned["b"]).all()
-        gone, one = it.moved - before, Counter(bytes_moved_by_update(4, here))
-        assert gone == Counter({x: one[x] for x in it.COLUMNS if xp is FAKE or "disk" in x})
+        gone, one = place.moved - before, Counter(bytes_moved(4, here))
+        assert gone == Counter({x: one[x] for x in place.COLUMNS if xp is FAKE or "disk" in x})
 
 
 def test_parameters_that_somebody_else_has_changed_are_loaded(tmp_path: Path) -> None:
-    for offload, xp in [(p, xp) for p in offloads(tmp_path) for xp in (host, FAKE)]:
-        it, owned = offload(MemoryTracker(), 0), {"a": xp.zeros(4, dtype=np.dtype(np.float16))}
-        masters = it.make_masters(owned, np.dtype(np.float32))
+    for make, xp in [(p, xp) for p in places(tmp_path) for xp in (host, FAKE)]:
+        owned = {"a": xp.zeros(4, dtype=np.dtype(np.float16))}
+        offload = Offload(make(0, xp), owned, MemoryTracker())
         owned["a"] += 3
-        assert not bare(masters["a"]).any()
-        it.load()
-        assert (bare(masters["a"]) == 3).all()
+        assert not bare(offload.masters["a"]).any()
+        offload.load()
+        assert (bare(offload.masters["a"]) == 3).all()
 
 
 # On disk
 
 
 def on_disk(
-    folder: Path, sizes: dict[str, int], kind: type[DiskOffload] = DiskOffload
-) -> tuple[DiskOffload, Adam]:
-    """A offload with units of these sizes in float32, and an optimizer."""
-    offload = kind(folder, MemoryTracker(), 5)
+    folder: Path, sizes: dict[str, int], kind: type[Disk] = Disk
+) -> tuple[Disk, Offload, Adam]:
+    """A place, an offload with units of these sizes in float32, and an optimizer."""
     owned = {unit: np.zeros(size, np.float32) for unit, size in sizes.items()}
-    return offload, Adam(
-        offload.make_masters(owned, np.dtype(np.float32)), make_state=offload.zeros
-    )
+    offload = Offload(place := kind(folder, 5, host), owned, MemoryTracker())
+    return place, offload, Adam(offload.masters, make_state=offload.zeros)
 
 
-def update(offload: DiskOffload, optimizer: Adam) -> None:
+def update(offload: Offload, optimizer: Adam) -> None:
     offload.update(optimizer, {unit: x + 1 for unit, x in offload.parameters.items()}, 1.0)
 
 
 def test_each_unit_and_state_has_a_file_of_its_own(tmp_path: Path) -> None:
     """With what is in memory, and with nothing for a unit of which the rank updates nothing."""
-    offload, optimizer = on_disk(tmp_path / "new" / "folder", {"a": 7, "b/../c": 5, "none": 0})
+    place, offload, optimizer = on_disk(
+        tmp_path / "new" / "folder", {"a": 7, "b/../c": 5, "none": 0}
+    )
     update(offload, optimizer)
-    assert offload.folder.parent == tmp_path / "new" / "folder"
-    assert offload.folder.name.startswith("rank5-")
+    assert place.folder.parent == tmp_path / "new" / "folder"
+    assert place.folder.name.startswith("rank5-")
     kept = [offload.masters, *optimizer.states.values()]
     for kind, arrays in zip(("master", "state1", "state2"), kept, strict=True):
         for unit, name in (("a", "a"), ("b/../c", "b%2F..%2Fc")):
-            on_file = np.fromfile(offload.folder / f"{name}.{kind}", np.float32)
+            on_file = np.fromfile(place.folder / f"{name}.{kind}", np.float32)
             assert on_file.all() and np.array_equal(on_file, arrays[unit])
-    assert len(list(offload.folder.iterdir())) == 6
+    assert len(list(place.folder.iterdir())) == 6
 
 
 def test_files_are_removed_by_close_and_training_can_go_on(tmp_path: Path) -> None:
-    offload, optimizer = on_disk(tmp_path, {"a": 7})
+    place, offload, optimizer = on_disk(tmp_path, {"a": 7})
     update(offload, optimizer)
     (tmp_path / "of somebody else").touch()
-    offload.close()
-    offload.close()
+    place.close()
+    place.close()
     assert [x.name for x in tmp_path.iterdir()] == ["of somebody else"]
     before = offload.parameters["a"].copy()
     update(offload, optimizer)
@@ -458,7 +450,7 @@ def test_files_are_removed_by_close_and_training_can_go_on(tmp_path: Path) -> No
 
 
 def test_files_are_removed_with_the_strategy(tmp_path: Path) -> None:
-    strategy, _ = trained(serial, None, offload=partial(DiskOffload, tmp_path))
+    strategy, _ = trained(serial, None, offload=partial(Disk, tmp_path))
     assert len(list(tmp_path.iterdir())) == 1
     del strategy
     gc.collect()
@@ -466,20 +458,20 @@ def test_files_are_removed_with_the_strategy(tmp_path: Path) -> None:
 
 
 def test_ranks_and_runs_that_share_a_folder_do_not_meet(tmp_path: Path) -> None:
-    offloads = [on_disk(tmp_path, {"a": 7})[0] for _ in range(3)]
-    assert len({offload.folder for offload in offloads}) == len(list(tmp_path.iterdir())) == 3
+    found = [on_disk(tmp_path, {"a": 7})[0] for _ in range(3)]
+    assert len({place.folder for place in found}) == len(list(tmp_path.iterdir())) == 3
 
 
 def test_no_room_is_told_at_once(tmp_path: Path) -> None:
     """And not by a signal, when what is not there is written to."""
     with pytest.raises(OSError, match=r"too large|No space"):
-        DiskOffload(tmp_path, MemoryTracker(), 0)._zeros("a", 2**60, np.dtype(np.float32))
+        Disk(tmp_path, 0, host).zeros("a", 2**60, np.dtype(np.float32))
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="file"):
-        DiskOffload(tmp_path / "file", MemoryTracker(), 0)
+        Disk(tmp_path / "file", 0, host)
 
 
 @pytest.fixture
@@ -495,28 +487,28 @@ def flushed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes]]:
     return seen
 
 
-class WritesNothing(DiskOffload):
+class WritesNothing(Disk):
     """Lets go of what it has not written: the system may write it at some time, or never."""
 
-    def _after_write(self, arrays: list[Array]) -> None:
+    def end_update(self, arrays: list[Array]) -> None:
         for x in arrays:
             if x.size:
                 x.base.madvise(mmap.MADV_DONTNEED)
 
 
-@pytest.mark.parametrize("kind", [DiskOffload, WritesNothing])
+@pytest.mark.parametrize("kind", [Disk, WritesNothing])
 def test_a_unit_is_written_to_the_disk_as_soon_as_it_is_updated(
-    kind: type[DiskOffload], tmp_path: Path, flushed: list[tuple[str, bytes]]
+    kind: type[Disk], tmp_path: Path, flushed: list[tuple[str, bytes]]
 ) -> None:
     """Each of its files once, as it then is; and the masters when they are made."""
     before = []
 
     class Watched(kind):  # type: ignore[misc,valid-type]
-        def _before_read(self, arrays: list[Array]) -> None:
+        def begin_update(self, arrays: list[Array]) -> None:
             before.append(len(flushed))
-            super()._before_read(arrays)
+            super().begin_update(arrays)
 
-    offload, optimizer = on_disk(tmp_path, {"a": 7, "none": 0, "b": 5}, Watched)
+    place, offload, optimizer = on_disk(tmp_path, {"a": 7, "none": 0, "b": 5}, Watched)
     made = [name for name, _ in flushed]
     flushed.clear()
     update(offload, optimizer)
@@ -525,7 +517,7 @@ def test_a_unit_is_written_to_the_disk_as_soon_as_it_is_updated(
         return
     assert made == ["a.master", "b.master"] and before == [0, 3, 3]
     files = [f"{unit}.{what}" for unit in "ab" for what in ("master", "state1", "state2")]
-    assert flushed == [(name, (offload.folder / name).read_bytes()) for name in files]
+    assert flushed == [(name, (place.folder / name).read_bytes()) for name in files]
 
 
 def resident(folder: Path) -> int:
@@ -539,26 +531,26 @@ def resident(folder: Path) -> int:
     return found
 
 
-class HoldsOn(DiskOffload):
+class HoldsOn(Disk):
     """Lets nothing go."""
 
-    def _after_write(self, arrays: list[Array]) -> None:
+    def end_update(self, arrays: list[Array]) -> None:
         pass
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is resident")
-@pytest.mark.parametrize("kind", [DiskOffload, HoldsOn])
-def test_one_unit_at_a_time_is_held_in_memory(kind: type[DiskOffload], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Disk, HoldsOn])
+def test_one_unit_at_a_time_is_held_in_memory(kind: type[Disk], tmp_path: Path) -> None:
     mib, seen = 2**20, []
 
     class Watched(kind):  # type: ignore[misc,valid-type]
-        def _after_write(self, arrays: list[Array]) -> None:
+        def end_update(self, arrays: list[Array]) -> None:
             seen.append(resident(tmp_path))
-            super()._after_write(arrays)
+            super().end_update(arrays)
 
-    offload, optimizer = on_disk(tmp_path, dict.fromkeys("abc", mib // 4), Watched)
-    assert seen == ([mib] * 3 if kind is DiskOffload else [mib, 2 * mib, 3 * mib])
+    _, offload, optimizer = on_disk(tmp_path, dict.fromkeys("abc", mib // 4), Watched)
+    assert seen == ([mib] * 3 if kind is Disk else [mib, 2 * mib, 3 * mib])
     seen.clear()
     update(offload, optimizer)
-    assert seen == ([3 * mib] * 3 if kind is DiskOffload else [5 * mib, 7 * mib, 9 * mib])
-    assert resident(tmp_path) == (0 if kind is DiskOffload else 9 * mib)
+    assert seen == ([3 * mib] * 3 if kind is Disk else [5 * mib, 7 * mib, 9 * mib])
+    assert resident(tmp_path) == (0 if kind is Disk else 9 * mib)

@@ -13,7 +13,7 @@ import collectives
 from collectives import Communicator
 from parallel import Recipe, ddp, hsdp, zero1, zero3
 from parallel.accounts import gather_json
-from parallel.optim.offload import READ, WRITTEN, DiskOffload, HostOffload
+from parallel.places import READ, WRITTEN, Disk, HostMemory
 from parallel.rank_report import RankReport, differences, gather, pairs
 from tests.parallel.training import CONTEXT, End, batch, model, train
 
@@ -54,7 +54,7 @@ def test_memory_is_by_formula_and_counted() -> None:
 
 def test_what_is_elsewhere_has_names_of_its_own() -> None:
     psi = model().num_parameters
-    for report in reports(zero1, 2, offload=HostOffload):
+    for report in reports(zero1, 2, offload=HostMemory):
         assert report.memory["master, offloaded"] == (4 * psi, 4 * psi)
         assert report.memory["optimizer, offloaded"] == (8 * psi, 8 * psi)
         assert report.memory["master"] == report.memory["optimizer"] == (0, 0)
@@ -63,7 +63,7 @@ def test_what_is_elsewhere_has_names_of_its_own() -> None:
 def test_what_is_moved_is_by_formula_and_counted(tmp_path: Any) -> None:
     """Two updates of three files each, 8 bytes an element; once the masters are made."""
     psi = model().num_parameters
-    for report in reports(zero1, 2, offload=partial(DiskOffload, tmp_path)):
+    for report in reports(zero1, 2, offload=partial(Disk, tmp_path)):
         read, written = 2 * 3 * 4 * psi, (2 * 3 + 1) * 4 * psi
         assert report.moved[READ] == (read, read)
         assert report.moved[WRITTEN] == (written, written)

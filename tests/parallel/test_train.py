@@ -18,10 +18,10 @@ from safetensors.numpy import load_file
 
 import collectives
 from collectives import Communicator
-from parallel import Sharding, Trainer, presets, text
+from parallel import Sharding, Trainer, places, presets, text
 from parallel.checkpoint import METADATA_FILE, Checkpoint
 from parallel.cli import console_of
-from parallel.optim import LossScale, offload
+from parallel.optim import LossScale
 from parallel.runtime import memory as predictions
 from parallel.sharding import AllReduce, HalfPrecision, Int8Blocks, PowerSGD
 from parallel.train import Training, main, parser
@@ -147,12 +147,13 @@ def other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def more_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes from the disk, for which the formula has a byte more."""
-    really = predictions.bytes_moved_by_load
+    really = predictions.bytes_moved
 
-    def bytes_moved_by_load(*given: Any) -> dict[str, int]:
-        return really(*given) | {offload.READ: 1}
+    def bytes_moved(*given: Any, **options: Any) -> dict[str, int]:
+        moved = really(*given, **options)
+        return moved | {places.READ: moved[places.READ] + 1}
 
-    monkeypatch.setattr(predictions, "bytes_moved_by_load", bytes_moved_by_load)
+    monkeypatch.setattr(predictions, "bytes_moved", bytes_moved)
 
 
 DIFFERENCES = {
@@ -195,7 +196,7 @@ def test_json_holds_arguments_losses_memory_and_traffic(run: Any, tmp_path: Path
     assert len(kept) == len(moved) == 3
     assert all(rank["parameters"] == [8 * psi, 8 * psi] for rank in kept)
     assert sum(rank["optimizer, offloaded"][1] for rank in kept) == 2 * 8 * psi
-    assert set(moved[0]) == {offload.TO_HOST, offload.TO_DEVICE}
+    assert set(moved[0]) == {places.TO_HOST, places.TO_DEVICE}
 
     traffic = written["traffic"]
     assert traffic["not_observed"] == "threads of one process have no MPI to count their messages"
@@ -432,7 +433,7 @@ def test_offload(run: Any, tmp_path: Path, place: str) -> None:
     assert "master, offloaded f" in done.said and "parameters f" in done.said
     assert ("written to disk c" in done.said) == (place == "disk")
     if place == "disk":
-        assert taken(done).offload.moved["written to disk"] > 0
+        assert taken(done).offload.place.moved["written to disk"] > 0
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])

@@ -1,0 +1,216 @@
+"""Places in which a rank keeps arrays: with the model, in host memory, or on a disk.
+
+    Recipe(offload=HostMemory)                             # ZeRO-Offload: Ren et al. 2021
+    Recipe(offload_activations=partial(Disk, "/scratch"))  # ZeRO-Infinity: Rajbhandari et al. 2021
+
+`parallel.optim.Offload` updates masters and optimizer states in a place.  What a layer saves is put
+in another one after its forward pass and taken back before its backward pass, so that the device
+keeps the activations of one layer at a time.  A place counts the bytes that it moves, by column:
+those of the disk go through the operating system, which may cache them, and NumPy's arrays are in
+host memory already, so that nothing moves to and from a device.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+import numpy as np
+
+from parallel.accounts.tracker import arrays_in
+from parallel.nn import Array, Shape
+
+TO_HOST, TO_DEVICE = DEVICE_COLUMNS = "to host", "to device"
+READ, WRITTEN = "read from disk", "written to disk"
+OFFLOADED = "activations, offloaded"  # the category of memory of activations that have been moved
+
+
+class Place:
+    """Keeps arrays where those of the model are, so that nothing moves; the base class of places.
+
+    `rank` is part of the names of files; `xp` is the array namespace of the model.  `moved` has the
+    bytes moved so far, by `COLUMNS`.  If `is_cross_device`, the model is in a device's memory and
+    what is kept here is not.
+    """
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, rank: int, xp: Any) -> None:
+        self.xp, self.moved = xp, Counter[str]()
+        self.is_cross_device = bool(self.COLUMNS) and not isinstance(xp.empty(0), np.ndarray)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Those of `COLUMNS` that are not always 0."""
+        return tuple(x for x in self.COLUMNS if self.is_cross_device or x not in DEVICE_COLUMNS)
+
+    def zeros(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
+        """Return a new 1-d array of `size` zeros of this `dtype`.  `name` is that of its file."""
+        return self.xp.zeros(size, dtype=dtype)
+
+    def copy_here(self, x: Array, buffer: Array | None = None) -> Array:
+        """Return `x` of the model, or a device's copied to this `buffer` or a new array."""
+        if not self.is_cross_device:
+            return x
+        host = np.empty(x.shape, x.dtype) if buffer is None else buffer[: x.shape[0]]
+        if host.size:
+            x.get(out=host)
+        self.moved[TO_HOST] += host.nbytes
+        return host
+
+    def copy_back(self, kept: Array, x: Array, buffer: Array | None = None) -> None:
+        """Set `x` of the model to `kept`, which for a device is rounded in `buffer`."""
+        if not self.is_cross_device:
+            if x is not kept:
+                x[...] = kept
+            return
+        if buffer is not None:
+            rounded = buffer[: x.shape[0]]
+            rounded[...] = kept
+            kept = rounded
+        if kept.size:
+            x.set(kept)
+        self.moved[TO_DEVICE] += kept.nbytes
+
+    def begin_update(self, arrays: list[Array]) -> None:
+        """Called before `arrays`, which are kept here, are read and changed."""
+
+    def end_update(self, arrays: list[Array]) -> None:
+        """Called when `arrays` have been written and are not needed before the next update."""
+
+    def put(self, held: Any) -> Any:
+        """Return nested containers `held` in which arrays are replaced by what is kept here."""
+        return replaced(held, self._store) if self.columns else held
+
+    def take(self, kept: Any) -> Any:
+        """Return what was `put`, where it was; `kept` is what `put` returned."""
+        return replaced(kept, self._fetch) if self.columns else kept
+
+    def _store(self, x: Array) -> Any:
+        return self.copy_here(x)
+
+    def _fetch(self, kept: Any) -> Array:
+        if not self.is_cross_device:
+            return kept
+        x = self.xp.empty(kept.shape, dtype=kept.dtype)
+        self.copy_back(kept, x)
+        return x
+
+
+class HostMemory(Place):
+    """Keeps arrays in host memory; updates are made by NumPy.
+
+    `rank` is this rank, and `xp` the array namespace of the model; a device's arrays need CuPy's
+    ``get(out=)`` and ``set``.  Activations come back contiguous, in C order.  An array is moved for
+    each layer that saves it, and each view as an array of its own; `Model.activation_bytes` counts
+    these once, so that predictions are exact if there are none, as in `parallel.gpt`.
+
+    Examples
+    --------
+    >>> from parallel import HostMemory, Recipe
+    >>> recipe = Recipe(offload=HostMemory, offload_activations=HostMemory)
+    """
+
+    COLUMNS: ClassVar[tuple[str, ...]] = DEVICE_COLUMNS
+
+    def zeros(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
+        return np.zeros(size, dtype)
+
+
+class Disk(HostMemory):
+    """Keeps each array in a file, in a directory of this rank that is created in `folder`.
+
+    Masters and optimizer states are mapped into memory.  As soon as a unit has been updated, its
+    files are written to the disk and this process releases their pages, so that it holds those of
+    one unit at most.  The file of an activation is removed after backward.  The directory is
+    removed by `close`, with the training run, or when Python ends; if the process is killed, it
+    stays.  Raises OSError if there is no space.  `rank` and `xp` are those of `HostMemory`.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> from parallel import Disk, Recipe
+    >>> recipe = Recipe(offload=partial(Disk, "/scratch"))
+    """
+
+    COLUMNS = (*DEVICE_COLUMNS, READ, WRITTEN)
+
+    def __init__(self, folder: str | Path, rank: int, xp: Any) -> None:
+        super().__init__(rank, xp)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"rank{rank}-", dir=folder))
+        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._numbers = count()
+
+    def close(self) -> None:
+        """Remove the files.  Updates can go on in memory; activations cannot be put here."""
+        self._remove()
+
+    def zeros(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
+        if size == 0:  # an empty file cannot be mapped
+            return super().zeros(name, size, dtype)
+        path = self.folder / quote(name, safe="")
+        with path.open("xb") as file:
+            # Reserve the space now: a full disk at a later write would kill the process.
+            os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+        return np.memmap(path, dtype, "r+", shape=(size,))
+
+    def begin_update(self, arrays: list[Array]) -> None:
+        self.moved[READ] += sum(x.nbytes for x in arrays)
+
+    def end_update(self, arrays: list[Array]) -> None:
+        self.moved[WRITTEN] += sum(x.nbytes for x in arrays)
+        for x in arrays:
+            if x.size:
+                x.flush()
+                x.base.madvise(mmap.MADV_DONTNEED)
+
+    def _store(self, x: Array) -> OnFile:
+        host = super()._store(x)
+        path = self.folder / str(next(self._numbers))
+        stored = OnFile(path, host.shape, host.dtype, host.nbytes)
+        weakref.finalize(stored, path.unlink, missing_ok=True)
+        host.tofile(path)
+        self.moved[WRITTEN] += host.nbytes
+        return stored
+
+    def _fetch(self, kept: OnFile) -> Array:
+        host = np.fromfile(kept.path, np.uint8).view(kept.dtype).reshape(kept.shape)
+        self.moved[READ] += host.nbytes
+        return super()._fetch(host)
+
+
+@dataclass(eq=False)
+class OnFile:
+    """An array in a file, without the open file of a mapped one; a `MemoryTracker` counts it."""
+
+    path: Path
+    shape: Shape
+    dtype: np.dtype[Any]
+    nbytes: int
+
+
+def replaced(held: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested lists, tuples and dicts with ``change(x)`` for each array; called once each."""
+    distinct = {id(x): x for x in arrays_in(held)}
+    return with_new(held, {key: change(x) for key, x in distinct.items()})
+
+
+def with_new(held: Any, new: Mapping[int, Any]) -> Any:
+    """Return nested lists, tuples and dicts with `new` values of objects, given by `id`."""
+    if isinstance(held, dict):
+        return {key: with_new(x, new) for key, x in held.items()}
+    if isinstance(held, list | tuple):
+        items = [with_new(x, new) for x in held]
+        return getattr(held, "_make", type(held))(items)  # a named tuple has _make
+    return new.get(id(held), held)
