@@ -34,11 +34,6 @@ class Tally(NamedTuple):
         calls = "" if self.calls is None else f"{self.calls} calls, "
         return f"{calls}{self.messages} messages, {self.bytes} bytes"
 
-    @property
-    def volume(self) -> tuple[int, int]:
-        """The number of messages and of bytes."""
-        return self.messages, self.bytes
-
 
 @dataclass(frozen=True)
 class PredictedCall:
@@ -51,8 +46,7 @@ class PredictedCall:
     collective : str
         Such as ``"all_reduce"``; or ``"send"``, of which each call is one message.
     counts : int, or tuple
-        The number of elements: of the vector of an all-reduce, or of each rank's part of an
-        all-gather, or from each rank to each in an all-to-all; see `collectives.predict`.
+        The number of elements, as in `collectives.predict`.
     itemsize, num_calls : int
         The bytes of an element, and how many calls each group makes.
     groups : tuple of tuple of int, optional
@@ -78,11 +72,6 @@ class PredictedCall:
     axis: str = ""
     root: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the whole array; of an all-to-all, of all ranks' arrays together."""
-        return int(self.itemsize * np.sum(np.asarray(self.counts, np.int64)))
-
     def matrices(self, size: int) -> Int64:
         """Return the messages and bytes from each of `size` ranks to each, int64 (2, size, size).
 
@@ -91,34 +80,29 @@ class PredictedCall:
         found = np.zeros((2, size, size), np.int64)
         for group in self.groups or (tuple(range(size)),):
             if self.collective in POINT_TO_POINT:
-                found[:, group[0], group[1]] += 1, self.nbytes
+                found[:, group[0], group[1]] += 1, self.itemsize * self.counts
             elif len(group) > 1:
-                found[np.ix_((0, 1), group, group)] += self._of_group(len(group))
+                sent = collectives.predict(
+                    "all_gather" if self.collective == "check" else self.collective, len(group),
+                    self.counts, itemsize=self.itemsize, algorithm=self.algorithm, root=self.root,
+                )  # fmt: skip
+                found[np.ix_((0, 1), group, group)] += np.stack([sent.messages, sent.bytes])
         return found * self.num_calls
 
-    def _of_group(self, size: int) -> Int64:
-        collective = "all_gather" if self.collective == "check" else self.collective
-        sent = collectives.predict(
-            collective, size, self.counts, itemsize=self.itemsize, algorithm=self.algorithm,
-            root=self.root,
-        )  # fmt: skip
-        return np.stack([sent.messages, sent.bytes])
-
     def sent(self, size: int) -> Tally:
-        """Return what all `size` ranks together send in all of these calls; see `matrices`."""
-        return self.tally(self.matrices(size))
-
-    def tally(self, matrices: Int64) -> Tally:
-        """Return the sums of `matrices`, which are those of this object.
+        """Return what all `size` ranks together send in all of these calls; see `matrices`.
 
         A call without messages (of one rank) leaves no record and is not counted.  The number of
         calls of a "send" or a "check" is None.
         """
+        return self.tally(self.matrices(size))
+
+    def tally(self, matrices: Int64) -> Tally:
+        """Return what `sent` returns; `matrices` are those of this object."""
         messages, nbytes = matrices.sum(axis=(1, 2)).tolist()
-        if self.collective in UNCOUNTED:
-            return Tally(None, messages, nbytes)
         num_groups = 1 if self.groups is None else len(self.groups)
-        return Tally(self.num_calls * num_groups if messages else 0, messages, nbytes)
+        calls = self.num_calls * num_groups if messages else 0
+        return Tally(None if self.collective in UNCOUNTED else calls, messages, nbytes)
 
     def check(self, mode: bool | str, size: int) -> list[PredictedCall]:
         """Return what checked mode sends for these calls; see ``check`` of `collectives.wrap`.
