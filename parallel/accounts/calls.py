@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -41,19 +42,15 @@ class PredictedCall:
 
     Attributes
     ----------
-    phase, algorithm : str
-        The label of the phase, and the algorithm by which the collective is called.
-    collective : str
-        Such as ``"all_reduce"``; or ``"send"``, of which each call is one message.
-    counts : int, or tuple
-        The number of elements, as in `collectives.predict`.
-    itemsize, num_calls : int
-        The bytes of an element, and how many calls each group makes.
+    phase, axis : str
+        The label of the phase, and the name of the communicator.
+    collective, algorithm, counts, itemsize, root
+        As in `collectives.predict`; or ``"send"`` and the like, of which each call is one message.
+    num_calls : int
+        How many calls each group makes.
     groups : tuple of tuple of int, optional
         The ranks of each group that makes these calls; for ``"send"`` each is (source,
         destination).  By default all ranks are one group.
-    axis, root
-        The name of the communicator, and the root of a rooted collective: a rank of the group.
 
     Examples
     --------
@@ -121,8 +118,7 @@ class PredictedCall:
 
 def merged(calls: Iterable[PredictedCall]) -> list[PredictedCall]:
     """Return the calls with equal ones added up, in the order in which they first appear."""
-    times: dict[PredictedCall, int] = {}
+    times: Counter[PredictedCall] = Counter()
     for call in calls:
-        key = replace(call, num_calls=1)
-        times[key] = times.get(key, 0) + call.num_calls
+        times[replace(call, num_calls=1)] += call.num_calls
     return [replace(call, num_calls=n) for call, n in times.items() if n]

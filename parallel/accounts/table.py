@@ -34,9 +34,14 @@ class TrafficRow(NamedTuple):
 
     phase: str
     collective: str
-    predicted: Tally
-    recorded: Tally
-    observed: Tally | None
+    predicted: Tally = Tally()
+    recorded: Tally = Tally()
+    observed: Tally | None = None
+
+    def plus(self, other: TrafficRow) -> TrafficRow:
+        """Return this row with what another predicts and records added."""
+        predicted = self.predicted.plus(other.predicted)
+        return self._replace(predicted=predicted, recorded=self.recorded.plus(other.recorded))
 
     @property
     def columns(self) -> dict[str, Tally]:
@@ -55,7 +60,7 @@ class TrafficRow(NamedTuple):
         return f"{self.phase}/{self.collective}: {'; '.join(columns)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row for JSON."""
+        """Return the row as what JSON can represent."""
         return self._asdict() | {name: each._asdict() for name, each in self.columns.items()}
 
 
@@ -67,6 +72,11 @@ class Sent(NamedTuple):
     axis: str
     tally: Tally
     matrix: Int64  # messages and bytes from each rank to each, (2, p, p)
+
+    @property
+    def outer(self) -> str:
+        """The outermost phase."""
+        return self.phase.partition("/")[0]
 
 
 def sent_in(ledger: Ledger) -> list[Sent]:
@@ -130,17 +140,18 @@ class TrafficTable:
             for matrix in [call.matrices(size)]
         ]
         recorded = sent_in(ledger)
-        self.axes = sums(recorded, axis_of)
-        self._phases = sums(recorded, outermost_phase)
+        self.axes = sums(recorded, lambda sent: sent.axis)
+        self._phases = sums(recorded, lambda sent: sent.outer)
         self.matrices = {phase: matrix[1] for phase, matrix in self._phases.items()}
         self.matrix: Int64 = sum(self.matrices.values(), np.zeros((size, size), np.int64))
-        self.rows = rows_of(self.predicted, recorded, observed)
+        rows = rows_of(self.predicted, recorded)
+        self.rows = rows if observed is None else with_observed(rows, observed)
 
     def check(self) -> str:
         """Return a sentence on what was compared.  Raise TrafficMismatch if columns differ."""
         wrong = [str(row) for row in self.rows if not row.is_equal]
-        wrong += self._differences("axis", "recorded", axis_of, self.axes)
-        wrong += self._differences("phase", "recorded", outermost_phase, self._phases)
+        wrong += self._differences("axis", "recorded", lambda sent: sent.axis, self.axes)
+        wrong += self._differences("phase", "recorded", lambda sent: sent.outer, self._phases)
         if (observed := self.observed) is not None:
             wrong += self._differences(
                 "phase", "observed", lambda sent: observed_phase(sent.phase, observed), observed
@@ -170,14 +181,6 @@ class TrafficTable:
         }  # fmt: skip
 
 
-def axis_of(sent: Sent) -> str:
-    return sent.axis
-
-
-def outermost_phase(sent: Sent) -> str:
-    return sent.phase.partition("/")[0]
-
-
 def observed_phase(phase: str, observed: Iterable[str]) -> str:
     """Return the observed phase that contains `phase`."""
     outer = [label for label in observed if f"{phase}/".startswith(f"{label}/")]
@@ -193,34 +196,29 @@ def sums(sent: Iterable[Sent], key: Callable[[Sent], str]) -> dict[str, Int64]:
     return found
 
 
-def rows_of(
-    predicted: Iterable[Sent], recorded: Iterable[Sent], observed: dict[str, Int64] | None
-) -> list[TrafficRow]:
-    """Return a row for each (phase, collective) of any column, grouped by observed phase."""
-    tallies: dict[tuple[str, str], list[Tally]] = {}
-    for column, sent in enumerate((predicted, recorded)):
+def rows_of(predicted: Iterable[Sent], recorded: Iterable[Sent]) -> list[TrafficRow]:
+    """Return a row for each (phase, collective) of either column."""
+    rows: dict[tuple[str, str], TrafficRow] = {}
+    for column, sent in (("predicted", predicted), ("recorded", recorded)):
         for each in sent:
-            both = tallies.setdefault((each.phase, each.collective), [Tally(), Tally()])
-            both[column] = both[column].plus(each.tally)
-    rows = [TrafficRow(*key, both[0], both[1], None) for key, both in tallies.items()]
-    if observed is None:
-        return rows
+            row = TrafficRow(each.phase, each.collective, **{column: each.tally})
+            rows[row[:2]] = rows[row[:2]].plus(row) if row[:2] in rows else row
+    return list(rows.values())
+
+
+def with_observed(rows: list[TrafficRow], observed: dict[str, Int64]) -> list[TrafficRow]:
+    """Return the rows grouped by observed phase; the sum follows several rows of one, or none."""
     within: dict[str, list[TrafficRow]] = {}
     for row in rows:
         within.setdefault(observed_phase(row.phase, observed), []).append(row)
     seen = {phase: matrix.sum(axis=(1, 2)).tolist() for phase, matrix in observed.items()}
     within |= {phase: [] for phase, sent in seen.items() if any(sent) and phase not in within}
-    return [
-        row
-        for phase, rows in within.items()
-        for row in with_observed(phase, rows, Tally(None, *seen.get(phase, ())))
-    ]
-
-
-def with_observed(phase: str, rows: list[TrafficRow], seen: Tally) -> list[TrafficRow]:
-    """Return the rows of one observed phase, and their sum if there are several (or none)."""
-    if len(rows) == 1:
-        return [rows[0]._replace(observed=seen)]
-    predicted = reduce(Tally.plus, (row.predicted for row in rows), Tally())
-    recorded = reduce(Tally.plus, (row.recorded for row in rows), Tally())
-    return [*rows, TrafficRow(phase, ALL if rows else "?", predicted, recorded, seen)]
+    found = []
+    for phase, parts in within.items():
+        tally = Tally(None, *seen.get(phase, ()))
+        if len(parts) == 1:
+            found.append(parts[0]._replace(observed=tally))
+        else:
+            whole = TrafficRow(phase, ALL if parts else "?", observed=tally)
+            found += [*parts, reduce(TrafficRow.plus, parts, whole)]
+    return found
