@@ -1,11 +1,12 @@
-"""What command-line programs share: types of arguments, and tables that rank 0 prints."""
+"""What command-line programs share: types of arguments, and what rank 0 prints."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,15 @@ from array_api_compat import numpy as numpy_namespace
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
+from rich.progress import Progress
 from rich.table import Table
 
+from parallel.accounts import TrafficTable
+from parallel.runtime import ProgressCallback
+
 MAX_WIDTH = 1 << 16  # characters: wider than any table
+EVERY = 20  # steps between two lines if the output is not a terminal
+WRONG = "bold red"  # the style of a row whose numbers differ
 
 
 # Arguments
@@ -83,3 +90,52 @@ def print_table(table: Table, console: Console) -> None:
     options = console.options.update(width=MAX_WIDTH)
     table.width = Measurement.get(console, options, table).maximum
     console.print(table, crop=False)
+
+
+@contextmanager
+def progress(console: Console, steps: int) -> Iterator[ProgressCallback]:
+    """Yield a function of (steps done, loss) that moves a bar, or prints a line every 20 steps."""
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training", total=steps)
+
+        def show(done: int, loss: float) -> None:
+            bar.update(task, completed=done, description=f"loss {loss:.4f}")
+            if not console.is_terminal and (done % EVERY == 0 or done in (1, steps)):
+                console.print(f"step {done:5d}  loss {loss:.4f}")
+
+        yield show
+
+
+def print_traffic(traffic: TrafficTable, console: Console) -> None:
+    """Print the rows (red if they differ), the bytes between ranks, and why MPI saw nothing."""
+    console.print("Sent by all ranks together: p = predicted, r = recorded, o = observed by MPI")
+    counts = [f"{what} {column}" for what in ("messages", "bytes") for column in "pro"]
+    table = table_with("phase", "collective", numbers=["calls p", "calls r", *counts])
+    unseen = "n/a" if traffic.observed is None else ""  # another row has the sum of several rows
+    for row in traffic.rows:
+        tallies = row.predicted, row.recorded, row.observed
+        cells = ["" if n is None else str(n) for n in (row.predicted.calls, row.recorded.calls)]
+        cells += [unseen if each is None else str(each.messages) for each in tallies]
+        cells += [unseen if each is None else str(each.bytes) for each in tallies]
+        style = None if row.is_equal else WRONG
+        table.add_row(row.phase, row.collective, *cells, style=style)
+    print_table(table, console)
+    console.print("Bytes from row to column")
+    table = table_with("", numbers=range(len(traffic.matrix)))
+    for src, sent in enumerate(traffic.matrix.tolist()):
+        table.add_row(str(src), *map(str, sent))
+    print_table(table, console)
+    if traffic.reason is not None:
+        console.print(f"observed: n/a ({traffic.reason})")
+
+
+def print_rank_reports(ranks: Sequence[Mapping[str, Sequence[int]]], console: Console) -> None:
+    """Print for each rank the bytes by formula and counted; `ranks` maps names to these pairs."""
+    console.print("Peak bytes of each rank: f = by formula, c = counted from the arrays")
+    names = [name for name in ranks[0] if any(any(each[name]) for each in ranks)]
+    table = table_with("rank", numbers=[f"{name} {column}" for name in names for column in "fc"])
+    for rank, each in enumerate(ranks):
+        is_equal = all(formula == counted for formula, counted in each.values())
+        numbers = [str(n) for name in names for n in each[name]]
+        table.add_row(str(rank), *numbers, style=None if is_equal else WRONG)
+    print_table(table, console)

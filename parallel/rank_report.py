@@ -1,9 +1,4 @@
-"""What each rank reports when a run is over, gathered on rank 0.
-
-A report contains the memory kept and the bytes moved to and from where updates are made and
-activations are kept, both predicted and counted, and digests of the parameters.  `differences`
-compares them.
-"""
+"""What each rank reports when a run is over, gathered and compared on rank 0."""
 
 from __future__ import annotations
 
@@ -13,14 +8,7 @@ from typing import NamedTuple
 from collectives import Communicator
 from parallel.accounts import gather_json
 from parallel.nn import on_host
-from parallel.runtime import Trainer, agreement
-from parallel.runtime.memory import (
-    activation_traffic,
-    is_offloaded,
-    offload_traffic,
-    peak_memory,
-    peak_offloaded_memory,
-)
+from parallel.runtime import Trainer, agreement, memory
 
 Pair = tuple[int, int]  # predicted and counted
 
@@ -36,19 +24,19 @@ class RankReport(NamedTuple):
     def of(cls, trainer: Trainer, num_updates: int, rows: int, context: int) -> RankReport:
         """Return this rank's report after updates on its batches of (`rows`, `context`) tokens."""
         offload = trainer.offload
-        memory = pairs(peak_memory(trainer, rows, context), trainer.memory.peak)
-        if is_offloaded(trainer):
-            elsewhere = pairs(peak_offloaded_memory(trainer), offload.memory.peak)
-            memory |= {f"{name}, offloaded": pair for name, pair in elsewhere.items()}
+        kept = pairs(memory.peak_memory(trainer, rows, context), trainer.memory.peak)
+        if memory.is_offloaded(trainer):
+            elsewhere = pairs(memory.peak_offloaded_memory(trainer), offload.memory.peak)
+            kept |= {f"{name}, offloaded": pair for name, pair in elsewhere.items()}
+        moved = pairs(memory.offload_traffic(trainer, num_updates), offload.place.moved)
+        of_batches = memory.activation_traffic(trainer, rows, context)
+        of_activations = pairs(of_batches, trainer.activations.moved)
+        moved |= {f"activations {name}": pair for name, pair in of_activations.items()}
         digests = {}
         for unit, x in trainer.parameters.items():
             part = trainer.stored_slice(unit)
             digests[unit] = part.start, part.stop, agreement.digest(on_host(x)).hex()
-        moved = pairs(offload_traffic(trainer, num_updates), offload.place.moved)
-        of_batches = activation_traffic(trainer, rows, context)
-        of_activations = pairs(of_batches, trainer.activations.moved)
-        moved |= {f"activations {name}": pair for name, pair in of_activations.items()}
-        return cls(memory, moved, digests)
+        return cls(kept, moved, digests)
 
 
 def pairs(predicted: Mapping[str, int], counted: Mapping[str, int]) -> dict[str, Pair]:

@@ -48,8 +48,14 @@ from parallel.accounts import (
     TrafficMonitor,
     TrafficTable,
 )
-from parallel.cli import at_least, can_be_written, console_of
-from parallel.console import print_rank_reports, print_traffic, progress
+from parallel.cli import (
+    at_least,
+    can_be_written,
+    console_of,
+    print_rank_reports,
+    print_traffic,
+    progress,
+)
 from parallel.elastic import survive
 from parallel.nn import gpt
 from parallel.optim import DTYPES

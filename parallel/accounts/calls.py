@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -34,11 +35,6 @@ class Tally(NamedTuple):
         calls = "" if self.calls is None else f"{self.calls} calls, "
         return f"{calls}{self.messages} messages, {self.bytes} bytes"
 
-    @property
-    def volume(self) -> tuple[int, int]:
-        """The number of messages and of bytes."""
-        return self.messages, self.bytes
-
 
 @dataclass(frozen=True)
 class PredictedCall:
@@ -46,22 +42,15 @@ class PredictedCall:
 
     Attributes
     ----------
-    phase, algorithm : str
-        The label of the phase, and the algorithm by which the collective is called.
-    collective : str
-        Such as ``"all_reduce"``; or ``"send"``, of which each call is one message.
-    counts : int, or tuple
-        The number of elements: of the vector of an all-reduce, or of each rank's part of an
-        all-gather, or from each rank to each in an all-to-all; see `collectives.predict`.
-    itemsize, num_calls : int
-        The bytes of an element, and how many calls each group makes.
+    phase, axis : str
+        The label of the phase, and the name of the communicator.
+    collective, algorithm, counts, itemsize, root, in_place
+        As in `collectives.predict`; or ``"send"`` and the like, of which each call is one message.
+    num_calls : int
+        How many calls each group makes.
     groups : tuple of tuple of int, optional
         The ranks of each group that makes these calls; for ``"send"`` each is (source,
         destination).  By default all ranks are one group.
-    axis, root
-        The name of the communicator, and the root of a rooted collective: a rank of the group.
-    in_place : bool
-        Whether each rank's input and output share memory.
 
     Examples
     --------
@@ -81,11 +70,6 @@ class PredictedCall:
     root: int = 0
     in_place: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the whole array; of an all-to-all, of all ranks' arrays together."""
-        return int(self.itemsize * np.sum(np.asarray(self.counts, np.int64)))
-
     def matrices(self, size: int) -> Int64:
         """Return the messages and bytes from each of `size` ranks to each, int64 (2, size, size).
 
@@ -94,7 +78,7 @@ class PredictedCall:
         found = np.zeros((2, size, size), np.int64)
         for group in self.groups or (tuple(range(size)),):
             if self.collective in POINT_TO_POINT:
-                found[:, group[0], group[1]] += 1, self.nbytes
+                found[:, group[0], group[1]] += 1, self.itemsize * self.counts
             elif len(group) > 1:
                 sent = self._of_group(len(group))
                 found[np.ix_((0, 1), group, group)] += np.stack([sent.messages, sent.bytes])
@@ -109,27 +93,26 @@ class PredictedCall:
         return None
 
     def _of_group(self, size: int) -> Any:
-        collective = "all_gather" if self.collective == "check" else self.collective
         return collectives.predict(
-            collective, size, self.counts, itemsize=self.itemsize, algorithm=self.algorithm,
-            root=self.root, in_place=self.in_place,
+            "all_gather" if self.collective == "check" else self.collective, size, self.counts,
+            itemsize=self.itemsize, algorithm=self.algorithm, root=self.root,
+            in_place=self.in_place,
         )  # fmt: skip
 
     def sent(self, size: int) -> Tally:
-        """Return what all `size` ranks together send in all of these calls; see `matrices`."""
-        return self.tally(self.matrices(size))
-
-    def tally(self, matrices: Int64) -> Tally:
-        """Return the sums of `matrices`, which are those of this object.
+        """Return what all `size` ranks together send in all of these calls; see `matrices`.
 
         A call without messages (of one rank) leaves no record and is not counted.  The number of
         calls of a "send" or a "check" is None.
         """
+        return self.tally(self.matrices(size))
+
+    def tally(self, matrices: Int64) -> Tally:
+        """Return what `sent` returns; `matrices` are those of this object."""
         messages, nbytes = matrices.sum(axis=(1, 2)).tolist()
-        if self.collective in UNCOUNTED:
-            return Tally(None, messages, nbytes)
         num_groups = 1 if self.groups is None else len(self.groups)
-        return Tally(self.num_calls * num_groups if messages else 0, messages, nbytes)
+        calls = self.num_calls * num_groups if messages else 0
+        return Tally(None if self.collective in UNCOUNTED else calls, messages, nbytes)
 
     def check(self, mode: bool | str, size: int) -> list[PredictedCall]:
         """Return what checked mode sends for these calls; see ``check`` of `collectives.wrap`.
@@ -148,8 +131,7 @@ class PredictedCall:
 
 def merged(calls: Iterable[PredictedCall]) -> list[PredictedCall]:
     """Return the calls with equal ones added up, in the order in which they first appear."""
-    times: dict[PredictedCall, int] = {}
+    times: Counter[PredictedCall] = Counter()
     for call in calls:
-        key = replace(call, num_calls=1)
-        times[key] = times.get(key, 0) + call.num_calls
+        times[replace(call, num_calls=1)] += call.num_calls
     return [replace(call, num_calls=n) for call, n in times.items() if n]

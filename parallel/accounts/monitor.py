@@ -1,41 +1,30 @@
-"""What MPI counts, phase by phase."""
+"""What is measured in every phase: the messages that MPI counts, and the time."""
 
 from __future__ import annotations
 
+import json
+import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
 import collectives
-from collectives import Communicator, MonitorUnavailable
-from parallel.accounts.calls import Int64, Tally
+from collectives import Communicator, Ledger, MonitorUnavailable
+from parallel import shards
+from parallel.accounts.calls import Int64
 
 PhaseFunction: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Called with a label; returns a context manager, such as `collectives.phase`."""
 
 OUTSIDE = "(outside every phase)"
 NOT_OPENED = "not monitored"
-
-
-class ObservedTraffic(NamedTuple):
-    """What MPI counted on p ranks: for each phase an int64 array (2, p, p).
-
-    The first index selects messages or bytes, the second the source, the third the destination.
-    """
-
-    phases: dict[str, Int64]
-
-    def tally(self, phase: str) -> Tally:
-        """Return what all ranks together sent in a phase."""
-        messages, nbytes = self.phases[phase].sum(axis=(1, 2)) if phase in self.phases else (0, 0)
-        return Tally(None, int(messages), int(nbytes))
-
-    def matrix(self) -> Int64:
-        """Return the messages and bytes of all phases, int64 (2, p, p)."""
-        return np.sum(list(self.phases.values()), axis=0)  # type: ignore[no-any-return]
+PHASES, CALLS = 1, 0  # the two tracks of a rank in a timeline
+TRACKS = {PHASES: "phases", CALLS: "collective calls"}
 
 
 class TrafficMonitor:
@@ -57,47 +46,102 @@ class TrafficMonitor:
     def __init__(self, comm: Communicator, *, is_wanted: bool = True) -> None:
         self.comm = comm
         self.reason: str | None = None if is_wanted else NOT_OPENED
-        self.sent: dict[str, Int64] = defaultdict(lambda: np.zeros((2, comm.size), np.int64))
+        self.sent: dict[str, Any] = defaultdict(int)  # messages and bytes to each rank: (2, p)
+        self._last: Any = 0
         try:
             self.counters: Any = comm.counters() if is_wanted else None
         except MonitorUnavailable as why:
             self.counters, self.reason = None, str(why)
 
     def __enter__(self) -> TrafficMonitor:
-        self._opened_at = self._read()
+        self._count(OUTSIDE)
+        self.sent.clear()  # what was sent earlier
         return self
 
     def __exit__(self, *failure: object) -> None:
-        seen = sum(self.sent.values(), np.zeros((2, self.comm.size), np.int64))
-        self.sent[OUTSIDE] += self._read() - self._opened_at - seen
+        self._count(OUTSIDE)
         if self.counters is not None:
             self.counters.close()
 
     @contextmanager
     def phase(self, label: str) -> Iterator[None]:
         """Return a context manager: phase `label` of the ledger, whose messages MPI counts too."""
-        before = self._read()
+        self._count(OUTSIDE)
         with collectives.phase(label):
             yield
-        self.sent[label] += self._read() - before
+        self._count(label)
 
-    def _read(self) -> Int64:
-        """Return the messages and bytes from this rank to each rank so far: int64 (2, p)."""
-        if self.counters is None:
-            return np.zeros((2, self.comm.size), np.int64)
-        return np.array(self.counters.read(), dtype=np.int64)
+    def _count(self, label: str) -> None:
+        """Add what this rank has sent since the last call to what was sent in a phase."""
+        if self.counters is not None:
+            now = np.array(self.counters.read(), np.int64)
+            self.sent[label] += now - self._last
+            self._last = now
 
-    def gather(self) -> ObservedTraffic | None:
+    def gather(self) -> dict[str, Int64] | None:
         """Return all ranks' counts on rank 0; None on others, and without counters.
 
-        A collective call, to be made outside the recorded region.  All ranks must have passed the
-        same phases.
+        For each phase there is an int64 array (2, p, p) of messages and bytes, from each rank to
+        each.  A collective call, to be made outside the recorded region.  All ranks must have
+        passed the same phases.
         """
         if self.counters is None:
             return None
-        p = self.comm.size
-        labels = sorted(self.sent)
+        p, labels = self.comm.size, sorted(self.sent)
         counts = np.zeros((len(labels), 2, p, p), np.int64)
         counts[:, :, self.comm.rank] = [self.sent[label] for label in labels]
         whole = self.comm.reduce(counts, op="sum", root=0)
-        return None if whole is None else ObservedTraffic(dict(zip(labels, whole, strict=True)))
+        return None if whole is None else dict(zip(labels, whole, strict=True))
+
+
+class Timeline:
+    """Records when phases begin and end; `phase` marks them, such as `collectives.phase`."""
+
+    def __init__(self, comm: Communicator, phase: PhaseFunction) -> None:
+        self.comm, self._phase = comm, phase
+        self.spans: list[tuple[str, float, float]] = []  # label, begin and end in seconds
+
+    @contextmanager
+    def phase(self, label: str) -> Iterator[None]:
+        """Return a context manager: a phase whose times are recorded."""
+        began = time.perf_counter()
+        with self._phase(label):
+            yield
+        self.spans.append((label, began, time.perf_counter()))
+
+    def write(self, ledger: Ledger, path: Path) -> None:
+        """Write the phases and calls of all ranks to one file, on rank 0.  All ranks call this.
+
+        The file is for chrome://tracing.  Times of ranks on different machines are not comparable.
+        """
+        calls, spans = ledger.gather(), gather_json(self.comm, self.spans)
+        if calls is None or spans is None:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "calls.json")
+            calls.to_chrome_trace(file)
+            events = json.loads(file.read_text())["traceEvents"]
+        for rank, spans_of_rank in enumerate(spans):
+            events += [
+                {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
+                for tid, name in TRACKS.items()
+            ]
+            events += [
+                {"name": label, "ph": "X", "pid": rank, "tid": PHASES,
+                 "ts": began * 1e6, "dur": (ended - began) * 1e6}
+                for label, began, ended in spans_of_rank
+            ]  # fmt: skip
+        path.write_text(json.dumps({"traceEvents": events}))
+
+
+def gather_json(comm: Communicator, value: Any) -> list[Any] | None:
+    """Return every rank's value on rank 0, and None on others.  All ranks call this.
+
+    The values consist of what JSON can represent, and may have any length.
+    """
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = comm.all_gather(np.array([mine.size])).tolist()
+    gathered = comm.gather(mine, counts=sizes)
+    if gathered is None:
+        return None
+    return [json.loads(bytes(each)) for each in shards.split(gathered, sizes)]

@@ -1,14 +1,13 @@
 """Compare what a training run predicts to send, what the library recorded, and what MPI observed.
 
 **Predicted** comes from the list of actions of a step and the schedules of the collectives,
-**recorded** from the library's ledger, **observed** from MPI's own counters, read at the beginning
-and the end of every phase.  All count messages and payload bytes, from each rank to each, and must
-be equal: in every row of the table, in every phase, and along every axis of the mesh.
+**recorded** from the library's ledger, **observed** from MPI's own counters.  All count messages
+and payload bytes, from each rank to each, and must be equal: in every row of the table, in every
+phase, and along every axis of the mesh.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import numpy as np
 
 from collectives import Ledger
 from parallel.accounts.calls import UNCOUNTED, Int64, PredictedCall, Tally
-from parallel.accounts.monitor import NOT_OPENED, OUTSIDE, ObservedTraffic
+from parallel.accounts.monitor import NOT_OPENED, OUTSIDE
 
 ALL = "(together)"
 
@@ -35,21 +34,34 @@ class TrafficRow(NamedTuple):
 
     phase: str
     collective: str
-    predicted: Tally
-    recorded: Tally
-    observed: Tally | None
+    predicted: Tally = Tally()
+    recorded: Tally = Tally()
+    observed: Tally | None = None
+
+    def plus(self, other: TrafficRow) -> TrafficRow:
+        """Return this row with what another predicts and records added."""
+        predicted = self.predicted.plus(other.predicted)
+        return self._replace(predicted=predicted, recorded=self.recorded.plus(other.recorded))
+
+    @property
+    def columns(self) -> dict[str, Tally]:
+        """The names and tallies of the columns that are known."""
+        return {name: each for name, each in self._asdict().items() if isinstance(each, Tally)}
 
     @property
     def is_equal(self) -> bool:
         """Whether messages and bytes are equal, and the numbers of calls where both are known."""
-        tallies = [self.recorded] if self.observed is None else [self.recorded, self.observed]
-        known = {self.predicted.calls, self.recorded.calls} - {None}
-        return len(known) < 2 and all(t.volume == self.predicted.volume for t in tallies)
+        calls = {tally.calls for tally in self.columns.values()} - {None}
+        sent = {(tally.messages, tally.bytes) for tally in self.columns.values()}
+        return len(calls) < 2 and len(sent) == 1
 
     def __str__(self) -> str:
-        parts = {"predicted": self.predicted, "recorded": self.recorded, "observed": self.observed}
-        columns = [f"{column} {tally}" for column, tally in parts.items() if tally is not None]
+        columns = [f"{name} {tally}" for name, tally in self.columns.items()]
         return f"{self.phase}/{self.collective}: {'; '.join(columns)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row as what JSON can represent."""
+        return self._asdict() | {name: each._asdict() for name, each in self.columns.items()}
 
 
 class Sent(NamedTuple):
@@ -58,7 +70,7 @@ class Sent(NamedTuple):
     phase: str
     collective: str
     axis: str
-    calls: int | None  # None where calls cannot be counted
+    tally: Tally
     matrix: Int64  # messages and bytes from each rank to each, (2, p, p)
 
     @property
@@ -66,33 +78,20 @@ class Sent(NamedTuple):
         """The outermost phase."""
         return self.phase.partition("/")[0]
 
-    @property
-    def tally(self) -> Tally:
-        """The sums over all ranks."""
-        return Tally(self.calls, *map(int, self.matrix.sum(axis=(1, 2))))
-
-
-def sent_by(call: PredictedCall, size: int) -> Sent:
-    """Return what a predicted call sends among `size` ranks."""
-    matrix = call.matrices(size)
-    return Sent(call.phase, call.collective, call.axis, call.tally(matrix).calls, matrix)
-
 
 def sent_in(ledger: Ledger) -> list[Sent]:
     """Return what a ledger of all ranks has recorded; no phase has the label `OUTSIDE`."""
-    shape = 2, ledger.size, ledger.size
-    matrices: dict[Any, Int64] = defaultdict(lambda: np.zeros(shape, np.int64))
+    summary = ledger.summary(by=("phase", "collective", "axis"))
+    matrices = {key: np.zeros((2, ledger.size, ledger.size), np.int64) for key in summary}
     for row in ledger.rows():
         matrix = matrices[row.phase, row.collective, row.axis]
         matrix[:, row.src, row.dst] += row.segments, row.bytes
-    calls: Any = ledger.summary(by=("phase", "collective", "axis"))
-    return [
-        Sent(
-            phase or OUTSIDE, collective, axis,
-            None if collective in UNCOUNTED else calls[phase, collective, axis].calls, matrix,
-        )
-        for (phase, collective, axis), matrix in matrices.items()
-    ]  # fmt: skip
+    found = []
+    for (phase, collective, axis), (calls, *volume) in summary.items():
+        tally = Tally(None if collective in UNCOUNTED else calls, *volume)
+        matrix = matrices[phase, collective, axis]
+        found.append(Sent(phase or OUTSIDE, collective, axis, tally, matrix))
+    return found
 
 
 class TrafficTable:
@@ -128,59 +127,64 @@ class TrafficTable:
         self,
         calls: Iterable[PredictedCall],
         ledger: Ledger,
-        observed: ObservedTraffic | None,
+        observed: dict[str, Int64] | None,
         *,
         size: int,
         reason: str | None = NOT_OPENED,
     ) -> None:
-        self.size, self.observed = size, observed
+        self.observed = observed
         self.reason = reason if observed is None else None
-        self.predicted = [sent_by(call, size) for call in calls]
+        self.predicted = [
+            Sent(call.phase, call.collective, call.axis, call.tally(matrix), matrix)
+            for call in calls
+            for matrix in [call.matrices(size)]
+        ]
         recorded = sent_in(ledger)
         self.axes = sums(recorded, lambda sent: sent.axis)
         self._phases = sums(recorded, lambda sent: sent.outer)
         self.matrices = {phase: matrix[1] for phase, matrix in self._phases.items()}
         self.matrix: Int64 = sum(self.matrices.values(), np.zeros((size, size), np.int64))
-        self.rows = rows_of(self.predicted, recorded, observed)
+        rows = rows_of(self.predicted, recorded)
+        self.rows = rows if observed is None else with_observed(rows, observed)
 
     def check(self) -> str:
         """Return a sentence on what was compared.  Raise TrafficMismatch if columns differ."""
         wrong = [str(row) for row in self.rows if not row.is_equal]
-        by_axis = sums(self.predicted, lambda sent: sent.axis)
-        wrong += differences("axis", "recorded", by_axis, self.axes)
-        by_phase = sums(self.predicted, lambda sent: sent.outer)
-        wrong += differences("phase", "recorded", by_phase, self._phases)
+        wrong += self._differences("axis", "recorded", lambda sent: sent.axis, self.axes)
+        wrong += self._differences("phase", "recorded", lambda sent: sent.outer, self._phases)
         if (observed := self.observed) is not None:
-            by_phase = sums(self.predicted, lambda sent: observed_phase(sent.phase, observed))
-            wrong += differences("phase", "observed", by_phase, observed.phases)
+            wrong += self._differences(
+                "phase", "observed", lambda sent: observed_phase(sent.phase, observed), observed
+            )
         if wrong:
             raise TrafficMismatch("predicted, recorded and observed differ:\n" + "\n".join(wrong))
-        if self.observed is None:
+        if observed is None:
             return "predicted = recorded, to the byte (two columns compared: MPI was not observed)"
         return "predicted = recorded = observed by MPI, to the byte"
 
+    def _differences(
+        self, by: str, column: str, key: Callable[[Sent], str], seen: dict[str, Int64]
+    ) -> list[str]:
+        """Return a sentence for each axis or phase in which two columns' matrices differ."""
+        predicted = sums(self.predicted, key)
+        wrong = [k for k in predicted | seen if np.any(predicted.get(k, 0) - seen.get(k, 0))]
+        names = [f"{by} {each}" if each else f"messages without {by}" for each in wrong]
+        return [f"{name}: the matrix predicted is not the one {column}" for name in names]
+
     def as_dict(self) -> dict[str, Any]:
         """Return the table for JSON: rows as dictionaries, matrices as lists, and `reason`."""
-        rows = [
-            {name: value._asdict() if isinstance(value, Tally) else value
-             for name, value in row._asdict().items()}
-            for row in self.rows
-        ]  # fmt: skip
         return {
-            "rows": rows, "matrix": self.matrix.tolist(),
+            "rows": [row.as_dict() for row in self.rows], "matrix": self.matrix.tolist(),
             "matrices": {phase: matrix.tolist() for phase, matrix in self.matrices.items()},
             "axes": {axis: matrix.tolist() for axis, matrix in self.axes.items()},
             "not_observed": self.reason,
         }  # fmt: skip
 
 
-def differences(
-    by: str, column: str, predicted: dict[str, Int64], seen: dict[str, Int64]
-) -> list[str]:
-    """Return a sentence for each axis or phase in which two columns' matrices differ."""
-    wrong = [k for k in predicted | seen if np.any(predicted.get(k, 0) - seen.get(k, 0))]
-    names = [f"{by} {key}" if key else f"messages without {by}" for key in wrong]
-    return [f"{name}: the matrix predicted is not the one {column}" for name in names]
+def observed_phase(phase: str, observed: Iterable[str]) -> str:
+    """Return the observed phase that contains `phase`."""
+    outer = [label for label in observed if f"{phase}/".startswith(f"{label}/")]
+    return max(outer, key=len, default=OUTSIDE)
 
 
 def sums(sent: Iterable[Sent], key: Callable[[Sent], str]) -> dict[str, Int64]:
@@ -192,41 +196,29 @@ def sums(sent: Iterable[Sent], key: Callable[[Sent], str]) -> dict[str, Int64]:
     return found
 
 
-def rows_of(
-    predicted: Iterable[Sent], recorded: Iterable[Sent], observed: ObservedTraffic | None
-) -> list[TrafficRow]:
-    """Return a row for each (phase, collective) of any column, grouped by observed phase."""
-    tallies: dict[tuple[str, str], list[Tally]] = {}
-    for column, sent in enumerate((predicted, recorded)):
+def rows_of(predicted: Iterable[Sent], recorded: Iterable[Sent]) -> list[TrafficRow]:
+    """Return a row for each (phase, collective) of either column."""
+    rows: dict[tuple[str, str], TrafficRow] = {}
+    for column, sent in (("predicted", predicted), ("recorded", recorded)):
         for each in sent:
-            row = tallies.setdefault((each.phase, each.collective), [Tally(), Tally()])
-            row[column] = row[column].plus(each.tally)
-    rows = [TrafficRow(*key, row[0], row[1], None) for key, row in tallies.items()]
-    if observed is None:
-        return rows
+            row = TrafficRow(each.phase, each.collective, **{column: each.tally})
+            rows[row[:2]] = rows[row[:2]].plus(row) if row[:2] in rows else row
+    return list(rows.values())
+
+
+def with_observed(rows: list[TrafficRow], observed: dict[str, Int64]) -> list[TrafficRow]:
+    """Return the rows grouped by observed phase; the sum follows several rows of one, or none."""
     within: dict[str, list[TrafficRow]] = {}
-    for each_row in rows:
-        within.setdefault(observed_phase(each_row.phase, observed), []).append(each_row)
-    for phase, matrix in observed.phases.items():
-        if matrix.any():
-            within.setdefault(phase, [])
-    return [
-        row
-        for phase, rows in within.items()
-        for row in with_observed(phase, rows, observed.tally(phase))
-    ]
-
-
-def observed_phase(phase: str, observed: ObservedTraffic) -> str:
-    """Return the observed phase that contains `phase`."""
-    outer = [label for label in observed.phases if f"{phase}/".startswith(f"{label}/")]
-    return max(outer, key=len, default=OUTSIDE)
-
-
-def with_observed(phase: str, rows: list[TrafficRow], seen: Tally) -> list[TrafficRow]:
-    """Return the rows of one observed phase, and their sum if there are several (or none)."""
-    if len(rows) == 1:
-        return [rows[0]._replace(observed=seen)]
-    predicted = reduce(Tally.plus, (row.predicted for row in rows), Tally())
-    recorded = reduce(Tally.plus, (row.recorded for row in rows), Tally())
-    return [*rows, TrafficRow(phase, ALL if rows else "?", predicted, recorded, seen)]
+    for row in rows:
+        within.setdefault(observed_phase(row.phase, observed), []).append(row)
+    seen = {phase: matrix.sum(axis=(1, 2)).tolist() for phase, matrix in observed.items()}
+    within |= {phase: [] for phase, sent in seen.items() if any(sent) and phase not in within}
+    found = []
+    for phase, parts in within.items():
+        tally = Tally(None, *seen.get(phase, ()))
+        if len(parts) == 1:
+            found.append(parts[0]._replace(observed=tally))
+        else:
+            whole = TrafficRow(phase, ALL if parts else "?", observed=tally)
+            found += [*parts, reduce(TrafficRow.plus, parts, whole)]
+    return found

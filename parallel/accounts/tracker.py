@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ T = TypeVar("T")
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "master", "activations", "buffers", "scratch",
 )  # fmt: skip
+TOKENS = np.dtype(np.int64)
 
 
 class MemoryTracker:
@@ -38,7 +39,7 @@ class MemoryTracker:
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._tracked: dict[int, weakref.finalize[Any, Any]] = {}
+        self._tracked: dict[int, weakref.ref[Any]] = {}
         self._lock = threading.RLock()  # an array may be freed in any thread, also in `track`
 
     def track(self, category: str, held: T) -> T:
@@ -49,10 +50,10 @@ class MemoryTracker:
         """
         with self._lock:
             for owner in map(owner_of, arrays_in(held)):
-                key, nbytes = id(owner), int(owner.nbytes)
-                if key not in self._tracked:
-                    freed = weakref.finalize(owner, self._freed, category, key, nbytes)
-                    self._tracked[key] = freed
+                if (key := id(owner)) not in self._tracked:
+                    nbytes = int(owner.nbytes)
+                    freed = partial(self._freed, category, key, nbytes)
+                    self._tracked[key] = weakref.ref(owner, freed)
                     self.add(category, nbytes)
         return held
 
@@ -62,25 +63,28 @@ class MemoryTracker:
             self.now[category] += nbytes
             self.peak[category] = max(self.peak[category], self.now[category])
 
-    def _freed(self, category: str, key: int, nbytes: int) -> None:
+    def _freed(self, category: str, key: int, nbytes: int, _: object) -> None:
         with self._lock:
             del self._tracked[key]
             self.add(category, -nbytes)
 
 
-def arrays_in(held: Any) -> Iterable[Array]:
-    """Yield the arrays in nested lists, tuples and mappings, except those of int64."""
-    if isinstance(held, Mapping):
-        held = held.values()
-    if isinstance(held, Iterable) and not hasattr(held, "dtype"):
-        for item in held:
-            yield from arrays_in(item)
-    elif hasattr(held, "dtype") and held.dtype != np.int64:
-        yield held
+def arrays_in(held: Any) -> list[Array]:
+    """Return the arrays in nested lists, tuples and dicts, except those of int64."""
+    found, items = [], [held]
+    for item in items:  # which grow meanwhile
+        if hasattr(item, "dtype"):
+            if item.dtype != TOKENS:
+                found.append(item)
+        elif isinstance(item, dict):
+            items.extend(item.values())
+        elif isinstance(item, list | tuple):
+            items.extend(item)
+    return found
 
 
 def owner_of(array: Array) -> Array:
     """Return the array whose memory a view looks at."""
-    while hasattr(getattr(array, "base", None), "nbytes"):
-        array = array.base
+    while hasattr(base := getattr(array, "base", None), "nbytes"):
+        array = base
     return array

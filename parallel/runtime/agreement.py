@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from collectives import Communicator
 from parallel.accounts import PredictedCall
-from parallel.nn import ParameterSpec, on_host
+from parallel.accounts.monitor import PhaseFunction
+from parallel.nn import on_host
 from parallel.runtime.state import State
 
 DIGEST_BYTES = 32
 REPORT = np.dtype([("doing", "S64"), ("why", "S448")])  # of a rank; `why` is empty if it succeeded
 PLAIN = bool, int, float, str, type(None), np.dtype
-Digests = dict[str, bytes]
 
 
 class ModelMismatch(ValueError):  # noqa: N818 - named like the errors of `collectives`
@@ -40,7 +40,7 @@ def digest_of(state: State, unit: str) -> bytes:
 
     If ranks divide the parameters, the values are those of the whole unit.
     """
-    shapes = shapes_of(state.model.units[unit])
+    shapes = [(name, spec.shape) for name, spec in state.model.units[unit].items()]
     if state.sharding.broadcast_algorithm is not None:
         return digest(shapes)
     if state.model.split_axes:
@@ -50,15 +50,9 @@ def digest_of(state: State, unit: str) -> bytes:
     return digest(shapes, on_host(state.parameters[unit]))
 
 
-def shapes_of(specs: Mapping[str, ParameterSpec]) -> list[Any]:
-    """Return the names and shapes of a unit's parameters."""
-    return [(name, spec.shape) for name, spec in specs.items()]
-
-
 def options_of(thing: object) -> list[Any]:
     """Return the class name and the attributes of an optimizer or a hook, for `digest`."""
-    options = {name: plain(value) for name, value in vars(thing).items()}
-    return [type(thing).__name__, sorted(options.items())]
+    return [type(thing).__name__, sorted((name, plain(x)) for name, x in vars(thing).items())]
 
 
 def plain(value: object) -> Any:
@@ -70,7 +64,7 @@ def plain(value: object) -> Any:
     return value if isinstance(value, PLAIN) else type(value).__name__
 
 
-def check_same(comm: Communicator, units: Digests, options: Digests) -> None:
+def check_same(comm: Communicator, units: dict[str, bytes], options: dict[str, bytes]) -> None:
     """Raise ModelMismatch on all ranks unless all have the same digests.  All ranks call this."""
     both = units | {f"option {name}": each for name, each in options.items()}
     counts = comm.all_gather(np.array([[len(units), len(options)]]), algorithm="ring")
@@ -80,12 +74,8 @@ def check_same(comm: Communicator, units: Digests, options: Digests) -> None:
         raise ModelMismatch("ranks train by different strategies, with different options")
     mine = np.frombuffer(b"".join(both.values()), np.uint8)
     table = comm.all_gather(mine[None], algorithm="ring").reshape(comm.size, -1, DIGEST_BYTES)
-    differs = (table != table[0]).any(axis=2)
-    found = [
-        f"{name} of {format_ranks(differs[:, i])}"
-        for i, name in enumerate(both) if differs[:, i].any()
-    ]  # fmt: skip
-    if found:
+    differs = zip(both, (table != table[0]).any(axis=2).T, strict=True)
+    if found := [f"{name} of {format_ranks(ranks)}" for name, ranks in differs if ranks.any()]:
         what = "shapes or initial values of layers, or options, differ from rank 0's"
         raise ModelMismatch(f"{what}: {', '.join(found)}")
 
@@ -93,7 +83,7 @@ def check_same(comm: Communicator, units: Digests, options: Digests) -> None:
 @contextmanager
 def raise_on_all_ranks(
     comm: Communicator | None,
-    phase: Callable[[str], AbstractContextManager[None]],
+    phase: PhaseFunction,
     label: str,
     doing: str,
     failure: type[Exception],
@@ -125,15 +115,15 @@ def by_rank(texts: np.ndarray[Any, Any]) -> str:
     return "; ".join(f"{format_ranks(texts == x)}: {x.decode(errors='ignore')}" for x in distinct)
 
 
+def format_ranks(is_listed: np.ndarray[Any, Any]) -> str:
+    """Return the ranks whose entry is true: "rank 1", "ranks 0, 2"."""
+    ranks = [str(rank) for rank in np.flatnonzero(is_listed)]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+
+
 def check_same_traffic(
     phase: str, size: int, num_units: int, num_options: int
 ) -> list[PredictedCall]:
     """Return what `check_same` sends among `size` ranks."""
     each = [16, DIGEST_BYTES * (num_units + num_options)]
     return [PredictedCall(phase, "all_gather", "ring", (n,) * size) for n in each]
-
-
-def format_ranks(is_listed: np.ndarray[Any, Any]) -> str:
-    """Return the ranks whose entry is true: "rank 1", "ranks 0, 2"."""
-    ranks = [str(rank) for rank in np.flatnonzero(is_listed)]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

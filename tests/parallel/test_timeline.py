@@ -14,7 +14,7 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel.accounts.timeline import CALLS, PHASES, Timeline
+from parallel.accounts.monitor import CALLS, PHASES, Timeline
 
 PAUSE = 0.02  # seconds
 

@@ -16,10 +16,10 @@ import collectives
 from collectives import Communicator, MonitorUnavailable
 from collectives.diagnostics.ledger import Row
 from parallel import Mesh, PredictedCall, TrafficMismatch, TrafficMonitor, TrafficTable
-from parallel.accounts import ObservedTraffic, Tally
+from parallel.accounts import Tally
 from parallel.accounts.monitor import OUTSIDE
 from parallel.accounts.table import ALL, observed_phase
-from parallel.console import print_traffic
+from parallel.cli import print_traffic
 
 # Two ranks: a ring all-reduce of 10 bytes is 2(p-1) = 2 messages and 10 bytes from each.
 CALLS = [PredictedCall("loss", "all_reduce", "ring", 10, num_calls=3)]
@@ -33,8 +33,8 @@ def ledger(tallies: dict[tuple[str, str], Tally], size: int = 2) -> Any:
 
     def rows() -> Iterator[Row]:
         for (phase, collective), tally in tallies.items():
-            both = (0, 0) if collective in ("send", "broadcast") else np.array(tally.volume) // 2
-            for src, volume in ((0, np.array(tally.volume) - both), (1, np.array(both))):
+            both = (0, 0) if collective in ("send", "broadcast") else np.array(tally[1:]) // 2
+            for src, volume in ((0, np.array(tally[1:]) - both), (1, np.array(both))):
                 messages, nbytes = map(int, volume)
                 if messages or nbytes:
                     yield Row(phase, collective, "", "", 0, src, 1 - src, nbytes, messages)
@@ -51,8 +51,7 @@ def table(
     observed: dict[str, Any] | None = None,
     **options: Any,
 ) -> TrafficTable:
-    seen = None if observed is None else ObservedTraffic(observed)
-    return TrafficTable(calls, ledger(recorded), seen, size=2, **options)
+    return TrafficTable(calls, ledger(recorded), observed, size=2, **options)
 
 
 def test_three_equal_columns() -> None:
@@ -213,7 +212,7 @@ def backward(
     recorded: dict[tuple[str, str], Tally] = BACKWARD_RECORDED,
     observed: dict[str, Any] | None = None,
 ) -> TrafficTable:
-    seen = ObservedTraffic({"backward": BACKWARD_SEEN} if observed is None else observed)
+    seen = {"backward": BACKWARD_SEEN} if observed is None else observed
     return TrafficTable(calls, ledger(recorded), seen, size=2)
 
 
@@ -272,7 +271,7 @@ def test_a_sum_that_differs(what: int) -> None:
 
 def test_a_label_belongs_to_the_longest_watched_phase_it_lies_in() -> None:
     labels = ["backward", "backward/bucket0", "backward/bucket0/x", "backwards", "back", OUTSIDE]
-    observed = ObservedTraffic(dict.fromkeys(("backward", "backward/bucket0", "loss"), SEEN))
+    observed = "backward", "backward/bucket0", "loss"
     assert [observed_phase(label, observed) for label in labels] == [
         "backward", "backward/bucket0", "backward/bucket0", OUTSIDE, OUTSIDE, OUTSIDE,
     ]  # fmt: skip
@@ -469,9 +468,8 @@ def test_a_monitor_adds_up_the_visits_of_a_phase() -> None:
                 mpi.send(nbytes)
     observed = monitor.gather()
     assert observed is not None
-    assert observed.tally("loss") == Tally(None, 2, 30)
-    assert observed.tally(OUTSIDE) == Tally(None, 0, 0)
-    np.testing.assert_array_equal(observed.matrix()[1], [[0, 30], [0, 0]])
+    np.testing.assert_array_equal(observed["loss"], [[[0, 2], [0, 0]], [[0, 30], [0, 0]]])
+    assert not observed[OUTSIDE].any()
 
 
 def test_a_monitor_sees_what_leaves_between_phases() -> None:
@@ -483,7 +481,7 @@ def test_a_monitor_sees_what_leaves_between_phases() -> None:
         mpi.send(1)
     mpi.send(7)
     observed = monitor.gather()
-    assert observed is not None and observed.tally(OUTSIDE) == Tally(None, 1, 1)
+    assert observed is not None and observed[OUTSIDE].sum(axis=(1, 2)).tolist() == [1, 1]
 
 
 def test_a_monitor_without_counters_says_why() -> None:
