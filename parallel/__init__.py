@@ -42,7 +42,6 @@ from parallel.sharding import (
     Sharding,
     choose_group_size,
 )
-from parallel.strategies import ddp, hsdp, local_updates, serial, zero1, zero2, zero3, zeropp
 
 __all__ = [
     "SGD", "Action", "Adam", "AdamW", "AllReduce", "AsyncParameterServer", "CommHook",
@@ -50,6 +49,5 @@ __all__ = [
     "Int8Blocks", "Layer", "MemoryTracker", "Mesh", "MissingGradient", "Model", "ModelMismatch",
     "Optimizer", "OuterMomentum", "PowerSGD", "PredictedCall", "Recipe", "ReplicaMismatch",
     "Sharding", "SyncParameterServer", "TrafficMismatch", "TrafficMonitor", "TrafficTable",
-    "Trainer", "checkpoint", "choose_group_size", "cli", "ddp", "gpt", "hsdp", "local_updates",
-    "raise_on_all_ranks", "serial", "text", "zero1", "zero2", "zero3", "zeropp",
+    "Trainer", "checkpoint", "choose_group_size", "cli", "gpt", "raise_on_all_ranks", "text",
 ]  # fmt: skip

@@ -22,9 +22,7 @@ from parallel.optim import DTYPES
 from parallel.runtime import Recipe, Trainer
 from parallel.schedule.actions import KINDS
 
-SHOWN = (
-    "serial", "server-sync", "ddp", "zero1", "zero2", "zero3", "hsdp", "zeropp", "local-updates",
-)  # fmt: skip
+SHOWN = (*presets.SHARDINGS, "server-sync")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,8 +52,7 @@ def trainer_of(comm: Communicator, options: argparse.Namespace) -> Trainer:
     """Return the training run that the options name, on one rank."""
     model = gpt(num_layers=options.layers, hidden=options.hidden, num_heads=1)
     recipe = Recipe(options.dtype, num_micro_batches=options.micro_batches, clip=1.0)
-    factory, _ = presets.STRATEGIES[options.strategy]
-    return factory(comm, model, recipe)
+    return presets.trainer_factory(comm, model, recipe, options.strategy, {})()
 
 
 def parser() -> argparse.ArgumentParser:

@@ -18,16 +18,7 @@ from array_api_compat import numpy as host
 
 import collectives
 from collectives import Communicator
-from parallel import (
-    DiskActivations,
-    HostActivations,
-    MemoryTracker,
-    Recipe,
-    Trainer,
-    ddp,
-    gpt,
-    zero3,
-)
+from parallel import DiskActivations, HostActivations, MemoryTracker, Recipe, Trainer, gpt
 from parallel.nn import CrossEntropy, Embedding, Layer, Linear, Model, Unembedding
 from parallel.nn.layer import Activations
 from parallel.presets import RECOMPUTE
@@ -54,6 +45,7 @@ from tests.parallel.test_offload import (
     crossed,
     serial,
 )
+from tests.parallel.training import ddp, zero3
 
 
 def places(folder: Path) -> list[Any]:

@@ -17,22 +17,7 @@ import pytest
 import collectives
 from collectives import Communicator
 from collectives.programs import program
-from parallel import (
-    SGD,
-    Action,
-    Adam,
-    Recipe,
-    Sharding,
-    Trainer,
-    ddp,
-    gpt,
-    hsdp,
-    text,
-    zero1,
-    zero2,
-    zero3,
-    zeropp,
-)
+from parallel import SGD, Action, Adam, Recipe, Sharding, Trainer, gpt, text
 from parallel.accounts import CATEGORIES
 from parallel.memory import gigabytes, main
 from parallel.nn import Model
@@ -41,7 +26,7 @@ from parallel.optim.formulas import offloaded_bytes, shard_size, state_bytes
 from parallel.runtime.memory import num_shard_elements, peak_memory
 from parallel.servers import SyncParameterServer
 from parallel.sharding.sharding import DIVIDED
-from tests.parallel.training import of_kind
+from tests.parallel.training import ddp, hsdp, of_kind, zero1, zero2, zero3, zeropp
 
 ROOT = Path(__file__).parents[2]
 CONTEXT, ROWS = 3, 7  # rows of the whole batch: an uneven one for 2, 3, 4 and 5 ranks

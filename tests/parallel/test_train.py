@@ -51,7 +51,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
         def fn(comm: Communicator) -> Any:
             training = training_of(comm, *words)
             table = training.run()
-            return training, training.report(table) if training.is_first else None
+            return training, training.report(table) if comm.rank == 0 else None
 
         training, status = collectives.run(fn, size=ranks)[0]
         return Run(status, capsys.readouterr().out, training.losses, training)
