@@ -15,14 +15,7 @@ from parallel.nn import Model
 from parallel.optim import SGD, Adam, AdamW, DiskOffload, HostOffload, NoOffload
 from parallel.runtime import DiskActivations, HostActivations, KeptActivations, Recipe, Trainer
 from parallel.servers import AsyncParameterServer, SyncParameterServer
-from parallel.sharding import (
-    CommHook,
-    HalfPrecision,
-    Int8Blocks,
-    PowerSGD,
-    Sharding,
-    choose_group_size,
-)
+from parallel.sharding import HalfPrecision, Int8Blocks, PowerSGD, Sharding, choose_group_size
 
 OPTIMIZERS = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 HOOKS = ("float16", "bfloat16", "int8", "powersgd:RANK")
@@ -169,7 +162,7 @@ def make_recipe(comm: Communicator, options: argparse.Namespace) -> Recipe:
     )
 
 
-def comm_hook(name: str) -> CommHook:
+def comm_hook(name: str) -> HalfPrecision | Int8Blocks | PowerSGD:
     """Return the communication hook of this name."""
     if name in ("float16", "bfloat16"):
         return HalfPrecision(name)

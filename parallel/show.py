@@ -39,9 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
         sent = [call.sent(options.ranks) for call in calls]
         words = ", ".join(dict.fromkeys(call.collective for call in calls))
         numbers = [sum(each.messages for each in sent), sum(each.bytes for each in sent)]
-        table.add_row(
-            escape(str(action)), action.phase, words, *(str(n) if n else "" for n in numbers)
-        )
+        cells = [str(n) if n else "" for n in numbers]
+        table.add_row(escape(str(action)), action.phase, words, *cells)
     print_table(table, console)
     used = dict.fromkeys(action.kind for action in trainer.actions)
     console.print("\n".join(f"{kind}: {KINDS[kind]}" for kind in used))

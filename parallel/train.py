@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import sys
@@ -39,13 +38,7 @@ from rich.console import Console
 import collectives
 from collectives import Communicator, Ledger
 from parallel import checkpoint, presets, text
-from parallel.accounts import (
-    PredictedCall,
-    Timeline,
-    TrafficMismatch,
-    TrafficMonitor,
-    TrafficTable,
-)
+from parallel.accounts import PredictedCall, Timeline, TrafficMismatch, TrafficMonitor, TrafficTable
 from parallel.cli import at_least, can_be_written, console_of
 from parallel.console import print_rank_reports, print_traffic, progress
 from parallel.elastic import survive
@@ -65,9 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
             is_auto = options.progress == "auto" and options.strategy == "elastic"
             wanted = "none" if is_auto else options.progress  # elastic sums are blocking
             return run_training(with_progress(collectives.world(), wanted), options)
-        return collectives.run(
-            partial(run_training, options=options), options.threads, timeout=None
-        )[0]
+        train = partial(run_training, options=options)
+        return collectives.run(train, options.threads, timeout=None)[0]
     except InvalidRun as error:
         parse.exit(2, f"{parse.prog}: {error}\n" if is_first else None)
 
@@ -322,21 +314,17 @@ class Training:
             f" {self.model.num_parameters} parameters, {len(self.text)} bytes of text"
         )
         with self.monitor, self.comm.record() as ledger:
-            self.begin()
+            if self.source is None:
+                self.strategy.start()
+            else:
+                self.strategy.resume()
+                checkpoint.load(self.strategy, self.source)
+                self.console.print(f"continuing from step {self.first}")
             num_skipped = self.strategy.num_skipped
             self.all_steps()
         self.num_skipped = self.strategy.num_skipped - num_skipped
         is_elastic = o.strategy == "elastic"
         return survive(self.comm, partial(self.account, ledger), is_elastic=is_elastic)
-
-    def begin(self) -> None:
-        """Start from the initial values, or load the checkpoint to continue."""
-        if self.source is None:
-            self.strategy.start()
-            return
-        self.strategy.resume()
-        checkpoint.load(self.strategy, self.source)
-        self.console.print(f"continuing from step {self.first}")
 
     def all_steps(self) -> None:
         """Make and time all steps, with progress on the first rank."""
@@ -410,8 +398,10 @@ class Training:
         self.console.print("\n".join([*self.strategy.summary_lines(), ""]), markup=False)
         status = self.report_bytes(table)
         if self.options.json is not None:
-            words = json.dumps(finite(result), indent=1, allow_nan=False, default=os.fspath)
-            self.options.json.write_text(words + "\n")
+            # JSON has no numbers that are not finite: null stands for them.
+            words = json.dumps(result, default=os.fspath)
+            result = json.loads(words, parse_constant=lambda number: None)
+            self.options.json.write_text(json.dumps(result, indent=1) + "\n")
         return status
 
     def result(self, table: TrafficTable | None) -> dict[str, Any]:
@@ -453,15 +443,6 @@ class Training:
             return 1
         self.console.print("memory: formula = counted, to the byte; parameters: equal, to the bit")
         return 0
-
-
-def finite(value: Any) -> Any:
-    """Return `value` with None for numbers that are not finite, which JSON cannot represent."""
-    if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

@@ -32,14 +32,11 @@ class Sharding:
     ----------
     divided : frozenset of str
         The categories of memory of which a rank keeps its part alone: a set of `DIVIDED`.
-    reduction : CommHook
-        Sums the gradients of a bucket.
-    gather : Gather
-        Gathers the parameters of a unit.
-    shard_axes : tuple of str
-        The axes of the mesh along which ranks divide; without any, nothing is summed or gathered.
-    replica_axes : tuple of str
-        The axes along which ranks keep the same parts, whose gradients are summed once a step.
+    reduction, gather : CommHook, Gather
+        Sum the gradients of a bucket, and gather the parameters of a unit.
+    shard_axes, replica_axes : tuple of str
+        The axes of the mesh along which ranks divide (without any, nothing is summed or gathered),
+        and along which they keep the same parts, whose gradients are summed once a step.
     secondary_axes : tuple of str
         The axes along which ranks divide the gathered parameters that they keep for backward; none:
         they keep no such part.
@@ -105,8 +102,8 @@ class Sharding:
     ) -> Sharding:
         """Return that of data parallelism: ranks divide batches, and each keeps the whole model.
 
-        Li et al. 2020 (PyTorch DistributedDataParallel).  The buckets of layers that are adjacent
-        in backward are summed while backward computes others.  With n(b) the bytes of bucket b, u
+        Li et al. 2020 (PyTorch DistributedDataParallel).  Buckets of layers that are adjacent in
+        backward are summed while backward computes others.  With n(b) the bytes of bucket b, u
         units and p ranks,
 
         | phase             | collective | calls | bytes a call    |
@@ -116,19 +113,14 @@ class Sharding:
 
         That is 2 Psi (p-1)/p elements for each rank and step, for any number of micro-batches.
 
-        `hook` sums a bucket, by default `AllReduce`.  `bucket_bytes` (a larger layer is a bucket
-        alone), `find_unused_parameters` and `broadcast_algorithm` are the attributes.  Raises
-        ValueError if `bucket_bytes` is less than 1.
+        `hook` sums a bucket, by default `AllReduce`.  `bucket_bytes` (at least 1, or ValueError; a
+        larger layer is a bucket alone), `find_unused_parameters` and `broadcast_algorithm` are the
+        attributes.
 
         Examples
         --------
-        >>> import collectives
-        >>> from parallel import Mesh, Sharding, Trainer, gpt
-        >>> def buckets(comm):
-        ...     sharding = Sharding.ddp(bucket_bytes=10**6)
-        ...     return list(Trainer(Mesh(comm), gpt(num_layers=1), sharding=sharding).buckets)
-        >>> collectives.run(buckets, size=2)[0]
-        ['bucket0', 'bucket1', 'bucket2']
+        >>> from parallel import PowerSGD, Sharding
+        >>> sharding = Sharding.ddp(bucket_bytes=10**6, hook=PowerSGD(4))
         """
         return cls(
             reduction=AllReduce() if hook is None else hook, shard_axes=("data",),
@@ -196,10 +188,10 @@ class Sharding:
         --------
         >>> import collectives
         >>> from parallel import Mesh, Sharding, Trainer, gpt
-        >>> def part(comm):
+        >>> def batch_part(comm):
         ...     mesh = Mesh(comm, replicate=2, shard=2)
         ...     return Trainer(mesh, gpt(num_layers=1), sharding=Sharding.hsdp()).batch_part
-        >>> collectives.run(part, size=4)
+        >>> collectives.run(batch_part, size=4)
         [(0, 4), (1, 4), (2, 4), (3, 4)]
         """
         both = cls.zero(3, keep_after_forward=keep_after_forward)
@@ -209,15 +201,12 @@ class Sharding:
     def zeropp(cls, *, block: int = BLOCK, gradient_bits: int = 8) -> Sharding:
         """Return that of ZeRO++: ZeRO-3 on p ranks in G groups of g, which sends quantized values.
 
-        Wang et al. 2023, on the mesh of `hsdp`:
-
-        - Forward gathers quantized parameters: int8, with a scale for each block (qwZ).
-        - Each rank then keeps a g-th of them, so that backward gathers within the group (hpZ).
-        - Gradients are exchanged quantized, within the group and then between groups; after each
-          exchange they are added in float32 (qgZ).
-
-        With q(n) the bytes of n quantized elements, Q(unit) those of all shards of a unit, and q'
-        and Q' the same with `gradient_bits`,
+        Wang et al. 2023, on the mesh of `hsdp`.  Forward gathers parameters in int8, with a scale
+        for each block of `block` elements (qwZ).  Each rank then keeps a g-th of them, so that
+        backward gathers within the group (hpZ).  Gradients are exchanged in `gradient_bits`, 8 or
+        4, within the group and then between groups; after each exchange they are added in float32
+        (qgZ).  With q(n) the bytes of n quantized elements, Q(unit) those of all shards of a unit,
+        and q' and Q' the same with `gradient_bits`,
 
         | phase                 | collective | calls               | bytes a call               |
         |-----------------------|------------|---------------------|----------------------------|
@@ -228,16 +217,13 @@ class Sharding:
 
         Between groups this is about a quarter of what ZeRO-3 sends in two bytes.  What is sent is
         rounded, so losses differ from those of one rank; but all ranks compute with the same
-        parameters.
-
-        `block` elements share a scale; those of gradients have `gradient_bits`, 8 or 4, as in the
-        paper.
+        parameters.  The paper sends gradients in four bits.
 
         Examples
         --------
         >>> from parallel import Sharding
-        >>> Sharding.zeropp(gradient_bits=4).axes
-        ('replicate', 'shard')
+        >>> Sharding.zeropp(gradient_bits=4).axes == Sharding.hsdp().axes
+        True
         """
         return cls(
             DIVIDED[3], QuantizedExchange(block, "shard", "replicate", gradient_bits),
@@ -260,12 +246,6 @@ class Sharding:
         Losses differ from those of one rank.  A checkpoint can be saved when all have the same
         model.  There is no float16 and no offload.  `outer_lr` and `outer_momentum` are those of
         `OuterMomentum`.
-
-        Examples
-        --------
-        >>> from parallel import Sharding
-        >>> Sharding.local_updates(every=5).reduction.momentum
-        0.9
         """
         outer = OuterMomentum(outer_lr, outer_momentum)
         return cls(reduction=outer, shard_axes=("data",), every=every)

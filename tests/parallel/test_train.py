@@ -398,6 +398,11 @@ def test_a_mesh_and_a_stage_are_a_strategy(run: Any) -> None:
         assert meshed.losses == named.losses and meshed.status == named.status == 0
 
 
+def test_axes_stay_in_the_order_that_is_given(run: Any) -> None:
+    done = taken(run("--mesh", "shard=2,replicate=2", ranks=4))
+    assert done.mesh.ranks("shard") == [(0, 2), (1, 3)]
+
+
 # Options
 
 

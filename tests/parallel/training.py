@@ -98,9 +98,12 @@ def factory(sharding: Callable[..., Sharding]) -> Make:
     """Makes a run of a sharding, of which it takes the options, on a mesh with its axes."""
 
     def make(
-        comm: Communicator, of: Model, recipe: Recipe | None = None, *,
-        group_size: int | None = None, **options: Any,
-    ) -> Trainer:  # fmt: skip
+        comm: Communicator,
+        of: Model,
+        recipe: Recipe | None = None,
+        group_size: int | None = None,
+        **options: Any,
+    ) -> Trainer:
         given = {name: options.pop(name) for name in OF_TRAINER if name in options}
         divided, axes = sharding(**options), {}
         if "shard" in divided.axes:
