@@ -21,6 +21,7 @@ from parallel.elastic import Elastic, ReplicaMismatch
 from parallel.mesh import Mesh
 from parallel.nn import Layer, Model, gpt
 from parallel.optim import SGD, Adam, AdamW, Optimizer
+from parallel.placement import Placement
 from parallel.places import Disk, HostMemory
 from parallel.runtime import (
     MissingGradient,
@@ -41,14 +42,12 @@ from parallel.sharding import (
     Sharding,
     choose_group_size,
 )
-from parallel.strategies import ddp, hsdp, local_updates, serial, zero1, zero2, zero3, zeropp
 
 __all__ = [
-    "SGD", "Action", "Adam", "AdamW", "AllReduce", "AsyncParameterServer", "CommHook",
-    "Disk", "Elastic", "HalfPrecision", "HostMemory", "Int8Blocks", "Layer", "MemoryTracker",
-    "Mesh", "MissingGradient", "Model", "ModelMismatch", "Optimizer", "OuterMomentum", "PowerSGD",
-    "PredictedCall", "Recipe", "ReplicaMismatch", "Sharding", "SyncParameterServer",
+    "SGD", "Action", "Adam", "AdamW", "AllReduce", "AsyncParameterServer", "CommHook", "Disk",
+    "Elastic", "HalfPrecision", "HostMemory", "Int8Blocks", "Layer", "MemoryTracker", "Mesh",
+    "MissingGradient", "Model", "ModelMismatch", "Optimizer", "OuterMomentum", "Placement",
+    "PowerSGD", "PredictedCall", "Recipe", "ReplicaMismatch", "Sharding", "SyncParameterServer",
     "TrafficMismatch", "TrafficMonitor", "TrafficTable", "Trainer", "checkpoint",
-    "choose_group_size", "cli", "ddp", "gpt", "hsdp", "local_updates", "raise_on_all_ranks",
-    "serial", "text", "zero1", "zero2", "zero3", "zeropp",
+    "choose_group_size", "cli", "gpt", "raise_on_all_ranks", "text",
 ]  # fmt: skip

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
 from parallel.cli import console_of, print_table, table_with
 from parallel.optim import DTYPES, SGD, Adam, Optimizer, dtype_of
@@ -39,34 +39,27 @@ def main(arguments: list[str] | None = None) -> int:
         f" {options.optimizer}"
     )
     table = table_with("strategy", numbers=[*KEPT, "total", "on host", *DEVICE_COLUMNS])
-    for name, numbers in rows(options):
-        table.add_row(name, *map(gigabytes, numbers))
+    for is_offloaded in (False, True):
+        for name, sharding in SHARDINGS.items():
+            numbers = row(options, sharding.divided, is_offloaded)
+            table.add_row(name + ", offload" * is_offloaded, *map(gigabytes, numbers))
     print_table(table, console)
     console.print("offload: updates are made in host memory; to host, to device: by each update")
     return 0
 
 
-def rows(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
-    """Yield name and bytes by column for each strategy, then for each with offloaded updates."""
-    for is_offloaded in (False, True):
-        for name, sharding in SHARDINGS.items():
-            yield name + ", offload" * is_offloaded, row(options, sharding.divided, is_offloaded)
-
-
 def row(options: argparse.Namespace, sharded: frozenset[str], is_offloaded: bool) -> list[int]:
     """Return the bytes kept by category, in total and on the host, and moved by an update."""
-    dtype, num_states = dtype_of(options.dtype), len(OPTIMIZERS[options.optimizer].STATES)
-    part = length(span(options.params, options.ranks, 0))
-    kept = state_bytes(
-        options.params, part, dtype,
-        sharded=sharded, num_states=num_states, is_offloaded=is_offloaded,
-    )  # fmt: skip
-    updated = part if "optimizer" in sharded else options.params
-    on_host = offloaded_bytes(updated, dtype, num_states=num_states)
+    psi, dtype = options.params, dtype_of(options.dtype)
+    num_states = len(OPTIMIZERS[options.optimizer].STATES)
+    part = length(span(psi, options.ranks, 0))
+    how: Any = {"sharded": sharded, "num_states": num_states, "is_offloaded": is_offloaded}
+    kept = [state_bytes(psi, part, dtype, **how)[category] for category in KEPT]
+    updated = part if "optimizer" in sharded else psi
+    on_host = sum(offloaded_bytes(updated, dtype, num_states=num_states).values())
     moved = bytes_moved(updated, dtype, num_states=num_states)
-    if_offloaded = [sum(on_host.values()), *(moved[column] for column in DEVICE_COLUMNS)]
-    by_category = [kept[category] for category in KEPT]
-    return [*by_category, sum(by_category), *(n * is_offloaded for n in if_offloaded)]
+    if_offloaded = [on_host, *(moved[column] for column in DEVICE_COLUMNS)]
+    return [*kept, sum(kept), *(n * is_offloaded for n in if_offloaded)]
 
 
 def gigabytes(nbytes: int) -> str:

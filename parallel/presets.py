@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from collectives import Communicator
-from parallel import strategies
 from parallel.cli import device_namespace
 from parallel.elastic import Elastic
 from parallel.mesh import Mesh
@@ -17,22 +16,20 @@ from parallel.optim import SGD, Adam, AdamW
 from parallel.places import Disk, HostMemory, Place
 from parallel.runtime import Recipe, Trainer
 from parallel.servers import AsyncParameterServer, SyncParameterServer
-from parallel.sharding import CommHook, HalfPrecision, Int8Blocks, PowerSGD
+from parallel.sharding import HalfPrecision, Int8Blocks, PowerSGD, Sharding, choose_group_size
 
 OPTIMIZERS = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 HOOKS = ("float16", "bfloat16", "int8", "powersgd:RANK")
 RECOMPUTE = {"all": ("block*",), "attention": ("block*.attention.heads",), "none": ()}
 
-StrategyFactory = Callable[..., Trainer]
+T = TypeVar("T")
+Named = dict[str, tuple[Callable[..., T], tuple[str, ...]]]
 
 
 def elastic(
     comm: Communicator, *args: Any, kill: tuple[int, int] | None = None, **options: Any
 ) -> Trainer:
-    """Return an `Elastic`, which on rank ``kill[0]`` kills its process in step ``kill[1]``.
-
-    Raises ValueError if the MPI cannot continue after a failure, or if there is no such rank.
-    """
+    """Return an `Elastic`, which on rank ``kill[0]`` kills its process in step ``kill[1]``."""
     if not comm.can_shrink:
         raise ValueError(
             "the elastic strategy needs an Open MPI that was started with fault tolerance: "
@@ -46,20 +43,24 @@ def elastic(
     return trainer
 
 
-# Each with the options that not all strategies take.
-STRATEGIES: dict[str, tuple[StrategyFactory, tuple[str, ...]]] = {
-    "serial": (strategies.serial, ()),
+# Strategies by name, each with the options that not all of them take: those that are a sharding on
+# a mesh with its axes, and those that run in another way.
+SHARDINGS: Named[Sharding] = {
+    "serial": (Sharding, ()),
+    "ddp": (Sharding.ddp, ("bucket_bytes", "hook")),
+    "zero1": (partial(Sharding.zero, 1), ()),
+    "zero2": (partial(Sharding.zero, 2), ()),
+    "zero3": (partial(Sharding.zero, 3), ("keep_after_forward",)),
+    "hsdp": (Sharding.hsdp, ("keep_after_forward", "group_size")),
+    "zeropp": (Sharding.zeropp, ("gradient_bits", "group_size")),
+    "local-updates": (Sharding.local_updates, ("every", "outer_lr", "outer_momentum")),
+}
+RUNTIMES: Named[Trainer] = {
     "server-sync": (SyncParameterServer, ()),
     "server-async": (AsyncParameterServer, ("staleness_bound",)),
-    "ddp": (strategies.ddp, ("bucket_bytes", "hook")),
-    "zero1": (strategies.zero1, ()),
-    "zero2": (strategies.zero2, ()),
-    "zero3": (strategies.zero3, ("keep_after_forward",)),
-    "hsdp": (strategies.hsdp, ("keep_after_forward", "group_size")),
-    "local-updates": (strategies.local_updates, ("every", "outer_lr", "outer_momentum")),
-    "zeropp": (strategies.zeropp, ("group_size", "gradient_bits")),
     "elastic": (elastic, ("bucket_bytes", "kill")),
 }
+STRATEGIES: Named[Any] = SHARDINGS | RUNTIMES
 SERVED = (
     "this works: --mesh data=N with --zero 0, 1, 2 or 3 on N ranks, or --mesh replicate=G,shard=N"
     " with --zero 3 on G x N ranks, or --strategy with one of its names"
@@ -81,35 +82,50 @@ def name_strategy(comm: Communicator, options: argparse.Namespace) -> None:
     if set(axes) == {"data"}:
         options.strategy = f"zero{stage}" if stage else "ddp"
     elif set(axes) == {"replicate", "shard"} and stage in (None, 3):
-        options.strategy, options.group_size = "hsdp", axes["shard"]
+        options.strategy = "hsdp"
     else:
         words = ",".join(f"{axis}={size}" for axis, size in axes.items())
         of_stage = "" if stage is None else f" with --zero {stage}"
         raise ValueError(f"no strategy trains on --mesh {words}{of_stage}; {SERVED}")
 
 
-def strategy_factory(
-    comm: Communicator, model: Model, options: argparse.Namespace
-) -> StrategyFactory:
-    """Return a function that makes the training run that the options name.
+def trainer_factory(
+    comm: Communicator, model: Model, recipe: Recipe, strategy: str, options: Mapping[str, Any]
+) -> Callable[..., Trainer]:
+    """Return a function of `phase` that makes the training run of a strategy, with its `options`.
 
-    All ranks must call that function together, because some strategies make communicators.  It
-    takes the keyword argument ``phase``.  Nothing is sent here.  Raises ValueError for options that
-    the strategy does not take.
+    All ranks call that function together, because it makes communicators; nothing is sent here.
+    Raises ValueError for options that the strategy does not take.
     """
-    factory, names = STRATEGIES[options.strategy]
+    make, names = STRATEGIES[strategy]
     known = {name for _, names in STRATEGIES.values() for name in names}
-    given = {name: getattr(options, name) for name in known if getattr(options, name) is not None}
+    given = {name: options[name] for name in known if options.get(name) is not None}
     if unknown := sorted(given.keys() - set(names)):
         words = ", ".join("--" + name.replace("_", "-") for name in unknown)
-        raise ValueError(f"the strategy {options.strategy} takes no {words}")
-    if options.algorithm is not None and options.strategy == "serial":
+        raise ValueError(f"the strategy {strategy} takes no {words}")
+    algorithm = {} if options.get("algorithm") is None else {"algorithm": options["algorithm"]}
+    if algorithm and strategy == "serial":
         raise ValueError("the strategy serial takes no --algorithm")
-    if options.algorithm is not None:
-        given["algorithm"] = options.algorithm
     if "hook" in given:
         given["hook"] = comm_hook(given["hook"])  # one for each rank, because it may have a state
-    return partial(factory, comm, model, make_recipe(comm, options), **given)
+    if strategy in RUNTIMES:
+        return partial(make, comm, model, recipe, **given, **algorithm)
+    group_size = given.pop("group_size", None)
+    sharding = make(**given)
+    mesh = mesh_for(comm, sharding, options.get("mesh"), group_size)
+    return partial(Trainer, mesh, model, recipe, sharding=sharding, **algorithm)
+
+
+def mesh_for(
+    comm: Communicator, sharding: Sharding, axes: dict[str, int] | None, group_size: int | None
+) -> Mesh:
+    """Return a mesh of `axes`, by default those of a sharding; groups are consecutive ranks."""
+    if not sharding.axes and comm.size > 1:
+        raise ValueError(f"the serial strategy runs on one rank, not on {comm.size}")
+    if axes is None and "shard" in sharding.axes:
+        size = choose_group_size(comm.size, group_size)
+        axes = {"replicate": comm.size // size, "shard": size}
+    return Mesh(comm if sharding.axes else None, **axes or {})
 
 
 def check_saving(options: argparse.Namespace) -> None:
@@ -145,8 +161,8 @@ def make_recipe(comm: Communicator, options: argparse.Namespace) -> Recipe:
     )
 
 
-def comm_hook(name: str) -> CommHook:
-    """Return the communication hook of this name.  Raise ValueError for an unknown one."""
+def comm_hook(name: str) -> HalfPrecision | Int8Blocks | PowerSGD:
+    """Return the communication hook of this name."""
     if name in ("float16", "bfloat16"):
         return HalfPrecision(name)
     if name == "int8":

@@ -22,9 +22,7 @@ from parallel.optim import DTYPES
 from parallel.runtime import Recipe, Trainer
 from parallel.schedule.actions import KINDS
 
-SHOWN = (
-    "serial", "server-sync", "ddp", "zero1", "zero2", "zero3", "hsdp", "zeropp", "local-updates",
-)  # fmt: skip
+SHOWN = (*presets.SHARDINGS, "server-sync")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,9 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
         sent = [call.sent(options.ranks) for call in calls]
         words = ", ".join(dict.fromkeys(call.collective for call in calls))
         numbers = [sum(each.messages for each in sent), sum(each.bytes for each in sent)]
-        table.add_row(
-            escape(str(action)), action.phase, words, *(str(n) if n else "" for n in numbers)
-        )
+        cells = [str(n) if n else "" for n in numbers]
+        table.add_row(escape(str(action)), action.phase, words, *cells)
     print_table(table, console)
     used = dict.fromkeys(action.kind for action in trainer.actions)
     console.print("\n".join(f"{kind}: {KINDS[kind]}" for kind in used))
@@ -54,8 +51,7 @@ def trainer_of(comm: Communicator, options: argparse.Namespace) -> Trainer:
     """Return the training run that the options name, on one rank."""
     model = gpt(num_layers=options.layers, hidden=options.hidden, num_heads=1)
     recipe = Recipe(options.dtype, num_micro_batches=options.micro_batches, clip=1.0)
-    factory, _ = presets.STRATEGIES[options.strategy]
-    return factory(comm, model, recipe)
+    return presets.trainer_factory(comm, model, recipe, options.strategy, {})()
 
 
 def parser() -> argparse.ArgumentParser:

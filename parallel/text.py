@@ -18,38 +18,34 @@ EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 def load(path: str | Path | None = None) -> Bytes:
-    """Return the bytes of a file or directory, or of Python's standard library.
+    """Return the bytes of a file or directory, or of Python's standard library: 1-d, uint8.
 
-    The bytes are a 1-d array of uint8.  In a directory, all files are read, in the order of their
-    paths.  Without a `path`, the ``.py`` files of the standard library are, but for tests.  Every
-    rank reads for itself, so the text must be the same on every machine.  Raises ValueError if
-    there is no file, or if all files are empty.
+    In a directory, all files are read, in the order of their paths.  Without a `path`, the ``.py``
+    files of the standard library are, but for tests.  Every rank reads for itself, so the text must
+    be the same on every machine.  Raises ValueError if there is no file, or if all are empty.
     """
-    root = standard_library() if path is None else Path(path)
-    files = library_files(root) if path is None else [root, *root.rglob("*")]
+    files = library_files() if path is None else [Path(path), *Path(path).rglob("*")]
     files.sort(key=lambda file: file.parts)  # the same in every locale and file system
     text = b"".join(file.read_bytes() for file in files if file.is_file())
     if not text:
-        raise ValueError(f"there is no text in {root}")
+        raise ValueError(f"there is no text in {path}")
     return np.frombuffer(text, dtype=np.uint8)
 
 
-def standard_library() -> Path:
-    """Return the directory of Python's standard library: several MB of text on every machine."""
-    return Path(sysconfig.get_paths()["stdlib"])
+def library_files() -> list[Path]:
+    """Return the ``.py`` files of Python's standard library, without installed packages and tests.
 
-
-def library_files(root: Path) -> list[Path]:
-    """Return the ``.py`` files under `root`, without installed packages and tests."""
+    They have several MB on every machine.
+    """
     files: list[Path] = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         folders[:] = [f for f in folders if f not in EXCLUDED]  # os.walk visits only what is left
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return files
 
 
 def unigram_entropy(data: Bytes) -> float:
-    """Return the entropy of the bytes in `data`, -sum f log f for frequencies f, in nats per byte.
+    """Return the entropy of the bytes in `data`, in nats per byte: -sum f log f for frequencies f.
 
     No model that ignores the context has a smaller loss.
     """
@@ -80,24 +76,20 @@ def batch(
 ) -> tuple[Tokens, Tokens]:
     """Return one rank's rows of the batch of a step: the inputs, and the byte after each of them.
 
-    Both are int64 (rows, `context`) in 0..255: ``targets[i, j]`` follows ``inputs[i, j]`` in the
-    text.  The whole batch of `batch_size` rows is a function of `data` (see `load`), `seed`, `step`
-    and `batch_size`; `num_ranks` divide it, and `rank` gets its `share`.
-
-    Raises ValueError if `data` is not longer than `context`, or if a rank would have no rows.
+    Both are int64 (rows, `context`) in 0..255.  The whole batch of `batch_size` rows is a function
+    of `data` (see `load`), `seed`, `step` and `batch_size`; `num_ranks` divide it, and `rank` gets
+    its `share`.  Raises ValueError if `data` is not longer than `context`, or if a rank would have
+    no rows.
 
     Examples
     --------
     >>> from parallel import text
     >>> data = text.load()
-    >>> inputs, targets = text.batch(data, seed=0, step=0, batch_size=8, context=16)
-    >>> inputs.shape
-    (8, 16)
-    >>> mine, _ = text.batch(
+    >>> inputs, targets = text.batch(
     ...     data, seed=0, step=0, batch_size=8, context=16, rank=1, num_ranks=3
     ... )
-    >>> (mine == inputs[3:6]).all()
-    np.True_
+    >>> inputs.shape, bool((inputs[:, 1:] == targets[:, :-1]).all())
+    ((3, 16), True)
     """
     if len(data) <= context:
         raise ValueError(f"a text of {len(data)} bytes is too short for a context of {context}")

@@ -20,14 +20,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import sys
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -41,13 +38,7 @@ from rich.console import Console
 import collectives
 from collectives import Communicator, Ledger
 from parallel import checkpoint, presets, text
-from parallel.accounts import (
-    PredictedCall,
-    Timeline,
-    TrafficMismatch,
-    TrafficMonitor,
-    TrafficTable,
-)
+from parallel.accounts import PredictedCall, Timeline, TrafficMismatch, TrafficMonitor, TrafficTable
 from parallel.cli import (
     at_least,
     can_be_written,
@@ -73,9 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
             is_auto = options.progress == "auto" and options.strategy == "elastic"
             wanted = "none" if is_auto else options.progress  # elastic sums are blocking
             return run_training(with_progress(collectives.world(), wanted), options)
-        return collectives.run(
-            partial(run_training, options=options), options.threads, timeout=None
-        )[0]
+        train = partial(run_training, options=options)
+        return collectives.run(train, options.threads, timeout=None)[0]
     except InvalidRun as error:
         parse.exit(2, f"{parse.prog}: {error}\n" if is_first else None)
 
@@ -122,23 +112,16 @@ def run_training(comm: Communicator, options: argparse.Namespace) -> int:
         training = survive(comm, make, is_elastic=options.strategy == "elastic")
     except ValueError as error:
         raise InvalidRun(str(error)) from error
-    with abort_on_error():
+    try:
         table = training.run()
         training.strategy.close()
-    return training.report(table) if training.is_first else 0
-
-
-@contextmanager
-def abort_on_error() -> Iterator[None]:
-    """Abort the MPI job if the block fails: the other ranks would wait forever."""
-    try:
-        yield
-    except InvalidRun:  # on all ranks: none waits
-        raise
-    except BaseException as error:
+    except checkpoint.LoadFailed as error:  # on all ranks: none waits
+        raise InvalidRun(str(error)) from error
+    except BaseException as error:  # the other ranks would wait forever: abort the MPI job
         if "mpi4py.MPI" in sys.modules:
             mpi4py.run.set_abort_status(error)  # takes effect when Python exits
         raise
+    return training.report(table) if training.comm.rank == 0 else 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -245,60 +228,67 @@ class Training:
         options = argparse.Namespace(**vars(options))  # ranks may be threads that share `options`
         self.comm, self.options, self.console = comm, options, console
         self.monitor = TrafficMonitor(job or comm, is_wanted=not options.no_monitor)
-        self.num_ranks = self.monitor.comm.size
         self.timeline = Timeline(comm, self.monitor.phase)
-        with self.raise_on_all_ranks("reading the text and the options"):
+        together = partial(
+            agreement.raise_on_all_ranks, comm, collectives.phase, "prepare", failure=ValueError
+        )
+        with together("reading the text and the options"):
             self.text = text.load(options.text)
             presets.name_strategy(comm, options)
             self.check_options()
-        self.check_same_options()
-        self.entropy = text.unigram_entropy(self.text)
+        same = {name: agreement.digest(value) for name, value in vars(options).items()}
+        same["length"] = agreement.digest(len(self.text))
+        agreement.check_same(comm, {"text": agreement.digest(self.text)}, same)
         self.model = gpt(
             num_layers=options.layers, hidden=options.hidden, num_heads=options.heads,
             context=options.context, is_tied=options.tied, is_shared=options.shared,
             recompute=presets.RECOMPUTE[options.recompute],
         )  # fmt: skip
         # In two parts: the second makes communicators, for which no rank may be missing.
-        with self.raise_on_all_ranks("preparing the strategy"):
-            make = presets.strategy_factory(comm, self.model, options)
-        with self.raise_on_all_ranks("preparing the strategy"):
+        with together("preparing the strategy"):
+            recipe = presets.make_recipe(comm, options)
+            make = presets.trainer_factory(
+                comm, self.model, recipe, options.strategy, vars(options)
+            )
+        with together("preparing the strategy"):
             self.strategy = make(phase=self.timeline.phase)
+        self.seconds, self.num_skipped = 0.0, 0  # of this run: updates that an overflow prevented
         self.losses: list[float] = []
-        self.seconds, self.num_skipped_before = 0.0, 0
-        self.times: list[float] = []
+        self.times: list[float] = []  # at the end of each step
         self.reports: list[RankReport] = []
 
-    def raise_on_all_ranks(self, doing: str) -> AbstractContextManager[None]:
-        """Return a context manager that raises ValueError on all ranks if its block fails on one.
-
-        `doing` describes the block.
-        """
-        return agreement.raise_on_all_ranks(
-            self.comm, collectives.phase, "prepare", doing, ValueError
-        )
-
-    def check_same_options(self) -> None:
-        """Raise ModelMismatch, a ValueError, unless all ranks have the same text and options."""
-        options = {name: agreement.digest(value) for name, value in vars(self.options).items()}
-        options["length"] = agreement.digest(len(self.text))
-        agreement.check_same(self.comm, {"text": agreement.digest(self.text)}, options)
+    # Before the first step
 
     def check_options(self) -> None:
         """Raise ValueError if the batch, the text, the checkpoints or the files are impossible."""
+        o = self.options
         self.check_batch()
-        presets.check_saving(self.options)
-        self.source = self.find_checkpoint()
+        presets.check_saving(o)
+        self.source = None if o.resume is None else self.find_checkpoint(o.resume)
         self.first = 0 if self.source is None else checkpoint.num_steps_of(self.source)
-        self.steps_to_save = self.list_steps_to_save()
+        between = range(self.first + 1, o.steps) if o.save_every is not None else ()
+        self.steps_to_save = [step for step in between if step % o.save_every == 0]
+        self.steps_to_save += [o.steps] if o.save is not None else []
         self.check_files()
 
-    def list_steps_to_save(self) -> list[int]:
-        """Return the numbers of steps after which to save a checkpoint."""
-        o = self.options
-        if o.save is None:
-            return []
-        between = range(self.first + 1, o.steps) if o.save_every is not None else ()
-        return [*(step for step in between if step % o.save_every == 0), o.steps]
+    def check_batch(self) -> None:
+        """Raise ValueError if the batch cannot be divided, or if the text is too short."""
+        o, ranks = self.options, self.comm.size
+        self.batch(0, 0, 1)
+        if o.batch < ranks * o.micro_batches:
+            raise ValueError(
+                f"a global batch of {o.batch} cannot be divided among {ranks} ranks"
+                f" with {o.micro_batches} micro-batches each"
+            )
+
+    def find_checkpoint(self, folder: Path) -> Path:
+        """Return the checkpoint to continue from; ValueError if there is none, or nothing to do."""
+        path = checkpoint.latest(folder)
+        if path is None:
+            raise ValueError(f"there is no checkpoint in {folder}")
+        if (done := checkpoint.num_steps_of(path)) >= self.options.steps:
+            raise ValueError(f"{path} is after step {done}: --steps must be more")
+        return path
 
     def check_files(self) -> None:
         """Raise ValueError if a checkpoint exists already or a file cannot be written."""
@@ -317,74 +307,81 @@ class Training:
         if len({path.resolve() for path in outputs}) < len(outputs):
             raise ValueError(f"--trace and --json name the same file, {o.json}")
 
-    def check_batch(self) -> None:
-        """Raise ValueError if the batch cannot be divided, or if the text is too short."""
-        o, ranks = self.options, self.comm.size
-        self.batch(0, 0, 1)
-        if o.batch < ranks * o.micro_batches:
-            raise ValueError(
-                f"a global batch of {o.batch} cannot be divided among {ranks} ranks"
-                f" with {o.micro_batches} micro-batches each"
-            )
-
-    def begin(self) -> None:
-        """Start from the initial values, or load the checkpoint to continue."""
-        if self.source is None:
-            self.strategy.start()
-            return
-        self.strategy.resume()
-        try:
-            checkpoint.load(self.strategy, self.source)
-        except checkpoint.LoadFailed as error:
-            raise InvalidRun(str(error)) from error
-        self.num_skipped_before = self.strategy.num_skipped
-        self.console.print(f"continuing from step {self.first}")
-
-    def find_checkpoint(self) -> Path | None:
-        """Return the checkpoint to continue from, if any.
-
-        Raises ValueError if it does not exist, or if all steps are done.
-        """
-        if self.options.resume is None:
-            return None
-        path = checkpoint.latest(self.options.resume)
-        if path is None:
-            raise ValueError(f"there is no checkpoint in {self.options.resume}")
-        if (done := checkpoint.num_steps_of(path)) >= self.options.steps:
-            raise ValueError(f"{path} is after step {done}: --steps must be more")
-        return path
+    # The run
 
     def run(self) -> TrafficTable | None:
         """Train; return the traffic of all ranks on rank 0, and None on others.
 
         Returns None on all ranks if some have died.
         """
-        self.announce()
+        o = self.options
+        self.console.print(
+            f"{o.strategy}, ranks {self.comm.size}, {o.dtype}, seed {o.seed}, batch {o.batch}:"
+            f" {self.model.num_parameters} parameters, {len(self.text)} bytes of text"
+        )
         with self.monitor, self.comm.record() as ledger:
-            self.begin()
+            if self.source is None:
+                self.strategy.start()
+            else:
+                self.strategy.resume()
+                checkpoint.load(self.strategy, self.source)
+                self.console.print(f"continuing from step {self.first}")
+            num_skipped = self.strategy.num_skipped
             self.all_steps()
-        is_elastic = self.options.strategy == "elastic"
+        self.num_skipped = self.strategy.num_skipped - num_skipped
+        is_elastic = o.strategy == "elastic"
         return survive(self.comm, partial(self.account, ledger), is_elastic=is_elastic)
+
+    def all_steps(self) -> None:
+        """Make and time all steps, with progress on the first rank."""
+        o = self.options
+        with progress(self.console, o.steps) as show_done:
+
+            def show(done: int, loss: float) -> None:
+                self.times.append(time.perf_counter())
+                self.console.quiet = self.strategy.rank != 0  # the first rank may have died
+                show_done(done, loss)
+                if done in self.steps_to_save and done < o.steps:
+                    checkpoint.save(self.strategy, o.save, done)
+
+            began, total = time.perf_counter(), o.batch * o.context
+            self.losses = self.strategy.train(o.steps, self.batch, total, show, self.first)
+            self.seconds = time.perf_counter() - began
+            if o.save is not None:
+                checkpoint.save(self.strategy, o.save, o.steps)
+
+    def batch(self, step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
+        """Return a rank's rows of a step's batch.  Raise ValueError if there are none."""
+        o, part = self.options, {"rank": rank, "num_ranks": ranks}
+        return text.batch(
+            self.text, seed=o.seed, step=step, batch_size=o.batch, context=o.context, **part
+        )
+
+    # Results
+
+    @property
+    def num_dead(self) -> int:
+        """The number of ranks that have died."""
+        return self.monitor.comm.size - min(self.comm.size, self.strategy.size)
 
     def account(self, ledger: Ledger, comm: Communicator) -> TrafficTable | None:
         """Return what `run` returns; `comm` is of the ranks that are alive."""
         self.comm = comm
-        self.console.quiet = not self.is_first
+        self.console.quiet = comm.rank != 0
         if self.num_dead:
             return None
         if self.options.trace is not None:
             self.timeline.write(ledger, self.options.trace)
-        rows = (
-            len(self.batch(0, *self.strategy.batch_part)[0]) if self.strategy.batch_part[1] else 0
-        )
+        part = self.strategy.batch_part
+        rows = len(self.batch(0, *part)[0]) if part[1] else 0
         updates = self.strategy.num_updates_in(self.options.steps - self.first) - self.num_skipped
         report = RankReport.of(self.strategy, updates, rows, self.options.context)
-        self.reports = gather(self.comm, report) or []
+        self.reports = gather(comm, report) or []
         whole, observed = ledger.gather(), self.monitor.gather()
         if whole is None:
             return None
-        size, reason = self.comm.size, self.monitor.reason
-        return TrafficTable(self.traffic(), whole, observed, size=size, reason=reason)
+        reason = self.monitor.reason
+        return TrafficTable(self.traffic(), whole, observed, size=comm.size, reason=reason)
 
     def traffic(self) -> list[PredictedCall]:
         """Return the predicted traffic of the run."""
@@ -396,87 +393,52 @@ class Training:
         loads = is_resumed * checkpoint.traffic(self.strategy, "load")
         return calls + loads + len(self.steps_to_save) * checkpoint.traffic(self.strategy)
 
-    @property
-    def num_skipped(self) -> int:
-        """The updates of this run that an overflow prevented."""
-        return self.strategy.num_skipped - self.num_skipped_before
-
-    def announce(self) -> None:
-        """Print what runs, in one line."""
-        o = self.options
-        self.console.print(
-            f"{o.strategy}, ranks {self.comm.size}, {o.dtype}, seed {o.seed}, batch {o.batch}:"
-            f" {self.model.num_parameters} parameters, {len(self.text)} bytes of text"
-        )
-
-    def all_steps(self) -> None:
-        """Make and time all steps, with progress on the first rank."""
-        o = self.options
-        with progress(self.console, self.options.steps) as show_done:
-
-            def show(done: int, loss: float) -> None:
-                self.times.append(time.perf_counter())
-                self.console.quiet = self.strategy.rank != 0  # the first rank may have died
-                show_done(done, loss)
-                if done in self.steps_to_save and done < o.steps:
-                    self.save(done)
-
-            began = time.perf_counter()
-            total = o.batch * o.context
-            self.losses = self.strategy.train(o.steps, self.batch, total, show, self.first)
-            self.seconds = time.perf_counter() - began
-            if o.save is not None:
-                self.save(o.steps)
-
-    def save(self, done: int) -> None:
-        """Save a checkpoint after `done` steps."""
-        checkpoint.save(self.strategy, self.options.save, done)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank prints: it is the first of those that are alive."""
-        return self.comm.rank == 0
-
-    @property
-    def num_dead(self) -> int:
-        """The number of ranks that have died."""
-        return self.num_ranks - min(self.comm.size, self.strategy.size)
-
-    def batch(self, step: int, rank: int, ranks: int) -> tuple[text.Tokens, text.Tokens]:
-        """Return a rank's rows of a step's batch.  Raise ValueError if there are none."""
-        o, part = self.options, {"rank": rank, "num_ranks": ranks}
-        return text.batch(
-            self.text, seed=o.seed, step=step, batch_size=o.batch, context=o.context, **part
-        )
-
     def report(self, table: TrafficTable | None) -> int:
-        """Print the results, on the first rank; return the exit status."""
+        """Print the results, and write them to the file of --json; return the exit status."""
+        result = self.result(table)
         self.console.print(
             f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} nats per byte,"
-            f" unigram entropy {self.entropy:.4f}; {self.seconds:.2f} s,"
-            f" {self.rate():.0f} tokens/s"
+            f" unigram entropy {result['unigram_entropy']:.4f}; {self.seconds:.2f} s,"
+            f" {result['tokens_per_second']:.0f} tokens/s"
         )
         self.console.print("\n".join([*self.strategy.summary_lines(), ""]), markup=False)
         status = self.report_bytes(table)
-        self.write_json(table)
+        if self.options.json is not None:
+            # JSON has no numbers that are not finite: null stands for them.
+            words = json.dumps(result, default=os.fspath)
+            result = json.loads(words, parse_constant=lambda number: None)
+            self.options.json.write_text(json.dumps(result, indent=1) + "\n")
         return status
 
+    def result(self, table: TrafficTable | None) -> dict[str, Any]:
+        """Return the options, losses, speed, memory and traffic, for JSON."""
+        o = self.options
+        return vars(o) | {
+            "ranks": self.monitor.comm.size,
+            "losses": self.losses,
+            "first_step": self.first,
+            "parameters": self.model.num_parameters,
+            "unigram_entropy": text.unigram_entropy(self.text),
+            "seconds": self.seconds,
+            "seconds_per_step": median([b - a for a, b in pairwise(self.times)] or [self.seconds]),
+            "tokens_per_second": o.batch * o.context * (o.steps - self.first) / self.seconds,
+            "ranks_kept": [report.memory for report in self.reports],
+            "ranks_moved": [report.moved for report in self.reports],
+            "traffic": None if table is None else table.as_dict(),
+        }
+
     def report_bytes(self, table: TrafficTable | None) -> int:
-        """Print memory and traffic; return the exit status."""
+        """Print memory and traffic, and what differs; return the exit status."""
         if table is None:
             self.console.print(
-                f"{self.num_dead} of {self.num_ranks} ranks died; the others ended with the same"
-                " parameters, bitwise.  No traffic: the records of dead ranks are lost."
+                f"{self.num_dead} of {self.monitor.comm.size} ranks died; the others ended with the"
+                " same parameters, bitwise.  No traffic: the records of dead ranks are lost."
                 + " No timeline, for the same reason."
                 * (self.options.trace is not None)
             )
             return 0
         print_rank_reports([report.memory | report.moved for report in self.reports], self.console)
         print_traffic(table, self.console)
-        return self.compare(table)
-
-    def compare(self, table: TrafficTable) -> int:
-        """Print what was compared, or what differs; return the exit status."""
         try:
             self.console.print(table.check())
         except TrafficMismatch as mismatch:
@@ -487,42 +449,6 @@ class Training:
             return 1
         self.console.print("memory: formula = counted, to the byte; parameters: equal, to the bit")
         return 0
-
-    def rate(self) -> float:
-        """Return the tokens per second of all ranks together."""
-        steps = self.options.steps - self.first
-        return float(self.options.batch * self.options.context * steps / self.seconds)
-
-    def seconds_per_step(self) -> float:
-        """Return the median time between the ends of consecutive steps."""
-        gaps = [end - start for start, end in pairwise(self.times)]
-        return median(gaps or [self.seconds])
-
-    def write_json(self, table: TrafficTable | None) -> None:
-        """Write options, losses, speed, memory and traffic to the file of --json, if given."""
-        if self.options.json is None:
-            return
-        paths = {k: str(v) for k, v in vars(self.options).items() if isinstance(v, Path)}
-        result: dict[str, Any] = vars(self.options) | paths
-        result |= {"ranks": self.num_ranks, "losses": self.losses, "first_step": self.first}
-        result |= {
-            "parameters": self.model.num_parameters, "unigram_entropy": self.entropy,
-            "seconds": self.seconds, "seconds_per_step": self.seconds_per_step(),
-            "tokens_per_second": self.rate(),
-            "ranks_kept": [report.memory for report in self.reports],
-            "ranks_moved": [report.moved for report in self.reports],
-            "traffic": None if table is None else table.as_dict(),
-        }  # fmt: skip
-        self.options.json.write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n")
-
-
-def finite(value: Any) -> Any:
-    """Return `value` with None for numbers that are not finite, which JSON cannot represent."""
-    if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

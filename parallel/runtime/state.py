@@ -110,7 +110,7 @@ class State:
     def new_buffer(
         self, category: str, num_elements: int, dtype: np.dtype[Any] | type | None = None
     ) -> Array:
-        """Return a 1-d array of zeros, by default in the model's dtype, counted in `category`."""
+        """Return `num_elements` zeros of a `dtype`, by default the model's, counted in `category`."""
         zeros = self.xp.zeros(num_elements, dtype=self.dtype if dtype is None else dtype)
         return self.memory.track(category, zeros)
 
@@ -172,7 +172,7 @@ class State:
     def start_call(
         self, axes: Sequence[str], collective: str, x: Array, **options: Any
     ) -> Callable[[], Any]:
-        """Start a call along `axes`; return a function that waits for it and returns its result.
+        """Start a `collective` of `x` along `axes`; return a function that waits for its result.
 
         `memory` counts the scratch memory of the call until then.  By default the call has the
         algorithm of the run.
@@ -214,7 +214,7 @@ class State:
         return tuple(g for g in self.mesh.ranks(axes) if self.model_part(g[0]) == mine)
 
     def is_first_copy(self, unit: str, name: str) -> bool:
-        """Return whether no rank before this one, along `model.split_axes`, has the same box."""
+        """Return whether no rank before this one has the same box of parameter `name` of a `unit`."""
         divided = {axis for _, axis in self.model.units[unit][name].splits}
         return not any(self.mesh.index(a) for a in self.model.split_axes if a not in divided)
 

@@ -287,14 +287,20 @@ class Trainer(State):
         self.steps_alone = 0
 
     def compute(self, inputs: Tokens, targets: Tokens, total: int) -> float:
-        """Add up gradients, see `step`, and return this rank's part of the loss; send nothing."""
+        """Add up gradients and return this rank's part of the loss, without sending anything.
+
+        `inputs`, `targets` and `total` are those of `step`.
+        """
         self.begin(inputs, targets, total)
         self.run(action for action in self.actions if action.kind in ("F", "B"))
         self._end()
         return self.loss
 
     def begin(self, inputs: Tokens, targets: Tokens, total: int) -> None:
-        """Set the micro-batches that the next actions compute, see `step`; set gradients to 0."""
+        """Set the micro-batches that the next actions compute, and set gradients to 0.
+
+        `inputs`, `targets` and `total` are those of `step`.
+        """
         self.overlap.begin()
         self.loss, self.squares = 0.0, 0.0
         self.num_batches += 1

@@ -1,4 +1,4 @@
-"""Communication hooks for `parallel.ddp`, which sum gradients with fewer bytes.
+"""Communication hooks for `Sharding.ddp`, which sum gradients with fewer bytes.
 
 For float32 gradients `HalfPrecision` sends 1/2 of what `AllReduce` does, `Int8Blocks` 1/4 + 1/256,
 and `PowerSGD` of rank r, for each matrix, r (rows + columns) / (rows x columns).
@@ -82,9 +82,8 @@ class HalfPrecision(CommHook):
 
     Examples
     --------
-    >>> from functools import partial
-    >>> from parallel import HalfPrecision, ddp
-    >>> make = partial(ddp, hook=HalfPrecision("bfloat16"))
+    >>> from parallel import HalfPrecision, Sharding
+    >>> sharding = Sharding.ddp(hook=HalfPrecision("bfloat16"))
     """
 
     def __init__(self, dtype: str) -> None:

@@ -61,11 +61,8 @@ class PowerSGD(GeneratorHook):
 
     Examples
     --------
-    >>> import collectives
-    >>> from parallel import PowerSGD, ddp, gpt
-    >>> make = lambda comm: ddp(comm, gpt(num_layers=1), hook=PowerSGD(4)).size
-    >>> collectives.run(make, size=2)
-    [2, 2]
+    >>> from parallel import PowerSGD, Sharding
+    >>> sharding = Sharding.ddp(hook=PowerSGD(4))
     """
 
     def __init__(self, rank: int, *, error_feedback: bool = True, seed: int = 0) -> None:

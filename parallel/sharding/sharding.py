@@ -12,7 +12,6 @@ from parallel.sharding.quantization import BLOCK
 from parallel.sharding.quantized import QuantizedExchange, QuantizedGather
 from parallel.sharding.server import BroadcastFromServer, ReduceToServer
 
-BUCKET_BYTES = 25 * 2**20
 DIVIDED = (
     frozenset[str](),
     frozenset({"optimizer", "master"}),
@@ -25,18 +24,19 @@ DIVIDED = (
 class Sharding:
     """Which categories of memory ranks divide, and how they sum gradients and gather parameters.
 
+    The tables of `ddp` and the other named values give the bytes that all ranks together send in a
+    call, by ring, in addition to what every training run sends (`Trainer`), for steps of which no
+    update was skipped.  Unless ranks send initial values, these must be the same on all ranks.
+
     Attributes
     ----------
     divided : frozenset of str
         The categories of memory of which a rank keeps its part alone: a set of `DIVIDED`.
-    reduction : CommHook
-        Sums the gradients of a bucket.
-    gather : Gather
-        Gathers the parameters of a unit.
-    shard_axes : tuple of str
-        The axes of the mesh along which ranks divide; without any, nothing is summed or gathered.
-    replica_axes : tuple of str
-        The axes along which ranks keep the same parts, whose gradients are summed once a step.
+    reduction, gather : CommHook, Gather
+        Sum the gradients of a bucket, and gather the parameters of a unit.
+    shard_axes, replica_axes : tuple of str
+        The axes of the mesh along which ranks divide (without any, nothing is summed or gathered),
+        and along which they keep the same parts, whose gradients are summed once a step.
     secondary_axes : tuple of str
         The axes along which ranks divide the gathered parameters that they keep for backward; none:
         they keep no such part.
@@ -46,7 +46,9 @@ class Sharding:
         The most bytes of gradients of several layers that are summed together, during the last
         backward; None: those of one layer at a time.
     find_unused_parameters : bool
-        Whether layers may take no part in a step.
+        Whether layers may take no part in a step.  The gradient is zero on ranks that did not use a
+        layer, and a layer that no rank used is not updated.  This takes an all-reduce of a byte for
+        each layer.  Otherwise `Trainer.step` raises MissingGradient.
     broadcast_algorithm : str, optional
         How the initial values of rank 0 are sent; None: ranks have the same and send none.
     server : int, optional
@@ -57,9 +59,13 @@ class Sharding:
 
     Examples
     --------
-    >>> from parallel import Sharding
-    >>> Sharding.zero(3).divided == Sharding.hsdp().divided
-    True
+    >>> import collectives
+    >>> from parallel import Mesh, Sharding, Trainer, gpt
+    >>> def gradients(comm):
+    ...     run = Trainer(Mesh(comm), gpt(num_layers=1), sharding=Sharding.zero(2))
+    ...     return run.memory.peak["gradients"]
+    >>> collectives.run(gradients, size=2)
+    [3750912, 3750912]
     """
 
     divided: frozenset[str] = DIVIDED[0]
@@ -89,15 +95,32 @@ class Sharding:
     def ddp(
         cls,
         *,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = 25 * 2**20,
         hook: CommHook | None = None,
         find_unused_parameters: bool = False,
         broadcast_algorithm: str = "binomial",
     ) -> Sharding:
-        """Return that of data parallelism.
+        """Return that of data parallelism: ranks divide batches, and each keeps the whole model.
 
-        `bucket_bytes`, `hook`, `find_unused_parameters` and `broadcast_algorithm` are those of
-        `parallel.ddp`.
+        Li et al. 2020 (PyTorch DistributedDataParallel).  Buckets of layers that are adjacent in
+        backward are summed while backward computes others.  With n(b) the bytes of bucket b, u
+        units and p ranks,
+
+        | phase             | collective | calls | bytes a call    |
+        |-------------------|------------|-------|-----------------|
+        | start/broadcast   | broadcast  | u     | (p-1) n(unit)   |
+        | backward/bucket b | all_reduce | S     | 2 (p-1) n(b)    |
+
+        That is 2 Psi (p-1)/p elements for each rank and step, for any number of micro-batches.
+
+        `hook` sums a bucket, by default `AllReduce`.  `bucket_bytes` (at least 1, or ValueError; a
+        larger layer is a bucket alone), `find_unused_parameters` and `broadcast_algorithm` are the
+        attributes.
+
+        Examples
+        --------
+        >>> from parallel import PowerSGD, Sharding
+        >>> sharding = Sharding.ddp(bucket_bytes=10**6, hook=PowerSGD(4))
         """
         return cls(
             reduction=AllReduce() if hook is None else hook, shard_axes=("data",),
@@ -107,9 +130,30 @@ class Sharding:
 
     @classmethod
     def zero(cls, stage: int, *, keep_after_forward: bool = False) -> Sharding:
-        """Return that of ZeRO, stage 1 to 3; see `parallel.zero1`.
+        """Return that of ZeRO: ranks divide optimizer states, gradients and parameters too.
 
-        `keep_after_forward` is for stage 3.  Raises ValueError for another stage.
+        Rajbhandari et al. 2020.  Each of p ranks updates one p-th of every unit, and sends it where
+        it is needed.  From `stage` 2 on, gradients are divided: those of a unit are summed while
+        backward computes those of the next.  In stage 3, parameters are too: a layer's are gathered
+        while the one before it runs, and freed after it has run.
+
+        | stage | phase         | collective     | calls | bytes a call  |
+        |-------|---------------|----------------|-------|---------------|
+        | 1     | reduce/unit   | reduce_scatter | S     | (p-1) n(unit) |
+        | 2, 3  | backward/unit | reduce_scatter | k S   | (p-1) n(unit) |
+        | 1, 2  | update/unit   | all_gather     | S     | (p-1) n(unit) |
+        | 3     | forward/unit  | all_gather     | k S   | (p-1) n(unit) |
+        | 3     | backward/unit | all_gather     | k S   | (p-1) n(unit) |
+
+        A rank sends 2, k + 1 or 3 k times Psi (p-1)/p elements in a step.  With
+        `keep_after_forward`, which is for stage 3, parameters are freed after backward only, and a
+        rank sends 2 k Psi (p-1)/p.  Raises ValueError for other stages.
+
+        Examples
+        --------
+        >>> from parallel import Sharding
+        >>> sorted(Sharding.zero(3).divided - Sharding.zero(1).divided)
+        ['gradients', 'parameters']
         """
         if stage not in (1, 2, 3):
             raise ValueError(f"ZeRO has the stages 1, 2 and 3, not {stage}")
@@ -122,13 +166,65 @@ class Sharding:
 
     @classmethod
     def hsdp(cls, *, keep_after_forward: bool = False) -> Sharding:
-        """Return that of hybrid sharding; see `parallel.hsdp` for `keep_after_forward`."""
+        """Return that of hybrid sharding: ZeRO-3 in groups of g ranks; G groups sum gradients.
+
+        A group is usually the ranks of one host, so that parameters are gathered within it: the
+        mesh has the axes ``replicate``, of size G, and ``shard``, of size g (`choose_group_size`).
+        Zhao et al. 2023 (PyTorch FSDP, hybrid sharding); Zhang et al. 2022 (MiCS).
+
+        | phase          | collective     | calls                | bytes a call      |
+        |----------------|----------------|----------------------|-------------------|
+        | forward/unit   | all_gather     | k S for each group   | (g-1) n(unit)     |
+        | backward/unit  | all_gather     | k S for each group   | (g-1) n(unit)     |
+        | backward/unit  | reduce_scatter | k S for each group   | (g-1) n(unit)     |
+        | replicate/unit | all_reduce     | S for each shard     | 2 (G-1) n(shard)  |
+
+        In a step a rank sends 3 k Psi (g-1)/g elements within its group and 2 Psi/g (G-1)/G to
+        others.  With one group this is ZeRO-3; with groups of one rank it is data parallelism.
+
+        `keep_after_forward` is as in `zero`.
+
+        Examples
+        --------
+        >>> import collectives
+        >>> from parallel import Mesh, Sharding, Trainer, gpt
+        >>> def batch_part(comm):
+        ...     mesh = Mesh(comm, replicate=2, shard=2)
+        ...     return Trainer(mesh, gpt(num_layers=1), sharding=Sharding.hsdp()).batch_part
+        >>> collectives.run(batch_part, size=4)
+        [(0, 4), (1, 4), (2, 4), (3, 4)]
+        """
         both = cls.zero(3, keep_after_forward=keep_after_forward)
         return replace(both, shard_axes=("shard",), replica_axes=("replicate",))
 
     @classmethod
     def zeropp(cls, *, block: int = BLOCK, gradient_bits: int = 8) -> Sharding:
-        """Return that of ZeRO++; `block` and `gradient_bits` are those of `parallel.zeropp`."""
+        """Return that of ZeRO++: ZeRO-3 on p ranks in G groups of g, which sends quantized values.
+
+        Wang et al. 2023, on the mesh of `hsdp`.  Forward gathers parameters in int8, with a scale
+        for each block of `block` elements (qwZ).  Each rank then keeps a g-th of them, so that
+        backward gathers within the group (hpZ).  Gradients are exchanged in `gradient_bits`, 8 or
+        4, within the group and then between groups; after each exchange they are added in float32
+        (qgZ).  With q(n) the bytes of n quantized elements, Q(unit) those of all shards of a unit,
+        and q' and Q' the same with `gradient_bits`,
+
+        | phase                 | collective | calls               | bytes a call               |
+        |-----------------------|------------|---------------------|----------------------------|
+        | forward/unit          | all_gather | k S                 | (p-1) Q(unit)              |
+        | backward/unit/within  | all_gather | k S for each group  | (g-1) n(unit)              |
+        | backward/unit/within  | all_to_all | k S for each group  | (g-1) Q'(unit)             |
+        | backward/unit/between | all_to_all | k S for each column | (G-1) q'(shards in column) |
+
+        Between groups this is about a quarter of what ZeRO-3 sends in two bytes.  What is sent is
+        rounded, so losses differ from those of one rank; but all ranks compute with the same
+        parameters.  The paper sends gradients in four bits.
+
+        Examples
+        --------
+        >>> from parallel import Sharding
+        >>> Sharding.zeropp(gradient_bits=4).axes == Sharding.hsdp().axes
+        True
+        """
         return cls(
             DIVIDED[3], QuantizedExchange(block, "shard", "replicate", gradient_bits),
             QuantizedGather(block), shard_axes=("replicate", "shard"), secondary_axes=("shard",),
@@ -136,11 +232,20 @@ class Sharding:
 
     @classmethod
     def local_updates(
-        cls, *, every: int, outer_lr: float = 0.7, outer_momentum: float = 0.9
+        cls, *, every: int = 10, outer_lr: float = 0.7, outer_momentum: float = 0.9
     ) -> Sharding:
-        """Return that of local updates.
+        """Return that of ranks that update alone, and agree on one model every `every` steps.
 
-        See `parallel.local_updates` for `every`, `outer_lr` and `outer_momentum`.
+        Douillard et al. 2023 (DiLoCo).  A rank's gradient is the mean over its own rows; after
+        `every` steps, and at the end of `Trainer.train`, all continue from a common model.
+
+        | phase        | collective | calls           | bytes a call                            |
+        |--------------|------------|-----------------|-----------------------------------------|
+        | average/unit | all_reduce | ceil(S / every) | 2 (p-1) n(unit), in the updates' dtype  |
+
+        Losses differ from those of one rank.  A checkpoint can be saved when all have the same
+        model.  There is no float16 and no offload.  `outer_lr` and `outer_momentum` are those of
+        `OuterMomentum`.
         """
         outer = OuterMomentum(outer_lr, outer_momentum)
         return cls(reduction=outer, shard_axes=("data",), every=every)
@@ -168,41 +273,32 @@ class Sharding:
         return [axes for axes in dict.fromkeys((*used, *each)) if axes]
 
     def reduces_in_backward(self, *, is_last: bool) -> bool:
-        """Return whether gradients are summed during a backward pass.
+        """Return whether gradients are summed during the backward pass of a micro-batch.
 
-        `is_last`: whether it is that of the last micro-batch.
+        `is_last`: whether it is the last one.
         """
-        if not self.shard_axes:
-            return False
-        return "gradients" in self.divided or (self.bucket_bytes is not None and is_last)
+        is_bucketed = self.bucket_bytes is not None and is_last
+        return bool(self.shard_axes) and ("gradients" in self.divided or is_bucketed)
 
     @property
     def reduces_after_backward(self) -> bool:
         """Whether gradients are summed after all micro-batches."""
-        is_in_backward = "gradients" in self.divided or self.bucket_bytes is not None
-        return bool(self.shard_axes) and not is_in_backward and self.every is None
+        is_later = not self.reduces_in_backward(is_last=True) and self.every is None
+        return bool(self.shard_axes) and is_later
 
     def algorithm_sizes(self, sizes: dict[str, int]) -> dict[str, list[int]]:
         """Return the collectives called by name, and by groups of how many ranks.
 
         `sizes`: the number of ranks along each axis.
         """
-
-        def along(axes: tuple[str, ...]) -> int:
-            return math.prod(sizes[axis] for axis in axes)
-
-        found: dict[str, list[int]] = {}
-        if not self.shard_axes:
-            return found
-        for collective in self.reduction.collectives:
-            found.setdefault(collective, []).append(along(self.shard_axes))
+        calls = [(name, self.shard_axes) for name in self.reduction.collectives]
         if "optimizer" in self.divided:
-            for collective in self.gather.collectives:
-                found.setdefault(collective, []).append(along(self.shard_axes))
-        if self.secondary_axes:
-            found.setdefault("all_gather", []).append(along(self.secondary_axes))
-        if self.replica_axes:
-            found.setdefault("all_reduce", []).append(along(self.replica_axes))
+            calls += [(name, self.shard_axes) for name in self.gather.collectives]
+        calls += [("all_gather", self.secondary_axes), ("all_reduce", self.replica_axes)]
+        found: dict[str, list[int]] = {}
+        for collective, axes in calls:
+            if axes:
+                found.setdefault(collective, []).append(math.prod(sizes[axis] for axis in axes))
         return found
 
     def config(self) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from array_api_compat import cupy as on_gpu
 import collectives
 from bench.gpu import no_mpi
 from collectives import Communicator
-from parallel import ddp, zero1, zero2, zero3
 from parallel.places import TO_DEVICE, TO_HOST, Place
 from tests.parallel.test_offload import Make, check_predictions, places, serial, trained
+from tests.parallel.training import ddp, zero1, zero2, zero3
 
 pytestmark = pytest.mark.gpu
 CLOSE = {"float64": 1e-9, "float32": 1e-5, "float16": 1e-3}

@@ -14,7 +14,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator, PeerFailed
-from parallel import Action, Mesh, Recipe, ddp, text
+from parallel import Action, Mesh, Recipe, Sharding, Trainer, text
 from parallel.elastic import Elastic, ReplicaMismatch, digest
 from parallel.nn import Model, gpt
 
@@ -87,7 +87,8 @@ def alter(strategy: Elastic) -> str:
 
 def left(comm: Communicator) -> None:
     """The reference: who is killed there leaves here, before the same step."""
-    strategy, losses = ddp(comm, model(), bucket_bytes=1), []
+    sharding, losses = Sharding.ddp(bucket_bytes=1), []
+    strategy = Trainer(Mesh(comm), model(), sharding=sharding)
     strategy.start()
     for step in range(STEPS):
         if step in DEATHS.values():

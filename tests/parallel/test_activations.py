@@ -18,7 +18,7 @@ from array_api_compat import numpy as host
 
 import collectives
 from collectives import Communicator
-from parallel import Disk, HostMemory, MemoryTracker, Recipe, Trainer, ddp, gpt, zero3
+from parallel import Disk, HostMemory, MemoryTracker, Recipe, Trainer, gpt
 from parallel.nn import CrossEntropy, Embedding, Layer, Linear, Model, Unembedding
 from parallel.nn.layer import Activations
 from parallel.places import OFFLOADED, READ, TO_DEVICE, TO_HOST, WRITTEN, Place
@@ -39,6 +39,7 @@ from tests.parallel.test_offload import (
     places,
     serial,
 )
+from tests.parallel.training import ddp, zero3
 
 
 def trained(

@@ -18,26 +18,14 @@ import safetensors.numpy
 
 import collectives
 from collectives import Communicator
-from parallel import (
-    Recipe,
-    TrafficMismatch,
-    TrafficTable,
-    Trainer,
-    checkpoint,
-    ddp,
-    hsdp,
-    text,
-    zero1,
-    zero2,
-    zero3,
-    zeropp,
-)
+from parallel import Recipe, TrafficMismatch, TrafficTable, Trainer, checkpoint, text
 from parallel.checkpoint import LoadFailed, SaveFailed, latest, load, save
 from parallel.checkpoint.index import Index
 from parallel.nn import gpt
 from parallel.optim import SGD, AdamW
 from parallel.places import Disk, HostMemory
 from parallel.servers import SyncParameterServer
+from tests.parallel.training import ddp, hsdp, zero1, zero2, zero3, zeropp
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = np.frombuffer(bytes(range(256)) * 8, np.uint8)

@@ -12,16 +12,7 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel import (
-    PredictedCall,
-    Recipe,
-    TrafficMismatch,
-    TrafficTable,
-    Trainer,
-    ddp,
-    shards,
-    text,
-)
+from parallel import PredictedCall, Recipe, TrafficMismatch, TrafficTable, Trainer, shards, text
 from parallel.nn import Activations, Array, CrossEntropy, Layer, Model, ParameterSpec, Step, gpt
 from parallel.optim import SGD, Adam, dtype_of
 from parallel.sharding import (
@@ -35,6 +26,7 @@ from parallel.sharding import (
 )
 from parallel.sharding.hooks import without_own
 from parallel.sharding.power_sgd import orthonormal
+from tests.parallel.training import ddp
 
 HOOKS: dict[str, Callable[[], CommHook]] = {
     "float16": lambda: HalfPrecision("float16"),

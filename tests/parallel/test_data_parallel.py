@@ -15,7 +15,7 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel import Action, PredictedCall, Recipe, TrafficMismatch, Trainer, ddp
+from parallel import Action, PredictedCall, Recipe, TrafficMismatch, Trainer
 from parallel.accounts import Tally
 from parallel.elastic import BlockingAllReduce
 from parallel.nn import Array, Model
@@ -27,6 +27,7 @@ from tests.parallel.training import (
     ROWS,
     End,
     batch,
+    ddp,
     model,
     nothing,
     of_kind,

@@ -14,9 +14,10 @@ import pytest
 
 import collectives
 from collectives import Communicator, PeerFailed
-from parallel import Mesh, Recipe, TrafficTable, ddp, text
+from parallel import Mesh, Recipe, TrafficTable, text
 from parallel.elastic import DIGEST_BYTES, Elastic, ReplicaMismatch, digest
 from parallel.nn import Model, gpt
+from tests.parallel.training import ddp
 
 DATA = text.load(__file__)
 RANKS, STEPS, BATCH, CONTEXT = 4, 3, 11, 4

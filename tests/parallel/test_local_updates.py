@@ -12,8 +12,17 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel import SGD, Adam, HostMemory, Recipe, Trainer, checkpoint, local_updates
-from tests.parallel.training import CONTEXT, ROWS, Values, batch, model, nothing, train
+from parallel import SGD, Adam, HostMemory, Recipe, Trainer, checkpoint
+from tests.parallel.training import (
+    CONTEXT,
+    ROWS,
+    Values,
+    batch,
+    local_updates,
+    model,
+    nothing,
+    train,
+)
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 

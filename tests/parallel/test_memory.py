@@ -28,14 +28,8 @@ from parallel import (
     Recipe,
     Sharding,
     Trainer,
-    ddp,
     gpt,
-    hsdp,
     text,
-    zero1,
-    zero2,
-    zero3,
-    zeropp,
 )
 from parallel.accounts import CATEGORIES
 from parallel.memory import gigabytes, main
@@ -46,7 +40,7 @@ from parallel.runtime.memory import num_shard_elements, peak_memory
 from parallel.servers import SyncParameterServer
 from parallel.sharding.sharding import DIVIDED
 from parallel.shards import length, span
-from tests.parallel.training import of_kind
+from tests.parallel.training import ddp, hsdp, of_kind, zero1, zero2, zero3, zeropp
 
 ROOT = Path(__file__).parents[2]
 CONTEXT, ROWS = 3, 7  # rows of the whole batch: an uneven one for 2, 3, 4 and 5 ranks

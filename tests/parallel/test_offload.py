@@ -20,7 +20,7 @@ from array_api_compat import numpy as host
 import collectives
 from collectives import Communicator
 from collectives.arrays.backends import register_backend
-from parallel import Adam, MemoryTracker, Recipe, Trainer, ddp, gpt, text, zero1, zero2, zero3
+from parallel import Adam, MemoryTracker, Recipe, Trainer, gpt, text
 from parallel.accounts import CATEGORIES
 from parallel.nn import Array, Model
 from parallel.optim import Offload, dtype_of
@@ -28,6 +28,7 @@ from parallel.optim.formulas import bytes_moved
 from parallel.places import READ, TO_DEVICE, TO_HOST, WRITTEN, Disk, HostMemory, Place
 from parallel.runtime.memory import offload_traffic, peak_memory, peak_offloaded_memory
 from tests.fake_device import FakeBackend
+from tests.parallel.training import ddp, zero1, zero2, zero3
 
 CONTEXT, ROWS, STEPS = 3, 7, 2
 TEXT = np.arange(256, dtype=np.uint8)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from parallel import PowerSGD, ddp, zero3
+from parallel import PowerSGD
 from parallel.runtime import overlap
 from parallel.runtime.overlap import PERIOD, Overlap
-from tests.parallel.training import train
+from tests.parallel.training import ddp, train, zero3
 
 
 def test_one_step_in_ten_is_the_reference_but_not_the_first() -> None:

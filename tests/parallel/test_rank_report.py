@@ -11,11 +11,11 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel import Recipe, ddp, hsdp, zero1, zero3
+from parallel import Recipe
 from parallel.accounts import gather_json
 from parallel.places import READ, WRITTEN, Disk, HostMemory
 from parallel.rank_report import RankReport, differences, gather, pairs
-from tests.parallel.training import CONTEXT, End, batch, model, train
+from tests.parallel.training import CONTEXT, End, batch, ddp, hsdp, model, train, zero1, zero3
 
 STEPS = 2
 

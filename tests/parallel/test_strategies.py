@@ -13,21 +13,7 @@ import pytest
 
 import collectives
 from collectives import CollectiveError, Communicator
-from parallel import (
-    Action,
-    Mesh,
-    MissingGradient,
-    Recipe,
-    Sharding,
-    TrafficMismatch,
-    Trainer,
-    ddp,
-    hsdp,
-    zero1,
-    zero2,
-    zero3,
-    zeropp,
-)
+from parallel import Action, Mesh, MissingGradient, Recipe, Sharding, TrafficMismatch, Trainer
 from parallel.nn import Linear, Model, gpt
 from parallel.optim import SGD, Adam, AdamW
 from parallel.runtime import RunSize
@@ -40,6 +26,8 @@ from tests.parallel.training import (
     Make,
     alone,
     batch,
+    ddp,
+    hsdp,
     model,
     nothing,
     of_kind,
@@ -47,6 +35,10 @@ from tests.parallel.training import (
     train,
     verdict,
     whole,
+    zero1,
+    zero2,
+    zero3,
+    zeropp,
 )
 
 EXACT: dict[str, Make] = {

@@ -51,7 +51,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
         def fn(comm: Communicator) -> Any:
             training = training_of(comm, *words)
             table = training.run()
-            return training, training.report(table) if training.is_first else None
+            return training, training.report(table) if comm.rank == 0 else None
 
         training, status = collectives.run(fn, size=ranks)[0]
         return Run(status, capsys.readouterr().out, training.losses, training)
@@ -399,6 +399,11 @@ def test_a_mesh_and_a_stage_are_a_strategy(run: Any) -> None:
     ):
         meshed, named = run(*words, ranks=4), run("--strategy", name, ranks=4)
         assert meshed.losses == named.losses and meshed.status == named.status == 0
+
+
+def test_axes_stay_in_the_order_that_is_given(run: Any) -> None:
+    done = taken(run("--mesh", "shard=2,replicate=2", ranks=4))
+    assert done.mesh.ranks("shard") == [(0, 2), (1, 3)]
 
 
 # Options

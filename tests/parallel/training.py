@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import collectives
 from collectives import Communicator
-from parallel import Mesh, Recipe, Sharding, TrafficTable, Trainer, strategies, text
+from parallel import (
+    Mesh,
+    Recipe,
+    Sharding,
+    TrafficTable,
+    Trainer,
+    choose_group_size,
+    text,
+)
 from parallel.nn import Model, gpt
 from parallel.runtime.memory import peak_memory
 
@@ -83,6 +91,36 @@ def of_kind(kind: type[Trainer], sharding: Callable[[], Sharding] = Sharding.ddp
     return make
 
 
+OF_TRAINER = ("algorithm", "phase")  # options
+
+
+def factory(sharding: Callable[..., Sharding]) -> Make:
+    """Makes a run of a sharding, of which it takes the options, on a mesh with its axes."""
+
+    def make(
+        comm: Communicator,
+        of: Model,
+        recipe: Recipe | None = None,
+        group_size: int | None = None,
+        **options: Any,
+    ) -> Trainer:
+        given = {name: options.pop(name) for name in OF_TRAINER if name in options}
+        divided, axes = sharding(**options), {}
+        if "shard" in divided.axes:
+            size = choose_group_size(comm.size, group_size)
+            axes = {"replicate": comm.size // size, "shard": size}
+        return Trainer(Mesh(comm, **axes), of, recipe, sharding=divided, **given)
+
+    return make
+
+
+ddp = factory(Sharding.ddp)
+zero1, zero2, zero3 = (factory(partial(Sharding.zero, stage)) for stage in (1, 2, 3))
+hsdp = factory(Sharding.hsdp)
+zeropp = factory(Sharding.zeropp)
+local_updates = factory(Sharding.local_updates)
+
+
 def held_by(strategy: Trainer) -> dict[str, tuple[slice, np.ndarray]]:
     return {
         unit: (strategy.stored_slice(unit), x.copy()) for unit, x in strategy.parameters.items()
@@ -105,7 +143,7 @@ def serial(recipe: Recipe | None = None, steps: int = 4, **options: Any) -> End:
 
 def alone(_: Any, *given: Any) -> Trainer:
     """One rank without a communicator."""
-    return strategies.serial(None, *given)
+    return Trainer(None, *given)
 
 
 def whole(ends: list[End]) -> Values:
