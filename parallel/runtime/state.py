@@ -110,7 +110,7 @@ class State:
     def new_buffer(
         self, category: str, num_elements: int, dtype: np.dtype[Any] | type | None = None
     ) -> Array:
-        """Return `num_elements` zeros of a `dtype`, by default the model's, counted in `category`."""
+        """Return `num_elements` zeros of a `dtype`, the model's by default, in a `category`."""
         zeros = self.xp.zeros(num_elements, dtype=self.dtype if dtype is None else dtype)
         return self.memory.track(category, zeros)
 
@@ -214,7 +214,7 @@ class State:
         return tuple(g for g in self.mesh.ranks(axes) if self.model_part(g[0]) == mine)
 
     def is_first_copy(self, unit: str, name: str) -> bool:
-        """Return whether no rank before this one has the same box of parameter `name` of a `unit`."""
+        """Return whether no rank before this one has the same box of `name` in a `unit`."""
         divided = {axis for _, axis in self.model.units[unit][name].splits}
         return not any(self.mesh.index(a) for a in self.model.split_axes if a not in divided)
 

@@ -127,8 +127,6 @@ class Trainer(State):
         check_recipe(recipe, sharding)
         if model.mesh.size > 1 and model.mesh is not mesh:
             raise ValueError("the model was made for another mesh: pass the same to both")
-        for axes in (*sharding.groups, *((axis,) for axis in model.split_axes)):
-            mesh[axes]  # make the communicators now, and not in the middle of the first step
         super().__init__(mesh, model, recipe, sharding, algorithm)
         self.phase = phase
         self.num_updates = self.num_skipped = self.num_recomputed = 0
@@ -143,6 +141,9 @@ class Trainer(State):
         self.actions = lower(
             schedule, model, sharding, buckets=self.buckets, needs_norm=self.needs_norm
         )
+        used = (action.axes for action in self.actions if action.axes)
+        for axes in dict.fromkeys((*sharding.groups, *used, *((a,) for a in model.split_axes))):
+            mesh[axes]  # make the communicators now, and not in the middle of the first step
         self._gathers: dict[str, Completion] = {}  # of units that are not complete yet
         self._pending: list[tuple[str, Completion]] = []  # sums of buckets, and gathers of updates
         self._reducing: list[str] = []  # units whose full gradients are freed by the next WAIT
