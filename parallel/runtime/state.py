@@ -20,27 +20,15 @@ from parallel.sharding import Sharding
 
 
 class State:
-    """The arrays of one rank, and which elements of the model they are.
+    """The arrays of one rank, flat and by unit, and which elements of the model they are.
 
-    Parameters
-    ----------
-    mesh, model, recipe, sharding, algorithm
-        As in `Trainer`.
-
-    Attributes
-    ----------
-    parameters, gradients : dict of str to array
-        What this rank keeps of each unit, as flat arrays.
-    full_parameters, full_gradients : dict of str to array
-        Those of whole units: of all, or of those that are gathered or computed at the moment.
-    parameter_shards, gradient_shards : dict of str to array
-        The parts of `parameters` and `gradients` that this rank updates.
-    secondary : dict of str to array
-        The parts of gathered units that this rank keeps for backward.
-    buckets : dict of str to list of str
-        The units whose gradients are summed together, in the order in which backward ends.
-    memory : MemoryTracker
-        The bytes that this rank keeps.
+    - ``parameters``, ``gradients``: what this rank keeps of each unit;
+    - ``full_parameters``, ``full_gradients``: whole units, or those that exist at the moment;
+    - ``parameter_shards``, ``gradient_shards``: the parts of these that this rank updates;
+    - ``secondary``: the parts of gathered units that it keeps for backward;
+    - ``buckets``: the units whose gradients are summed together, in the order of backward;
+    - ``unit_sizes``: the elements of each unit, of this rank's part of the model;
+    - ``memory``: the `MemoryTracker` of what this rank keeps.
     """
 
     optimizer: Optimizer  # which a `Trainer` makes
