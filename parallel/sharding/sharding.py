@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallel.sharding.collective import AllGather, AllReduce, CommHook, Gather, ReduceScatter
-from parallel.sharding.local import OuterMomentum
+from parallel.sharding.hooks import OuterMomentum
 from parallel.sharding.quantization import BLOCK
 from parallel.sharding.quantized import QuantizedExchange, QuantizedGather
 from parallel.sharding.server import BroadcastFromServer, ReduceToServer
