@@ -20,10 +20,7 @@ SMALLEST = float(np.finfo(np.float32).smallest_normal)  # a smaller scale would 
 
 
 def quantized_bytes(num_elements: int, block: int = BLOCK, bits: int = 8) -> int:
-    """Return ceil(n bits / 8) + 4 ceil(n / block): the elements, a float32 scale for each block.
-
-    `bits` is 8 or 4; raises ValueError for another number.
-    """
+    """Return ceil(n bits / 8) + 4 ceil(n / block): the elements, a float32 scale for each block."""
     return element_bytes(num_elements, bits) + SCALE_BYTES * num_blocks(num_elements, block)
 
 
@@ -54,7 +51,10 @@ def quantize(x: Array, block: int = BLOCK, bits: int = 8) -> Array:
     its range counts as inf.  Raises TypeError for other dtypes, ValueError for other shapes or
     numbers of bits.
     """
-    check_is_flat_float(x)
+    if x.dtype.kind != "f" and x.dtype.name != "bfloat16":  # bfloat16 is an extension of NumPy
+        raise TypeError(f"only floating-point arrays can be quantized, not {x.dtype}")
+    if len(x.shape) != 1:
+        raise ValueError(f"only 1-d arrays can be quantized, not shape {x.shape}")
     xp, n = array_namespace(x), x.shape[0]
     start = element_bytes(n, bits)
     blocks = empty_blocks(xp, n, block)
@@ -82,10 +82,7 @@ def empty_blocks(xp: Any, num_elements: int, block: int) -> Array:
 
 
 def scales_of(blocks: Array, steps: int) -> Array:
-    """Return the scale of each block, (blocks,) float32, for (blocks, elements) float32.
-
-    There are `steps` on either side of zero.
-    """
+    """Return the scales (blocks,) of (blocks, elements), float32: `steps` on a side of zero."""
     xp = array_namespace(blocks)
     # The next number below, so that the largest element times its scale is finite.
     largest = float(np.nextafter(np.finfo(np.float32).max / np.float32(steps), np.float32(0)))
@@ -98,8 +95,7 @@ def scales_of(blocks: Array, steps: int) -> Array:
 def dequantize(packed: Array, num_elements: int, block: int = BLOCK, bits: int = 8) -> Array:
     """Return the float32 values (`num_elements`,) of what `quantize` returned.
 
-    `block` and `bits` are those of `quantize`.  Raises TypeError if `packed` is not uint8, and
-    ValueError if its shape is not (`quantized_bytes`,).
+    Raises TypeError if `packed` is not uint8, and ValueError if its shape is another.
     """
     wanted, start = quantized_bytes(num_elements, block, bits), element_bytes(num_elements, bits)
     if packed.dtype != np.uint8:
@@ -120,11 +116,3 @@ def dequantize(packed: Array, num_elements: int, block: int = BLOCK, bits: int =
         flat[1::2] = elements[: num_elements // 2] >> 4
     blocks *= scales[:, None]
     return flat
-
-
-def check_is_flat_float(x: Array) -> None:
-    """Raise TypeError unless `x` is floating-point, ValueError unless it is 1-d."""
-    if x.dtype.kind != "f" and x.dtype.name != "bfloat16":  # bfloat16 is an extension of NumPy
-        raise TypeError(f"only floating-point arrays can be quantized, not {x.dtype}")
-    if len(x.shape) != 1:
-        raise ValueError(f"only 1-d arrays can be quantized, not shape {x.shape}")

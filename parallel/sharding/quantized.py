@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,26 +29,27 @@ class QuantizedGather(Gather):
     def __init__(self, block: int = BLOCK) -> None:
         self.block = block
 
-    def start(self, group: Group, unit: str, full: Array, axes: Axes) -> Completion:
-        sizes, mine = self._packed_bytes(group, unit, axes), full[group.part(unit, axes)]
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
+        counts, sizes = group.counts(bucket, axes), self._sizes(group, bucket, axes)
         packed = group.new_buffer("buffers", sum(sizes), np.uint8)
-        quantized = quantize(mine, self.block)
-        wait = group.start_call(axes, "all_gather", quantized, out=packed, counts=sizes)
-        return partial(self._finish, wait, full, group.counts(unit, axes))
+        mine = quantize(flat[group.part(bucket, axes)], self.block)
+        wait = group.start_call(axes, "all_gather", mine, out=packed, counts=sizes)
 
-    def _finish(self, wait: Callable[[], Array], full: Array, counts: Sequence[int]) -> None:
-        values = unpacked(wait(), counts, self.block)
-        full[...] = array_namespace(full).concat(values).astype(full.dtype)
+        def finish() -> None:
+            values = unpacked(wait(), counts, self.block)
+            flat[...] = group.xp.concat(values).astype(flat.dtype)
 
-    def _packed_bytes(self, group: Group, unit: str, axes: Axes) -> tuple[int, ...]:
-        return tuple(quantized_bytes(n, self.block) for n in group.counts(unit, axes))
+        return finish
 
-    def traffic(self, group: Group, unit: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        sizes = self._packed_bytes(group, unit, axes)
+    def _sizes(self, group: Group, bucket: str, axes: Axes) -> tuple[int, ...]:
+        return tuple(quantized_bytes(n, self.block) for n in group.counts(bucket, axes))
+
+    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        sizes = self._sizes(group, bucket, axes)
         return [group.predicted(phase, "all_gather", sizes, axes, itemsize=1)]
 
-    def buffer_bytes(self, group: Group, unit: str, axes: Axes) -> int:
-        return sum(self._packed_bytes(group, unit, axes))
+    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+        return sum(self._sizes(group, bucket, axes))
 
 
 class QuantizedExchange(CommHook):
@@ -100,32 +100,26 @@ class QuantizedExchange(CommHook):
                     total += part
         return sums
 
-    def _part_bytes(self, group: Group, bucket: str, axes: Axes) -> list[int]:
+    def _sizes(self, group: Group, bucket: str, axes: Axes) -> list[int]:
         return [quantized_bytes(n, self.block, self.bits) for n in group.counts(bucket, axes)]
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        sizes, inner = self._part_bytes(group, bucket, axes), group.mesh.size_of(self.within)
+        """Return the call within groups, and those of each column: its parts have other sizes."""
+        sizes, inner = self._sizes(group, bucket, axes), group.mesh.size_of(self.within)
         to = tuple(sum(sizes[column::inner]) for column in range(inner))
         options: dict[str, Any] = {"itemsize": 1, "algorithm": ALL_TO_ALL}
-        first = group.predicted(
-            f"{phase}/within", "all_to_all", (to,) * inner, (self.within,), **options
-        )
-        return [first, *self._between(group, axes, sizes, f"{phase}/between", options)]
-
-    def _between(
-        self, group: Group, axes: Axes, sizes: list[int], phase: str, options: dict[str, Any]
-    ) -> list[PredictedCall]:
-        """Return the calls of each column of the mesh: their parts have different sizes."""
-        calls = []
-        for column in group.groups((self.between,)):
+        within, between = (self.within,), (self.between,)
+        calls = [group.predicted(f"{phase}/within", "all_to_all", (to,) * inner, within, **options)]
+        for column in group.groups(between):
             to = tuple(sizes[group.mesh.index(axes, rank)] for rank in column)
             table, options = (to,) * len(column), options | {"groups": (column,)}
-            calls.append(group.predicted(phase, "all_to_all", table, (self.between,), **options))
+            label = f"{phase}/between"
+            calls.append(group.predicted(label, "all_to_all", table, between, **options))
         return calls
 
     def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
         """Return the bytes sent and received in the first call, or in the second if it is more."""
-        sizes, mesh = self._part_bytes(group, bucket, axes), group.mesh
+        sizes, mesh = self._sizes(group, bucket, axes), group.mesh
         inner = mesh.size_of(self.within)
         mine = sizes[mesh.index(self.within) :: inner]  # the parts of this rank's column
         within = sum(sizes) + inner * sum(mine)
