@@ -22,8 +22,7 @@ TOKENS = np.dtype(np.int64)
 class MemoryTracker:
     """Counts the bytes of arrays, from the call of `track` until they are freed.
 
-    By category, ``now`` has the bytes of the arrays that are alive, and ``peak`` the most bytes
-    that were alive at a time.
+    ``now`` and ``peak`` have the bytes that are alive, and the most that were, by category.
 
     Examples
     --------
