@@ -82,6 +82,8 @@ class HalfPrecision(CommHook):
     >>> sharding = Sharding.ddp(hook=HalfPrecision("bfloat16"))
     """
 
+    collectives = ("all_reduce",)
+
     def __init__(self, dtype: str) -> None:
         if dtype not in TWO_BYTES:
             raise ValueError(f"dtype is {dtype!r}: it must be {' or '.join(TWO_BYTES)}")

@@ -66,6 +66,8 @@ class PowerSGD(GeneratorHook):
     >>> sharding = Sharding.ddp(hook=PowerSGD(4))
     """
 
+    collectives = ("all_reduce",)
+
     def __init__(self, rank: int, *, error_feedback: bool = True, seed: int = 0) -> None:
         if rank < 1:
             raise ValueError(f"the rank of an approximation is {rank}: it must be at least 1")
