@@ -44,8 +44,7 @@ class MemoryTracker:
     def track(self, category: str, held: T) -> T:
         """Count the arrays in `held`, an array or nested containers, in `category`; return `held`.
 
-        A view counts as the memory of the array it views, once.  Arrays of int64 are data (tokens)
-        and are not counted.
+        A view counts as the array it views, once.  Arrays of int64 are tokens and do not count.
         """
         with self._lock:
             for owner in map(owner_of, arrays_in(held)):

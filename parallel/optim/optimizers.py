@@ -132,7 +132,7 @@ class Adam(Optimizer):
 
     `betas`, at least 0 and less than 1, are the decay rates of the averages of the gradient and of
     its square; `eps`, more than 0, is added to the root of the latter.  `weight_decay` is decoupled
-    and in units of the learning rate.  `values` and other options are those of `Optimizer`.
+    and in units of `lr`.  `values` and other options are those of `Optimizer`.
     """
 
     STATES = ("first", "second")

@@ -37,19 +37,16 @@ ALL_TO_ALL, ALL_GATHER = "linear", "ring"  # algorithms
 
 
 class GeneratorHook(CommHook):
-    """A hook written as one generator, which starts one call after the other.
-
-    It yields the function that waits for the call.  Backward and the other buckets continue then.
-    """
+    """A hook written as one generator, which starts one call after the other."""
 
     @abstractmethod
     def run(
         self, group: Group, bucket: str, flat: Array, axes: Axes
     ) -> Iterator[Callable[[], object]]:
-        """Replace `flat` by its sum over ranks; yield what each ``group.start_call`` returns.
+        """Replace `flat` by its sum; yield what each ``group.start_call`` returns, as in `start`.
 
-        `group`, `bucket` and `axes` are as in `start`.  Every rank must make the same calls in the
-        same order.
+        Backward and the other buckets of the `group` continue then; `bucket` and `axes` are as in
+        `start`.  Every rank must make the same calls in the same order.
         """
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:

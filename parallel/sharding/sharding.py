@@ -24,8 +24,8 @@ class Sharding:
     """Which categories of memory ranks divide, and how they sum gradients and gather parameters.
 
     The tables of `ddp` and the other named values give the bytes that all ranks together send in a
-    call, by ring, in addition to what every training run sends (`Trainer`), for steps of which no
-    update was skipped.  Unless ranks send initial values, these must be the same on all ranks.
+    call, by ring, in addition to what every training run sends (`Trainer`), if no update is
+    skipped.
 
     Attributes
     ----------
@@ -113,11 +113,6 @@ class Sharding:
         That is 2 Psi (p-1)/p elements for each rank and step, for any number of micro-batches.  A
         layer larger than `bucket_bytes` (at least 1, or ValueError) is a bucket alone.
         `find_unused_parameters` and `broadcast_algorithm` are the attributes.
-
-        Examples
-        --------
-        >>> from parallel import PowerSGD, Sharding
-        >>> sharding = Sharding.ddp(bucket_bytes=10**6, hook=PowerSGD(4))
         """
         return cls(
             reduction=AllReduce() if hook is None else hook, shard_axes=("data",),
@@ -144,12 +139,6 @@ class Sharding:
 
         A rank sends 2, k + 1 or 3 k times Psi (p-1)/p elements in a step, and 2 k times with
         `keep_after_forward`, which is for stage 3.  Raises ValueError for other stages.
-
-        Examples
-        --------
-        >>> from parallel import Sharding
-        >>> sorted(Sharding.zero(3).divided - Sharding.zero(1).divided)
-        ['gradients', 'parameters']
         """
         if stage not in (1, 2, 3):
             raise ValueError(f"ZeRO has the stages 1, 2 and 3, not {stage}")
@@ -213,12 +202,6 @@ class Sharding:
         Between groups this is about a quarter of what ZeRO-3 sends in two bytes.  What is sent is
         rounded, so losses differ from those of one rank; but all ranks compute with the same
         parameters.  The paper sends gradients in four bits.
-
-        Examples
-        --------
-        >>> from parallel import Sharding
-        >>> Sharding.zeropp(gradient_bits=4).axes == Sharding.hsdp().axes
-        True
         """
         return cls(
             DIVIDED[3], QuantizedExchange(block, "shard", "replicate", gradient_bits),
@@ -239,8 +222,8 @@ class Sharding:
         | average/unit | all_reduce | ceil(S / every) | 2 (p-1) n(unit), in the updates' dtype  |
 
         Losses differ from those of one rank.  A checkpoint can be saved when all have the same
-        model.  There is no float16 and no offload.  `outer_lr` and `outer_momentum` are those of
-        `OuterMomentum`.
+        model.  There is no float16 and no offload.  `OuterMomentum` has `outer_lr` and
+        `outer_momentum`.
         """
         outer = OuterMomentum(outer_lr, outer_momentum)
         return cls(reduction=outer, shard_axes=("data",), every=every)
@@ -280,9 +263,8 @@ class Sharding:
 
     def algorithm_sizes(self, sizes: dict[str, int]) -> dict[str, list[int]]:
         """Return the collectives called by name, and their numbers of ranks; `sizes` by axis."""
-        calls = [(name, self.shard_axes) for name in self.reduction.collectives]
-        if "optimizer" in self.divided:
-            calls += [(name, self.shard_axes) for name in self.gather.collectives]
+        gathered = self.gather.collectives if "optimizer" in self.divided else ()
+        calls = [(name, self.shard_axes) for name in (*self.reduction.collectives, *gathered)]
         calls += [("all_gather", self.secondary_axes), ("all_reduce", self.replica_axes)]
         found: dict[str, list[int]] = {}
         for collective, axes in calls:
