@@ -144,9 +144,8 @@ class TrafficTable:
     def check(self) -> str:
         """Return a sentence on what was compared.  Raise TrafficMismatch if columns differ."""
         wrong = [str(row) for row in self.rows if not row.is_equal]
-        compared = [
-            ("axis", "recorded", by_axis, self.axes), ("phase", "recorded", by_phase, self._phases)
-        ]  # fmt: skip
+        compared = [("axis", "recorded", by_axis, self.axes)]
+        compared.append(("phase", "recorded", by_phase, self._phases))
         if (observed := self.observed) is not None:
             compared.append(
                 ("phase", "observed", lambda sent: observed_phase(sent.phase, observed), observed)
