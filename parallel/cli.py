@@ -45,10 +45,7 @@ def can_be_written(path: Path) -> bool:
 
 
 def device_namespace(device: str, rank: int) -> Any:
-    """Return the array namespace of a device: NumPy's for "cpu", CuPy's for "cuda".
-
-    Ranks use the GPUs of the machine in turn.  Raises ValueError without CuPy or without a GPU.
-    """
+    """Return the array namespace of a device, "cpu" or "cuda", whose GPUs ranks use in turn."""
     if device == "cpu":
         return numpy_namespace
     try:
@@ -65,11 +62,9 @@ def device_namespace(device: str, rank: int) -> Any:
 
 
 def console_of(rank: int) -> Console:
-    """Return a console that prints on rank 0 only, in plain text if that is not a terminal.
-
-    Under Open MPI standard output is a terminal on every rank, wherever the launcher writes to;
-    standard error is a terminal only if the launcher's is.
-    """
+    """Return a console that prints on rank 0 only, in plain text if that is not a terminal."""
+    # Open MPI makes standard output a terminal on every rank, wherever the launcher writes to;
+    # standard error is a terminal only if the launcher's is.
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     return Console(quiet=rank != 0, highlight=False, soft_wrap=True, force_terminal=is_terminal)
 
@@ -113,12 +108,11 @@ def print_traffic(traffic: TrafficTable, console: Console) -> None:
     table = table_with("phase", "collective", numbers=["calls p", "calls r", *counts])
     unseen = "n/a" if traffic.observed is None else ""  # another row has the sum of several rows
     for row in traffic.rows:
-        tallies = row.predicted, row.recorded, row.observed
         cells = ["" if n is None else str(n) for n in (row.predicted.calls, row.recorded.calls)]
-        cells += [unseen if each is None else str(each.messages) for each in tallies]
-        cells += [unseen if each is None else str(each.bytes) for each in tallies]
-        style = None if row.is_equal else WRONG
-        table.add_row(row.phase, row.collective, *cells, style=style)
+        for what in ("messages", "bytes"):
+            tallies = row.predicted, row.recorded, row.observed
+            cells += [str(getattr(each, what)) if each else unseen for each in tallies]
+        table.add_row(row.phase, row.collective, *cells, style=None if row.is_equal else WRONG)
     print_table(table, console)
     console.print("Bytes from row to column")
     table = table_with("", numbers=range(len(traffic.matrix)))

@@ -1,13 +1,9 @@
 """Places in which a rank keeps arrays: with the model, in host memory, or on a disk.
 
-    Recipe(offload=HostMemory)                             # ZeRO-Offload: Ren et al. 2021
-    Recipe(offload_activations=partial(Disk, "/scratch"))  # ZeRO-Infinity: Rajbhandari et al. 2021
-
 `parallel.optim.Offload` updates masters and optimizer states in a place.  What a layer saves is put
 in another one after its forward pass and taken back before its backward pass, so that the device
-keeps the activations of one layer at a time.  A place counts the bytes that it moves, by column:
-those of the disk go through the operating system, which may cache them, and NumPy's arrays are in
-host memory already, so that nothing moves to and from a device.
+keeps the activations of one layer at a time.  A place counts the bytes that it moves: NumPy's
+arrays are in host memory already, so that nothing moves to and from a device.
 """
 
 from __future__ import annotations
@@ -55,7 +51,7 @@ class Place:
         return tuple(x for x in self.COLUMNS if self.is_cross_device or x not in DEVICE_COLUMNS)
 
     def zeros(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
-        """Return a new 1-d array of `size` zeros of this `dtype`.  `name` is that of its file."""
+        """Return `size` zeros of this `dtype`, 1-d; `name` is that of their file."""
         return self.xp.zeros(size, dtype=dtype)
 
     def copy_here(self, x: Array, buffer: Array | None = None) -> Array:
@@ -75,9 +71,8 @@ class Place:
                 x[...] = kept
             return
         if buffer is not None:
-            rounded = buffer[: x.shape[0]]
-            rounded[...] = kept
-            kept = rounded
+            buffer[: x.shape[0]] = kept
+            kept = buffer[: x.shape[0]]
         if kept.size:
             x.set(kept)
         self.moved[TO_DEVICE] += kept.nbytes
@@ -108,7 +103,7 @@ class Place:
 
 
 class HostMemory(Place):
-    """Keeps arrays in host memory; updates are made by NumPy.
+    """Keeps arrays in host memory; updates are made by NumPy.  ZeRO-Offload: Ren et al. 2021.
 
     `rank` is this rank, and `xp` the array namespace of the model; a device's arrays need CuPy's
     ``get(out=)`` and ``set``.  Activations come back contiguous, in C order.  An array is moved for
@@ -130,11 +125,11 @@ class HostMemory(Place):
 class Disk(HostMemory):
     """Keeps each array in a file, in a directory of this rank that is created in `folder`.
 
-    Masters and optimizer states are mapped into memory.  As soon as a unit has been updated, its
-    files are written to the disk and this process releases their pages, so that it holds those of
-    one unit at most.  The file of an activation is removed after backward.  The directory is
-    removed by `close`, with the training run, or when Python ends; if the process is killed, it
-    stays.  Raises OSError if there is no space.  `rank` and `xp` are those of `HostMemory`.
+    ZeRO-Infinity: Rajbhandari et al. 2021.  Masters and optimizer states are mapped into memory.
+    When a unit has been updated, its files are written to the disk, through the operating system's
+    cache, and this process releases their pages, so that it holds those of one unit at most.  The
+    directory is removed by `close`, with the training run, or when Python ends; if the process is
+    killed, it stays.  Raises OSError if there is no space.  `rank` and `xp` are as in `HostMemory`.
 
     Examples
     --------
@@ -192,7 +187,7 @@ class Disk(HostMemory):
 
 @dataclass(eq=False)
 class OnFile:
-    """An array in a file, without the open file of a mapped one; a `MemoryTracker` counts it."""
+    """An array in a file that is not open; a `MemoryTracker` counts it."""
 
     path: Path
     shape: Shape
@@ -201,13 +196,13 @@ class OnFile:
 
 
 def replaced(held: Any, change: Callable[[Any], Any]) -> Any:
-    """Return nested lists, tuples and dicts with ``change(x)`` for each array; called once each."""
+    """Return nested containers with ``change(x)`` for each array; it is called once for each."""
     distinct = {id(x): x for x in arrays_in(held)}
     return with_new(held, {key: change(x) for key, x in distinct.items()})
 
 
 def with_new(held: Any, new: Mapping[int, Any]) -> Any:
-    """Return nested lists, tuples and dicts with `new` values of objects, given by `id`."""
+    """Return nested containers with `new` values of objects, given by `id`."""
     if isinstance(held, dict):
         return {key: with_new(x, new) for key, x in held.items()}
     if isinstance(held, list | tuple):

@@ -23,15 +23,14 @@ class RankReport(NamedTuple):
     @classmethod
     def of(cls, trainer: Trainer, num_updates: int, rows: int, context: int) -> RankReport:
         """Return this rank's report after updates on its batches of (`rows`, `context`) tokens."""
-        offload = trainer.offload
-        kept = pairs(memory.peak_memory(trainer, rows, context), trainer.memory.peak)
+        offload, batch = trainer.offload, (rows, context)
+        kept = pairs(memory.peak_memory(trainer, *batch), trainer.memory.peak)
         if memory.is_offloaded(trainer):
             elsewhere = pairs(memory.peak_offloaded_memory(trainer), offload.memory.peak)
             kept |= {f"{name}, offloaded": pair for name, pair in elsewhere.items()}
         moved = pairs(memory.offload_traffic(trainer, num_updates), offload.place.moved)
-        of_batches = memory.activation_traffic(trainer, rows, context)
-        of_activations = pairs(of_batches, trainer.activations.moved)
-        moved |= {f"activations {name}": pair for name, pair in of_activations.items()}
+        saved = pairs(memory.activation_traffic(trainer, *batch), trainer.activations.moved)
+        moved |= {f"activations {name}": pair for name, pair in saved.items()}
         digests = {}
         for unit, x in trainer.parameters.items():
             part, specs = trainer.stored_slice(unit), trainer.model.units[unit].values()

@@ -20,9 +20,9 @@ EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 def load(path: str | Path | None = None) -> Bytes:
     """Return the bytes of a file or directory, or of Python's standard library: 1-d, uint8.
 
-    In a directory, all files are read, in the order of their paths.  Without a `path`, the ``.py``
-    files of the standard library are, but for tests.  Every rank reads for itself, so the text must
-    be the same on every machine.  Raises ValueError if there is no file, or if all are empty.
+    Files are read in the order of their paths.  Without a `path`, the ``.py`` files of the standard
+    library are, but for tests.  Every rank reads for itself, so the text must be the same on every
+    machine.  Raises ValueError if there is no file, or if all are empty.
     """
     files = library_files() if path is None else [Path(path), *Path(path).rglob("*")]
     files.sort(key=lambda file: file.parts)  # the same in every locale and file system
@@ -33,10 +33,7 @@ def load(path: str | Path | None = None) -> Bytes:
 
 
 def library_files() -> list[Path]:
-    """Return the ``.py`` files of Python's standard library, without installed packages and tests.
-
-    They have several MB on every machine.
-    """
+    """Return the ``.py`` files of Python's standard library, several MB, without tests."""
     files: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         folders[:] = [f for f in folders if f not in EXCLUDED]  # os.walk visits only what is left
@@ -45,7 +42,7 @@ def library_files() -> list[Path]:
 
 
 def unigram_entropy(data: Bytes) -> float:
-    """Return the entropy of the bytes in `data`, in nats per byte: -sum f log f for frequencies f.
+    """Return -sum f log f, in nats, for the frequencies f of bytes in `data`.
 
     No model that ignores the context has a smaller loss.
     """
@@ -95,6 +92,6 @@ def batch(
         raise ValueError(f"a text of {len(data)} bytes is too short for a context of {context}")
     rng = np.random.default_rng([seed, step, batch_size])
     starts = rng.integers(0, len(data) - context, size=batch_size)
-    windows = data[starts[share(batch_size, num_ranks, rank), None] + np.arange(context + 1)]
-    tokens = windows.astype(np.int64)
+    mine = starts[share(batch_size, num_ranks, rank), None]
+    tokens = data[mine + np.arange(context + 1)].astype(np.int64)
     return tokens[:, :-1], tokens[:, 1:]

@@ -102,8 +102,8 @@ class PredictedCall:
     def sent(self, size: int) -> Tally:
         """Return what all `size` ranks together send in all of these calls; see `matrices`.
 
-        A call without messages (of one rank) leaves no record and is not counted.  The number of
-        calls of a "send" or a "check" is None.
+        A call without messages (of one rank) is not counted.  The number of calls of a "send" or a
+        "check" is None.
         """
         return self.tally(self.matrices(size))
 
@@ -115,10 +115,7 @@ class PredictedCall:
         return Tally(None if self.collective in UNCOUNTED else calls, messages, nbytes)
 
     def check(self, mode: bool | str, size: int) -> list[PredictedCall]:
-        """Return what checked mode sends for these calls; see ``check`` of `collectives.wrap`.
-
-        `mode` is `Communicator.check`, and `size` the number of ranks of the job.
-        """
+        """Return what checked `mode` (`Communicator.check`) sends in a job with `size` ranks."""
         if not mode or self.collective in POINT_TO_POINT:
             return []
         ranks = size if self.groups is None else len(self.groups[0])

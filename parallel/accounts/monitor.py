@@ -36,11 +36,8 @@ class TrafficMonitor:
         observed = monitor.gather()
 
     What is sent inside the outer ``with`` but in no phase counts as a phase of its own.  Phases of
-    a monitor do not nest.
-
-    `comm` is that of all ranks of the job.  Unless `is_wanted`, no counters are read.  The
-    attribute ``reason`` says why nothing is observed, such as an MPI without counters; it is None
-    if MPI's counters are read.
+    a monitor do not nest.  `comm` is that of all ranks of the job.  Unless `is_wanted`, no counters
+    are read.  The attribute ``reason`` says why none are, as in an MPI without them, or is None.
     """
 
     def __init__(self, comm: Communicator, *, is_wanted: bool = True) -> None:
@@ -65,25 +62,24 @@ class TrafficMonitor:
 
     @contextmanager
     def phase(self, label: str) -> Iterator[None]:
-        """Return a context manager: phase `label` of the ledger, whose messages MPI counts too."""
+        """Return a context manager: phase `label` of the ledger, in which MPI counts too."""
         self._count(OUTSIDE)
         with collectives.phase(label):
             yield
         self._count(label)
 
     def _count(self, label: str) -> None:
-        """Add what this rank has sent since the last call to what was sent in a phase."""
+        """Add what this rank has sent since the last call."""
         if self.counters is not None:
             now = np.array(self.counters.read(), np.int64)
             self.sent[label] += now - self._last
             self._last = now
 
     def gather(self) -> dict[str, Int64] | None:
-        """Return all ranks' counts on rank 0; None on others, and without counters.
+        """Return, for each phase, the messages and bytes from each rank to each: int64 (2, p, p).
 
-        For each phase there is an int64 array (2, p, p) of messages and bytes, from each rank to
-        each.  A collective call, to be made outside the recorded region.  All ranks must have
-        passed the same phases.
+        On rank 0; None on others, and without counters.  All ranks call this outside the recorded
+        region, and must have passed the same phases.
         """
         if self.counters is None:
             return None
@@ -110,10 +106,7 @@ class Timeline:
         self.spans.append((label, began, time.perf_counter()))
 
     def write(self, ledger: Ledger, path: Path) -> None:
-        """Write the phases and calls of all ranks to one file, on rank 0.  All ranks call this.
-
-        The file is for chrome://tracing.  Times of ranks on different machines are not comparable.
-        """
+        """Write the phases and calls of all ranks for chrome://tracing.  All ranks call this."""
         calls, spans = ledger.gather(), gather_json(self.comm, self.spans)
         if calls is None or spans is None:
             return
@@ -122,26 +115,19 @@ class Timeline:
             calls.to_chrome_trace(file)
             events = json.loads(file.read_text())["traceEvents"]
         for rank, spans_of_rank in enumerate(spans):
-            events += [
-                {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
-                for tid, name in TRACKS.items()
-            ]
-            events += [
-                {"name": label, "ph": "X", "pid": rank, "tid": PHASES,
-                 "ts": began * 1e6, "dur": (ended - began) * 1e6}
-                for label, began, ended in spans_of_rank
-            ]  # fmt: skip
+            for tid, name in TRACKS.items():
+                named = {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid}
+                events.append(named | {"args": {"name": name}})
+            for label, began, ended in spans_of_rank:
+                times = {"ts": began * 1e6, "dur": (ended - began) * 1e6}
+                events.append({"name": label, "ph": "X", "pid": rank, "tid": PHASES} | times)
         path.write_text(json.dumps({"traceEvents": events}))
 
 
 def gather_json(comm: Communicator, value: Any) -> list[Any] | None:
-    """Return every rank's value on rank 0, and None on others.  All ranks call this.
-
-    The values consist of what JSON can represent, and may have any length.
-    """
+    """Return every rank's value, for JSON, on rank 0; None on others.  All ranks call this."""
     mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = comm.all_gather(np.array([mine.size])).tolist()
-    gathered = comm.gather(mine, counts=sizes)
-    if gathered is None:
+    if (gathered := comm.gather(mine, counts=sizes)) is None:
         return None
     return [json.loads(bytes(each)) for each in shards.split(gathered, sizes)]

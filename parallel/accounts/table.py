@@ -1,15 +1,14 @@
 """Compare what a training run predicts to send, what the library recorded, and what MPI observed.
 
-**Predicted** comes from the list of actions of a step and the schedules of the collectives,
-**recorded** from the library's ledger, **observed** from MPI's own counters.  All count messages
-and payload bytes, from each rank to each, and must be equal: in every row of the table, in every
-phase, and along every axis of the mesh.
+All count messages and payload bytes from each rank to each, and must be equal: in every row of the
+table, in every phase, and along every axis of the mesh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import reduce
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,22 +25,15 @@ class TrafficMismatch(Exception):  # noqa: N818 - named like the errors of `coll
 
 
 class TrafficRow(NamedTuple):
-    """One row of the table: a collective in a phase.
-
-    `observed` is None without MPI's counters, and in a phase with several rows: MPI counts these
-    together, and their sum has a row of its own below them.
-    """
+    """One row of the table: a collective in a phase."""
 
     phase: str
     collective: str
     predicted: Tally = Tally()
     recorded: Tally = Tally()
+    # None without MPI's counters, and in a phase with several rows: MPI counts these together, and
+    # their sum has a row of its own below them.
     observed: Tally | None = None
-
-    def plus(self, other: TrafficRow) -> TrafficRow:
-        """Return this row with what another predicts and records added."""
-        predicted = self.predicted.plus(other.predicted)
-        return self._replace(predicted=predicted, recorded=self.recorded.plus(other.recorded))
 
     @property
     def columns(self) -> dict[str, Tally]:
@@ -73,10 +65,13 @@ class Sent(NamedTuple):
     tally: Tally
     matrix: Int64  # messages and bytes from each rank to each, (2, p, p)
 
-    @property
-    def outer(self) -> str:
-        """The outermost phase."""
-        return self.phase.partition("/")[0]
+
+def by_phase(sent: Sent) -> str:
+    """Return the outermost phase."""
+    return sent.phase.partition("/")[0]
+
+
+by_axis: Callable[[Sent], str] = attrgetter("axis")
 
 
 def sent_in(ledger: Ledger) -> list[Sent]:
@@ -140,8 +135,7 @@ class TrafficTable:
             for matrix in [call.matrices(size)]
         ]
         recorded = sent_in(ledger)
-        self.axes = sums(recorded, lambda sent: sent.axis)
-        self._phases = sums(recorded, lambda sent: sent.outer)
+        self.axes, self._phases = sums(recorded, by_axis), sums(recorded, by_phase)
         self.matrices = {phase: matrix[1] for phase, matrix in self._phases.items()}
         self.matrix: Int64 = sum(self.matrices.values(), np.zeros((size, size), np.int64))
         rows = rows_of(self.predicted, recorded)
@@ -150,26 +144,23 @@ class TrafficTable:
     def check(self) -> str:
         """Return a sentence on what was compared.  Raise TrafficMismatch if columns differ."""
         wrong = [str(row) for row in self.rows if not row.is_equal]
-        wrong += self._differences("axis", "recorded", lambda sent: sent.axis, self.axes)
-        wrong += self._differences("phase", "recorded", lambda sent: sent.outer, self._phases)
+        compared = [("axis", "recorded", by_axis, self.axes)]
+        compared.append(("phase", "recorded", by_phase, self._phases))
         if (observed := self.observed) is not None:
-            wrong += self._differences(
-                "phase", "observed", lambda sent: observed_phase(sent.phase, observed), observed
+            compared.append(
+                ("phase", "observed", lambda sent: observed_phase(sent.phase, observed), observed)
             )
+        for by, column, key, seen in compared:
+            predicted = sums(self.predicted, key)
+            for each in predicted | seen:
+                if np.any(predicted.get(each, 0) - seen.get(each, 0)):
+                    name = f"{by} {each}" if each else f"messages without {by}"
+                    wrong.append(f"{name}: the matrix predicted is not the one {column}")
         if wrong:
             raise TrafficMismatch("predicted, recorded and observed differ:\n" + "\n".join(wrong))
         if observed is None:
             return "predicted = recorded, to the byte (two columns compared: MPI was not observed)"
         return "predicted = recorded = observed by MPI, to the byte"
-
-    def _differences(
-        self, by: str, column: str, key: Callable[[Sent], str], seen: dict[str, Int64]
-    ) -> list[str]:
-        """Return a sentence for each axis or phase in which two columns' matrices differ."""
-        predicted = sums(self.predicted, key)
-        wrong = [k for k in predicted | seen if np.any(predicted.get(k, 0) - seen.get(k, 0))]
-        names = [f"{by} {each}" if each else f"messages without {by}" for each in wrong]
-        return [f"{name}: the matrix predicted is not the one {column}" for name in names]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table for JSON: rows as dictionaries, matrices as lists, and `reason`."""
@@ -201,8 +192,9 @@ def rows_of(predicted: Iterable[Sent], recorded: Iterable[Sent]) -> list[Traffic
     rows: dict[tuple[str, str], TrafficRow] = {}
     for column, sent in (("predicted", predicted), ("recorded", recorded)):
         for each in sent:
-            row = TrafficRow(each.phase, each.collective, **{column: each.tally})
-            rows[row[:2]] = rows[row[:2]].plus(row) if row[:2] in rows else row
+            row = rows.get(each[:2]) or TrafficRow(*each[:2])
+            total = getattr(row, column).plus(each.tally)
+            rows[each[:2]] = row._replace(**{column: total})
     return list(rows.values())
 
 
@@ -219,6 +211,8 @@ def with_observed(rows: list[TrafficRow], observed: dict[str, Int64]) -> list[Tr
         if len(parts) == 1:
             found.append(parts[0]._replace(observed=tally))
         else:
-            whole = TrafficRow(phase, ALL if parts else "?", observed=tally)
-            found += [*parts, reduce(TrafficRow.plus, parts, whole)]
+            predicted = reduce(Tally.plus, (row.predicted for row in parts), Tally())
+            recorded = reduce(Tally.plus, (row.recorded for row in parts), Tally())
+            name = ALL if parts else "?"
+            found += [*parts, TrafficRow(phase, name, predicted, recorded, tally)]
     return found

@@ -22,8 +22,7 @@ TOKENS = np.dtype(np.int64)
 class MemoryTracker:
     """Counts the bytes of arrays, from the call of `track` until they are freed.
 
-    By category, ``now`` has the bytes of the arrays that are alive, and ``peak`` the most bytes
-    that were alive at a time.
+    ``now`` and ``peak`` have the bytes that are alive, and the most that were, by category.
 
     Examples
     --------
@@ -45,8 +44,7 @@ class MemoryTracker:
     def track(self, category: str, held: T) -> T:
         """Count the arrays in `held`, an array or nested containers, in `category`; return `held`.
 
-        A view counts as the memory of the array it views, once.  Arrays of int64 are data (tokens)
-        and are not counted.
+        A view counts as the array it views, once.  Arrays of int64 are tokens and do not count.
         """
         with self._lock:
             for owner in map(owner_of, arrays_in(held)):

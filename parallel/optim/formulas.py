@@ -2,10 +2,9 @@
 
 For n elements of w bytes in the model's dtype and W bytes in that of updates (float32 for two-byte
 dtypes, else the same), and an optimizer with S states, a rank keeps n w bytes of parameters and of
-gradients, n W S of optimizer states, and n W of masters if updates have another dtype or place.
-n is the number of the model's elements, or, where ranks divide the category, of those that this
-rank updates.  In float16 with Adam that is 16 Psi bytes, and 16 Psi/N where all categories are
-divided among N ranks.  Rajbhandari et al. 2020.
+gradients, n W S of optimizer states, and n W of masters if updates have another dtype or place; n
+counts the model's elements or, where ranks divide the category, those that this rank updates.  In
+float16 with Adam that is 16 Psi bytes, 16 Psi/N if N ranks divide all.  Rajbhandari et al. 2020.
 
 An update moves n w bytes to the host and to the device, and n W (1 + S) from and to the disk;
 loading masters moves n w bytes to the host and n W to the disk.
@@ -31,20 +30,17 @@ def state_bytes(
     num_states: int = 2,
     is_offloaded: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes that a rank keeps on its device between steps, by category.
+    """Return the bytes that a rank keeps on its device, `sharded` categories in parts."""
 
-    Of the categories in `sharded` it keeps the part that it updates alone.
-    """
-    n = {
-        category: num_shard_elements if category in sharded else num_elements
-        for category in ("parameters", "gradients", "optimizer")
-    }
-    updates = offloaded_bytes(n["optimizer"], dtype, num_states=num_states)
-    if is_offloaded or master_dtype(dtype) == dtype:
+    def kept(category: str) -> int:
+        return num_shard_elements if category in sharded else num_elements
+
+    updates = offloaded_bytes(kept("optimizer"), dtype, num_states=num_states)
+    if master_dtype(dtype) == dtype:
         updates["master"] = 0
     if is_offloaded:
-        updates["optimizer"] = 0
-    return {x: dtype.itemsize * n[x] for x in ("parameters", "gradients")} | updates
+        updates = dict.fromkeys(updates, 0)
+    return {x: dtype.itemsize * kept(x) for x in ("parameters", "gradients")} | updates
 
 
 def offloaded_bytes(

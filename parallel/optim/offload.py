@@ -18,8 +18,8 @@ class Offload:
 
     The masters are the `parameters`, flat arrays by unit, or copies of another place or dtype.  The
     gradient of a unit is copied to the place, and its new parameters back, before the next unit is
-    updated: through one buffer, as large as the largest part of a unit that this rank updates.
-    `memory` counts what is kept, if the place is that of the parameters; else another tracker does.
+    updated: through one buffer, as large as the largest unit.  `memory` counts what is kept, if the
+    place is that of the parameters; else another tracker does.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class Offload:
         self._kept: dict[str, list[Array]] = {unit: [] for unit in parameters}  # master, states
         self._buffer = None
         if place.is_cross_device:
-            largest = max(parameters.values(), key=lambda x: int(x.shape[0]))
-            self._buffer = self.memory.track("buffers", np.empty(largest.shape[0], largest.dtype))
+            like = max(parameters.values(), key=lambda x: int(x.shape[0]))
+            self._buffer = self.memory.track("buffers", np.empty(like.shape, like.dtype))
         self.masters = parameters
         if place.COLUMNS or any(x.dtype != master_dtype(x.dtype) for x in parameters.values()):
             self.masters = {unit: self._new("master", unit, x) for unit, x in parameters.items()}
@@ -57,10 +57,7 @@ class Offload:
                 self.place.end_update([master])
 
     def update(self, optimizer: Optimizer, gradients: Mapping[str, Array], factor: float) -> None:
-        """Make one step of `optimizer` with gradients times `factor`; set the parameters.
-
-        Units without a gradient do not change.
-        """
+        """Make one step with gradients times `factor`; set the parameters of their units."""
         optimizer.step(self._one_at_a_time(gradients), factor)
 
     def _one_at_a_time(self, gradients: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:

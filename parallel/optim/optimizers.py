@@ -43,10 +43,10 @@ class Optimizer(ABC):
     """The base class of optimizers, which work element by element.
 
     Any part of a model can therefore be updated without the rest.  `values` are the arrays to
-    update by name, at least 1-d; they are not copied.  `lr` is the learning rate, at least 0.
-    `make_state` is called with a value and returns a state of its shape, filled with zeros.
-    Attributes: `states` has each of `STATES` by the names of the values, and `steps` is the number
-    of updates so far.  An option that is out of range or not finite raises ValueError.
+    update by name, at least 1-d; they are not copied.  `lr` is the learning rate.  `make_state` is
+    called with a value and returns a state of its shape, filled with zeros.  Attributes: `states`
+    has each of `STATES` by the names of the values, and `steps` is the number of updates so far.
+    An option that is out of range or not finite raises ValueError.
     """
 
     STATES: ClassVar[tuple[str, ...]] = ()
@@ -76,9 +76,9 @@ class Optimizer(ABC):
         self.steps += 1
         pairs = gradients.items() if isinstance(gradients, Mapping) else gradients
         for name, gradient in pairs:
-            if name not in self.values:
+            if (x := self.values.get(name)) is None:
                 raise ValueError(f"there is a gradient for {name!r}, which is not a parameter")
-            x, states = self.values[name], [state[name] for state in self.states.values()]
+            states = [state[name] for state in self.states.values()]
             if gradient.shape != x.shape:
                 raise ValueError(
                     f"the gradient of {name!r} has shape {gradient.shape}, its values {x.shape}"
@@ -132,7 +132,7 @@ class Adam(Optimizer):
 
     `betas`, at least 0 and less than 1, are the decay rates of the averages of the gradient and of
     its square; `eps`, more than 0, is added to the root of the latter.  `weight_decay` is decoupled
-    and in units of the learning rate.  `values` and other options are those of `Optimizer`.
+    and in units of `lr`.  `values` and other options are those of `Optimizer`.
     """
 
     STATES = ("first", "second")

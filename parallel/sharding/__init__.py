@@ -8,10 +8,9 @@ from parallel.sharding.collective import (
     Gather,
     ReduceScatter,
 )
-from parallel.sharding.hooks import GeneratorHook, HalfPrecision, Int8Blocks
-from parallel.sharding.local import OuterMomentum
+from parallel.sharding.hooks import GeneratorHook, HalfPrecision, Int8Blocks, OuterMomentum
 from parallel.sharding.power_sgd import PowerSGD
-from parallel.sharding.quantized import QuantizedExchange, QuantizedGather
+from parallel.sharding.quantization import QuantizedExchange, QuantizedGather
 from parallel.sharding.server import BroadcastFromServer, PushToServer, ReduceToServer
 from parallel.sharding.sharding import Sharding, choose_group_size
 

@@ -1,36 +1,34 @@
-"""Communication hooks for `Sharding.ddp`, which sum gradients with fewer bytes.
+"""Communication hooks that sum gradients with fewer bytes, or average models from time to time.
 
 For float32 gradients `HalfPrecision` sends 1/2 of what `AllReduce` does, `Int8Blocks` 1/4 + 1/256,
-and `PowerSGD` of rank r, for each matrix, r (rows + columns) / (rows x columns).
-
-All ranks receive the same bits.  An inf or a NaN on one rank leaves inf or NaN on all.  The buffers
-of a training run include what a hook keeps from step to step, and what it sends and receives while
-a bucket is summed.
+and `PowerSGD` of rank r, for each matrix, r (rows + columns) / (rows x columns).  All ranks receive
+the same bits.  An inf or a NaN on one rank leaves inf or NaN on all.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
-from array_api_compat import array_namespace
 
 from collectives import even_counts
 from parallel import shards
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array
-from parallel.optim.precision import dtype_of
+from parallel.optim import dtype_of, master_dtype
 from parallel.sharding.collective import (
     Axes,
     CommHook,
     Completion,
     Group,
+    HookState,
     copy_rounded,
     ignore_overflow,
     predicted_sum,
     rounded_bytes,
-    start_rounded,
+    start_sum,
 )
 from parallel.sharding.quantization import BLOCK, dequantize, num_blocks, quantize, quantized_bytes
 
@@ -39,19 +37,16 @@ ALL_TO_ALL, ALL_GATHER = "linear", "ring"  # algorithms
 
 
 class GeneratorHook(CommHook):
-    """A hook written as one generator, which starts one call after the other.
-
-    It yields the function that waits for the call.  Backward and the other buckets continue then.
-    """
+    """A hook written as one generator, which starts one call after the other."""
 
     @abstractmethod
     def run(
         self, group: Group, bucket: str, flat: Array, axes: Axes
     ) -> Iterator[Callable[[], object]]:
-        """Replace `flat` by its sum over ranks; yield what each ``group.start_call`` returns.
+        """Replace `flat` by its sum; yield what each ``group.start_call`` returns, as in `start`.
 
-        `group`, `bucket` and `axes` are as in `start`.  Every rank must make the same calls in the
-        same order.
+        Backward and the other buckets of the `group` continue then; `bucket` and `axes` are as in
+        `start`.  Every rank must make the same calls in the same order.
         """
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
@@ -74,11 +69,9 @@ def advance(run: Iterator[Callable[[], object]]) -> Completion:
 class HalfPrecision(CommHook):
     """Sum gradients rounded to float16 or bfloat16.
 
-    This takes one all-reduce of 2 n bytes for a bucket of n elements, in any dtype of the
-    model.  In float16 a value beyond 65504 becomes inf, and one below 3e-8 becomes 0.  bfloat16
-    has the range of float32, and a precision of 8 bits where float16 has 11.
-
-    `dtype` is ``"float16"`` or ``"bfloat16"``; another one raises ValueError.
+    A bucket of n elements takes one all-reduce of 2 n bytes.  In float16 a value beyond 65504
+    becomes inf, and one below 3e-8 becomes 0.  bfloat16 has the range of float32, and a precision
+    of 8 bits where float16 has 11.  Another `dtype` raises ValueError.
 
     Examples
     --------
@@ -86,13 +79,15 @@ class HalfPrecision(CommHook):
     >>> sharding = Sharding.ddp(hook=HalfPrecision("bfloat16"))
     """
 
+    collectives = ("all_reduce",)
+
     def __init__(self, dtype: str) -> None:
         if dtype not in TWO_BYTES:
             raise ValueError(f"dtype is {dtype!r}: it must be {' or '.join(TWO_BYTES)}")
         self.dtype = dtype_of(dtype)
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
-        return start_rounded(group, axes, flat, self.dtype)
+        return start_sum(group, axes, flat, self.dtype)
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         return [predicted_sum(group, phase, group.bucket_size(bucket), axes, self.dtype)]
@@ -105,9 +100,9 @@ class Int8Blocks(GeneratorHook):
     """Sum gradients quantized to eight bits, with a scale for every `block` elements.
 
     Rank d owns a part of n(d) elements of a bucket.  The others send it their values of this part,
-    quantized; it adds them in float32 and sends the quantized sum to all.  So an element is
-    rounded twice, for any number of ranks: on its way to the owner, by at most half a scale
-    on each of the p - 1 other ranks, and on its way back.
+    quantized; it adds them in float32 and sends the quantized sum to all.  So an element is rounded
+    twice, for any number of ranks: on its way to the owner, by at most half a scale on each of the
+    p - 1 other ranks, and on its way back.
 
     An all-to-all and an all-gather each send (p-1) (n(d) + 4 ceil(n(d) / block)) bytes, summed over
     d.  Raises ValueError for a `block` of less than 1.
@@ -120,25 +115,21 @@ class Int8Blocks(GeneratorHook):
     def run(
         self, group: Group, bucket: str, flat: Array, axes: Axes
     ) -> Iterator[Callable[[], object]]:
-        size, me, xp = group.mesh.size_of(axes), group.mesh.index(axes), array_namespace(flat)
-        parts = [shards.span(flat.shape[0], size, rank) for rank in range(size)]
-        sizes = self._part_bytes(group, bucket, size)
-
-        others = [quantize(flat[part], self.block) for part in [*parts[:me], *parts[me + 1 :]]]
+        sizes, me, xp = self._sizes(group, bucket, axes), group.mesh.index(axes), group.xp
+        parts = shards.split(flat, even_counts(flat.shape[0], len(sizes)))
+        others = [quantize(part, self.block) for part in [*parts[:me], *parts[me + 1 :]]]
         sent = group.memory.track("buffers", xp.concat([xp.empty(0, dtype=np.uint8), *others]))
         del others
-        received = group.new_buffer("buffers", (size - 1) * sizes[me], np.uint8)
-        yield group.start_call(
-            axes, "all_to_all", sent, out=received, counts=without_own(sizes), algorithm=ALL_TO_ALL
-        )
-        total = self._sum(flat[parts[me]], received.reshape(size - 1, sizes[me]))
+        received = group.new_buffer("buffers", (len(parts) - 1) * sizes[me], np.uint8)
+        options = {"out": received, "counts": without_own(sizes), "algorithm": ALL_TO_ALL}
+        yield group.start_call(axes, "all_to_all", sent, **options)
+        total = self._sum(parts[me], received.reshape(len(parts) - 1, sizes[me]))
         mine = group.memory.track("buffers", quantize(total, self.block))
         whole = group.new_buffer("buffers", sum(sizes), np.uint8)
-        yield group.start_call(
-            axes, "all_gather", mine, out=whole, counts=sizes, algorithm=ALL_GATHER
-        )
+        options = {"out": whole, "counts": sizes, "algorithm": ALL_GATHER}
+        yield group.start_call(axes, "all_gather", mine, **options)
         for part, packed in zip(parts, shards.split(whole, sizes), strict=True):
-            copy_rounded(flat[part], dequantize(packed, shards.length(part), self.block))
+            copy_rounded(part, dequantize(packed, part.shape[0], self.block))
 
     @ignore_overflow
     def _sum(self, own: Array, others: Array) -> Array:
@@ -148,13 +139,13 @@ class Int8Blocks(GeneratorHook):
             total += dequantize(packed, own.shape[0], self.block)
         return total
 
-    def _part_bytes(self, group: Group, bucket: str, num_ranks: int) -> tuple[int, ...]:
+    def _sizes(self, group: Group, bucket: str, axes: Axes) -> tuple[int, ...]:
         """Return the bytes of each rank's quantized part of a bucket."""
-        counts = even_counts(group.bucket_size(bucket), num_ranks)
+        counts = even_counts(group.bucket_size(bucket), group.mesh.size_of(axes))
         return tuple(quantized_bytes(n, self.block) for n in counts)
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        sizes = self._part_bytes(group, bucket, group.mesh.size_of(axes))
+        sizes = self._sizes(group, bucket, axes)
         table = without_own(sizes)
         return [
             group.predicted(phase, "all_to_all", table, axes, itemsize=1, algorithm=ALL_TO_ALL),
@@ -163,12 +154,74 @@ class Int8Blocks(GeneratorHook):
 
     def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
         """Return the bytes sent and received in the first call, then in the second."""
-        ranks, me = group.mesh.size_of(axes), group.mesh.index(axes)
-        sizes = self._part_bytes(group, bucket, ranks)
-        return 2 * sum(sizes) + (ranks - 1) * sizes[me]
+        sizes = self._sizes(group, bucket, axes)
+        return 2 * sum(sizes) + (len(sizes) - 1) * sizes[group.mesh.index(axes)]
 
 
 def without_own(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return the bytes from each rank to each if rank d gets ``sizes[d]`` from every other."""
     ranks = range(len(sizes))
     return tuple(tuple(n * (d != s) for d, n in enumerate(sizes)) for s in ranks)
+
+
+class OuterMomentum(CommHook):
+    """Update the common model by the mean of what ranks have changed, with Nesterov momentum.
+
+    Douillard et al. 2023 (DiLoCo).  With the common model x, what the ranks have made of it, and d,
+    the mean over ranks of the difference: v = m v + d, then x -= lr (d + m v), and ranks continue
+    from x.  `lr` 1 without momentum is the mean of all ranks' parameters (McMahan et al. 2017).
+
+    The outer learning rate, `lr`, is more than 0, and `momentum` at least 0 and less than 1; others
+    raise ValueError.
+    """
+
+    collectives = ("all_reduce",)
+
+    def __init__(self, lr: float = 0.7, momentum: float = 0.9) -> None:
+        if not (0 < lr < float("inf") and 0 <= momentum < 1):
+            raise ValueError(
+                f"the outer lr is {lr} and the outer momentum {momentum}: they must be more than 0,"
+                " and at least 0 and less than 1"
+            )
+        self.lr, self.momentum = lr, momentum
+        self.common: dict[str, Array] = {}  # x and v of each unit
+        self.velocity: dict[str, Array] = {}
+
+    def allocate(self, group: Group) -> None:
+        for unit, n in group.unit_sizes.items():
+            for arrays in (self.common, self.velocity):
+                arrays[unit] = group.new_buffer("buffers", n, master_dtype(group.dtype))
+            self.common[unit][...] = group.parameters[unit]
+
+    def state(self, group: Group) -> HookState:
+        """Return the common model, and the states of each rank's own optimizer."""
+        common = flattened({"common": self.common, "velocity": self.velocity})
+        return HookState(common, own=flattened(group.optimizer.states))
+
+    def state_bytes(self, group: Group) -> int:
+        return sum(2 * self.buffer_bytes(group, unit, ()) for unit in group.unit_sizes)
+
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
+        """Start to replace this rank's values of a unit, `flat`, by the next common model's."""
+        changed = group.memory.track("buffers", self.common[bucket] - flat)
+        wait = group.start_call(axes, "all_reduce", changed, op="sum", out=changed)
+        return partial(self._finish, wait, bucket, flat, 1 / group.mesh.size_of(axes))
+
+    def _finish(self, wait: Callable[[], Array], unit: str, flat: Array, factor: float) -> None:
+        mean, x, v = wait() * factor, self.common[unit], self.velocity[unit]
+        v *= self.momentum
+        v += mean
+        x -= self.lr * (mean + self.momentum * v)
+        flat[...] = x
+
+    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        size, dtype = group.unit_sizes[bucket], master_dtype(group.dtype)
+        return [predicted_sum(group, phase, size, axes, dtype)]
+
+    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+        return group.unit_sizes[bucket] * master_dtype(group.dtype).itemsize
+
+
+def flattened(arrays: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
+    """Return arrays by names such as ``velocity.block0``."""
+    return {f"{kind}.{unit}": x for kind, each in arrays.items() for unit, x in each.items()}

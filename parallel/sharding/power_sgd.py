@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -12,13 +12,14 @@ from array_api_compat import array_namespace
 from parallel import shards
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array, ParameterSpec, split_flat
-from parallel.optim.precision import master_dtype
+from parallel.optim import master_dtype
 from parallel.sharding.collective import (
     Axes,
     Group,
     HookState,
     copy_rounded,
     ignore_overflow,
+    predicted_sum,
     start_sum,
 )
 from parallel.sharding.hooks import GeneratorHook
@@ -55,15 +56,17 @@ class PowerSGD(GeneratorHook):
     overflowed or no rank used the layer, is lost.  All ranks compute the same from the same sums,
     so their processors must round in the same way.
 
-    `rank` is the rank r of the approximation, at least 1.  With `error_feedback` the error of a
-    rank is added to its next gradient.  `seed` is that of the first Q, the same on all ranks.  A
-    hook belongs to one training run: making another with it raises ValueError.
+    `rank` is the r of the approximation, at least 1.  With `error_feedback` the error of a rank is
+    added to its next gradient.  `seed` is that of the first Q, the same on all ranks.  A hook
+    belongs to one training run: making another with it raises ValueError.
 
     Examples
     --------
     >>> from parallel import PowerSGD, Sharding
     >>> sharding = Sharding.ddp(hook=PowerSGD(4))
     """
+
+    collectives = ("all_reduce",)
 
     def __init__(self, rank: int, *, error_feedback: bool = True, seed: int = 0) -> None:
         if rank < 1:
@@ -77,16 +80,17 @@ class PowerSGD(GeneratorHook):
     def allocate(self, group: Group) -> None:
         if self.bases:
             raise ValueError("this PowerSGD belongs to another strategy; make one for each")
-        dtype = master_dtype(group.dtype)
-        for name, matrix in self._all_matrices(group):
-            spec = ParameterSpec((matrix.columns, self.rank), std=1.0)
-            first = spec.draw(self.seed, f"basis.{name}")
-            basis = group.new_buffer("buffers", first.size, dtype).reshape(first.shape)
-            basis[...] = group.xp.asarray(first)
-            self.bases[name] = basis
+
+        def new(rows: int, columns: int) -> Array:
+            flat = group.new_buffer("buffers", rows * columns, master_dtype(group.dtype))
+            return flat.reshape(rows, columns)
+
+        for name, matrix in self._all_matrices(group).items():
+            first = ParameterSpec((matrix.columns, self.rank), std=1.0)
+            self.bases[name] = new(*first.shape)
+            self.bases[name][...] = group.xp.asarray(first.draw(self.seed, f"basis.{name}"))
             if self.error_feedback:
-                error = group.new_buffer("buffers", matrix.rows * matrix.columns, dtype)
-                self.errors[name] = error.reshape(matrix.rows, matrix.columns)
+                self.errors[name] = new(matrix.rows, matrix.columns)
 
     def state(self, group: Group) -> HookState:
         errors = {f"error.{name}": x for name, x in self.errors.items()}
@@ -95,14 +99,14 @@ class PowerSGD(GeneratorHook):
     def state_bytes(self, group: Group) -> int:
         kept = [
             m.columns * (self.rank + m.rows * self.error_feedback)
-            for _, m in self._all_matrices(group)
+            for m in self._all_matrices(group).values()
         ]
         return sum(kept) * master_dtype(group.dtype).itemsize
 
-    def _all_matrices(self, group: Group) -> Iterator[tuple[str, Matrix]]:
-        """Yield the name and place of each matrix in all buckets of a `group`."""
-        for bucket in group.buckets:
-            yield from self._split_bucket(group, bucket)[0].items()
+    def _all_matrices(self, group: Group) -> dict[str, Matrix]:
+        """Return the matrices in all buckets of a `group`."""
+        buckets = [self._split_bucket(group, bucket)[0] for bucket in group.buckets]
+        return {name: matrix for matrices in buckets for name, matrix in matrices.items()}
 
     def _split_bucket(self, group: Group, bucket: str) -> tuple[dict[str, Matrix], list[slice]]:
         """Return the matrices of a `bucket` to approximate, and where its other parameters are."""
@@ -129,13 +133,12 @@ class PowerSGD(GeneratorHook):
         if not matrices:
             yield start_sum(group, axes, flat)
             return
-        xp, scale = array_namespace(flat), group.loss_scale.value
+        scale = group.loss_scale.value
         gradients = {name: flat[m.part].reshape(m.rows, m.columns) for name, m in matrices.items()}
         left, lefts = self._factors(group, {name: m.rows for name, m in matrices.items()})
         right, rights = self._factors(group, {name: m.columns for name, m in matrices.items()})
-        rest = xp.concat([flat[:0], *(flat[part] for part in others)])
-        group.memory.track("buffers", rest)
-
+        exact = [flat[part] for part in others]
+        rest = group.memory.track("buffers", group.xp.concat([flat[:0], *exact]))
         for name, gradient in gradients.items():
             self._compute_p(name, gradient, scale, lefts[name])
         for x in (left, rest):
@@ -146,16 +149,15 @@ class PowerSGD(GeneratorHook):
         yield start_sum(group, axes, right)
         for name, gradient in gradients.items():
             self._approximate(name, gradient, lefts[name], rights[name])
-        sums = shards.split(rest, [shards.length(part) for part in others])
-        for part, total in zip(others, sums, strict=True):
-            flat[part] = total
+        sums = shards.split(rest, [x.shape[0] for x in exact])
+        for x, total in zip(exact, sums, strict=True):
+            x[...] = total
 
     def _factors(self, group: Group, lengths: dict[str, int]) -> tuple[Array, dict[str, Array]]:
         """Return one array to send, and a view (length, rank) of it for each matrix."""
-        shapes = {name: (length, self.rank) for name, length in lengths.items()}
         size = self.rank * sum(lengths.values())
         flat = group.new_buffer("buffers", size, master_dtype(group.dtype))
-        return flat, split_flat(flat, shapes)
+        return flat, split_flat(flat, {name: (n, self.rank) for name, n in lengths.items()})
 
     def _with_error(self, name: str, gradient: Array, scale: float) -> Array:
         """Return this rank's gradient plus its error, both multiplied by the loss scale."""
@@ -199,24 +201,20 @@ class PowerSGD(GeneratorHook):
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         sizes = self._sizes(group, bucket)
-        return [
-            group.predicted(phase, "all_reduce", n, axes, itemsize=width, in_place=True)
-            for n, width in sizes if n
-        ]  # fmt: skip
+        return [predicted_sum(group, phase, n, axes, dtype) for n, dtype in sizes if n]
 
     def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
         """Return the bytes of P, Q and the other parameters; 0 if the bucket has no matrix."""
-        has_matrices = bool(self._split_bucket(group, bucket)[0])
-        return has_matrices * sum(n * width for n, width in self._sizes(group, bucket))
+        sizes = self._sizes(group, bucket)
+        return sum(n * dtype.itemsize for n, dtype in sizes) if sizes[0][0] else 0
 
-    def _sizes(self, group: Group, bucket: str) -> list[tuple[int, int]]:
-        """Return the number of elements and the bytes of one: of P, of no matrix, and of Q."""
+    def _sizes(self, group: Group, bucket: str) -> list[tuple[int, np.dtype[Any]]]:
+        """Return the number of elements and the dtype: of P, of no matrix, and of Q."""
         matrices, others = self._split_bucket(group, bucket)
-        width = master_dtype(group.dtype).itemsize
         return [
-            (self.rank * sum(m.rows for m in matrices.values()), width),
-            (sum(map(shards.length, others)), group.dtype.itemsize),
-            (self.rank * sum(m.columns for m in matrices.values()), width),
+            (self.rank * sum(m.rows for m in matrices.values()), master_dtype(group.dtype)),
+            (sum(map(shards.length, others)), group.dtype),
+            (self.rank * sum(m.columns for m in matrices.values()), master_dtype(group.dtype)),
         ]
 
 

@@ -1,4 +1,4 @@
-"""Quantize arrays for communication: eight or four bits, and one scale for each block of elements.
+"""Quantize arrays to eight or four bits, and the collectives of ZeRO++ that do (Wang et al. 2023).
 
 A scale for each block limits the effect of one large value to its block (Dettmers et al. 2022).
 The same numbers give the same bytes on all ranks, in NumPy and in CuPy.
@@ -6,24 +6,27 @@ The same numbers give the same bytes on all ranks, in NumPy and in CuPy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
 
+import collectives
+from parallel import shards
+from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array
+from parallel.sharding.collective import Axes, CommHook, Completion, Gather, Group
 
 BLOCK = 256  # elements that share a scale: the scales add 4/256 of a byte for each element
+ALL_TO_ALL = "pairwise"  # the algorithm of the exchange
 STEPS = {8: 127, 4: 7}  # on either side of zero, by bits
 SCALE_BYTES = 4
 SMALLEST = float(np.finfo(np.float32).smallest_normal)  # a smaller scale would lose digits itself
 
 
 def quantized_bytes(num_elements: int, block: int = BLOCK, bits: int = 8) -> int:
-    """Return ceil(n bits / 8) + 4 ceil(n / block): the elements, a float32 scale for each block.
-
-    `bits` is 8 or 4; raises ValueError for another number.
-    """
+    """Return ceil(n bits / 8) + 4 ceil(n / block): the elements, a float32 scale for each block."""
     return element_bytes(num_elements, bits) + SCALE_BYTES * num_blocks(num_elements, block)
 
 
@@ -54,7 +57,10 @@ def quantize(x: Array, block: int = BLOCK, bits: int = 8) -> Array:
     its range counts as inf.  Raises TypeError for other dtypes, ValueError for other shapes or
     numbers of bits.
     """
-    check_is_flat_float(x)
+    if x.dtype.kind != "f" and x.dtype.name != "bfloat16":  # bfloat16 is an extension of NumPy
+        raise TypeError(f"only floating-point arrays can be quantized, not {x.dtype}")
+    if len(x.shape) != 1:
+        raise ValueError(f"only 1-d arrays can be quantized, not shape {x.shape}")
     xp, n = array_namespace(x), x.shape[0]
     start = element_bytes(n, bits)
     blocks = empty_blocks(xp, n, block)
@@ -82,10 +88,7 @@ def empty_blocks(xp: Any, num_elements: int, block: int) -> Array:
 
 
 def scales_of(blocks: Array, steps: int) -> Array:
-    """Return the scale of each block, (blocks,) float32, for (blocks, elements) float32.
-
-    There are `steps` on either side of zero.
-    """
+    """Return the scales (blocks,) of (blocks, elements), float32: `steps` on a side of zero."""
     xp = array_namespace(blocks)
     # The next number below, so that the largest element times its scale is finite.
     largest = float(np.nextafter(np.finfo(np.float32).max / np.float32(steps), np.float32(0)))
@@ -98,8 +101,7 @@ def scales_of(blocks: Array, steps: int) -> Array:
 def dequantize(packed: Array, num_elements: int, block: int = BLOCK, bits: int = 8) -> Array:
     """Return the float32 values (`num_elements`,) of what `quantize` returned.
 
-    `block` and `bits` are those of `quantize`.  Raises TypeError if `packed` is not uint8, and
-    ValueError if its shape is not (`quantized_bytes`,).
+    Raises TypeError if `packed` is not uint8, and ValueError if its shape is another.
     """
     wanted, start = quantized_bytes(num_elements, block, bits), element_bytes(num_elements, bits)
     if packed.dtype != np.uint8:
@@ -122,9 +124,116 @@ def dequantize(packed: Array, num_elements: int, block: int = BLOCK, bits: int =
     return flat
 
 
-def check_is_flat_float(x: Array) -> None:
-    """Raise TypeError unless `x` is floating-point, ValueError unless it is 1-d."""
-    if x.dtype.kind != "f" and x.dtype.name != "bfloat16":  # bfloat16 is an extension of NumPy
-        raise TypeError(f"only floating-point arrays can be quantized, not {x.dtype}")
-    if len(x.shape) != 1:
-        raise ValueError(f"only 1-d arrays can be quantized, not shape {x.shape}")
+def unpacked(packed: Array, counts: Sequence[int], block: int, bits: int = 8) -> list[Array]:
+    """Return the float32 arrays of `counts` elements that are quantized in `packed`."""
+    sizes = [quantized_bytes(n, block, bits) for n in counts]
+    parts = zip(shards.split(packed, sizes), counts, strict=True)
+    return [dequantize(part, n, block, bits) for part, n in parts]
+
+
+class QuantizedGather(Gather):
+    """Gather parameters in int8, with a scale for each block (qwZ).
+
+    Every part is rounded, this rank's too: all ranks compute with the same parameters.
+    """
+
+    collectives = ("all_gather",)
+
+    def __init__(self, block: int = BLOCK) -> None:
+        self.block = block
+
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
+        counts, sizes = group.counts(bucket, axes), self._sizes(group, bucket, axes)
+        packed = group.new_buffer("buffers", sum(sizes), np.uint8)
+        mine = quantize(flat[group.part(bucket, axes)], self.block)
+        wait = group.start_call(axes, "all_gather", mine, out=packed, counts=sizes)
+
+        def finish() -> None:
+            values = unpacked(wait(), counts, self.block)
+            flat[...] = group.xp.concat(values).astype(flat.dtype)
+
+        return finish
+
+    def _sizes(self, group: Group, bucket: str, axes: Axes) -> tuple[int, ...]:
+        return tuple(quantized_bytes(n, self.block) for n in group.counts(bucket, axes))
+
+    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        sizes = self._sizes(group, bucket, axes)
+        return [group.predicted(phase, "all_gather", sizes, axes, itemsize=1)]
+
+    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+        return sum(self._sizes(group, bucket, axes))
+
+
+class QuantizedExchange(CommHook):
+    """Sum gradients by two quantized all-to-alls: in the group, then between groups (qgZ).
+
+    After each exchange the values are added in float32.  A rank that is element (row, column) of
+    the mesh receives column's parts from its group, and its own part from its column.
+
+    `block` elements of `bits` bits, 8 or 4, share a scale; another number of bits raises
+    ValueError.  `within` and `between` are the axes of the mesh within a group and between groups.
+    """
+
+    is_blocking = True
+
+    def __init__(self, block: int, within: str, between: str, bits: int = 8) -> None:
+        quantized_bytes(0, block, bits)
+        self.block, self.within, self.between, self.bits = block, within, between, bits
+
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
+        parts = shards.split(flat, group.counts(bucket, axes))
+        num_columns = group.mesh.size_of(self.within)
+        columns = [parts[column::num_columns] for column in range(num_columns)]
+        with collectives.phase("within"):
+            sums = self._exchange(group, self.within, columns)
+        with collectives.phase("between"):
+            (total,) = self._exchange(group, self.between, [[part] for part in sums])
+        flat[group.part(bucket, axes)] = total.astype(flat.dtype)
+        return lambda: None
+
+    def _exchange(self, group: Group, axis: str, parts: list[list[Array]]) -> list[Array]:
+        """Send ``parts[r]`` to each rank r; return the float32 sums of what ranks sent here.
+
+        What a rank sends to itself is not sent and not rounded.
+        """
+        packed = [[quantize(part, self.block, self.bits) for part in each] for each in parts]
+        sizes, me = [sum(x.shape[0] for x in each) for each in packed], group.mesh.index(axis)
+        whole = array_namespace(parts[0][0]).concat([x for each in packed for x in each])
+        sent = group.memory.track("buffers", whole)
+        received = group.new_buffer("buffers", len(parts) * sizes[me], np.uint8)
+        table, options = [sizes] * len(parts), {"out": received, "algorithm": ALL_TO_ALL}
+        group.start_call((axis,), "all_to_all", sent, counts=table, **options)()
+        sums = [part.astype(np.float32) for part in parts[me]]
+        counts = [part.shape[0] for part in sums]
+        for rank, each in enumerate(received.reshape(len(parts), -1)):
+            if rank != me:
+                values = unpacked(each, counts, self.block, self.bits)
+                for total, part in zip(sums, values, strict=True):
+                    total += part
+        return sums
+
+    def _sizes(self, group: Group, bucket: str, axes: Axes) -> list[int]:
+        return [quantized_bytes(n, self.block, self.bits) for n in group.counts(bucket, axes)]
+
+    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        """Return the call within groups, and those of each column: its parts have other sizes."""
+        sizes, inner = self._sizes(group, bucket, axes), group.mesh.size_of(self.within)
+        to = tuple(sum(sizes[column::inner]) for column in range(inner))
+        options: dict[str, Any] = {"itemsize": 1, "algorithm": ALL_TO_ALL}
+        within, between = (self.within,), (self.between,)
+        calls = [group.predicted(f"{phase}/within", "all_to_all", (to,) * inner, within, **options)]
+        for column in group.groups(between):
+            to = tuple(sizes[group.mesh.index(axes, rank)] for rank in column)
+            table, options = (to,) * len(column), options | {"groups": (column,)}
+            label = f"{phase}/between"
+            calls.append(group.predicted(label, "all_to_all", table, between, **options))
+        return calls
+
+    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+        """Return the bytes sent and received in the first call, or in the second if it is more."""
+        sizes, mesh = self._sizes(group, bucket, axes), group.mesh
+        inner = mesh.size_of(self.within)
+        mine = sizes[mesh.index(self.within) :: inner]  # the parts of this rank's column
+        within = sum(sizes) + inner * sum(mine)
+        return max(within, sum(mine) + len(mine) * mine[mesh.index(self.between)])

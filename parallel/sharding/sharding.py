@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallel.sharding.collective import AllGather, AllReduce, CommHook, Gather, ReduceScatter
-from parallel.sharding.local import OuterMomentum
-from parallel.sharding.quantization import BLOCK
-from parallel.sharding.quantized import QuantizedExchange, QuantizedGather
+from parallel.sharding.hooks import OuterMomentum
+from parallel.sharding.quantization import BLOCK, QuantizedExchange, QuantizedGather
 from parallel.sharding.server import BroadcastFromServer, ReduceToServer
 
 DIVIDED = (
@@ -25,30 +24,30 @@ class Sharding:
     """Which categories of memory ranks divide, and how they sum gradients and gather parameters.
 
     The tables of `ddp` and the other named values give the bytes that all ranks together send in a
-    call, by ring, in addition to what every training run sends (`Trainer`), for steps of which no
-    update was skipped.  Unless ranks send initial values, these must be the same on all ranks.
+    call, by ring, in addition to what every training run sends (`Trainer`), if no update is
+    skipped.
 
     Attributes
     ----------
     divided : frozenset of str
         The categories of memory of which a rank keeps its part alone: a set of `DIVIDED`.
-    reduction, gather : CommHook, Gather
+    reduction, gather : CommHook
         Sum the gradients of a bucket, and gather the parameters of a unit.
     shard_axes, replica_axes : tuple of str
         The axes of the mesh along which ranks divide (without any, nothing is summed or gathered),
         and along which they keep the same parts, whose gradients are summed once a step.
     secondary_axes : tuple of str
-        The axes along which ranks divide the gathered parameters that they keep for backward; none:
-        they keep no such part.
+        The axes along which ranks divide the gathered parameters that they keep for backward, if
+        any.
     keep_after_forward : bool
         Whether gathered parameters are kept from forward to backward.
     bucket_bytes : int, optional
         The most bytes of gradients of several layers that are summed together, during the last
         backward; None: those of one layer at a time.
     find_unused_parameters : bool
-        Whether layers may take no part in a step.  The gradient is zero on ranks that did not use a
-        layer, and a layer that no rank used is not updated.  This takes an all-reduce of a byte for
-        each layer.  Otherwise `Trainer.step` raises MissingGradient.
+        Whether layers may take no part in a step; else `Trainer.step` raises MissingGradient.  The
+        gradient is zero on ranks that did not use a layer, and a layer that no rank used is not
+        updated.  This takes an all-reduce of a byte for each layer.
     broadcast_algorithm : str, optional
         How the initial values of rank 0 are sent; None: ranks have the same and send none.
     server : int, optional
@@ -102,25 +101,18 @@ class Sharding:
     ) -> Sharding:
         """Return that of data parallelism: ranks divide batches, and each keeps the whole model.
 
-        Li et al. 2020 (PyTorch DistributedDataParallel).  Buckets of layers that are adjacent in
-        backward are summed while backward computes others.  With n(b) the bytes of bucket b, u
-        units and p ranks,
+        Li et al. 2020 (PyTorch DistributedDataParallel).  `hook`, by default `AllReduce`, sums a
+        bucket of layers that are adjacent in backward while backward computes others.  With n(b)
+        the bytes of bucket b, u units and p ranks,
 
         | phase             | collective | calls | bytes a call    |
         |-------------------|------------|-------|-----------------|
         | start/broadcast   | broadcast  | u     | (p-1) n(unit)   |
         | backward/bucket b | all_reduce | S     | 2 (p-1) n(b)    |
 
-        That is 2 Psi (p-1)/p elements for each rank and step, for any number of micro-batches.
-
-        `hook` sums a bucket, by default `AllReduce`.  `bucket_bytes` (at least 1, or ValueError; a
-        larger layer is a bucket alone), `find_unused_parameters` and `broadcast_algorithm` are the
-        attributes.
-
-        Examples
-        --------
-        >>> from parallel import PowerSGD, Sharding
-        >>> sharding = Sharding.ddp(bucket_bytes=10**6, hook=PowerSGD(4))
+        That is 2 Psi (p-1)/p elements for each rank and step, for any number of micro-batches.  A
+        layer larger than `bucket_bytes` (at least 1, or ValueError) is a bucket alone.
+        `find_unused_parameters` and `broadcast_algorithm` are the attributes.
         """
         return cls(
             reduction=AllReduce() if hook is None else hook, shard_axes=("data",),
@@ -132,10 +124,10 @@ class Sharding:
     def zero(cls, stage: int, *, keep_after_forward: bool = False) -> Sharding:
         """Return that of ZeRO: ranks divide optimizer states, gradients and parameters too.
 
-        Rajbhandari et al. 2020.  Each of p ranks updates one p-th of every unit, and sends it where
-        it is needed.  From `stage` 2 on, gradients are divided: those of a unit are summed while
-        backward computes those of the next.  In stage 3, parameters are too: a layer's are gathered
-        while the one before it runs, and freed after it has run.
+        Rajbhandari et al. 2020.  Each of p ranks updates one p-th of every unit.  From `stage` 2
+        on, gradients are divided: those of a unit are summed while backward computes those of the
+        next.  In stage 3, parameters are too: a layer's are gathered while the one before it runs,
+        and freed after it has run; or after backward only, with `keep_after_forward`.
 
         | stage | phase         | collective     | calls | bytes a call  |
         |-------|---------------|----------------|-------|---------------|
@@ -145,15 +137,8 @@ class Sharding:
         | 3     | forward/unit  | all_gather     | k S   | (p-1) n(unit) |
         | 3     | backward/unit | all_gather     | k S   | (p-1) n(unit) |
 
-        A rank sends 2, k + 1 or 3 k times Psi (p-1)/p elements in a step.  With
-        `keep_after_forward`, which is for stage 3, parameters are freed after backward only, and a
-        rank sends 2 k Psi (p-1)/p.  Raises ValueError for other stages.
-
-        Examples
-        --------
-        >>> from parallel import Sharding
-        >>> sorted(Sharding.zero(3).divided - Sharding.zero(1).divided)
-        ['gradients', 'parameters']
+        A rank sends 2, k + 1 or 3 k times Psi (p-1)/p elements in a step, and 2 k times with
+        `keep_after_forward`, which is for stage 3.  Raises ValueError for other stages.
         """
         if stage not in (1, 2, 3):
             raise ValueError(f"ZeRO has the stages 1, 2 and 3, not {stage}")
@@ -181,7 +166,6 @@ class Sharding:
 
         In a step a rank sends 3 k Psi (g-1)/g elements within its group and 2 Psi/g (G-1)/G to
         others.  With one group this is ZeRO-3; with groups of one rank it is data parallelism.
-
         `keep_after_forward` is as in `zero`.
 
         Examples
@@ -218,12 +202,6 @@ class Sharding:
         Between groups this is about a quarter of what ZeRO-3 sends in two bytes.  What is sent is
         rounded, so losses differ from those of one rank; but all ranks compute with the same
         parameters.  The paper sends gradients in four bits.
-
-        Examples
-        --------
-        >>> from parallel import Sharding
-        >>> Sharding.zeropp(gradient_bits=4).axes == Sharding.hsdp().axes
-        True
         """
         return cls(
             DIVIDED[3], QuantizedExchange(block, "shard", "replicate", gradient_bits),
@@ -244,8 +222,8 @@ class Sharding:
         | average/unit | all_reduce | ceil(S / every) | 2 (p-1) n(unit), in the updates' dtype  |
 
         Losses differ from those of one rank.  A checkpoint can be saved when all have the same
-        model.  There is no float16 and no offload.  `outer_lr` and `outer_momentum` are those of
-        `OuterMomentum`.
+        model.  There is no float16 and no offload.  `OuterMomentum` has `outer_lr` and
+        `outer_momentum`.
         """
         outer = OuterMomentum(outer_lr, outer_momentum)
         return cls(reduction=outer, shard_axes=("data",), every=every)
@@ -273,10 +251,7 @@ class Sharding:
         return [axes for axes in dict.fromkeys((*used, *each)) if axes]
 
     def reduces_in_backward(self, *, is_last: bool) -> bool:
-        """Return whether gradients are summed during the backward pass of a micro-batch.
-
-        `is_last`: whether it is the last one.
-        """
+        """Return whether gradients are summed in backward of a micro-batch, if it `is_last`."""
         is_bucketed = self.bucket_bytes is not None and is_last
         return bool(self.shard_axes) and ("gradients" in self.divided or is_bucketed)
 
@@ -287,13 +262,9 @@ class Sharding:
         return bool(self.shard_axes) and is_later
 
     def algorithm_sizes(self, sizes: dict[str, int]) -> dict[str, list[int]]:
-        """Return the collectives called by name, and by groups of how many ranks.
-
-        `sizes`: the number of ranks along each axis.
-        """
-        calls = [(name, self.shard_axes) for name in self.reduction.collectives]
-        if "optimizer" in self.divided:
-            calls += [(name, self.shard_axes) for name in self.gather.collectives]
+        """Return the collectives called by name, and their numbers of ranks; `sizes` by axis."""
+        gathered = self.gather.collectives if "optimizer" in self.divided else ()
+        calls = [(name, self.shard_axes) for name in (*self.reduction.collectives, *gathered)]
         calls += [("all_gather", self.secondary_axes), ("all_reduce", self.replica_axes)]
         found: dict[str, list[int]] = {}
         for collective, axes in calls:
@@ -303,23 +274,16 @@ class Sharding:
 
     def config(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""
-        return {
-            "divided": sorted(self.divided),
-            "axes": [self.shard_axes, self.replica_axes, self.secondary_axes],
-            "keep_after_forward": self.keep_after_forward,
-            "bucket_bytes": self.bucket_bytes,
-            "find_unused_parameters": self.find_unused_parameters,
-            "broadcast_algorithm": self.broadcast_algorithm,
-            "server": self.server,
-            "every": self.every,
-        }
+        axes = [self.shard_axes, self.replica_axes, self.secondary_axes]
+        options = {name: x for name, x in vars(self).items() if isinstance(x, str | int | None)}
+        return {"divided": sorted(self.divided), "axes": axes, **options}
 
 
 def choose_group_size(num_ranks: int, wanted: int | None = None) -> int:
     """Return how many consecutive ranks form a group.
 
-    This is `wanted`, or by default the largest proper divisor of `num_ranks` above 1; `num_ranks`
-    if there is none.  Raises ValueError if `wanted` does not divide `num_ranks`.
+    This is `wanted`, which must divide `num_ranks` (else ValueError); by default the largest proper
+    divisor of `num_ranks` above 1, or `num_ranks` if there is none.
     """
     if wanted is None:
         divisors = [n for n in range(2, num_ranks) if num_ranks % n == 0]

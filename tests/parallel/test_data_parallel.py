@@ -21,7 +21,7 @@ from parallel.elastic import BlockingAllReduce
 from parallel.nn import Array, Model
 from parallel.optim import AdamW
 from parallel.runtime.trainer import METHODS
-from parallel.sharding import AllReduce, CommHook, Completion
+from parallel.sharding import AllReduce, CommHook, Completion, HalfPrecision, PowerSGD
 from tests.parallel.training import (
     CONTEXT,
     ROWS,
@@ -259,12 +259,15 @@ def test_predicted_is_recorded_by_every_algorithm(ranks: int, algorithm: str) ->
     whole(ends)
 
 
+@pytest.mark.parametrize("hook", [None, HalfPrecision("bfloat16"), PowerSGD(1)])
 @pytest.mark.parametrize("algorithm", [name for name in IS_BITWISE if not IS_BITWISE[name]])
-def test_algorithms_by_which_parameters_would_differ_are_refused(algorithm: str) -> None:
+def test_algorithms_by_which_parameters_would_differ_are_refused(
+    algorithm: str, hook: CommHook | None
+) -> None:
     with pytest.raises(
         ValueError, match=f"all_reduce.{algorithm} rounds differently on different ranks"
     ):
-        train(partial(ddp, algorithm=algorithm), 2, steps=0)
+        train(partial(ddp, algorithm=algorithm, hook=hook), 2, steps=0)
 
 
 @pytest.mark.parametrize("algorithm", ["linear", "scatter_all_gather"])
