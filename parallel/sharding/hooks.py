@@ -17,7 +17,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from collectives import even_counts
-from parallel import shards
+from parallel import placement
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array
 from parallel.optim.precision import dtype_of
@@ -121,7 +121,7 @@ class Int8Blocks(GeneratorHook):
         self, group: Group, bucket: str, flat: Array, axes: Axes
     ) -> Iterator[Callable[[], object]]:
         size, me, xp = group.mesh.size_of(axes), group.mesh.index(axes), array_namespace(flat)
-        parts = [shards.span(flat.shape[0], size, rank) for rank in range(size)]
+        parts = [placement.span(flat.shape[0], size, rank) for rank in range(size)]
         sizes = self._part_bytes(group, bucket, size)
 
         others = [quantize(flat[part], self.block) for part in [*parts[:me], *parts[me + 1 :]]]
@@ -137,8 +137,8 @@ class Int8Blocks(GeneratorHook):
         yield group.start_call(
             axes, "all_gather", mine, out=whole, counts=sizes, algorithm=ALL_GATHER
         )
-        for part, packed in zip(parts, shards.split(whole, sizes), strict=True):
-            copy_rounded(flat[part], dequantize(packed, shards.length(part), self.block))
+        for part, packed in zip(parts, placement.split(whole, sizes), strict=True):
+            copy_rounded(flat[part], dequantize(packed, placement.length(part), self.block))
 
     @ignore_overflow
     def _sum(self, own: Array, others: Array) -> Array:

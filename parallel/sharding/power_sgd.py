@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from array_api_compat import array_namespace
 
-from parallel import shards
+from parallel import placement
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array, ParameterSpec, split_flat
 from parallel.optim.precision import master_dtype
@@ -146,7 +146,7 @@ class PowerSGD(GeneratorHook):
         yield start_sum(group, axes, right)
         for name, gradient in gradients.items():
             self._approximate(name, gradient, lefts[name], rights[name])
-        sums = shards.split(rest, [shards.length(part) for part in others])
+        sums = placement.split(rest, [placement.length(part) for part in others])
         for part, total in zip(others, sums, strict=True):
             flat[part] = total
 
@@ -215,7 +215,7 @@ class PowerSGD(GeneratorHook):
         width = master_dtype(group.dtype).itemsize
         return [
             (self.rank * sum(m.rows for m in matrices.values()), width),
-            (sum(map(shards.length, others)), group.dtype.itemsize),
+            (sum(map(placement.length, others)), group.dtype.itemsize),
             (self.rank * sum(m.columns for m in matrices.values()), width),
         ]
 
