@@ -118,9 +118,8 @@ class _Lowering:
             self.actions.append(action._replace(part=layer, phase=phase))
             if is_reduced:
                 self.reduce(action, layer)
-            following = layers[i + 1 :] if keep else layers[i + 1 : i + 2]
             if not (is_forward and keep):
-                self.free(action, layer, following, phase)
+                self.free(action, layer, layers[i + 1 :] if keep else layers[i + 1 : i + 2], phase)
         if is_reduced:
             self.add("WAIT", action, "", (), phase)
             self.is_reducing = False

@@ -1,8 +1,4 @@
-"""A small GPT over bytes, the model of the training program.
-
-Token and position embedding, pre-layer-norm blocks of causal multi-head attention and a GeLU MLP,
-and an output layer: Radford et al. 2019.
-"""
+"""A small GPT over bytes, the model of the training program: Radford et al. 2019."""
 
 from __future__ import annotations
 
@@ -38,8 +34,9 @@ def gpt(
 
     Tokens, integers in 0..255 of shape (batch, up to `context`), become logits (batch, context,
     256), and these the loss.  Its layers are ``embedding``, ``block0``, ``block1``, ..., ``head``,
-    ``loss``; a block has the parts ``attention`` (``norm``, ``qkv``, ``heads``, ``out``) and
-    ``mlp`` (``norm``, ``up``, ``gelu``, ``down``).  A number that is too small raises ValueError.
+    ``loss``.  A block normalizes before causal multi-head ``attention`` (parts ``norm``, ``qkv``,
+    ``heads``, ``out``) and before its ``mlp`` (``norm``, ``up``, ``gelu``, ``down``).  Raises
+    ValueError if a number is too small.
 
     Parameters
     ----------
@@ -60,8 +57,10 @@ def gpt(
     >>> gpt(num_layers=2, hidden=64).num_parameters
     136960
     """
-    check_at_least(0, num_layers=num_layers)
-    check_at_least(1, hidden=hidden, num_heads=num_heads, context=context)
+    sizes = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads, "context": context}
+    for name, size in sizes.items():
+        if size < (least := 0 if name == "num_layers" else 1):
+            raise ValueError(f"{name} is {size}: it must be at least {least}")
     if hidden % num_heads:
         raise ValueError(f"{num_heads} heads do not divide a width of {hidden}")
     named: dict[str, Layer] = {"embedding": Embedding(VOCAB_SIZE, context, hidden)}
@@ -71,13 +70,6 @@ def gpt(
     ties = {"head.out.table": "embedding.token"} if is_tied else {}
     ties |= {f"block{i}": "block0" for i in range(1, num_layers)} if is_shared else {}
     return Model(named, ties, recompute=recompute)
-
-
-def check_at_least(least: int, **sizes: int) -> None:
-    """Raise ValueError if one of these sizes is less than `least`."""
-    for name, size in sizes.items():
-        if size < least:
-            raise ValueError(f"{name} is {size}: it must be at least {least}")
 
 
 def block(hidden: int, num_heads: int, num_layers: int) -> Sequential:

@@ -27,6 +27,8 @@ from parallel.nn import (
 )
 from parallel.nn.functional import matmul
 from parallel.optim import dtype_of
+from parallel.schedule import lower, one_forward_one_backward
+from parallel.sharding import Sharding
 from tests.parallel.models import (
     CLOSE,
     Bound,
@@ -572,7 +574,6 @@ MODELS = [UNTIED, TIED, NEIGHBORS, WITHOUT, BACKWARDS]
 ])  # fmt: skip
 def test_the_units_that_a_layer_uses(model: Model, wanted: dict[str, tuple[str, ...]]) -> None:
     assert {layer: model.units_of(layer) for layer in model.layers} == wanted
-    assert model.units_of(None) == ()
 
 
 @pytest.mark.parametrize(("model", "wanted"), [
@@ -599,11 +600,15 @@ def test_how_often_a_unit_is_gathered(model: Model, wanted: dict[str, int]) -> N
     assert num_gathers(model) == wanted
 
 
-def test_the_order_of_layers() -> None:
-    names = list(UNTIED.layers)
-    assert [UNTIED.next_layer(name) for name in names] == ["gelu", "mid", "last", None]
-    assert [UNTIED.previous_layer(name) for name in names] == [None, "first", "gelu", "mid"]
-    assert UNTIED.active_layers() == names
+def test_layers_run_in_the_order_given_and_back() -> None:
+    assert UNTIED.active_layers() == list(UNTIED.layers) == ["first", "gelu", "mid", "last"]
+    buckets = {unit: [unit] for unit in UNTIED.units}
+    actions = lower(one_forward_one_backward(1), UNTIED, Sharding(), buckets=buckets)
+    for kind, names in (
+        ("F", ["first", "gelu", "mid", "last"]),
+        ("B", ["last", "mid", "gelu", "first"]),
+    ):
+        assert [each.part for each in actions if each.kind == kind] == names
 
 
 def random_model(rng: np.random.Generator) -> Model:
@@ -622,10 +627,11 @@ def test_gathered_and_completed_as_a_pass_does_it(model: Model) -> None:
     for names in (list(model.layers), list(reversed(model.layers))):
         times: Counter[str] = Counter()
         held: set[str] = set()
-        for layer, following in zip(names, [*names[1:], None], strict=True):
-            wanted = {*model.units_of(layer), *model.units_of(following)}
+        for i, layer in enumerate(names):
+            following = {unit for name in names[i + 1 : i + 2] for unit in model.units_of(name)}
+            wanted = following.union(model.units_of(layer))
             times.update(wanted - held)
-            held = (held | wanted) - ({*model.units_of(layer)} - {*model.units_of(following)})
+            held = (held | wanted) - ({*model.units_of(layer)} - following)
         assert times == Counter(num_gathers(model)) and not held
     open_until = {unit: layer for layer in reversed(model.layers) for unit in model.units_of(layer)}
     completed = {unit: layer for layer in model.layers for unit in model.completed_units(layer)}
