@@ -295,5 +295,5 @@ def check_classes(what: str, classes: Array, num_classes: int) -> None:
     """Raise ValueError unless all `classes`, integers, are at least 0 and below `num_classes`."""
     xp = array_namespace(classes)
     for extreme in (xp.min, xp.max) if classes.shape[0] else ():
-        if not 0 <= (found := int(extreme(classes))) < num_classes:
-            raise ValueError(f"a {what} is {found}: there are classes 0 to {num_classes - 1}")
+        if not 0 <= (found := float(extreme(classes))) < num_classes:
+            raise ValueError(f"a {what} is {found:.0f}: there are classes 0 to {num_classes - 1}")

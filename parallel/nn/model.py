@@ -213,7 +213,7 @@ class Model:
         return {name: layer.activation_bytes(at, width) for name, layer, at in inputs}
 
     def traffic(self, shape: Shape, width: int) -> dict[str, LayerTraffic]:
-        """Return what each layer sends for a micro-batch; see `activation_bytes`."""
+        """Return what each layer sends for a micro-batch of this `shape` and `width`."""
         inputs = Sequential(self.layers).with_shapes(shape, width)
         return {name: layer.traffic(at, width) for name, layer, at in inputs}
 

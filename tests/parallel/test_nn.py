@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from parallel import MemoryTracker
+from parallel import MemoryTracker, Trainer
 from parallel.nn import (
     CausalAttention,
+    CrossEntropy,
     Embedding,
     Gelu,
     Layer,
@@ -26,7 +27,9 @@ from parallel.nn import (
     Unembedding,
 )
 from parallel.nn.functional import matmul
+from parallel.nn.layer import Recompute
 from parallel.optim import dtype_of
+from parallel.runtime.memory import peak_memory
 from parallel.schedule import lower, one_forward_one_backward
 from parallel.sharding import Sharding
 from tests.parallel.models import (
@@ -425,6 +428,25 @@ def check_kept(layer: Layer, x: Values, dtype: str) -> None:
     assert (nbytes, shape) == (memory.now["activations"], y.shape)
 
 
+@each_dtype
+@each_case
+def test_the_halves_of_backward_are_the_whole(case: Case, dtype: str) -> None:
+    """To the last bit; and what the first hands to the second is what the formula says."""
+    whole, halves = alone(case.make(), dtype), alone(case.make(), dtype)
+    x, dy = case.input(dtype), case.slope(dtype)
+    dx = whole.whole.backward(dy, whole.whole.forward(x, Step())[1])
+    found, rest = halves.whole.backward_input(dy, halves.whole.forward(x, Step())[1])
+    assert not any(slope.any() for slope in halves.gradients.values())
+    memory = MemoryTracker()
+    memory.track("rest", rest)
+    formula = halves.whole.activation_bytes(x.shape, dtype_of(dtype).itemsize)
+    assert memory.now["rest"] == formula.rest
+    halves.whole.backward_weight(rest)
+    np.testing.assert_array_equal(found, dx)
+    for unit, slope in whole.gradients.items():
+        np.testing.assert_array_equal(halves.gradients[unit], slope)
+
+
 def test_kept_in_numbers() -> None:
     """Two rows of three positions, four wide, in float16."""
     assert Embedding(9, 3, 4).activation_bytes((2, 3), 2)[:2] == (0, (2, 3, 4))
@@ -434,6 +456,71 @@ def test_kept_in_numbers() -> None:
         2 * 72 + 2 * 2 * 2 * 9,
         (2, 3, 4),
     )
+
+
+DEEP, ROWS, WIDTH = 24, 2, 4
+ARRAY = 64  # the bytes of the input of one linear layer: 2 rows of 4 numbers, in float64
+
+
+def deep(recompute: tuple[str, ...]) -> Model:
+    """24 layers, each of five linear ones of equal width, and a loss."""
+    layers: dict[str, Layer] = {
+        f"layer{i}": Sequential({f"linear{k}": Linear(WIDTH, WIDTH) for k in range(5)})
+        for i in range(DEEP)
+    }
+    return Model(layers | {"loss": CrossEntropy()}, recompute=recompute)
+
+
+def deep_batch() -> tuple[Values, Values]:
+    return np.random.default_rng(0).standard_normal((ROWS, WIDTH)), np.arange(ROWS)
+
+
+def check_deep(recompute: tuple[str, ...], kept: int, peak: int) -> None:
+    """Bytes by formula, and counted from the arrays of a step."""
+    model = deep(recompute)
+    formula = model.activation_bytes((ROWS, WIDTH), 8)
+    assert formula.pop("loss").saved == ARRAY  # its derivative
+    assert sum(each.saved for each in formula.values()) == kept
+    pairs = {(each.saved, each.extra) for each in formula.values()}
+    assert pairs <= {(5 * ARRAY, 0), (ARRAY, 4 * ARRAY)}
+    trainer, (inputs, targets) = Trainer(None, model), deep_batch()
+    trainer.begin(inputs, targets, ROWS)
+    trainer.run(trainer.actions[: DEEP + 1])  # forward
+    assert trainer.memory.now["activations"] == kept + ARRAY
+    trainer.step(inputs, targets, ROWS)
+    assert trainer.memory.peak["activations"] == peak
+    assert peak_memory(trainer, ROWS, WIDTH)["activations"] == peak
+
+
+@pytest.mark.parametrize(("recompute", "kept", "peak"), [
+    ((), 120 * 64, 121 * 64),  # the most is kept when the loss has run: 7744 bytes
+    (("layer*",), 24 * 64, 28 * 64),  # 1536; then the last layer computes four again: 1792
+    (("layer1*",), 76 * 64, 77 * 64),  # layers 1 and 10 to 19 keep one, the other 13 keep five
+])  # fmt: skip
+def test_of_120_inputs_recomputation_keeps_24(
+    recompute: tuple[str, ...], kept: int, peak: int
+) -> None:
+    """Chen et al. 2016."""
+    check_deep(recompute, kept, peak)
+
+
+def test_what_recomputation_keeps_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: formulas as with recomputation, but all inputs are kept."""
+    for name in ("forward", "backward"):
+        kept = lambda self, *args, name=name: getattr(self.layer, name)(*args)  # noqa: E731
+        monkeypatch.setattr(Recompute, name, kept)
+    with pytest.raises(AssertionError, match=f"{120 * 64 + ARRAY} == "):
+        check_deep(("layer*",), 24 * 64, 28 * 64)
+
+
+def test_recomputation_changes_no_bit() -> None:
+    found = []
+    for recompute in ((), ("layer*",)):
+        trainer = Trainer(None, deep(recompute))
+        losses = [trainer.step(*deep_batch(), ROWS) for _ in range(3)]
+        assert trainer.num_recomputed == (3 * DEEP if recompute else 0)
+        found.append([losses, *(x.tobytes() for x in trainer.parameters.values())])
+    assert found[0] == found[1]
 
 
 def test_one_array_more_is_noticed() -> None:
