@@ -94,39 +94,41 @@ def lower(
 
 
 class _Lowering:
-    """A growing list of actions, and which units are gathered at the end of it."""
+    """A growing list of actions, and what is gathered and summed at the end of it."""
 
     def __init__(self, model: Model, sharding: Sharding, buckets: dict[str, list[str]]) -> None:
         self.model, self.sharding, self.buckets = model, sharding, buckets
         self.bucket_after = {units[-1]: bucket for bucket, units in buckets.items()}
         self.actions: list[Action] = []
+        self.stage = 0
         self.gathered: set[str] = set()
         self.kept: set[str] = set()  # units of which this micro-batch has kept a secondary part
         self.is_reducing = False
 
-    def add(self, kind: str, like: Action, part: str, axes: Sequence[str], phase: str) -> None:
-        self.actions.append(Action(kind, like.stage, None, part, ",".join(axes), phase))
+    def add(self, kind: str, phase: str, part: str = "", axes: Sequence[str] = ()) -> None:
+        self.actions.append(Action(kind, self.stage, None, part, ",".join(axes), phase))
 
     def compute(self, action: Action, *, is_last: bool) -> None:
         """Run all layers forward or backward on a micro-batch; `is_last` is that of the step."""
-        is_forward, keep = action.kind == "F", self.sharding.keep_after_forward
-        layers = list(self.model.layers) if is_forward else list(reversed(self.model.layers))
-        phase = "forward" if is_forward else "backward"
-        is_reduced = not is_forward and self.sharding.reduces_in_backward(is_last=is_last)
+        self.stage, keep = action.stage, self.sharding.keep_after_forward
+        is_forward = action.kind == "F"
+        phase, names = "forward" if is_forward else "backward", list(self.model.layers)
+        layers = names if is_forward else names[::-1]
+        reduces = not is_forward and self.sharding.reduces_in_backward(is_last=is_last)
         for i, layer in enumerate(layers):
-            self.gather(action, layers[i : i + 2], phase)
+            self.gather(layers[i : i + 2], phase)
             self.actions.append(action._replace(part=layer, phase=phase))
-            if is_reduced:
-                self.reduce(action, layer)
+            if reduces:
+                self.reduce(layer)
             if not (is_forward and keep):
-                self.free(action, layer, layers[i + 1 :] if keep else layers[i + 1 : i + 2], phase)
-        if is_reduced:
-            self.add("WAIT", action, "", (), phase)
+                self.free(layer, layers[i + 1 :] if keep else layers[i + 1 : i + 2], phase)
+        if reduces:
+            self.add("WAIT", phase)
             self.is_reducing = False
         if not is_forward:
             self.kept.clear()
 
-    def gather(self, action: Action, layers: Sequence[str], phase: str) -> None:
+    def gather(self, layers: Sequence[str], phase: str) -> None:
         """Gather the parameters of a layer and of the next to run, unless they are there."""
         sharding = self.sharding
         if "parameters" not in sharding.divided:
@@ -134,56 +136,53 @@ class _Lowering:
         for unit in self.units_of(layers):
             if unit not in self.gathered:
                 axes = sharding.secondary_axes if unit in self.kept else sharding.shard_axes
-                self.add("UNSHARD", action, unit, axes, phase)
+                self.add("UNSHARD", phase, unit, axes)
                 self.gathered.add(unit)
                 if sharding.secondary_axes:
                     self.kept.add(unit)
 
-    def free(self, action: Action, layer: str, following: Sequence[str], phase: str) -> None:
+    def free(self, layer: str, following: Sequence[str], phase: str) -> None:
         """Free the parameters of a layer, except those that layers `following` it need."""
         needed = self.units_of(following)
         for unit in self.model.units_of(layer):
             if unit in self.gathered and unit not in needed:
                 self.gathered.remove(unit)
-                self.add("RESHARD", action, unit, (), phase)
+                self.add("RESHARD", phase, unit)
 
     def units_of(self, layers: Sequence[str]) -> list[str]:
         return [unit for layer in layers for unit in self.model.units_of(layer)]
 
-    def reduce(self, action: Action, layer: str) -> None:
+    def reduce(self, layer: str) -> None:
         """Start to sum what `layer` completes; where gradients are divided, one at a time."""
         for unit in self.model.completed_units(layer):
             if unit in self.bucket_after:
                 if self.is_reducing and "gradients" in self.sharding.divided:
-                    self.add("WAIT", action, "", (), "backward")
-                bucket, axes = self.bucket_after[unit], self.sharding.shard_axes
-                self.add("REDUCE", action, bucket, axes, "backward")
+                    self.add("WAIT", "backward")
+                axes = self.sharding.shard_axes
+                self.add("REDUCE", "backward", self.bucket_after[unit], axes)
                 self.is_reducing = True
 
     def update(self, action: Action, *, needs_norm: bool) -> None:
         """Do what the gradients need after all micro-batches, and what new parameters need."""
-        sharding = self.sharding
+        self.stage, sharding = action.stage, self.sharding
         if sharding.reduces_after_backward:
-            self.each("REDUCE", action, self.buckets, sharding.shard_axes, "reduce")
+            self.each("REDUCE", "reduce", self.buckets, sharding.shard_axes)
         if sharding.replica_axes:
-            self.each("REDUCE", action, self.buckets, sharding.replica_axes, "replicate")
+            self.each("REDUCE", "replicate", self.buckets, sharding.replica_axes)
         if sharding.find_unused_parameters:
-            self.add("UNUSED", action, "", sharding.axes, "unused")
-        self.add("LOSS", action, "", sharding.axes, "loss")
+            self.add("UNUSED", "unused", axes=sharding.axes)
+        self.add("LOSS", "loss", axes=sharding.axes)
         if needs_norm:
             axes = (*(sharding.shard_axes if sharding.divided else ()), *self.model.split_axes)
-            self.add("NORM", action, "", axes, "norm" if axes else "")
+            self.add("NORM", "norm" if axes else "", axes=axes)
         self.actions.append(action)
         if sharding.every is not None:
-            self.each("AVERAGE", action, self.model.units, sharding.shard_axes, "average")
+            self.each("AVERAGE", "average", self.model.units, sharding.shard_axes)
         if "optimizer" in sharding.divided and "parameters" not in sharding.divided:
-            self.each("UNSHARD", action, self.model.units, sharding.shard_axes, "update")
+            self.each("UNSHARD", "update", self.model.units, sharding.shard_axes)
 
-    def each(
-        self, kind: str, action: Action, parts: Iterable[str],
-        axes: Sequence[str], phase: str,
-    ) -> None:  # fmt: skip
+    def each(self, kind: str, phase: str, parts: Iterable[str], axes: Sequence[str]) -> None:
         """Start and complete something for one part after the other."""
         for part in parts:
-            self.add(kind, action, part, axes, phase)
-            self.add("WAIT", action, "", (), phase)
+            self.add(kind, phase, part, axes)
+            self.add("WAIT", phase)

@@ -303,7 +303,7 @@ def recomputed(layers: Mapping[str, Layer], patterns: Sequence[str]) -> dict[str
             return Recompute(layer)
         if patterns and isinstance(layer, Sequential):
             inner = {key: changed(f"{name}.{key}", each) for key, each in layer.layers.items()}
-            layer = copy(layer)
+            layer = copy(layer)  # a subclass may be made of other arguments than its layers
             Sequential.__init__(layer, inner)
         return layer
 
