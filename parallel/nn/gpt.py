@@ -5,16 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from parallel.nn import layers as nn
 from parallel.nn.layer import Layer, Residual, Sequential
-from parallel.nn.layers import (
-    CausalAttention,
-    CrossEntropy,
-    Embedding,
-    Gelu,
-    LayerNorm,
-    Linear,
-    Unembedding,
-)
 from parallel.nn.model import Model
 
 VOCAB_SIZE = 256  # a token is a byte
@@ -63,10 +55,12 @@ def gpt(
             raise ValueError(f"{name} is {size}: it must be at least {least}")
     if hidden % num_heads:
         raise ValueError(f"{num_heads} heads do not divide a width of {hidden}")
-    named: dict[str, Layer] = {"embedding": Embedding(VOCAB_SIZE, context, hidden)}
+    named: dict[str, Layer] = {"embedding": nn.Embedding(VOCAB_SIZE, context, hidden)}
     named |= {f"block{i}": block(hidden, num_heads, num_layers) for i in range(num_layers)}
-    named["head"] = Sequential({"norm": LayerNorm(hidden), "out": Unembedding(hidden, VOCAB_SIZE)})
-    named["loss"] = CrossEntropy()
+    named["head"] = Sequential(
+        {"norm": nn.LayerNorm(hidden), "out": nn.Unembedding(hidden, VOCAB_SIZE)}
+    )
+    named["loss"] = nn.CrossEntropy()
     ties = {"head.out.table": "embedding.token"} if is_tied else {}
     ties |= {f"block{i}": "block0" for i in range(1, num_layers)} if is_shared else {}
     return Model(named, ties, recompute=recompute)
@@ -76,11 +70,11 @@ def block(hidden: int, num_heads: int, num_layers: int) -> Sequential:
     """Return one of `num_layers` transformer blocks: (batch, context, hidden) to the same shape."""
     gain = 1 / math.sqrt(2 * num_layers)  # of what is added: the sum keeps its magnitude
     attention = Residual({
-        "norm": LayerNorm(hidden), "qkv": Linear(hidden, (3, num_heads, hidden // num_heads)),
-        "heads": CausalAttention(num_heads), "out": Linear(hidden, hidden, gain),
+        "norm": nn.LayerNorm(hidden), "qkv": nn.Linear(hidden, (3, num_heads, hidden // num_heads)),
+        "heads": nn.CausalAttention(num_heads), "out": nn.Linear(hidden, hidden, gain),
     })  # fmt: skip
     mlp = Residual({
-        "norm": LayerNorm(hidden), "up": Linear(hidden, 4 * hidden),
-        "gelu": Gelu(), "down": Linear(4 * hidden, hidden, gain),
+        "norm": nn.LayerNorm(hidden), "up": nn.Linear(hidden, 4 * hidden),
+        "gelu": nn.Gelu(), "down": nn.Linear(4 * hidden, hidden, gain),
     })  # fmt: skip
     return Sequential({"attention": attention, "mlp": mlp})
