@@ -67,21 +67,21 @@ class Mesh:
         The first use of an axis makes its communicators: all ranks of the mesh make it.
         """
         names = self._names(axes)
-        label = ",".join(names)
-        if self.comm is None or (self.comm.name == label and self.size_of(names) == self.size):
+        label, everyone = ",".join(names), [tuple(range(self.size))]
+        if self.comm is None or (self.comm.name == label and self.ranks(names) == everyone):
             return self.comm
         if names not in self._made:
             color = next(i for i, ranks in enumerate(self.ranks(names)) if self.rank in ranks)
-            made = self.comm.split(color, name=label)
+            made = self.comm.split(color, self.index(names), name=label)
             assert made is not None
             self._made[names] = made
         return self._made[names]
 
     def ranks(self, axes: str | Sequence[str]) -> list[tuple[int, ...]]:
-        """Return all groups of ranks along `axes`; every rank is in one."""
+        """Return all groups of ranks along `axes`, in the order given; every rank is in one."""
         names = self._names(axes)
         if names not in self._groups:
-            along = [list(self.axes).index(name) for name in names]  # in the order given
+            along = [list(self.axes).index(name) for name in names]
             others = [i for i in range(len(self.axes)) if i not in along]
             table = np.arange(self.size).reshape(tuple(self.axes.values()))
             groups = table.transpose(*others, *along).reshape(-1, self.size_of(names))

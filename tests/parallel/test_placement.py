@@ -1,9 +1,10 @@
-"""Placements: the boxes of all ranks cover a parameter exactly once, and replicas are equal."""
+"""Placements and meshes: boxes cover a parameter exactly once, and communicators have an order."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -131,6 +132,43 @@ def test_wrong_boxes_are_noticed(wrong: type[Placement], splits: Splits, words: 
     check(Placement((8, 3), splits=splits), {"data": 2, "tensor": 3})
     with pytest.raises(AssertionError, match=words):
         check(wrong((8, 3), splits=splits), {"data": 2, "tensor": 3})
+
+
+# Communicators
+
+
+def check_order(axes: dict[str, int], name: str = "") -> None:
+    """Ranks along several axes are numbered as the mesh says, in whatever order these are named."""
+
+    def fn(comm: Communicator) -> None:
+        mesh = Mesh(comm.split(0, name=name), **axes)
+        for names in permutations(axes, min(2, len(axes))):
+            along = mesh[names]
+            assert along is not None
+            group = next(group for group in mesh.ranks(names) if comm.rank in group)
+            assert along.rank == mesh.index(names) == group.index(comm.rank)
+            assert tuple(along.all_gather(np.array([comm.rank]))) == group
+
+    collectives.run(fn, size=math.prod(axes.values()))
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_communicator_has_the_order_of_its_axes(axes: dict[str, int]) -> None:
+    check_order(axes)
+
+
+def test_a_communicator_of_that_name_is_used_only_if_it_has_that_order() -> None:
+    for name in ("data,tensor", "tensor,data"):
+        check_order({"data": 2, "tensor": 3}, name)
+
+
+def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: communicators in the order of all ranks."""
+    split = Communicator.split
+    in_order = lambda self, color, key=0, **options: split(self, color, **options)  # noqa: E731
+    monkeypatch.setattr(Communicator, "split", in_order)
+    with pytest.raises(AssertionError):
+        check_order({"data": 2, "tensor": 3})
 
 
 # Flat arrays of boxes
