@@ -18,9 +18,9 @@ from typing import Any
 from parallel.cli import console_of, print_table, table_with
 from parallel.optim import DTYPES, SGD, Adam, Optimizer, dtype_of
 from parallel.optim.formulas import bytes_moved, offloaded_bytes, state_bytes
+from parallel.placement import length, span
 from parallel.places import DEVICE_COLUMNS
 from parallel.sharding import Sharding
-from parallel.shards import length, span
 
 MOST = 10**18  # parameters, or ranks
 SHARDINGS = {"data parallel": Sharding.ddp()} | {

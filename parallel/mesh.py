@@ -18,19 +18,17 @@ class Mesh:
         mesh = Mesh(comm, pipe=2, data=2, tensor=2)      # rank 5 has coordinates 1, 0, 1
         mesh["tensor"].all_reduce(x)
 
-    Consecutive ranks are neighbors on the last axis.  The communicator of an axis has its name,
-    which ledgers show in the column ``axis``.  Methods take one axis or several together, and raise
-    KeyError for one that the mesh does not have.
+    Consecutive ranks are neighbors on the last axis.  Ledgers show the axes of a communicator in
+    the column ``axis``.  Methods take one axis or several, and raise KeyError for an unknown one.
 
     Parameters
     ----------
     comm : Communicator or None
         None: there is one rank, and nothing is sent.
     axes : int
-        The number of ranks along each axis, slowest first, by its name: one of ``"pipe"``,
-        ``"replicate"``, ``"shard"``, ``"data"``, ``"context"``, ``"expert"`` and ``"tensor"``.  By
-        default all ranks are on ``"data"``.  Raises ValueError for another name, and if the sizes
-        are less than 1 or their product is not the number of ranks.
+        The number of ranks along each axis, slowest first: ``pipe``, ``replicate``, ``shard``,
+        ``data`` (by default, all ranks), ``context``, ``expert``, ``tensor``.  Raises ValueError
+        for another name, for a size less than 1, and unless their product is the number of ranks.
 
     Attributes
     ----------
@@ -69,23 +67,21 @@ class Mesh:
         The first use of an axis makes its communicators: all ranks of the mesh make it.
         """
         names = self._names(axes)
-        if self.comm is None:
-            return None
-        if self.comm.name == ",".join(names) and self.size_of(names) == self.size:
+        label, everyone = ",".join(names), [tuple(range(self.size))]
+        if self.comm is None or (self.comm.name == label and self.ranks(names) == everyone):
             return self.comm
         if names not in self._made:
-            groups = self.ranks(names)
-            color = next(i for i, ranks in enumerate(groups) if self.rank in ranks)
-            made = self.comm.split(color, name=",".join(names))
+            color = next(i for i, ranks in enumerate(self.ranks(names)) if self.rank in ranks)
+            made = self.comm.split(color, self.index(names), name=label)
             assert made is not None
             self._made[names] = made
         return self._made[names]
 
     def ranks(self, axes: str | Sequence[str]) -> list[tuple[int, ...]]:
-        """Return all groups of ranks along `axes`; every rank is in one."""
+        """Return all groups of ranks along `axes`, in the order given; every rank is in one."""
         names = self._names(axes)
         if names not in self._groups:
-            along = [list(self.axes).index(name) for name in names]  # in the order given
+            along = [list(self.axes).index(name) for name in names]
             others = [i for i in range(len(self.axes)) if i not in along]
             table = np.arange(self.size).reshape(tuple(self.axes.values()))
             groups = table.transpose(*others, *along).reshape(-1, self.size_of(names))

@@ -1,16 +1,37 @@
-"""Where the elements of a parameter are: which box of it each rank of a mesh has."""
+"""Where the elements of a parameter are: which box of it each rank of a mesh has.
+
+And parts of flat arrays and of batches: contiguous, as even as possible.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 from collectives import even_counts
 from parallel.mesh import Mesh
 
 Shape: TypeAlias = tuple[int, ...]
+
+
+def span(total: int, num_ranks: int, rank: int) -> slice:
+    """Return the part of ``range(total)`` that belongs to `rank`, by `even_counts`."""
+    sizes = even_counts(total, num_ranks)
+    start = sum(sizes[:rank])
+    return slice(start, start + sizes[rank])
+
+
+def length(part: slice) -> int:
+    """Return the number of elements of a slice with explicit start and stop."""
+    return int(part.stop - part.start)
+
+
+def split(x: Any, sizes: Iterable[int]) -> list[Any]:
+    """Return views of consecutive parts of a 1-d array, of the given sizes."""
+    return [x[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 class Box(NamedTuple):
@@ -27,11 +48,11 @@ class Box(NamedTuple):
     def overlap(self, other: Box) -> Box | None:
         """Return the elements of both; None if there are none."""
         both = [
-            (max(a.start, b.start), min(a.stop, b.stop))
+            slice(max(a.start, b.start), min(a.stop, b.stop))
             for a, b in zip(self.slices, other.slices, strict=True)
         ]
-        start, shape = tuple(a for a, _ in both), tuple(stop - a for a, stop in both)
-        return Box(start, shape) if all(n > 0 for n in shape) else None
+        shape = tuple(map(length, both))
+        return Box(tuple(part.start for part in both), shape) if all(n > 0 for n in shape) else None
 
     def within(self, other: Box) -> Box:
         """Return this box in the array that contains the `other` one alone."""
@@ -74,9 +95,9 @@ class Placement:
         start, shape = [0] * len(self.shape), list(self.shape)
         for dim, axis in self.splits:
             if axis in mesh.axes:
-                counts, index = even_counts(shape[dim], mesh.axes[axis]), mesh.index(axis, rank)
-                start[dim] += sum(counts[:index])
-                shape[dim] = counts[index]
+                part = span(shape[dim], mesh.axes[axis], mesh.index(axis, rank))
+                start[dim] += part.start
+                shape[dim] = length(part)
         return Box(tuple(start), tuple(shape))
 
 
@@ -106,20 +127,17 @@ def boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """Yield the boxes of elements `start` to `stop` of an array: at most 2 d - 1, in order."""
     if start >= stop:
         return
-    if len(shape) == 1:
-        yield Box((start,), (stop - start,))
-        return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # a part of one row
-        yield from _in_row(shape, last, start - last * row, stop - last * row)
-        return
-    yield from _in_row(shape, first - 1, start - (first - 1) * row, row if start % row else 0)
+    first = min(-(-start // row) * row, stop)  # the elements from first to last are whole rows
+    last = max(stop // row * row, first)
+    yield from _in_row(shape, start, first)
     if first < last:
-        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
-    yield from _in_row(shape, last, 0, stop - last * row)
+        yield Box((first // row, *(0,) * (len(shape) - 1)), ((last - first) // row, *shape[1:]))
+    yield from _in_row(shape, last, stop)
 
 
-def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
-    for box in boxes_of_range(shape[1:], start, stop):
-        yield Box((row, *box.start), (1, *box.shape))
+def _in_row(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    row = math.prod(shape[1:])
+    index = start // row
+    for box in boxes_of_range(shape[1:], start - index * row, stop - index * row):
+        yield Box((index, *box.start), (1, *box.shape))

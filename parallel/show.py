@@ -20,7 +20,7 @@ from parallel.cli import at_least, console_of, print_table, table_with
 from parallel.nn import gpt
 from parallel.optim import DTYPES
 from parallel.runtime import Recipe, Trainer
-from parallel.schedule.actions import KINDS
+from parallel.schedule import KINDS
 
 SHOWN = (*presets.SHARDINGS, "server-sync")
 

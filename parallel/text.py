@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from parallel.shards import span
+from parallel.placement import span
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]

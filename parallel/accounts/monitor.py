@@ -15,7 +15,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator, Ledger, MonitorUnavailable
-from parallel import shards
+from parallel import placement
 from parallel.accounts.calls import Int64
 
 PhaseFunction: TypeAlias = Callable[[str], AbstractContextManager[None]]
@@ -130,4 +130,4 @@ def gather_json(comm: Communicator, value: Any) -> list[Any] | None:
     sizes = comm.all_gather(np.array([mine.size])).tolist()
     if (gathered := comm.gather(mine, counts=sizes)) is None:
         return None
-    return [json.loads(bytes(each)) for each in shards.split(gathered, sizes)]
+    return [json.loads(bytes(each)) for each in placement.split(gathered, sizes)]

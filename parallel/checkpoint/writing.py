@@ -14,10 +14,9 @@ import safetensors.numpy
 from parallel.checkpoint.index import Index, layout_of
 from parallel.checkpoint.reading import METADATA_FILE, VALUES, Checkpoint
 from parallel.nn import Array, on_host
-from parallel.placement import pieces_of
+from parallel.placement import length, pieces_of, span
 from parallel.runtime import Trainer
 from parallel.runtime.agreement import DIGEST_BYTES
-from parallel.shards import length, span
 
 UNFINISHED = ".unfinished-"  # prefix of a directory that is being written or removed
 

@@ -10,7 +10,6 @@ from parallel.nn.layer import (
     Layer,
     LayerTraffic,
     ParameterSpec,
-    Recompute,
     Residual,
     Sequential,
     Step,
@@ -29,6 +28,6 @@ from parallel.placement import Shape
 
 __all__ = [
     "Activations", "Array", "CausalAttention", "CrossEntropy", "Embedding", "Gelu", "Layer",
-    "LayerNorm", "LayerTraffic", "Linear", "Model", "ParameterSpec", "Recompute", "Residual",
+    "LayerNorm", "LayerTraffic", "Linear", "Model", "ParameterSpec", "Residual",
     "Sequential", "Shape", "Step", "Unembedding", "cast", "gpt", "on_host", "split_flat",
 ]  # fmt: skip

@@ -1,24 +1,12 @@
-"""A small GPT over bytes, the model of the training program.
-
-Token and position embedding, pre-layer-norm blocks of causal multi-head attention and a GeLU MLP,
-and an output layer: Radford et al. 2019.
-"""
+"""A small GPT over bytes, the model of the training program: Radford et al. 2019."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from parallel.nn import layers as nn
 from parallel.nn.layer import Layer, Residual, Sequential
-from parallel.nn.layers import (
-    CausalAttention,
-    CrossEntropy,
-    Embedding,
-    Gelu,
-    LayerNorm,
-    Linear,
-    Unembedding,
-)
 from parallel.nn.model import Model
 
 VOCAB_SIZE = 256  # a token is a byte
@@ -38,8 +26,9 @@ def gpt(
 
     Tokens, integers in 0..255 of shape (batch, up to `context`), become logits (batch, context,
     256), and these the loss.  Its layers are ``embedding``, ``block0``, ``block1``, ..., ``head``,
-    ``loss``; a block has the parts ``attention`` (``norm``, ``qkv``, ``heads``, ``out``) and
-    ``mlp`` (``norm``, ``up``, ``gelu``, ``down``).  A number that is too small raises ValueError.
+    ``loss``.  A block normalizes before causal multi-head ``attention`` (parts ``norm``, ``qkv``,
+    ``heads``, ``out``) and before its ``mlp`` (``norm``, ``up``, ``gelu``, ``down``).  Raises
+    ValueError if a number is too small.
 
     Parameters
     ----------
@@ -60,35 +49,32 @@ def gpt(
     >>> gpt(num_layers=2, hidden=64).num_parameters
     136960
     """
-    check_at_least(0, num_layers=num_layers)
-    check_at_least(1, hidden=hidden, num_heads=num_heads, context=context)
+    sizes = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads, "context": context}
+    for name, size in sizes.items():
+        if size < (least := 0 if name == "num_layers" else 1):
+            raise ValueError(f"{name} is {size}: it must be at least {least}")
     if hidden % num_heads:
         raise ValueError(f"{num_heads} heads do not divide a width of {hidden}")
-    named: dict[str, Layer] = {"embedding": Embedding(VOCAB_SIZE, context, hidden)}
+    named: dict[str, Layer] = {"embedding": nn.Embedding(VOCAB_SIZE, context, hidden)}
     named |= {f"block{i}": block(hidden, num_heads, num_layers) for i in range(num_layers)}
-    named["head"] = Sequential({"norm": LayerNorm(hidden), "out": Unembedding(hidden, VOCAB_SIZE)})
-    named["loss"] = CrossEntropy()
+    named["head"] = Sequential(
+        {"norm": nn.LayerNorm(hidden), "out": nn.Unembedding(hidden, VOCAB_SIZE)}
+    )
+    named["loss"] = nn.CrossEntropy()
     ties = {"head.out.table": "embedding.token"} if is_tied else {}
     ties |= {f"block{i}": "block0" for i in range(1, num_layers)} if is_shared else {}
     return Model(named, ties, recompute=recompute)
-
-
-def check_at_least(least: int, **sizes: int) -> None:
-    """Raise ValueError if one of these sizes is less than `least`."""
-    for name, size in sizes.items():
-        if size < least:
-            raise ValueError(f"{name} is {size}: it must be at least {least}")
 
 
 def block(hidden: int, num_heads: int, num_layers: int) -> Sequential:
     """Return one of `num_layers` transformer blocks: (batch, context, hidden) to the same shape."""
     gain = 1 / math.sqrt(2 * num_layers)  # of what is added: the sum keeps its magnitude
     attention = Residual({
-        "norm": LayerNorm(hidden), "qkv": Linear(hidden, (3, num_heads, hidden // num_heads)),
-        "heads": CausalAttention(num_heads), "out": Linear(hidden, hidden, gain),
+        "norm": nn.LayerNorm(hidden), "qkv": nn.Linear(hidden, (3, num_heads, hidden // num_heads)),
+        "heads": nn.CausalAttention(num_heads), "out": nn.Linear(hidden, hidden, gain),
     })  # fmt: skip
     mlp = Residual({
-        "norm": LayerNorm(hidden), "up": Linear(hidden, 4 * hidden),
-        "gelu": Gelu(), "down": Linear(4 * hidden, hidden, gain),
+        "norm": nn.LayerNorm(hidden), "up": nn.Linear(hidden, 4 * hidden),
+        "gelu": nn.Gelu(), "down": nn.Linear(4 * hidden, hidden, gain),
     })  # fmt: skip
     return Sequential({"attention": attention, "mlp": mlp})

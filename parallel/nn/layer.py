@@ -28,10 +28,7 @@ from parallel.placement import Placement, Shape
 
 @dataclass(frozen=True)
 class ParameterSpec(Placement):
-    """A parameter before it is allocated: its placement, and the normal distribution of its values.
-
-    `shape` and `splits` are those of `Placement`, `std` and `mean` those of the initial values.
-    """
+    """A parameter before it is allocated: its placement, and the distribution of its values."""
 
     std: float = 0.0
     mean: float = 0.0
@@ -43,24 +40,12 @@ class ParameterSpec(Placement):
 
 
 class Activations(NamedTuple):
-    """The bytes of floating-point numbers that a layer keeps, and the shape of its output.
+    """The bytes of floating-point numbers that a layer keeps, and the shape of its output."""
 
-    Attributes
-    ----------
-    saved : int
-        From forward to backward.
-    shape : tuple of int
-        Of the output.
-    rest : int
-        From `Layer.backward_input` to `Layer.backward_weight`, if these do not follow each other.
-    extra : int
-        In addition to `saved`, the most at a time during backward: what is computed again.
-    """
-
-    saved: int
+    saved: int  # from forward to backward
     shape: Shape
-    rest: int = 0
-    extra: int = 0
+    rest: int = 0  # from `backward_input` to `backward_weight`, if these do not follow each other
+    extra: int = 0  # the most during backward in addition to `saved`: what is computed again
 
 
 class LayerTraffic(NamedTuple):
@@ -72,41 +57,23 @@ class LayerTraffic(NamedTuple):
 
 @dataclass
 class Step:
-    """What layers may know of the training step that they are a part of.
+    """What layers may know of the training step that they are a part of."""
 
-    Attributes
-    ----------
-    targets : array of int64, optional
-        The right classes, (rows, context), of this micro-batch.
-    total : int
-        The number of targets in the batch of all ranks.
-    micro_batch : int
-        The number of the micro-batch.
-    loss_scale : float
-        The factor of the loss.
-    track : function
-        Called with arrays that a layer computes again during backward.
-    num_recomputed : int
-        How many forward passes of layers have run again.
-    losses : list of float
-        Auxiliary losses of layers, which are added to the loss.
-    """
-
-    targets: Array = None
-    total: int = 1
+    targets: Array = None  # the right classes of this micro-batch, int64 (rows, context)
+    total: int = 1  # how many targets the batch of all ranks has
     micro_batch: int = 0
-    loss_scale: float = 1.0
-    track: Callable[[Any], object] = id
-    num_recomputed: int = 0
-    losses: list[float] = field(default_factory=list)
+    loss_scale: float = 1.0  # the factor of the loss
+    track: Callable[[Any], object] = id  # called with arrays that backward computes again
+    num_recomputed: int = 0  # how many forward passes of layers have run again
+    losses: list[float] = field(default_factory=list)  # of layers, to be added to the loss
 
 
 class Layer(ABC):
     """One differentiable function with parameters; the base class of all layers.
 
     A subclass defines `forward`, `backward_input` and `activation_bytes`; `specs` and
-    `backward_weight` if it has parameters; and `traffic` if it communicates.  Arrays may be NumPy's
-    or CuPy's, of any dtype of `parallel.optim.precision.DTYPES`.
+    `backward_weight` if it has parameters; and `traffic` if it communicates.  Arrays have any dtype
+    of `parallel.optim.precision.DTYPES`.
 
     Attributes
     ----------
@@ -114,7 +81,14 @@ class Layer(ABC):
         This rank's boxes of the parameters, as long as the layer is bound.
     gradient : dict of str to array
         The gradients, of the same shapes; empty if the layer is bound for forward only.
+    takes_tokens : bool
+        Whether its input are integers, of which `activation_bytes` counts nothing.
+    saves_input : bool
+        Whether what `forward` saves contains the input itself.
     """
+
+    takes_tokens = False
+    saves_input = True
 
     def __init__(self) -> None:
         self.value: dict[str, Array] = {}
@@ -136,15 +110,11 @@ class Layer(ABC):
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         """Return the derivative of the loss by the input, and what `backward_weight` needs.
 
-        `dy` is the derivative by the output, of its shape and dtype; `saved` is what `forward`
-        returned.
+        `dy` is the derivative by the output; `saved` is what `forward` returned.
         """
 
     def backward_weight(self, rest: Any) -> None:
-        """Add the derivatives by the parameters to `gradient`.
-
-        `rest` is what `backward_input` returned; None if the layer has no parameters.
-        """
+        """Add the derivatives by the parameters to `gradient`; `rest` is from `backward_input`."""
         assert rest is None, f"{type(self).__name__} does not define backward_weight"
 
     def backward(self, dy: Array, saved: Any) -> Array:
@@ -168,12 +138,8 @@ class Layer(ABC):
         return LayerTraffic()
 
     def input_bytes(self, shape: Shape, width: int) -> int:
-        """Return the bytes of floating-point numbers of an input; `shape`, `width`: as above."""
-        return width * math.prod(shape)
-
-    def saves_input(self) -> bool:
-        """Return whether `saved` contains the input itself."""
-        return True
+        """Return what is counted of an input of this `shape`, in elements of `width` bytes."""
+        return 0 if self.takes_tokens else width * math.prod(shape)
 
     def config(self) -> list[Any]:
         """Return what must be equal on all ranks and is not visible in the parameters' shapes.
@@ -192,6 +158,8 @@ class Sequential(Layer):
     def __init__(self, layers: Mapping[str, Layer]) -> None:
         super().__init__()
         self.layers = dict(layers)
+        first = next(iter(self.layers.values()), self)
+        self.takes_tokens, self.saves_input = first.takes_tokens, first.saves_input
 
     def specs(self) -> dict[str, ParameterSpec]:
         inner = ((name, layer.specs()) for name, layer in self.layers.items())
@@ -231,30 +199,22 @@ class Sequential(Layer):
         return dy
 
     def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        each = [layer.activation_bytes(at, width) for layer, at in self.with_shapes(shape, width)]
-        saved, rest = sum(x.saved for x in each), sum(x.rest for x in each)
-        return Activations(saved, each[-1].shape, rest, max(x.extra for x in each))
+        inputs = self.with_shapes(shape, width)
+        each = [layer.activation_bytes(at, width) for _, layer, at in inputs]
+        saved, shapes, rest, extra = zip(*each, strict=True)
+        return Activations(sum(saved), shapes[-1], sum(rest), max(extra))
 
     def traffic(self, shape: Shape, width: int) -> LayerTraffic:
-        each = [layer.traffic(at, width) for layer, at in self.with_shapes(shape, width)]
+        each = [layer.traffic(at, width) for _, layer, at in self.with_shapes(shape, width)]
         forward = [call for layer in each for call in layer.forward]
         backward = [call for layer in reversed(each) for call in layer.backward]
         return LayerTraffic(tuple(forward), tuple(backward))
 
-    def with_shapes(self, shape: Shape, width: int) -> Iterator[tuple[Layer, Shape]]:
-        """Yield the layers and the shapes of their inputs."""
-        for layer in self.layers.values():
-            yield layer, shape
+    def with_shapes(self, shape: Shape, width: int) -> Iterator[tuple[str, Layer, Shape]]:
+        """Yield the layers with their names and the shapes of their inputs."""
+        for name, layer in self.layers.items():
+            yield name, layer, shape
             shape = layer.activation_bytes(shape, width).shape
-
-    def input_bytes(self, shape: Shape, width: int) -> int:
-        return self._first().input_bytes(shape, width)
-
-    def saves_input(self) -> bool:
-        return self._first().saves_input()
-
-    def _first(self) -> Layer:
-        return next(iter(self.layers.values()))
 
 
 class Residual(Sequential):
@@ -280,7 +240,7 @@ class Recompute(Layer):
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.takes_tokens = layer, layer.takes_tokens
 
     def specs(self) -> dict[str, ParameterSpec]:
         return self.layer.specs()
@@ -311,15 +271,12 @@ class Recompute(Layer):
 
     def activation_bytes(self, shape: Shape, width: int) -> Activations:
         inner, entering = self.layer.activation_bytes(shape, width), self.input_bytes(shape, width)
-        extra = inner.saved + inner.extra - entering * self.layer.saves_input()
+        extra = inner.saved + inner.extra - entering * self.layer.saves_input
         return Activations(entering, inner.shape, inner.rest, extra)
 
     def traffic(self, shape: Shape, width: int) -> LayerTraffic:
         forward, backward = self.layer.traffic(shape, width)
         return LayerTraffic(forward, forward + backward)
-
-    def input_bytes(self, shape: Shape, width: int) -> int:
-        return self.layer.input_bytes(shape, width)
 
 
 def by_layer(arrays: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
@@ -336,26 +293,21 @@ def recomputed(layers: Mapping[str, Layer], patterns: Sequence[str]) -> dict[str
 
     Raises ValueError if a pattern matches no layer.
     """
-    if not patterns:
-        return dict(layers)
     found: set[str] = set()
-    made = {name: _recomputed(layer, name, patterns, found) for name, layer in layers.items()}
+
+    def changed(name: str, layer: Layer) -> Layer:
+        parts = name.count(".")
+        matching = {p for p in patterns if p.count(".") == parts and fnmatchcase(name, p)}
+        if matching:
+            found.update(matching)
+            return Recompute(layer)
+        if patterns and isinstance(layer, Sequential):
+            inner = {key: changed(f"{name}.{key}", each) for key, each in layer.layers.items()}
+            layer = copy(layer)  # a subclass may be made of other arguments than its layers
+            Sequential.__init__(layer, inner)
+        return layer
+
+    made = {name: changed(name, layer) for name, layer in layers.items()}
     if unknown := [pattern for pattern in patterns if pattern not in found]:
         raise ValueError(f"there is no layer {unknown[0]!r} to recompute")
     return made
-
-
-def _recomputed(layer: Layer, name: str, patterns: Sequence[str], found: set[str]) -> Layer:
-    parts = name.count(".")
-    matching = [p for p in patterns if p.count(".") == parts and fnmatchcase(name, p)]
-    if matching:
-        found.update(matching)
-        return Recompute(layer)
-    if isinstance(layer, Sequential):
-        inner = {
-            key: _recomputed(each, f"{name}.{key}", patterns, found)
-            for key, each in layer.layers.items()
-        }
-        layer = copy(layer)
-        layer.layers = inner
-    return layer

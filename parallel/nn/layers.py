@@ -1,8 +1,8 @@
 """The layers of a transformer.
 
-Two intermediate results are rounded to the model's dtype in addition to the outputs, because
-backward needs them: the normalized vectors of `LayerNorm` and the probabilities of
-`CausalAttention`.  An addition to a gradient is rounded before and after.
+Beside the outputs, what backward needs is rounded to the model's dtype: the normalized vectors of
+`LayerNorm` and the probabilities of `CausalAttention`.  An addition to a gradient is rounded before
+and after.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Embedding(Layer):
     Tokens, integers (batch, up to `context`), become vectors (batch, tokens, `dim`).  `forward`
     raises ValueError if a row has more tokens than there are positions.
     """
+
+    takes_tokens = True
 
     def __init__(self, vocab_size: int, context: int, dim: int) -> None:
         super().__init__()
@@ -68,16 +70,13 @@ class Embedding(Layer):
         vectors = (*shape, self.dim)
         return Activations(0, vectors, rest=width * math.prod(vectors))
 
-    def input_bytes(self, shape: Shape, width: int) -> int:
-        return 0  # the tokens are integers
-
 
 class Linear(Layer):
     """Return ``x @ weight + bias``: (..., `in_features`) becomes (..., `out_features`).
 
-    `out_features` may be several dimensions of the weight, such as (3, heads, width), so that the
-    weight can be divided by one of them; the output has their product.  The initial weights have
-    standard deviation `gain` / sqrt(`in_features`); biases begin at 0.
+    `out_features` may be several dimensions of the weight, such as (3, heads, width), so that one
+    of them can be divided; the output has their product.  The initial weights have standard
+    deviation `gain` / sqrt(`in_features`); biases begin at 0.
     """
 
     def __init__(self, in_features: int, out_features: int | Shape, gain: float = 1.0) -> None:
@@ -91,9 +90,8 @@ class Linear(Layer):
         return {"weight": ParameterSpec(shape, std), "bias": ParameterSpec(self.out_shape)}
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
-        y = upcast(flatten_rows(x)) @ upcast(self._weight()) + upcast(
-            self.value["bias"].reshape(-1)
-        )
+        bias = upcast(self.value["bias"].reshape(-1))
+        y = upcast(flatten_rows(x)) @ upcast(self._weight()) + bias
         return cast(y, x.dtype).reshape(*x.shape[:-1], self.out_features), x
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
@@ -173,6 +171,7 @@ class LayerNorm(Layer):
     """
 
     EPSILON = 1e-5
+    saves_input = False
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -207,9 +206,6 @@ class LayerNorm(Layer):
         vectors = width * math.prod(shape)
         saved = vectors + max(width, 4) * math.prod(shape[:-1])
         return Activations(saved, shape, rest=2 * vectors)
-
-    def saves_input(self) -> bool:
-        return False
 
 
 class CausalAttention(Layer):
@@ -265,13 +261,15 @@ class CausalAttention(Layer):
 
 
 class CrossEntropy(Layer):
-    """The loss, the last layer of a model that is trained: the mean of -log p(target).
+    """The loss, the last layer of a model that is trained: the mean of -log p(target), in nats.
 
-    Logits (..., classes) become one number, in nats: the sum over the targets of this micro-batch,
-    integers, divided by the number of targets in the *whole* batch, so that the losses of all parts
-    of a batch add up to the mean over all of it.  The derivative is computed during forward, and
-    multiplied by the loss scale.  Raises ValueError if a target is not a class.
+    Logits (..., classes) become the sum over the targets of this micro-batch, divided by the number
+    of targets in the *whole* batch: the losses of all parts of a batch add up to its mean.  The
+    derivative is computed during forward, with the loss scale.  Raises ValueError if a target is
+    not a class.
     """
+
+    saves_input = False
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         xp = array_namespace(x)
@@ -292,16 +290,10 @@ class CrossEntropy(Layer):
     def activation_bytes(self, shape: Shape, width: int) -> Activations:
         return Activations(width * math.prod(shape), ())
 
-    def saves_input(self) -> bool:
-        return False
-
 
 def check_classes(what: str, classes: Array, num_classes: int) -> None:
     """Raise ValueError unless all `classes`, integers, are at least 0 and below `num_classes`."""
-    if classes.shape[0] == 0:
-        return
     xp = array_namespace(classes)
-    least, most = float(xp.min(classes)), float(xp.max(classes))
-    if least < 0 or most >= num_classes:
-        wrong = least if least < 0 else most
-        raise ValueError(f"a {what} is {wrong:.0f}: there are classes 0 to {num_classes - 1}")
+    for extreme in (xp.min, xp.max) if classes.shape[0] else ():
+        if not 0 <= (found := float(extreme(classes))) < num_classes:
+            raise ValueError(f"a {what} is {found:.0f}: there are classes 0 to {num_classes - 1}")

@@ -1,7 +1,7 @@
 """A model: named layers, and the flat parameters that they work on.
 
 All parameters of one named layer form one flat parameter, a 1-d array called a *unit* as in
-PyTorch's FSDP, and so do their gradients: a unit is sent without packing.
+PyTorch's FSDP; so do their gradients.  A unit is sent without packing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ from parallel.nn.layer import (
     Sequential,
     recomputed,
 )
-from parallel.placement import Box, Shape
+from parallel.placement import Box, Shape, split
 
 
 class Model:
-    """Named layers that run one after the other.
-
-    The model allocates nothing: a training run allocates the flat parameter of each layer (its
-    unit) and binds the layer to it.
+    """Named layers that run one after the other, on units that a training run allocates.
 
     Parameters
     ----------
@@ -37,14 +34,13 @@ class Model:
         In the order in which forward runs them.  Raises ValueError for a name with a dot.
     ties : mapping of str to str, optional
         Parameters that are those of another layer: ``{"head.out.table": "embedding.token"}``, or
-        all parameters of a layer: ``{"block1": "block0"}``.  The layer on the left then uses the
-        unit of the other, and the gradient of a unit is complete when backward has passed the first
-        layer that uses it.  Raises ValueError for a parameter that does not exist, for two of
-        different shapes, and for one that is tied itself.
+        all parameters of a layer: ``{"block1": "block0"}``.  The layer on the left uses the unit
+        of the other.  Raises ValueError for a parameter that does not exist, for two of different
+        shapes, and for one that is tied itself.
     recompute : sequence of str
-        Patterns of names of layers, or of parts of layers, that keep only their input and run
-        forward again during backward: ``"block*"``, ``"block*.attention.heads"``.  Raises
-        ValueError if one matches no layer.
+        Patterns of names of layers, or of their parts, that keep only their input and run forward
+        again during backward: ``"block*"``, ``"block*.attention.heads"``.  Raises ValueError if
+        one matches no layer.
     mesh : Mesh, optional
         The ranks that divide parameters (`ParameterSpec.splits`), if layers divide any.
 
@@ -53,7 +49,7 @@ class Model:
     layers, ties : dict
         As given.
     units : dict of str to (dict of str to ParameterSpec)
-        For each layer with parameters of its own: their specifications, in their order in the unit.
+        The parameters of each unit, in their order in it.
     unit_sizes, shapes : dict
         The number of elements of each unit, and the shapes of its parameters, that this rank has.
     split_axes : tuple of str
@@ -78,11 +74,8 @@ class Model:
         self.layers = recomputed(layers, recompute)
         if dotted := next((name for name in layers if "." in name), None):
             raise ValueError(f"a layer is named {dotted!r}: a name must not contain a dot")
-        self.ties = {
-            here: there for each in (ties or {}).items() for here, there in self._tie(*each)
-        }
         specs = Sequential(self.layers).specs()
-        self._check_ties(specs)
+        self.ties = self._ties_of_parameters(ties or {}, specs)
         self.units: dict[str, dict[str, ParameterSpec]] = {}
         for name, spec in specs.items():
             if name not in self.ties:
@@ -98,20 +91,23 @@ class Model:
             unit: {key: box.shape for key, box in self.boxes(unit).items()} for unit in self.units
         }
 
-    def _tie(self, here: str, there: str) -> list[tuple[str, str]]:
-        """Return the ties of all parameters, if both are names of layers."""
-        if here not in self.layers or there not in self.layers:
-            return [(here, there)]
-        return [(f"{here}.{key}", f"{there}.{key}") for key in self.layers[here].specs()]
-
-    def _check_ties(self, specs: Mapping[str, ParameterSpec]) -> None:
-        for here, there in self.ties.items():
+    def _ties_of_parameters(
+        self, ties: Mapping[str, str], specs: Mapping[str, ParameterSpec]
+    ) -> dict[str, str]:
+        """Return `ties` with those of all parameters in place of those of layers."""
+        found: dict[str, str] = {}
+        for here, there in ties.items():
+            are_layers = here in self.layers and there in self.layers
+            ends = [f".{key}" for key in self.layers[here].specs()] if are_layers else [""]
+            found |= {here + end: there + end for end in ends}
+        for here, there in found.items():
             both = {here, there} <= specs.keys()
-            if there in self.ties or not both or specs[here].shape != specs[there].shape:
+            if there in found or not both or specs[here].shape != specs[there].shape:
                 raise ValueError(
                     f"{here!r} cannot be tied to {there!r}: both must exist, have the same shape,"
                     " and the second must not be tied itself"
                 )
+        return found
 
     def _find_units(self, layer: str) -> tuple[str, ...]:
         tied = [there for here, there in self.ties.items() if here.startswith(f"{layer}.")]
@@ -130,11 +126,11 @@ class Model:
         return {key: spec.box(self.mesh, rank) for key, spec in self.units[unit].items()}
 
     def unit_sizes_of(self, rank: int) -> dict[str, int]:
-        """Return the elements of each unit that a `rank` has; for this rank, see `unit_sizes`."""
-        shapes = {
-            unit: [box.shape for box in self.boxes(unit, rank).values()] for unit in self.units
+        """Return `unit_sizes` of another `rank`."""
+        return {
+            unit: sum(math.prod(box.shape) for box in self.boxes(unit, rank).values())
+            for unit in self.units
         }
-        return {unit: sum(map(math.prod, each)) for unit, each in shapes.items()}
 
     # Order
 
@@ -143,25 +139,15 @@ class Model:
         """The names of the layers that use a unit."""
         return [name for name in self.layers if self.units_of(name)]
 
-    def units_of(self, layer: str | None) -> tuple[str, ...]:
+    def units_of(self, layer: str) -> tuple[str, ...]:
         """Return the units a layer computes with: its own and those it is tied to."""
-        return () if layer is None else self._units_of[layer]
+        return self._units_of[layer]
 
     def completed_units(self, layer: str) -> tuple[str, ...]:
         """Return the units whose gradients are complete once backward has passed `layer`."""
         names = list(self.layers)
         earlier = {u for name in names[: names.index(layer)] for u in self.units_of(name)}
         return tuple(unit for unit in self.units_of(layer) if unit not in earlier)
-
-    def previous_layer(self, layer: str) -> str | None:
-        """Return the layer that runs before `layer`; None for the first."""
-        names = [None, *self.layers]
-        return names[names.index(layer) - 1]
-
-    def next_layer(self, layer: str) -> str | None:
-        """Return the layer that runs after `layer`; None for the last."""
-        names = [*self.layers, None]
-        return names[names.index(layer) + 1]
 
     def active_layers(self) -> list[str]:
         """Return the layers that the next forward pass runs: all.
@@ -177,9 +163,8 @@ class Model:
 
         The whole parameter is a function of `seed` and of its name and shape.
         """
-        specs, boxes = self.units[unit], self.boxes(unit)
-        drawn = (spec.draw(seed, f"{unit}.{key}") for key, spec in specs.items())
-        parts = [x[box.slices].ravel() for x, box in zip(drawn, boxes.values(), strict=True)]
+        drawn = {key: spec.draw(seed, f"{unit}.{key}") for key, spec in self.units[unit].items()}
+        parts = [drawn[key][box.slices].ravel() for key, box in self.boxes(unit).items()]
         return np.concatenate(parts)
 
     def bind(
@@ -220,31 +205,20 @@ class Model:
     # What it costs
 
     def activation_bytes(self, shape: Shape, width: int) -> dict[str, Activations]:
-        """Return what each layer keeps.
+        """Return what each layer keeps, if numbers have `width` bytes.
 
-        The input of the model is tokens of `shape` (batch, context); floating-point numbers have
-        `width` bytes.  Integers are not counted.
+        The input of the model is tokens of `shape` (batch, context); integers are not counted.
         """
-        shapes = Sequential(self.layers).with_shapes(shape, width)
-        return {
-            name: layer.activation_bytes(at, width)
-            for name, (layer, at) in zip(self.layers, shapes, strict=True)
-        }
+        inputs = Sequential(self.layers).with_shapes(shape, width)
+        return {name: layer.activation_bytes(at, width) for name, layer, at in inputs}
 
     def traffic(self, shape: Shape, width: int) -> dict[str, LayerTraffic]:
-        """Return what each layer sends; `shape` and `width` are those of `activation_bytes`."""
-        shapes = Sequential(self.layers).with_shapes(shape, width)
-        return {
-            name: layer.traffic(at, width)
-            for name, (layer, at) in zip(self.layers, shapes, strict=True)
-        }
+        """Return what each layer sends for a micro-batch of this `shape` and `width`."""
+        inputs = Sequential(self.layers).with_shapes(shape, width)
+        return {name: layer.traffic(at, width) for name, layer, at in inputs}
 
 
 def split_flat(flat: Array, shapes: Mapping[str, Shape]) -> dict[str, Array]:
     """Return consecutive views of a 1-d array, one for each name, in its shape."""
-    views, start = {}, 0
-    for name, shape in shapes.items():
-        stop = start + math.prod(shape)
-        views[name] = flat[start:stop].reshape(shape)
-        start = stop
-    return views
+    parts = split(flat, map(math.prod, shapes.values()))
+    return {name: x.reshape(shapes[name]) for name, x in zip(shapes, parts, strict=True)}

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from collectives import Communicator
 from parallel.accounts import PredictedCall, merged
+from parallel.placement import length, span
 from parallel.runtime import agreement
 from parallel.runtime.state import State
 from parallel.schedule import Action
 from parallel.sharding import AllGather, AllReduce, CommHook, Gather
-from parallel.shards import length, span
 
 SCALAR_ALGORITHM = "recursive_doubling"  # the all-reduce of a few numbers
 SCALARS = {"UNUSED": (0, 1), "LOSS": (2, 8), "NORM": (1, 8)}  # elements (0: layers), itemsize

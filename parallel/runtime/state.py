@@ -10,7 +10,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator
-from parallel import shards
+from parallel import placement
 from parallel.accounts import MemoryTracker, PredictedCall
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model, Shape
@@ -120,7 +120,7 @@ class State:
         """Make the gradients of a bucket one flat array, or the shards of each unit."""
         self.full_gradients: dict[str, Array] = {}
         if "gradients" in self.sharding.divided:
-            sizes = {unit: shards.length(self.shard_slice(unit)) for unit in self.model.units}
+            sizes = {unit: placement.length(self.shard_slice(unit)) for unit in self.model.units}
             self.gradients = {u: self.new_buffer("gradients", n) for u, n in sizes.items()}
             self.gradient_shards = self.gradients
             return
@@ -129,7 +129,7 @@ class State:
             for bucket in self.buckets
         }
         for bucket, units in self.buckets.items():
-            views = shards.split(self.flats[bucket], [self.unit_sizes[unit] for unit in units])
+            views = placement.split(self.flats[bucket], [self.unit_sizes[unit] for unit in units])
             self.full_gradients |= zip(units, views, strict=True)
         self.gradients = {unit: self.full_gradients[unit] for unit in self.model.units}
         self.gradient_shards = {u: x[self.shard_slice(u)] for u, x in self.gradients.items()}

@@ -17,7 +17,7 @@ from parallel.accounts.monitor import PhaseFunction
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model, Step
 from parallel.optim import Offload, Optimizer, pieces
-from parallel.placement import pieces_of
+from parallel.placement import pieces_of, span
 from parallel.places import OFFLOADED, Place
 from parallel.runtime import agreement, prediction
 from parallel.runtime.agreement import format_ranks
@@ -27,7 +27,6 @@ from parallel.runtime.recipe import BatchFunction, ProgressCallback, Recipe
 from parallel.runtime.state import State
 from parallel.schedule import Action, lower, one_forward_one_backward
 from parallel.sharding import AllReduce, Completion, ReduceScatter, Sharding
-from parallel.shards import span
 from parallel.text import Tokens
 
 EXACT = (AllReduce, ReduceScatter)  # what sums in the dtype of the recipe

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from collectives import even_counts
-from parallel import shards
+from parallel import placement
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array
 from parallel.optim import dtype_of, master_dtype
@@ -116,7 +116,7 @@ class Int8Blocks(GeneratorHook):
         self, group: Group, bucket: str, flat: Array, axes: Axes
     ) -> Iterator[Callable[[], object]]:
         sizes, me, xp = self._sizes(group, bucket, axes), group.mesh.index(axes), group.xp
-        parts = shards.split(flat, even_counts(flat.shape[0], len(sizes)))
+        parts = placement.split(flat, even_counts(flat.shape[0], len(sizes)))
         others = [quantize(part, self.block) for part in [*parts[:me], *parts[me + 1 :]]]
         sent = group.memory.track("buffers", xp.concat([xp.empty(0, dtype=np.uint8), *others]))
         del others
@@ -128,7 +128,7 @@ class Int8Blocks(GeneratorHook):
         whole = group.new_buffer("buffers", sum(sizes), np.uint8)
         options = {"out": whole, "counts": sizes, "algorithm": ALL_GATHER}
         yield group.start_call(axes, "all_gather", mine, **options)
-        for part, packed in zip(parts, shards.split(whole, sizes), strict=True):
+        for part, packed in zip(parts, placement.split(whole, sizes), strict=True):
             copy_rounded(part, dequantize(packed, part.shape[0], self.block))
 
     @ignore_overflow

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import array_namespace
 
-from parallel import shards
+from parallel import placement
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array, ParameterSpec, split_flat
 from parallel.optim import master_dtype
@@ -149,7 +149,7 @@ class PowerSGD(GeneratorHook):
         yield start_sum(group, axes, right)
         for name, gradient in gradients.items():
             self._approximate(name, gradient, lefts[name], rights[name])
-        sums = shards.split(rest, [x.shape[0] for x in exact])
+        sums = placement.split(rest, [x.shape[0] for x in exact])
         for x, total in zip(exact, sums, strict=True):
             x[...] = total
 
@@ -213,7 +213,7 @@ class PowerSGD(GeneratorHook):
         matrices, others = self._split_bucket(group, bucket)
         return [
             (self.rank * sum(m.rows for m in matrices.values()), master_dtype(group.dtype)),
-            (sum(map(shards.length, others)), group.dtype),
+            (sum(map(placement.length, others)), group.dtype),
             (self.rank * sum(m.columns for m in matrices.values()), master_dtype(group.dtype)),
         ]
 

@@ -13,7 +13,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 import collectives
-from parallel import shards
+from parallel import placement
 from parallel.accounts.calls import PredictedCall
 from parallel.nn import Array
 from parallel.sharding.collective import Axes, CommHook, Completion, Gather, Group
@@ -127,7 +127,7 @@ def dequantize(packed: Array, num_elements: int, block: int = BLOCK, bits: int =
 def unpacked(packed: Array, counts: Sequence[int], block: int, bits: int = 8) -> list[Array]:
     """Return the float32 arrays of `counts` elements that are quantized in `packed`."""
     sizes = [quantized_bytes(n, block, bits) for n in counts]
-    parts = zip(shards.split(packed, sizes), counts, strict=True)
+    parts = zip(placement.split(packed, sizes), counts, strict=True)
     return [dequantize(part, n, block, bits) for part, n in parts]
 
 
@@ -182,7 +182,7 @@ class QuantizedExchange(CommHook):
         self.block, self.within, self.between, self.bits = block, within, between, bits
 
     def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
-        parts = shards.split(flat, group.counts(bucket, axes))
+        parts = placement.split(flat, group.counts(bucket, axes))
         num_columns = group.mesh.size_of(self.within)
         columns = [parts[column::num_columns] for column in range(num_columns)]
         with collectives.phase("within"):

@@ -12,7 +12,7 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel import PredictedCall, Recipe, TrafficMismatch, TrafficTable, Trainer, shards, text
+from parallel import PredictedCall, Recipe, TrafficMismatch, TrafficTable, Trainer, placement, text
 from parallel.nn import Activations, Array, CrossEntropy, Layer, Model, ParameterSpec, Step, gpt
 from parallel.optim import SGD, Adam, dtype_of
 from parallel.sharding import (
@@ -218,7 +218,7 @@ class Careless(Int8Blocks):
     """The owner of a part keeps what the others get rounded."""
 
     def run(self, strategy: Trainer, bucket: str, flat: Array, axes: Any) -> Iterator[Completion]:
-        own = shards.span(flat.shape[0], strategy.size, strategy.rank)
+        own = placement.span(flat.shape[0], strategy.size, strategy.rank)
         works = super().run(strategy, bucket, flat, axes)
         yield next(works)
         yield next(works)
@@ -310,7 +310,7 @@ def test_an_element_is_rounded_once_by_each_rank_and_once_by_its_owner(size: int
     whole = exact(given, size)
     error = np.abs(add(Int8Blocks, size, {"a": {"x": given}})[0].sums[0]["a.x"] - whole)
     for owner in range(size):
-        own = shards.span(num, size, owner)
+        own = placement.span(num, size, owner)
         bound = 0.5 * (sum(mine) - mine[owner])
         bound += 0.5 * (np.abs(whole[own]).max() + bound) / 127
         assert error[own].max() <= bound * (1 + 1e-4)

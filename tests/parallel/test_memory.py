@@ -36,10 +36,10 @@ from parallel.memory import gigabytes, main
 from parallel.nn import Model
 from parallel.optim import dtype_of
 from parallel.optim.formulas import offloaded_bytes, state_bytes
+from parallel.placement import length, span
 from parallel.runtime.memory import num_shard_elements, peak_memory
 from parallel.servers import SyncParameterServer
 from parallel.sharding.sharding import DIVIDED
-from parallel.shards import length, span
 from tests.parallel.training import ddp, hsdp, of_kind, zero1, zero2, zero3, zeropp
 
 ROOT = Path(__file__).parents[2]

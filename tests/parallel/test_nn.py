@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from parallel import MemoryTracker
+from parallel import MemoryTracker, Trainer
 from parallel.nn import (
     CausalAttention,
+    CrossEntropy,
     Embedding,
     Gelu,
     Layer,
@@ -26,7 +27,11 @@ from parallel.nn import (
     Unembedding,
 )
 from parallel.nn.functional import matmul
+from parallel.nn.layer import Recompute
 from parallel.optim import dtype_of
+from parallel.runtime.memory import peak_memory
+from parallel.schedule import lower, one_forward_one_backward
+from parallel.sharding import Sharding
 from tests.parallel.models import (
     CLOSE,
     Bound,
@@ -423,6 +428,25 @@ def check_kept(layer: Layer, x: Values, dtype: str) -> None:
     assert (nbytes, shape) == (memory.now["activations"], y.shape)
 
 
+@each_dtype
+@each_case
+def test_the_halves_of_backward_are_the_whole(case: Case, dtype: str) -> None:
+    """To the last bit; and what the first hands to the second is what the formula says."""
+    whole, halves = alone(case.make(), dtype), alone(case.make(), dtype)
+    x, dy = case.input(dtype), case.slope(dtype)
+    dx = whole.whole.backward(dy, whole.whole.forward(x, Step())[1])
+    found, rest = halves.whole.backward_input(dy, halves.whole.forward(x, Step())[1])
+    assert not any(slope.any() for slope in halves.gradients.values())
+    memory = MemoryTracker()
+    memory.track("rest", rest)
+    formula = halves.whole.activation_bytes(x.shape, dtype_of(dtype).itemsize)
+    assert memory.now["rest"] == formula.rest
+    halves.whole.backward_weight(rest)
+    np.testing.assert_array_equal(found, dx)
+    for unit, slope in whole.gradients.items():
+        np.testing.assert_array_equal(halves.gradients[unit], slope)
+
+
 def test_kept_in_numbers() -> None:
     """Two rows of three positions, four wide, in float16."""
     assert Embedding(9, 3, 4).activation_bytes((2, 3), 2)[:2] == (0, (2, 3, 4))
@@ -432,6 +456,71 @@ def test_kept_in_numbers() -> None:
         2 * 72 + 2 * 2 * 2 * 9,
         (2, 3, 4),
     )
+
+
+DEEP, ROWS, WIDTH = 24, 2, 4
+ARRAY = 64  # the bytes of the input of one linear layer: 2 rows of 4 numbers, in float64
+
+
+def deep(recompute: tuple[str, ...]) -> Model:
+    """24 layers, each of five linear ones of equal width, and a loss."""
+    layers: dict[str, Layer] = {
+        f"layer{i}": Sequential({f"linear{k}": Linear(WIDTH, WIDTH) for k in range(5)})
+        for i in range(DEEP)
+    }
+    return Model(layers | {"loss": CrossEntropy()}, recompute=recompute)
+
+
+def deep_batch() -> tuple[Values, Values]:
+    return np.random.default_rng(0).standard_normal((ROWS, WIDTH)), np.arange(ROWS)
+
+
+def check_deep(recompute: tuple[str, ...], kept: int, peak: int) -> None:
+    """Bytes by formula, and counted from the arrays of a step."""
+    model = deep(recompute)
+    formula = model.activation_bytes((ROWS, WIDTH), 8)
+    assert formula.pop("loss").saved == ARRAY  # its derivative
+    assert sum(each.saved for each in formula.values()) == kept
+    pairs = {(each.saved, each.extra) for each in formula.values()}
+    assert pairs <= {(5 * ARRAY, 0), (ARRAY, 4 * ARRAY)}
+    trainer, (inputs, targets) = Trainer(None, model), deep_batch()
+    trainer.begin(inputs, targets, ROWS)
+    trainer.run(trainer.actions[: DEEP + 1])  # forward
+    assert trainer.memory.now["activations"] == kept + ARRAY
+    trainer.step(inputs, targets, ROWS)
+    assert trainer.memory.peak["activations"] == peak
+    assert peak_memory(trainer, ROWS, WIDTH)["activations"] == peak
+
+
+@pytest.mark.parametrize(("recompute", "kept", "peak"), [
+    ((), 120 * 64, 121 * 64),  # the most is kept when the loss has run: 7744 bytes
+    (("layer*",), 24 * 64, 28 * 64),  # 1536; then the last layer computes four again: 1792
+    (("layer1*",), 76 * 64, 77 * 64),  # layers 1 and 10 to 19 keep one, the other 13 keep five
+])  # fmt: skip
+def test_of_120_inputs_recomputation_keeps_24(
+    recompute: tuple[str, ...], kept: int, peak: int
+) -> None:
+    """Chen et al. 2016."""
+    check_deep(recompute, kept, peak)
+
+
+def test_what_recomputation_keeps_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: formulas as with recomputation, but all inputs are kept."""
+    for name in ("forward", "backward"):
+        kept = lambda self, *args, name=name: getattr(self.layer, name)(*args)  # noqa: E731
+        monkeypatch.setattr(Recompute, name, kept)
+    with pytest.raises(AssertionError, match=f"{120 * 64 + ARRAY} == "):
+        check_deep(("layer*",), 24 * 64, 28 * 64)
+
+
+def test_recomputation_changes_no_bit() -> None:
+    found = []
+    for recompute in ((), ("layer*",)):
+        trainer = Trainer(None, deep(recompute))
+        losses = [trainer.step(*deep_batch(), ROWS) for _ in range(3)]
+        assert trainer.num_recomputed == (3 * DEEP if recompute else 0)
+        found.append([losses, *(x.tobytes() for x in trainer.parameters.values())])
+    assert found[0] == found[1]
 
 
 def test_one_array_more_is_noticed() -> None:
@@ -572,7 +661,6 @@ MODELS = [UNTIED, TIED, NEIGHBORS, WITHOUT, BACKWARDS]
 ])  # fmt: skip
 def test_the_units_that_a_layer_uses(model: Model, wanted: dict[str, tuple[str, ...]]) -> None:
     assert {layer: model.units_of(layer) for layer in model.layers} == wanted
-    assert model.units_of(None) == ()
 
 
 @pytest.mark.parametrize(("model", "wanted"), [
@@ -599,11 +687,15 @@ def test_how_often_a_unit_is_gathered(model: Model, wanted: dict[str, int]) -> N
     assert num_gathers(model) == wanted
 
 
-def test_the_order_of_layers() -> None:
-    names = list(UNTIED.layers)
-    assert [UNTIED.next_layer(name) for name in names] == ["gelu", "mid", "last", None]
-    assert [UNTIED.previous_layer(name) for name in names] == [None, "first", "gelu", "mid"]
-    assert UNTIED.active_layers() == names
+def test_layers_run_in_the_order_given_and_back() -> None:
+    assert UNTIED.active_layers() == list(UNTIED.layers) == ["first", "gelu", "mid", "last"]
+    buckets = {unit: [unit] for unit in UNTIED.units}
+    actions = lower(one_forward_one_backward(1), UNTIED, Sharding(), buckets=buckets)
+    for kind, names in (
+        ("F", ["first", "gelu", "mid", "last"]),
+        ("B", ["last", "mid", "gelu", "first"]),
+    ):
+        assert [each.part for each in actions if each.kind == kind] == names
 
 
 def random_model(rng: np.random.Generator) -> Model:
@@ -622,10 +714,11 @@ def test_gathered_and_completed_as_a_pass_does_it(model: Model) -> None:
     for names in (list(model.layers), list(reversed(model.layers))):
         times: Counter[str] = Counter()
         held: set[str] = set()
-        for layer, following in zip(names, [*names[1:], None], strict=True):
-            wanted = {*model.units_of(layer), *model.units_of(following)}
+        for i, layer in enumerate(names):
+            following = {unit for name in names[i + 1 : i + 2] for unit in model.units_of(name)}
+            wanted = following.union(model.units_of(layer))
             times.update(wanted - held)
-            held = (held | wanted) - ({*model.units_of(layer)} - {*model.units_of(following)})
+            held = (held | wanted) - ({*model.units_of(layer)} - following)
         assert times == Counter(num_gathers(model)) and not held
     open_until = {unit: layer for layer in reversed(model.layers) for unit in model.units_of(layer)}
     completed = {unit: layer for layer in model.layers for unit in model.completed_units(layer)}

@@ -1,0 +1,188 @@
+"""A training step as a list of actions: what computes, what sends, and what is kept when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from parallel.nn import Model
+from parallel.sharding import Sharding
+
+# What each kind does.  The first three are those of a schedule; `lower` adds the others.
+KINDS = {
+    "F": "forward of a layer, or of all layers of a stage",
+    "B": "backward, which adds to the gradients",
+    "UPDATE": "change the parameters; what follows is left out if gradients overflowed",
+    "UNSHARD": "start to gather the parameters of a unit",
+    "AVERAGE": "start to make the parameters of a unit equal again, after several steps",
+    "RESHARD": "free the gathered parameters of a unit",
+    "REDUCE": "start to sum the gradients of a unit or bucket over ranks",
+    "WAIT": "complete what was started, and free the gradients that it has summed",
+    "UNUSED": "find the layers that no rank has used",
+    "LOSS": "sum the loss over ranks",
+    "NORM": "sum the squares of the gradients over ranks",
+}
+
+
+class Action(NamedTuple):
+    """One action of one rank.
+
+    Attributes
+    ----------
+    kind : str
+        One of `KINDS`.
+    stage : int
+        The part of the model that it is of.
+    micro_batch : int, optional
+        The number of the micro-batch that it computes.
+    part : str
+        The layer, unit or bucket; "" for all of a stage.
+    axis : str
+        The axes of the mesh along which it communicates, joined by commas.
+    phase : str
+        The label of the ledger for what is sent meanwhile.
+    """
+
+    kind: str
+    stage: int = 0
+    micro_batch: int | None = None
+    part: str = ""
+    axis: str = ""
+    phase: str = ""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes in `axis`."""
+        return tuple(self.axis.split(",")) if self.axis else ()
+
+    def __str__(self) -> str:
+        """Return ``0F1`` for a stage, as PyTorch writes it, or ``0F1[block0]`` for a layer."""
+        number = "" if self.micro_batch is None else str(self.micro_batch)
+        part = f"[{self.part}]" if self.part else ""
+        axis = f"@{self.axis}" if self.axis else ""
+        return f"{self.stage}{self.kind}{number}{part}{axis}"
+
+
+def one_forward_one_backward(num_micro_batches: int) -> list[Action]:
+    """Return the schedule of a rank that has the whole model: 0F0 0B0 0F1 0B1 ... 0UPDATE."""
+    both = (Action(kind, 0, k) for k in range(num_micro_batches) for kind in "FB")
+    return [*both, Action("UPDATE")]
+
+
+def lower(
+    schedule: Sequence[Action],
+    model: Model,
+    sharding: Sharding,
+    *,
+    buckets: dict[str, list[str]],
+    needs_norm: bool = False,
+) -> list[Action]:
+    """Return the actions of each layer for the actions of a stage, and those of the sharding.
+
+    `schedule` is forward and backward of micro-batches, then the update.  `buckets` are the units
+    of each bucket of gradients, in the order in which backward completes them.  `needs_norm`:
+    whether the update depends on the norm of the whole gradient.
+    """
+    lowering = _Lowering(model, sharding, buckets)
+    last = max(i for i, action in enumerate(schedule) if action.kind == "B")
+    for i, action in enumerate(schedule):
+        if action.kind == "UPDATE":
+            lowering.update(action, needs_norm=needs_norm)
+        else:
+            lowering.compute(action, is_last=i == last)
+    return lowering.actions
+
+
+class _Lowering:
+    """A growing list of actions, and what is gathered and summed at the end of it."""
+
+    def __init__(self, model: Model, sharding: Sharding, buckets: dict[str, list[str]]) -> None:
+        self.model, self.sharding, self.buckets = model, sharding, buckets
+        self.bucket_after = {units[-1]: bucket for bucket, units in buckets.items()}
+        self.actions: list[Action] = []
+        self.stage = 0
+        self.gathered: set[str] = set()
+        self.kept: set[str] = set()  # units of which this micro-batch has kept a secondary part
+        self.is_reducing = False
+
+    def add(self, kind: str, phase: str, part: str = "", axes: Sequence[str] = ()) -> None:
+        self.actions.append(Action(kind, self.stage, None, part, ",".join(axes), phase))
+
+    def compute(self, action: Action, *, is_last: bool) -> None:
+        """Run all layers forward or backward on a micro-batch; `is_last` is that of the step."""
+        self.stage, keep = action.stage, self.sharding.keep_after_forward
+        is_forward = action.kind == "F"
+        phase, names = "forward" if is_forward else "backward", list(self.model.layers)
+        layers = names if is_forward else names[::-1]
+        reduces = not is_forward and self.sharding.reduces_in_backward(is_last=is_last)
+        for i, layer in enumerate(layers):
+            self.gather(layers[i : i + 2], phase)
+            self.actions.append(action._replace(part=layer, phase=phase))
+            if reduces:
+                self.reduce(layer)
+            if not (is_forward and keep):
+                self.free(layer, layers[i + 1 :] if keep else layers[i + 1 : i + 2], phase)
+        if reduces:
+            self.add("WAIT", phase)
+            self.is_reducing = False
+        if not is_forward:
+            self.kept.clear()
+
+    def gather(self, layers: Sequence[str], phase: str) -> None:
+        """Gather the parameters of a layer and of the next to run, unless they are there."""
+        sharding = self.sharding
+        if "parameters" not in sharding.divided:
+            return
+        for unit in self.units_of(layers):
+            if unit not in self.gathered:
+                axes = sharding.secondary_axes if unit in self.kept else sharding.shard_axes
+                self.add("UNSHARD", phase, unit, axes)
+                self.gathered.add(unit)
+                if sharding.secondary_axes:
+                    self.kept.add(unit)
+
+    def free(self, layer: str, following: Sequence[str], phase: str) -> None:
+        """Free the parameters of a layer, except those that layers `following` it need."""
+        needed = self.units_of(following)
+        for unit in self.model.units_of(layer):
+            if unit in self.gathered and unit not in needed:
+                self.gathered.remove(unit)
+                self.add("RESHARD", phase, unit)
+
+    def units_of(self, layers: Sequence[str]) -> list[str]:
+        return [unit for layer in layers for unit in self.model.units_of(layer)]
+
+    def reduce(self, layer: str) -> None:
+        """Start to sum what `layer` completes; where gradients are divided, one at a time."""
+        for unit in self.model.completed_units(layer):
+            if unit in self.bucket_after:
+                if self.is_reducing and "gradients" in self.sharding.divided:
+                    self.add("WAIT", "backward")
+                axes = self.sharding.shard_axes
+                self.add("REDUCE", "backward", self.bucket_after[unit], axes)
+                self.is_reducing = True
+
+    def update(self, action: Action, *, needs_norm: bool) -> None:
+        """Do what the gradients need after all micro-batches, and what new parameters need."""
+        self.stage, sharding = action.stage, self.sharding
+        if sharding.reduces_after_backward:
+            self.each("REDUCE", "reduce", self.buckets, sharding.shard_axes)
+        if sharding.replica_axes:
+            self.each("REDUCE", "replicate", self.buckets, sharding.replica_axes)
+        if sharding.find_unused_parameters:
+            self.add("UNUSED", "unused", axes=sharding.axes)
+        self.add("LOSS", "loss", axes=sharding.axes)
+        if needs_norm:
+            axes = (*(sharding.shard_axes if sharding.divided else ()), *self.model.split_axes)
+            self.add("NORM", "norm" if axes else "", axes=axes)
+        self.actions.append(action)
+        if sharding.every is not None:
+            self.each("AVERAGE", "average", self.model.units, sharding.shard_axes)
+        if "optimizer" in sharding.divided and "parameters" not in sharding.divided:
+            self.each("UNSHARD", "update", self.model.units, sharding.shard_axes)
+
+    def each(self, kind: str, phase: str, parts: Iterable[str], axes: Sequence[str]) -> None:
+        """Start and complete something for one part after the other."""
+        for part in parts:
+            self.add(kind, phase, part, axes)
+            self.add("WAIT", phase)
