@@ -383,6 +383,7 @@ def test_a_checkpoint_that_was_cut_is_refused_in_a_sentence(
         (["--mesh", "pipe=2"], "no strategy trains on --mesh pipe=2; this works: --mesh data=N"),
         (["--mesh", "replicate=1,shard=2", "--zero", "1"], "no strategy trains on --mesh"),
         (["--mesh", "colour=2"], "there is no axis 'colour'; choose from pipe"),
+        (["--mesh", "replicate=1,shard=2", "--group-size", "1"], "--mesh takes no --group-size"),
         (["--strategy", "ddp", "--zero", "1"], "--strategy takes no --mesh and no --zero"),
     ],
 )
@@ -591,6 +592,10 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "save, asynchronous": (
         ["--strategy", "server-async", "--save", "x", "--save-every", "1"], 2,
         "server-async takes no --save-every",
+    ),
+    "save, local": (
+        ["--strategy", "local-updates", "--save", "x", "--save-every", "5"], 2,
+        "--save-every 5 is no multiple of --every 10: between, ranks have different parameters",
     ),
     "save, elastic": (
         ["--strategy", "elastic", "--save", "x"], 2, "the elastic strategy takes no --save",
