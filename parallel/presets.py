@@ -24,8 +24,6 @@ RECOMPUTE = {"all": ("block*",), "attention": ("block*.attention.heads",), "none
 
 T = TypeVar("T")
 Named = dict[str, tuple[Callable[..., T], tuple[str, ...]]]
-
-
 # Strategies by name, each with the options that not all of them take: those that are a sharding on
 # a mesh with its axes, and those that run in another way.
 SHARDINGS: Named[Sharding] = {

@@ -20,7 +20,6 @@ import collectives
 from collectives import Communicator
 from parallel import Sharding, Trainer, places, presets, text
 from parallel.checkpoint import METADATA_FILE, Checkpoint
-from parallel.cli import console_of
 from parallel.optim import LossScale
 from parallel.runtime import memory as predictions
 from parallel.sharding import AllReduce, HalfPrecision, Int8Blocks, PowerSGD
@@ -61,7 +60,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def training_of(comm: Communicator, *words: str | Path) -> Training:
     options = parser().parse_args([*SMALL, *map(str, words)])
-    return Training(comm, options, console_of(comm.rank))
+    return Training(comm, options)
 
 
 # Every strategy
