@@ -50,10 +50,8 @@ class Elastic(Trainer):
     beginning and divide its batch among themselves.  The results that follow are bitwise those of
     the smaller number of ranks from the same parameters.
 
-    A rank may wait for the last sum of a step that another completed before it updated and went on.
-    But no sum completes on any rank before all ranks have begun it, so no rank is ahead by more
-    than one update: a copy of parameters and optimizer states from before the last update is enough
-    to go back.
+    No sum completes on any rank before all ranks have begun it.  So no rank is ahead by more than
+    one update, and a copy of parameters and optimizer states from before it is enough to go back.
 
     Parameters
     ----------

@@ -1,9 +1,4 @@
-"""Parameter servers: runs in which rank 0 alone updates the model.
-
-The synchronous one is the simplest form of data parallelism.  Everything is sent to or from one
-rank, which therefore sends and receives (p-1) times what another rank does.  Li et al. 2014.  The
-asynchronous one updates the model by each gradient as it arrives.
-"""
+"""Parameter servers: runs in which rank 0 alone updates the model, by gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -34,10 +29,10 @@ PAUSE = 5e-4  # seconds that the asynchronous server sleeps when no push has beg
 class SyncParameterServer(Trainer):
     """Add up all gradients of a step on rank 0, which updates and sends the new parameters.
 
-    This is bulk-synchronous: Valiant 1990.  The server alone reads the batches, and computes on its
-    part of them like the other ranks.  With u units, p ranks and S steps of batches of r rows of c
-    tokens, of which r0 = ceil(r / p) rows are the server's, all ranks together send by linear
-    algorithms
+    Li et al. 2014; bulk-synchronous (Valiant 1990).  The server alone reads the batches, and
+    computes on its part of them like the other ranks.  With u units, p ranks and S steps of batches
+    of r rows of c tokens, of which r0 = ceil(r / p) rows are the server's, all ranks together send
+    by linear algorithms
 
     | phase           | collective | calls           | bytes a call            |
     |-----------------|------------|-----------------|-------------------------|
@@ -54,10 +49,8 @@ class SyncParameterServer(Trainer):
 
     `train` calls `batch` on the server alone, for whole batches.  It raises ValueError, on all
     ranks, if a batch has fewer rows than there are ranks or another shape than the one before, and
-    on the other ranks if `batch` raises an error on the server.
-
-    `algorithm` is that of the broadcasts and reductions of units; what follows `comm`, the
-    communicator, is as in `Trainer`.
+    on the other ranks if `batch` raises an error on the server.  `algorithm` is that of the
+    broadcasts and reductions of units; what follows `comm` is as in `Trainer`.
     """
 
     batch_shape = 0, 0  # rows and tokens of the batches so far, which are equal
@@ -155,9 +148,9 @@ class AsyncParameterServer(Trainer):
     | finish/unit        | broadcast  | 1 call    | (p-1) n(unit)             |
 
     where 16 bytes are a worker's loss and loss scale, which precede its gradient.  In a step a
-    worker sends Psi elements and receives Psi.  A broadcast at the end of `train` makes the
-    parameters equal on all ranks.  Each worker has its own loss scale; a gradient that overflowed
-    is pushed but not applied.
+    worker sends Psi elements and receives Psi.  At the end of `train` all ranks get the server's
+    parameters.  Each worker has its own loss scale; a gradient that overflowed is pushed but not
+    applied.
 
     An error on a worker, such as MissingGradient, is raised there alone.  The other ranks learn of
     it by the communicator's `timeout`: it limits the time of a worker's step, and the time for
@@ -166,8 +159,7 @@ class AsyncParameterServer(Trainer):
     Parameters
     ----------
     comm, algorithm
-        The communicator of all ranks, and the algorithm of the broadcast at the end; what follows
-        `comm` is as in `Trainer`.
+        As in `SyncParameterServer`.
     staleness_bound : int, optional
         How many steps a worker may be ahead of the slowest, at least 0: the server delays its
         answer until then (stale synchronous parallel, Ho et al. 2013).  With 0, each worker makes
@@ -199,10 +191,12 @@ class AsyncParameterServer(Trainer):
         self._expected: dict[int, tuple[Work[Any], float, int]] = {}
         sharding = replace(Sharding.parameter_server(SERVER), reduction=PushToServer())
         super().__init__(Mesh(comm), *given, sharding=sharding, algorithm=algorithm, **options)
-        # Those of one rank alone: a worker does what precedes the update, the server the rest.
-        # They have no phases of their own, because pulls and pushes overlap in time.
+        # A step is that of one rank alone: a worker does what precedes the update, the server the
+        # rest.  It has no phases of its own, because pulls and pushes overlap in time.
         alone = ("F", "B", "LOSS", "NORM", "UPDATE")
-        self.actions = [a._replace(axis="", phase="") for a in self.actions if a.kind in alone]
+        step = [each._replace(axis="", phase="") for each in self.actions if each.kind in alone]
+        ends = [each._replace(phase="finish") for each in self.actions if each.phase == "update"]
+        self.actions = [*step, *ends]
 
     @property
     def batch_part(self) -> tuple[int, int]:
@@ -232,12 +226,8 @@ class AsyncParameterServer(Trainer):
             if self.rank == SERVER:
                 losses = self._serve(first, steps, show)
             else:
-                losses = self._work(first, steps, batch, show)
-        comm = self.comm_of(AXES)
-        with self.phase("finish"):
-            for unit, flat in self.parameters.items():
-                with collectives.phase(unit):
-                    comm.broadcast(flat, root=SERVER, out=flat, algorithm=self.algorithm)
+                losses = super().train(steps, batch, total, show, first)
+        self.run(action for action in self.actions if action.phase == "finish")
         return losses
 
     def options(self) -> dict[str, Any]:
@@ -291,19 +281,15 @@ class AsyncParameterServer(Trainer):
 
     # A worker
 
-    def _work(
-        self, first: int, steps: int, batch: BatchFunction, show: ProgressCallback
-    ) -> list[float]:
-        """Pull, compute and push.  The pull precedes `batch`: the server waits for its receipt."""
-        losses = []
-        for step in range(first, steps):
+    def rows_of(self, step: int, batch: BatchFunction) -> tuple[Tokens, Tokens]:
+        if self.size > 1:  # before `batch` is called: the server waits for the receipt
             transfer(self.comm_of(AXES).recv, self.parameters, SERVER)
-            losses.append(self._push(*batch(step, *self.batch_part)))
-            show(step + 1, losses[-1])
-        return losses
+        return super().rows_of(step, batch)
 
-    def _push(self, inputs: Tokens, targets: Tokens) -> float:
-        """Compute the loss and the gradient, and send both to the server."""
+    def step(self, inputs: Tokens, targets: Tokens, total: int) -> float:
+        """Compute the loss and the gradient, and send both to the server; see `Trainer.step`."""
+        if self.size == 1:
+            return super().step(inputs, targets, total)
         comm, loss = self.comm_of(AXES), self.compute(inputs, targets, inputs.size)
         if any(self.absent_layers()):
             missing = ", ".join(name for name in self.model.layers if name not in self.used_layers)
@@ -343,8 +329,8 @@ class AsyncParameterServer(Trainer):
                 for phase, ends, messages in (pull, push)
                 for n, width in messages
             ]
-        finish = [(f"finish/{unit}", n) for unit, n in self.unit_sizes.items()]
-        return calls + [self.predicted(phase, "broadcast", n, AXES) for phase, n in finish]
+        ends = [action for action in self.actions if action.phase == "finish"]
+        return calls + [call for action in ends for call in self.calls_of(action)]
 
 
 def transfer(call: Callable[..., object], flats: Mapping[str, Array], other: int) -> None:

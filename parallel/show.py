@@ -2,8 +2,7 @@
 
     python -m parallel.show zero3 --ranks 4 --micro-batches 2
 
-Nothing is sent and nothing is computed.  The bytes are those that all ranks together send in one
-step of the model that the options describe.
+Nothing is sent or computed: the bytes are those that all ranks together would send in one step.
 """
 
 from __future__ import annotations
@@ -58,14 +57,12 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parse = argparse.ArgumentParser("python -m parallel.show", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parse.add_argument
+    add, positive = parse.add_argument, cli.at_least(1)
     add("strategy", choices=SHOWN)
-    add("--ranks", type=cli.at_least(1), default=4, help="default: %(default)s")
-    add(
-        "--micro-batches", type=cli.at_least(1), default=1, metavar="K", help="default: %(default)s"
-    )
-    add("--layers", type=cli.at_least(0), default=1, help="number of blocks; default: %(default)s")
-    add("--hidden", type=cli.at_least(1), default=64, help="width; default: %(default)s")
+    add("--ranks", type=positive, default=4, help="default: %(default)s")
+    add("--micro-batches", type=positive, default=1, metavar="K", help="default: %(default)s")
+    add("--layers", type=cli.at_least(0), default=1, help="blocks; default: %(default)s")
+    add("--hidden", type=positive, default=64, help="width; default: %(default)s")
     add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
     return parse
 
