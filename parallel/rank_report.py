@@ -34,8 +34,10 @@ class RankReport(NamedTuple):
         moved |= {f"activations {name}": pair for name, pair in of_activations.items()}
         digests = {}
         for unit, x in trainer.parameters.items():
-            part = trainer.stored_slice(unit)
-            digests[unit] = part.start, part.stop, agreement.digest(on_host(x)).hex()
+            part, specs = trainer.stored_slice(unit), trainer.model.units[unit].values()
+            model_part = trainer.model_part(None) if any(spec.splits for spec in specs) else ""
+            digest = agreement.digest(on_host(x)).hex()
+            digests[f"{unit}{model_part}"] = part.start, part.stop, digest
         return cls(kept, moved, digests)
 
 

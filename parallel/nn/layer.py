@@ -168,7 +168,7 @@ class Layer(ABC):
         return LayerTraffic()
 
     def input_bytes(self, shape: Shape, width: int) -> int:
-        """Return the bytes of floating-point numbers of an input of `shape`, each of `width` bytes."""
+        """Return the bytes of floating-point numbers of an input; `shape`, `width`: as above."""
         return width * math.prod(shape)
 
     def saves_input(self) -> bool:

@@ -232,7 +232,7 @@ class Model:
         }
 
     def traffic(self, shape: Shape, width: int) -> dict[str, LayerTraffic]:
-        """Return what each layer sends for a micro-batch of `shape`, in numbers of `width` bytes."""
+        """Return what each layer sends; `shape` and `width` are those of `activation_bytes`."""
         shapes = Sequential(self.layers).with_shapes(shape, width)
         return {
             name: layer.traffic(at, width)

@@ -20,27 +20,15 @@ from parallel.sharding import Sharding
 
 
 class State:
-    """The arrays of one rank, and which elements of the model they are.
+    """The arrays of one rank, flat and by unit, and which elements of the model they are.
 
-    Parameters
-    ----------
-    mesh, model, recipe, sharding, algorithm
-        As in `Trainer`.
-
-    Attributes
-    ----------
-    parameters, gradients : dict of str to array
-        What this rank keeps of each unit, as flat arrays.
-    full_parameters, full_gradients : dict of str to array
-        Those of whole units: of all, or of those that are gathered or computed at the moment.
-    parameter_shards, gradient_shards : dict of str to array
-        The parts of `parameters` and `gradients` that this rank updates.
-    secondary : dict of str to array
-        The parts of gathered units that this rank keeps for backward.
-    buckets : dict of str to list of str
-        The units whose gradients are summed together, in the order in which backward ends.
-    memory : MemoryTracker
-        The bytes that this rank keeps.
+    - ``parameters``, ``gradients``: what this rank keeps of each unit;
+    - ``full_parameters``, ``full_gradients``: whole units, or those that exist at the moment;
+    - ``parameter_shards``, ``gradient_shards``: the parts of these that this rank updates;
+    - ``secondary``: the parts of gathered units that it keeps for backward;
+    - ``buckets``: the units whose gradients are summed together, in the order of backward;
+    - ``unit_sizes``: the elements of each unit, of this rank's part of the model;
+    - ``memory``: the `MemoryTracker` of what this rank keeps.
     """
 
     optimizer: Optimizer  # which a `Trainer` makes
@@ -110,7 +98,7 @@ class State:
     def new_buffer(
         self, category: str, num_elements: int, dtype: np.dtype[Any] | type | None = None
     ) -> Array:
-        """Return `num_elements` zeros of a `dtype`, by default the model's, counted in `category`."""
+        """Return `num_elements` zeros of a `dtype`, the model's by default, in a `category`."""
         zeros = self.xp.zeros(num_elements, dtype=self.dtype if dtype is None else dtype)
         return self.memory.track(category, zeros)
 
@@ -214,7 +202,7 @@ class State:
         return tuple(g for g in self.mesh.ranks(axes) if self.model_part(g[0]) == mine)
 
     def is_first_copy(self, unit: str, name: str) -> bool:
-        """Return whether no rank before this one has the same box of parameter `name` of a `unit`."""
+        """Return whether no rank before this one has the same box of `name` in a `unit`."""
         divided = {axis for _, axis in self.model.units[unit][name].splits}
         return not any(self.mesh.index(a) for a in self.model.split_axes if a not in divided)
 

@@ -92,16 +92,12 @@ class Trainer(State):
         What the optimizer updates: `parameter_shards`, or copies in the dtype of updates.
     optimizer, offload, activations, loss_scale
         As the recipe says.
-    num_updates, num_skipped : int
-        The updates made, and those that an overflow prevented.
-    num_recomputed : int
-        The number of forward passes of layers that ran again.
-    steps_alone : int
-        The steps since ranks had the same parameters, with `Sharding.every`.
+    num_updates, num_skipped, num_batches, num_recomputed, steps_alone : int
+        The updates made, those that an overflow prevented, the batches computed, the forward passes
+        of layers that ran again, and, with `Sharding.every`, the steps since ranks had the same
+        parameters.
     overlap : Overlap
         The time for which this rank waited, with and without computation at the same time.
-    num_batches : int
-        How often `begin` was called.
 
     Examples
     --------
@@ -127,8 +123,6 @@ class Trainer(State):
         check_recipe(recipe, sharding)
         if model.mesh.size > 1 and model.mesh is not mesh:
             raise ValueError("the model was made for another mesh: pass the same to both")
-        for axes in (*sharding.groups, *((axis,) for axis in model.split_axes)):
-            mesh[axes]  # make the communicators now, and not in the middle of the first step
         super().__init__(mesh, model, recipe, sharding, algorithm)
         self.phase = phase
         self.num_updates = self.num_skipped = self.num_recomputed = 0
@@ -143,6 +137,9 @@ class Trainer(State):
         self.actions = lower(
             schedule, model, sharding, buckets=self.buckets, needs_norm=self.needs_norm
         )
+        used = (action.axes for action in self.actions if action.axes)
+        for axes in dict.fromkeys((*sharding.groups, *used, *((a,) for a in model.split_axes))):
+            mesh[axes]  # make the communicators now, and not in the middle of the first step
         self._gathers: dict[str, Completion] = {}  # of units that are not complete yet
         self._pending: list[tuple[str, Completion]] = []  # sums of buckets, and gathers of updates
         self._reducing: list[str] = []  # units whose full gradients are freed by the next WAIT
@@ -187,10 +184,7 @@ class Trainer(State):
         self.offload.load()
 
     def resume(self) -> None:
-        """Prepare the first step if `checkpoint.load` will set the parameters; instead of `start`.
-
-        All ranks call this.  Raises ModelMismatch, on all ranks, if models or options differ.
-        """
+        """Prepare the first step as `start` does, if `checkpoint.load` will set the parameters."""
         self.check_models()
 
     def close(self) -> None:
@@ -212,12 +206,13 @@ class Trainer(State):
     ) -> list[float]:
         """Make steps `first` to `steps` (exclusive) and return their losses.
 
-        All ranks call this, after `start` or `resume`.
+        All ranks call this, after `start` or `resume`.  A loss is the mean of a batch in nats per
+        token, the same on all ranks.  Raises MissingGradient as `step` does.
 
         Parameters
         ----------
-        steps : int
-            The number of steps after which to end, counted from 0.
+        steps, first : int
+            The number of steps after which to end, counted from 0, and that of those done before.
         batch : function
             Called with (step, index, number of parts); returns the inputs and targets of one part
             of the step's batch, int64 (rows, context).
@@ -225,18 +220,6 @@ class Trainer(State):
             The number of tokens in the batch of all ranks.
         show : function
             Called after each step with the number of steps done and the loss.
-        first : int
-            The number of steps that were done before.
-
-        Returns
-        -------
-        list of float
-            The mean loss of each batch in nats per token, the same on all ranks.
-
-        Raises
-        ------
-        MissingGradient
-            As `step`.
         """
         losses = []
         for step in range(first, steps):
@@ -253,28 +236,13 @@ class Trainer(State):
     def step(self, inputs: Tokens, targets: Tokens, total: int) -> float:
         """Make one update from this rank's rows of a batch and return the loss of the whole batch.
 
-        All ranks call this.
+        All ranks call this.  `inputs` and `targets` are int64 (rows, context); the numbers of rows
+        may differ among ranks.  The batch of all ranks has `total` tokens.  The loss is the mean in
+        nats per token, the same on all ranks.
 
-        Parameters
-        ----------
-        inputs, targets : arrays of int64, (rows, context)
-            This rank's rows; the numbers of rows may differ among ranks.
-        total : int
-            The number of tokens in the batch of all ranks.
-
-        Returns
-        -------
-        float
-            The mean loss in nats per token, the same on all ranks.
-
-        Raises
-        ------
-        MissingGradient
-            On all ranks, if a layer took no part in the step on some rank.
-        ValueError
-            If a token or a target is out of range.
-        FloatingPointError
-            If gradients are not finite even with the smallest loss scale (float16).
+        Raises MissingGradient, on all ranks, if a layer took no part in the step on some rank;
+        ValueError if a token or a target is out of range; and FloatingPointError if gradients are
+        not finite even with the smallest loss scale (float16).
         """
         self.begin(inputs, targets, total)
         self.run(action for action in self.actions if action.phase != "average")
@@ -636,6 +604,9 @@ class Trainer(State):
     ) -> list[PredictedCall]:
         """Return what `start` and one `train` of `steps` steps will send.
 
+        The calls, for `TrafficTable`, are the same on all ranks; there are none without a
+        communicator.  Raises ValueError if an argument is needed, or impossible.
+
         Parameters
         ----------
         steps : int
@@ -643,19 +614,9 @@ class Trainer(State):
             The shape of the batch of all ranks; needed by `SyncParameterServer`, which sends it,
             and if layers send messages.
         num_skipped : int
-            How many updates an overflow prevents, which is known after the run only.
+            How many updates an overflow prevents, which is known after a run in float16 only.
         is_resumed : bool
             Whether `resume` is called instead of `start`.
-
-        Returns
-        -------
-        list of PredictedCall
-            For `TrafficTable`; the same on all ranks, and empty without a communicator.
-
-        Raises
-        ------
-        ValueError
-            If `num_skipped` is not 0 in a dtype that skips no update, or if `batch` is needed.
         """
         if num_skipped and not self.loss_scale.is_dynamic:
             raise ValueError(

@@ -299,6 +299,24 @@ def test_the_formulas_of_the_papers(ranks: int, k: int) -> None:
         assert found == pytest.approx(multiple * (ranks - 1) / ranks, rel=1e-12), name
 
 
+@pytest.mark.parametrize("name", ["ddp, a bucket a layer", "zero1", "zero2", "zero3", "hsdp"])
+def test_shared_parameters_are_sent_once_for_all_layers(name: str) -> None:
+    """What blocks send falls by the number of blocks (Lan et al. 2020), as they run in a row."""
+
+    def bytes_of_blocks(is_shared: bool) -> int:
+        of = partial(gpt, **SMALL, is_shared=is_shared)
+        strategy = train(ALL[name], 4, steps=1, of=of)[0].strategy
+        if name == "ddp, a bucket a layer":
+            blocks = [b for b, units in strategy.buckets.items() if units[0].startswith("block")]
+        else:
+            blocks = [unit for unit in strategy.model.units if unit.startswith("block")]
+        calls = strategy.step_traffic(RunSize(1, 1))
+        sent = [call.sent(4).bytes for call in calls if set(call.phase.split("/")) & set(blocks)]
+        return sum(sent)
+
+    assert bytes_of_blocks(is_shared=False) == SMALL["num_layers"] * bytes_of_blocks(is_shared=True)
+
+
 def test_the_formula_of_hierarchical_sharding() -> None:
     """3 Psi (g-1)/g within a group and 2 Psi/g (G-1)/G between groups."""
     assert bytes_of("hsdp", 8) == pytest.approx(3 * 3 / 4 + 2 / 4 * 1 / 2, rel=1e-12)
