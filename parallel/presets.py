@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from collectives import Communicator
 from parallel.cli import device_namespace
@@ -22,11 +22,10 @@ OPTIMIZERS = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 HOOKS = ("float16", "bfloat16", "int8", "powersgd:RANK")
 RECOMPUTE = {"all": ("block*",), "attention": ("block*.attention.heads",), "none": ()}
 
-T = TypeVar("T")
-Named = dict[str, tuple[Callable[..., T], tuple[str, ...]]]
+Named = dict[str, tuple[Callable[..., Any], tuple[str, ...]]]
 # Strategies by name, each with the options that not all of them take: those that are a sharding on
 # a mesh with its axes, and those that run in another way.
-SHARDINGS: Named[Sharding] = {
+SHARDINGS: Named = {
     "serial": (Sharding, ()),
     "ddp": (Sharding.ddp, ("bucket_bytes", "hook")),
     "zero1": (partial(Sharding.zero, 1), ()),
@@ -36,12 +35,12 @@ SHARDINGS: Named[Sharding] = {
     "zeropp": (Sharding.zeropp, ("gradient_bits", "group_size")),
     "local-updates": (Sharding.local_updates, ("every", "outer_lr", "outer_momentum")),
 }
-RUNTIMES: Named[Trainer] = {
+RUNTIMES: Named = {
     "server-sync": (SyncParameterServer, ()),
     "server-async": (AsyncParameterServer, ("staleness_bound",)),
     "elastic": (Elastic, ("bucket_bytes", "kill")),
 }
-STRATEGIES: Named[Any] = SHARDINGS | RUNTIMES
+STRATEGIES = SHARDINGS | RUNTIMES
 SERVED = (
     "this works: --mesh data=N with --zero 0, 1, 2 or 3 on N ranks, or --mesh replicate=G,shard=N"
     " with --zero 3 on G x N ranks, or --strategy with one of its names"

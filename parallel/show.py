@@ -27,8 +27,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the list that the command line asks for; return the exit status."""
     parse = parser()
     options = parse.parse_args(arguments)
+
+    def make(comm: Communicator) -> Trainer:
+        model = gpt(num_layers=options.layers, hidden=options.hidden, num_heads=1)
+        recipe = Recipe(options.dtype, num_micro_batches=options.micro_batches, clip=1.0)
+        return presets.trainer_factory(comm, model, recipe, options.strategy, {})()
+
     try:
-        trainer = collectives.run(lambda comm: trainer_of(comm, options), options.ranks)[0]
+        trainer = collectives.run(make, options.ranks)[0]
     except ValueError as error:
         parse.exit(2, f"{parse.prog}: {error}\n")
     console = cli.console_of(0)
@@ -44,13 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
     used = dict.fromkeys(action.kind for action in trainer.actions)
     console.print("\n".join(f"{kind}: {KINDS[kind]}" for kind in used))
     return 0
-
-
-def trainer_of(comm: Communicator, options: argparse.Namespace) -> Trainer:
-    """Return the training run that the options name, on one rank."""
-    model = gpt(num_layers=options.layers, hidden=options.hidden, num_heads=1)
-    recipe = Recipe(options.dtype, num_micro_batches=options.micro_batches, clip=1.0)
-    return presets.trainer_factory(comm, model, recipe, options.strategy, {})()
 
 
 def parser() -> argparse.ArgumentParser:

@@ -66,10 +66,9 @@ class InvalidRun(Exception):  # noqa: N818
 
 
 def with_progress(comm: Communicator, wanted: str) -> Communicator:
-    """Return `comm`, or one whose calls continue in a thread while the model computes.
+    """Return `comm`, or one whose calls continue in a thread, as is `wanted` (``--progress``).
 
-    `wanted` is "thread", "none", or "auto": with a thread if every rank has a core for it.  All
-    ranks call this.  Raises InvalidRun if the MPI cannot be called from several threads.
+    All ranks call this.  Raises InvalidRun if the MPI cannot be called from several threads.
     """
     if wanted == "auto":
         are_free = comm.all_gather(np.array([has_free_core(comm)])).all()
@@ -83,13 +82,10 @@ def with_progress(comm: Communicator, wanted: str) -> Communicator:
 
 
 def has_free_core(comm: Communicator) -> bool:
-    """Return whether this rank's cores are more than the ranks that use them.
-
-    A rank that may not run on all cores is taken to have its own.
-    """
+    """Return whether this rank's cores are more than the ranks that use them."""
     host = comm.all_gather(np.array([zlib.crc32(platform.node().encode())]))
     cores = len(os.sched_getaffinity(0))
-    is_bound = cores < (os.cpu_count() or 1)
+    is_bound = cores < (os.cpu_count() or 1)  # then they are its own
     return cores > (1 if is_bound else int((host == host[comm.rank]).sum()))
 
 
@@ -119,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     natural, positive = cli.at_least(0), cli.at_least(1)
     add = parse.add_argument
     add("--strategy", choices=presets.STRATEGIES, help="a mesh and a sharding; default: ddp")
-    add("--mesh", type=mesh_axes, metavar="AXIS=N,...", help="as data=4, instead of a strategy")
+    add("--mesh", type=mesh_axes, metavar="AXIS=N,...", help="such as data=4; or --strategy")
     add("--zero", type=int, choices=range(4), help="stage of ZeRO on the mesh; 0: sum gradients")
     add("--text", metavar="PATH", help="file or directory; default: Python's standard library")
     add("--steps", type=positive, default=100, help="default: %(default)s")
@@ -154,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
     add("--offload-activations", metavar="PLACE", help="move activations there until backward")
 
     add = parse.add_argument_group("options of some strategies").add_argument
-    add("--algorithm", metavar="NAME", help="default: ring, or linear for server-*")
+    add("--algorithm", metavar="NAME", help="of collectives; default: ring, or linear for server-*")
     add("--bucket-bytes", type=positive, help="ddp, elastic: gradients summed together")
     add("--hook", metavar="NAME", help=f"ddp: how gradients are summed: {', '.join(presets.HOOKS)}")
     add("--keep-after-forward", action="store_true", default=None,
@@ -288,10 +284,7 @@ class Training:
     # The run
 
     def run(self) -> TrafficTable | None:
-        """Train; return the traffic of all ranks on rank 0, and None on others.
-
-        Returns None on all ranks if some have died.
-        """
+        """Train; return all ranks' traffic on rank 0, and None on others and if ranks have died."""
         o = self.options
         self.console.print(
             f"{o.strategy}, ranks {self.comm.size}, {o.dtype}, seed {o.seed}, batch {o.batch}:"
@@ -408,16 +401,14 @@ class Training:
     def report_bytes(self, table: TrafficTable | None) -> int:
         """Print memory and traffic, and what differs; return the exit status."""
         if table is None:
-            no_timeline = " No timeline, for the same reason." if self.options.trace else ""
             self.console.print(
                 f"{self.num_dead} of {self.monitor.comm.size} ranks died; the others ended with the"
                 " same parameters, bitwise.  No traffic: the records of dead ranks are lost."
-                f"{no_timeline}"
+                f"{' No timeline, for the same reason.' if self.options.trace else ''}"
             )
             return 0
-        cli.print_rank_reports(
-            [report.memory | report.moved for report in self.reports], self.console
-        )
+        kept = [report.memory | report.moved for report in self.reports]
+        cli.print_rank_reports(kept, self.console)
         cli.print_traffic(table, self.console)
         try:
             self.console.print(table.check())
