@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -15,14 +15,14 @@ from collectives import Communicator, PeerFailed
 from parallel.accounts import PredictedCall
 from parallel.accounts.monitor import PhaseFunction
 from parallel.mesh import Mesh
-from parallel.nn import Array, Model, on_host
+from parallel.nn import Array, on_host
 from parallel.optim import Optimizer, master_dtype
-from parallel.runtime import BatchFunction, ProgressCallback, Recipe, RunSize, Trainer, agreement
+from parallel.runtime import BatchFunction, ProgressCallback, RunSize, Trainer, agreement
 from parallel.runtime.agreement import DIGEST_BYTES, format_ranks
 from parallel.runtime.trainer import check_arguments
 from parallel.schedule import Action
 from parallel.sharding import AllReduce, Completion, Sharding
-from parallel.sharding.collective import Group
+from parallel.sharding.collective import Axes, Group
 from parallel.text import Tokens
 
 AXES = ("data",)
@@ -38,7 +38,7 @@ class BlockingAllReduce(AllReduce):
 
     is_blocking: ClassVar[bool] = True
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Sequence[str]) -> Completion:
+    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
         super().start(group, bucket, flat, axes)()
         return lambda: None
 
@@ -50,53 +50,55 @@ class Elastic(Trainer):
     beginning and divide its batch among themselves.  The results that follow are bitwise those of
     the smaller number of ranks from the same parameters.
 
-    Ranks need not be at the same place when they learn of a failure.  One may wait for the last sum
-    of a step that another completed before it updated and went on.  But no sum completes on any
-    rank before all ranks have begun it, so no rank is ahead by more than one update: a copy of
-    parameters and optimizer states from before the last update is enough to go back.
+    No sum completes on any rank before all ranks have begun it.  So no rank is ahead by more than
+    one update, and a copy of parameters and optimizer states from before it is enough to go back.
 
     Parameters
     ----------
     comm : Communicator
-        Of an MPI with fault tolerance: ``comm.can_shrink`` must be true to survive a failure.
-    model, recipe, algorithm, phase
-        As in `Trainer`.
+        Of an MPI that was started with fault tolerance.
+    algorithm, phase
+        As in `Trainer`, like what follows `comm`.
+    kill : (int, int), optional
+        To demonstrate how others go on: a rank, and the step in whose middle it kills its process.
     sharding
         The options of `Sharding.ddp`, except `hook`.
 
     Raises
     ------
     ValueError
-        As `Trainer`, and for float16, which may skip updates.
+        As `Trainer`; if a failure would end all ranks; if there is no rank to `kill`; and for
+        float16, which may skip updates.
 
     Attributes
     ----------
     num_steps : int
         The number of completed steps; -1 before `start`.
-    last_step : int or None
-        The step in whose middle this rank kills its process, to demonstrate how others go on.
     """
-
-    last_step: int | None = None
 
     def __init__(
         self,
         comm: Communicator,
-        model: Model,
-        recipe: Recipe | None = None,
-        *,
+        *given: Any,
         algorithm: str = "ring",
         phase: PhaseFunction = collectives.phase,
+        kill: tuple[int, int] | None = None,
         **sharding: Any,
     ) -> None:
+        if not comm.can_shrink:
+            raise ValueError(
+                "the elastic strategy needs an Open MPI that was started with fault tolerance: "
+                "python -m collectives.launch --fault-tolerant"
+            )
+        victim, last_step = kill or (0, None)
+        if victim >= comm.size:
+            raise ValueError(f"--kill {victim}:{last_step}: there are ranks 0 to {comm.size - 1}")
+        self._last_step = last_step if victim == comm.rank else None  # of this process
         divided = Sharding.ddp(hook=BlockingAllReduce(), **sharding)
         for size in range(1, comm.size + 1):  # others may fail
             check_arguments({"data": size}, divided, algorithm)
         copy = comm.split(0, name="data")  # the run replaces and frees it
-        assert copy is not None
-        super().__init__(
-            Mesh(copy), model, recipe, sharding=divided, algorithm=algorithm, phase=phase
-        )
+        super().__init__(Mesh(copy), *given, sharding=divided, algorithm=algorithm, phase=phase)
         if self.loss_scale.is_dynamic:
             raise ValueError("elastic training does not support float16: it may skip updates")
         self.num_steps = -1
@@ -119,12 +121,7 @@ class Elastic(Trainer):
                 self.recover()
 
     def train(
-        self,
-        steps: int,
-        batch: BatchFunction,
-        total: int,
-        show: ProgressCallback,
-        first: int = 0,
+        self, steps: int, batch: BatchFunction, total: int, show: ProgressCallback, first: int = 0
     ) -> list[float]:
         """Make all steps and return their losses, whichever ranks fail; see `Trainer.train`.
 
@@ -136,9 +133,11 @@ class Elastic(Trainer):
         while True:
             try:
                 for step in range(self.num_steps, steps):
-                    losses[step:] = [self.step(*batch(step, *self.batch_part), total)]
+                    losses[step:] = [self.step(*self.rows_of(step, batch), total)]
                     show(step + 1, losses[-1])
-                if self.finish():
+                with contextlib.suppress(PeerFailed):
+                    self.check()
+                if self.recover(is_over=True):
                     return losses
             except PeerFailed:
                 self.recover()
@@ -156,55 +155,37 @@ class Elastic(Trainer):
         return super().update(action)
 
     def reduce(self, action: Action) -> None:
-        """Sum the bucket of an `action`; kill the process after the first one of `last_step`."""
+        """Sum the bucket of an `action`; as `kill` says, kill the process after the first one."""
         super().reduce(action)
-        if self.num_steps == self.last_step:
+        if self.num_steps == self._last_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
     # After a failure
 
-    def recover(self) -> None:
-        """Go back to the first step to repeat, after PeerFailed; `num_steps` says which.
+    def recover(self, *, is_over: bool = False) -> bool:
+        """Return whether training is over; if not, go back to the step that `num_steps` says.
 
-        All surviving ranks call this; more of them may fail meanwhile.  Raises ReplicaMismatch if
-        their parameters and optimizer states are then not equal.
+        All surviving ranks call this, after PeerFailed or (`is_over`) after the last step; more of
+        them may fail meanwhile.  Raises ReplicaMismatch if their parameters and optimizer states
+        are then not equal.
         """
-        self._shrink()
-        self._agree()
-
-    def finish(self) -> bool:
-        """Return whether training is over, after the last step; if not, recover.
-
-        A last sum can complete on one rank and fail on another, which then waits in `recover` for
-        the first.  So all ranks shrink here, too; the same ranks are left on all of them, and if
-        none is missing, all have completed the last step.
-        """
-        with contextlib.suppress(PeerFailed):
-            self.check()
-        size = self.size
-        self._shrink(interrupt=False)  # others may still be in the check
-        if self.size == size:
-            return True
-        self._agree()
-        return False
-
-    def _shrink(self, *, interrupt: bool = True) -> None:
-        comm = self.comm_of(AXES)
-        self.mesh = Mesh(comm.shrink(interrupt=interrupt))
+        # A last sum can complete on one rank and fail on another, which then waits here for the
+        # first.  So all ranks shrink after the last step, too; the same ranks are left on all of
+        # them, and if none is missing, all have completed that step.
+        comm, size = self.comm_of(AXES), self.size
+        self.mesh = Mesh(comm.shrink(interrupt=not is_over))  # others may still be in the check
         comm.free()
-
-    def _agree(self) -> None:
-        while True:
-            try:
-                with self.phase("recover"):
-                    steps = self.comm_of(AXES).all_reduce(np.array([self.num_steps]), op="min")
-                self._go_back(int(steps[0]))
-                if self.num_steps >= 0:
-                    self.check()
-            except PeerFailed:
-                self._shrink()
-            else:
-                return
+        if is_over and self.size == size:
+            return True
+        try:
+            with self.phase("recover"):
+                steps = self.comm_of(AXES).all_reduce(np.array([self.num_steps]), op="min")
+            self._go_back(int(steps[0]))
+            if self.num_steps >= 0:
+                self.check()
+        except PeerFailed:
+            self.recover()
+        return False
 
     def _go_back(self, num_steps: int) -> None:
         """Restore the state after `num_steps` steps: the current one, or that of the backup."""
@@ -218,10 +199,7 @@ class Elastic(Trainer):
     # Bitwise equality
 
     def check(self) -> None:
-        """Raise ReplicaMismatch, on every rank, unless all have the same state.
-
-        All ranks call this.
-        """
+        """Raise ReplicaMismatch, on every rank, unless all have the same state; all call this."""
         mine = np.frombuffer(digest(self.optimizer), np.uint8)
         with self.phase("check"):
             digests = self.comm_of(AXES).all_gather(mine, algorithm="ring")
@@ -234,16 +212,13 @@ class Elastic(Trainer):
             )
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
-        """Return what the steps of `run` and the check of `finish` send if no rank fails."""
+        """Return what the steps of `run` and the check at the end send if no rank fails."""
         counts = (DIGEST_BYTES,) * self.size
         check = self.predicted("check", "all_gather", counts, AXES, itemsize=1, algorithm="ring")
         return [*super().step_traffic(run), check]
 
     def kept_bytes(self) -> dict[str, int]:
-        """Return the bytes of the copies: masters and states, and parameters unless these are both.
-
-        The category is ``"backup"``.
-        """
+        """Return the bytes of the backup: masters, states, and parameters if these are others."""
         each = master_dtype(self.dtype).itemsize * (1 + len(self.optimizer.STATES))
         if self.masters is not self.parameter_shards:
             each += self.dtype.itemsize
@@ -251,10 +226,7 @@ class Elastic(Trainer):
 
 
 def survive(comm: Communicator, function: Callable[[Communicator], T], *, is_elastic: bool) -> T:
-    """Return `function(comm)`; if ranks die and `is_elastic`, call it again with the others.
-
-    All ranks call this.
-    """
+    """Return `function(comm)`; if ranks die and `is_elastic`, all others call it again."""
     if not is_elastic:
         return function(comm)
     while True:

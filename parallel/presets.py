@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from collectives import Communicator
 from parallel.cli import device_namespace
@@ -22,30 +22,10 @@ OPTIMIZERS = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 HOOKS = ("float16", "bfloat16", "int8", "powersgd:RANK")
 RECOMPUTE = {"all": ("block*",), "attention": ("block*.attention.heads",), "none": ()}
 
-T = TypeVar("T")
-Named = dict[str, tuple[Callable[..., T], tuple[str, ...]]]
-
-
-def elastic(
-    comm: Communicator, *args: Any, kill: tuple[int, int] | None = None, **options: Any
-) -> Trainer:
-    """Return an `Elastic`, which on rank ``kill[0]`` kills its process in step ``kill[1]``."""
-    if not comm.can_shrink:
-        raise ValueError(
-            "the elastic strategy needs an Open MPI that was started with fault tolerance: "
-            "python -m collectives.launch --fault-tolerant"
-        )
-    if kill is not None and kill[0] >= comm.size:
-        raise ValueError(f"--kill {kill[0]}:{kill[1]}: there are ranks 0 to {comm.size - 1}")
-    trainer = Elastic(comm, *args, **options)
-    if kill is not None and comm.rank == kill[0]:
-        trainer.last_step = kill[1]
-    return trainer
-
-
+Named = dict[str, tuple[Callable[..., Any], tuple[str, ...]]]
 # Strategies by name, each with the options that not all of them take: those that are a sharding on
 # a mesh with its axes, and those that run in another way.
-SHARDINGS: Named[Sharding] = {
+SHARDINGS: Named = {
     "serial": (Sharding, ()),
     "ddp": (Sharding.ddp, ("bucket_bytes", "hook")),
     "zero1": (partial(Sharding.zero, 1), ()),
@@ -55,12 +35,12 @@ SHARDINGS: Named[Sharding] = {
     "zeropp": (Sharding.zeropp, ("gradient_bits", "group_size")),
     "local-updates": (Sharding.local_updates, ("every", "outer_lr", "outer_momentum")),
 }
-RUNTIMES: Named[Trainer] = {
+RUNTIMES: Named = {
     "server-sync": (SyncParameterServer, ()),
     "server-async": (AsyncParameterServer, ("staleness_bound",)),
-    "elastic": (elastic, ("bucket_bytes", "kill")),
+    "elastic": (Elastic, ("bucket_bytes", "kill")),
 }
-STRATEGIES: Named[Any] = SHARDINGS | RUNTIMES
+STRATEGIES = SHARDINGS | RUNTIMES
 SERVED = (
     "this works: --mesh data=N with --zero 0, 1, 2 or 3 on N ranks, or --mesh replicate=G,shard=N"
     " with --zero 3 on G x N ranks, or --strategy with one of its names"
@@ -82,6 +62,11 @@ def name_strategy(comm: Communicator, options: argparse.Namespace) -> None:
     if set(axes) == {"data"}:
         options.strategy = f"zero{stage}" if stage else "ddp"
     elif set(axes) == {"replicate", "shard"} and stage in (None, 3):
+        if options.group_size is not None:
+            raise ValueError(
+                "--mesh takes no --group-size, which is the size of its axis shard;"
+                " this works: --mesh replicate=G,shard=N on G x N ranks"
+            )
         options.strategy = "hsdp"
     else:
         words = ",".join(f"{axis}={size}" for axis, size in axes.items())
@@ -98,22 +83,21 @@ def trainer_factory(
     Raises ValueError for options that the strategy does not take.
     """
     make, names = STRATEGIES[strategy]
-    known = {name for _, names in STRATEGIES.values() for name in names}
+    taken = {*names, "algorithm"} if strategy != "serial" else set()
+    known = taken.union(*(names for _, names in STRATEGIES.values()), ["algorithm"])
     given = {name: options[name] for name in known if options.get(name) is not None}
-    if unknown := sorted(given.keys() - set(names)):
+    if unknown := sorted(given.keys() - taken):
         words = ", ".join("--" + name.replace("_", "-") for name in unknown)
         raise ValueError(f"the strategy {strategy} takes no {words}")
-    algorithm = {} if options.get("algorithm") is None else {"algorithm": options["algorithm"]}
-    if algorithm and strategy == "serial":
-        raise ValueError("the strategy serial takes no --algorithm")
     if "hook" in given:
         given["hook"] = comm_hook(given["hook"])  # one for each rank, because it may have a state
     if strategy in RUNTIMES:
-        return partial(make, comm, model, recipe, **given, **algorithm)
+        return partial(make, comm, model, recipe, **given)
+    of_trainer = {name: given.pop(name) for name in ("algorithm",) if name in given}
     group_size = given.pop("group_size", None)
     sharding = make(**given)
     mesh = mesh_for(comm, sharding, options.get("mesh"), group_size)
-    return partial(Trainer, mesh, model, recipe, sharding=sharding, **algorithm)
+    return partial(Trainer, mesh, model, recipe, sharding=sharding, **of_trainer)
 
 
 def mesh_for(
@@ -136,8 +120,8 @@ def check_saving(options: argparse.Namespace) -> None:
         raise ValueError(
             "server-async takes no --save-every: its ranks have made the same steps at the end only"
         )
-    every = options.every or 10
-    if options.strategy == "local-updates" and (options.save_every or every) % every:
+    every = options.every or Sharding.local_updates().every
+    if options.strategy == "local-updates" and every and (options.save_every or 0) % every:
         raise ValueError(
             f"--save-every {options.save_every} is no multiple of --every {every}: between, ranks"
             " have different parameters"

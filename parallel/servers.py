@@ -1,16 +1,10 @@
-"""Parameter servers: runs in which rank 0 alone updates the model.
-
-The synchronous one is the simplest form of data parallelism.  Everything is sent to or from one
-rank, which therefore sends and receives (p-1) times what another rank does.  Li et al. 2014.  The
-asynchronous one updates the model by each gradient as it arrives.
-"""
+"""Parameter servers: runs in which rank 0 alone updates the model, by gradients of all ranks."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,19 +13,11 @@ import numpy as np
 import collectives
 from collectives import CollectiveTimeout, Communicator, Work
 from parallel.accounts import PredictedCall
-from parallel.accounts.monitor import PhaseFunction
 from parallel.mesh import Mesh
-from parallel.nn import Array, Model
-from parallel.runtime import (
-    BatchFunction,
-    MissingGradient,
-    ProgressCallback,
-    Recipe,
-    RunSize,
-    Trainer,
-)
+from parallel.nn import Array
+from parallel.runtime import BatchFunction, MissingGradient, ProgressCallback, RunSize, Trainer
 from parallel.runtime.trainer import sum_of_squares
-from parallel.schedule import Action, lower, one_forward_one_backward
+from parallel.schedule import Action
 from parallel.sharding import PushToServer, Sharding
 from parallel.sharding.server import SERVER
 from parallel.text import Tokens, share
@@ -43,10 +29,10 @@ PAUSE = 5e-4  # seconds that the asynchronous server sleeps when no push has beg
 class SyncParameterServer(Trainer):
     """Add up all gradients of a step on rank 0, which updates and sends the new parameters.
 
-    This is bulk-synchronous: Valiant 1990.  The server alone reads the batches, and computes on its
-    part of them like the other ranks.  With u units, p ranks and S steps of batches of r rows of c
-    tokens, of which r0 = ceil(r / p) rows are the server's, all ranks together send by linear
-    algorithms
+    Li et al. 2014; bulk-synchronous (Valiant 1990).  The server alone reads the batches, and
+    computes on its part of them like the other ranks.  With u units, p ranks and S steps of batches
+    of r rows of c tokens, of which r0 = ceil(r / p) rows are the server's, all ranks together send
+    by linear algorithms
 
     | phase           | collective | calls           | bytes a call            |
     |-----------------|------------|-----------------|-------------------------|
@@ -61,48 +47,30 @@ class SyncParameterServer(Trainer):
     step the server sends (p-1) Psi elements, and each other rank Psi.  After a gradient that
     overflowed, which the norm tells the other ranks, no parameters are sent.
 
-    `algorithm` is that of the broadcasts and reductions of units; `comm`, `model`, `recipe` and
-    `phase` are as in `Trainer`.
+    `train` calls `batch` on the server alone, for whole batches.  It raises ValueError, on all
+    ranks, if a batch has fewer rows than there are ranks or another shape than the one before, and
+    on the other ranks if `batch` raises an error on the server.  `algorithm` is that of the
+    broadcasts and reductions of units; what follows `comm` is as in `Trainer`.
     """
 
     batch_shape = 0, 0  # rows and tokens of the batches so far, which are equal
 
     def __init__(
-        self,
-        comm: Communicator,
-        model: Model,
-        recipe: Recipe | None = None,
-        *,
-        algorithm: str = "linear",
-        phase: PhaseFunction = collectives.phase,
+        self, comm: Communicator, *given: Any, algorithm: str = "linear", **options: Any
     ) -> None:
-        super().__init__(
-            Mesh(comm), model, recipe, sharding=Sharding.parameter_server(SERVER),
-            algorithm=algorithm, phase=phase,
-        )  # fmt: skip
+        sharding = Sharding.parameter_server(SERVER)
+        super().__init__(Mesh(comm), *given, sharding=sharding, algorithm=algorithm, **options)
 
-    def train(
-        self, steps: int, batch: BatchFunction, total: int, show: ProgressCallback, first: int = 0
-    ) -> list[float]:
-        """Make steps `first` to `steps` and return their losses; see `Trainer.train`.
-
-        `batch` is called on the server alone, for whole batches.  Raises ValueError, on all ranks,
-        if a batch has fewer rows than there are ranks or another shape than the one before.  If
-        `batch` raises an error on the server, the other ranks raise ValueError.
-        """
-
-        def scattered(step: int, *_: int) -> tuple[Tokens, Tokens]:
-            if self.rank != SERVER:
-                return self.scatter_batch(None)
-            try:
-                whole = np.stack(batch(step, 0, 1), axis=1, dtype=np.int64)
-            except Exception:
-                with suppress(ValueError):
-                    self.scatter_batch(None)  # the other ranks would wait forever
-                raise
-            return self.scatter_batch(whole)
-
-        return super().train(steps, scattered, total, show, first)
+    def rows_of(self, step: int, batch: BatchFunction) -> tuple[Tokens, Tokens]:
+        if self.rank != SERVER:
+            return self.scatter_batch(None)
+        try:
+            whole = np.stack(batch(step, 0, 1), axis=1, dtype=np.int64)
+        except Exception:
+            with suppress(ValueError):
+                self.scatter_batch(None)  # the other ranks would wait forever
+            raise
+        return self.scatter_batch(whole)
 
     def scatter_batch(self, whole: Tokens | None) -> tuple[Tokens, Tokens]:
         """Return this rank's inputs and targets, (rows, context) both.  All ranks call this.
@@ -180,9 +148,9 @@ class AsyncParameterServer(Trainer):
     | finish/unit        | broadcast  | 1 call    | (p-1) n(unit)             |
 
     where 16 bytes are a worker's loss and loss scale, which precede its gradient.  In a step a
-    worker sends Psi elements and receives Psi.  A broadcast at the end of `train` makes the
-    parameters equal on all ranks.  Each worker has its own loss scale; a gradient that overflowed
-    is pushed but not applied.
+    worker sends Psi elements and receives Psi.  At the end of `train` all ranks get the server's
+    parameters.  Each worker has its own loss scale; a gradient that overflowed is pushed but not
+    applied.
 
     An error on a worker, such as MissingGradient, is raised there alone.  The other ranks learn of
     it by the communicator's `timeout`: it limits the time of a worker's step, and the time for
@@ -190,7 +158,7 @@ class AsyncParameterServer(Trainer):
 
     Parameters
     ----------
-    comm, model, recipe, phase
+    comm, algorithm
         As in `SyncParameterServer`.
     staleness_bound : int, optional
         How many steps a worker may be ahead of the slowest, at least 0: the server delays its
@@ -198,8 +166,6 @@ class AsyncParameterServer(Trainer):
         one step in each round.  By default there is no bound.  While a worker is in its step k, the
         clocks of the others are between k - bound and k + bound + 1, so that no staleness exceeds
         (2 bound + 1) (w - 1).  Raises ValueError if it is negative.
-    algorithm : str
-        Of the broadcast at the end.
 
     Attributes
     ----------
@@ -210,12 +176,10 @@ class AsyncParameterServer(Trainer):
     def __init__(
         self,
         comm: Communicator,
-        model: Model,
-        recipe: Recipe | None = None,
-        *,
+        *given: Any,
         staleness_bound: int | None = None,
         algorithm: str = "linear",
-        phase: PhaseFunction = collectives.phase,
+        **options: Any,
     ) -> None:
         if staleness_bound is not None and staleness_bound < 0:
             raise ValueError(
@@ -223,16 +187,16 @@ class AsyncParameterServer(Trainer):
             )
         self.staleness_bound = staleness_bound
         self.staleness: list[Staleness] = []
-        self._expected: dict[int, tuple[Work[Any], float]] = {}  # next pushes, expected since when
-        self._pulled: dict[int, int] = {}  # after how many updates each worker pulled
-        super().__init__(
-            Mesh(comm), model, recipe, algorithm=algorithm, phase=phase,
-            sharding=replace(Sharding.parameter_server(SERVER), reduction=PushToServer()),
-        )  # fmt: skip
-        schedule = one_forward_one_backward(self.recipe.num_micro_batches)
-        self.actions = lower(
-            schedule, model, Sharding(), buckets=self.buckets, needs_norm=self.needs_norm
-        )  # those of one rank alone: a worker does what precedes the update, the server the rest
+        # The next push of each worker, since when it is expected, and after how many updates.
+        self._expected: dict[int, tuple[Work[Any], float, int]] = {}
+        sharding = replace(Sharding.parameter_server(SERVER), reduction=PushToServer())
+        super().__init__(Mesh(comm), *given, sharding=sharding, algorithm=algorithm, **options)
+        # A step is that of one rank alone: a worker does what precedes the update, the server the
+        # rest.  It has no phases of its own, because pulls and pushes overlap in time.
+        alone = ("F", "B", "LOSS", "NORM", "UPDATE")
+        step = [each._replace(axis="", phase="") for each in self.actions if each.kind in alone]
+        ends = [each._replace(phase="finish") for each in self.actions if each.phase == "update"]
+        self.actions = [*step, *ends]
 
     @property
     def batch_part(self) -> tuple[int, int]:
@@ -258,28 +222,13 @@ class AsyncParameterServer(Trainer):
             return super().train(steps, batch, total, show, first)
         if first < steps:
             batch(first, max(self.rank - 1, 0), self.size - 1)  # may raise before any rank waits
-        with self._one_phase("async"):
+        with self.phase("async"):
             if self.rank == SERVER:
                 losses = self._serve(first, steps, show)
             else:
-                losses = self._work(first, steps, batch, show)
-        comm = self.comm_of(AXES)
-        with self.phase("finish"):
-            for unit, flat in self.parameters.items():
-                with collectives.phase(unit):
-                    comm.broadcast(flat, root=SERVER, out=flat, algorithm=self.algorithm)
+                losses = super().train(steps, batch, total, show, first)
+        self.run(action for action in self.actions if action.phase == "finish")
         return losses
-
-    @contextmanager
-    def _one_phase(self, label: str) -> Iterator[None]:
-        """Let `phase` read MPI's counters at both ends only: pulls and pushes overlap in time."""
-        phase = self.phase
-        with phase(label):
-            self.phase = collectives.phase
-            try:
-                yield
-            finally:
-                self.phase = phase
 
     def options(self) -> dict[str, Any]:
         return super().options() | {"staleness_bound": self.staleness_bound}
@@ -289,86 +238,69 @@ class AsyncParameterServer(Trainer):
     def _serve(self, first: int, steps: int, show: ProgressCallback) -> list[float]:
         """Answer workers and apply their gradients until every worker has made its steps."""
         clocks = dict.fromkeys(range(1, self.size), first)  # the steps that each has made
-        waiting, losses = list(clocks), []
-        ahead = math.inf if self.staleness_bound is None else self.staleness_bound
+        ahead = steps if self.staleness_bound is None else self.staleness_bound
+        losses = []
         while (slowest := min(clocks.values())) < steps:
-            for worker in [w for w in waiting if clocks[w] <= slowest + ahead]:
-                waiting.remove(worker)
-                self._answer(worker)
+            for worker, clock in clocks.items():
+                if worker not in self._expected and clock < min(steps, slowest + ahead + 1):
+                    self._answer(worker)
             worker = self._next_push()
             losses.append(self._apply(worker, clocks[worker]))
             clocks[worker] += 1
-            if clocks[worker] < steps:
-                waiting.append(worker)
             if min(clocks.values()) > slowest:
                 show(slowest + 1, losses[-1])
         return losses
 
     def _answer(self, worker: int) -> None:
         """Send a worker the current parameters, and expect its push."""
-        self._pulled[worker] = self.num_updates
+        comm = self.comm_of(AXES)
         with collectives.phase(f"pull/worker{worker}"):
-            self._send(self.parameters, worker)
-        work = self.comm_of(AXES).recv(np.empty(2), worker, async_op=True)
-        self._expected[worker] = work, time.monotonic()
+            transfer(comm.send, self.parameters, worker)
+        work = comm.recv(np.empty(2), worker, async_op=True)
+        self._expected[worker] = work, time.monotonic(), self.num_updates
 
     def _next_push(self) -> int:
         """Wait for a push of any worker; the worker answered last is tested last, for fairness."""
         timeout = self.comm_of(AXES).timeout
-        limit = math.inf if timeout is None else timeout
         while True:
-            for worker, (work, since) in self._expected.items():
+            for worker, (work, since, _) in self._expected.items():
                 if work.test():
                     return worker
-                if time.monotonic() > since + limit:
-                    raise CollectiveTimeout(f"no push from rank {worker} within {limit} s", work)
+                if timeout is not None and time.monotonic() > since + timeout:
+                    raise CollectiveTimeout(f"no push from rank {worker} within {timeout} s", work)
             time.sleep(PAUSE)
 
     def _apply(self, worker: int, step: int) -> float:
         """Update by the gradient that a worker has begun to push; return its loss."""
-        work, _ = self._expected.pop(worker)
+        work, _, updates = self._expected.pop(worker)
         loss, self.loss_scale.value = work.wait().tolist()
-        self._receive(self.gradients, worker)
-        updates = self.num_updates - self._pulled[worker]
-        self.staleness.append(Staleness(worker, step, updates))
-        self.run([action for action in self.actions if action.kind in ("NORM", "UPDATE")])
+        transfer(self.comm_of(AXES).recv, self.gradients, worker)
+        self.staleness.append(Staleness(worker, step, self.num_updates - updates))
+        self.run(action for action in self.actions if action.kind in ("NORM", "UPDATE"))
         return float(loss)
 
     # A worker
 
-    def _work(
-        self, first: int, steps: int, batch: BatchFunction, show: ProgressCallback
-    ) -> list[float]:
-        """Pull, compute and push.  The pull precedes `batch`: the server waits for its receipt."""
-        losses = []
-        for step in range(first, steps):
-            self._receive(self.parameters, SERVER)
-            inputs, targets = batch(step, *self.batch_part)
-            losses.append(self._push(inputs, targets))
-            show(step + 1, losses[-1])
-        return losses
+    def rows_of(self, step: int, batch: BatchFunction) -> tuple[Tokens, Tokens]:
+        if self.size > 1:  # before `batch` is called: the server waits for the receipt
+            transfer(self.comm_of(AXES).recv, self.parameters, SERVER)
+        return super().rows_of(step, batch)
 
-    def _push(self, inputs: Tokens, targets: Tokens) -> float:
-        """On a worker: compute the loss and the gradient, and send both to the server."""
-        loss = self.compute(inputs, targets, inputs.size)
+    def step(self, inputs: Tokens, targets: Tokens, total: int) -> float:
+        """Compute the loss and the gradient, and send both to the server; see `Trainer.step`."""
+        if self.size == 1:
+            return super().step(inputs, targets, total)
+        comm, loss = self.comm_of(AXES), self.compute(inputs, targets, inputs.size)
         if any(self.absent_layers()):
             missing = ", ".join(name for name in self.model.layers if name not in self.used_layers)
             raise MissingGradient(f"no gradient in this step for {missing} (on rank {self.rank})")
         with collectives.phase(f"push/worker{self.rank}"):
-            self.comm_of(AXES).send(np.array([loss, self.loss_scale.value]), SERVER)
-            self._send(self.gradients, SERVER)
+            comm.send(np.array([loss, self.loss_scale.value]), SERVER)
+            transfer(comm.send, self.gradients, SERVER)
         if self.loss_scale.is_dynamic:
             squares = sum(map(sum_of_squares, self.gradients.values()))
             self.num_skipped += not self.update_loss_scale(squares)
         return loss
-
-    def _send(self, flats: Mapping[str, Array], to: int) -> None:
-        for tag, flat in enumerate(flats.values(), 1):
-            self.comm_of(AXES).send(flat, to, tag)
-
-    def _receive(self, flats: Mapping[str, Array], source: int) -> None:
-        for tag, flat in enumerate(flats.values(), 1):
-            self.comm_of(AXES).recv(flat, source, tag)
 
     # Reports and predictions
 
@@ -386,19 +318,22 @@ class AsyncParameterServer(Trainer):
 
     def step_traffic(self, run: RunSize) -> list[PredictedCall]:
         """Return what the steps of `run` by every worker send, and the broadcast at the end."""
-        units = self.unit_sizes
-        sizes = [(n, self.dtype.itemsize) for n in units.values()]
+        units = [(n, self.dtype.itemsize) for n in self.unit_sizes.values()]
+        options = {"algorithm": "point_to_point", "num_calls": run.num_steps}
         calls = []
         for worker in range(1, self.size):
-            pull = f"async/pull/worker{worker}", (SERVER, worker), sizes
-            push = f"async/push/worker{worker}", (worker, SERVER), [(2, 8), *sizes]
+            pull = f"async/pull/worker{worker}", (SERVER, worker), units
+            push = f"async/push/worker{worker}", (worker, SERVER), [(2, 8), *units]
             calls += [
-                self.predicted(
-                    phase, "send", n, AXES, itemsize=width, groups=(ends,),
-                    algorithm="point_to_point", num_calls=run.num_steps,
-                )
-                for phase, ends, messages in (pull, push) for n, width in messages
-            ]  # fmt: skip
-        return calls + [
-            self.predicted(f"finish/{unit}", "broadcast", n, AXES) for unit, n in units.items()
-        ]
+                self.predicted(phase, "send", n, AXES, itemsize=width, groups=(ends,), **options)
+                for phase, ends, messages in (pull, push)
+                for n, width in messages
+            ]
+        ends = [action for action in self.actions if action.phase == "finish"]
+        return calls + [call for action in ends for call in self.calls_of(action)]
+
+
+def transfer(call: Callable[..., object], flats: Mapping[str, Array], other: int) -> None:
+    """Send the arrays to another rank, or receive them from it."""
+    for tag, flat in enumerate(flats.values(), 1):
+        call(flat, other, tag)

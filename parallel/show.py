@@ -2,8 +2,7 @@
 
     python -m parallel.show zero3 --ranks 4 --micro-batches 2
 
-Nothing is sent and nothing is computed.  The bytes are those that all ranks together send in one
-step of the model that the options describe.
+Nothing is sent or computed: the bytes are those that all ranks together would send in one step.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from rich.markup import escape
 
 import collectives
 from collectives import Communicator
-from parallel import presets
-from parallel.cli import at_least, console_of, print_table, table_with
+from parallel import cli, presets
 from parallel.nn import gpt
 from parallel.optim import DTYPES
 from parallel.runtime import Recipe, Trainer
@@ -27,13 +25,20 @@ SHOWN = (*presets.SHARDINGS, "server-sync")
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the list that the command line asks for; return the exit status."""
-    options = parser().parse_args(arguments)
+    parse = parser()
+    options = parse.parse_args(arguments)
+
+    def make(comm: Communicator) -> Trainer:
+        model = gpt(num_layers=options.layers, hidden=options.hidden, num_heads=1)
+        recipe = Recipe(options.dtype, num_micro_batches=options.micro_batches, clip=1.0)
+        return presets.trainer_factory(comm, model, recipe, options.strategy, {})()
+
     try:
-        trainer = collectives.run(lambda comm: trainer_of(comm, options), options.ranks)[0]
+        trainer = collectives.run(make, options.ranks)[0]
     except ValueError as error:
-        parser().exit(2, f"{parser().prog}: {error}\n")
-    console = console_of(0)
-    table = table_with("action", "phase", "sends", numbers=["messages", "bytes"])
+        parse.exit(2, f"{parse.prog}: {error}\n")
+    console = cli.console_of(0)
+    table = cli.table_with("action", "phase", "sends", numbers=["messages", "bytes"])
     for action in trainer.actions:
         calls = list(trainer.calls_of(action))
         sent = [call.sent(options.ranks) for call in calls]
@@ -41,29 +46,22 @@ def main(arguments: list[str] | None = None) -> int:
         numbers = [sum(each.messages for each in sent), sum(each.bytes for each in sent)]
         cells = [str(n) if n else "" for n in numbers]
         table.add_row(escape(str(action)), action.phase, words, *cells)
-    print_table(table, console)
+    cli.print_table(table, console)
     used = dict.fromkeys(action.kind for action in trainer.actions)
     console.print("\n".join(f"{kind}: {KINDS[kind]}" for kind in used))
     return 0
-
-
-def trainer_of(comm: Communicator, options: argparse.Namespace) -> Trainer:
-    """Return the training run that the options name, on one rank."""
-    model = gpt(num_layers=options.layers, hidden=options.hidden, num_heads=1)
-    recipe = Recipe(options.dtype, num_micro_batches=options.micro_batches, clip=1.0)
-    return presets.trainer_factory(comm, model, recipe, options.strategy, {})()
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parse = argparse.ArgumentParser("python -m parallel.show", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parse.add_argument
+    add, positive = parse.add_argument, cli.at_least(1)
     add("strategy", choices=SHOWN)
-    add("--ranks", type=at_least(1), default=4, help="default: %(default)s")
-    add("--micro-batches", type=at_least(1), default=1, metavar="K", help="default: %(default)s")
-    add("--layers", type=at_least(0), default=1, help="number of blocks; default: %(default)s")
-    add("--hidden", type=at_least(1), default=64, help="width; default: %(default)s")
+    add("--ranks", type=positive, default=4, help="default: %(default)s")
+    add("--micro-batches", type=positive, default=1, metavar="K", help="default: %(default)s")
+    add("--layers", type=cli.at_least(0), default=1, help="blocks; default: %(default)s")
+    add("--hidden", type=positive, default=64, help="width; default: %(default)s")
     add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
     return parse
 

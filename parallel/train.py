@@ -33,20 +33,11 @@ from typing import Any
 
 import mpi4py.run
 import numpy as np
-from rich.console import Console
 
 import collectives
 from collectives import Communicator, Ledger
-from parallel import checkpoint, presets, text
+from parallel import checkpoint, cli, presets, text
 from parallel.accounts import PredictedCall, Timeline, TrafficMismatch, TrafficMonitor, TrafficTable
-from parallel.cli import (
-    at_least,
-    can_be_written,
-    console_of,
-    print_rank_reports,
-    print_traffic,
-    progress,
-)
 from parallel.elastic import survive
 from parallel.nn import gpt
 from parallel.optim import DTYPES
@@ -75,10 +66,9 @@ class InvalidRun(Exception):  # noqa: N818
 
 
 def with_progress(comm: Communicator, wanted: str) -> Communicator:
-    """Return `comm`, or one whose calls continue in a thread while the model computes.
+    """Return `comm`, or one whose calls continue in a thread, as is `wanted` (``--progress``).
 
-    `wanted` is "thread", "none", or "auto": with a thread if every rank has a core for it.  All
-    ranks call this.  Raises InvalidRun if the MPI cannot be called from several threads.
+    All ranks call this.  Raises InvalidRun if the MPI cannot be called from several threads.
     """
     if wanted == "auto":
         are_free = comm.all_gather(np.array([has_free_core(comm)])).all()
@@ -92,24 +82,18 @@ def with_progress(comm: Communicator, wanted: str) -> Communicator:
 
 
 def has_free_core(comm: Communicator) -> bool:
-    """Return whether this rank's cores are more than the ranks that use them.
-
-    A rank that may not run on all cores is taken to have its own.
-    """
+    """Return whether this rank's cores are more than the ranks that use them."""
     host = comm.all_gather(np.array([zlib.crc32(platform.node().encode())]))
     cores = len(os.sched_getaffinity(0))
-    is_bound = cores < (os.cpu_count() or 1)
+    is_bound = cores < (os.cpu_count() or 1)  # then they are its own
     return cores > (1 if is_bound else int((host == host[comm.rank]).sum()))
 
 
 def run_training(comm: Communicator, options: argparse.Namespace) -> int:
     """Train on one rank; return the exit status.  Raise InvalidRun before the first step."""
-
-    def make(alive: Communicator) -> Training:
-        return Training(alive, options, console_of(alive.rank), comm)
-
+    make, is_elastic = partial(Training, options=options, job=comm), options.strategy == "elastic"
     try:
-        training = survive(comm, make, is_elastic=options.strategy == "elastic")
+        training = survive(comm, make, is_elastic=is_elastic)
     except ValueError as error:
         raise InvalidRun(str(error)) from error
     try:
@@ -128,28 +112,26 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parse = argparse.ArgumentParser("python -m parallel.train", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
+    natural, positive = cli.at_least(0), cli.at_least(1)
     add = parse.add_argument
     add("--strategy", choices=presets.STRATEGIES, help="a mesh and a sharding; default: ddp")
-    add(
-        "--mesh", type=mesh_axes, metavar="AXIS=N,...", help="such as data=4, instead of a strategy"
-    )
+    add("--mesh", type=mesh_axes, metavar="AXIS=N,...", help="such as data=4; or --strategy")
     add("--zero", type=int, choices=range(4), help="stage of ZeRO on the mesh; 0: sum gradients")
     add("--text", metavar="PATH", help="file or directory; default: Python's standard library")
-    add("--steps", type=at_least(1), default=100, help="default: %(default)s")
-    add("--batch", type=at_least(1), default=16,
-        help="rows of all ranks together; default: %(default)s")  # fmt: skip
-    add("--micro-batches", type=at_least(1), default=1, metavar="K",
+    add("--steps", type=positive, default=100, help="default: %(default)s")
+    add("--batch", type=positive, default=16, help="rows of all ranks; default: %(default)s")
+    add("--micro-batches", type=positive, default=1, metavar="K",
         help="parts in which a rank computes its rows; default: %(default)s")  # fmt: skip
-    add("--seed", type=at_least(0), default=0, help="default: %(default)s")
-    add("--threads", type=at_least(1), metavar="N", help="run N ranks as threads, without MPI")
+    add("--seed", type=natural, default=0, help="default: %(default)s")
+    add("--threads", type=positive, metavar="N", help="run N ranks as threads, without MPI")
     add("--progress", choices=("auto", "thread", "none"), default="auto",
         help="whether calls continue in a thread; auto: if each rank has a free core")  # fmt: skip
 
     add = parse.add_argument_group("model").add_argument
-    add("--layers", type=at_least(1), default=4, help="number of blocks; default: %(default)s")
-    add("--hidden", type=at_least(1), default=256, help="width; default: %(default)s")
-    add("--heads", type=at_least(1), default=4, help="attention heads; default: %(default)s")
-    add("--context", type=at_least(1), default=64, help="in bytes; default: %(default)s")
+    add("--layers", type=positive, default=4, help="number of blocks; default: %(default)s")
+    add("--hidden", type=positive, default=256, help="width; default: %(default)s")
+    add("--heads", type=positive, default=4, help="attention heads; default: %(default)s")
+    add("--context", type=positive, default=64, help="in bytes; default: %(default)s")
     add("--tied", action="store_true", help="use the embedding's table in the output layer")
     add("--shared", action="store_true", help="use the parameters of block 0 in all blocks")
     add("--recompute", nargs="?", const="all", default="none", choices=presets.RECOMPUTE,
@@ -168,27 +150,24 @@ def parser() -> argparse.ArgumentParser:
     add("--offload-activations", metavar="PLACE", help="move activations there until backward")
 
     add = parse.add_argument_group("options of some strategies").add_argument
-    add("--algorithm", metavar="NAME",
-        help="of the main collectives; default: ring, or linear for server-*")  # fmt: skip
-    add("--bucket-bytes", type=at_least(1), help="ddp, elastic: gradients summed together")
+    add("--algorithm", metavar="NAME", help="of collectives; default: ring, or linear for server-*")
+    add("--bucket-bytes", type=positive, help="ddp, elastic: gradients summed together")
     add("--hook", metavar="NAME", help=f"ddp: how gradients are summed: {', '.join(presets.HOOKS)}")
     add("--keep-after-forward", action="store_true", default=None,
         help="zero3, hsdp: free parameters after backward only")  # fmt: skip
-    add("--group-size", type=at_least(1), help="hsdp, zeropp: number of ranks in a group")
-    add("--every", type=at_least(1), metavar="STEPS",
+    add("--group-size", type=positive, help="hsdp, zeropp: number of ranks in a group")
+    add("--every", type=positive, metavar="STEPS",
         help="local-updates: steps that ranks make alone; default: 10")  # fmt: skip
     add("--outer-lr", type=float, help="local-updates: of the common model; default: 0.7")
     add("--outer-momentum", type=float, help="local-updates: of the common model; default: 0.9")
     add("--gradient-bits", type=int, choices=(4, 8), help="zeropp: of an element of a gradient")
-    add("--staleness-bound", type=at_least(0),
-        help="server-async: steps that a worker may be ahead of the slowest")  # fmt: skip
+    add("--staleness-bound", type=natural, help="server-async: steps ahead of the slowest worker")
     add("--kill", type=rank_and_step, metavar="RANK:STEP",
         help="elastic: this rank kills its process (-9) in the middle of this step")  # fmt: skip
 
     add = parse.add_argument_group("files").add_argument
     add("--save", type=Path, metavar="DIR", help="save a checkpoint in DIR at the end")
-    add("--save-every", type=at_least(1), metavar="STEPS",
-        help="also save one every STEPS steps")  # fmt: skip
+    add("--save-every", type=positive, metavar="STEPS", help="also save one every STEPS steps")
     add("--resume", type=Path, metavar="DIR", help="continue from the last checkpoint in DIR")
     add("--trace", type=Path, metavar="FILE", help="write a timeline for chrome://tracing")
     add("--json", type=Path, metavar="FILE", help="write losses, memory and traffic to FILE")
@@ -222,11 +201,10 @@ class Training:
     """
 
     def __init__(
-        self, comm: Communicator, options: argparse.Namespace, console: Console,
-        job: Communicator | None = None,
-    ) -> None:  # fmt: skip
+        self, comm: Communicator, options: argparse.Namespace, job: Communicator | None = None
+    ) -> None:
         options = argparse.Namespace(**vars(options))  # ranks may be threads that share `options`
-        self.comm, self.options, self.console = comm, options, console
+        self.comm, self.options, self.console = comm, options, cli.console_of(comm.rank)
         self.monitor = TrafficMonitor(job or comm, is_wanted=not options.no_monitor)
         self.timeline = Timeline(comm, self.monitor.phase)
         together = partial(
@@ -246,14 +224,10 @@ class Training:
         )  # fmt: skip
         # In two parts: the second makes communicators, for which no rank may be missing.
         with together("preparing the strategy"):
-            recipe = presets.make_recipe(comm, options)
-            make = presets.trainer_factory(
-                comm, self.model, recipe, options.strategy, vars(options)
-            )
+            recipe, given = presets.make_recipe(comm, options), vars(options)
+            make = presets.trainer_factory(comm, self.model, recipe, options.strategy, given)
         with together("preparing the strategy"):
             self.strategy = make(phase=self.timeline.phase)
-        self.seconds, self.num_skipped = 0.0, 0  # of this run: updates that an overflow prevented
-        self.losses: list[float] = []
         self.times: list[float] = []  # at the end of each step
         self.reports: list[RankReport] = []
 
@@ -264,11 +238,11 @@ class Training:
         o = self.options
         self.check_batch()
         presets.check_saving(o)
-        self.source = None if o.resume is None else self.find_checkpoint(o.resume)
+        self.source = None if o.resume is None else self.checkpoint_in(o.resume)
         self.first = 0 if self.source is None else checkpoint.num_steps_of(self.source)
-        between = range(self.first + 1, o.steps) if o.save_every is not None else ()
-        self.steps_to_save = [step for step in between if step % o.save_every == 0]
-        self.steps_to_save += [o.steps] if o.save is not None else []
+        steps = range(self.first + 1, o.steps + 1) if o.save is not None else ()
+        every = o.save_every or o.steps
+        self.steps_to_save = [x for x in steps if x % every == 0 or x == o.steps]
         self.check_files()
 
     def check_batch(self) -> None:
@@ -281,7 +255,7 @@ class Training:
                 f" with {o.micro_batches} micro-batches each"
             )
 
-    def find_checkpoint(self, folder: Path) -> Path:
+    def checkpoint_in(self, folder: Path) -> Path:
         """Return the checkpoint to continue from; ValueError if there is none, or nothing to do."""
         path = checkpoint.latest(folder)
         if path is None:
@@ -300,7 +274,7 @@ class Training:
                 raise ValueError(f"cannot save a checkpoint in {path}: there is one already")
         outputs = [path for path in (o.trace, o.json) if path is not None]
         for path in outputs:
-            if self.comm.rank == 0 and not can_be_written(path):
+            if self.comm.rank == 0 and not cli.can_be_written(path):
                 raise ValueError(f"{path} cannot be written")
             if o.text is not None and path.resolve() == Path(o.text).resolve():
                 raise ValueError(f"{path} is the text: it would be overwritten")
@@ -310,10 +284,7 @@ class Training:
     # The run
 
     def run(self) -> TrafficTable | None:
-        """Train; return the traffic of all ranks on rank 0, and None on others.
-
-        Returns None on all ranks if some have died.
-        """
+        """Train; return all ranks' traffic on rank 0, and None on others and if ranks have died."""
         o = self.options
         self.console.print(
             f"{o.strategy}, ranks {self.comm.size}, {o.dtype}, seed {o.seed}, batch {o.batch}:"
@@ -328,14 +299,14 @@ class Training:
                 self.console.print(f"continuing from step {self.first}")
             num_skipped = self.strategy.num_skipped
             self.all_steps()
-        self.num_skipped = self.strategy.num_skipped - num_skipped
+        self.num_skipped = self.strategy.num_skipped - num_skipped  # in this run
         is_elastic = o.strategy == "elastic"
         return survive(self.comm, partial(self.account, ledger), is_elastic=is_elastic)
 
     def all_steps(self) -> None:
         """Make and time all steps, with progress on the first rank."""
         o = self.options
-        with progress(self.console, o.steps) as show_done:
+        with cli.progress(self.console, o.steps) as show_done:
 
             def show(done: int, loss: float) -> None:
                 self.times.append(time.perf_counter())
@@ -433,22 +404,21 @@ class Training:
             self.console.print(
                 f"{self.num_dead} of {self.monitor.comm.size} ranks died; the others ended with the"
                 " same parameters, bitwise.  No traffic: the records of dead ranks are lost."
-                + " No timeline, for the same reason."
-                * (self.options.trace is not None)
+                f"{' No timeline, for the same reason.' if self.options.trace else ''}"
             )
             return 0
-        print_rank_reports([report.memory | report.moved for report in self.reports], self.console)
-        print_traffic(table, self.console)
+        kept = [report.memory | report.moved for report in self.reports]
+        cli.print_rank_reports(kept, self.console)
+        cli.print_traffic(table, self.console)
         try:
             self.console.print(table.check())
         except TrafficMismatch as mismatch:
             self.console.print(f"TrafficMismatch: {mismatch}", markup=False)
             return 1
-        if wrong := differences(self.reports):
-            self.console.print("these differ: " + "; ".join(wrong), markup=False)
-            return 1
-        self.console.print("memory: formula = counted, to the byte; parameters: equal, to the bit")
-        return 0
+        wrong = "; ".join(differences(self.reports))
+        good = "memory: formula = counted, to the byte; parameters: equal, to the bit"
+        self.console.print(f"these differ: {wrong}" if wrong else good, markup=False)
+        return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -222,11 +222,15 @@ class Trainer(State):
         """
         losses = []
         for step in range(first, steps):
-            losses.append(self.step(*batch(step, *self.batch_part), total))
+            losses.append(self.step(*self.rows_of(step, batch), total))
             show(step + 1, losses[-1])
         if self.steps_alone:
             self._average()
         return losses
+
+    def rows_of(self, step: int, batch: BatchFunction) -> tuple[Tokens, Tokens]:
+        """Return this rank's inputs and targets of a step; `batch` is as in `train`."""
+        return batch(step, *self.batch_part)
 
     def step(self, inputs: Tokens, targets: Tokens, total: int) -> float:
         """Make one update from this rank's rows of a batch and return the loss of the whole batch.

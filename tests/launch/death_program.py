@@ -35,4 +35,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 if WHEN in PLACES:
     setattr(*PLACES[WHEN], die)
 
-sys.exit(train.main(sys.argv[3:]))
+status = train.main(sys.argv[3:])
+if WHEN == "leaving":
+    die()
+sys.exit(status)

@@ -43,7 +43,9 @@ CLOSE = {"float64": 1e-12, "float16": 1e-5}  # of the losses, relative
 def training(comm: Communicator, words: str, kind: Callable[..., Training] = Training) -> Training:
     """A run of the program, which is not heard."""
     options = parser().parse_args([*SMALL, *sys.argv[1:], "--strategy", *words.split()])
-    return kind(with_progress(comm, options.progress), options, Console(file=io.StringIO()))
+    run = kind(with_progress(comm, options.progress), options)
+    run.console = Console(file=io.StringIO())
+    return run
 
 
 def serial_losses(like: Training) -> list[float]:

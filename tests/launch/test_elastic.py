@@ -25,17 +25,8 @@ def run(*command: str, ranks: int = 4, **options: Any) -> Any:
 
 
 SMALL = [
-    "--layers",
-    "1",
-    "--hidden",
-    "8",
-    "--steps",
-    "6",
-    "--batch",
-    "12",
-    "--text",
-    __file__,
-]
+    "--layers", "1", "--hidden", "8", "--steps", "6", "--batch", "12", "--text", __file__,
+]  # fmt: skip
 
 
 def test_where_a_death_is_the_end_of_all_elastic_training_is_refused() -> None:
@@ -80,6 +71,12 @@ if IS_OPEN_MPI:
         assert done.returncode == 0, done.stderr
         assert "nats per byte" in done.stdout
         assert "1 of 3 ranks died; the others ended with the same parameters" in done.stdout
+
+    def test_a_death_after_the_report_changes_nothing() -> None:
+        done = dying("leaving", 1)
+        assert done.returncode == 0, done.stderr
+        assert "Rank 1 (process" in done.stderr
+        assert "parameters: equal, to the bit" in done.stdout
 
     def test_a_death_before_mpi_has_started_ends_the_job() -> None:
         done = dying("starting", 1)

@@ -48,7 +48,7 @@ class Mortal:
         self.rank, self.size = comm.rank, comm.size
         self.num_calls = 0
 
-    name, check = "data", False
+    name, check, can_shrink = "data", False, True
 
     def split(self, color: int, name: str) -> Mortal:
         return self
@@ -195,11 +195,12 @@ def test_an_update_that_is_not_taken_back_would_be_noticed() -> None:
 class Altered(Elastic):
     """The negative control: after a recovery one rank differs from the others in one bit."""
 
-    def recover(self) -> None:
-        super().recover()
+    def recover(self, *, is_over: bool = False) -> bool:
+        was_over = super().recover(is_over=is_over)
         if self.comm.rank == 1:
             first = self.parameters["head"]
             first[0] = np.nextafter(first[0], np.inf)
+        return was_over
 
 
 def test_a_rank_that_differs_in_one_bit_is_noticed() -> None:

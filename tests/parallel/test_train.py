@@ -20,7 +20,6 @@ import collectives
 from collectives import Communicator
 from parallel import Sharding, Trainer, places, presets, text
 from parallel.checkpoint import METADATA_FILE, Checkpoint
-from parallel.cli import console_of
 from parallel.optim import LossScale
 from parallel.runtime import memory as predictions
 from parallel.sharding import AllReduce, HalfPrecision, Int8Blocks, PowerSGD
@@ -61,7 +60,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def training_of(comm: Communicator, *words: str | Path) -> Training:
     options = parser().parse_args([*SMALL, *map(str, words)])
-    return Training(comm, options, console_of(comm.rank))
+    return Training(comm, options)
 
 
 # Every strategy
@@ -383,6 +382,7 @@ def test_a_checkpoint_that_was_cut_is_refused_in_a_sentence(
         (["--mesh", "pipe=2"], "no strategy trains on --mesh pipe=2; this works: --mesh data=N"),
         (["--mesh", "replicate=1,shard=2", "--zero", "1"], "no strategy trains on --mesh"),
         (["--mesh", "colour=2"], "there is no axis 'colour'; choose from pipe"),
+        (["--mesh", "replicate=1,shard=2", "--group-size", "1"], "--mesh takes no --group-size"),
         (["--strategy", "ddp", "--zero", "1"], "--strategy takes no --mesh and no --zero"),
     ],
 )
@@ -591,6 +591,10 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "save, asynchronous": (
         ["--strategy", "server-async", "--save", "x", "--save-every", "1"], 2,
         "server-async takes no --save-every",
+    ),
+    "save, local": (
+        ["--strategy", "local-updates", "--save", "x", "--save-every", "5"], 2,
+        "--save-every 5 is no multiple of --every 10: between, ranks have different parameters",
     ),
     "save, elastic": (
         ["--strategy", "elastic", "--save", "x"], 2, "the elastic strategy takes no --save",
