@@ -26,8 +26,8 @@ from parallel import (
     Trainer,
     checkpoint,
 )
-from parallel.nn import Array, CrossEntropy, Embedding, Gelu, Layer, Linear, Model, Recompute, Step
-from parallel.nn.layer import Activations, LayerTraffic, ParameterSpec
+from parallel.nn import Array, CrossEntropy, Embedding, Gelu, Layer, Linear, Model, Step
+from parallel.nn.layer import Activations, LayerTraffic, ParameterSpec, Recompute
 from parallel.rank_report import RankReport, differences
 from tests.parallel.training import CONTEXT, ROWS, batch, kept_by, nothing
 
