@@ -214,9 +214,8 @@ class Training:
             self.text = text.load(options.text)
             presets.name_strategy(comm, options)
             self.check_options()
-        same = {name: agreement.digest(value) for name, value in vars(options).items()}
-        same["length"] = agreement.digest(len(self.text))
-        agreement.check_same(comm, {"text": agreement.digest(self.text)}, same)
+        same = vars(options) | {"length": len(self.text)}
+        agreement.check_same(comm, {"text": self.text}, same)
         self.model = gpt(
             num_layers=options.layers, hidden=options.hidden, num_heads=options.heads,
             context=options.context, is_tied=options.tied, is_shared=options.shared,

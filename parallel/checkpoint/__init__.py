@@ -1,9 +1,8 @@
 """Checkpoints: save a training run, and continue it with any sharding on any number of ranks.
 
 The directory ``ROOT/step-00000100`` contains ``checkpoint.json``, the index, and one safetensors
-file of each rank that saved: boxes of the values that the optimizer updates, and of its states.  A
-rank writes the elements that it updates, or an even part of them if other ranks update the same, so
-that each is written once.
+file of each rank that saved: boxes of the values that the optimizer updates, and of its states.
+Each element is written once: ranks that update the same elements write even parts of them.
 
 Ranks write to a directory of another name, which is renamed when all files are on the disk: a
 checkpoint is complete or does not exist, even if ranks die while they save.  The index has the
@@ -13,14 +12,21 @@ be on a file system that all ranks share, and only one job at a time may save th
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 import shutil
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import safetensors.numpy
+
 from parallel.accounts import PredictedCall
-from parallel.checkpoint.reading import METADATA_FILE, Checkpoint
-from parallel.checkpoint.writing import UNFINISHED, all_digests, finish, prepare, write_part
+from parallel.checkpoint.contents import METADATA_FILE, VALUES, Checkpoint, Index, file_name
+from parallel.nn import Array, on_host
+from parallel.placement import length, pieces_of, span
 from parallel.runtime import Trainer, raise_on_all_ranks
 from parallel.runtime.agreement import DIGEST_BYTES, REPORT
 from parallel.runtime.prediction import with_checks
@@ -30,7 +36,7 @@ __all__ = [
     "traffic",
 ]  # fmt: skip
 
-NUM_STAGES = {"save": 3, "load": 2}
+UNFINISHED = ".unfinished-"  # prefix of a directory that is being written or removed
 
 
 class SaveFailed(OSError):  # noqa: N818 - named like the errors of `collectives`
@@ -42,11 +48,10 @@ class LoadFailed(ValueError):  # noqa: N818
 
 
 def save(trainer: Trainer, root: str | Path, step: int, keep: int | None = None) -> Path:
-    """Save a checkpoint of `trainer` after `step` steps; return its directory.
+    """Save a checkpoint of `trainer` after `step` steps in `root`; return its directory.
 
-    All ranks call this.  The checkpoint is complete when it returns on any rank.  The directory
-    `root` has all checkpoints of the run, and is created if needed.  All but the last `keep` are
-    then removed; by default none.
+    All ranks call this.  The checkpoint is complete when it returns on any rank.  All but the last
+    `keep` in `root` are then removed; by default none.
 
     Raises SaveFailed, on all ranks, if one fails, or if this step has been saved already; earlier
     checkpoints are not changed.  Raises ValueError if `step` is less than 0, if `keep` is less than
@@ -66,26 +71,25 @@ def save(trainer: Trainer, root: str | Path, step: int, keep: int | None = None)
     if step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"step is {step} and keep is {keep}: they must be at least 0 and 1")
     if trainer.steps_alone:
-        raise ValueError(
-            f"ranks have made {trainer.steps_alone} steps alone: save when they have one model"
-        )
-    path = checkpoint_path(root, step)
-    unfinished = path.with_name(UNFINISHED + path.name)
-    is_first = trainer.rank == 0
-    stage = partial(
-        raise_on_all_ranks, trainer.comm, trainer.phase, "save", f"saving step {step}", SaveFailed
-    )
+        made = f"ranks have made {trainer.steps_alone} steps alone"
+        raise ValueError(f"{made}: save when they have one model")
+    path, doing = checkpoint_path(root, step), f"saving step {step}"
+    unfinished, is_first = path.with_name(UNFINISHED + path.name), trainer.rank == 0
+    stage = partial(raise_on_all_ranks, trainer.comm, trainer.phase, "save", doing, SaveFailed)
+    digest = b""
     try:
         with stage():
             if is_first:
                 prepare(unfinished, path)
-        digest = b""
         with stage():
             digest = write_part(trainer, unfinished, step)
-        digests = all_digests(trainer, digest)
+        digests = np.frombuffer(digest, np.uint8)[None]
+        if trainer.comm is not None:
+            with trainer.phase("save"):
+                digests = trainer.comm.all_gather(digests, algorithm="ring")
         with stage():
             if is_first:
-                finish(trainer, unfinished, path, step, digests)
+                finish(trainer, unfinished, path, step, [bytes(row).hex() for row in digests])
                 remove_old(path, keep)
     except SaveFailed:
         if is_first:
@@ -104,9 +108,8 @@ def load(trainer: Trainer, path: str | Path) -> int:
     dtype or optimizer states are not those of the trainer.  Then nothing has been changed.
     """
     path = Path(path)
-    stage = partial(
-        raise_on_all_ranks, trainer.comm, trainer.phase, "load", f"loading {path.name}", LoadFailed
-    )
+    doing = f"loading {path.name}"
+    stage = partial(raise_on_all_ranks, trainer.comm, trainer.phase, "load", doing, LoadFailed)
     with stage():
         checkpoint = Checkpoint(path)
         checkpoint.check(trainer)
@@ -116,46 +119,107 @@ def load(trainer: Trainer, path: str | Path) -> int:
     return checkpoint.index.step
 
 
+def traffic(trainer: Trainer, phase: str = "save") -> list[PredictedCall]:
+    """Return what one `save` or `load` of a `trainer` sends; `phase` is ``"save"`` or ``"load"``.
+
+    All ranks tell each other after each stage whether they succeeded, and the digests of files.
+    """
+    if trainer.comm is None:
+        return []
+    num_calls = {"save": {REPORT.itemsize: 3, DIGEST_BYTES: 1}, "load": {REPORT.itemsize: 2}}
+    calls = [
+        PredictedCall(phase, "all_gather", "ring", (nbytes,) * trainer.size, num_calls=times)
+        for nbytes, times in num_calls[phase].items()
+    ]
+    return with_checks(calls, trainer.comm)
+
+
+# Directories
+
+
 def checkpoint_path(root: str | Path, step: int) -> Path:
     """Return the directory in `root` of the checkpoint after `step` steps."""
     return Path(root, f"step-{step:08d}")
 
 
+def num_steps_of(path: Path) -> int:
+    """Return the number of steps done before a checkpoint was saved, from its `path`."""
+    return int(path.name.removeprefix("step-"))
+
+
 def latest(root: str | Path) -> Path | None:
     """Return the directory in `root` of the complete checkpoint with the most steps, or None."""
-    return next(reversed(complete(Path(root))), None)
+    return max(complete(Path(root)), key=num_steps_of, default=None)
 
 
-def traffic(trainer: Trainer, phase: str = "save") -> list[PredictedCall]:
-    """Return what one `save` or `load` of a `trainer` sends.
-
-    `phase` is ``"save"`` or ``"load"``.  After each stage, all ranks tell each other whether they
-    succeeded; when a checkpoint is saved, also the digests of their files.
-    """
-    if trainer.comm is None:
-        return []
-    reports = PredictedCall(
-        phase, "all_gather", "ring", (REPORT.itemsize,) * trainer.size, num_calls=NUM_STAGES[phase]
-    )
-    digests = PredictedCall(phase, "all_gather", "ring", (DIGEST_BYTES,) * trainer.size)
-    calls = [reports, digests] if phase == "save" else [reports]
-    return with_checks(calls, trainer.comm)
+def complete(root: Path) -> list[Path]:
+    """Return the complete checkpoints in `root`."""
+    paths = [p for p in root.glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
+    return [p for p in paths if (p / METADATA_FILE).is_file()]
 
 
 def remove_old(path: Path, keep: int | None) -> None:
     """Remove all checkpoints but this one and the last `keep` - 1 others."""
-    others = [other for other in complete(path.parent) if other != path]
-    for old in [] if keep is None else others[: len(others) + 1 - keep]:
+    others = sorted((p for p in complete(path.parent) if p != path), key=num_steps_of)
+    for old in [] if keep is None else others[: max(0, len(others) + 1 - keep)]:
         # Renamed first, so that none is incomplete under its name.
         shutil.rmtree(old.rename(old.with_name(UNFINISHED + old.name)))
 
 
-def complete(root: Path) -> list[Path]:
-    """Return the complete checkpoints in `root`, sorted by their steps."""
-    paths = [p for p in root.glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
-    return sorted((p for p in paths if (p / METADATA_FILE).is_file()), key=num_steps_of)
+# The stages of saving
 
 
-def num_steps_of(path: Path) -> int:
-    """Return the number of steps done before a checkpoint was saved, from its `path`."""
-    return int(path.name.removeprefix("step-"))
+def prepare(unfinished: Path, path: Path) -> None:
+    """Make a new directory; remove those of jobs that died while they saved or removed."""
+    if path.exists():
+        raise FileExistsError(f"this step has been saved already, in {path}")
+    for left in path.parent.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(left)
+    unfinished.mkdir(parents=True)
+
+
+def write_part(trainer: Trainer, folder: Path, step: int) -> bytes:
+    """Write this rank's boxes to the disk, and where each begins; return the file's SHA-256."""
+    index, num_replicas = trainer.replica_group
+    starts: dict[str, list[int]] = {}
+    tensors: dict[str, Array] = {}
+    for unit in trainer.model.units:
+        shard = trainer.shard_slice(unit)
+        mine = span(length(shard), num_replicas, index)
+        part = slice(shard.start + mine.start, shard.start + mine.stop)
+        for name, box, flat in pieces_of(trainer.model.boxes(unit), part):
+            if not trainer.is_first_copy(unit, name):
+                continue
+            for kind, arrays in {VALUES: trainer.masters, **trainer.optimizer.states}.items():
+                key = f"{unit}.{name}/{kind}@{','.join(map(str, box.start))}"
+                starts[key] = list(box.start)
+                tensors[key] = on_host(arrays[unit][mine][flat]).reshape(box.shape)
+    equal, summed, own = trainer.sharding.reduction.state(trainer)
+    hook = {**(equal if trainer.rank == 0 else {}), **summed, **own}
+    tensors |= {f"hook/{name}": on_host(x) for name, x in hook.items()}
+    file = folder / file_name(trainer.rank, trainer.size)
+    # One entry only: safetensors writes several in any order, and files would differ.
+    metadata = {"boxes": json.dumps({"step": step, "starts": starts})}
+    safetensors.numpy.save_file(tensors, file, metadata=metadata)
+    sync(file)
+    return hashlib.sha256(file.read_bytes()).digest()
+
+
+def finish(trainer: Trainer, unfinished: Path, path: Path, step: int, digests: list[str]) -> None:
+    """Add the index, check the checkpoint, and give it its final name."""
+    index = unfinished / METADATA_FILE
+    index.write_text(Index.of(trainer, step, digests).to_json())
+    sync(index)
+    Checkpoint(unfinished).check(trainer)
+    sync(unfinished)
+    unfinished.rename(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Return when the contents of a file, or the entries of a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

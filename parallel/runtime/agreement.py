@@ -21,10 +21,7 @@ PLAIN = bool, int, float, str, type(None), np.dtype
 
 
 class ModelMismatch(ValueError):  # noqa: N818 - named like the errors of `collectives`
-    """Ranks begin with different models or options.  The message names these and the ranks.
-
-    It is raised on all ranks, before the first step.
-    """
+    """Ranks have different models or options, which the message names; before the first step."""
 
 
 def digest(*values: Any) -> bytes:
@@ -36,16 +33,13 @@ def digest(*values: Any) -> bytes:
 
 
 def digest_of(state: State, unit: str) -> bytes:
-    """Return the digest of a unit's names and shapes, and of initial values if compared.
-
-    If ranks divide the parameters, the values are those of the whole unit.
-    """
+    """Return the digest of a unit's names and shapes, and of its initial values if compared."""
     shapes = [(name, spec.shape) for name, spec in state.model.units[unit].items()]
     if state.sharding.broadcast_algorithm is not None:
         return digest(shapes)
     if state.model.split_axes:
         return digest(state.model.units[unit], state.recipe.seed)  # these determine the values
-    if "parameters" in state.sharding.divided:
+    if "parameters" in state.sharding.divided:  # those of the whole unit
         return digest(shapes, state.model.draw(unit, state.recipe.seed))
     return digest(shapes, on_host(state.parameters[unit]))
 
@@ -64,15 +58,15 @@ def plain(value: object) -> Any:
     return value if isinstance(value, PLAIN) else type(value).__name__
 
 
-def check_same(comm: Communicator, units: dict[str, bytes], options: dict[str, bytes]) -> None:
-    """Raise ModelMismatch on all ranks unless all have the same digests.  All ranks call this."""
-    both = units | {f"option {name}": each for name, each in options.items()}
+def check_same(comm: Communicator, units: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raise ModelMismatch on all ranks unless all have the same values.  All ranks call this."""
+    both = units | {f"option {name}": value for name, value in options.items()}
     counts = comm.all_gather(np.array([[len(units), len(options)]]), algorithm="ring")
     if (counts[:, 0] != counts[0, 0]).any():
         raise ModelMismatch(f"ranks have models of {counts[:, 0].tolist()} layers")
     if (counts[:, 1] != counts[0, 1]).any():
         raise ModelMismatch("ranks train by different strategies, with different options")
-    mine = np.frombuffer(b"".join(both.values()), np.uint8)
+    mine = np.frombuffer(b"".join(map(digest, both.values())), np.uint8)
     table = comm.all_gather(mine[None], algorithm="ring").reshape(comm.size, -1, DIGEST_BYTES)
     differs = zip(both, (table != table[0]).any(axis=2).T, strict=True)
     if found := [f"{name} of {format_ranks(ranks)}" for name, ranks in differs if ranks.any()]:
@@ -98,7 +92,7 @@ def raise_on_all_ranks(
         yield
     except Exception as error:  # noqa: BLE001 - the other ranks must learn of any error
         why, cause = str(error) or repr(error), error
-    reports = np.array([(doing.encode(), why.encode(errors="replace"))], REPORT)
+    reports = np.array([(doing.encode(errors="replace"), why.encode(errors="replace"))], REPORT)
     if comm is not None:
         with phase(label):
             table = comm.all_gather(reports.view(np.uint8)[None], algorithm="ring")

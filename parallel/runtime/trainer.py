@@ -558,9 +558,8 @@ class Trainer(State):
         if self.comm is None:
             return
         units = {unit: agreement.digest_of(self, unit) for unit in self.model.units}
-        options = {name: agreement.digest(value) for name, value in self.options().items()}
         with self.phase("start"), collectives.phase("check"):
-            agreement.check_same(self.comm, units, options)
+            agreement.check_same(self.comm, units, self.options())
 
     def options(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, because their calls depend on it."""

@@ -23,7 +23,6 @@ import os, signal, sys
 from pathlib import Path
 import collectives
 from parallel import checkpoint
-from parallel.checkpoint import writing
 from tests.parallel.test_checkpoint import make
 
 def at_last(file):
@@ -35,7 +34,7 @@ def at_last(file):
 comm, root = collectives.world(), Path(sys.argv[1])
 strategy = make(comm)
 checkpoint.save(strategy, root, 1)
-sync, writing.sync = writing.sync, at_last
+sync, checkpoint.sync = checkpoint.sync, at_last
 checkpoint.save(strategy, root, 2)
 """
 

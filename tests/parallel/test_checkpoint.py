@@ -18,9 +18,9 @@ import safetensors.numpy
 
 import collectives
 from collectives import Communicator
-from parallel import Recipe, TrafficMismatch, TrafficTable, Trainer, checkpoint, text
+from parallel import PowerSGD, Recipe, TrafficMismatch, TrafficTable, Trainer, checkpoint, text
 from parallel.checkpoint import LoadFailed, SaveFailed, latest, load, save
-from parallel.checkpoint.index import Index
+from parallel.checkpoint.contents import Index
 from parallel.nn import gpt
 from parallel.optim import SGD, AdamW
 from parallel.places import Disk, HostMemory
@@ -366,6 +366,12 @@ def edit_the_index(path: Path) -> None:
     (path / "checkpoint.json").write_text(text.replace('"num_skipped": 0', '"num_skipped": 1'))
 
 
+def respell_the_index(path: Path) -> None:
+    """The same contents, in other bytes."""
+    text = (path / "checkpoint.json").read_bytes()
+    (path / "checkpoint.json").write_bytes(text.replace(b"\n", b"\r", 1))
+
+
 def leave_a_field_out(path: Path) -> None:
     known = json.loads((path / "checkpoint.json").read_text())
     del known["loss_scale"]
@@ -413,13 +419,17 @@ FAULTS = {
     halve: "/first is F32, not F64",
     flip_a_byte: "rank-1-of-3.safetensors was changed after it was written",
     edit_the_index: "checkpoint.json is broken: it was changed after it was written",
+    respell_the_index: "checkpoint.json is broken: it was changed after",
     leave_a_field_out: "it has no field 'loss_scale'",
     change_the_index(step=-4): "step is '-4': it must be an integer of at least 0",
     change_the_index(step=3): "step-00000001 contains step 3",
     change_the_index(num_skipped="none"): "num_skipped is 'none'",
     change_the_index(optimizer={"steps": 10**400}): "optimizer.steps is '1000",
     change_the_index(loss_scale={"value": 0.0, "num_good": 0}): "loss_scale.value is 0.0",
+    change_the_index(loss_scale={"value": 1.5, "num_good": 0}): "it must be 1 in float64",
     change_the_index(files=[]): "files is",
+    change_the_index(files={"../step-00000002/rank-0-of-1.safetensors": ""}): "files are",
+    change_the_index(layout={"dtype": ["float64"]}): "states: nothing in the checkpoint",
     break_the_description: "checkpoint.json is broken",
     remove_the_description: "there is no checkpoint in",
 }
@@ -464,6 +474,15 @@ def test_what_is_of_something_else_is_refused(
 ) -> None:
     saved(tmp_path)
     assert said in refused(tmp_path / "step-00000001", **options)
+
+
+def test_a_hook_whose_arrays_have_other_shapes_is_refused(tmp_path: Path) -> None:
+    def compressed(rank: int) -> Any:
+        return lambda comm, *args: ddp(comm, *args, hook=PowerSGD(rank))
+
+    saved(tmp_path, 2, kind=compressed(1), hidden=8)
+    said = refused(tmp_path / "step-00000001", kind=compressed(2), hidden=8)
+    assert "basis.head.out.table has the shape [8, 1], not [8, 2]" in said
 
 
 def test_where_there_is_no_checkpoint_this_is_said(tmp_path: Path) -> None:
@@ -521,7 +540,8 @@ def test_ranks_that_save_different_steps_all_hear_of_it(tmp_path: Path) -> None:
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     strategy = make(None, kind=reference)  # type: ignore[arg-type]
     for step in (3, 20, 100):
-        save(strategy, tmp_path, step)
+        save(strategy, tmp_path, step, keep=4)
+    assert len([*tmp_path.iterdir()]) == 3
     save(strategy, tmp_path, 7, keep=3)
     names = ["step-00000007", "step-00000020", "step-00000100"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names

@@ -1,0 +1,225 @@
+"""What a checkpoint contains: all of it is checked before a trainer is changed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+from array_api_compat import array_namespace
+
+from parallel.nn import Array
+from parallel.optim import master_dtype
+from parallel.placement import Box, pieces_of
+from parallel.runtime import Trainer
+
+METADATA_FILE = "checkpoint.json"
+VALUES = "values"  # what is saved of a parameter in addition to the states of the optimizer
+MAX_STEPS = 2**53  # what JSON numbers represent exactly everywhere
+
+
+def file_name(rank: int, num_ranks: int) -> str:
+    """Return the name of the file of a rank's part."""
+    return f"rank-{rank}-of-{num_ranks}.safetensors"
+
+
+class Index(NamedTuple):
+    """The contents of ``checkpoint.json``."""
+
+    step: int  # the number of steps done
+    num_skipped: int
+    files: dict[str, str]  # the SHA-256 of the file of each rank that saved
+    layout: dict[str, list[Any]]  # see `layout_of`
+    loss_scale: dict[str, Any]  # its value, and the number of updates since it changed
+    optimizer: dict[str, Any]  # the class, the options and the number of updates
+
+    @classmethod
+    def of(cls, trainer: Trainer, step: int, digests: list[str]) -> Index:
+        """Return the index of a checkpoint of `trainer`, from the digests of all ranks' files."""
+        optimizer, scale = trainer.optimizer, trainer.loss_scale
+        options = {k: x for k, x in vars(optimizer).items() if isinstance(x, int | float | tuple)}
+        files = {file_name(r, trainer.size): digest for r, digest in enumerate(digests)}
+        return cls(
+            step, trainer.num_skipped, files, layout_of(trainer),
+            {"value": float(scale.value), "num_good": scale.num_good},
+            {"class": type(optimizer).__name__, **options},
+        )  # fmt: skip
+
+    def to_json(self) -> str:
+        """Return the text of the file, which contains its own digest."""
+        fields = self._asdict()
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        return json.dumps(fields | {"digest": digest}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Index:
+        """Return the index in the text of a file.  Raise ValueError unless all of it is valid."""
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError("it contains no JSON object")
+        if wrong := sorted(fields.keys() ^ {*cls._fields, "digest"}):
+            which = "an unknown" if wrong[0] in fields else "no"
+            raise ValueError(f"it has {which} field {wrong[0]!r}")
+        index = cls(*(fields[name] for name in cls._fields))
+        if text != index.to_json():
+            raise ValueError("it was changed after it was written: its digest or form is another")
+        index.check()
+        return index
+
+    def check(self) -> None:
+        """Raise ValueError if a field is impossible."""
+        for name in ("files", "layout", "loss_scale", "optimizer"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be an object")
+        counts = {
+            "step": self.step, "num_skipped": self.num_skipped,
+            "optimizer.steps": self.optimizer.get("steps"),
+            "loss_scale.num_good": self.loss_scale.get("num_good"),
+        }  # fmt: skip
+        for name, x in counts.items():
+            if not isinstance(x, int) or isinstance(x, bool) or not 0 <= x <= MAX_STEPS:
+                raise ValueError(f"{name} is {str(x)[:40]!r}: it must be an integer of at least 0")
+        value = self.loss_scale.get("value")
+        if not isinstance(value, float) or not 0 < value < math.inf:
+            raise ValueError(f"loss_scale.value is {value!r}: it must be a finite number above 0")
+        names = [file_name(rank, len(self.files)) for rank in range(len(self.files))]
+        if list(self.files) != names:
+            raise ValueError(f"files are {list(self.files)}: they must be {names}")
+
+
+def layout_of(trainer: Trainer) -> dict[str, list[Any]]:
+    """Return what must be equal when a checkpoint is saved and loaded, as JSON represents it."""
+    units, hook = trainer.model.units.items(), trainer.sharding.reduction.state(trainer)
+    return {
+        "dtype": [trainer.dtype.name],
+        "states": list(trainer.optimizer.states),
+        "shapes": [[f"{u}.{k}", list(s.shape)] for u, specs in units for k, s in specs.items()],
+        "hook": [name for arrays in hook for name in arrays],
+    }
+
+
+class Checkpoint:
+    """The checkpoint in a directory; ValueError or OSError if there is none that can be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not (path / METADATA_FILE).is_file():
+            raise ValueError(f"there is no checkpoint in {path}")
+        with reading(path / METADATA_FILE):
+            self.index = Index.from_json((path / METADATA_FILE).read_bytes().decode())
+        name = re.fullmatch(r"step-(\d+)", path.name)
+        if name is not None and int(name[1]) != self.index.step:
+            raise ValueError(f"{path.name} contains step {self.index.step}")
+        self.boxes: dict[str, list[tuple[Box, Any]]] = {}  # `data[...]` reads elements of a box
+        self.files = [self._open(path / file) for file in self.index.files]
+
+    def _open(self, path: Path) -> Any:
+        """Register the boxes in a file; this reads its header only."""
+        with reading(path):
+            file: Any = safetensors.safe_open(path, framework="numpy")
+            boxes = json.loads((file.metadata() or {}).get("boxes", "{}"))
+        if boxes.get("step") != self.index.step:
+            raise ValueError(f"{path.name} is not of step {self.index.step}")
+        keys = set(file.keys())
+        for key, start in boxes["starts"].items():
+            if key not in keys:
+                raise ValueError(f"{path.name} has no tensor {key!r}")
+            data = file.get_slice(key)
+            box = Box(tuple(start), tuple(data.get_shape()))
+            self.boxes.setdefault(key.partition("@")[0], []).append((box, data))
+        return file
+
+    def check(self, trainer: Trainer) -> None:
+        """Raise ValueError unless the layout is the trainer's and each element exists once."""
+        for what, wanted in layout_of(trainer).items():
+            saved = self.index.layout.get(what)
+            if saved != wanted:
+                pairs = [*zip_longest(saved or [], wanted, fillvalue="nothing"), (saved, wanted)]
+                both = next(
+                    "{} in the checkpoint, but {}".format(*p) for p in pairs if p[0] != p[1]
+                )
+                raise ValueError(f"{what}: {both} in the strategy")
+        if (value := self.index.loss_scale["value"]) != 1 and not trainer.loss_scale.is_dynamic:
+            raise ValueError(f"loss_scale.value is {value!r}: it must be 1 in {trainer.dtype.name}")
+        dtype = f"F{8 * master_dtype(trainer.dtype).itemsize}"
+        for unit, specs in trainer.model.units.items():
+            for key, spec in specs.items():
+                for kind in (VALUES, *trainer.optimizer.states):
+                    self._check(f"{unit}.{key}/{kind}", spec.shape or (1,), dtype)
+        for name, x, parts in self._hook(trainer):
+            for shape in (part.get_shape() for part in parts):
+                if shape != list(x.shape):
+                    raise ValueError(f"{name} has the shape {shape}, not {list(x.shape)}")
+
+    def _check(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        found, whole = np.zeros(shape, bool), Box((0,) * len(shape), shape)
+        for box, data in self.boxes.get(name, []):
+            if data.get_dtype() != dtype:
+                raise ValueError(f"{name} is {data.get_dtype()}, not {dtype}")
+            if len(box.start) != len(shape) or whole.overlap(box) != box:
+                raise ValueError(f"{name} has a box {box} outside its shape {shape}")
+            if twice := np.count_nonzero(found[box.slices]):
+                raise ValueError(f"{twice} elements of {name} occur twice")
+            found[box.slices] = True
+        if missing := np.count_nonzero(~found):
+            raise ValueError(f"{missing} elements of {name} are missing")
+
+    def check_files(self, rank: int, size: int) -> None:
+        """Raise ValueError if a file has changed.  Each of `size` ranks checks some of them."""
+        for name, digest in list(self.index.files.items())[rank::size]:
+            if hashlib.sha256((self.path / name).read_bytes()).hexdigest() != digest:
+                raise ValueError(f"{name} was changed after it was written: its digest is another")
+
+    def fill(self, trainer: Trainer) -> None:
+        """Read what this rank keeps into its arrays, and nothing else."""
+        for unit in trainer.model.units:
+            stored, shard = trainer.stored_slice(unit), trainer.shard_slice(unit)
+            self._read(trainer, unit, VALUES, stored, trainer.parameters[unit])
+            self._read(trainer, unit, VALUES, shard, trainer.masters[unit])
+            for kind, arrays in trainer.optimizer.states.items():
+                self._read(trainer, unit, kind, shard, arrays[unit])
+        for _, x, parts in self._hook(trainer):
+            values = [part[:] for part in parts]
+            total = values[0] if len(values) == 1 else sum(values, np.zeros(1))
+            x[...] = array_namespace(x).asarray(total, dtype=x.dtype)
+        scale, saved = trainer.loss_scale, self.index.loss_scale
+        scale.value, scale.num_good = saved["value"], saved["num_good"]
+        trainer.optimizer.steps = self.index.optimizer["steps"]
+        trainer.num_skipped = self.index.num_skipped
+
+    def _read(self, trainer: Trainer, unit: str, kind: str, part: slice, into: Array) -> None:
+        """Read a part of a unit into an array, in its dtype."""
+        xp = array_namespace(into)
+        for name, box, flat in pieces_of(trainer.model.boxes(unit), part):
+            target = into[flat].reshape(box.shape)
+            for saved, data in self.boxes[f"{unit}.{name}/{kind}"]:
+                if (both := box.overlap(saved)) is not None:
+                    values = data[both.within(saved).slices]
+                    target[both.within(box).slices] = xp.asarray(values, dtype=into.dtype)
+
+    def _hook(self, trainer: Trainer) -> Iterator[tuple[str, Array, list[Any]]]:
+        """Yield the hook's arrays, and the saved ones of which each is the sum; see `HookState`."""
+        equal, summed, own = trainer.sharding.reduction.state(trainer)
+        mine, first = self.files[trainer.rank : trainer.rank + 1], self.files[:1]
+        if len(self.files) != trainer.size:
+            mine, own = (self.files if trainer.rank == 0 else []), {}
+        for arrays, files in ((equal, first), (summed, mine), (own, mine)):
+            for name, x in arrays.items():
+                yield name, x, [file.get_slice(f"hook/{name}") for file in files]
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise ValueError with the file's name if its contents cannot be read."""
+    try:
+        yield
+    except (ValueError, RecursionError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{path.name} is broken: {error}") from error
