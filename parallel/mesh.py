@@ -55,6 +55,8 @@ class Mesh:
         num_ranks = math.prod(self.axes.values())
         if min(self.axes.values()) < 1 or num_ranks != self.size:
             words = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+            if min(self.axes.values()) < 1:
+                raise ValueError(f"a mesh of {words} has an axis of less than one rank")
             raise ValueError(f"a mesh of {words} has {num_ranks} ranks, not {self.size}")
         place = np.unravel_index(self.rank, tuple(self.axes.values()))
         self.coordinates = dict(zip(self.axes, map(int, place), strict=True))
@@ -101,6 +103,8 @@ class Mesh:
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         if unknown := [name for name in names if name not in self.axes]:
             raise KeyError(f"the mesh has no axis {unknown[0]!r}, only {', '.join(self.axes)}")
+        if len(set(names)) < len(names):
+            raise ValueError(f"an axis is named twice in {', '.join(names)}")
         return names
 
     def free(self) -> None:

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 from collectives import even_counts
-from parallel.mesh import Mesh
+from parallel.mesh import AXES, Mesh
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -69,7 +69,8 @@ class Placement:
         Of the whole parameter.
     splits : tuple of (int, str)
         Dimensions and axes of a mesh: the ranks along the axis divide the dimension, as evenly as
-        possible.  Ranks along all other axes have the same box.
+        possible.  Ranks along all other axes have the same box.  Raises ValueError for a dimension
+        or an axis that does not exist, and for an axis that occurs twice.
 
     Examples
     --------
@@ -84,6 +85,16 @@ class Placement:
 
     shape: Shape
     splits: tuple[tuple[int, str], ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        axes = [axis for _, axis in self.splits]
+        for dim, axis in self.splits:
+            if axis not in AXES:
+                raise ValueError(f"there is no axis {axis!r}; choose from {', '.join(AXES)}")
+            if axes.count(axis) > 1:
+                raise ValueError(f"splits has the axis {axis!r} twice: it divides one dimension")
+            if not isinstance(dim, int) or not 0 <= dim < len(self.shape):
+                raise ValueError(f"splits has the dimension {dim!r} of a shape {self.shape}")
 
     @property
     def size(self) -> int:

@@ -181,6 +181,7 @@ def prepare(unfinished: Path, path: Path) -> None:
 def write_part(trainer: Trainer, folder: Path, step: int) -> bytes:
     """Write this rank's boxes to the disk, and where each begins; return the file's SHA-256."""
     index, num_replicas = trainer.replica_group
+    others = [axis for axis in trainer.mesh.axes if axis not in trainer.sharding.axes]
     starts: dict[str, list[int]] = {}
     tensors: dict[str, Array] = {}
     for unit in trainer.model.units:
@@ -188,7 +189,7 @@ def write_part(trainer: Trainer, folder: Path, step: int) -> bytes:
         mine = span(length(shard), num_replicas, index)
         part = slice(shard.start + mine.start, shard.start + mine.stop)
         for name, box, flat in pieces_of(trainer.model.boxes(unit), part):
-            if not trainer.is_first_copy(unit, name):
+            if not trainer.is_first_copy(unit, name, others):
                 continue
             for kind, arrays in {VALUES: trainer.masters, **trainer.optimizer.states}.items():
                 key = f"{unit}.{name}/{kind}@{','.join(map(str, box.start))}"

@@ -101,8 +101,8 @@ class Model:
             ends = [f".{key}" for key in self.layers[here].specs()] if are_layers else [""]
             found |= {here + end: there + end for end in ends}
         for here, there in found.items():
-            both = {here, there} <= specs.keys()
-            if there in found or not both or specs[here].shape != specs[there].shape:
+            both = [(s.shape, s.splits) for s in (specs.get(here), specs.get(there)) if s]
+            if there in found or len(both) < 2 or both[0] != both[1]:
                 raise ValueError(
                     f"{here!r} cannot be tied to {there!r}: both must exist, have the same shape,"
                     " and the second must not be tied itself"

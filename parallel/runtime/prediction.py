@@ -137,9 +137,10 @@ def layer_calls(
         rows = length(span(mine, num_micro_batches, action.micro_batch))
         traffic = state.model.traffic((rows, batch[1]), state.dtype.itemsize)[action.part]
         for call in traffic.forward if action.kind == "F" else traffic.backward:
-            groups = [g for g in mesh.ranks(call.axis) if mesh.index(axes, g[0]) == index]
-            phase = f"{action.phase}/{action.part}"
-            yield replace(call, phase=phase, groups=tuple(groups))
+            along = mesh.ranks(call.axis.split(","))
+            groups = tuple(g for g in along if mesh.index(axes, g[0]) == index)
+            if groups:
+                yield replace(call, phase=f"{action.phase}/{action.part}", groups=groups)
 
 
 def with_checks(calls: list[PredictedCall], comm: Communicator) -> list[PredictedCall]:

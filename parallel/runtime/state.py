@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any
 
@@ -138,7 +138,8 @@ class State:
         """Return buckets of units, in the order in which backward completes them.
 
         A bucket of one unit has its name, unless several may be together.  The sizes of whole units
-        count, so that all ranks have the same buckets.
+        count, so that all ranks have the same buckets.  Units with divided parameters have buckets
+        of their own, so that the others are rounded equally on all ranks.
         """
         model, limit = self.model, self.sharding.bucket_bytes
         completed = [u for x in reversed(model.layers) for u in model.completed_units(x)]
@@ -146,10 +147,12 @@ class State:
             names = completed if "gradients" in self.sharding.divided else list(model.units)
             return {unit: [unit] for unit in names}
         sizes = {u: sum(spec.size for spec in specs.values()) for u, specs in model.units.items()}
+        is_split = {u: any(s.splits for s in specs.values()) for u, specs in model.units.items()}
         groups: list[list[str]] = []
         for unit in completed:
             together = sum(sizes[each] for each in [*(groups[-1] if groups else ()), unit])
-            if groups and together * self.dtype.itemsize <= limit:
+            is_alike = bool(groups) and is_split[groups[-1][-1]] == is_split[unit]
+            if is_alike and together * self.dtype.itemsize <= limit:
                 groups[-1].append(unit)
             else:
                 groups.append([unit])
@@ -201,10 +204,10 @@ class State:
         mine = self.model_part(self.place)
         return tuple(g for g in self.mesh.ranks(axes) if self.model_part(g[0]) == mine)
 
-    def is_first_copy(self, unit: str, name: str) -> bool:
-        """Return whether no rank before this one has the same box of `name` in a `unit`."""
+    def is_first_copy(self, unit: str, name: str, axes: Iterable[str]) -> bool:
+        """Return whether no rank before this one along `axes` has the box of a `unit`'s `name`."""
         divided = {axis for _, axis in self.model.units[unit][name].splits}
-        return not any(self.mesh.index(a) for a in self.model.split_axes if a not in divided)
+        return not any(self.mesh.index(axis) for axis in axes if axis not in divided)
 
     def model_part(self, rank: int | None) -> tuple[int, ...]:
         """Return which part of the model a `rank` has: its place along the axes that divide it."""

@@ -120,8 +120,7 @@ class Trainer(State):
         mesh, sharding, recipe = mesh or Mesh(None), sharding or Sharding(), recipe or Recipe()
         check_arguments(mesh.axes, sharding, algorithm)
         check_recipe(recipe, sharding)
-        if model.mesh.size > 1 and model.mesh is not mesh:
-            raise ValueError("the model was made for another mesh: pass the same to both")
+        check_model(model, mesh, sharding)
         super().__init__(mesh, model, recipe, sharding, algorithm)
         self.phase = phase
         self.num_updates = self.num_skipped = self.num_recomputed = 0
@@ -147,6 +146,9 @@ class Trainer(State):
         )
         self.masters = self.offload.masters
         self.optimizer: Optimizer = recipe.optimizer(self.masters, make_state=self.offload.zeros)
+        if model.split_axes and any(sharding.reduction.state(self)):
+            name = type(sharding.reduction).__name__
+            raise ValueError(f"{name} keeps arrays: it does not work beside a divided model")
 
     @property
     def comm(self) -> collectives.Communicator | None:
@@ -493,7 +495,7 @@ class Trainer(State):
         total = 0.0
         for unit, x in self.gradient_shards.items():
             for piece in pieces_of(self.model.boxes(unit), self.shard_slice(unit)):
-                if self.is_first_copy(unit, piece.name):
+                if self.is_first_copy(unit, piece.name, self.model.split_axes):
                     total += sum_of_squares(x[piece.flat])
         return total
 
@@ -582,7 +584,9 @@ class Trainer(State):
 
     def summary_lines(self) -> list[str]:
         """Return sentences about the run that losses, traffic and memory do not show."""
-        lines = [self.overlap.summary()] if self.comm is not None else []
+        is_blocking = self.sharding.reduction.is_blocking
+        can_overlap = "parameters" in self.sharding.divided or not is_blocking
+        lines = [self.overlap.summary()] if self.comm is not None and can_overlap else []
         if self.num_recomputed:
             lines.append(
                 f"{self.num_recomputed} forward passes of layers recomputed on rank {self.rank}"
@@ -649,6 +653,22 @@ def sum_of_squares(x: Array) -> float:
     """Return the sum of the squares of a flat array's elements, computed in float64."""
     wide = (piece.astype(np.float64) for (piece,) in pieces(x))
     return sum((float(piece @ piece) for piece in wide), 0.0)
+
+
+def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
+    """Raise ValueError unless every axis of the mesh is used by the model or the sharding."""
+    if model.mesh.size > 1 and model.mesh is not mesh:
+        raise ValueError("the model was made for another mesh: pass the same to both")
+    specs = (spec for each in model.units.values() for spec in each.values())
+    wanted = {axis for spec in specs for _, axis in spec.splits}
+    if both := [axis for axis in sharding.axes if axis in wanted]:
+        raise ValueError(f"both the model and the sharding divide along {both[0]!r}")
+    rest = [axis for axis, n in mesh.axes.items() if n > 1 and axis not in sharding.axes]
+    if rest and model.mesh.size == 1:
+        raise ValueError(
+            f"neither the model nor the sharding uses the axis {rest[0]!r}: leave it out, or make"
+            " the model with mesh="
+        )
 
 
 def check_recipe(recipe: Recipe, sharding: Sharding) -> None:

@@ -17,7 +17,10 @@ import pytest
 import collectives
 from collectives import Communicator, even_counts
 from parallel import (
+    Int8Blocks,
     Mesh,
+    ModelMismatch,
+    PowerSGD,
     PredictedCall,
     Recipe,
     Sharding,
@@ -240,6 +243,82 @@ def test_a_model_of_another_mesh_is_refused() -> None:
             Trainer(Mesh(comm, data=1, tensor=2), model(Mesh(comm, data=1, tensor=2)))
 
     collectives.run(refused, size=2)
+
+
+def test_what_both_divide_is_refused() -> None:
+    def refused(comm: Communicator) -> None:
+        mesh = Mesh(comm, data=2)
+        with pytest.raises(ValueError, match="both the model and the sharding divide along 'data'"):
+            Trainer(mesh, model(mesh, axis="data"), sharding=Sharding.zero(1))
+
+    collectives.run(refused, size=2)
+
+
+@pytest.mark.parametrize("sharding", [Sharding.ddp, Sharding])
+def test_an_axis_that_nothing_uses_is_refused(sharding: Callable[[], Sharding]) -> None:
+    def refused(comm: Communicator) -> None:
+        mesh = Mesh(comm, data=1, tensor=2)
+        with pytest.raises(ValueError, match="neither the model nor the sharding uses"):
+            Trainer(mesh, model(None), sharding=sharding())
+
+    collectives.run(refused, size=2)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Sharding.ddp(hook=PowerSGD(1)), lambda: Sharding.local_updates(every=2)]
+)
+def test_hooks_that_keep_arrays_are_refused(make: Callable[[], Sharding]) -> None:
+    def refused(comm: Communicator) -> None:
+        mesh = Mesh(comm, data=1, tensor=2)
+        with pytest.raises(ValueError, match="does not work beside a divided model"):
+            Trainer(mesh, model(mesh), sharding=make())
+
+    collectives.run(refused, size=2)
+
+
+def test_ranks_that_begin_with_other_values_are_noticed() -> None:
+    def refused(comm: Communicator) -> None:
+        mesh = Mesh(comm, data=2, tensor=2)
+        recipe = Recipe(seed=mesh.coordinates["tensor"])
+        trainer = Trainer(mesh, model(mesh), recipe, sharding=Sharding.ddp())
+        with pytest.raises(ModelMismatch, match="embedding of ranks 1, 3"):
+            trainer.start()
+
+    collectives.run(refused, size=4)
+
+
+def test_copies_along_the_axis_stay_equal_when_sums_are_rounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of eight bits lie equally in the buckets of all ranks."""
+    monkeypatch.setitem(SHARDINGS, "int8", lambda: Sharding.ddp(hook=Int8Blocks()))
+    ends = run("int8", 4, 2)
+    assert len({tuple(end.losses) for end in ends}) == 1
+    assert differences([end.report for end in ends]) == []
+
+
+def test_what_a_layer_sends_along_the_data_is_sent_once() -> None:
+    class Sums(Gelu):
+        """Sends a number along all the data, forward, and forgets it."""
+
+        def __init__(self, mesh: Mesh) -> None:
+            super().__init__()
+            self.comm: Any = mesh["data", "tensor"]
+
+        def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+            self.comm.all_reduce(np.ones(1), algorithm="ring")
+            return super().forward(x, step)
+
+        def traffic(self, shape: tuple[int, ...], width: int) -> LayerTraffic:
+            options = {"counts": 1, "itemsize": 8, "axis": "data,tensor"}
+            return LayerTraffic((PredictedCall("", "all_reduce", "ring", **options),))
+
+    def of(mesh: Mesh) -> Model:
+        layers = model(mesh).layers
+        return Model(layers | {"gelu": Sums(mesh)}, mesh=mesh)
+
+    table = run("ddp", 4, 2, of=of)[0].table
+    assert table is not None and table.check()
 
 
 # Checkpoints

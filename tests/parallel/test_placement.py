@@ -195,3 +195,28 @@ def test_parts_of_a_flat_array_are_boxes_of_parameters(num_parts: int) -> None:
         assert (times == 1).all()
         for name, box in boxes.items():
             assert sum(each.name == name for each in pieces) <= max(1, 2 * len(box.shape) - 1)
+
+
+@pytest.mark.parametrize(
+    ("splits", "sentence"),
+    [
+        (((2, "tensor"),), r"the dimension 2 of a shape \(4, 3\)"),
+        (((-1, "tensor"),), "the dimension -1"),
+        ((("0", "tensor"),), "the dimension '0'"),
+        (((0, "tenosr"),), "there is no axis 'tenosr'"),
+        (((0, "tensor"), (1, "tensor")), "the axis 'tensor' twice"),
+    ],
+)
+def test_a_wrong_split_is_refused(splits: Splits, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Placement((4, 3), splits=splits)
+
+
+def test_an_axis_named_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="an axis is named twice in data, data"):
+        Mesh(None, data=1)["data", "data"]
+
+
+def test_a_mesh_of_fewer_than_no_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="an axis of less than one rank"):
+        Mesh(None, data=-1, tensor=-1)
