@@ -60,6 +60,8 @@ class Mesh:
             raise ValueError(f"a mesh of {words} has {num_ranks} ranks, not {self.size}")
         place = np.unravel_index(self.rank, tuple(self.axes.values()))
         self.coordinates = dict(zip(self.axes, map(int, place), strict=True))
+        steps = np.cumprod([1, *reversed(self.axes.values())])[-2::-1].tolist()
+        self._steps = dict(zip(self.axes, steps, strict=True))  # between neighbors along an axis
         self._made: dict[tuple[str, ...], Communicator] = {}
         self._groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
 
@@ -96,8 +98,10 @@ class Mesh:
 
     def index(self, axes: str | Sequence[str], rank: int | None = None) -> int:
         """Return the place of a `rank`, by default this one, along `axes`."""
-        rank, names = self.rank if rank is None else rank, self._names(axes)
-        return next(group.index(rank) for group in self.ranks(names) if rank in group)
+        rank, place = self.rank if rank is None else rank, 0
+        for name in self._names(axes):
+            place = place * self.axes[name] + rank // self._steps[name] % self.axes[name]
+        return place
 
     def _names(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         names = (axes,) if isinstance(axes, str) else tuple(axes)

@@ -37,8 +37,8 @@ class Action(NamedTuple):
         The number of the micro-batch that it computes.
     part : str
         The layer, unit or bucket; "" for all of a stage.
-    axis : str
-        The axes of the mesh along which it communicates, joined by commas.
+    axes : tuple of str
+        Those of the mesh along which it communicates.
     phase : str
         The label of the ledger for what is sent meanwhile.
     """
@@ -47,20 +47,15 @@ class Action(NamedTuple):
     stage: int = 0
     micro_batch: int | None = None
     part: str = ""
-    axis: str = ""
+    axes: tuple[str, ...] = ()
     phase: str = ""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes in `axis`."""
-        return tuple(self.axis.split(",")) if self.axis else ()
 
     def __str__(self) -> str:
         """Return ``0F1`` for a stage, as PyTorch writes it, or ``0F1[block0]`` for a layer."""
         number = "" if self.micro_batch is None else str(self.micro_batch)
         part = f"[{self.part}]" if self.part else ""
-        axis = f"@{self.axis}" if self.axis else ""
-        return f"{self.stage}{self.kind}{number}{part}{axis}"
+        axes = f"@{','.join(self.axes)}" if self.axes else ""
+        return f"{self.stage}{self.kind}{number}{part}{axes}"
 
 
 def one_forward_one_backward(num_micro_batches: int) -> list[Action]:
@@ -106,7 +101,7 @@ class _Lowering:
         self.is_reducing = False
 
     def add(self, kind: str, phase: str, part: str = "", axes: Sequence[str] = ()) -> None:
-        self.actions.append(Action(kind, self.stage, None, part, ",".join(axes), phase))
+        self.actions.append(Action(kind, self.stage, None, part, tuple(axes), phase))
 
     def compute(self, action: Action, *, is_last: bool) -> None:
         """Run all layers forward or backward on a micro-batch; `is_last` is that of the step."""

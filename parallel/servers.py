@@ -194,7 +194,7 @@ class AsyncParameterServer(Trainer):
         # A step is that of one rank alone: a worker does what precedes the update, the server the
         # rest.  It has no phases of its own, because pulls and pushes overlap in time.
         alone = ("F", "B", "LOSS", "NORM", "UPDATE")
-        step = [each._replace(axis="", phase="") for each in self.actions if each.kind in alone]
+        step = [each._replace(axes=(), phase="") for each in self.actions if each.kind in alone]
         ends = [each._replace(phase="finish") for each in self.actions if each.phase == "update"]
         self.actions = [*step, *ends]
 

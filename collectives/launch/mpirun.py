@@ -17,7 +17,13 @@ from typing import NamedTuple
 #
 # A rank uses one core.  OpenBLAS and MKL use this variable too, unless the user has set
 # OPENBLAS_NUM_THREADS or MKL_NUM_THREADS.
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+_RANKS = {
+    "OMP_NUM_THREADS": "1",
+    # The thresholds that glibc chooses itself once a program has freed 32 MiB.  Before that it
+    # gives freed memory back to the system: each training step then takes it again page by page.
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),
+}
 _OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     # No binding: otherwise two jobs on one machine bind to the same first cores, and all threads of
@@ -94,8 +100,8 @@ def _vendor(banner: str) -> str:
 def defaults(mpirun: Mpirun, *, fault_tolerant: bool = False) -> dict[str, str]:
     """Environment variables of the ranks, unless the user has set them."""
     if mpirun.vendor != "openmpi":
-        return _ONE_THREAD
-    chosen = {**_ONE_THREAD, **_OPEN_MPI, **(_OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {})}
+        return _RANKS
+    chosen = {**_RANKS, **_OPEN_MPI, **(_OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {})}
     return chosen | _FAULT_TOLERANT if fault_tolerant else chosen
 
 

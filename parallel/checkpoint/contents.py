@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
-from array_api_compat import array_namespace
 
-from parallel.nn import Array
+from parallel.nn import Array, namespace_of
 from parallel.optim import master_dtype
 from parallel.placement import Box, pieces_of
 from parallel.runtime import Trainer
@@ -191,7 +190,7 @@ class Checkpoint:
                 continue
             values = [part[:] for part in parts]
             total = values[0] if len(values) == 1 else sum(values, np.zeros(1))
-            x[...] = array_namespace(x).asarray(total, dtype=x.dtype)
+            x[...] = namespace_of(x).asarray(total, dtype=x.dtype)
         scale, saved = trainer.loss_scale, self.index.loss_scale
         scale.value, scale.num_good = saved["value"], saved["num_good"]
         trainer.optimizer.steps = self.index.optimizer["steps"]
@@ -199,7 +198,7 @@ class Checkpoint:
 
     def _read(self, trainer: Trainer, unit: str, kind: str, part: slice, into: Array) -> None:
         """Read a part of a unit into an array, in its dtype."""
-        xp = array_namespace(into)
+        xp = namespace_of(into)
         for name, box, flat in pieces_of(trainer.model.boxes(unit), part):
             target = into[flat].reshape(box.shape)
             for saved, data in self.boxes[f"{unit}.{name}/{kind}"]:

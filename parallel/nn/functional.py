@@ -15,6 +15,16 @@ from array_api_compat import array_namespace
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray; the array API has no type to name
 
 
+_namespaces: dict[type, Any] = {}
+
+
+def namespace_of(x: Array) -> Any:
+    """Return the functions for arrays of this type.  The look-up takes longer than small sums."""
+    if type(x) not in _namespaces:
+        _namespaces[type(x)] = array_namespace(x)
+    return _namespaces[type(x)]
+
+
 def upcast(x: Array) -> Array:
     """Return `x` in the dtype to compute in: float32 for two-byte dtypes, else unchanged."""
     return x.astype(np.float32) if x.dtype.itemsize == 2 else x
@@ -32,7 +42,7 @@ def matmul(a: Array, b: Array) -> Array:
 
 def sum_rows(x: Array) -> Array:
     """Return the sum over axis 0, rounded once to the dtype of `x`."""
-    return cast(array_namespace(x).sum(upcast(x), axis=0), x.dtype)
+    return cast(namespace_of(x).sum(upcast(x), axis=0), x.dtype)
 
 
 def on_host(array: Array) -> np.ndarray[Any, Any]:
@@ -48,12 +58,12 @@ def flatten_rows(x: Array) -> Array:
 
 def transpose(x: Array) -> Array:
     """Return `x` with its last two axes exchanged."""
-    return array_namespace(x).matrix_transpose(x)
+    return namespace_of(x).matrix_transpose(x)
 
 
 def causal_softmax(scores: Array) -> Array:
     """Return the softmax over the last axis; row i of the axis before it uses columns 0 to i."""
-    xp = array_namespace(scores)
+    xp = namespace_of(scores)
     position = xp.arange(scores.shape[-1], device=scores.device)
     is_seen = position[:, None] >= position[None, :]
     scores = xp.where(is_seen, scores, xp.asarray(-math.inf, dtype=scores.dtype))
@@ -63,6 +73,6 @@ def causal_softmax(scores: Array) -> Array:
 
 def one_hot(classes: Array, num_classes: int, dtype: Any) -> Array:
     """Return a matrix (rows, `num_classes`) with a one in each row, for integers (rows,)."""
-    xp = array_namespace(classes)
+    xp = namespace_of(classes)
     columns = xp.arange(num_classes, device=classes.device)
     return (classes[:, None] == columns[None, :]).astype(dtype)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from parallel.nn.functional import (
     Array,
     cast,
     causal_softmax,
     flatten_rows,
     matmul,
+    namespace_of,
     one_hot,
     sum_rows,
     transpose,
@@ -47,7 +46,7 @@ class Embedding(Layer):
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         if x.shape[1] > self.context:
             raise ValueError(f"{x.shape[1]} tokens in a row, but positions for {self.context} only")
-        xp = array_namespace(x)
+        xp = namespace_of(x)
         check_classes("token", xp.reshape(x, (-1,)), self.vocab_size)
         rows = xp.take(self.value["token"], xp.reshape(x, (-1,)), axis=0)
         return xp.reshape(rows, (*x.shape, self.dim)) + self.value["position"][: x.shape[1]], x
@@ -60,7 +59,7 @@ class Embedding(Layer):
         tokens, dy = rest
         # A product with a one-hot matrix adds in one fixed order, on a GPU too, and is part of the
         # array API; a scattered addition is neither.
-        xp = array_namespace(dy)
+        xp = namespace_of(dy)
         selected = one_hot(xp.reshape(tokens, (-1,)), self.vocab_size, dy.dtype)
         self.gradient["token"] += matmul(selected.T, flatten_rows(dy))
         over_batch = xp.sum(upcast(dy), axis=0)
@@ -158,7 +157,7 @@ class Gelu(Layer):
         return cast(dy * (0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner), dy.dtype), None
 
     def _tanh(self, x: Array) -> Array:
-        return array_namespace(x).tanh(self.SCALE * x * (1 + self.CUBIC * x * x))
+        return namespace_of(x).tanh(self.SCALE * x * (1 + self.CUBIC * x * x))
 
     def activation_bytes(self, shape: Shape, width: int) -> Activations:
         return Activations(width * math.prod(shape), shape)
@@ -181,7 +180,7 @@ class LayerNorm(Layer):
         return {"gain": ParameterSpec((self.dim,), mean=1.0), "bias": ParameterSpec((self.dim,))}
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
-        xp = array_namespace(x)
+        xp = namespace_of(x)
         centered = upcast(x) - xp.mean(upcast(x), axis=-1, keepdims=True)
         variance = xp.mean(centered * centered, axis=-1, keepdims=True)
         inverse = 1 / xp.sqrt(variance + self.EPSILON)
@@ -190,7 +189,7 @@ class LayerNorm(Layer):
         return cast(y, x.dtype), (normalized, inverse)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        xp = array_namespace(dy)
+        xp = namespace_of(dy)
         normalized, inverse = upcast(saved[0]), saved[1]
         d = upcast(dy) * upcast(self.value["gain"])
         along = normalized * xp.mean(d * normalized, axis=-1, keepdims=True)
@@ -230,7 +229,7 @@ class CausalAttention(Layer):
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         x, probabilities = saved
-        (q, k, v), xp = self._split(x), array_namespace(x)
+        (q, k, v), xp = self._split(x), namespace_of(x)
         dy = xp.permute_dims(dy.reshape(*dy.shape[:2], *q.shape[1::2]), (0, 2, 1, 3))
         dscores = upcast(dy) @ transpose(upcast(v))
         dscores -= xp.sum(dscores * probabilities, axis=-1, keepdims=True)
@@ -244,13 +243,13 @@ class CausalAttention(Layer):
         """Return queries, keys and values, each (batch, heads, context, dim / heads)."""
         width = x.shape[-1] // (3 * self.num_heads)
         parts = x.reshape(*x.shape[:2], 3, self.num_heads, width)
-        q, k, v = array_namespace(x).permute_dims(parts, (2, 0, 3, 1, 4))
+        q, k, v = namespace_of(x).permute_dims(parts, (2, 0, 3, 1, 4))
         return q, k, v
 
     def _join(self, y: Array) -> Array:
         """Put the heads side by side again: (batch, context, dim)."""
         batch, heads, context, width = y.shape
-        xp = array_namespace(y)
+        xp = namespace_of(y)
         return xp.permute_dims(y, (0, 2, 1, 3)).reshape(batch, context, heads * width)
 
     def activation_bytes(self, shape: Shape, width: int) -> Activations:
@@ -272,7 +271,7 @@ class CrossEntropy(Layer):
     saves_input = False
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
-        xp = array_namespace(x)
+        xp = namespace_of(x)
         flat, targets = upcast(flatten_rows(x)), xp.reshape(step.targets, (-1,))
         check_classes("target", targets, flat.shape[-1])
         shifted = flat - xp.max(flat, axis=-1, keepdims=True)
@@ -286,7 +285,7 @@ class CrossEntropy(Layer):
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         """Return the derivative by the logits; `dy` is a number, 1 if the loss comes last."""
         if dy == 1:
-            return array_namespace(saved).positive(saved), None  # a copy
+            return namespace_of(saved).positive(saved), None  # a copy
         return cast(upcast(saved) * dy, saved.dtype), None
 
     def activation_bytes(self, shape: Shape, width: int) -> Activations:
@@ -295,7 +294,7 @@ class CrossEntropy(Layer):
 
 def check_classes(what: str, classes: Array, num_classes: int) -> None:
     """Raise ValueError unless all `classes`, integers, are at least 0 and below `num_classes`."""
-    xp = array_namespace(classes)
+    xp = namespace_of(classes)
     for extreme in (xp.min, xp.max) if classes.shape[0] else ():
         if not 0 <= (found := float(extreme(classes))) < num_classes:
             raise ValueError(f"a {what} is {found:.0f}: there are classes 0 to {num_classes - 1}")

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
-from array_api_compat import array_namespace
 
-from parallel.nn import Array, cast
+from parallel.nn import Array, cast, namespace_of
 
 PIECE = 1 << 14  # elements updated at a time, so that they stay in the cache with temporaries
 
@@ -28,7 +27,7 @@ def pieces(*arrays: Array) -> Iterator[list[Array]]:
 
 def zeros_like(x: Array) -> Array:
     """Return zeros of the shape, dtype and device of `x`."""
-    return array_namespace(x).zeros_like(x)
+    return namespace_of(x).zeros_like(x)
 
 
 def check(name: str, option: float, below: float = math.inf, *, may_be_zero: bool = True) -> None:
@@ -160,7 +159,7 @@ class Adam(Optimizer):
         beta1, beta2 = self.betas
         m += (1 - beta1) * (g - m)
         v += (1 - beta2) * (g * g - v)
-        root = array_namespace(v).sqrt(v)
+        root = namespace_of(v).sqrt(v)
         root *= 1 / math.sqrt(1 - beta2**self.steps)
         root += self.eps
         if self.weight_decay:

@@ -42,6 +42,7 @@ class State:
         self.memory, self.loss_scale = MemoryTracker(), LossScale(self.dtype)
         self.unit_sizes = model.unit_sizes
         self.place: int | None = None  # see `as_of`
+        self._divisions: dict[tuple[str, tuple[str, ...]], tuple[tuple[int, ...], slice]] = {}
         self.buckets = self._make_buckets()
         self.secondary: dict[str, Array] = {}
         self._allocate_parameters()
@@ -52,16 +53,23 @@ class State:
 
     def counts(self, unit: str, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the elements of each rank's part of a unit, if ranks along `axes` divide it."""
-        size, num_ranks = self.unit_sizes[unit], self.mesh.size_of(axes)
-        if self.sharding.server is not None:
-            return tuple(size * (rank == self.sharding.server) for rank in range(num_ranks))
-        return collectives.even_counts(size, num_ranks)
+        return self._division(unit, tuple(axes))[0]
 
     def part(self, unit: str, axes: Sequence[str]) -> slice:
         """Return this rank's part of a unit, if ranks along `axes` divide it."""
-        counts, index = self.counts(unit, axes), self.mesh.index(axes)
-        start = sum(counts[:index])
-        return slice(start, start + counts[index])
+        return self._division(unit, tuple(axes))[1]
+
+    def _division(self, unit: str, axes: tuple[str, ...]) -> tuple[tuple[int, ...], slice]:
+        """Return `counts` and `part`, which are computed once."""
+        if (unit, axes) not in self._divisions:
+            size, num_ranks = self.unit_sizes[unit], self.mesh.size_of(axes)
+            counts = collectives.even_counts(size, num_ranks)
+            if (server := self.sharding.server) is not None:
+                counts = tuple(size * (rank == server) for rank in range(num_ranks))
+            index = self.mesh.index(axes)
+            start = sum(counts[:index])
+            self._divisions[unit, axes] = counts, slice(start, start + counts[index])
+        return self._divisions[unit, axes]
 
     def shard_slice(self, unit: str) -> slice:
         """Return the elements of a unit that this rank updates."""
@@ -217,4 +225,5 @@ class State:
         """Return this run with the sizes of another rank's part of the model, to predict calls."""
         other = copy(self)
         other.place, other.unit_sizes = rank, self.model.unit_sizes_of(rank)
+        other._divisions = {}
         return other

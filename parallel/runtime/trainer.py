@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -303,7 +304,7 @@ class Trainer(State):
     def run(self, actions: Iterable[Action]) -> None:
         """Do some actions, up to an update that must be skipped; see `begin`."""
         with self.ignore_overflow():
-            for label, group in groupby(actions, lambda action: action.phase):
+            for label, group in groupby(actions, attrgetter("phase")):
                 with self.phase(label) if label else nullcontext():
                     for action in group:
                         began = time.perf_counter()

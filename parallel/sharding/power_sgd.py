@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from array_api_compat import array_namespace
 
 from parallel import placement
 from parallel.accounts.calls import PredictedCall
-from parallel.nn import Array, ParameterSpec, split_flat
+from parallel.nn import Array, ParameterSpec, namespace_of, split_flat
 from parallel.optim import master_dtype
 from parallel.sharding.collective import (
     Axes,
@@ -171,14 +170,14 @@ class PowerSGD(GeneratorHook):
         """Set `left` to this rank's P."""
         corrected = self._with_error(name, gradient, scale)
         left[...] = corrected @ self.bases[name]
-        left += 0 * array_namespace(corrected).sum(corrected)  # NaN, also where 0 in Q meets an inf
+        left += 0 * namespace_of(corrected).sum(corrected)  # NaN, also where 0 in Q meets an inf
 
     @ignore_overflow
     def _compute_q(
         self, name: str, gradient: Array, scale: float, left: Array, right: Array
     ) -> None:
         """Make the sum of all P orthonormal, set `right` to this rank's Q, and keep its error."""
-        xp, corrected = array_namespace(gradient), self._with_error(name, gradient, scale)
+        xp, corrected = namespace_of(gradient), self._with_error(name, gradient, scale)
         is_finite = xp.all(xp.isfinite(left))
         left[...] = orthonormal(left)
         right[...] = corrected.T @ left
@@ -193,7 +192,7 @@ class PowerSGD(GeneratorHook):
 
         A column of the last Q stays if the new one is zero: its direction may be needed later.
         """
-        xp, basis = array_namespace(gradient), self.bases[name]
+        xp, basis = namespace_of(gradient), self.bases[name]
         copy_rounded(gradient, left @ right.T)
         lengths = xp.sqrt(xp.sum(right.astype(np.float64) ** 2, axis=0))
         is_good = xp.isfinite(lengths) & (lengths > 0)
@@ -225,7 +224,7 @@ def orthonormal(x: Array) -> Array:
     By the Gram-Schmidt method, which makes each column orthogonal to those before it twice (Giraud
     et al. 2005).  A column that depends on those before it becomes zero; NaN stays NaN.
     """
-    xp = array_namespace(x)
+    xp = namespace_of(x)
     done = x.T.astype(np.float64, order="C")
     for k, column in enumerate(done):
         before = xp.sqrt(column @ column)

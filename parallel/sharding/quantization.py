@@ -6,16 +6,15 @@ The same numbers give the same bytes on all ranks, in NumPy and in CuPy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace
 
 import collectives
 from parallel import placement
 from parallel.accounts.calls import PredictedCall
-from parallel.nn import Array
+from parallel.nn import Array, namespace_of
 from parallel.sharding.collective import Axes, CommHook, Completion, Gather, Group
 
 BLOCK = 256  # elements that share a scale: the scales add 4/256 of a byte for each element
@@ -61,7 +60,7 @@ def quantize(x: Array, block: int = BLOCK, bits: int = 8) -> Array:
         raise TypeError(f"only floating-point arrays can be quantized, not {x.dtype}")
     if len(x.shape) != 1:
         raise ValueError(f"only 1-d arrays can be quantized, not shape {x.shape}")
-    xp, n = array_namespace(x), x.shape[0]
+    xp, n = namespace_of(x), x.shape[0]
     start = element_bytes(n, bits)
     blocks = empty_blocks(xp, n, block)
     with np.errstate(over="ignore"):
@@ -89,11 +88,11 @@ def empty_blocks(xp: Any, num_elements: int, block: int) -> Array:
 
 def scales_of(blocks: Array, steps: int) -> Array:
     """Return the scales (blocks,) of (blocks, elements), float32: `steps` on a side of zero."""
-    xp = array_namespace(blocks)
+    xp = namespace_of(blocks)
     # The next number below, so that the largest element times its scale is finite.
     largest = float(np.nextafter(np.finfo(np.float32).max / np.float32(steps), np.float32(0)))
     peaks = xp.maximum(xp.max(blocks, axis=1), -xp.min(blocks, axis=1))
-    scales = xp.clip(peaks / steps, SMALLEST, largest)
+    scales = xp.minimum(xp.maximum(peaks / steps, SMALLEST), largest)
     scales = xp.where(xp.isfinite(peaks), scales, xp.asarray(np.nan, dtype=np.float32))
     return xp.where(peaks == 0, xp.zeros_like(peaks), scales)
 
@@ -110,7 +109,7 @@ def dequantize(packed: Array, num_elements: int, block: int = BLOCK, bits: int =
         raise ValueError(
             f"{num_elements} quantized elements have shape ({wanted},), not {packed.shape}"
         )
-    xp = array_namespace(packed)
+    xp = namespace_of(packed)
     scales = packed[start:].copy().view(np.float32)  # a copy is aligned
     blocks = empty_blocks(xp, num_elements, block)
     flat = blocks.reshape(-1)[:num_elements]
@@ -195,20 +194,27 @@ class QuantizedExchange(CommHook):
     def _exchange(self, group: Group, axis: str, parts: list[list[Array]]) -> list[Array]:
         """Send ``parts[r]`` to each rank r; return the float32 sums of what ranks sent here.
 
-        What a rank sends to itself is not sent and not rounded.
+        What a rank would send to itself is not rounded.
         """
-        packed = [[quantize(part, self.block, self.bits) for part in each] for each in parts]
-        sizes, me = [sum(x.shape[0] for x in each) for each in packed], group.mesh.index(axis)
-        whole = array_namespace(parts[0][0]).concat([x for each in packed for x in each])
-        sent = group.memory.track("buffers", whole)
-        received = group.new_buffer("buffers", len(parts) * sizes[me], np.uint8)
-        table, options = [sizes] * len(parts), {"out": received, "algorithm": ALL_TO_ALL}
-        group.start_call((axis,), "all_to_all", sent, counts=table, **options)()
+        me = group.mesh.index(axis)
+        table = exchange_table(
+            sum(quantized_bytes(part.shape[0], self.block, self.bits) for part in each)
+            for each in parts
+        )
+        sent = group.new_buffer("buffers", sum(table[me]), np.uint8)
+        for target, each in zip(placement.split(sent, table[me]), parts, strict=True):
+            if target.shape[0]:
+                packed = [quantize(part, self.block, self.bits) for part in each]
+                target[...] = group.xp.concat(packed)
+        sizes = [row[me] for row in table]
+        received = group.new_buffer("buffers", sum(sizes), np.uint8)
+        options = {"out": received, "counts": table, "algorithm": ALL_TO_ALL}
+        group.start_call((axis,), "all_to_all", sent, **options)()
         sums = [part.astype(np.float32) for part in parts[me]]
         counts = [part.shape[0] for part in sums]
-        for rank, each in enumerate(received.reshape(len(parts), -1)):
-            if rank != me:
-                values = unpacked(each, counts, self.block, self.bits)
+        for source in placement.split(received, sizes):
+            if source.shape[0]:
+                values = unpacked(source, counts, self.block, self.bits)
                 for total, part in zip(sums, values, strict=True):
                     total += part
         return sums
@@ -222,11 +228,11 @@ class QuantizedExchange(CommHook):
         to = tuple(sum(sizes[column::inner]) for column in range(inner))
         options: dict[str, Any] = {"itemsize": 1, "algorithm": ALL_TO_ALL}
         within, between = (self.within,), (self.between,)
-        calls = [group.predicted(f"{phase}/within", "all_to_all", (to,) * inner, within, **options)]
+        table = exchange_table(to)
+        calls = [group.predicted(f"{phase}/within", "all_to_all", table, within, **options)]
         for column in group.groups(between):
-            to = tuple(sizes[group.mesh.index(axes, rank)] for rank in column)
-            table, options = (to,) * len(column), options | {"groups": (column,)}
-            label = f"{phase}/between"
+            table = exchange_table(sizes[group.mesh.index(axes, rank)] for rank in column)
+            label, options = f"{phase}/between", options | {"groups": (column,)}
             calls.append(group.predicted(label, "all_to_all", table, between, **options))
         return calls
 
@@ -235,5 +241,11 @@ class QuantizedExchange(CommHook):
         sizes, mesh = self._sizes(group, bucket, axes), group.mesh
         inner = mesh.size_of(self.within)
         mine = sizes[mesh.index(self.within) :: inner]  # the parts of this rank's column
-        within = sum(sizes) + inner * sum(mine)
-        return max(within, sum(mine) + len(mine) * mine[mesh.index(self.between)])
+        within = sum(sizes) + (inner - 2) * sum(mine)
+        return max(within, sum(mine) + (len(mine) - 2) * mine[mesh.index(self.between)])
+
+
+def exchange_table(sizes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the counts of an all-to-all in which every other rank sends `sizes[r]` to rank r."""
+    to = tuple(sizes)
+    return tuple(tuple(n * (r != rank) for r, n in enumerate(to)) for rank in range(len(to)))

@@ -35,7 +35,8 @@ REPORT = """
     report = [world.rank, world.size, MPI.get_vendor()[0], sys.argv[1:], os.getcwd()]
     if sys.flags.isolated or sys.flags.no_site:
         raise SystemExit("this is not the Python that the user would start")
-    sys.stdout.write(json.dumps([*report, os.environ.get("OMP_NUM_THREADS")]) + "\\n")
+    names = ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")
+    sys.stdout.write(json.dumps([*report, *map(os.environ.get, names)]) + "\\n")
 """
 
 # Every rank leaves its process number in a directory and then works for ever.
@@ -70,7 +71,8 @@ def reports(stdout: str) -> list[list[Any]]:
 def test_more_ranks_than_cores_get_the_arguments_untouched(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
     size = (os.cpu_count() or 1) + 1
     arguments = ["-n", "7", "--timeout", "x", "-m", "--mpi-args=1", "--", "two words", "", "*"]
     arguments += [":", "--map-by", "core", "-x", "PATH", "--", "=", "%3A", "-np", "'", '"', "$HOME"]
@@ -82,7 +84,7 @@ def test_more_ranks_than_cores_get_the_arguments_untouched(
     assert job.returncode == 0, job.stderr
     vendor = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI"}[find_mpirun().vendor]
     assert reports(job.stdout) == [
-        [rank, size, vendor, arguments, str(tmp_path), "1"] for rank in range(size)
+        [rank, size, vendor, arguments, str(tmp_path), "1", "67108864"] for rank in range(size)
     ]
 
 
@@ -95,13 +97,13 @@ def test_a_module_runs_and_the_users_environment_wins(
     job = launch(
         2,
         ["-m", "a_module", "-n", "5"],
-        env={"OMP_NUM_THREADS": "3"},
+        env={"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "5"},
         timeout=TOO_LONG,
         capture=True,
     )
     assert job.returncode == 0, job.stderr
-    assert [(row[0], row[3], row[5]) for row in reports(job.stdout)] == [
-        (rank, ["-n", "5"], "3") for rank in range(2)
+    assert [(row[0], row[3], *row[5:]) for row in reports(job.stdout)] == [
+        (rank, ["-n", "5"], "3", "5") for rank in range(2)
     ]
 
 
