@@ -19,18 +19,18 @@ from parallel.mesh import Mesh
 from parallel.nn import Array, Model, Step
 from parallel.optim import Offload, Optimizer, pieces
 from parallel.placement import pieces_of, span
-from parallel.places import OFFLOADED, Place
+from parallel.places import OFFLOADED
 from parallel.runtime import agreement, prediction
 from parallel.runtime.agreement import format_ranks
+from parallel.runtime.checks import check_arguments, check_model, check_recipe
 from parallel.runtime.overlap import Overlap
 from parallel.runtime.prediction import SCALAR_ALGORITHM
 from parallel.runtime.recipe import BatchFunction, ProgressCallback, Recipe
 from parallel.runtime.state import State
 from parallel.schedule import Action, lower, one_forward_one_backward
-from parallel.sharding import AllReduce, Completion, ReduceScatter, Sharding
+from parallel.sharding import Completion, Sharding
 from parallel.text import Tokens
 
-EXACT = (AllReduce, ReduceScatter)  # what sums in the dtype of the recipe
 METHODS = {
     "F": "forward", "B": "backward", "UNSHARD": "unshard", "RESHARD": "reshard",
     "REDUCE": "reduce", "WAIT": "wait", "UNUSED": "find_unused", "LOSS": "reduce_loss",
@@ -654,49 +654,3 @@ def sum_of_squares(x: Array) -> float:
     """Return the sum of the squares of a flat array's elements, computed in float64."""
     wide = (piece.astype(np.float64) for (piece,) in pieces(x))
     return sum((float(piece @ piece) for piece in wide), 0.0)
-
-
-def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
-    """Raise ValueError unless every axis of the mesh is used by the model or the sharding."""
-    if model.mesh.size > 1 and model.mesh is not mesh:
-        raise ValueError("the model was made for another mesh: pass the same to both")
-    specs = (spec for each in model.units.values() for spec in each.values())
-    wanted = {axis for spec in specs for _, axis in spec.splits}
-    if both := [axis for axis in sharding.axes if axis in wanted]:
-        raise ValueError(f"both the model and the sharding divide along {both[0]!r}")
-    rest = [axis for axis, n in mesh.axes.items() if n > 1 and axis not in sharding.axes]
-    if rest and model.mesh.size == 1:
-        raise ValueError(
-            f"neither the model nor the sharding uses the axis {rest[0]!r}: leave it out, or make"
-            " the model with mesh="
-        )
-
-
-def check_recipe(recipe: Recipe, sharding: Sharding) -> None:
-    """Raise ValueError if the sharding cannot train by this recipe."""
-    if recipe.reduce_dtype is not None and not isinstance(sharding.reduction, EXACT):
-        name = type(sharding.reduction).__name__
-        raise ValueError(f"reduce_dtype is {recipe.reduce_dtype}, but {name} has its own")
-    is_simple = recipe.offload is Place and recipe.dtype != "float16"
-    if sharding.every is not None and not is_simple:
-        raise ValueError(
-            "local updates take no offload, and no float16, in which ranks may skip different"
-            " updates"
-        )
-
-
-def check_arguments(axes: dict[str, int], sharding: Sharding, algorithm: str) -> None:
-    """Raise ValueError unless a mesh of these `axes` can use this sharding and algorithm.
-
-    The algorithm must give all ranks the same bits.
-    """
-    if missing := [axis for axis in sharding.axes if axis not in axes]:
-        has = ", ".join(axes)
-        raise ValueError(f"the sharding needs an axis {missing[0]!r}; the mesh has {has}")
-    for collective, sizes in sharding.algorithm_sizes(axes).items():
-        for size in sizes:
-            if not collectives.choose(collective, algorithm, size, 0).algorithm.is_bitwise:
-                raise ValueError(
-                    f"{collective}.{algorithm} rounds differently on different ranks: their"
-                    " parameters would differ; choose another algorithm"
-                )

@@ -5,6 +5,7 @@ The strategies that round what they send, or let ranks run ahead, have tests of 
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 import collectives
 from collectives import CollectiveError, Communicator
 from parallel import Action, Mesh, MissingGradient, Recipe, Sharding, TrafficMismatch, Trainer
-from parallel.nn import Linear, Model, gpt
+from parallel.nn import CrossEntropy, Embedding, Linear, Model, Shape, Step, gpt
+from parallel.nn.layer import Activations
 from parallel.optim import SGD, Adam, AdamW
 from parallel.runtime import RunSize
 from parallel.runtime.agreement import ModelMismatch
@@ -648,3 +650,35 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(kind: Any) -> None:
 
 def test_the_errors_are_value_errors() -> None:
     assert issubclass(ModelMismatch, ValueError) and issubclass(MissingGradient, ValueError)
+
+
+class Penalized(Linear):
+    """Adds the mean square of what it returns to the loss, as routers of experts do."""
+
+    def forward(self, x: Any, step: Step) -> tuple[Any, Any]:
+        y, saved = super().forward(x, step)
+        step.losses.append(float((y * y).sum()) / step.total)
+        return y, (saved, 2 * step.loss_scale / step.total * y)
+
+    def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
+        inner, own = saved
+        return super().backward_input(dy + own, inner)
+
+    def activation_bytes(self, shape: Shape, width: int) -> Activations:
+        found = super().activation_bytes(shape, width)
+        return found._replace(saved=found.saved + width * math.prod(found.shape))
+
+
+def with_last(linear: type[Linear]) -> Model:
+    layers = {"embedding": Embedding(256, CONTEXT, 6), "head": linear(6, 256)}
+    return Model(layers | {"loss": CrossEntropy()})
+
+
+def test_losses_of_layers_are_added_on_any_number_of_ranks() -> None:
+    recipe = Recipe("float64", num_micro_batches=2)
+    (one,) = train(alone, 1, recipe, of=partial(with_last, Penalized))
+    (other,) = train(alone, 1, recipe, of=partial(with_last, Linear))
+    assert min(a - b for a, b in zip(one.losses, other.losses, strict=True)) > 1e-3
+    for end in train(zero1, 3, recipe, of=partial(with_last, Penalized)):
+        np.testing.assert_allclose(end.losses, one.losses, rtol=1e-12)
+        assert all(formula == counted for formula, counted in end.memory.values())

@@ -1,0 +1,61 @@
+"""Refuse combinations that cannot train, before anything is sent."""
+
+from __future__ import annotations
+
+import collectives
+from parallel.mesh import Mesh
+from parallel.nn import Model
+from parallel.places import Place
+from parallel.runtime.recipe import Recipe
+from parallel.sharding import AllReduce, ReduceScatter, Sharding
+
+EXACT = (AllReduce, ReduceScatter)  # what sums in the dtype of the recipe
+
+
+def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
+    """Raise ValueError unless a model made for this mesh and a sharding can train together.
+
+    Each axis of the mesh must be used by one of them, and none by both.
+    """
+    if model.mesh.size > 1 and model.mesh is not mesh:
+        raise ValueError("the model was made for another mesh: pass the same to both")
+    specs = (spec for each in model.units.values() for spec in each.values())
+    wanted = {axis for spec in specs for _, axis in spec.splits}
+    if both := [axis for axis in sharding.axes if axis in wanted]:
+        raise ValueError(f"both the model and the sharding divide along {both[0]!r}")
+    rest = [axis for axis, n in mesh.axes.items() if n > 1 and axis not in sharding.axes]
+    if rest and model.mesh.size == 1:
+        raise ValueError(
+            f"neither the model nor the sharding uses the axis {rest[0]!r}: leave it out, or make"
+            " the model with mesh="
+        )
+
+
+def check_recipe(recipe: Recipe, sharding: Sharding) -> None:
+    """Raise ValueError if the sharding cannot train by this recipe."""
+    if recipe.reduce_dtype is not None and not isinstance(sharding.reduction, EXACT):
+        name = type(sharding.reduction).__name__
+        raise ValueError(f"reduce_dtype is {recipe.reduce_dtype}, but {name} has its own")
+    is_simple = recipe.offload is Place and recipe.dtype != "float16"
+    if sharding.every is not None and not is_simple:
+        raise ValueError(
+            "local updates take no offload, and no float16, in which ranks may skip different"
+            " updates"
+        )
+
+
+def check_arguments(axes: dict[str, int], sharding: Sharding, algorithm: str) -> None:
+    """Raise ValueError unless a mesh of these `axes` can use this sharding and algorithm.
+
+    The algorithm must give all ranks the same bits.
+    """
+    if missing := [axis for axis in sharding.axes if axis not in axes]:
+        has = ", ".join(axes)
+        raise ValueError(f"the sharding needs an axis {missing[0]!r}; the mesh has {has}")
+    for collective, sizes in sharding.algorithm_sizes(axes).items():
+        for size in sizes:
+            if not collectives.choose(collective, algorithm, size, 0).algorithm.is_bitwise:
+                raise ValueError(
+                    f"{collective}.{algorithm} rounds differently on different ranks: their"
+                    " parameters would differ; choose another algorithm"
+                )
