@@ -19,7 +19,7 @@ _namespaces: dict[type, Any] = {}
 
 
 def namespace_of(x: Array) -> Any:
-    """Return the functions for arrays of this type.  The look-up takes longer than small sums."""
+    """Return the array namespace of `x`, which is looked up once for each type of array."""
     if type(x) not in _namespaces:
         _namespaces[type(x)] = array_namespace(x)
     return _namespaces[type(x)]
