@@ -16,7 +16,7 @@ import numpy as np
 
 import collectives
 
-EXECUTOR = str(Path(collectives.__file__).parent / "engines" / "executor.py")
+EXECUTOR = "collectives.engines.executor"  # the compiled code, which posts the messages
 PACKAGE = str(Path(collectives.__file__).parent)
 
 
@@ -28,10 +28,10 @@ class Followed:
         self.frames = 0
         self.has_posted = False
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
         code = frame.f_code
-        if code.co_filename == EXECUTOR and code.co_name == "advance":  # where messages are posted
-            self.has_posted = True
+        if event == "c_call" and getattr(called, "__module__", None) == EXECUTOR:
+            self.has_posted = True  # what follows only waits
         if event != "call" or self.has_posted or not code.co_filename.startswith(PACKAGE):
             return
         if not code.co_name.startswith("<"):  # a comprehension is part of its function
@@ -53,6 +53,7 @@ def followed(call: Callable[[], object], comm: collectives.Communicator) -> dict
     sys.setprofile(path)
     call()
     sys.setprofile(None)
+    assert path.has_posted
     files = {file for file, _ in path.functions}
     return {"functions": len(path.functions), "files": len(files), "frames": path.frames}
 
@@ -63,7 +64,8 @@ if __name__ == "__main__":
     comm.all_reduce(x.astype(np.float32))  # compiled code, kernels and tables are there
     comm.all_reduce(x, out=out)
     longer, its_out = np.ones(9), np.empty(9)
-    first = followed(lambda: comm.all_reduce(longer, out=its_out), comm)
+    # Nothing has been called with an operator: no call that is kept is tried.
+    first = followed(lambda: comm.all_reduce(longer, op="sum", out=its_out), comm)
     comm.all_reduce(x, out=out)
     again = followed(lambda: comm.all_reduce(x, out=out), comm)
     if comm.rank == 0:
