@@ -58,11 +58,10 @@ class Mesh:
             if min(self.axes.values()) < 1:
                 raise ValueError(f"a mesh of {words} has an axis of less than one rank")
             raise ValueError(f"a mesh of {words} has {num_ranks} ranks, not {self.size}")
-        place = np.unravel_index(self.rank, tuple(self.axes.values()))
-        self.coordinates = dict(zip(self.axes, map(int, place), strict=True))
         steps = np.cumprod([1, *reversed(self.axes.values())])[-2::-1].tolist()
         self._steps = dict(zip(self.axes, steps, strict=True))  # between neighbors along an axis
-        self._made: dict[tuple[str, ...], Communicator] = {}
+        self.coordinates = {name: self.index(name) for name in self.axes}
+        self._comms: dict[tuple[str, ...], Communicator] = {}
         self._groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
 
     def __getitem__(self, axes: str | Sequence[str]) -> Communicator | None:
@@ -71,15 +70,19 @@ class Mesh:
         The first use of an axis makes its communicators: all ranks of the mesh make it.
         """
         names = self._names(axes)
-        label, everyone = ",".join(names), [tuple(range(self.size))]
-        if self.comm is None or (self.comm.name == label and self.ranks(names) == everyone):
-            return self.comm
-        if names not in self._made:
-            color = next(i for i, ranks in enumerate(self.ranks(names)) if self.rank in ranks)
-            made = self.comm.split(color, self.index(names), name=label)
-            assert made is not None
-            self._made[names] = made
-        return self._made[names]
+        if self.comm is not None and names not in self._comms:
+            self._comms[names] = self._make(self.comm, names)
+        return self._comms.get(names)
+
+    def _make(self, whole: Communicator, names: tuple[str, ...]) -> Communicator:
+        """Return a new communicator along `names`, or the `whole` one if it is that."""
+        label, groups = ",".join(names), self.ranks(names)
+        if whole.name == label and groups == [tuple(range(self.size))]:
+            return whole
+        color = next(i for i, ranks in enumerate(groups) if self.rank in ranks)
+        made = whole.split(color, self.index(names), name=label)
+        assert made is not None
+        return made
 
     def ranks(self, axes: str | Sequence[str]) -> list[tuple[int, ...]]:
         """Return all groups of ranks along `axes`, in the order given; every rank is in one."""
@@ -113,6 +116,7 @@ class Mesh:
 
     def free(self) -> None:
         """Free the communicators of all axes, but not `comm`.  All ranks call this."""
-        for comm in self._made.values():
-            comm.free()
-        self._made.clear()
+        for comm in self._comms.values():
+            if comm is not self.comm:
+                comm.free()
+        self._comms.clear()

@@ -16,7 +16,7 @@ from collectives.programs import Program
 
 Action = Callable[[], object]
 
-_YIELDS = 10_000  # offers of the processor to other ranks before a waiting rank sleeps
+_YIELDS = 10_000  # offers of the processor to other ranks before a rank backs off
 
 
 class Operands(NamedTuple):
@@ -269,10 +269,7 @@ def poll_until(is_done: Callable[[], Any], deadline: float | None = None) -> boo
     while not is_done():
         if deadline is not None and time.monotonic() > deadline:
             return False
-        if num_tries < _YIELDS:
-            os.sched_yield()
-        else:
-            back_off(num_tries - _YIELDS)
+        back_off(num_tries - _YIELDS)
         num_tries += 1
     return True
 

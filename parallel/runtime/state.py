@@ -63,9 +63,10 @@ class State:
         """Return `counts` and `part`, which are computed once."""
         if (unit, axes) not in self._divisions:
             size, num_ranks = self.unit_sizes[unit], self.mesh.size_of(axes)
-            counts = collectives.even_counts(size, num_ranks)
-            if (server := self.sharding.server) is not None:
-                counts = tuple(size * (rank == server) for rank in range(num_ranks))
+            if self.sharding.server is None:
+                counts = collectives.even_counts(size, num_ranks)
+            else:
+                counts = tuple(size * (rank == self.sharding.server) for rank in range(num_ranks))
             index = self.mesh.index(axes)
             start = sum(counts[:index])
             self._divisions[unit, axes] = counts, slice(start, start + counts[index])

@@ -8,7 +8,7 @@ the same bits.  An inf or a NaN on one rank leaves inf or NaN on all.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -30,7 +30,14 @@ from parallel.sharding.collective import (
     rounded_bytes,
     start_sum,
 )
-from parallel.sharding.quantization import BLOCK, dequantize, num_blocks, quantize, quantized_bytes
+from parallel.sharding.quantization import (
+    BLOCK,
+    dequantize,
+    num_blocks,
+    quantize,
+    quantized_bytes,
+    without_own,
+)
 
 TWO_BYTES = ("float16", "bfloat16")
 ALL_TO_ALL, ALL_GATHER = "linear", "ring"  # algorithms
@@ -156,12 +163,6 @@ class Int8Blocks(GeneratorHook):
         """Return the bytes sent and received in the first call, then in the second."""
         sizes = self._sizes(group, bucket, axes)
         return 2 * sum(sizes) + (len(sizes) - 1) * sizes[group.mesh.index(axes)]
-
-
-def without_own(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the bytes from each rank to each if rank d gets ``sizes[d]`` from every other."""
-    ranks = range(len(sizes))
-    return tuple(tuple(n * (d != s) for d, n in enumerate(sizes)) for s in ranks)
 
 
 class OuterMomentum(CommHook):

@@ -130,6 +130,12 @@ def unpacked(packed: Array, counts: Sequence[int], block: int, bits: int = 8) ->
     return [dequantize(part, n, block, bits) for part, n in parts]
 
 
+def without_own(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the bytes from each rank to each if rank d gets ``sizes[d]`` from every other."""
+    ranks = range(len(sizes))
+    return tuple(tuple(n * (d != s) for d, n in enumerate(sizes)) for s in ranks)
+
+
 class QuantizedGather(Gather):
     """Gather parameters in int8, with a scale for each block (qwZ).
 
@@ -196,11 +202,8 @@ class QuantizedExchange(CommHook):
 
         What a rank would send to itself is not rounded.
         """
-        me = group.mesh.index(axis)
-        table = exchange_table(
-            sum(quantized_bytes(part.shape[0], self.block, self.bits) for part in each)
-            for each in parts
-        )
+        me, counts = group.mesh.index(axis), [[part.shape[0] for part in each] for each in parts]
+        table = without_own([sum(self._packed_bytes(each)) for each in counts])
         sent = group.new_buffer("buffers", sum(table[me]), np.uint8)
         for target, each in zip(placement.split(sent, table[me]), parts, strict=True):
             if target.shape[0]:
@@ -211,41 +214,34 @@ class QuantizedExchange(CommHook):
         options = {"out": received, "counts": table, "algorithm": ALL_TO_ALL}
         group.start_call((axis,), "all_to_all", sent, **options)()
         sums = [part.astype(np.float32) for part in parts[me]]
-        counts = [part.shape[0] for part in sums]
         for source in placement.split(received, sizes):
             if source.shape[0]:
-                values = unpacked(source, counts, self.block, self.bits)
+                values = unpacked(source, counts[me], self.block, self.bits)
                 for total, part in zip(sums, values, strict=True):
                     total += part
         return sums
 
-    def _sizes(self, group: Group, bucket: str, axes: Axes) -> list[int]:
-        return [quantized_bytes(n, self.block, self.bits) for n in group.counts(bucket, axes)]
+    def _packed_bytes(self, counts: Iterable[int]) -> list[int]:
+        return [quantized_bytes(n, self.block, self.bits) for n in counts]
 
     def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
         """Return the call within groups, and those of each column: its parts have other sizes."""
-        sizes, inner = self._sizes(group, bucket, axes), group.mesh.size_of(self.within)
-        to = tuple(sum(sizes[column::inner]) for column in range(inner))
+        sizes = self._packed_bytes(group.counts(bucket, axes))
+        inner = group.mesh.size_of(self.within)
+        table = without_own([sum(sizes[column::inner]) for column in range(inner)])
         options: dict[str, Any] = {"itemsize": 1, "algorithm": ALL_TO_ALL}
         within, between = (self.within,), (self.between,)
-        table = exchange_table(to)
         calls = [group.predicted(f"{phase}/within", "all_to_all", table, within, **options)]
         for column in group.groups(between):
-            table = exchange_table(sizes[group.mesh.index(axes, rank)] for rank in column)
+            table = without_own([sizes[group.mesh.index(axes, rank)] for rank in column])
             label, options = f"{phase}/between", options | {"groups": (column,)}
             calls.append(group.predicted(label, "all_to_all", table, between, **options))
         return calls
 
     def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
         """Return the bytes sent and received in the first call, or in the second if it is more."""
-        sizes, mesh = self._sizes(group, bucket, axes), group.mesh
+        sizes, mesh = self._packed_bytes(group.counts(bucket, axes)), group.mesh
         inner = mesh.size_of(self.within)
         mine = sizes[mesh.index(self.within) :: inner]  # the parts of this rank's column
         within = sum(sizes) + (inner - 2) * sum(mine)
         return max(within, sum(mine) + (len(mine) - 2) * mine[mesh.index(self.between)])
-
-
-def exchange_table(sizes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the counts of an all-to-all in which every other rank sends `sizes[r]` to rank r."""
-    to = tuple(sizes)
-    return tuple(tuple(n * (r != rank) for r, n in enumerate(to)) for rank in range(len(to)))

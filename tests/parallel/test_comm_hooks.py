@@ -24,8 +24,8 @@ from parallel.sharding import (
     Int8Blocks,
     PowerSGD,
 )
-from parallel.sharding.hooks import without_own
 from parallel.sharding.power_sgd import orthonormal
+from parallel.sharding.quantization import without_own
 from tests.parallel.training import ddp
 
 HOOKS: dict[str, Callable[[], CommHook]] = {
