@@ -17,6 +17,7 @@ from parallel.accounts import (
     TrafficMonitor,
     TrafficTable,
 )
+from parallel.actions import Action
 from parallel.elastic import Elastic, ReplicaMismatch
 from parallel.mesh import Mesh
 from parallel.nn import Layer, Model, gpt
@@ -30,7 +31,6 @@ from parallel.runtime import (
     Trainer,
     raise_on_all_ranks,
 )
-from parallel.schedule import Action
 from parallel.servers import AsyncParameterServer, SyncParameterServer
 from parallel.sharding import (
     AllReduce,

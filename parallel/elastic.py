@@ -14,13 +14,13 @@ import collectives
 from collectives import Communicator, PeerFailed
 from parallel.accounts import PredictedCall
 from parallel.accounts.monitor import PhaseFunction
+from parallel.actions import Action
 from parallel.mesh import Mesh
 from parallel.nn import Array, on_host
 from parallel.optim import Optimizer, master_dtype
 from parallel.runtime import BatchFunction, ProgressCallback, RunSize, Trainer, agreement
 from parallel.runtime.agreement import DIGEST_BYTES, format_ranks
 from parallel.runtime.checks import check_arguments
-from parallel.schedule import Action
 from parallel.sharding import AllReduce, Completion, Sharding
 from parallel.sharding.collective import Axes, Group
 from parallel.text import Tokens

@@ -13,11 +13,11 @@ import numpy as np
 import collectives
 from collectives import CollectiveTimeout, Communicator, Work
 from parallel.accounts import PredictedCall
+from parallel.actions import Action
 from parallel.mesh import Mesh
 from parallel.nn import Array
 from parallel.runtime import BatchFunction, MissingGradient, ProgressCallback, RunSize, Trainer
 from parallel.runtime.trainer import sum_of_squares
-from parallel.schedule import Action
 from parallel.sharding import PushToServer, Sharding
 from parallel.sharding.server import SERVER
 from parallel.text import Tokens, share

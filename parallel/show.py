@@ -15,10 +15,10 @@ from rich.markup import escape
 import collectives
 from collectives import Communicator
 from parallel import cli, presets
+from parallel.actions import KINDS
 from parallel.nn import gpt
 from parallel.optim import DTYPES
 from parallel.runtime import Recipe, Trainer
-from parallel.schedule import KINDS
 
 SHOWN = (*presets.SHARDINGS, "server-sync")
 

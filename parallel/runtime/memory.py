@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from parallel.actions import Action
 from parallel.nn import Activations
 from parallel.optim.formulas import bytes_moved, offloaded_bytes, state_bytes
 from parallel.placement import length, span
 from parallel.places import OFFLOADED
 from parallel.runtime.prediction import gather_of, reduction_of
 from parallel.runtime.trainer import Trainer
-from parallel.schedule import Action
 from parallel.sharding.collective import rounded_bytes
 
 

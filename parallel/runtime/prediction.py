@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from collectives import Communicator
 from parallel.accounts import PredictedCall, merged
+from parallel.actions import Action
 from parallel.placement import length, span
 from parallel.runtime import agreement
 from parallel.runtime.state import State
-from parallel.schedule import Action
 from parallel.sharding import AllGather, AllReduce, CommHook, Gather
 
 SCALAR_ALGORITHM = "recursive_doubling"  # the all-reduce of a few numbers

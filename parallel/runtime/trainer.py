@@ -15,6 +15,8 @@ import numpy as np
 import collectives
 from parallel.accounts import PredictedCall
 from parallel.accounts.monitor import PhaseFunction
+from parallel.actions import Action
+from parallel.lowering import lower, one_forward_one_backward
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model, Step
 from parallel.optim import Offload, Optimizer, pieces
@@ -27,7 +29,6 @@ from parallel.runtime.overlap import Overlap
 from parallel.runtime.prediction import SCALAR_ALGORITHM
 from parallel.runtime.recipe import BatchFunction, ProgressCallback, Recipe
 from parallel.runtime.state import State
-from parallel.schedule import Action, lower, one_forward_one_backward
 from parallel.sharding import Completion, Sharding
 from parallel.text import Tokens
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from parallel.lowering import lower, one_forward_one_backward
 from parallel.nn import CrossEntropy, Layer, Model, Sequential, Step
 from parallel.optim import dtype_of
-from parallel.schedule import lower, one_forward_one_backward
 from parallel.sharding import Sharding
 
 Values: TypeAlias = np.ndarray[Any, Any]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from parallel import MemoryTracker, Trainer
+from parallel.lowering import lower, one_forward_one_backward
 from parallel.nn import (
     CausalAttention,
     CrossEntropy,
@@ -30,7 +31,6 @@ from parallel.nn.functional import matmul
 from parallel.nn.layer import Recompute
 from parallel.optim import dtype_of
 from parallel.runtime.memory import peak_memory
-from parallel.schedule import lower, one_forward_one_backward
 from parallel.sharding import Sharding
 from tests.parallel.models import (
     CLOSE,

@@ -1,61 +1,12 @@
-"""A training step as a list of actions: what computes, what sends, and what is kept when."""
+"""The actions of a training step: of each layer, and what the sharding sends between them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
+from parallel.actions import Action
 from parallel.nn import Model
 from parallel.sharding import Sharding
-
-# What each kind does.  The first three are those of a schedule; `lower` adds the others.
-KINDS = {
-    "F": "forward of a layer, or of all layers of a stage",
-    "B": "backward, which adds to the gradients",
-    "UPDATE": "change the parameters; what follows is left out if gradients overflowed",
-    "UNSHARD": "start to gather the parameters of a unit",
-    "AVERAGE": "start to make the parameters of a unit equal again, after several steps",
-    "RESHARD": "free the gathered parameters of a unit",
-    "REDUCE": "start to sum the gradients of a unit or bucket over ranks",
-    "WAIT": "complete what was started, and free the gradients that it has summed",
-    "UNUSED": "find the layers that no rank has used",
-    "LOSS": "sum the loss over ranks",
-    "NORM": "sum the squares of the gradients over ranks",
-}
-
-
-class Action(NamedTuple):
-    """One action of one rank.
-
-    Attributes
-    ----------
-    kind : str
-        One of `KINDS`.
-    stage : int
-        The part of the model that it is of.
-    micro_batch : int, optional
-        The number of the micro-batch that it computes.
-    part : str
-        The layer, unit or bucket; "" for all of a stage.
-    axes : tuple of str
-        Those of the mesh along which it communicates.
-    phase : str
-        The label of the ledger for what is sent meanwhile.
-    """
-
-    kind: str
-    stage: int = 0
-    micro_batch: int | None = None
-    part: str = ""
-    axes: tuple[str, ...] = ()
-    phase: str = ""
-
-    def __str__(self) -> str:
-        """Return ``0F1`` for a stage, as PyTorch writes it, or ``0F1[block0]`` for a layer."""
-        number = "" if self.micro_batch is None else str(self.micro_batch)
-        part = f"[{self.part}]" if self.part else ""
-        axes = f"@{','.join(self.axes)}" if self.axes else ""
-        return f"{self.stage}{self.kind}{number}{part}{axes}"
 
 
 def one_forward_one_backward(num_micro_batches: int) -> list[Action]:
