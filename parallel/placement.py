@@ -71,6 +71,10 @@ class Placement:
         Dimensions and axes of a mesh: the ranks along the axis divide the dimension, as evenly as
         possible.  Ranks along all other axes have the same box.  Raises ValueError for a dimension
         or an axis that does not exist, and for an axis that occurs twice.
+    partial : tuple of str
+        Axes along which ranks have the same box, and a part of a sum as its gradient.  (Ranks that
+        compute different tokens always do: their axes are those of the sharding, and not here.)
+        Raises ValueError for an axis that does not exist or that divides the parameter.
 
     Examples
     --------
@@ -85,6 +89,7 @@ class Placement:
 
     shape: Shape
     splits: tuple[tuple[int, str], ...] = field(default=(), kw_only=True)
+    partial: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         axes = [axis for _, axis in self.splits]
@@ -95,6 +100,9 @@ class Placement:
                 raise ValueError(f"splits has the axis {axis!r} twice: it divides one dimension")
             if not isinstance(dim, int) or not 0 <= dim < len(self.shape):
                 raise ValueError(f"splits has the dimension {dim!r} of a shape {self.shape}")
+        for axis in self.partial:
+            if axis not in AXES or axis in axes:
+                raise ValueError(f"partial has {axis!r}: it must be an axis that divides nothing")
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ from parallel.nn.functional import Array, cast, namespace_of, on_host
 from parallel.nn.gpt import gpt
 from parallel.nn.layer import (
     Activations,
+    ArraySpec,
     Layer,
     LayerTraffic,
     ParameterSpec,
@@ -27,8 +28,8 @@ from parallel.nn.model import Model, split_flat
 from parallel.placement import Shape
 
 __all__ = [
-    "Activations", "Array", "CausalAttention", "CrossEntropy", "Embedding", "Gelu", "Layer",
-    "LayerNorm", "LayerTraffic", "Linear", "Model", "ParameterSpec", "Residual",
+    "Activations", "Array", "ArraySpec", "CausalAttention", "CrossEntropy", "Embedding", "Gelu",
+    "Layer", "LayerNorm", "LayerTraffic", "Linear", "Model", "ParameterSpec", "Residual",
     "Sequential", "Shape", "Step", "Unembedding", "cast", "gpt", "namespace_of", "on_host",
     "split_flat",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -39,11 +39,63 @@ class ParameterSpec(Placement):
         return self.mean + self.std * rng.standard_normal(self.shape)
 
 
+@dataclass(frozen=True)
+class ArraySpec:
+    """What is known of an array between two layers before it exists.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of this rank's array.
+    width : int
+        The bytes of a number of the model.
+    are_tokens : bool
+        Whether these are integers, which do not count as memory.
+    context : int
+        The number of positions in a whole row, which ranks may divide.
+    length : int
+        How many of them the ranks that hold one copy of the model's parameters have.
+    rank : int
+        The rank of the mesh whose array it is.
+    """
+
+    shape: Shape
+    width: int
+    are_tokens: bool = field(default=False, kw_only=True)
+    context: int = field(default=0, kw_only=True)
+    length: int = field(default=0, kw_only=True)
+    rank: int = field(default=0, kw_only=True)
+
+    @classmethod
+    def tokens(
+        cls, rows: int, length: int, width: int, *, context: int | None = None, rank: int = 0
+    ) -> ArraySpec:
+        """Return the spec of tokens (`rows`, `length`), the input of a model."""
+        context = length if context is None else context
+        return cls(
+            (rows, length), width, are_tokens=True, context=context, length=length, rank=rank
+        )
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that count as memory: none of tokens."""
+        return 0 if self.are_tokens else self.width * self.size
+
+    def of_shape(self, *shape: int) -> ArraySpec:
+        """Return the spec of an array of numbers of another `shape`, on the same rank."""
+        return replace(self, shape=shape, are_tokens=False)
+
+
 class Activations(NamedTuple):
-    """The bytes of floating-point numbers that a layer keeps, and the shape of its output."""
+    """The bytes of floating-point numbers that a layer keeps, and its output."""
 
     saved: int  # from forward to backward
-    shape: Shape
+    out: ArraySpec
     rest: int = 0  # from `backward_input` to `backward_weight`, if these do not follow each other
     extra: int = 0  # the most during backward in addition to `saved`: what is computed again
 
@@ -62,6 +114,8 @@ class Step:
     targets: Array = None  # the right classes of this micro-batch, int64 (rows, context)
     total: int = 1  # how many targets the batch of all ranks has
     micro_batch: int = 0
+    positions: Array = None  # of this rank's tokens in a row, int64 (context,); None: from 0 on
+    context: int = 0  # the number of tokens in a whole row, which ranks may divide
     loss_scale: float = 1.0  # the factor of the loss
     track: Callable[[Any], object] = id  # called with arrays that backward computes again
     num_recomputed: int = 0  # how many forward passes of layers have run again
@@ -81,13 +135,10 @@ class Layer(ABC):
         This rank's boxes of the parameters, as long as the layer is bound.
     gradient : dict of str to array
         The gradients, of the same shapes; empty if the layer is bound for forward only.
-    takes_tokens : bool
-        Whether its input are integers, of which `activation_bytes` counts nothing.
     saves_input : bool
         Whether what `forward` saves contains the input itself.
     """
 
-    takes_tokens = False
     saves_input = True
 
     def __init__(self) -> None:
@@ -124,22 +175,18 @@ class Layer(ABC):
         return dx
 
     @abstractmethod
-    def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        """Return what the layer keeps for an input of this `shape`, in elements of `width` bytes.
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        """Return what the layer keeps for an input `x`, on the rank of which that is.
 
         An array that a previous layer saved and this one passes through is not counted again.
         """
 
-    def traffic(self, shape: Shape, width: int) -> LayerTraffic:
-        """Return what the layer sends for an input of this `shape`, in elements of `width` bytes.
+    def traffic(self, x: ArraySpec) -> LayerTraffic:
+        """Return the calls that the layer makes for an input `x`, on the rank of which that is.
 
-        Calls have no phase and no groups: each group along their axis makes them.
+        Calls have no phase and no groups: the group of that rank along their axis makes them.
         """
         return LayerTraffic()
-
-    def input_bytes(self, shape: Shape, width: int) -> int:
-        """Return what is counted of an input of this `shape`, in elements of `width` bytes."""
-        return 0 if self.takes_tokens else width * math.prod(shape)
 
     def config(self) -> list[Any]:
         """Return what must be equal on all ranks and is not visible in the parameters' shapes.
@@ -159,7 +206,7 @@ class Sequential(Layer):
         super().__init__()
         self.layers = dict(layers)
         first = next(iter(self.layers.values()), self)
-        self.takes_tokens, self.saves_input = first.takes_tokens, first.saves_input
+        self.saves_input = first.saves_input
 
     def specs(self) -> dict[str, ParameterSpec]:
         inner = ((name, layer.specs()) for name, layer in self.layers.items())
@@ -198,23 +245,22 @@ class Sequential(Layer):
             dy = layer.backward(dy, of_layer)
         return dy
 
-    def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        inputs = self.with_shapes(shape, width)
-        each = [layer.activation_bytes(at, width) for _, layer, at in inputs]
-        saved, shapes, rest, extra = zip(*each, strict=True)
-        return Activations(sum(saved), shapes[-1], sum(rest), max(extra))
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        each = [layer.activation_bytes(entering) for _, layer, entering in self.inputs(x)]
+        saved, outputs, rest, extra = zip(*each, strict=True)
+        return Activations(sum(saved), outputs[-1], sum(rest), max(extra))
 
-    def traffic(self, shape: Shape, width: int) -> LayerTraffic:
-        each = [layer.traffic(at, width) for _, layer, at in self.with_shapes(shape, width)]
+    def traffic(self, x: ArraySpec) -> LayerTraffic:
+        each = [layer.traffic(entering) for _, layer, entering in self.inputs(x)]
         forward = [call for layer in each for call in layer.forward]
         backward = [call for layer in reversed(each) for call in layer.backward]
         return LayerTraffic(tuple(forward), tuple(backward))
 
-    def with_shapes(self, shape: Shape, width: int) -> Iterator[tuple[str, Layer, Shape]]:
-        """Yield the layers with their names and the shapes of their inputs."""
+    def inputs(self, x: ArraySpec) -> Iterator[tuple[str, Layer, ArraySpec]]:
+        """Yield the layers with their names and inputs, the first of which is `x`."""
         for name, layer in self.layers.items():
-            yield name, layer, shape
-            shape = layer.activation_bytes(shape, width).shape
+            yield name, layer, x
+            x = layer.activation_bytes(x).out
 
 
 class Residual(Sequential):
@@ -240,7 +286,7 @@ class Recompute(Layer):
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.layer, self.takes_tokens = layer, layer.takes_tokens
+        self.layer = layer
 
     def specs(self) -> dict[str, ParameterSpec]:
         return self.layer.specs()
@@ -269,13 +315,13 @@ class Recompute(Layer):
         step.track(saved)
         return saved
 
-    def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        inner, entering = self.layer.activation_bytes(shape, width), self.input_bytes(shape, width)
-        extra = inner.saved + inner.extra - entering * self.layer.saves_input
-        return Activations(entering, inner.shape, inner.rest, extra)
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        inner = self.layer.activation_bytes(x)
+        extra = inner.saved + inner.extra - x.nbytes * self.layer.saves_input
+        return Activations(x.nbytes, inner.out, inner.rest, extra)
 
-    def traffic(self, shape: Shape, width: int) -> LayerTraffic:
-        forward, backward = self.layer.traffic(shape, width)
+    def traffic(self, x: ArraySpec) -> LayerTraffic:
+        forward, backward = self.layer.traffic(x)
         return LayerTraffic(forward, forward + backward)
 
 

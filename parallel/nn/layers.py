@@ -22,7 +22,7 @@ from parallel.nn.functional import (
     transpose,
     upcast,
 )
-from parallel.nn.layer import Activations, Layer, ParameterSpec, Step
+from parallel.nn.layer import Activations, ArraySpec, Layer, ParameterSpec, Step
 from parallel.placement import Shape
 
 
@@ -32,8 +32,6 @@ class Embedding(Layer):
     Tokens, integers (batch, up to `context`), become vectors (batch, tokens, `dim`).  `forward`
     raises ValueError if a row has more tokens than there are positions.
     """
-
-    takes_tokens = True
 
     def __init__(self, vocab_size: int, context: int, dim: int) -> None:
         super().__init__()
@@ -65,9 +63,9 @@ class Embedding(Layer):
         over_batch = xp.sum(upcast(dy), axis=0)
         self.gradient["position"][: dy.shape[1]] += cast(over_batch, dy.dtype)
 
-    def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        vectors = (*shape, self.dim)
-        return Activations(0, vectors, rest=width * math.prod(vectors))
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        vectors = x.of_shape(*x.shape, self.dim)
+        return Activations(0, vectors, rest=vectors.nbytes)
 
 
 class Linear(Layer):
@@ -107,9 +105,9 @@ class Linear(Layer):
     def _weight(self) -> Array:
         return self.value["weight"].reshape(self.in_features, -1)
 
-    def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        kept, made = width * math.prod(shape), (*shape[:-1], self.out_features)
-        return Activations(kept, made, rest=kept + width * math.prod(made))
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        made = x.of_shape(*x.shape[:-1], self.out_features)
+        return Activations(x.nbytes, made, rest=x.nbytes + made.nbytes)
 
 
 class Unembedding(Linear):
@@ -159,8 +157,8 @@ class Gelu(Layer):
     def _tanh(self, x: Array) -> Array:
         return namespace_of(x).tanh(self.SCALE * x * (1 + self.CUBIC * x * x))
 
-    def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        return Activations(width * math.prod(shape), shape)
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        return Activations(x.nbytes, x)
 
 
 class LayerNorm(Layer):
@@ -201,10 +199,9 @@ class LayerNorm(Layer):
         self.gradient["gain"] += cast(sum_rows(flatten_rows(dy * upcast(normalized))), dy.dtype)
         self.gradient["bias"] += sum_rows(flatten_rows(dy))
 
-    def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        vectors = width * math.prod(shape)
-        saved = vectors + max(width, 4) * math.prod(shape[:-1])
-        return Activations(saved, shape, rest=2 * vectors)
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        saved = x.nbytes + max(x.width, 4) * math.prod(x.shape[:-1])
+        return Activations(saved, x, rest=2 * x.nbytes)
 
 
 class CausalAttention(Layer):
@@ -252,11 +249,10 @@ class CausalAttention(Layer):
         xp = namespace_of(y)
         return xp.permute_dims(y, (0, 2, 1, 3)).reshape(batch, context, heads * width)
 
-    def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        batch, context, dim = shape
-        num_probabilities = batch * self.num_heads * context * context
-        saved = width * (math.prod(shape) + num_probabilities)
-        return Activations(saved, (batch, context, dim // 3))
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        batch, context, dim = x.shape
+        probabilities = x.of_shape(batch, self.num_heads, context, context)
+        return Activations(x.nbytes + probabilities.nbytes, x.of_shape(batch, context, dim // 3))
 
 
 class CrossEntropy(Layer):
@@ -288,8 +284,8 @@ class CrossEntropy(Layer):
             return namespace_of(saved).positive(saved), None  # a copy
         return cast(upcast(saved) * dy, saved.dtype), None
 
-    def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        return Activations(width * math.prod(shape), ())
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        return Activations(x.nbytes, x.of_shape())
 
 
 def check_classes(what: str, classes: Array, num_classes: int) -> None:

@@ -16,6 +16,7 @@ from parallel.mesh import Mesh
 from parallel.nn.functional import Array
 from parallel.nn.layer import (
     Activations,
+    ArraySpec,
     Layer,
     LayerTraffic,
     ParameterSpec,
@@ -204,18 +205,15 @@ class Model:
 
     # What it costs
 
-    def activation_bytes(self, shape: Shape, width: int) -> dict[str, Activations]:
-        """Return what each layer keeps, if numbers have `width` bytes.
+    def activation_bytes(self, x: ArraySpec) -> dict[str, Activations]:
+        """Return what each layer keeps for the input `x` of the model (`ArraySpec.tokens`)."""
+        inputs = Sequential(self.layers).inputs(x)
+        return {name: layer.activation_bytes(entering) for name, layer, entering in inputs}
 
-        The input of the model is tokens of `shape` (batch, context); integers are not counted.
-        """
-        inputs = Sequential(self.layers).with_shapes(shape, width)
-        return {name: layer.activation_bytes(at, width) for name, layer, at in inputs}
-
-    def traffic(self, shape: Shape, width: int) -> dict[str, LayerTraffic]:
-        """Return what each layer sends for a micro-batch of this `shape` and `width`."""
-        inputs = Sequential(self.layers).with_shapes(shape, width)
-        return {name: layer.traffic(at, width) for name, layer, at in inputs}
+    def traffic(self, x: ArraySpec) -> dict[str, LayerTraffic]:
+        """Return what each layer sends for the input `x` of the model."""
+        inputs = Sequential(self.layers).inputs(x)
+        return {name: layer.traffic(entering) for name, layer, entering in inputs}
 
 
 def split_flat(flat: Array, shapes: Mapping[str, Shape]) -> dict[str, Array]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from parallel.actions import Action
-from parallel.nn import Activations
+from parallel.nn import Activations, ArraySpec
 from parallel.optim.formulas import bytes_moved, offloaded_bytes, state_bytes
 from parallel.placement import length, span
 from parallel.places import OFFLOADED
@@ -160,7 +160,9 @@ def activations_of(trainer: Trainer, rows: int, context: int) -> list[dict[str, 
     """
     num_parts = trainer.recipe.num_micro_batches
     return [
-        trainer.model.activation_bytes((length(part), context), trainer.dtype.itemsize)
+        trainer.model.activation_bytes(
+            ArraySpec.tokens(length(part), context, trainer.dtype.itemsize)
+        )
         for part in (span(rows, num_parts, k) for k in range(num_parts))
     ]
 

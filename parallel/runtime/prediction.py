@@ -10,6 +10,7 @@ from typing import NamedTuple
 from collectives import Communicator
 from parallel.accounts import PredictedCall, merged
 from parallel.actions import Action
+from parallel.nn import ArraySpec
 from parallel.placement import length, span
 from parallel.runtime import agreement
 from parallel.runtime.state import State
@@ -135,7 +136,8 @@ def layer_calls(
     for index in range(mesh.size_of(axes)):
         mine = length(span(batch[0], mesh.size_of(axes), index))
         rows = length(span(mine, num_micro_batches, action.micro_batch))
-        traffic = state.model.traffic((rows, batch[1]), state.dtype.itemsize)[action.part]
+        tokens = ArraySpec.tokens(rows, batch[1], state.dtype.itemsize)
+        traffic = state.model.traffic(tokens)[action.part]
         for call in traffic.forward if action.kind == "F" else traffic.backward:
             along = mesh.ranks(call.axis.split(","))
             groups = tuple(g for g in along if mesh.index(axes, g[0]) == index)

@@ -291,7 +291,7 @@ class Trainer(State):
             rows = span(len(inputs), self.recipe.num_micro_batches, k)
             self._flowing[k] = self.xp.asarray(inputs[rows])
             truth, scale = self.xp.asarray(targets[rows]), self.loss_scale.value
-            self._steps[k] = Step(truth, total, k, scale, self._track_activations)
+            self._steps[k] = Step(truth, total, k, loss_scale=scale, track=self._track_activations)
         self._saved: dict[tuple[int, str], Any] = {}
         self._active: dict[int, list[str]] = {}  # the layers that run on each micro-batch
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from parallel.lowering import lower, one_forward_one_backward
-from parallel.nn import CrossEntropy, Layer, Model, Sequential, Step
+from parallel.nn import ArraySpec, CrossEntropy, Layer, Model, Sequential, Step
 from parallel.optim import dtype_of
 from parallel.sharding import Sharding
 
@@ -49,6 +49,11 @@ def bound(model: Model, dtype: str = "float64", seed: int = 7) -> Bound:
     for layer in model.layers:
         model.bind(layer, values, gradients)
     return Bound(model, values, gradients)
+
+
+def spec_of(x: Values, width: int) -> ArraySpec:
+    """What is known of the input of a layer before it exists."""
+    return ArraySpec(x.shape, width, are_tokens=x.dtype.kind == "i")
 
 
 def without_loss(model: Model) -> Sequential:

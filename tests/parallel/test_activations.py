@@ -20,7 +20,7 @@ import collectives
 from collectives import Communicator
 from parallel import Disk, HostMemory, MemoryTracker, Recipe, Trainer, gpt
 from parallel.nn import CrossEntropy, Embedding, Layer, Linear, Model, Unembedding
-from parallel.nn.layer import Activations
+from parallel.nn.layer import Activations, ArraySpec
 from parallel.places import OFFLOADED, READ, TO_DEVICE, TO_HOST, WRITTEN, Place
 from parallel.presets import RECOMPUTE
 from parallel.rank_report import RankReport
@@ -211,8 +211,8 @@ class Through(Layer):
     def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
         return dy * saved / saved, None
 
-    def activation_bytes(self, shape: Any, width: int) -> Activations:
-        return Activations(width * int(np.prod(shape)), shape)
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        return Activations(x.nbytes, x)
 
 
 @pytest.mark.parametrize("xp", [host, FAKE], ids=["host", "device"])

@@ -13,7 +13,17 @@ import pytest
 import collectives
 from collectives import Communicator
 from parallel import PredictedCall, Recipe, TrafficMismatch, TrafficTable, Trainer, placement, text
-from parallel.nn import Activations, Array, CrossEntropy, Layer, Model, ParameterSpec, Step, gpt
+from parallel.nn import (
+    Activations,
+    Array,
+    ArraySpec,
+    CrossEntropy,
+    Layer,
+    Model,
+    ParameterSpec,
+    Step,
+    gpt,
+)
 from parallel.optim import SGD, Adam, dtype_of
 from parallel.sharding import (
     AllReduce,
@@ -66,8 +76,8 @@ class Given(Layer):
     def dtype(self) -> Any:
         return next(iter(self.value.values())).dtype
 
-    def activation_bytes(self, shape: tuple[int, ...], width: int) -> Activations:
-        return Activations(0, (*shape[:2], 2))
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        return Activations(0, x.of_shape(*x.shape[:2], 2))
 
 
 class Run(NamedTuple):

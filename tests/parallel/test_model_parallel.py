@@ -30,7 +30,7 @@ from parallel import (
     checkpoint,
 )
 from parallel.nn import Array, CrossEntropy, Embedding, Gelu, Layer, Linear, Model, Step
-from parallel.nn.layer import Activations, LayerTraffic, ParameterSpec, Recompute
+from parallel.nn.layer import Activations, ArraySpec, LayerTraffic, ParameterSpec, Recompute
 from parallel.rank_report import RankReport, differences
 from tests.parallel.training import CONTEXT, ROWS, batch, kept_by, nothing
 
@@ -84,12 +84,12 @@ class ColumnLinear(Layer):
         x, dy = rest
         self.gradient["weight"] += x.reshape(-1, self.shape[0]).T @ dy
 
-    def activation_bytes(self, shape: tuple[int, ...], width: int) -> Activations:
-        return Activations(width * math.prod(shape), (*shape[:-1], self.shape[1]))
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        return Activations(x.nbytes, x.of_shape(*x.shape[:-1], self.shape[1]))
 
-    def traffic(self, shape: tuple[int, ...], width: int) -> LayerTraffic:
-        rows = math.prod(shape[:-1])
-        call = partial(PredictedCall, phase="", algorithm="ring", itemsize=width, axis=self.axis)
+    def traffic(self, x: ArraySpec) -> LayerTraffic:
+        rows = math.prod(x.shape[:-1])
+        call = partial(PredictedCall, phase="", algorithm="ring", itemsize=x.width, axis=self.axis)
         gather = call(collective="all_gather", counts=tuple(rows * n for n in self.counts))
         return LayerTraffic(
             (gather,), (call(collective="all_reduce", counts=rows * self.shape[0]),)
@@ -206,8 +206,8 @@ def test_what_a_layer_does_not_say_is_noticed() -> None:
     """The negative control: it sends one element more than it says."""
 
     class Modest(ColumnLinear):
-        def traffic(self, shape: tuple[int, ...], width: int) -> LayerTraffic:
-            forward, (total,) = super().traffic(shape, width)
+        def traffic(self, x: ArraySpec) -> LayerTraffic:
+            forward, (total,) = super().traffic(x)
             return LayerTraffic(forward, (PredictedCall(**vars(total) | {"counts": 1}),))
 
     def of(mesh: Mesh) -> Model:
@@ -309,7 +309,7 @@ def test_what_a_layer_sends_along_the_data_is_sent_once() -> None:
             self.comm.all_reduce(np.ones(1), algorithm="ring")
             return super().forward(x, step)
 
-        def traffic(self, shape: tuple[int, ...], width: int) -> LayerTraffic:
+        def traffic(self, x: ArraySpec) -> LayerTraffic:
             options = {"counts": 1, "itemsize": 8, "axis": "data,tensor"}
             return LayerTraffic((PredictedCall("", "all_reduce", "ring", **options),))
 

@@ -13,6 +13,7 @@ import pytest
 from parallel import MemoryTracker, Trainer
 from parallel.lowering import lower, one_forward_one_backward
 from parallel.nn import (
+    ArraySpec,
     CausalAttention,
     CrossEntropy,
     Embedding,
@@ -42,6 +43,7 @@ from tests.parallel.models import (
     in_float32,
     num_gathers,
     numerical,
+    spec_of,
 )
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
@@ -63,7 +65,7 @@ class Case(NamedTuple):
 
     def slope(self, dtype: str = "float64") -> Values:
         """Some derivative by the output."""
-        _, shape = self.make().activation_bytes(self.shape, 8)[:2]
+        shape = self.make().activation_bytes(spec_of(self.input(), 8)).out.shape
         return np.random.default_rng(2).standard_normal(shape).astype(dtype_of(dtype))
 
 
@@ -424,8 +426,8 @@ def check_kept(layer: Layer, x: Values, dtype: str) -> None:
     y, saved = layer.forward(x, Step())
     memory = MemoryTracker()
     memory.track("activations", saved)
-    nbytes, shape = layer.activation_bytes(x.shape, dtype_of(dtype).itemsize)[:2]
-    assert (nbytes, shape) == (memory.now["activations"], y.shape)
+    formula = layer.activation_bytes(spec_of(x, dtype_of(dtype).itemsize))
+    assert (formula.saved, formula.out.shape) == (memory.now["activations"], y.shape)
 
 
 @each_dtype
@@ -439,7 +441,7 @@ def test_the_halves_of_backward_are_the_whole(case: Case, dtype: str) -> None:
     assert not any(slope.any() for slope in halves.gradients.values())
     memory = MemoryTracker()
     memory.track("rest", rest)
-    formula = halves.whole.activation_bytes(x.shape, dtype_of(dtype).itemsize)
+    formula = halves.whole.activation_bytes(spec_of(x, dtype_of(dtype).itemsize))
     assert memory.now["rest"] == formula.rest
     halves.whole.backward_weight(rest)
     np.testing.assert_array_equal(found, dx)
@@ -449,13 +451,12 @@ def test_the_halves_of_backward_are_the_whole(case: Case, dtype: str) -> None:
 
 def test_kept_in_numbers() -> None:
     """Two rows of three positions, four wide, in float16."""
-    assert Embedding(9, 3, 4).activation_bytes((2, 3), 2)[:2] == (0, (2, 3, 4))
-    assert Linear(4, 5).activation_bytes((2, 3, 4), 2)[:2] == (2 * 24, (2, 3, 5))
-    assert LayerNorm(4).activation_bytes((2, 3, 4), 2)[:2] == (2 * 24 + 4 * 6, (2, 3, 4))
-    assert CausalAttention(2).activation_bytes((2, 3, 12), 2)[:2] == (
-        2 * 72 + 2 * 2 * 2 * 9,
-        (2, 3, 4),
-    )
+    tokens, vectors = ArraySpec.tokens(2, 3, width=2), ArraySpec((2, 3, 4), 2)
+    assert Embedding(9, 3, 4).activation_bytes(tokens)[:2] == (0, tokens.of_shape(2, 3, 4))
+    assert Linear(4, 5).activation_bytes(vectors)[:2] == (2 * 24, vectors.of_shape(2, 3, 5))
+    assert LayerNorm(4).activation_bytes(vectors)[:2] == (2 * 24 + 4 * 6, vectors)
+    heads = CausalAttention(2).activation_bytes(ArraySpec((2, 3, 12), 2))
+    assert heads[:2] == (2 * 72 + 2 * 2 * 2 * 9, vectors)
 
 
 DEEP, ROWS, WIDTH = 24, 2, 4
@@ -478,7 +479,7 @@ def deep_batch() -> tuple[Values, Values]:
 def check_deep(recompute: tuple[str, ...], kept: int, peak: int) -> None:
     """Bytes by formula, and counted from the arrays of a step."""
     model = deep(recompute)
-    formula = model.activation_bytes((ROWS, WIDTH), 8)
+    formula = model.activation_bytes(ArraySpec((ROWS, WIDTH), 8))
     assert formula.pop("loss").saved == ARRAY  # its derivative
     assert sum(each.saved for each in formula.values()) == kept
     pairs = {(each.saved, each.extra) for each in formula.values()}

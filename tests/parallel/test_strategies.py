@@ -5,7 +5,6 @@ The strategies that round what they send, or let ranks run ahead, have tests of 
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,8 @@ import pytest
 import collectives
 from collectives import CollectiveError, Communicator
 from parallel import Action, Mesh, MissingGradient, Recipe, Sharding, TrafficMismatch, Trainer
-from parallel.nn import CrossEntropy, Embedding, Linear, Model, Shape, Step, gpt
-from parallel.nn.layer import Activations
+from parallel.nn import CrossEntropy, Embedding, Linear, Model, Step, gpt
+from parallel.nn.layer import Activations, ArraySpec
 from parallel.optim import SGD, Adam, AdamW
 from parallel.runtime import RunSize
 from parallel.runtime.agreement import ModelMismatch
@@ -664,9 +663,9 @@ class Penalized(Linear):
         inner, own = saved
         return super().backward_input(dy + own, inner)
 
-    def activation_bytes(self, shape: Shape, width: int) -> Activations:
-        found = super().activation_bytes(shape, width)
-        return found._replace(saved=found.saved + width * math.prod(found.shape))
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        found = super().activation_bytes(x)
+        return found._replace(saved=found.saved + found.out.nbytes)
 
 
 def with_last(linear: type[Linear]) -> Model:
