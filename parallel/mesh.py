@@ -20,6 +20,7 @@ class Mesh:
 
     Consecutive ranks are neighbors on the last axis.  Ledgers show the axes of a communicator in
     the column ``axis``.  Methods take one axis or several, and raise KeyError for an unknown one.
+    Alone, ``"pipe[0,3]"`` stands for the ranks 0 and 3 along an axis (`subset`).
 
     Parameters
     ----------
@@ -61,11 +62,11 @@ class Mesh:
         steps = np.cumprod([1, *reversed(self.axes.values())])[-2::-1].tolist()
         self._steps = dict(zip(self.axes, steps, strict=True))  # between neighbors along an axis
         self.coordinates = {name: self.index(name) for name in self.axes}
-        self._comms: dict[tuple[str, ...], Communicator] = {}
+        self._comms: dict[tuple[str, ...], Communicator | None] = {}
         self._groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
 
     def __getitem__(self, axes: str | Sequence[str]) -> Communicator | None:
-        """Return the communicator of this rank along `axes`; None without a communicator.
+        """Return the communicator of this rank along `axes`; None if the mesh or it has none.
 
         The first use of an axis makes its communicators: all ranks of the mesh make it.
         """
@@ -74,20 +75,25 @@ class Mesh:
             self._comms[names] = self._make(self.comm, names)
         return self._comms.get(names)
 
-    def _make(self, whole: Communicator, names: tuple[str, ...]) -> Communicator:
+    def _make(self, whole: Communicator, names: tuple[str, ...]) -> Communicator | None:
         """Return a new communicator along `names`, or the `whole` one if it is that."""
         label, groups = ",".join(names), self.ranks(names)
         if whole.name == label and groups == [tuple(range(self.size))]:
             return whole
-        color = next(i for i, ranks in enumerate(groups) if self.rank in ranks)
-        made = whole.split(color, self.index(names), name=label)
-        assert made is not None
-        return made
+        color = next((i for i, ranks in enumerate(groups) if self.rank in ranks), None)
+        return whole.split(color, 0 if color is None else self.index(names), name=label)
 
     def ranks(self, axes: str | Sequence[str]) -> list[tuple[int, ...]]:
-        """Return all groups of ranks along `axes`, in the order given; every rank is in one."""
+        """Return all groups of ranks along `axes`, in the order given; every rank is in one.
+
+        Along a subset of an axis, only the ranks in it are.
+        """
         names = self._names(axes)
         if names not in self._groups:
+            if (part := _subset_of(names)) is not None:
+                whole = self.ranks(part[0])
+                self._groups[names] = [tuple(group[i] for i in part[1]) for group in whole]
+                return self._groups[names]
             along = [list(self.axes).index(name) for name in names]
             others = [i for i in range(len(self.axes)) if i not in along]
             table = np.arange(self.size).reshape(tuple(self.axes.values()))
@@ -97,26 +103,65 @@ class Mesh:
 
     def size_of(self, axes: str | Sequence[str]) -> int:
         """Return the number of ranks along `axes`."""
-        return math.prod(self.axes[name] for name in self._names(axes))
+        names = self._names(axes)
+        if (part := _subset_of(names)) is not None:
+            return len(part[1])
+        return math.prod(self.axes[name] for name in names)
 
     def index(self, axes: str | Sequence[str], rank: int | None = None) -> int:
-        """Return the place of a `rank`, by default this one, along `axes`."""
+        """Return the place of a `rank`, by default this one, along `axes`.
+
+        Raises ValueError for a rank that is not in a subset of an axis.
+        """
         rank, place = self.rank if rank is None else rank, 0
-        for name in self._names(axes):
+        names = self._names(axes)
+        if (part := _subset_of(names)) is not None:
+            return part[1].index(self.index(part[0], rank))
+        for name in names:
             place = place * self.axes[name] + rank // self._steps[name] % self.axes[name]
         return place
 
     def _names(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         names = (axes,) if isinstance(axes, str) else tuple(axes)
+        if (part := _subset_of(names)) is not None:
+            self._names(part[0])
+            return names
         if unknown := [name for name in names if name not in self.axes]:
             raise KeyError(f"the mesh has no axis {unknown[0]!r}, only {', '.join(self.axes)}")
         if len(set(names)) < len(names):
             raise ValueError(f"an axis is named twice in {', '.join(names)}")
         return names
 
+    def subset(self, axis: str, places: Sequence[int]) -> str:
+        """Return the name of the ranks at some `places` along an `axis`, to be used like an axis.
+
+        Raises ValueError for a place that does not exist, or that occurs twice.
+
+        Examples
+        --------
+        >>> import collectives
+        >>> from parallel import Mesh
+        >>> def ends(comm):
+        ...     mesh = Mesh(comm, pipe=3)
+        ...     name = mesh.subset("pipe", (0, 2))
+        ...     return name, mesh.ranks(name), mesh[name] is None
+        >>> collectives.run(ends, size=3)[1]
+        ('pipe[0,2]', [(0, 2)], True)
+        """
+        size = self.size_of(axis)
+        if len(set(places)) < len(places) or not all(0 <= place < size for place in places):
+            raise ValueError(f"{tuple(places)} are not places along {axis!r}, of {size} ranks")
+        return axis if len(places) == size else f"{axis}[{','.join(map(str, sorted(places)))}]"
+
     def free(self) -> None:
         """Free the communicators of all axes, but not `comm`.  All ranks call this."""
         for comm in self._comms.values():
-            if comm is not self.comm:
+            if comm is not None and comm is not self.comm:
                 comm.free()
         self._comms.clear()
+
+
+def _subset_of(names: tuple[str, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Return the axis and the places of a subset of an axis; None for axes."""
+    axis, _, places = names[0].rstrip("]").partition("[") if len(names) == 1 else ("", "", "")
+    return (axis, tuple(map(int, places.split(",")))) if places else None

@@ -192,7 +192,7 @@ def write_part(trainer: Trainer, folder: Path, step: int) -> bytes:
             if not trainer.is_first_copy(unit, name, others):
                 continue
             for kind, arrays in {VALUES: trainer.masters, **trainer.optimizer.states}.items():
-                key = f"{unit}.{name}/{kind}@{','.join(map(str, box.start))}"
+                key = f"{name}/{kind}@{','.join(map(str, box.start))}"
                 starts[key] = list(box.start)
                 tensors[key] = on_host(arrays[unit][mine][flat]).reshape(box.shape)
     equal, summed, own = trainer.sharding.reduction.state(trainer)

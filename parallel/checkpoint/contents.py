@@ -96,11 +96,11 @@ class Index(NamedTuple):
 
 def layout_of(trainer: Trainer) -> dict[str, list[Any]]:
     """Return what must be equal when a checkpoint is saved and loaded, as JSON represents it."""
-    units, hook = trainer.model.units.items(), trainer.sharding.reduction.state(trainer)
+    hook = trainer.sharding.reduction.state(trainer)
     return {
         "dtype": [trainer.dtype.name],
         "states": list(trainer.optimizer.states),
-        "shapes": [[f"{u}.{k}", list(s.shape)] for u, specs in units for k, s in specs.items()],
+        "shapes": [[name, list(spec.shape)] for name, spec in trainer.model.specs.items()],
         "hook": [name for arrays in hook for name in arrays],
     }
 
@@ -149,10 +149,9 @@ class Checkpoint:
         if (value := self.index.loss_scale["value"]) != 1 and not trainer.loss_scale.is_dynamic:
             raise ValueError(f"loss_scale.value is {value!r}: it must be 1 in {trainer.dtype.name}")
         dtype = f"F{8 * master_dtype(trainer.dtype).itemsize}"
-        for unit, specs in trainer.model.units.items():
-            for key, spec in specs.items():
-                for kind in (VALUES, *trainer.optimizer.states):
-                    self._check(f"{unit}.{key}/{kind}", spec.shape or (1,), dtype)
+        for name, shape in layout_of(trainer)["shapes"]:
+            for kind in (VALUES, *trainer.optimizer.states):
+                self._check(f"{name}/{kind}", tuple(shape) or (1,), dtype)
         for name, x, parts in self._hook(trainer):
             for shape in (part.get_shape() for part in parts):
                 if shape != list(x.shape):
@@ -201,7 +200,7 @@ class Checkpoint:
         xp = namespace_of(into)
         for name, box, flat in pieces_of(trainer.model.boxes(unit), part):
             target = into[flat].reshape(box.shape)
-            for saved, data in self.boxes[f"{unit}.{name}/{kind}"]:
+            for saved, data in self.boxes[f"{name}/{kind}"]:
                 if (both := box.overlap(saved)) is not None:
                     values = data[both.within(saved).slices]
                     target[both.within(box).slices] = xp.asarray(values, dtype=into.dtype)

@@ -1,7 +1,8 @@
 """A model: named layers, and the flat parameters that they work on.
 
-All parameters of one named layer form one flat parameter, a 1-d array called a *unit* as in
-PyTorch's FSDP; so do their gradients.  A unit is sent without packing.
+The parameters of one named layer form one flat parameter, a 1-d array called a *unit* as in
+PyTorch's FSDP; so do their gradients.  A unit is sent without packing.  Parameters that ranks
+divide, or whose gradients they sum, along other axes of a mesh are in a unit of their own.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ class Model:
     ----------
     layers, ties : dict
         As given.
+    specs : dict of str to ParameterSpec
+        The parameters that are not tied, by names such as ``block0.mlp.up.weight``.
     units : dict of str to (dict of str to ParameterSpec)
-        The parameters of each unit, in their order in it.
+        Those of each unit, in their order in it.
     unit_sizes, shapes : dict
         The number of elements of each unit, and the shapes of its parameters, that this rank has.
     split_axes : tuple of str
@@ -78,13 +81,13 @@ class Model:
         specs = Sequential(self.layers).specs()
         self.ties = self._ties_of_parameters(ties or {}, specs)
         self.units: dict[str, dict[str, ParameterSpec]] = {}
-        for name, spec in specs.items():
-            if name not in self.ties:
-                layer, _, key = name.partition(".")
-                self.units.setdefault(layer, {})[key] = spec
+        self.mesh = mesh or Mesh(None)
+        self.specs = {name: spec for name, spec in specs.items() if name not in self.ties}
+        for name, spec in self.specs.items():
+            self.units.setdefault(self._unit_name(name, spec), {})[name] = spec
+        self._unit_of = {name: unit for unit, each in self.units.items() for name in each}
         self._units_of = {name: self._find_units(name) for name in self.layers}
         self._bound: dict[str, tuple[object, object]] = {}  # the arrays of each layer, by identity
-        self.mesh = mesh or Mesh(None)
         splits = (axis for spec in specs.values() for _, axis in spec.splits)
         self.split_axes = tuple(a for a in dict.fromkeys(splits) if a in self.mesh.axes)
         self.unit_sizes = self.unit_sizes_of(self.mesh.rank)
@@ -110,21 +113,32 @@ class Model:
                 )
         return found
 
+    def _unit_name(self, name: str, spec: ParameterSpec) -> str:
+        """Return the unit of a parameter: its layer, and what is special about it on this mesh.
+
+        ``block0@tensor`` is divided along that axis, the gradients of ``block0+tensor`` are summed
+        along it, and ``embedding~`` is used by layers that may be in different stages.
+        """
+        divided = [f"@{axis}" for _, axis in spec.splits if self.mesh.axes.get(axis, 1) > 1]
+        summed = [f"+{axis}" for axis in spec.partial if self.mesh.axes.get(axis, 1) > 1]
+        is_shared = self.mesh.axes.get("pipe", 1) > 1 and name in self.ties.values()
+        return "".join([name.partition(".")[0], "~" * is_shared, *divided, *summed])
+
     def _find_units(self, layer: str) -> tuple[str, ...]:
+        mine = [name for name in self._unit_of if name.startswith(f"{layer}.")]
         tied = [there for here, there in self.ties.items() if here.startswith(f"{layer}.")]
-        units = [layer, *(there.partition(".")[0] for there in tied)]
-        return tuple(dict.fromkeys(unit for unit in units if unit in self.units))
+        return tuple(dict.fromkeys(self._unit_of[name] for name in mine + tied))
 
     # Which elements
 
     @property
     def num_parameters(self) -> int:
-        """The number of elements of all whole units."""
-        return sum(spec.size for specs in self.units.values() for spec in specs.values())
+        """The number of elements of all whole parameters."""
+        return sum(spec.size for spec in self.specs.values())
 
     def boxes(self, unit: str, rank: int | None = None) -> dict[str, Box]:
         """Return the boxes of a unit's parameters that a `rank` has, by default this rank."""
-        return {key: spec.box(self.mesh, rank) for key, spec in self.units[unit].items()}
+        return {name: spec.box(self.mesh, rank) for name, spec in self.units[unit].items()}
 
     def unit_sizes_of(self, rank: int) -> dict[str, int]:
         """Return `unit_sizes` of another `rank`."""
@@ -164,9 +178,9 @@ class Model:
 
         The whole parameter is a function of `seed` and of its name and shape.
         """
-        drawn = {key: spec.draw(seed, f"{unit}.{key}") for key, spec in self.units[unit].items()}
-        parts = [drawn[key][box.slices].ravel() for key, box in self.boxes(unit).items()]
-        return np.concatenate(parts)
+        specs, boxes = self.units[unit], self.boxes(unit)
+        drawn = {name: spec.draw(seed, name)[boxes[name].slices] for name, spec in specs.items()}
+        return np.concatenate([x.ravel() for x in drawn.values()])
 
     def bind(
         self, layer: str, values: Mapping[str, Array], gradients: Mapping[str, Array] | None = None
@@ -187,21 +201,20 @@ class Model:
         self.layers[layer].bind({}, {})
 
     def _views(self, layer: str, flats: Mapping[str, Array]) -> dict[str, Array]:
-        views = self.split(layer, flats[layer]) if layer in flats and layer in self.units else {}
-        for here, there in self.ties.items():
-            unit, _, key = there.partition(".")
-            if here.startswith(f"{layer}.") and unit in flats:
-                views[here.removeprefix(f"{layer}.")] = self.split(unit, flats[unit])[key]
-        return views
+        units = [unit for unit in self.units_of(layer) if unit in flats]
+        views = {name: x for unit in units for name, x in self.split(unit, flats[unit]).items()}
+        views |= {here: views[there] for here, there in self.ties.items() if there in views}
+        start = f"{layer}."
+        return {name.removeprefix(start): x for name, x in views.items() if name.startswith(start)}
 
     def split(self, unit: str, flat: Array) -> dict[str, Array]:
         """Return views of the parameters in the flat array of a unit."""
         return split_flat(flat, self.shapes[unit])
 
     def named(self, flats: Mapping[str, Array]) -> dict[str, Array]:
-        """Return views of the parameters in `flats`, by names such as ``block0.mlp.up.weight``."""
-        views = {unit: self.split(unit, flats[unit]) for unit in self.units}
-        return {f"{unit}.{key}": x for unit, each in views.items() for key, x in each.items()}
+        """Return views of the parameters in `flats`, by their names in the model."""
+        views = [self.split(unit, flats[unit]) for unit in self.units]
+        return {name: x for each in views for name, x in each.items()}
 
     # What it costs
 

@@ -113,12 +113,12 @@ class PowerSGD(GeneratorHook):
         others: list[slice] = []
         stop, width = 0, master_dtype(group.dtype).itemsize
         for unit in group.buckets[bucket]:
-            for key, shape in group.shapes(unit).items():
+            for name, shape in group.shapes(unit).items():
                 size, rows = math.prod(shape), shape[0] if shape else 1  # a number: one row
                 start, stop = stop, stop + size
                 columns = size // rows if rows else 0
                 if self.rank * (rows + columns) * width < rows * columns * group.dtype.itemsize:
-                    matrices[f"{unit}.{key}"] = Matrix(slice(start, stop), rows, columns)
+                    matrices[name] = Matrix(slice(start, stop), rows, columns)
                 else:
                     others.append(slice(start, stop))
         return matrices, others

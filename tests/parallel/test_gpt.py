@@ -166,7 +166,9 @@ def test_rows_do_not_see_each_other() -> None:
 def test_the_units_and_their_parameters() -> None:
     model = gpt(num_layers=2, hidden=8, num_heads=2, context=6)
     assert list(model.units) == ["embedding", "block0", "block1", "head"]
-    shapes = {key: spec.shape for key, spec in model.units["block1"].items()}
+    shapes = {
+        name.removeprefix("block1."): spec.shape for name, spec in model.units["block1"].items()
+    }
     assert shapes == {
         "attention.norm.gain": (8,), "attention.norm.bias": (8,),
         "attention.qkv.weight": (8, 3, 2, 4), "attention.qkv.bias": (3, 2, 4),

@@ -464,8 +464,9 @@ ARRAY = 64  # the bytes of the input of one linear layer: 2 rows of 4 numbers, i
 
 
 def deep(recompute: tuple[str, ...]) -> Model:
-    """24 layers, each of five linear ones of equal width, and a loss."""
-    layers: dict[str, Layer] = {
+    """24 layers, each of five linear ones of equal width, between an embedding and a loss."""
+    layers: dict[str, Layer] = {"embedding": Embedding(WIDTH, 1, WIDTH)}
+    layers |= {
         f"layer{i}": Sequential({f"linear{k}": Linear(WIDTH, WIDTH) for k in range(5)})
         for i in range(DEEP)
     }
@@ -473,24 +474,25 @@ def deep(recompute: tuple[str, ...]) -> Model:
 
 
 def deep_batch() -> tuple[Values, Values]:
-    return np.random.default_rng(0).standard_normal((ROWS, WIDTH)), np.arange(ROWS)
+    return np.arange(ROWS)[:, None], np.arange(ROWS)[:, None]
 
 
 def check_deep(recompute: tuple[str, ...], kept: int, peak: int) -> None:
     """Bytes by formula, and counted from the arrays of a step."""
     model = deep(recompute)
-    formula = model.activation_bytes(ArraySpec((ROWS, WIDTH), 8))
+    formula = model.activation_bytes(ArraySpec.tokens(ROWS, 1, width=8))
     assert formula.pop("loss").saved == ARRAY  # its derivative
+    assert formula.pop("embedding").saved == 0  # tokens
     assert sum(each.saved for each in formula.values()) == kept
     pairs = {(each.saved, each.extra) for each in formula.values()}
     assert pairs <= {(5 * ARRAY, 0), (ARRAY, 4 * ARRAY)}
     trainer, (inputs, targets) = Trainer(None, model), deep_batch()
     trainer.begin(inputs, targets, ROWS)
-    trainer.run(trainer.actions[: DEEP + 1])  # forward
+    trainer.run(trainer.actions[: DEEP + 2])  # forward
     assert trainer.memory.now["activations"] == kept + ARRAY
     trainer.step(inputs, targets, ROWS)
     assert trainer.memory.peak["activations"] == peak
-    assert peak_memory(trainer, ROWS, WIDTH)["activations"] == peak
+    assert peak_memory(trainer, ROWS, 1)["activations"] == peak
 
 
 @pytest.mark.parametrize(("recompute", "kept", "peak"), [
@@ -742,7 +744,7 @@ def test_a_unit_is_the_parameters_one_after_the_other() -> None:
     model = TIED
     assert model.unit_sizes == {"first": 6 * 3 + 4 * 3, "mid": 3 * 3 + 3, "last": 3 + 3}
     assert model.num_parameters == 48
-    assert list(model.units["last"]) == ["norm.gain", "norm.bias"]
+    assert list(model.units["last"]) == ["last.norm.gain", "last.norm.bias"]
     flats = {unit: np.arange(size) for unit, size in model.unit_sizes.items()}
     views = model.named(flats)
     assert list(views) == [
@@ -758,8 +760,7 @@ def test_a_unit_is_the_parameters_one_after_the_other() -> None:
 def test_a_draw_of_a_unit_is_the_draws_of_its_parameters() -> None:
     drawn = UNTIED.named({unit: UNTIED.draw(unit, 3) for unit in UNTIED.units})
     for name, value in drawn.items():
-        unit, _, key = name.partition(".")
-        np.testing.assert_array_equal(value, UNTIED.units[unit][key].draw(3, name))
+        np.testing.assert_array_equal(value, UNTIED.specs[name].draw(3, name))
 
 
 def test_layers_work_on_the_arrays_they_are_bound_to() -> None:
