@@ -2,75 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from parallel.actions import Action
-from parallel.nn import Model
+from parallel.mesh import Mesh
 from parallel.sharding import Sharding
+from parallel.stages import Stages
 
-
-def one_forward_one_backward(num_micro_batches: int) -> list[Action]:
-    """Return the schedule of a rank that has the whole model: 0F0 0B0 0F1 0B1 ... 0UPDATE."""
-    both = (Action(kind, 0, k) for k in range(num_micro_batches) for kind in "FB")
-    return [*both, Action("UPDATE")]
+PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+MESSAGES = {"SEND_F": "forward", "RECV_F": "forward", "SEND_B": "backward", "RECV_B": "backward"}
+SENDS = "sends"  # the part of a WAIT for all messages to be sent
 
 
 def lower(
-    schedule: Sequence[Action],
-    model: Model,
+    stages: Stages,
+    place: int,
     sharding: Sharding,
     *,
     buckets: dict[str, list[str]],
+    mesh: Mesh | None = None,
     needs_norm: bool = False,
 ) -> list[Action]:
-    """Return the actions of each layer for the actions of a stage, and those of the sharding.
+    """Return the actions of each layer for the actions of stages, and those of the sharding.
 
-    `schedule` is forward and backward of micro-batches, then the update.  `buckets` are the units
-    of each bucket of gradients, in the order in which backward completes them.  `needs_norm`:
-    whether the update depends on the norm of the whole gradient.
+    Those of a `place` along the axis ``pipe`` of a `mesh`.  `buckets` are the units of each bucket
+    of gradients, in the order in which backward completes them.  `needs_norm`: whether the update
+    depends on the norm of the whole gradient.
     """
-    lowering = _Lowering(model, sharding, buckets)
-    last = max(i for i, action in enumerate(schedule) if action.kind == "B")
-    for i, action in enumerate(schedule):
-        if action.kind == "UPDATE":
-            lowering.update(action, needs_norm=needs_norm)
+    lowering = _Lowering(stages, place, sharding, buckets, mesh or Mesh(None))
+    for action in stages.actions[place]:
+        if action.kind in MESSAGES:
+            phase = MESSAGES[action.kind]
+            lowering.actions.append(action._replace(axes=("pipe",), phase=phase))
+        elif action.kind == "UPDATE":
+            lowering.update_alone(action)
         else:
-            lowering.compute(action, is_last=i == last)
+            lowering.compute(action)
+    lowering.end()
+    lowering.update(needs_norm=needs_norm)
     return lowering.actions
 
 
 class _Lowering:
     """A growing list of actions, and what is gathered and summed at the end of it."""
 
-    def __init__(self, model: Model, sharding: Sharding, buckets: dict[str, list[str]]) -> None:
-        self.model, self.sharding, self.buckets = model, sharding, buckets
-        self.bucket_after = {units[-1]: bucket for bucket, units in buckets.items()}
+    def __init__(
+        self,
+        stages: Stages,
+        place: int,
+        sharding: Sharding,
+        buckets: dict[str, list[str]],
+        mesh: Mesh,
+    ) -> None:
+        self.stages, self.model, self.sharding, self.mesh = stages, stages.model, sharding, mesh
+        self.units, self.buckets = stages.units_of[place], buckets
+        self.bucket_of = {unit: bucket for bucket, units in buckets.items() for unit in units}
+        self.incomplete = {bucket: set(units) for bucket, units in buckets.items()}
+        self.last_use = dict(self.uses(stages.actions[place]))
         self.actions: list[Action] = []
-        self.stage = 0
         self.gathered: set[str] = set()
         self.kept: set[str] = set()  # units of which this micro-batch has kept a secondary part
         self.is_reducing = False
 
-    def add(self, kind: str, phase: str, part: str = "", axes: Sequence[str] = ()) -> None:
-        self.actions.append(Action(kind, self.stage, None, part, tuple(axes), phase))
+    def uses(self, actions: Iterable[Action]) -> Iterator[tuple[str, Action]]:
+        """Yield each unit with the actions of layers that add to its gradient, in order."""
+        for action in (part for whole in actions for part in whole.parts or (whole,)):
+            for layer in self.layers_of(action) if action.kind in ("B", "W") else ():
+                for unit in self.model.units_of(layer):
+                    yield unit, action._replace(part=layer, phase=PHASES[action.kind])
 
-    def compute(self, action: Action, *, is_last: bool) -> None:
-        """Run all layers forward or backward on a micro-batch; `is_last` is that of the step."""
-        self.stage, keep = action.stage, self.sharding.keep_after_forward
-        is_forward = action.kind == "F"
-        phase, names = "forward" if is_forward else "backward", list(self.model.layers)
-        layers = names if is_forward else names[::-1]
-        reduces = not is_forward and self.sharding.reduces_in_backward(is_last=is_last)
+    def layers_of(self, action: Action) -> Sequence[str]:
+        """Return the layers of an action in the order in which they run."""
+        names = self.stages.layers[action.stage]
+        return names if action.kind == "F" else names[::-1]
+
+    def add(self, kind: str, phase: str, part: str = "", axes: Sequence[str] = ()) -> None:
+        self.actions.append(Action(kind, 0, None, part, tuple(axes), phase))
+
+    def compute(self, action: Action) -> None:
+        """Run all layers of a stage; or those of two, in turn, if they overlap."""
+        for _ in zip_longest(*map(self.layers, action.parts or (action,))):
+            pass
+
+    def layers(self, action: Action) -> Iterator[None]:
+        """Run all layers of a stage forward or backward on a micro-batch, one at a time."""
+        is_forward, keep = action.kind == "F", self.sharding.keep_after_forward
+        phase, layers = PHASES[action.kind], self.layers_of(action)
         for i, layer in enumerate(layers):
-            self.gather(layers[i : i + 2], phase)
+            if action.kind != "W":  # which needs no parameters
+                self.gather(layers[i : i + 2], phase)
             self.actions.append(action._replace(part=layer, phase=phase))
-            if reduces:
-                self.reduce(layer)
-            if not (is_forward and keep):
+            if action.kind in ("B", "W"):
+                self.reduce(self.actions[-1])
+            if action.kind != "W" and not (is_forward and keep):
                 self.free(layer, layers[i + 1 :] if keep else layers[i + 1 : i + 2], phase)
-        if reduces:
-            self.add("WAIT", phase)
-            self.is_reducing = False
+            yield
+        if self.is_reducing and "gradients" in self.sharding.divided and not is_forward:
+            self.wait()
         if not is_forward:
             self.kept.clear()
 
@@ -98,34 +127,86 @@ class _Lowering:
     def units_of(self, layers: Sequence[str]) -> list[str]:
         return [unit for layer in layers for unit in self.model.units_of(layer)]
 
-    def reduce(self, layer: str) -> None:
-        """Start to sum what `layer` completes; where gradients are divided, one at a time."""
-        for unit in self.model.completed_units(layer):
-            if unit in self.bucket_after:
-                if self.is_reducing and "gradients" in self.sharding.divided:
-                    self.add("WAIT", "backward")
-                axes = self.sharding.shard_axes
-                self.add("REDUCE", "backward", self.bucket_after[unit], axes)
-                self.is_reducing = True
+    def reduce(self, action: Action) -> None:
+        """Start to sum what an action completes; where gradients are divided, one at a time."""
+        if not self.sharding.reduces_in_backward or self.stages.schedule.is_asynchronous:
+            return
+        if "gradients" in self.sharding.divided:
+            for unit in self.stages.completed_units(action.part):
+                if self.is_reducing:
+                    self.wait()
+                self.start_sum(unit)
+            return
+        for unit in self.model.units_of(action.part):
+            if self.last_use[unit] == action:
+                units = self.incomplete[bucket := self.bucket_of[unit]]
+                units.discard(unit)
+                if not units:
+                    self.start_sum(bucket)
 
-    def update(self, action: Action, *, needs_norm: bool) -> None:
+    def start_sum(self, bucket: str) -> None:
+        self.add("REDUCE", "backward", bucket, self.sharding.shard_axes)
+        self.is_reducing = True
+
+    def wait(self) -> None:
+        self.add("WAIT", "backward")
+        self.is_reducing = False
+
+    def end(self) -> None:
+        """Complete what is in progress after all micro-batches."""
+        if self.is_reducing:
+            self.wait()
+        if any(action.kind in MESSAGES for action in self.actions):
+            self.add("WAIT", "", SENDS)
+
+    def update_alone(self, action: Action) -> None:
+        """Update by the gradient of one micro-batch, while others are in progress."""
+        if self.sharding.shard_axes:
+            self.each("REDUCE", "reduce", self.buckets, self.sharding.shard_axes)
+        for unit in self.units:
+            for axis in self.model.partial_axes(unit):
+                self.each("REDUCE", "partial", [unit], [axis])
+        self.actions.append(action)
+
+    def update(self, *, needs_norm: bool) -> None:
         """Do what the gradients need after all micro-batches, and what new parameters need."""
-        self.stage, sharding = action.stage, self.sharding
+        sharding, divides = self.sharding, self.divides
+        if self.stages.schedule.is_asynchronous:
+            self.add("LOSS", "loss", axes=(*self.pipe, *sharding.axes))
+            return
         if sharding.reduces_after_backward:
             self.each("REDUCE", "reduce", self.buckets, sharding.shard_axes)
         if sharding.replica_axes:
             self.each("REDUCE", "replicate", self.buckets, sharding.replica_axes)
+        for unit in self.units:
+            for axis in self.summed_axes(unit):
+                self.each("REDUCE", "partial", [unit], [axis])
         if sharding.find_unused_parameters:
             self.add("UNUSED", "unused", axes=sharding.axes)
-        self.add("LOSS", "loss", axes=sharding.axes)
+        self.add("LOSS", "loss", axes=(*self.pipe, *sharding.axes))
         if needs_norm:
-            axes = (*(sharding.shard_axes if sharding.divided else ()), *self.model.split_axes)
+            axes = (*(sharding.shard_axes if sharding.divided else ()), *divides)
             self.add("NORM", "norm" if axes else "", axes=axes)
-        self.actions.append(action)
+        self.add("UPDATE", "")
         if sharding.every is not None:
-            self.each("AVERAGE", "average", self.model.units, sharding.shard_axes)
+            self.each("AVERAGE", "average", self.units, sharding.shard_axes)
         if "optimizer" in sharding.divided and "parameters" not in sharding.divided:
-            self.each("UNSHARD", "update", self.model.units, sharding.shard_axes)
+            self.each("UNSHARD", "update", self.units, sharding.shard_axes)
+
+    @property
+    def pipe(self) -> tuple[str, ...]:
+        return ("pipe",) if self.mesh.axes.get("pipe", 1) > 1 else ()
+
+    @property
+    def divides(self) -> tuple[str, ...]:
+        """The axes along which ranks have different parts of the model."""
+        return (*self.pipe, *self.model.split_axes)
+
+    def summed_axes(self, unit: str) -> list[str]:
+        """Return the other axes than those of the sharding along which a gradient is summed."""
+        holders = self.stages.holders[unit]
+        shared = [self.mesh.subset("pipe", holders)] if len(holders) > 1 else []
+        return [*self.model.partial_axes(unit), *shared]
 
     def each(self, kind: str, phase: str, parts: Iterable[str], axes: Sequence[str]) -> None:
         """Start and complete something for one part after the other."""

@@ -33,10 +33,10 @@ class RankReport(NamedTuple):
         moved |= {f"activations {name}": pair for name, pair in saved.items()}
         digests = {}
         for unit, x in trainer.parameters.items():
-            part, specs = trainer.stored_slice(unit), trainer.model.units[unit].values()
-            model_part = trainer.model_part(None) if any(spec.splits for spec in specs) else ""
-            digest = agreement.digest(on_host(x)).hex()
-            digests[f"{unit}{model_part}"] = part.start, part.stop, digest
+            part, boxes = trainer.stored_slice(unit), trainer.model.boxes(unit)
+            starts = [box.start for box in boxes.values()]
+            box = f" from {starts}" if any(map(any, starts)) else ""  # the same on some ranks
+            digests[unit + box] = part.start, part.stop, agreement.digest(on_host(x)).hex()
         return cls(kept, moved, digests)
 
 

@@ -16,7 +16,13 @@ from parallel.accounts import PredictedCall
 from parallel.actions import Action
 from parallel.mesh import Mesh
 from parallel.nn import Array
-from parallel.runtime import BatchFunction, MissingGradient, ProgressCallback, RunSize, Trainer
+from parallel.runtime import (
+    BatchFunction,
+    MissingGradient,
+    ProgressCallback,
+    RunSize,
+    Trainer,
+)
 from parallel.runtime.trainer import sum_of_squares
 from parallel.sharding import PushToServer, Sharding
 from parallel.sharding.server import SERVER
@@ -292,7 +298,8 @@ class AsyncParameterServer(Trainer):
             return super().step(inputs, targets, total)
         comm, loss = self.comm_of(AXES), self.compute(inputs, targets, inputs.size)
         if any(self.absent_layers()):
-            missing = ", ".join(name for name in self.model.layers if name not in self.used_layers)
+            used = self.micro_batches.used_layers
+            missing = ", ".join(name for name in self.model.layers if name not in used)
             raise MissingGradient(f"no gradient in this step for {missing} (on rank {self.rank})")
         with collectives.phase(f"push/worker{self.rank}"):
             comm.send(np.array([loss, self.loss_scale.value]), SERVER)

@@ -26,6 +26,9 @@ def has_gpu() -> bool:
         return False
 
 
+WITH_TORCH = ("test_autograd.py", "test_pipeline_torch.py")
+
+
 def has_torch() -> bool:
     return find_spec("torch") is not None
 
@@ -46,6 +49,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None if config.getoption("--with-mpi", default=False) else True
     if collection_path == HERE / "gpu":
         return None if has_gpu() else True
-    if collection_path == HERE / "parallel" / "test_autograd.py":
+    if collection_path.parent == HERE / "parallel" and collection_path.name in WITH_TORCH:
         return None if has_torch() else True
     return None

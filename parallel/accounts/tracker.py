@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "master", "activations", "buffers", "scratch",
+    "messages",
 )  # fmt: skip
 TOKENS = np.dtype(np.int64)
 

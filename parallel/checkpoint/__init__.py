@@ -184,7 +184,7 @@ def write_part(trainer: Trainer, folder: Path, step: int) -> bytes:
     others = [axis for axis in trainer.mesh.axes if axis not in trainer.sharding.axes]
     starts: dict[str, list[int]] = {}
     tensors: dict[str, Array] = {}
-    for unit in trainer.model.units:
+    for unit in trainer.unit_sizes:
         shard = trainer.shard_slice(unit)
         mine = span(length(shard), num_replicas, index)
         part = slice(shard.start + mine.start, shard.start + mine.stop)

@@ -178,7 +178,7 @@ class Checkpoint:
 
     def fill(self, trainer: Trainer) -> None:
         """Read what this rank keeps into its arrays, and nothing else."""
-        for unit in trainer.model.units:
+        for unit in trainer.unit_sizes:
             stored, shard = trainer.stored_slice(unit), trainer.shard_slice(unit)
             self._read(trainer, unit, VALUES, stored, trainer.parameters[unit])
             self._read(trainer, unit, VALUES, shard, trainer.masters[unit])

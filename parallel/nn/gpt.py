@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from parallel.mesh import Mesh
 from parallel.nn import layers as nn
 from parallel.nn.layer import Layer, Residual, Sequential
 from parallel.nn.model import Model
@@ -21,6 +22,7 @@ def gpt(
     is_tied: bool = False,
     is_shared: bool = False,
     recompute: Sequence[str] = (),
+    mesh: Mesh | None = None,
 ) -> Model:
     """Return a GPT that predicts the next byte.
 
@@ -40,7 +42,7 @@ def gpt(
         Whether the table of the output layer is that of the token embedding (Press & Wolf 2017).
     is_shared : bool
         Whether all blocks have the parameters of the first (Lan et al. 2020, ALBERT).
-    recompute : sequence of str
+    recompute, mesh
         As in `Model`.
 
     Examples
@@ -63,7 +65,7 @@ def gpt(
     named["loss"] = nn.CrossEntropy()
     ties = {"head.out.table": "embedding.token"} if is_tied else {}
     ties |= {f"block{i}": "block0" for i in range(1, num_layers)} if is_shared else {}
-    return Model(named, ties, recompute=recompute)
+    return Model(named, ties, recompute=recompute, mesh=mesh)
 
 
 def block(hidden: int, num_heads: int, num_layers: int) -> Sequential:

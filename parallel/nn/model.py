@@ -89,7 +89,8 @@ class Model:
         self._units_of = {name: self._find_units(name) for name in self.layers}
         self._bound: dict[str, tuple[object, object]] = {}  # the arrays of each layer, by identity
         splits = (axis for spec in specs.values() for _, axis in spec.splits)
-        self.split_axes = tuple(a for a in dict.fromkeys(splits) if a in self.mesh.axes)
+        sizes = self.mesh.axes
+        self.split_axes = tuple(a for a in dict.fromkeys(splits) if sizes.get(a, 1) > 1)
         self.unit_sizes = self.unit_sizes_of(self.mesh.rank)
         self.shapes = {
             unit: {key: box.shape for key, box in self.boxes(unit).items()} for unit in self.units
@@ -140,6 +141,11 @@ class Model:
         """Return the boxes of a unit's parameters that a `rank` has, by default this rank."""
         return {name: spec.box(self.mesh, rank) for name, spec in self.units[unit].items()}
 
+    def partial_axes(self, unit: str) -> tuple[str, ...]:
+        """Return the axes of the mesh along which the gradients of a unit are partial sums."""
+        spec = next(iter(self.units[unit].values()))
+        return tuple(axis for axis in spec.partial if self.mesh.axes.get(axis, 1) > 1)
+
     def unit_sizes_of(self, rank: int) -> dict[str, int]:
         """Return `unit_sizes` of another `rank`."""
         return {
@@ -157,12 +163,6 @@ class Model:
     def units_of(self, layer: str) -> tuple[str, ...]:
         """Return the units a layer computes with: its own and those it is tied to."""
         return self._units_of[layer]
-
-    def completed_units(self, layer: str) -> tuple[str, ...]:
-        """Return the units whose gradients are complete once backward has passed `layer`."""
-        names = list(self.layers)
-        earlier = {u for name in names[: names.index(layer)] for u in self.units_of(name)}
-        return tuple(unit for unit in self.units_of(layer) if unit not in earlier)
 
     def active_layers(self) -> list[str]:
         """Return the layers that the next forward pass runs: all.
@@ -217,6 +217,10 @@ class Model:
         return {name: x for each in views for name, x in each.items()}
 
     # What it costs
+
+    def inputs(self, x: ArraySpec) -> dict[str, ArraySpec]:
+        """Return what enters each layer for the input `x` of the model."""
+        return {name: entering for name, _, entering in Sequential(self.layers).inputs(x)}
 
     def activation_bytes(self, x: ArraySpec) -> dict[str, Activations]:
         """Return what each layer keeps for the input `x` of the model (`ArraySpec.tokens`)."""

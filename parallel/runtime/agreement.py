@@ -35,7 +35,7 @@ def digest(*values: Any) -> bytes:
 def digest_of(state: State, unit: str) -> bytes:
     """Return the digest of a unit's names and shapes, and of its initial values if compared."""
     shapes = [(name, spec.shape) for name, spec in state.model.units[unit].items()]
-    if state.model.split_axes:
+    if state.is_divided:
         return digest(state.model.units[unit], state.recipe.seed)  # these determine the values
     if state.sharding.broadcast_algorithm is not None:
         return digest(shapes)

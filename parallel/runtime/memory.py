@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from parallel.actions import Action
+from parallel.lowering import SENDS
 from parallel.nn import Activations, ArraySpec
 from parallel.optim.formulas import bytes_moved, offloaded_bytes, state_bytes
 from parallel.placement import length, span
 from parallel.places import OFFLOADED
+from parallel.runtime.micro_batches import number_of
 from parallel.runtime.prediction import gather_of, reduction_of
 from parallel.runtime.trainer import Trainer
 from parallel.sharding.collective import rounded_bytes
@@ -39,11 +41,14 @@ class Walk:
         self._pending: list[Iterator[int]] = []  # the scratch of the calls that follow each other
         self._gathers: dict[str, Iterator[int]] = {}
         self._activations = activations_of(trainer, rows, context)
+        self._inputs = [trainer.model.inputs(x) for x in tokens_of(trainer, rows, context)]
         self._table = {
             "F": self._forward, "B": self._backward, "UNSHARD": self._unshard,
             "RESHARD": self._reshard, "REDUCE": self._reduce, "WAIT": self._wait,
             "AVERAGE": self._reduce, "UNUSED": self._finish, "LOSS": self._finish,
-            "NORM": self._finish,
+            "NORM": self._finish, "I": self._backward_input, "W": self._backward_weight,
+            "SEND_F": self._send, "SEND_B": self._send,
+            "RECV_F": self._receive, "RECV_B": self._receive,
         }  # fmt: skip
 
     def do(self, action: Action) -> None:
@@ -78,29 +83,65 @@ class Walk:
         return calls
 
     def _of(self, action: Action) -> Activations:
-        assert action.micro_batch is not None
-        return self._activations[action.micro_batch][action.part]
+        return self._activations[number_of(action)][action.part]
 
     def _forward(self, action: Action) -> None:
         self._complete(action.part)
-        saved, what = self._of(action).saved, (f"{action.micro_batch}", action.part)
+        self._arrive("F", action)
+        saved, what = self._of(action).saved, named(action)
         self._hold(saved, "activations", *what)
         if self.trainer.activations.columns:
             self._hold(saved, OFFLOADED, *what)
             self._free("activations", *what)
 
     def _backward(self, action: Action) -> None:
+        self._open_gradients(action)
+        self._backward_from(action)
+
+    def _backward_input(self, action: Action) -> None:
+        self._backward_from(action)
+        self._hold(self._of(action).rest, "activations", "rest", *named(action))
+
+    def _backward_weight(self, action: Action) -> None:
+        self._open_gradients(action)
+        self._free("activations", "rest", *named(action))
+
+    def _open_gradients(self, action: Action) -> None:
         trainer = self.trainer
-        self._complete(action.part)
         if "gradients" in trainer.sharding.divided:
             for unit in trainer.model.units_of(action.part):
                 if ("buffers", "gradient", unit) not in self._held:
                     self._hold(trainer.unit_nbytes(unit), "buffers", "gradient", unit)
-        layer, what = self._of(action), (f"{action.micro_batch}", action.part)
+
+    def _backward_from(self, action: Action) -> None:
+        """Hold what is computed again, and free what forward saved."""
+        self._complete(action.part)
+        self._arrive("B", action)
+        layer, what = self._of(action), named(action)
         self._free("activations", *what)
         self._hold(layer.saved + layer.extra, "activations", *what)
         self._free("activations", *what)
         self._free(OFFLOADED, *what)
+
+    def _message(self, action: Action) -> tuple[int, tuple[str, str]]:
+        """Return the bytes of a message, and its direction and the stage of the action."""
+        message = self.trainer.stages.message(action)
+        entering = self._inputs[number_of(action)][message.layer]
+        return entering.nbytes, (message.direction, f"{action.stage}")
+
+    def _send(self, action: Action) -> None:
+        nbytes, what = self._message(action)
+        self._free("messages", "sent", *what)  # the one before it
+        self._hold(nbytes, "messages", "sent", *what)
+
+    def _receive(self, action: Action) -> None:
+        nbytes, what = self._message(action)
+        self._hold(nbytes, "messages", "received", *what, f"{action.micro_batch}")
+
+    def _arrive(self, direction: str, action: Action) -> None:
+        """Free the message that enters a stage, once the first layer has it."""
+        what = direction, f"{action.stage}", f"{action.micro_batch}"
+        self._free("messages", "received", *what)
 
     def _unshard(self, action: Action) -> None:
         trainer, unit, axes = self.trainer, action.part, action.axes
@@ -142,6 +183,10 @@ class Walk:
         self._reducing.append(bucket)
 
     def _wait(self, action: Action) -> None:
+        if action.part == SENDS:
+            for category, *what in [key for key in self._held if key[:2] == ("messages", "sent")]:
+                self._free(category, *what)
+            return
         while self._pending:
             calls = self._pending.pop(0)
             if next(calls, None) is not None:
@@ -153,23 +198,47 @@ class Walk:
         self._reducing.clear()
 
 
-def activations_of(trainer: Trainer, rows: int, context: int) -> list[dict[str, Activations]]:
-    """Return what each layer keeps, by micro-batch.
+def named(action: Action) -> tuple[str, str]:
+    """Return what identifies the activations of an action: the micro-batch and the layer."""
+    return f"{action.micro_batch}", action.part
+
+
+def tokens_of(trainer: Trainer, rows: int, context: int) -> list[ArraySpec]:
+    """Return this rank's tokens of each micro-batch.
 
     `rows` and `context` are the shape of this rank's part of a batch.
     """
-    num_parts = trainer.recipe.num_micro_batches
+    num_parts, width = trainer.recipe.num_micro_batches, trainer.dtype.itemsize
     return [
-        trainer.model.activation_bytes(
-            ArraySpec.tokens(length(part), context, trainer.dtype.itemsize)
-        )
-        for part in (span(rows, num_parts, k) for k in range(num_parts))
+        ArraySpec.tokens(length(span(rows, num_parts, k)), context, width, rank=trainer.rank)
+        for k in range(num_parts)
     ]
+
+
+def activations_of(trainer: Trainer, rows: int, context: int) -> list[dict[str, Activations]]:
+    """Return what each layer keeps, by micro-batch; see `tokens_of`."""
+    return [trainer.model.activation_bytes(x) for x in tokens_of(trainer, rows, context)]
 
 
 def num_shard_elements(trainer: Trainer) -> int:
     """Return the number of elements that this rank updates."""
-    return sum(length(trainer.shard_slice(unit)) for unit in trainer.model.units)
+    return sum(length(trainer.shard_slice(unit)) for unit in trainer.unit_sizes)
+
+
+def num_versions(actions: Iterable[Action]) -> int:
+    """Return the largest number of versions of its parameters that a rank keeps at a time.
+
+    One, unless updates are made while other micro-batches are in progress (`WeightStash`).
+    """
+    version, most, begun = 0, 1, dict[int, int]()
+    for action in actions:
+        if action.kind == "F":
+            begun.setdefault(number_of(action), version)
+        elif action.kind == "UPDATE" and action.micro_batch is not None:
+            del begun[action.micro_batch]
+            version += 1
+            most = max(most, len(set(begun.values())) + 1)
+    return most
 
 
 def is_offloaded(trainer: Trainer) -> bool:
@@ -187,12 +256,13 @@ def peak_memory(trainer: Trainer, rows: int, context: int) -> dict[str, int]:
         num_states=len(trainer.optimizer.STATES),
         is_offloaded=is_offloaded(trainer),
     )
+    kept["parameters"] *= num_versions(trainer.actions)
     walk = Walk(trainer, rows, context)
     for action in trainer.actions:
         walk.do(action)
     buffers = walk.peak["buffers"] + trainer.sharding.reduction.state_bytes(trainer)
     of_step = {"activations": walk.peak["activations"], "buffers": buffers}
-    of_step["scratch"] = walk.peak["scratch"]
+    of_step |= {name: walk.peak[name] for name in ("scratch", "messages")}
     if trainer.activations.columns:
         of_step[OFFLOADED] = walk.peak[OFFLOADED]
     return kept | of_step | trainer.kept_bytes()
@@ -205,7 +275,7 @@ def peak_offloaded_memory(trainer: Trainer) -> dict[str, int]:
     """
     if not is_offloaded(trainer):
         return {}
-    largest = max(length(trainer.shard_slice(unit)) for unit in trainer.model.units)
+    largest = max(length(trainer.shard_slice(unit)) for unit in trainer.unit_sizes)
     num_states = len(trainer.optimizer.STATES)
     kept = offloaded_bytes(num_shard_elements(trainer), trainer.dtype, num_states=num_states)
     return kept | {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from collectives import Communicator
 from parallel.accounts import PredictedCall, merged
@@ -16,6 +16,7 @@ from parallel.runtime import agreement
 from parallel.runtime.state import State
 from parallel.sharding import AllGather, AllReduce, CommHook, Gather
 
+S = TypeVar("S", bound=State)
 SCALAR_ALGORITHM = "recursive_doubling"  # the all-reduce of a few numbers
 SCALARS = {"UNUSED": (0, 1), "LOSS": (2, 8), "NORM": (1, 8)}  # elements (0: layers), itemsize
 
@@ -58,52 +59,59 @@ def start_traffic(
     ]
 
 
-def step_traffic(
-    actions: Iterable[Action],
-    calls_of: Callable[[Action, tuple[int, int] | None], Iterable[PredictedCall]],
-    run: RunSize,
-    every: int | None = None,
-) -> list[PredictedCall]:
-    """Return what the steps of `run` send: the calls of every action.
+def times_of(
+    actions: Iterable[Action], run: RunSize, every: int | None = None
+) -> Iterator[tuple[Action, int]]:
+    """Yield the actions of a step, and how often the steps of `run` do them.
 
     Actions after an update are done as often as updates are made; or, with `every`, once in so
     many steps, and at the end.
     """
-    found, times = [], run.num_steps
+    times = run.num_steps
     num_updates = run.num_updates if every is None else math.ceil(run.num_steps / every)
     for action in actions:
-        calls = calls_of(action, run.batch_shape)
-        found += [replace(call, num_calls=call.num_calls * times) for call in calls]
-        times = num_updates if action.kind == "UPDATE" else times
-    return merged(found)
+        yield action, times
+        is_last = action.kind == "UPDATE" and action.micro_batch is None
+        times = num_updates if is_last else times
 
 
-def model_parts(state: State) -> Iterator[State]:
-    """Yield the run as seen by one rank of each part of the model."""
-    if not state.model.split_axes:
-        yield state
-        return
+def model_parts(state: S) -> list[S]:
+    """Return the run as seen by one rank of each part of the model."""
+    if not state.is_divided:
+        return [state]
     first = {state.model_part(rank): rank for rank in reversed(range(state.mesh.size))}
-    yield from map(state.as_of, first.values())
+    return [state.as_of(rank) for rank in sorted(first.values())]
+
+
+def led_here(state: State, calls: Iterable[PredictedCall]) -> Iterator[PredictedCall]:
+    """Yield the calls of those groups whose first rank has this part: each group is of one part."""
+    mine = state.model_part(state.place)
+    for call in calls:
+        groups = tuple(g for g in call.groups or () if state.model_part(g[0]) == mine)
+        if groups:
+            yield replace(call, groups=groups)
 
 
 def calls_of(
     state: State, action: Action, batch: tuple[int, int] | None = None
 ) -> Iterator[PredictedCall]:
-    """Yield the calls that all ranks make in one action; `batch` is as in `Trainer.traffic`."""
-    if action.kind in ("F", "B"):
+    """Yield the calls in one action of all groups that have a rank with this part of the model.
+
+    `batch` is as in `Trainer.traffic`.
+    """
+    if action.kind in ("F", "B", "I"):
         yield from layer_calls(state, action, batch)
+    elif action.kind in ("SEND_F", "SEND_B"):
+        yield from messages(state, action, batch)
     elif action.kind in SCALARS:
         if action.axes:
             counts, itemsize = SCALARS[action.kind]
             yield state.predicted(
                 action.phase, "all_reduce", counts or len(state.model.layers_with_parameters),
                 action.axes, itemsize=itemsize, algorithm=SCALAR_ALGORITHM, in_place=True,
-                groups=tuple(state.mesh.ranks(action.axes)),
             )  # fmt: skip
-    else:
-        for each in model_parts(state):
-            yield from unit_calls(each, action)
+    elif action.part:
+        yield from unit_calls(state, action)
 
 
 def unit_calls(state: State, action: Action) -> Iterator[PredictedCall]:
@@ -116,33 +124,70 @@ def unit_calls(state: State, action: Action) -> Iterator[PredictedCall]:
     elif action.kind in ("REDUCE", "AVERAGE") and axes == sharding.shard_axes:
         yield from sharding.reduction.traffic(state, action.part, phase, axes)
     elif action.kind == "REDUCE":
-        counts_by_shard = state.counts(action.part, sharding.shard_axes)
         options = {"itemsize": state.reduce_dtype.itemsize, "in_place": True}
-        for group in state.groups(axes):  # replicas of different parts, of different sizes
-            n = counts_by_shard[state.mesh.index(sharding.shard_axes, group[0])]
-            yield state.predicted(phase, "all_reduce", n, axes, groups=(group,), **options)
+        for group in state.groups(axes):  # of different shards, of different sizes
+            size = shard_size(state, action.part, group[0])
+            yield state.predicted(phase, "all_reduce", size, axes, groups=(group,), **options)
+
+
+def shard_size(state: State, unit: str, rank: int) -> int:
+    """Return how many elements of a unit a `rank` with this part of the model updates."""
+    if "optimizer" not in state.sharding.divided:
+        return state.unit_sizes[unit]
+    axes = state.sharding.shard_axes
+    return state.counts(unit, axes)[state.mesh.index(axes, rank)]
 
 
 def layer_calls(
     state: State, action: Action, batch: tuple[int, int] | None
 ) -> Iterator[PredictedCall]:
-    """Yield what a layer itself sends, for each part of the batch."""
+    """Yield what a layer itself sends, in each group of ranks."""
     if state.model.mesh.size == 1:
         return
+    for rank in ranks_here(state):
+        traffic = state.model.layers[action.part].traffic(
+            inputs_of(state, action, batch, rank)[action.part]
+        )
+        for call in traffic.forward if action.kind == "F" else traffic.backward:
+            along = call.axis.split(",")
+            groups = call.groups or tuple(g for g in state.mesh.ranks(along) if g[0] == rank)
+            if groups:
+                yield replace(call, phase=f"{action.phase}/{action.part}", groups=groups)
+
+
+def ranks_here(state: State) -> list[int]:
+    """Return the ranks with the stages of this one."""
+    place = state.pipe_place
+    return [rank for rank in range(state.mesh.size) if state.pipe_place_of(rank) == place]
+
+
+def inputs_of(
+    state: State, action: Action, batch: tuple[int, int] | None, rank: int
+) -> dict[str, ArraySpec]:
+    """Return what enters each layer on a `rank` in an action."""
     if batch is None:
         raise ValueError("layers of this model send messages: pass batch=(rows, context)")
     assert action.micro_batch is not None
-    mesh, axes, num_micro_batches = state.mesh, state.sharding.axes, state.recipe.num_micro_batches
-    for index in range(mesh.size_of(axes)):
-        mine = length(span(batch[0], mesh.size_of(axes), index))
-        rows = length(span(mine, num_micro_batches, action.micro_batch))
-        tokens = ArraySpec.tokens(rows, batch[1], state.dtype.itemsize)
-        traffic = state.model.traffic(tokens)[action.part]
-        for call in traffic.forward if action.kind == "F" else traffic.backward:
-            along = mesh.ranks(call.axis.split(","))
-            groups = tuple(g for g in along if mesh.index(axes, g[0]) == index)
-            if groups:
-                yield replace(call, phase=f"{action.phase}/{action.part}", groups=groups)
+    mesh, axes = state.mesh, state.sharding.row_axes
+    mine = length(span(batch[0], mesh.size_of(axes), mesh.index(axes, rank)))
+    rows = length(span(mine, state.recipe.num_micro_batches, action.micro_batch))
+    tokens = ArraySpec.tokens(rows, batch[1], state.dtype.itemsize, rank=rank)
+    return state.model.inputs(tokens)
+
+
+def messages(
+    state: State, action: Action, batch: tuple[int, int] | None
+) -> Iterator[PredictedCall]:
+    """Yield the messages of ranks with this part of the model to those of another stage."""
+    message = state.stages.message(action)
+    for group in state.mesh.ranks("pipe"):
+        source = group[state.pipe_place]
+        if state.model_part(source) == state.model_part(state.place):
+            size = inputs_of(state, action, batch, source)[message.layer].size
+            yield state.predicted(
+                f"{action.phase}/{message.label}", "send", size, action.axes, algorithm="",
+                groups=((source, group[message.peer]),),
+            )  # fmt: skip
 
 
 def with_checks(calls: list[PredictedCall], comm: Communicator) -> list[PredictedCall]:

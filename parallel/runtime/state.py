@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -12,11 +12,13 @@ import collectives
 from collectives import Communicator
 from parallel import placement
 from parallel.accounts import MemoryTracker, PredictedCall
+from parallel.lowering import lower
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model, Shape
 from parallel.optim import LossScale, Optimizer, dtype_of
 from parallel.runtime.recipe import Recipe
 from parallel.sharding import Sharding
+from parallel.stages import Stages
 
 
 class State:
@@ -27,27 +29,50 @@ class State:
     - ``parameter_shards``, ``gradient_shards``: the parts of these that this rank updates;
     - ``secondary``: the parts of gathered units that it keeps for backward;
     - ``buckets``: the units whose gradients are summed together, in the order of backward;
-    - ``unit_sizes``: the elements of each unit, of this rank's part of the model;
+    - ``unit_sizes``: the elements of each unit of this rank's stages, of its part of it;
+    - ``actions``: what this rank does in each step;
     - ``memory``: the `MemoryTracker` of what this rank keeps.
     """
 
     optimizer: Optimizer  # which a `Trainer` makes
 
     def __init__(
-        self, mesh: Mesh, model: Model, recipe: Recipe, sharding: Sharding, algorithm: str
+        self,
+        mesh: Mesh,
+        model: Model,
+        recipe: Recipe,
+        sharding: Sharding,
+        algorithm: str,
+        stages: Stages,
     ) -> None:
         self.mesh, self.model, self.recipe, self.sharding = mesh, model, recipe, sharding
+        self.stages = stages
         self.algorithm, self.xp, self.dtype = algorithm, recipe.xp, dtype_of(recipe.dtype)
         self.reduce_dtype = dtype_of(recipe.reduce_dtype or recipe.dtype)
         self.memory, self.loss_scale = MemoryTracker(), LossScale(self.dtype)
-        self.unit_sizes = model.unit_sizes
-        self.place: int | None = None  # see `as_of`
-        self._divisions: dict[tuple[str, tuple[str, ...]], tuple[tuple[int, ...], slice]] = {}
-        self.buckets = self._make_buckets()
+        self._set_place(mesh.rank)
         self.secondary: dict[str, Array] = {}
         self._allocate_parameters()
         self._allocate_gradients()
         self.sharding.reduction.allocate(self)
+
+    def _set_place(self, rank: int) -> None:
+        """Set what depends on the part of the model that a `rank` has."""
+        self.place, self.pipe_place = rank, self.pipe_place_of(rank)
+        sizes = self.model.unit_sizes_of(rank)
+        self.unit_sizes = {unit: sizes[unit] for unit in self.stages.units_of[self.pipe_place]}
+        self._divisions: dict[tuple[str, tuple[str, ...]], tuple[tuple[int, ...], slice]] = {}
+        self._groups: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
+        self.buckets = self._make_buckets()
+        self.actions = lower(
+            self.stages, self.pipe_place, self.sharding, buckets=self.buckets, mesh=self.mesh,
+            needs_norm=self.needs_norm,
+        )  # fmt: skip
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether an update depends on the norm of the whole gradient: to clip it or to scale."""
+        return self.recipe.clip is not None or self.loss_scale.is_dynamic
 
     # Which elements
 
@@ -67,7 +92,7 @@ class State:
                 counts = collectives.even_counts(size, num_ranks)
             else:
                 counts = tuple(size * (rank == self.sharding.server) for rank in range(num_ranks))
-            index = self.mesh.index(axes)
+            index = self.mesh.index(axes, self.place)
             start = sum(counts[:index])
             self._divisions[unit, axes] = counts, slice(start, start + counts[index])
         return self._divisions[unit, axes]
@@ -113,7 +138,7 @@ class State:
 
     def _allocate_parameters(self) -> None:
         self.parameters: dict[str, Array] = {}
-        for unit in self.model.units:
+        for unit in self.unit_sizes:
             values = self.model.draw(unit, self.recipe.seed)[self.stored_slice(unit)]
             self.parameters[unit] = self.xp.asarray(values.astype(self.dtype))
         self.memory.track("parameters", self.parameters)
@@ -129,7 +154,7 @@ class State:
         """Make the gradients of a bucket one flat array, or the shards of each unit."""
         self.full_gradients: dict[str, Array] = {}
         if "gradients" in self.sharding.divided:
-            sizes = {unit: placement.length(self.shard_slice(unit)) for unit in self.model.units}
+            sizes = {unit: placement.length(self.shard_slice(unit)) for unit in self.unit_sizes}
             self.gradients = {u: self.new_buffer("gradients", n) for u, n in sizes.items()}
             self.gradient_shards = self.gradients
             return
@@ -140,7 +165,7 @@ class State:
         for bucket, units in self.buckets.items():
             views = placement.split(self.flats[bucket], [self.unit_sizes[unit] for unit in units])
             self.full_gradients |= zip(units, views, strict=True)
-        self.gradients = {unit: self.full_gradients[unit] for unit in self.model.units}
+        self.gradients = {unit: self.full_gradients[unit] for unit in self.unit_sizes}
         self.gradient_shards = {u: x[self.shard_slice(u)] for u, x in self.gradients.items()}
 
     def _make_buckets(self) -> dict[str, list[str]]:
@@ -150,13 +175,14 @@ class State:
         count, so that all ranks have the same buckets.  Units with divided parameters have buckets
         of their own, so that the others are rounded equally on all ranks.
         """
-        model, limit = self.model, self.sharding.bucket_bytes
-        completed = [u for x in reversed(model.layers) for u in model.completed_units(x)]
+        limit, units = self.sharding.bucket_bytes, self.model.units
+        names = reversed(self.stages.layers_of[self.pipe_place])
+        completed = list(dict.fromkeys(u for x in names for u in self.stages.completed_units(x)))
         if limit is None:
-            names = completed if "gradients" in self.sharding.divided else list(model.units)
-            return {unit: [unit] for unit in names}
-        sizes = {u: sum(spec.size for spec in specs.values()) for u, specs in model.units.items()}
-        is_split = {u: any(s.splits for s in specs.values()) for u, specs in model.units.items()}
+            is_order_of_backward = "gradients" in self.sharding.divided
+            return {u: [u] for u in (completed if is_order_of_backward else self.unit_sizes)}
+        sizes = {unit: sum(spec.size for spec in units[unit].values()) for unit in completed}
+        is_split = {unit: any(s.splits for s in units[unit].values()) for unit in completed}
         groups: list[list[str]] = []
         for unit in completed:
             together = sum(sizes[each] for each in [*(groups[-1] if groups else ()), unit])
@@ -209,22 +235,36 @@ class State:
         return PredictedCall(phase, collective, counts=counts, **(defaults | options))
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the groups along `axes` of ranks with this part of the model."""
-        mine = self.model_part(self.place)
-        return tuple(g for g in self.mesh.ranks(axes) if self.model_part(g[0]) == mine)
+        """Return the groups along `axes` that contain a rank with this part of the model."""
+        if (axes := tuple(axes)) not in self._groups:
+            mine = self.model_part(self.place)
+            along = self.mesh.ranks(axes)
+            found = tuple(g for g in along if any(self.model_part(rank) == mine for rank in g))
+            self._groups[axes] = found
+        return self._groups[axes]
 
     def is_first_copy(self, unit: str, name: str, axes: Iterable[str]) -> bool:
         """Return whether no rank before this one along `axes` has the box of a `unit`'s `name`."""
-        divided = {axis for _, axis in self.model.units[unit][name].splits}
-        return not any(self.mesh.index(axis) for axis in axes if axis not in divided)
+        same = {*axes} - {"pipe"} - {axis for _, axis in self.model.units[unit][name].splits}
+        is_first = not any(self.mesh.index(axis, self.place) for axis in same)
+        return is_first and self.stages.holders[unit][0] == self.pipe_place
 
-    def model_part(self, rank: int | None) -> tuple[int, ...]:
+    def model_part(self, rank: int) -> tuple[int, ...]:
         """Return which part of the model a `rank` has: its place along the axes that divide it."""
-        return tuple(self.mesh.index(axis, rank) for axis in self.model.split_axes)
+        splits = (self.mesh.index(axis, rank) for axis in self.model.split_axes)
+        return (self.pipe_place_of(rank), *splits)
 
-    def as_of(self, rank: int) -> State:
+    def pipe_place_of(self, rank: int) -> int:
+        """Return the place of a `rank` along the axis ``pipe``."""
+        return self.mesh.index("pipe", rank) if "pipe" in self.mesh.axes else 0
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks have different parts of the model."""
+        return self.stages.schedule.num_ranks > 1 or bool(self.model.split_axes)
+
+    def as_of(self, rank: int) -> Self:
         """Return this run with the sizes of another rank's part of the model, to predict calls."""
         other = copy(self)
-        other.place, other.unit_sizes = rank, self.model.unit_sizes_of(rank)
-        other._divisions = {}
+        other._set_place(rank)
         return other

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -13,31 +14,36 @@ from typing import Any
 import numpy as np
 
 import collectives
-from parallel.accounts import PredictedCall
+from parallel.accounts import PredictedCall, merged
 from parallel.accounts.monitor import PhaseFunction
 from parallel.actions import Action
-from parallel.lowering import lower, one_forward_one_backward
+from parallel.lowering import SENDS
 from parallel.mesh import Mesh
-from parallel.nn import Array, Model, Step
+from parallel.nn import Array, Model
 from parallel.optim import Offload, Optimizer, pieces
-from parallel.placement import pieces_of, span
-from parallel.places import OFFLOADED
+from parallel.pipeline import Schedule, make
+from parallel.placement import length, pieces_of, span
 from parallel.runtime import agreement, prediction
 from parallel.runtime.agreement import format_ranks
-from parallel.runtime.checks import check_arguments, check_model, check_recipe
+from parallel.runtime.checks import check_arguments, check_model, check_recipe, check_schedule
+from parallel.runtime.micro_batches import MicroBatches, number_of
 from parallel.runtime.overlap import Overlap
 from parallel.runtime.prediction import SCALAR_ALGORITHM
 from parallel.runtime.recipe import BatchFunction, ProgressCallback, Recipe
 from parallel.runtime.state import State
 from parallel.sharding import Completion, Sharding
+from parallel.stages import Stages
 from parallel.text import Tokens
 
 METHODS = {
-    "F": "forward", "B": "backward", "UNSHARD": "unshard", "RESHARD": "reshard",
-    "REDUCE": "reduce", "WAIT": "wait", "UNUSED": "find_unused", "LOSS": "reduce_loss",
-    "NORM": "reduce_norm", "UPDATE": "update", "AVERAGE": "average",
+    "F": "forward", "B": "backward", "I": "backward", "W": "backward",
+    "SEND_F": "send", "SEND_B": "send", "RECV_F": "receive", "RECV_B": "receive",
+    "UNSHARD": "unshard", "RESHARD": "reshard", "REDUCE": "reduce", "WAIT": "wait",
+    "UNUSED": "find_unused", "LOSS": "reduce_loss", "NORM": "reduce_norm", "UPDATE": "update",
+    "AVERAGE": "average",
 }  # fmt: skip
-COMPUTING = ("F", "B", "UPDATE", "RESHARD")
+HALVES = {"B": "backward", "I": "backward_input", "W": "backward_weight"}
+COMPUTING = ("F", "B", "I", "W", "UPDATE", "RESHARD")
 
 
 class MissingGradient(ValueError):  # noqa: N818 - named like the errors of `collectives`
@@ -73,6 +79,9 @@ class Trainer(State):
     sharding : Sharding, optional
         How the ranks along the data axes of the mesh divide the model.  By default one rank has it
         all.
+    schedule : str or Schedule
+        In which order the ranks along the axis ``pipe`` compute stages and micro-batches: a name
+        of `parallel.pipeline.SCHEDULES`, by default ``"1f1b"``.
     algorithm : str
         Of the collectives that send parameters and gradients; by default ``"ring"``.
     phase : function
@@ -93,10 +102,11 @@ class Trainer(State):
         What the optimizer updates: `parameter_shards`, or copies in the dtype of updates.
     optimizer, offload, activations, loss_scale
         As the recipe says.
-    num_updates, num_skipped, num_batches, num_recomputed, steps_alone : int
-        The updates made, those that an overflow prevented, the batches computed, the forward passes
-        of layers that ran again, and, with `Sharding.every`, the steps since ranks had the same
-        parameters.
+    micro_batches : MicroBatches
+        Those of the step that is in progress.
+    num_updates, num_skipped, num_batches, steps_alone : int
+        The updates made, those that an overflow prevented, the batches computed, and, with
+        `Sharding.every`, the steps since ranks had the same parameters.
     overlap : Overlap
         The time for which this rank waited, with and without computation at the same time.
 
@@ -116,6 +126,7 @@ class Trainer(State):
         recipe: Recipe | None = None,
         *,
         sharding: Sharding | None = None,
+        schedule: str | Schedule = "1f1b",
         algorithm: str = "ring",
         phase: PhaseFunction = collectives.phase,
     ) -> None:
@@ -123,22 +134,18 @@ class Trainer(State):
         check_arguments(mesh.axes, sharding, algorithm)
         check_recipe(recipe, sharding)
         check_model(model, mesh, sharding)
-        super().__init__(mesh, model, recipe, sharding, algorithm)
+        if isinstance(schedule, str):
+            schedule = make(schedule, mesh.axes.get("pipe", 1), recipe.num_micro_batches)
+        check_schedule(schedule, mesh, recipe, sharding)
+        super().__init__(mesh, model, recipe, sharding, algorithm, Stages(model, schedule))
         self.phase = phase
-        self.num_updates = self.num_skipped = self.num_recomputed = 0
-        self.num_batches = self.steps_alone = 0
+        self.num_updates = self.num_skipped = self.num_batches = self.steps_alone = 0
         self.overlap = Overlap()
         self.activations = recipe.offload_activations(self.rank, self.xp)
+        self.micro_batches = MicroBatches(self, self.activations, self.overlap)
         self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
-        self.used_layers: set[str] = set()  # those of this step, on this rank
         self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
-        self._first_layer, self._last_layer = next(iter(model.layers)), list(model.layers)[-1]
-        schedule = one_forward_one_backward(recipe.num_micro_batches)
-        self.actions = lower(
-            schedule, model, sharding, buckets=self.buckets, needs_norm=self.needs_norm
-        )
-        used = (action.axes for action in self.actions if action.axes)
-        for axes in dict.fromkeys((*sharding.groups, *used, *((a,) for a in model.split_axes))):
+        for axes in self._axes_used():
             mesh[axes]  # make the communicators now, and not in the middle of the first step
         self._gathers: dict[str, Completion] = {}  # of units that are not complete yet
         self._pending: list[tuple[str, Completion]] = []  # sums of buckets, and gathers of updates
@@ -148,9 +155,16 @@ class Trainer(State):
         )
         self.masters = self.offload.masters
         self.optimizer: Optimizer = recipe.optimizer(self.masters, make_state=self.offload.zeros)
-        if model.split_axes and any(sharding.reduction.state(self)):
+        if self.is_divided and any(sharding.reduction.state(self)):
             name = type(sharding.reduction).__name__
             raise ValueError(f"{name} keeps arrays: it does not work beside a divided model")
+
+    def _axes_used(self) -> Iterable[tuple[str, ...]]:
+        """Return the axes along which any rank communicates, in an order that all ranks know."""
+        parts = prediction.model_parts(self)
+        used = (action.axes for part in parts for action in part.actions if action.axes)
+        splits = ((axis,) for axis in self.model.split_axes)
+        return dict.fromkeys((*self.sharding.groups, *used, *splits))
 
     @property
     def comm(self) -> collectives.Communicator | None:
@@ -196,8 +210,8 @@ class Trainer(State):
 
     @property
     def batch_part(self) -> tuple[int, int]:
-        """Which part of a batch this rank computes: (index, number of parts)."""
-        return self.mesh.index(self.sharding.axes), self.mesh.size_of(self.sharding.axes)
+        """Which part of the rows of a batch this rank computes: (index, number of parts)."""
+        return self.mesh.index(self.sharding.row_axes), self.mesh.size_of(self.sharding.row_axes)
 
     def train(
         self,
@@ -249,7 +263,7 @@ class Trainer(State):
         """
         self.begin(inputs, targets, total)
         self.run(action for action in self.actions if action.phase != "average")
-        self._end()
+        self.micro_batches.end()
         if self.sharding.every is not None:
             self.steps_alone += 1
             if self.steps_alone == self.sharding.every:
@@ -267,8 +281,8 @@ class Trainer(State):
         `inputs`, `targets` and `total` are those of `step`.
         """
         self.begin(inputs, targets, total)
-        self.run(action for action in self.actions if action.kind in ("F", "B"))
-        self._end()
+        self.run(action for action in self.actions if action.kind in ("F", "B", "I", "W"))
+        self.loss = self.micro_batches.loss
         return self.loss
 
     def begin(self, inputs: Tokens, targets: Tokens, total: int) -> None:
@@ -279,28 +293,25 @@ class Trainer(State):
         self.overlap.begin()
         self.loss, self.squares = 0.0, 0.0
         self.num_batches += 1
-        self.used_layers.clear()
-        for flat in self.gradients.values():
-            flat[...] = 0
+        self._zero_gradients()
         self._share = 1.0  # of the loss of the whole batch
         if self.sharding.every is not None:  # the gradient is the mean over the rank's own rows
             self._share, total = targets.size / total, targets.size
-        self._flowing: dict[int, Array] = {}  # between two layers: activations or derivatives
-        self._steps: dict[int, Step] = {}
-        for k in range(self.recipe.num_micro_batches):
-            rows = span(len(inputs), self.recipe.num_micro_batches, k)
-            self._flowing[k] = self.xp.asarray(inputs[rows])
-            truth, scale = self.xp.asarray(targets[rows]), self.loss_scale.value
-            self._steps[k] = Step(truth, total, k, loss_scale=scale, track=self._track_activations)
-        self._saved: dict[tuple[int, str], Any] = {}
-        self._active: dict[int, list[str]] = {}  # the layers that run on each micro-batch
+        self.micro_batches.begin(inputs, targets, self._totals(total, inputs.shape[1]))
 
-    def _end(self) -> None:
-        """Forget the micro-batches."""
-        self.num_recomputed += sum(step.num_recomputed for step in self._steps.values())
-        self._flowing.clear()
-        self._steps.clear()
-        self._saved.clear()
+    def _totals(self, total: int, context: int) -> list[int]:
+        """Return the number of tokens over which the loss of each micro-batch is a mean."""
+        num_parts, num_ranks = self.recipe.num_micro_batches, self.batch_part[1]
+        if self.micro_batches.stash is None:
+            return [total] * num_parts
+        rows = [length(span(total // context, num_ranks, rank)) for rank in range(num_ranks)]
+        return [
+            context * sum(length(span(n, num_parts, k)) for n in rows) for k in range(num_parts)
+        ]
+
+    def _zero_gradients(self) -> None:
+        for flat in self.gradients.values():
+            flat[...] = 0
 
     def run(self, actions: Iterable[Action]) -> None:
         """Do some actions, up to an update that must be skipped; see `begin`."""
@@ -319,57 +330,27 @@ class Trainer(State):
         is_dynamic = self.loss_scale.is_dynamic
         return np.errstate(over="ignore", invalid="ignore") if is_dynamic else nullcontext()
 
-    def _track_activations(self, arrays: Any) -> Any:
-        return self.memory.track("activations", arrays)
-
     # Actions that compute
 
     def forward(self, action: Action) -> None:
         """Run a layer forward on a micro-batch, as `action` says."""
-        number, name = action.micro_batch, action.part
-        assert number is not None
-        self._complete_gathers(name)
-        if name == self._first_layer:
-            self._active[number] = [*self.model.active_layers(), self._last_layer]
-        if name in self._active[number]:
-            self.model.bind(name, self.full_parameters, self.full_gradients)
-            layer, step = self.model.layers[name], self._steps[number]
-            with self._layer_phase(name):
-                y, saved = layer.forward(self._flowing[number], step)
-            self._track_activations(saved)
-            if self.activations.columns:
-                saved = self.memory.track(OFFLOADED, self.activations.put(saved))
-            self._flowing[number], self._saved[number, name] = y, saved
-            if name == self._last_layer:
-                if not isinstance(y, float):
-                    raise ValueError(f"the last layer is {name}: to be trained, it must be a loss")
-                self.loss += self._flowing.pop(number) + sum(step.losses)
-        self._unbind(name)
+        self._complete_gathers(action.part)
+        self.micro_batches.forward(action)
+        self._unbind(action.part)
 
     def backward(self, action: Action) -> None:
-        """Run a layer backward on a micro-batch, as `action` says."""
-        number, name = action.micro_batch, action.part
-        assert number is not None
-        self._complete_gathers(name)
-        self._open_gradients(name)
-        if (number, name) in self._saved:
-            self.model.bind(name, self.full_parameters, self.full_gradients)
-            dy = self._flowing.pop(number, 1.0)  # the derivative of the loss by itself
-            saved = self._saved.pop((number, name))
-            if self.activations.columns:
-                saved = self._track_activations(self.activations.take(saved))
-            with self._layer_phase(name):
-                self._flowing[number] = self.model.layers[name].backward(dy, saved)
-            self.used_layers.add(name)
-        self._unbind(name)
-
-    def _layer_phase(self, name: str) -> AbstractContextManager[None]:
-        """Return the phase of what a layer sends itself."""
-        return collectives.phase(name) if self.model.mesh.size > 1 else nullcontext()
+        """Run a layer backward on a micro-batch, or a half of that, as `action` says."""
+        if action.kind != "W":  # which needs no parameters
+            self._complete_gathers(action.part)
+        if action.kind != "I":
+            self._open_gradients(action.part)
+        getattr(self.micro_batches, HALVES[action.kind])(action)
+        self._unbind(action.part)
 
     def _unbind(self, layer: str) -> None:
         """Let a layer forget arrays that may be freed."""
-        if {"gradients", "parameters"} & self.sharding.divided:
+        may_change = {"gradients", "parameters"} & self.sharding.divided
+        if may_change or self.micro_batches.stash is not None:
             self.model.unbind(layer)
 
     def _open_gradients(self, layer: str) -> None:
@@ -379,6 +360,14 @@ class Trainer(State):
                 self.full_gradients[unit] = self.new_buffer("buffers", self.unit_sizes[unit])
 
     # Actions that send
+
+    def send(self, action: Action) -> None:
+        """Start to send what leaves the stage of an `action`."""
+        self.micro_batches.send(action)
+
+    def receive(self, action: Action) -> None:
+        """Start to receive what enters the stage of an `action`."""
+        self.micro_batches.receive(action)
 
     def unshard(self, action: Action) -> None:
         """Start to gather the unit of an `action`, into a new array or where ranks keep it."""
@@ -432,13 +421,16 @@ class Trainer(State):
 
     def _gradient_of(self, bucket: str, axes: tuple[str, ...]) -> Array:
         if axes != self.sharding.shard_axes:
-            return self.gradients[bucket]
+            return self.gradient_shards[bucket]
         if "gradients" in self.sharding.divided:
             return self.full_gradients[bucket]
         return self.flats[bucket]
 
     def wait(self, action: Action) -> None:
         """Complete what was started before this `action`, until no hook starts another call."""
+        if action.part == SENDS:
+            self.micro_batches.complete_sends()
+            return
         while self._pending:
             label, done = self._pending.pop(0)
             with collectives.phase(label):
@@ -469,15 +461,15 @@ class Trainer(State):
     def find_unused(self, action: Action) -> None:
         """Find the units that no rank along the axes of an `action` used."""
         names = self.model.layers_with_parameters
-        used = np.array([name in self.used_layers for name in names], np.uint8)
+        used = np.array([name in self.micro_batches.used_layers for name in names], np.uint8)
         options = {"op": "max", "out": used, "algorithm": SCALAR_ALGORITHM}
         self.start_call(action.axes, "all_reduce", used, **options)()
         units = [set(self.model.units_of(names[i])) for i in np.flatnonzero(used)]
-        self.unused_units = set(self.model.units).difference(*units)
+        self.unused_units = set(self.unit_sizes).difference(*units)
 
     def reduce_loss(self, action: Action) -> None:
         """Add up `loss` along the axes of an `action`.  Raise MissingGradient as `step` does."""
-        numbers = [self.loss * self._share, sum(self.absent_layers())]
+        numbers = [self.micro_batches.loss * self._share, sum(self.absent_layers())]
         self.loss, num_absent = self.all_reduce_scalars(action.axes, numbers)
         if num_absent:
             self.raise_missing_gradient()
@@ -492,12 +484,12 @@ class Trainer(State):
         Of ranks that have the same part of a parameter, although others divide the model along
         their axis, the first one counts it.
         """
-        if not self.model.split_axes:
+        if not self.is_divided:
             return sum(map(sum_of_squares, self.gradient_shards.values()))
-        total = 0.0
+        total, axes = 0.0, self.model.split_axes
         for unit, x in self.gradient_shards.items():
             for piece in pieces_of(self.model.boxes(unit), self.shard_slice(unit)):
-                if self.is_first_copy(unit, piece.name, self.model.split_axes):
+                if self.is_first_copy(unit, piece.name, axes):
                     total += sum_of_squares(x[piece.flat])
         return total
 
@@ -512,9 +504,9 @@ class Trainer(State):
 
     def absent_layers(self) -> list[bool]:
         """Return for each layer whether it should have taken part in this step and did not."""
+        missing = set(self.stages.layers_of[self.pipe_place]) - self.micro_batches.used_layers
         may_miss = self.sharding.find_unused_parameters
-        names = self.model.layers_with_parameters
-        return [name not in self.used_layers and not may_miss for name in names]
+        return [name in missing and not may_miss for name in self.model.layers_with_parameters]
 
     def raise_missing_gradient(self) -> None:
         """Raise MissingGradient with the names of layers and ranks.  All ranks call this."""
@@ -528,13 +520,13 @@ class Trainer(State):
 
     # Updates
 
-    @property
-    def needs_norm(self) -> bool:
-        """Whether an update depends on the norm of the whole gradient: to clip it or to scale."""
-        return self.recipe.clip is not None or self.loss_scale.is_dynamic
-
     def update(self, action: Action) -> bool:
-        """Change the parameters; return whether no gradient overflowed.  `action` is an UPDATE."""
+        """Change the parameters; return whether no gradient overflowed.  `action` is an UPDATE.
+
+        If it is of one micro-batch, begin the gradient of the next.
+        """
+        if self.micro_batches.stash is not None:
+            self.micro_batches.stash.update(number_of(action), self.parameters)
         if not self.update_loss_scale(self.squares):
             self.num_skipped += 1
             return False
@@ -545,6 +537,8 @@ class Trainer(State):
             factor *= self.recipe.clip / max(norm, self.recipe.clip)
         used = {u: x for u, x in self.gradient_shards.items() if u not in self.unused_units}
         self.offload.update(self.optimizer, used, factor)
+        if self.micro_batches.stash is not None:
+            self._zero_gradients()
         return True
 
     def update_loss_scale(self, squares: float) -> bool:
@@ -589,9 +583,10 @@ class Trainer(State):
         is_blocking = self.sharding.reduction.is_blocking
         can_overlap = "parameters" in self.sharding.divided or not is_blocking
         lines = [self.overlap.summary()] if self.comm is not None and can_overlap else []
-        if self.num_recomputed:
+        if self.micro_batches.num_recomputed:
             lines.append(
-                f"{self.num_recomputed} forward passes of layers recomputed on rank {self.rank}"
+                f"{self.micro_batches.num_recomputed} forward passes of layers recomputed on rank"
+                f" {self.rank}"
             )
         if self.loss_scale.is_dynamic:
             scale = f"loss scale {self.loss_scale.value:g}"
@@ -635,7 +630,10 @@ class Trainer(State):
     def calls_of(
         self, action: Action, batch: tuple[int, int] | None = None
     ) -> Iterable[PredictedCall]:
-        """Return the calls that all ranks make in one action; `batch` is as in `traffic`."""
+        """Return the calls in one action of all groups that have a rank with this model part.
+
+        `batch` is as in `traffic`.
+        """
         return prediction.calls_of(self, action, batch)
 
     def kept_bytes(self) -> dict[str, int]:
@@ -644,11 +642,16 @@ class Trainer(State):
 
     def num_updates_in(self, steps: int) -> int:
         """Return how many updates `steps` steps make if no gradient overflows."""
-        return steps
+        return steps * sum(action.kind == "UPDATE" for action in self.actions)
 
     def step_traffic(self, run: prediction.RunSize) -> list[PredictedCall]:
         """Return what the steps of `run` send."""
-        return prediction.step_traffic(self.actions, self.calls_of, run, self.sharding.every)
+        return merged(
+            replace(call, num_calls=call.num_calls * times)
+            for part in prediction.model_parts(self)
+            for action, times in prediction.times_of(part.actions, run, self.sharding.every)
+            for call in prediction.led_here(part, part.calls_of(action, run.batch_shape))
+        )
 
 
 def sum_of_squares(x: Array) -> float:

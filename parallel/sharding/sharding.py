@@ -240,8 +240,13 @@ class Sharding:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes along which ranks compute different rows, slowest first."""
+        """All axes along which ranks compute different tokens, slowest first."""
         return self.replica_axes + self.shard_axes
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """Those of `axes` along which ranks compute different rows, and not parts of the same."""
+        return tuple(axis for axis in self.axes if axis != "context")
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -250,15 +255,16 @@ class Sharding:
         each = ((axis,) for axis in self.axes)
         return [axes for axes in dict.fromkeys((*used, *each)) if axes]
 
-    def reduces_in_backward(self, *, is_last: bool) -> bool:
-        """Return whether gradients are summed in backward of a micro-batch, if it `is_last`."""
-        is_bucketed = self.bucket_bytes is not None and is_last
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether gradients are summed while backward runs: of each micro-batch, or of the last."""
+        is_bucketed = self.bucket_bytes is not None
         return bool(self.shard_axes) and ("gradients" in self.divided or is_bucketed)
 
     @property
     def reduces_after_backward(self) -> bool:
         """Whether gradients are summed after all micro-batches."""
-        is_later = not self.reduces_in_backward(is_last=True) and self.every is None
+        is_later = not self.reduces_in_backward and self.every is None
         return bool(self.shard_axes) and is_later
 
     def algorithm_sizes(self, sizes: dict[str, int]) -> dict[str, list[int]]:

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from parallel.lowering import lower, one_forward_one_backward
+from parallel.actions import Action
+from parallel.lowering import lower
 from parallel.nn import ArraySpec, CrossEntropy, Layer, Model, Sequential, Step
 from parallel.optim import dtype_of
+from parallel.pipeline import make
 from parallel.sharding import Sharding
+from parallel.stages import Stages
 
 Values: TypeAlias = np.ndarray[Any, Any]
 
@@ -86,8 +89,7 @@ def in_float32(layer: Layer, like: Bound) -> Bound:
 
 def num_gathers(model: Model) -> dict[str, int]:
     """How often ZeRO-3 gathers each unit in a forward pass."""
-    buckets = {unit: [unit] for unit in model.units}
-    actions = lower(one_forward_one_backward(1), model, Sharding.zero(3), buckets=buckets)
+    actions = actions_of(model, Sharding.zero(3))
     gathered = [each for each in actions if each.kind == "UNSHARD"]
     forward, backward = (
         Counter(each.part for each in gathered if each.phase == phase)
@@ -95,6 +97,12 @@ def num_gathers(model: Model) -> dict[str, int]:
     )
     assert forward == backward
     return dict(forward)
+
+
+def actions_of(model: Model, sharding: Sharding) -> list[Action]:
+    """What one rank does in a step of one micro-batch."""
+    buckets = {unit: [unit] for unit in model.units}
+    return lower(Stages(model, make("1f1b", 1, 1)), 0, sharding, buckets=buckets)
 
 
 # Derivatives

@@ -20,8 +20,10 @@ from parallel.accounts import Tally
 from parallel.elastic import BlockingAllReduce
 from parallel.nn import Array, Model
 from parallel.optim import AdamW
+from parallel.pipeline import make
 from parallel.runtime.trainer import METHODS
 from parallel.sharding import AllReduce, CommHook, Completion, HalfPrecision, PowerSGD
+from parallel.stages import Stages
 from tests.parallel.training import (
     CONTEXT,
     ROWS,
@@ -43,7 +45,8 @@ A_BUCKET_A_LAYER = 1  # byte
 
 def backward_order(of: Model) -> list[str]:
     """Units in the order in which backward completes their gradients."""
-    return [unit for layer in reversed(of.layers) for unit in of.completed_units(layer)]
+    stages = Stages(of, make("1f1b", 1, 1))
+    return [unit for layer in reversed(of.layers) for unit in stages.completed_units(layer)]
 
 
 # Buckets

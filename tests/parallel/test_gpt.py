@@ -11,6 +11,8 @@ import pytest
 from parallel import MemoryTracker
 from parallel.nn import Gelu, Layer, LayerNorm, Model, Sequential, Step, gpt
 from parallel.optim import dtype_of
+from parallel.pipeline import make
+from parallel.stages import Stages
 from tests.parallel.models import (
     Bound,
     Values,
@@ -195,9 +197,9 @@ def test_the_number_of_parameters(
 def test_a_tied_head_uses_the_embeddings_unit() -> None:
     model = gpt(**SMALL, is_tied=True)
     assert model.units_of("head") == ("head", "embedding")
-    assert model.completed_units("head") == ("head",) and model.completed_units("embedding") == (
-        "embedding",
-    )
+    stages = Stages(model, make("1f1b", 1, 1))
+    assert stages.completed_units("head") == ("head",)
+    assert stages.completed_units("embedding") == ("embedding",)
     assert num_gathers(model) == {"embedding": 2, "block0": 1, "block1": 1, "head": 1}
     assert num_gathers(gpt(**SMALL | {"num_layers": 0}, is_tied=True)) == {
         "embedding": 1,

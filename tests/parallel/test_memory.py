@@ -189,7 +189,7 @@ class HoardsActivations(Trainer):
     """Does not free what backward has used."""
 
     def backward(self, action: Action) -> None:
-        self.hoard = [*getattr(self, "hoard", []), *self._saved.values()]
+        self.hoard = [*getattr(self, "hoard", []), *self.micro_batches._saved.values()]
         super().backward(action)
 
 

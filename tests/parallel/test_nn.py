@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from parallel import MemoryTracker, Trainer
-from parallel.lowering import lower, one_forward_one_backward
 from parallel.nn import (
     ArraySpec,
     CausalAttention,
@@ -31,12 +30,15 @@ from parallel.nn import (
 from parallel.nn.functional import matmul
 from parallel.nn.layer import Recompute
 from parallel.optim import dtype_of
+from parallel.pipeline import make
 from parallel.runtime.memory import peak_memory
 from parallel.sharding import Sharding
+from parallel.stages import Stages
 from tests.parallel.models import (
     CLOSE,
     Bound,
     Values,
+    actions_of,
     alone,
     bound,
     cross_entropy,
@@ -521,7 +523,7 @@ def test_recomputation_changes_no_bit() -> None:
     for recompute in ((), ("layer*",)):
         trainer = Trainer(None, deep(recompute))
         losses = [trainer.step(*deep_batch(), ROWS) for _ in range(3)]
-        assert trainer.num_recomputed == (3 * DEEP if recompute else 0)
+        assert trainer.micro_batches.num_recomputed == (3 * DEEP if recompute else 0)
         found.append([losses, *(x.tobytes() for x in trainer.parameters.values())])
     assert found[0] == found[1]
 
@@ -676,7 +678,8 @@ def test_the_units_that_a_layer_uses(model: Model, wanted: dict[str, tuple[str, 
 def test_a_gradient_is_complete_at_the_first_layer_that_uses_it(
     model: Model, wanted: dict[str, tuple[str, ...]]
 ) -> None:
-    assert {layer: model.completed_units(layer) for layer in model.layers} == wanted
+    stages = Stages(model, make("1f1b", 1, 1))
+    assert {layer: stages.completed_units(layer) for layer in model.layers} == wanted
 
 
 @pytest.mark.parametrize(("model", "wanted"), [
@@ -692,8 +695,7 @@ def test_how_often_a_unit_is_gathered(model: Model, wanted: dict[str, int]) -> N
 
 def test_layers_run_in_the_order_given_and_back() -> None:
     assert UNTIED.active_layers() == list(UNTIED.layers) == ["first", "gelu", "mid", "last"]
-    buckets = {unit: [unit] for unit in UNTIED.units}
-    actions = lower(one_forward_one_backward(1), UNTIED, Sharding(), buckets=buckets)
+    actions = actions_of(UNTIED, Sharding())
     for kind, names in (
         ("F", ["first", "gelu", "mid", "last"]),
         ("B", ["last", "mid", "gelu", "first"]),
@@ -724,7 +726,8 @@ def test_gathered_and_completed_as_a_pass_does_it(model: Model) -> None:
             held = (held | wanted) - ({*model.units_of(layer)} - following)
         assert times == Counter(num_gathers(model)) and not held
     open_until = {unit: layer for layer in reversed(model.layers) for unit in model.units_of(layer)}
-    completed = {unit: layer for layer in model.layers for unit in model.completed_units(layer)}
+    stages = Stages(model, make("1f1b", 1, 1))
+    completed = {unit: layer for layer in model.layers for unit in stages.completed_units(layer)}
     assert completed == open_until and set(completed) == set(model.units)
 
 

@@ -46,6 +46,7 @@ def test_memory_is_by_formula_and_counted() -> None:
             "master": (2 * psi, 2 * psi),
             "buffers": (0, 0),
             "scratch": (largest, largest),
+            "messages": (0, 0),
         }
         formula, counted = report.memory["activations"]
         assert formula == counted > 0

@@ -1,0 +1,236 @@
+"""What a rank computes in a step: micro-batches on their way through its layers, and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import collectives
+from parallel.actions import Action
+from parallel.nn import Array, ArraySpec, Layer, Step
+from parallel.placement import span
+from parallel.places import OFFLOADED, Place
+from parallel.runtime.overlap import Overlap
+from parallel.runtime.stash import WeightStash
+from parallel.runtime.state import State
+from parallel.text import Tokens
+
+Half: TypeAlias = Callable[[Layer, Any, Any], tuple[Any, Any]]
+"""Called with a layer, dy and what forward saved; returns dx and what the other half needs."""
+
+
+class MicroBatches:
+    """The micro-batches in progress, and the messages that bring them from stage to stage.
+
+    Parameters
+    ----------
+    state : State
+        Of the rank whose layers run.
+    place : Place
+        Where activations are between forward and backward.
+    overlap : Overlap
+        Is told how long this rank waits for messages.
+
+    Attributes
+    ----------
+    loss : float
+        This rank's part of the loss of the step.
+    used_layers : set of str
+        Those of which backward has run in this step.
+    num_recomputed : int
+        How many forward passes of layers ran again, in all steps.
+    stash : WeightStash, optional
+        The versions of parameters, if the schedule updates them while micro-batches are in
+        progress.
+    """
+
+    def __init__(self, state: State, place: Place, overlap: Overlap) -> None:
+        self.state, self.model, self.stages = state, state.model, state.stages
+        self.place, self.overlap = place, overlap
+        self.loss, self.num_recomputed = 0.0, 0
+        self.used_layers: set[str] = set()
+        is_asynchronous = state.stages.schedule.is_asynchronous
+        self.stash = WeightStash(state.memory) if is_asynchronous else None
+        self._last_layer = list(state.model.layers)[-1]
+        # What enters the next layer of a stage: of a micro-batch forward ("F"), its activations, or
+        # backward ("B"), its derivatives; or the function that waits for a message with them.
+        self._entering: dict[tuple[str, int, int], Any] = {}
+        self._steps: dict[int, Step] = {}
+        self._active: dict[int, list[str]] = {}  # the layers that run on each micro-batch
+        self._saved: dict[tuple[int, str], Any] = {}
+        self._rests: dict[tuple[int, str], Any] = {}  # from one half of backward to the other
+        self._specs: dict[tuple[int, ...], dict[str, ArraySpec]] = {}
+        self._sending: dict[tuple[str, int], tuple[Any, int]] = {}  # by direction and stage
+
+    def begin(self, inputs: Tokens, targets: Tokens, totals: Sequence[int]) -> None:
+        """Set the micro-batches of a step, and forget those of the last one.
+
+        `inputs` and `targets` are the rows of this rank, int64 (rows, context).  `totals` are the
+        numbers of tokens of all ranks over which the loss of each micro-batch is a mean.
+        """
+        self.end()
+        self.loss, state = 0.0, self.state
+        is_sum = self.stash is None  # of micro-batches; else a mean of their means
+        self._total = totals[0] if is_sum else sum(totals)
+        self.used_layers.clear()
+        for k in range(state.recipe.num_micro_batches):
+            rows = span(len(inputs), state.recipe.num_micro_batches, k)
+            self._entering["F", 0, k] = state.xp.asarray(inputs[rows])
+            truth, scale = state.xp.asarray(targets[rows]), state.loss_scale.value
+            self._steps[k] = Step(truth, totals[k], k, loss_scale=scale, track=self._track)
+
+    def end(self) -> None:
+        """Forget the micro-batches."""
+        self.num_recomputed += sum(step.num_recomputed for step in self._steps.values())
+        for of_step in (self._entering, self._steps, self._active, self._saved, self._rests):
+            of_step.clear()
+
+    def _track(self, arrays: Any) -> Any:
+        return self.state.memory.track("activations", arrays)
+
+    # Forward and backward
+
+    def forward(self, action: Action) -> None:
+        """Run a layer forward on a micro-batch, as `action` says."""
+        name, number = action.part, number_of(action)
+        if number not in self._active:
+            self._active[number] = [*self.model.active_layers(), self._last_layer]
+        x = self._take("F", action)
+        if name in self._active[number]:
+            x = self._forward(name, x, number)
+        if name == self._last_layer:
+            if not isinstance(x, float):
+                raise ValueError(f"the last layer is {name}: to be trained, it must be a loss")
+            step = self._steps[number]
+            self.loss += (x + sum(step.losses)) * step.total / self._total
+        else:
+            is_end = name == self.stages.layers[action.stage][-1]
+            self._entering["F", action.stage + is_end, number] = x
+
+    def _forward(self, name: str, x: Array, number: int) -> Any:
+        """Return the output of a layer for the input `x`, and save what its backward needs."""
+        layer = self._bound(name, number)
+        with self._phase(name):
+            y, saved = layer.forward(x, self._steps[number])
+        self._track(saved)
+        if self.place.columns:
+            saved = self.state.memory.track(OFFLOADED, self.place.put(saved))
+        self._saved[number, name] = saved
+        return y
+
+    def backward(self, action: Action) -> None:
+        """Run a layer backward on a micro-batch, as `action` says."""
+        self._backward(action, lambda layer, dy, saved: (layer.backward(dy, saved), None))
+        self._mark_used(action)
+
+    def backward_input(self, action: Action) -> None:
+        """Compute the derivative by the input of a layer, as `action` says."""
+        rest = self._backward(action, lambda layer, dy, saved: layer.backward_input(dy, saved))
+        self._rests[number_of(action), action.part] = self._track(rest)
+
+    def backward_weight(self, action: Action) -> None:
+        """Add to the gradients of a layer, as `action` says."""
+        rest = self._rests.pop((number_of(action), action.part))
+        if self._mark_used(action):
+            self._bound(action.part, number_of(action)).backward_weight(rest)
+
+    def _backward(self, action: Action, half: Half) -> Any:
+        """Let `half` compute the derivative of a layer; return what the other half needs."""
+        name, number = action.part, number_of(action)
+        dx = 1.0 if name == self._last_layer else self._take("B", action)
+        rest = None
+        if (number, name) in self._saved:
+            layer, saved = self._bound(name, number), self._saved.pop((number, name))
+            if self.place.columns:
+                saved = self._track(self.place.take(saved))
+            with self._phase(name):
+                dx, rest = half(layer, dx, saved)
+        is_end = name == self.stages.layers[action.stage][0]
+        self._entering["B", action.stage - is_end, number] = dx
+        return rest
+
+    def _mark_used(self, action: Action) -> bool:
+        """Return whether the layer of an `action` runs on its micro-batch."""
+        is_used = action.part in self._active[number_of(action)]
+        self.used_layers.update([action.part] * is_used)
+        return is_used
+
+    def _bound(self, name: str, number: int) -> Layer:
+        """Return a layer bound to the parameters and gradients for a micro-batch."""
+        parameters: Mapping[str, Array] = self.state.full_parameters
+        if self.stash is not None:
+            parameters = self.stash.parameters_of(number, parameters)
+        self.model.bind(name, parameters, self.state.full_gradients)
+        return self.model.layers[name]
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        """Return the phase of what a layer sends itself."""
+        return collectives.phase(name) if self.model.mesh.size > 1 else nullcontext()
+
+    # Messages between stages
+
+    def _take(self, direction: str, action: Action) -> Any:
+        """Return what enters the layer of an `action`; wait for it if it is a message."""
+        x = self._entering.pop((direction, action.stage, number_of(action)))
+        if not callable(x):
+            return x
+        began = time.perf_counter()
+        x = x()
+        self.overlap.add(time.perf_counter() - began)
+        return x
+
+    def receive(self, action: Action) -> None:
+        """Start to receive what enters the stage of an `action`."""
+        message, number = self.stages.message(action), number_of(action)
+        shape = self._inputs(number)[message.layer].shape
+        x = self.state.xp.empty(shape, dtype=self.state.dtype)
+        work = self._start(self.state.comm_of(action.axes).recv, x, action)
+
+        def arrive() -> Array:
+            work.wait()
+            self.state.memory.add("messages", -x.nbytes)
+            return x
+
+        self._entering[message.direction, message.target, number] = arrive
+
+    def send(self, action: Action) -> None:
+        """Start to send what leaves the stage of an `action`, after the message before it."""
+        message, number = self.stages.message(action), number_of(action)
+        x = self._entering.pop((message.direction, message.target, number))
+        self._complete_send(message.direction, message.source)
+        work = self._start(self.state.comm_of(action.axes).send, x, action)
+        self._sending[message.direction, message.source] = work, x.nbytes
+
+    def _start(self, call: Callable[..., Any], x: Array, action: Action) -> Any:
+        message = self.stages.message(action)
+        self.state.memory.add("messages", x.nbytes)
+        with collectives.phase(message.label):
+            return call(x, message.peer, message.tag, async_op=True)
+
+    def complete_sends(self) -> None:
+        """Wait until all messages are sent."""
+        for direction, stage in list(self._sending):
+            self._complete_send(direction, stage)
+
+    def _complete_send(self, direction: str, stage: int) -> None:
+        if (direction, stage) in self._sending:
+            work, nbytes = self._sending.pop((direction, stage))
+            work.wait()
+            self.state.memory.add("messages", -nbytes)
+
+    def _inputs(self, number: int) -> dict[str, ArraySpec]:
+        """Return what enters each layer for a micro-batch."""
+        rows, context = shape = self._steps[number].targets.shape
+        if shape not in self._specs:
+            width, rank = self.state.dtype.itemsize, self.state.place
+            tokens = ArraySpec.tokens(rows, context, width, rank=rank)
+            self._specs[shape] = self.model.inputs(tokens)
+        return self._specs[shape]
+
+
+def number_of(action: Action) -> int:
+    """Return the number of the micro-batch that an `action` computes."""
+    assert action.micro_batch is not None
+    return action.micro_batch

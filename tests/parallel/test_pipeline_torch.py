@@ -1,0 +1,86 @@
+"""The lists of PyTorch's pipeline schedules, action by action.
+
+Collected where torch is installed (`conftest.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import schedules as theirs
+
+from parallel.actions import Action
+from parallel.pipeline import make, read_csv, with_messages
+from parallel.pipeline.text import parse_row
+
+SIZES = [(2, 4), (2, 8), (4, 8), (4, 12), (3, 6), (5, 10)]
+
+
+def stage(index: int, num_stages: int, num_ranks: int) -> Any:
+    """All that a schedule asks of a stage before it runs."""
+    return SimpleNamespace(
+        stage_index=index, num_stages=num_stages, group_size=num_ranks, group_rank=0, group=None,
+        device=torch.device("cpu"), is_first=index == 0, is_last=index == num_stages - 1,
+        submod=torch.nn.Identity(), has_backward=False,
+    )  # fmt: skip
+
+
+def order(kind: Any, p: int, m: int, stages: tuple[int, ...]) -> list[list[Action]]:
+    """Their lists of each rank, without idle cells; `stages` are those of rank 0."""
+    num_stages = len(stages) * p
+    of_rank = [stage(i, num_stages, p) for i in stages]
+    schedule = kind(of_rank if len(stages) > 1 else of_rank[0], m)
+    lists = getattr(schedule, "pipeline_order", None) or schedule._get_pipeline_order()
+    return [parse_row(str(x) for x in lists[rank] if x is not None) for rank in range(p)]
+
+
+def ours(name: str, p: int, m: int) -> list[list[Action]]:
+    return [list(row) for row in make(name, p, m).actions]
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("name", "kind"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
+def test_one_stage_on_a_rank(name: str, kind: str, p: int, m: int) -> None:
+    assert ours(name, p, m) == order(getattr(theirs, kind), p, m, (0,))
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_interleaved(p: int, m: int) -> None:
+    found = order(theirs.ScheduleInterleaved1F1B, p, m, (0, p))
+    assert ours("interleaved", p, m) == found
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_zero_bubble_in_a_v(p: int, m: int) -> None:
+    assert ours("zb-v", p, m) == order(theirs.ScheduleZBVZeroBubble, p, m, (0, 2 * p - 1))
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_dualpipe_v(p: int, m: int) -> None:
+    found = order(theirs.ScheduleDualPipeV, p, m, (0, 2 * p - 1))
+    assert ours("dualpipe-v", p, m) == found
+
+
+def test_their_file_is_read(tmp_path: Path) -> None:
+    kind: Any = theirs.ScheduleDualPipeV
+    schedule = kind([stage(0, 4, 2), stage(3, 4, 2)], 4)
+    schedule._dump_csv(str(tmp_path / "theirs.csv"), "compute_only")
+    assert read_csv(tmp_path / "theirs.csv").actions == make("dualpipe-v", 2, 4).actions
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-v"])
+def test_their_pass_sends_the_same_messages(name: str) -> None:
+    """In another order, because theirs are never blocked by a send."""
+    schedule = make(name, 4, 8)
+    place = {stage: schedule.rank_of(stage, 0) for stage in range(schedule.num_stages)}
+    given = {
+        rank: [theirs._Action.from_str(str(x)) for x in row]
+        for rank, row in enumerate(schedule.actions)
+    }
+    found = theirs._add_send_recv(given, place.__getitem__, schedule.num_stages)
+    for rank, row in enumerate(with_messages(schedule)):
+        assert sorted(map(str, row)) == sorted(map(str, found[rank]))
