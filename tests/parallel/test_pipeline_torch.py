@@ -43,9 +43,17 @@ def ours(name: str, p: int, m: int) -> list[list[Action]]:
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-@pytest.mark.parametrize(("name", "kind"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
-def test_one_stage_on_a_rank(name: str, kind: str, p: int, m: int) -> None:
-    assert ours(name, p, m) == order(getattr(theirs, kind), p, m, (0,))
+def test_gpipe(p: int, m: int) -> None:
+    assert ours("gpipe", p, m) == order(theirs.ScheduleGPipe, p, m, (0,))
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_one_forward_one_backward(p: int, m: int) -> None:
+    """torch 2.13 counts the forwards of the last rank from 1: it says mF, which does not exist."""
+    found = order(theirs.Schedule1F1B, p, m, (0,))
+    last = [x._replace(micro_batch=x.micro_batch - (x.kind == "F")) for x in found[-1]]
+    is_faulty = Action("F", p - 1, m) in found[-1]
+    assert ours("1f1b", p, m) == [*found[:-1], last if is_faulty else found[-1]]
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
