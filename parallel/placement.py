@@ -15,6 +15,7 @@ from collectives import even_counts
 from parallel.mesh import AXES, Mesh
 
 Shape: TypeAlias = tuple[int, ...]
+Split: TypeAlias = tuple[int, str] | tuple[int, str, int]
 
 
 def span(total: int, num_ranks: int, rank: int) -> slice:
@@ -67,10 +68,11 @@ class Placement:
     ----------
     shape : tuple of int
         Of the whole parameter.
-    splits : tuple of (int, str)
+    splits : tuple of (int, str) or (int, str, int)
         Dimensions and axes of a mesh: the ranks along the axis divide the dimension, as evenly as
-        possible.  Ranks along all other axes have the same box.  Raises ValueError for a dimension
-        or an axis that does not exist, and for an axis that occurs twice.
+        possible; or, with a third number, in whole blocks of so many elements.  Ranks along all
+        other axes have the same box.  Raises ValueError for a dimension or an axis that does not
+        exist, for an axis that occurs twice, and for blocks that do not divide the dimension.
     partial : tuple of str
         Axes along which ranks have the same box, and a part of a sum as its gradient.  (Ranks that
         compute different tokens always do: their axes are those of the sharding, and not here.)
@@ -88,21 +90,28 @@ class Placement:
     """
 
     shape: Shape
-    splits: tuple[tuple[int, str], ...] = field(default=(), kw_only=True)
+    splits: tuple[Split, ...] = field(default=(), kw_only=True)
     partial: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        axes = [axis for _, axis in self.splits]
-        for dim, axis in self.splits:
+        axes = self.split_axes
+        for dim, axis, *block in self.splits:
             if axis not in AXES:
                 raise ValueError(f"there is no axis {axis!r}; choose from {', '.join(AXES)}")
             if axes.count(axis) > 1:
                 raise ValueError(f"splits has the axis {axis!r} twice: it divides one dimension")
             if not isinstance(dim, int) or not 0 <= dim < len(self.shape):
                 raise ValueError(f"splits has the dimension {dim!r} of a shape {self.shape}")
+            if block and self.shape[dim] % block[0]:
+                raise ValueError(f"blocks of {block[0]} do not divide {self.shape[dim]} elements")
         for axis in self.partial:
             if axis not in AXES or axis in axes:
                 raise ValueError(f"partial has {axis!r}: it must be an axis that divides nothing")
+
+    @property
+    def split_axes(self) -> list[str]:
+        """The axes along which ranks divide the parameter."""
+        return [axis for _, axis, *_ in self.splits]
 
     @property
     def size(self) -> int:
@@ -112,11 +121,12 @@ class Placement:
     def box(self, mesh: Mesh, rank: int | None = None) -> Box:
         """Return the elements that a `rank` of a `mesh` has, by default this rank."""
         start, shape = [0] * len(self.shape), list(self.shape)
-        for dim, axis in self.splits:
+        for dim, axis, *block in self.splits:
             if axis in mesh.axes:
-                part = span(shape[dim], mesh.axes[axis], mesh.index(axis, rank))
-                start[dim] += part.start
-                shape[dim] = length(part)
+                unit = block[0] if block else 1
+                part = span(shape[dim] // unit, mesh.axes[axis], mesh.index(axis, rank))
+                start[dim] += unit * part.start
+                shape[dim] = unit * length(part)
         return Box(tuple(start), tuple(shape))
 
 

@@ -53,7 +53,7 @@ def on_host(array: Array) -> np.ndarray[Any, Any]:
 
 def flatten_rows(x: Array) -> Array:
     """Return `x` (..., n) as (rows, n)."""
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def transpose(x: Array) -> Array:

@@ -9,8 +9,17 @@ from parallel.mesh import Mesh
 from parallel.nn import layers as nn
 from parallel.nn.layer import Layer, Residual, Sequential
 from parallel.nn.model import Model
+from parallel.nn.tensor import (
+    Columns,
+    Divided,
+    Rows,
+    VocabularyCrossEntropy,
+    VocabularyEmbedding,
+    Whole,
+)
 
 VOCAB_SIZE = 256  # a token is a byte
+SEQUENCE_PARALLEL = (None, "keep", "gather")
 
 
 def gpt(
@@ -23,6 +32,7 @@ def gpt(
     is_shared: bool = False,
     recompute: Sequence[str] = (),
     mesh: Mesh | None = None,
+    sequence_parallel: str | None = None,
 ) -> Model:
     """Return a GPT that predicts the next byte.
 
@@ -42,8 +52,13 @@ def gpt(
         Whether the table of the output layer is that of the token embedding (Press & Wolf 2017).
     is_shared : bool
         Whether all blocks have the parameters of the first (Lan et al. 2020, ALBERT).
-    recompute, mesh
+    recompute : sequence of str
         As in `Model`.
+    mesh : Mesh, optional
+        Its ranks along ``tensor`` divide heads, the middle of each MLP, and the vocabulary.
+    sequence_parallel : str, optional
+        Whether they also divide the tokens of each row between these: ``"keep"`` what is gathered
+        for backward, or ``"gather"`` it again (`parallel.nn.tensor.Divided`).
 
     Examples
     --------
@@ -57,26 +72,81 @@ def gpt(
             raise ValueError(f"{name} is {size}: it must be at least {least}")
     if hidden % num_heads:
         raise ValueError(f"{num_heads} heads do not divide a width of {hidden}")
-    named: dict[str, Layer] = {"embedding": nn.Embedding(VOCAB_SIZE, context, hidden)}
-    named |= {f"block{i}": block(hidden, num_heads, num_layers) for i in range(num_layers)}
-    named["head"] = Sequential(
-        {"norm": nn.LayerNorm(hidden), "out": nn.Unembedding(hidden, VOCAB_SIZE)}
-    )
-    named["loss"] = nn.CrossEntropy()
+    parts = {"hidden": hidden, "num_heads": num_heads, "num_layers": num_layers}
+    region = region_of(mesh, sequence_parallel)
+    named: dict[str, Layer] = {"embedding": embedding(context, hidden, region)}
+    named |= {f"block{i}": block(**parts, region=region) for i in range(num_layers)}
+    named |= head(hidden, region)
     ties = {"head.out.table": "embedding.token"} if is_tied else {}
     ties |= {f"block{i}": "block0" for i in range(1, num_layers)} if is_shared else {}
     return Model(named, ties, recompute=recompute, mesh=mesh)
 
 
-def block(hidden: int, num_heads: int, num_layers: int) -> Sequential:
+def region_of(mesh: Mesh | None, sequence_parallel: str | None) -> Whole | None:
+    """Return the ranks that divide the layers; None if there is one alone."""
+    if sequence_parallel not in SEQUENCE_PARALLEL:
+        raise ValueError(
+            f"sequence_parallel is {sequence_parallel!r}: it must be one of"
+            f" {', '.join(map(repr, SEQUENCE_PARALLEL))}"
+        )
+    if mesh is None or mesh.axes.get("tensor", 1) == 1:
+        return None
+    if sequence_parallel is None:
+        return Whole(mesh)
+    return Divided(mesh, gathers_again=sequence_parallel == "gather")
+
+
+def embedding(context: int, hidden: int, region: Whole | None) -> Layer:
+    """Return the layer that makes vectors (batch, context, hidden) of tokens."""
+    if region is None:
+        return nn.Embedding(VOCAB_SIZE, context, hidden)
+    return VocabularyEmbedding(VOCAB_SIZE, context, hidden, region)
+
+
+def block(hidden: int, num_heads: int, num_layers: int, region: Whole | None) -> Sequential:
     """Return one of `num_layers` transformer blocks: (batch, context, hidden) to the same shape."""
     gain = 1 / math.sqrt(2 * num_layers)  # of what is added: the sum keeps its magnitude
+    width = hidden // num_heads
     attention = Residual({
-        "norm": nn.LayerNorm(hidden), "qkv": nn.Linear(hidden, (3, num_heads, hidden // num_heads)),
-        "heads": nn.CausalAttention(num_heads), "out": nn.Linear(hidden, hidden, gain),
+        "norm": norm(hidden, region),
+        "qkv": columns(nn.Linear(hidden, (3, num_heads, width)), region, dim=1),
+        "heads": nn.CausalAttention(num_heads, width),
+        "out": rows(nn.Linear(hidden, hidden, gain), region, width),
     })  # fmt: skip
     mlp = Residual({
-        "norm": nn.LayerNorm(hidden), "up": nn.Linear(hidden, 4 * hidden),
-        "gelu": nn.Gelu(), "down": nn.Linear(4 * hidden, hidden, gain),
+        "norm": norm(hidden, region),
+        "up": columns(nn.Linear(hidden, 4 * hidden), region),
+        "gelu": nn.Gelu(),
+        "down": rows(nn.Linear(4 * hidden, hidden, gain), region),
     })  # fmt: skip
     return Sequential({"attention": attention, "mlp": mlp})
+
+
+def head(hidden: int, region: Whole | None) -> dict[str, Layer]:
+    """Return the layers that make logits of vectors, and the loss of them."""
+    out: Layer = nn.Unembedding(hidden, VOCAB_SIZE)
+    loss: Layer = nn.CrossEntropy()
+    if region is not None:
+        out = Columns(nn.Unembedding(hidden, VOCAB_SIZE), region, {"table": ((0, region.axis),)})
+        loss = VocabularyCrossEntropy(VOCAB_SIZE, region)
+    return {"head": Sequential({"norm": norm(hidden, region), "out": out}), "loss": loss}
+
+
+def norm(hidden: int, region: Whole | None) -> Layer:
+    """Return a layer norm outside of the regions that ranks divide."""
+    return nn.LayerNorm(hidden, () if region is None else region.partial)
+
+
+def columns(linear: nn.Linear, region: Whole | None, dim: int = 0) -> Layer:
+    """Return a linear layer of which ranks divide a `dim` of the output."""
+    if region is None:
+        return linear
+    splits = {"weight": ((dim + 1, region.axis),), "bias": ((dim, region.axis),)}
+    return Columns(linear, region, splits)
+
+
+def rows(linear: nn.Linear, region: Whole | None, block: int = 1) -> Layer:
+    """Return a linear layer of which ranks divide the input, in whole blocks of elements."""
+    if region is None:
+        return linear
+    return Rows(linear, region, {"weight": ((0, region.axis, block),)})

@@ -42,30 +42,50 @@ class Embedding(Layer):
         return {name: ParameterSpec(shape, std=0.1) for name, shape in shapes.items()}
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+        self.check(x)
+        xp = namespace_of(x)
+        rows = xp.take(self.value["token"], xp.reshape(x, (-1,)), axis=0)
+        positions = self.value["position"][positions_of(step, x.shape[1])]
+        return xp.reshape(rows, (*x.shape, self.dim)) + positions, (x, step.positions)
+
+    def check(self, x: Array) -> None:
+        """Raise ValueError unless there are positions for all tokens, and all are known."""
         if x.shape[1] > self.context:
             raise ValueError(f"{x.shape[1]} tokens in a row, but positions for {self.context} only")
-        xp = namespace_of(x)
-        check_classes("token", xp.reshape(x, (-1,)), self.vocab_size)
-        rows = xp.take(self.value["token"], xp.reshape(x, (-1,)), axis=0)
-        return xp.reshape(rows, (*x.shape, self.dim)) + self.value["position"][: x.shape[1]], x
+        check_classes("token", x.reshape(-1), self.vocab_size)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         """Return None as the derivative: tokens have none."""
-        return None, (saved, dy)
+        return None, (*saved, dy)
 
     def backward_weight(self, rest: Any) -> None:
-        tokens, dy = rest
+        tokens, positions, dy = rest
         # A product with a one-hot matrix adds in one fixed order, on a GPU too, and is part of the
         # array API; a scattered addition is neither.
         xp = namespace_of(dy)
-        selected = one_hot(xp.reshape(tokens, (-1,)), self.vocab_size, dy.dtype)
+        selected = self._selected(tokens, dy.dtype)
         self.gradient["token"] += matmul(selected.T, flatten_rows(dy))
         over_batch = xp.sum(upcast(dy), axis=0)
-        self.gradient["position"][: dy.shape[1]] += cast(over_batch, dy.dtype)
+        at = slice(dy.shape[1]) if positions is None else positions
+        self.gradient["position"][at] += cast(over_batch, dy.dtype)
+
+    def _selected(self, tokens: Array, dtype: Any) -> Array:
+        """Return a matrix with a row for each token, which has a one in its column."""
+        return one_hot(tokens.reshape(-1), self.vocab_size, dtype)
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
         vectors = x.of_shape(*x.shape, self.dim)
         return Activations(0, vectors, rest=vectors.nbytes)
+
+
+def positions_of(step: Step, length: int) -> Any:
+    """Return the index of the positions of `length` tokens of a row."""
+    return slice(length) if step.positions is None else step.positions
+
+
+def flat_matrix(weight: Array) -> Array:
+    """Return a weight of several dimensions as a matrix with the rows of the first."""
+    return weight.reshape(weight.shape[0], math.prod(weight.shape[1:]))
 
 
 class Linear(Layer):
@@ -86,10 +106,15 @@ class Linear(Layer):
         shape, std = (self.in_features, *self.out_shape), self.gain / math.sqrt(self.in_features)
         return {"weight": ParameterSpec(shape, std), "bias": ParameterSpec(self.out_shape)}
 
+    def product(self, x: Array) -> Array:
+        """Return ``x @ weight``, rounded to the dtype of `x`."""
+        y = matmul(flatten_rows(x), self._weight())
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         bias = upcast(self.value["bias"].reshape(-1))
         y = upcast(flatten_rows(x)) @ upcast(self._weight()) + bias
-        return cast(y, x.dtype).reshape(*x.shape[:-1], self.out_features), x
+        return cast(y, x.dtype).reshape(*x.shape[:-1], y.shape[-1]), x
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         dys = flatten_rows(dy)
@@ -97,13 +122,13 @@ class Linear(Layer):
 
     def backward_weight(self, rest: Any) -> None:
         x, dys = rest
-        gradient = self.gradient["weight"].reshape(self.in_features, -1)
+        gradient = flat_matrix(self.gradient["weight"])
         gradient += matmul(flatten_rows(x).T, dys)
         bias = self.gradient["bias"].reshape(-1)
         bias += sum_rows(dys)
 
     def _weight(self) -> Array:
-        return self.value["weight"].reshape(self.in_features, -1)
+        return flat_matrix(self.value["weight"])
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
         made = x.of_shape(*x.shape[:-1], self.out_features)
@@ -125,8 +150,7 @@ class Unembedding(Linear):
         return {"table": ParameterSpec(shape, std)}
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
-        logits = matmul(flatten_rows(x), self._weight())
-        return logits.reshape(*x.shape[:-1], self.out_features), x
+        return self.product(x), x
 
     def backward_weight(self, rest: Any) -> None:
         x, dys = rest
@@ -164,18 +188,20 @@ class Gelu(Layer):
 class LayerNorm(Layer):
     """Normalize vectors (..., `dim`) to mean 0 and variance 1, then apply gain and bias.
 
-    Ba et al. 2016.
+    Along the axes `partial` of a mesh, ranks have different vectors.  Ba et al. 2016.
     """
 
     EPSILON = 1e-5
     saves_input = False
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, partial: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim, self.partial = dim, partial
 
     def specs(self) -> dict[str, ParameterSpec]:
-        return {"gain": ParameterSpec((self.dim,), mean=1.0), "bias": ParameterSpec((self.dim,))}
+        shape, partial = (self.dim,), self.partial
+        gain = ParameterSpec(shape, mean=1.0, partial=partial)
+        return {"gain": gain, "bias": ParameterSpec(shape, partial=partial)}
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         xp = namespace_of(x)
@@ -208,12 +234,13 @@ class CausalAttention(Layer):
     """Multi-head attention of each position to itself and to those before it.
 
     Queries, keys and values side by side, (batch, context, 3 dim), become (batch, context, dim).
-    Each of `num_heads` heads has dim / `num_heads` of the elements.  Vaswani et al. 2017.
+    Each of `num_heads` heads has dim / `num_heads` of the elements; or `width`, if ranks divide the
+    heads, so that dim differs.  Vaswani et al. 2017.
     """
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, num_heads: int, width: int | None = None) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.width = num_heads, width
 
     def config(self) -> list[Any]:
         return [*super().config(), self.num_heads]
@@ -238,10 +265,14 @@ class CausalAttention(Layer):
 
     def _split(self, x: Array) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, each (batch, heads, context, dim / heads)."""
-        width = x.shape[-1] // (3 * self.num_heads)
-        parts = x.reshape(*x.shape[:2], 3, self.num_heads, width)
+        width = self._width(x.shape[-1])
+        parts = x.reshape(*x.shape[:2], 3, x.shape[-1] // (3 * width), width)
         q, k, v = namespace_of(x).permute_dims(parts, (2, 0, 3, 1, 4))
         return q, k, v
+
+    def _width(self, size: int) -> int:
+        """Return the elements of a head, if queries, keys and values have this `size`."""
+        return self.width or size // (3 * self.num_heads)
 
     def _join(self, y: Array) -> Array:
         """Put the heads side by side again: (batch, context, dim)."""
@@ -251,7 +282,8 @@ class CausalAttention(Layer):
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
         batch, context, dim = x.shape
-        probabilities = x.of_shape(batch, self.num_heads, context, context)
+        num_heads = dim // (3 * self._width(dim))
+        probabilities = x.of_shape(batch, num_heads, context, context)
         return Activations(x.nbytes + probabilities.nbytes, x.of_shape(batch, context, dim // 3))
 
 

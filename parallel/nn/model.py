@@ -88,7 +88,7 @@ class Model:
         self._unit_of = {name: unit for unit, each in self.units.items() for name in each}
         self._units_of = {name: self._find_units(name) for name in self.layers}
         self._bound: dict[str, tuple[object, object]] = {}  # the arrays of each layer, by identity
-        splits = (axis for spec in specs.values() for _, axis in spec.splits)
+        splits = (axis for spec in specs.values() for axis in spec.split_axes)
         sizes = self.mesh.axes
         self.split_axes = tuple(a for a in dict.fromkeys(splits) if sizes.get(a, 1) > 1)
         self.unit_sizes = self.unit_sizes_of(self.mesh.rank)
@@ -120,7 +120,7 @@ class Model:
         ``block0@tensor`` is divided along that axis, the gradients of ``block0+tensor`` are summed
         along it, and ``embedding~`` is used by layers that may be in different stages.
         """
-        divided = [f"@{axis}" for _, axis in spec.splits if self.mesh.axes.get(axis, 1) > 1]
+        divided = [f"@{axis}" for axis in spec.split_axes if self.mesh.axes.get(axis, 1) > 1]
         summed = [f"+{axis}" for axis in spec.partial if self.mesh.axes.get(axis, 1) > 1]
         is_shared = self.mesh.axes.get("pipe", 1) > 1 and name in self.ties.values()
         return "".join([name.partition(".")[0], "~" * is_shared, *divided, *summed])

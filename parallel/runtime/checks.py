@@ -20,7 +20,7 @@ def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
     """
     if model.mesh.size > 1 and model.mesh is not mesh:
         raise ValueError("the model was made for another mesh: pass the same to both")
-    wanted = {axis for spec in model.specs.values() for _, axis in spec.splits}
+    wanted = {axis for spec in model.specs.values() for axis in spec.split_axes}
     if both := [axis for axis in sharding.axes if axis in wanted]:
         raise ValueError(f"both the model and the sharding divide along {both[0]!r}")
     rest = [axis for axis, n in mesh.axes.items() if n > 1 and axis not in sharding.axes]

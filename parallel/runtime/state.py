@@ -245,7 +245,7 @@ class State:
 
     def is_first_copy(self, unit: str, name: str, axes: Iterable[str]) -> bool:
         """Return whether no rank before this one along `axes` has the box of a `unit`'s `name`."""
-        same = {*axes} - {"pipe"} - {axis for _, axis in self.model.units[unit][name].splits}
+        same = {*axes} - {"pipe"} - set(self.model.units[unit][name].split_axes)
         is_first = not any(self.mesh.index(axis, self.place) for axis in same)
         return is_first and self.stages.holders[unit][0] == self.pipe_place
 
