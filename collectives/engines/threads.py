@@ -32,20 +32,21 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.changed = threading.Condition()  # its lock is re-entrant
+        self.lock = threading.RLock()
+        self.arrived = [threading.Condition(self.lock) for _ in range(size)]  # of each rank
         self.mail: defaultdict[Address, deque[Bytes]] = defaultdict(deque)
         self.running = set(range(size))
         self.waiting: dict[int, Sequence[Address]] = {}
         self.failure: CollectiveError | None = None
 
     def post(self, address: Address, data: Bytes) -> None:
-        with self.changed:
+        with self.lock:
             self.mail[address].append(data.copy())
-            self.changed.notify_all()
+            self.arrived[address[2]].notify_all()  # waking all others would take long
 
     def collect(self, address: Address) -> Bytes | None:
         """The oldest message at an address, or None.  Raises if a rank has failed."""
-        with self.changed:
+        with self.lock:
             if self.failure is not None:
                 raise self.failure
             mailbox = self.mail.get(address)
@@ -61,19 +62,20 @@ class World:
 
     def leave(self, rank: int) -> None:
         """Note that the function of a rank has ended."""
-        with self.changed:
+        with self.lock:
             self.running.discard(rank)
             self._notice_deadlock()
 
     def fail(self, failure: CollectiveError) -> None:
         """Make every wait raise `failure`, or the failure that came before it."""
-        with self.changed:
+        with self.lock:
             self.failure = self.failure or failure
-            self.changed.notify_all()
+            for condition in self.arrived:
+                condition.notify_all()
 
     def wait_for_any(self, rank: int, addresses: Sequence[Address], deadline: float | None) -> bool:
         """Wait for a message at one of the addresses; return False if the deadline comes first."""
-        with self.changed:
+        with self.lock:
             if deadline is None:  # a wait with a deadline ends by itself
                 self.waiting[rank] = addresses
             try:
@@ -84,7 +86,7 @@ class World:
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         return False
-                    self.changed.wait(left)
+                    self.arrived[rank].wait(left)
                 return True
             finally:
                 self.waiting.pop(rank, None)

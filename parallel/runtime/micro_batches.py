@@ -61,7 +61,6 @@ class MicroBatches:
         self._active: dict[int, list[str]] = {}  # the layers that run on each micro-batch
         self._saved: dict[tuple[int, str], Any] = {}
         self._rests: dict[tuple[int, str], Any] = {}  # from one half of backward to the other
-        self._specs: dict[tuple[int, ...], dict[str, ArraySpec]] = {}
         self._sending: dict[tuple[str, int], tuple[Any, int]] = {}  # by direction and stage
 
     def begin(self, inputs: Tokens, targets: Tokens, totals: Sequence[int]) -> None:
@@ -222,12 +221,9 @@ class MicroBatches:
 
     def _inputs(self, number: int) -> dict[str, ArraySpec]:
         """Return what enters each layer for a micro-batch."""
-        rows, context = shape = self._steps[number].targets.shape
-        if shape not in self._specs:
-            width, rank = self.state.dtype.itemsize, self.state.place
-            tokens = ArraySpec.tokens(rows, context, width, rank=rank)
-            self._specs[shape] = self.model.inputs(tokens)
-        return self._specs[shape]
+        rows, context = self._steps[number].targets.shape
+        width, rank = self.state.dtype.itemsize, self.state.place
+        return self.state.by_layer(ArraySpec.tokens(rows, context, width, rank=rank)).inputs
 
 
 def number_of(action: Action) -> int:

@@ -145,9 +145,7 @@ def layer_calls(
     if state.model.mesh.size == 1:
         return
     for rank in ranks_here(state):
-        traffic = state.model.layers[action.part].traffic(
-            inputs_of(state, action, batch, rank)[action.part]
-        )
+        traffic = state.by_layer(tokens_of(state, action, batch, rank)).traffic[action.part]
         for call in traffic.forward if action.kind == "F" else traffic.backward:
             along = call.axis.split(",")
             groups = call.groups or tuple(g for g in state.mesh.ranks(along) if g[0] == rank)
@@ -161,18 +159,15 @@ def ranks_here(state: State) -> list[int]:
     return [rank for rank in range(state.mesh.size) if state.pipe_place_of(rank) == place]
 
 
-def inputs_of(
-    state: State, action: Action, batch: tuple[int, int] | None, rank: int
-) -> dict[str, ArraySpec]:
-    """Return what enters each layer on a `rank` in an action."""
+def tokens_of(state: State, action: Action, batch: tuple[int, int] | None, rank: int) -> ArraySpec:
+    """Return the tokens of the micro-batch of an action on a `rank`."""
     if batch is None:
         raise ValueError("layers of this model send messages: pass batch=(rows, context)")
     assert action.micro_batch is not None
     mesh, axes = state.mesh, state.sharding.row_axes
     mine = length(span(batch[0], mesh.size_of(axes), mesh.index(axes, rank)))
     rows = length(span(mine, state.recipe.num_micro_batches, action.micro_batch))
-    tokens = ArraySpec.tokens(rows, batch[1], state.dtype.itemsize, rank=rank)
-    return state.model.inputs(tokens)
+    return ArraySpec.tokens(rows, batch[1], state.dtype.itemsize, rank=rank)
 
 
 def messages(
@@ -183,7 +178,8 @@ def messages(
     for group in state.mesh.ranks("pipe"):
         source = group[state.pipe_place]
         if state.model_part(source) == state.model_part(state.place):
-            size = inputs_of(state, action, batch, source)[message.layer].size
+            tokens = tokens_of(state, action, batch, source)
+            size = state.by_layer(tokens).inputs[message.layer].size
             yield state.predicted(
                 f"{action.phase}/{message.label}", "send", size, action.axes, algorithm="",
                 groups=((source, group[message.peer]),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -14,11 +14,18 @@ from parallel import placement
 from parallel.accounts import MemoryTracker, PredictedCall
 from parallel.lowering import lower
 from parallel.mesh import Mesh
-from parallel.nn import Array, Model, Shape
+from parallel.nn import Array, ArraySpec, LayerTraffic, Model, Shape
 from parallel.optim import LossScale, Optimizer, dtype_of
 from parallel.runtime.recipe import Recipe
 from parallel.sharding import Sharding
 from parallel.stages import Stages
+
+
+class ByLayer(NamedTuple):
+    """What is known of the layers of a model for one input."""
+
+    inputs: dict[str, ArraySpec]
+    traffic: dict[str, LayerTraffic]
 
 
 class State:
@@ -50,6 +57,7 @@ class State:
         self.algorithm, self.xp, self.dtype = algorithm, recipe.xp, dtype_of(recipe.dtype)
         self.reduce_dtype = dtype_of(recipe.reduce_dtype or recipe.dtype)
         self.memory, self.loss_scale = MemoryTracker(), LossScale(self.dtype)
+        self._by_tokens: dict[ArraySpec, ByLayer] = {}
         self._set_place(mesh.rank)
         self.secondary: dict[str, Array] = {}
         self._allocate_parameters()
@@ -73,6 +81,13 @@ class State:
     def needs_norm(self) -> bool:
         """Whether an update depends on the norm of the whole gradient: to clip it or to scale."""
         return self.recipe.clip is not None or self.loss_scale.is_dynamic
+
+    def by_layer(self, tokens: ArraySpec) -> ByLayer:
+        """Return what enters each layer, and what it sends, for the input of the model."""
+        if tokens not in self._by_tokens:
+            inputs, traffic = self.model.inputs(tokens), self.model.traffic(tokens)
+            self._by_tokens[tokens] = ByLayer(inputs, traffic)
+        return self._by_tokens[tokens]
 
     # Which elements
 
