@@ -353,7 +353,7 @@ class Rows(Layer):
 
 
 class VocabularyEmbedding(Embedding):
-    """An embedding of which each rank has the vectors of some tokens: `g` adds up these and zeros."""
+    """An embedding of which each rank has the vectors of some tokens; `g` adds up all."""
 
     def __init__(self, vocab_size: int, context: int, dim: int, region: Whole) -> None:
         super().__init__(vocab_size, context, dim)

@@ -1,0 +1,138 @@
+"""A small GPT trained on ranks as threads along any axes, and what each rank brings home."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import collectives
+from collectives import Communicator
+from parallel import Mesh, Recipe, Sharding, TrafficTable, Trainer, gpt, text
+from parallel.nn import Model
+from parallel.pipeline import Schedule
+from parallel.rank_report import RankReport
+from tests.parallel.training import CONTEXT, DATA, Values, nothing
+
+ROWS, STEPS = 17, 4
+CLIP = 0.1  # less than the norm of any gradient here
+
+# All ways to write 1 to 8 ranks as pipe x data x tensor.
+LAYOUTS = [
+    (pipe, data, n // (pipe * data))
+    for n in range(1, 9)
+    for pipe in range(1, n + 1)
+    for data in range(1, n + 1)
+    if n % (pipe * data) == 0
+]
+
+
+def batch(step: int, rank: int, ranks: int) -> Any:
+    where = {"batch_size": ROWS, "context": CONTEXT, "rank": rank, "num_ranks": ranks}
+    return text.batch(DATA, seed=0, step=step, **where)
+
+
+def num_blocks(pipe: int) -> int:
+    """Enough for as many stages: the embedding and the head may be stages of their own."""
+    return max(1, pipe if pipe < 5 else pipe - 2)
+
+
+class End(NamedTuple):
+    """Of one rank; `table` on rank 0 only."""
+
+    losses: list[float]
+    parameters: dict[str, tuple[tuple[slice, ...], Values]]  # boxes by name
+    trainer: Any
+    report: RankReport
+    table: TrafficTable | None
+
+
+class Setup(NamedTuple):
+    """What is trained and how; `change` may spoil a trainer."""
+
+    axes: tuple[tuple[str, int], ...]
+    schedule: str | Schedule = "1f1b"
+    recipe: Recipe = Recipe(num_micro_batches=2, clip=CLIP)
+    sharding: Callable[[], Sharding] = lambda: Sharding.zero(1)
+    model: tuple[tuple[str, Any], ...] = ()
+    blocks: int | None = None
+    change: Callable[[Trainer], object] = nothing
+
+    @property
+    def size(self) -> int:
+        return math.prod(n for _, n in self.axes)
+
+    def make_model(self, mesh: Mesh | None) -> Model:
+        pipe = dict(self.axes).get("pipe", 1)
+        blocks = self.blocks or num_blocks(pipe)
+        options: Mapping[str, Any] = {"num_layers": blocks, "num_heads": 2} | dict(self.model)
+        return gpt(hidden=6, context=CONTEXT, mesh=mesh, **options)
+
+    def run(self) -> list[End]:
+        """Train on all ranks."""
+        ends: list[End] = collectives.run(self.train, size=self.size, timeout=60)
+        return ends
+
+    def train(self, comm: Communicator) -> End:
+        mesh = Mesh(comm, **dict(self.axes))
+        trainer = Trainer(
+            mesh, self.make_model(mesh), self.recipe, sharding=self.sharding(),
+            schedule=self.schedule,
+        )  # fmt: skip
+        self.change(trainer)
+        with comm.record() as ledger:
+            trainer.start()
+            losses = trainer.train(STEPS, batch, ROWS * CONTEXT, nothing)
+        whole = ledger.gather()
+        table = None
+        if whole is not None:
+            calls = trainer.traffic(STEPS, batch=(ROWS, CONTEXT), num_skipped=trainer.num_skipped)
+            table = TrafficTable(calls, whole, None, size=comm.size)
+        rows = len(batch(0, *trainer.batch_part)[0])
+        updates = trainer.num_updates_in(STEPS) - trainer.num_skipped
+        report = RankReport.of(trainer, updates, rows, CONTEXT)
+        return End(losses, boxes_of(trainer), trainer, report, table)
+
+    def alone(self) -> End:
+        """Train on one rank."""
+        model = tuple((k, x) for k, x in self.model if k != "sequence_parallel")
+        blocks = self.blocks or num_blocks(dict(self.axes).get("pipe", 1))
+        return trained_alone(self.recipe, model, blocks)
+
+
+@cache
+def trained_alone(recipe: Recipe, model: tuple[tuple[str, Any], ...], blocks: int) -> End:
+    setup = Setup((), recipe=recipe, model=model, blocks=blocks, sharding=Sharding)
+    return setup.train(next(iter(collectives.run(lambda comm: comm, size=1))))
+
+
+def boxes_of(trainer: Trainer) -> dict[str, tuple[tuple[slice, ...], Values]]:
+    """The parameters that a rank has whole units of, with where they are in the whole ones."""
+    found = {}
+    for unit, flat in trainer.parameters.items():
+        if flat.size == trainer.unit_sizes[unit]:
+            boxes = trainer.model.boxes(unit)
+            for name, x in trainer.model.split(unit, flat).items():
+                found[name] = boxes[name].slices, x.copy()
+    return found
+
+
+def check_equal(ends: list[End], alone: End, tolerance: float = 1e-12) -> None:
+    """Losses and parameters of all ranks are those of one rank."""
+    seen: dict[str, Values] = {name: np.zeros(x.shape) for name, (_, x) in alone.parameters.items()}
+    for end in ends:
+        np.testing.assert_allclose(end.losses, alone.losses, rtol=0, atol=tolerance)
+        for name, (where, x) in end.parameters.items():
+            np.testing.assert_allclose(
+                x, alone.parameters[name][1][where], rtol=0, atol=tolerance, err_msg=name
+            )
+            seen[name][where] += 1
+    assert all(count.min() > 0 for count in seen.values()), "a parameter is on no rank"
+
+
+def with_optimizer(setup: Setup, optimizer: Callable[..., Any]) -> Setup:
+    return setup._replace(recipe=replace(setup.recipe, optimizer=optimizer))

@@ -1,0 +1,292 @@
+"""Pipelines, data and tensor parallelism together: every layout of 1 to 8 ranks equals one rank."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer
+from parallel.accounts.table import by_axis, sums
+from parallel.pipeline import SCHEDULES, simulate
+from parallel.rank_report import differences
+from tests.parallel.layouts import CLIP, LAYOUTS, Setup, check_equal, with_optimizer
+
+OPTIMIZERS = {"sgd": partial(SGD, lr=0.5, momentum=0.9), "adam": Adam}
+each_layout = pytest.mark.parametrize(("pipe", "data", "tensor"), LAYOUTS)
+
+
+def setup_of(pipe: int, data: int, tensor: int, **options: Any) -> Setup:
+    return Setup((("pipe", pipe), ("data", data), ("tensor", tensor)), **options)
+
+
+def test_there_are_38_layouts() -> None:
+    assert len(LAYOUTS) == len(set(LAYOUTS)) == 38
+
+
+@each_layout
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_losses_and_parameters_are_those_of_one_rank(
+    optimizer: str, pipe: int, data: int, tensor: int
+) -> None:
+    """With a clipped gradient in each of 4 steps; and the three accounts agree."""
+    is_tied = (pipe + data + tensor) % 2 == 1
+    setup = setup_of(pipe, data, tensor, model=(("is_tied", is_tied),))
+    setup = with_optimizer(setup, OPTIMIZERS[optimizer])
+    ends = setup.run()
+    check_equal(ends, setup.alone())
+    assert differences([end.report for end in ends]) == []
+    assert ends[0].table is not None and ends[0].table.check()
+    norms = {math.sqrt(end.trainer.squares) for end in ends}
+    assert len(norms) == 1 and norms.pop() > CLIP
+    check_parameter_bytes(ends, pipe)
+
+
+def check_parameter_bytes(ends: list[Any], pipe: int) -> None:
+    """Counted bytes are those of the boxes; distinct boxes cover each parameter exactly once."""
+    model = ends[0].trainer.model
+    places: dict[str, Counter[Any]] = {name: Counter() for name in model.specs}
+    for end in ends:
+        trainer = end.trainer
+        stages = trainer.stages.units_of[trainer.pipe_place]
+        boxes = {name: box for unit in stages for name, box in trainer.model.boxes(unit).items()}
+        nbytes = 8 * sum(math.prod(box.shape) for box in boxes.values())
+        assert trainer.memory.now["parameters"] == nbytes
+        for name, box in boxes.items():
+            places[name][box] += math.prod(box.shape) > 0
+    for name, found in places.items():
+        distinct = [box for box, times in found.items() if times]
+        assert sum(math.prod(box.shape) for box in distinct) == model.specs[name].size
+        assert len({found[box] for box in distinct}) == 1  # as many replicas of each
+
+
+@pytest.mark.parametrize(
+    ("axis", "layout"), [("data", (1, 2, 2)), ("pipe", (2, 1, 2)), ("tensor", (2, 1, 2))]
+)
+def test_without_one_sum_the_result_is_another(axis: str, layout: tuple[int, int, int]) -> None:
+    """The negative control: by more than 1e-6."""
+
+    def skip(trainer: Trainer) -> None:
+        trainer.actions = [
+            each for each in trainer.actions
+            if not (each.kind == "REDUCE" and any(a.partition("[")[0] == axis for a in each.axes))
+        ]  # fmt: skip
+
+    model = (("is_tied", True), ("sequence_parallel", "keep"))
+    good = setup_of(*layout, model=model)
+    check_equal(good.run(), good.alone())
+    with pytest.raises(AssertionError):
+        check_equal(good._replace(change=skip).run(), good.alone(), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("form", ["keep", "gather"])
+@pytest.mark.parametrize(
+    ("pipe", "data", "tensor"), [(1, 1, 2), (1, 1, 3), (1, 1, 5), (2, 1, 2), (1, 2, 3), (2, 2, 2)]
+)
+def test_sequence_parallel(form: str, pipe: int, data: int, tensor: int) -> None:
+    """More ranks than tokens in a row, too: some have none."""
+    setup = setup_of(pipe, data, tensor, model=(("sequence_parallel", form), ("is_tied", True)))
+    ends = setup.run()
+    check_equal(ends, setup.alone())
+    assert differences([end.report for end in ends]) == []
+    assert ends[0].table is not None and ends[0].table.check()
+
+
+SYNCHRONOUS = [name for name in SCHEDULES if name != "pipedream"]
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("layout", [(4, 1, 1), (2, 2, 2)])
+def test_every_schedule(name: str, layout: tuple[int, int, int]) -> None:
+    """Tied and with 8 micro-batches, each equals one rank with the same."""
+    recipe = Recipe(num_micro_batches=8, clip=CLIP)
+    setup = setup_of(*layout, schedule=name, recipe=recipe, blocks=6, model=(("is_tied", True),))
+    ends = setup.run()
+    check_equal(ends, setup.alone())
+    assert differences([end.report for end in ends]) == []
+    assert ends[0].table is not None and ends[0].table.check()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", ["gpipe", "zb-v", "dualpipe"])
+def test_more_of_zero_with_a_pipeline(name: str, stage: int) -> None:
+    """Gradients are summed, and parameters gathered, for each micro-batch."""
+    recipe = Recipe(num_micro_batches=4, clip=CLIP)
+    setup = setup_of(
+        2, 2, 1, schedule=name, recipe=recipe, blocks=4, sharding=partial(Sharding.zero, stage)
+    )
+    ends = setup.run()
+    np.testing.assert_allclose(ends[0].losses, setup.alone().losses, rtol=0, atol=1e-12)
+    assert differences([end.report for end in ends]) == []
+    assert ends[0].table is not None and ends[0].table.check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_other_dtypes(dtype: str) -> None:
+    """float32 equals one rank; the others train alike on all ranks, and the accounts agree."""
+    recipe = Recipe(dtype, num_micro_batches=2, clip=CLIP)
+    setup = setup_of(2, 2, 2, recipe=recipe)
+    ends = setup.run()
+    assert len({tuple(end.losses) for end in ends}) == 1
+    tolerance = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.05}[dtype]
+    np.testing.assert_allclose(ends[0].losses, setup.alone().losses, rtol=0, atol=tolerance)
+    assert differences([end.report for end in ends]) == []
+    assert ends[0].table is not None and ends[0].table.check()
+
+
+# Traffic by axis
+
+
+def test_traffic_before_the_first_step_is_the_record_after_the_last() -> None:
+    """As a matrix for each axis."""
+    (first, *_) = setup_of(2, 2, 2, model=(("is_tied", True),)).run()
+    assert first.table is not None
+    predicted = sums(first.table.predicted, by_axis)
+    assert set(predicted) >= {"pipe", "data", "tensor"}
+    for axis, matrix in first.table.axes.items():
+        np.testing.assert_array_equal(predicted[axis], matrix)
+    for axis, others in (("pipe", 4), ("tensor", 1), ("data", 2)):
+        source, target = np.nonzero(first.table.axes[axis][1])
+        assert set(np.abs(source - target).tolist()) == {others}
+
+
+def test_a_message_more_than_predicted_is_noticed() -> None:
+    def more(trainer: Trainer) -> None:
+        pipe: Any = trainer.mesh["pipe"]
+        if trainer.pipe_place == 0:
+            pipe.send(np.ones(1), 1, tag=1 << 20)
+        else:
+            pipe.recv(np.ones(1), 0, tag=1 << 20)
+
+    def with_more(trainer: Trainer) -> None:
+        start = trainer.start
+        trainer.start = lambda: (start(), more(trainer))  # type: ignore[method-assign,assignment]
+
+    (first, *_) = setup_of(2, 1, 1, change=with_more).run()
+    assert first.table is not None
+    with pytest.raises(TrafficMismatch, match="axis pipe"):
+        first.table.check()
+
+
+# What the runtime does
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-v", "dualpipe"])
+def test_live_activations_are_those_of_the_simulator(name: str) -> None:
+    """Of P = 4 and m = 8; until the second half of backward, as rests are kept so long."""
+    most: dict[int, int] = {}
+
+    def watch(trainer: Trainer) -> None:
+        run, layers = trainer.micro_batches, trainer.stages.layers
+
+        def counted(kind: str) -> Any:
+            method = getattr(trainer, kind)
+
+            def action_and_count(action: Any) -> Any:
+                method(action)
+                if action.part == layers[action.stage][-1 if kind == "forward" else 0]:
+                    held = {*run._saved, *run._rests}
+                    of_stage = {(k, trainer.stages.stage_of[name]) for k, name in held}
+                    most[trainer.rank] = max(most.get(trainer.rank, 0), len(of_stage))
+
+            return action_and_count
+
+        trainer.forward = counted("forward")  # type: ignore[method-assign]
+
+    recipe = Recipe(num_micro_batches=8, clip=CLIP)
+    setup = setup_of(4, 1, 1, schedule=name, recipe=recipe, blocks=6, change=watch)
+    schedule = setup.run()[0].trainer.stages.schedule
+    simulation = simulate(schedule)
+    assert [most[rank] for rank in range(4)] == [simulation.live(rank) for rank in range(4)]
+    if name == "1f1b":
+        assert [most[rank] for rank in range(4)] == [min(4 - rank, 8) for rank in range(4)]
+    if name == "gpipe":
+        assert [most[rank] for rank in range(4)] == [8] * 4
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "dualpipe-v"])
+def test_actions_are_done_as_the_schedule_says_cell_by_cell(name: str) -> None:
+    log: dict[int, list[str]] = {}
+
+    def watch(trainer: Trainer) -> None:
+        log[trainer.rank] = []
+        for kind in ("forward", "backward", "send", "receive"):
+            method = getattr(trainer, kind)
+
+            def logged(action: Any, method: Any = method) -> Any:
+                log[trainer.rank].append(str(action))
+                return method(action)
+
+            setattr(trainer, kind, logged)
+
+    recipe = Recipe(num_micro_batches=4)
+    setup = setup_of(2, 1, 1, schedule=name, recipe=recipe, blocks=4, change=watch)
+    trainer = setup.run()[0].trainer
+    for place, wanted in enumerate(trainer.stages.actions):
+        of_step = log[place][: len(log[place]) // 4]  # one of 4 steps
+        cells = [word.partition("[")[0].partition("@")[0] for word in of_step]
+        found = list(dict.fromkeys(cells))
+        parts = [str(part) for action in wanted for part in action.parts or (action,)]
+        if name == "dualpipe-v":  # layers of two overlapping actions alternate
+            assert sorted(found) == sorted(parts)
+        else:
+            assert found == parts
+
+
+def test_first_i_changes_no_gradient_then_w_makes_them_all_to_the_bit() -> None:
+    """After every I the gradients are unchanged; after W they are those of B."""
+    gradients: dict[str, Any] = {}
+
+    def watch(trainer: Trainer) -> None:
+        backward = trainer.backward
+
+        def checked(action: Any) -> None:
+            before = {unit: x.copy() for unit, x in trainer.gradients.items()}
+            backward(action)
+            units = trainer.model.units_of(action.part)
+            for unit, x in trainer.gradients.items():
+                is_changed = (x != before[unit]).any()
+                if action.kind == "I" or unit not in units:
+                    assert not is_changed
+                else:
+                    assert is_changed
+
+        trainer.backward = checked  # type: ignore[method-assign]
+
+    for name in ("1f1b", "zb-h1"):
+        recipe = Recipe(num_micro_batches=3)
+        setup = setup_of(2, 1, 1, schedule=name, recipe=recipe, change=watch)
+        gradients[name] = [end.trainer.gradients for end in setup.run()]
+    for whole, halves in zip(gradients["1f1b"], gradients["zb-h1"], strict=True):
+        for unit, x in whole.items():
+            np.testing.assert_array_equal(halves[unit], x)
+
+
+# What is refused
+
+
+def refused(**options: Any) -> str:
+    setup = setup_of(2, 1, 1, **options)
+    with pytest.raises(ValueError) as info:  # noqa: PT011 - the tests match the message
+        setup.run()
+    return str(info.value)
+
+
+def test_what_does_not_go_together_is_refused_before_anything_is_sent() -> None:
+    assert "a stage would have no layer" in refused(blocks=1, schedule="zb-v")
+    assert "at least 4, not 2" in refused(schedule="dualpipe")
+    assert "ZeRO++ and local updates" in refused(sharding=lambda: Sharding(every=2))
+
+
+def test_a_model_made_without_the_mesh_is_refused() -> None:
+    def fn(comm: Any) -> None:
+        mesh = Mesh(comm, pipe=2)
+        with pytest.raises(ValueError, match="make the model with mesh="):
+            Trainer(mesh, Setup(()).make_model(None))
+
+    collectives.run(fn, size=2)
