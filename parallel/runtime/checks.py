@@ -71,3 +71,20 @@ def check_schedule(schedule: Schedule, mesh: Mesh, recipe: Recipe, sharding: Sha
         )
     if num_ranks > 1 and (sharding.secondary_axes or sharding.every is not None):
         raise ValueError("ZeRO++ and local updates do not work with a pipeline")
+    if schedule.is_asynchronous:
+        check_asynchronous(recipe, sharding)
+
+
+def check_asynchronous(recipe: Recipe, sharding: Sharding) -> None:
+    """Raise ValueError for what needs the gradient of all stages at once, or parts of units."""
+    is_simple = not sharding.divided and not sharding.find_unused_parameters
+    reasons = {
+        "clip": recipe.clip is not None,
+        "float16": recipe.dtype == "float16",
+        "this sharding": not is_simple or sharding.every is not None,
+        "offload": recipe.offload is not Place,
+    }
+    if found := [reason for reason, is_given in reasons.items() if is_given]:
+        raise ValueError(
+            f"pipedream updates each stage alone: it takes no {found[0]}, only data parallelism"
+        )
