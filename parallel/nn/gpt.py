@@ -28,24 +28,25 @@ def gpt(
     hidden: int = 256,
     num_heads: int = 4,
     context: int = 64,
+    vocab_size: int = VOCAB_SIZE,
     is_tied: bool = False,
     is_shared: bool = False,
     recompute: Sequence[str] = (),
     mesh: Mesh | None = None,
     sequence_parallel: str | None = None,
 ) -> Model:
-    """Return a GPT that predicts the next byte.
+    """Return a GPT that predicts the next token: a byte by default.
 
-    Tokens, integers in 0..255 of shape (batch, up to `context`), become logits (batch, context,
-    256), and these the loss.  Its layers are ``embedding``, ``block0``, ``block1``, ..., ``head``,
-    ``loss``.  A block normalizes before causal multi-head ``attention`` (parts ``norm``, ``qkv``,
-    ``heads``, ``out``) and before its ``mlp`` (``norm``, ``up``, ``gelu``, ``down``).  Raises
-    ValueError if a number is too small.
+    Tokens, integers of shape (batch, up to `context`), become logits (batch, context,
+    `vocab_size`), and these the loss.  Its layers are ``embedding``, ``block0``, ``block1``, ...,
+    ``head``, ``loss``.  A block normalizes before causal multi-head ``attention`` (parts ``norm``,
+    ``qkv``, ``heads``, ``out``) and before its ``mlp`` (``norm``, ``up``, ``gelu``, ``down``).
+    Raises ValueError if a number is too small.
 
     Parameters
     ----------
-    num_layers, context : int
-        The number of blocks, at least 0, and of positions, at least 1.
+    num_layers, context, vocab_size : int
+        The number of blocks, at least 0, and of positions and of tokens, at least 1.
     hidden, num_heads : int
         The width of the vectors between layers, and how many attention heads divide it, at least 1.
     is_tied : bool
@@ -66,7 +67,10 @@ def gpt(
     >>> gpt(num_layers=2, hidden=64).num_parameters
     136960
     """
-    sizes = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads, "context": context}
+    sizes = {
+        "num_layers": num_layers, "hidden": hidden, "num_heads": num_heads, "context": context,
+        "vocab_size": vocab_size,
+    }  # fmt: skip
     for name, size in sizes.items():
         if size < (least := 0 if name == "num_layers" else 1):
             raise ValueError(f"{name} is {size}: it must be at least {least}")
@@ -74,9 +78,9 @@ def gpt(
         raise ValueError(f"{num_heads} heads do not divide a width of {hidden}")
     parts = {"hidden": hidden, "num_heads": num_heads, "num_layers": num_layers}
     region = region_of(mesh, sequence_parallel)
-    named: dict[str, Layer] = {"embedding": embedding(context, hidden, region)}
+    named: dict[str, Layer] = {"embedding": embedding(vocab_size, context, hidden, region)}
     named |= {f"block{i}": block(**parts, region=region) for i in range(num_layers)}
-    named |= head(hidden, region)
+    named |= head(hidden, vocab_size, region)
     ties = {"head.out.table": "embedding.token"} if is_tied else {}
     ties |= {f"block{i}": "block0" for i in range(1, num_layers)} if is_shared else {}
     return Model(named, ties, recompute=recompute, mesh=mesh)
@@ -96,11 +100,11 @@ def region_of(mesh: Mesh | None, sequence_parallel: str | None) -> Whole | None:
     return Divided(mesh, gathers_again=sequence_parallel == "gather")
 
 
-def embedding(context: int, hidden: int, region: Whole | None) -> Layer:
+def embedding(vocab_size: int, context: int, hidden: int, region: Whole | None) -> Layer:
     """Return the layer that makes vectors (batch, context, hidden) of tokens."""
     if region is None:
-        return nn.Embedding(VOCAB_SIZE, context, hidden)
-    return VocabularyEmbedding(VOCAB_SIZE, context, hidden, region)
+        return nn.Embedding(vocab_size, context, hidden)
+    return VocabularyEmbedding(vocab_size, context, hidden, region)
 
 
 def block(hidden: int, num_heads: int, num_layers: int, region: Whole | None) -> Sequential:
@@ -122,13 +126,13 @@ def block(hidden: int, num_heads: int, num_layers: int, region: Whole | None) ->
     return Sequential({"attention": attention, "mlp": mlp})
 
 
-def head(hidden: int, region: Whole | None) -> dict[str, Layer]:
+def head(hidden: int, vocab_size: int, region: Whole | None) -> dict[str, Layer]:
     """Return the layers that make logits of vectors, and the loss of them."""
-    out: Layer = nn.Unembedding(hidden, VOCAB_SIZE)
+    out: Layer = nn.Unembedding(hidden, vocab_size)
     loss: Layer = nn.CrossEntropy()
     if region is not None:
-        out = Columns(nn.Unembedding(hidden, VOCAB_SIZE), region, {"table": ((0, region.axis),)})
-        loss = VocabularyCrossEntropy(VOCAB_SIZE, region)
+        out = Columns(nn.Unembedding(hidden, vocab_size), region, {"table": ((0, region.axis),)})
+        loss = VocabularyCrossEntropy(vocab_size, region)
     return {"head": Sequential({"norm": norm(hidden, region), "out": out}), "loss": loss}
 
 
