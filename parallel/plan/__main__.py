@@ -120,7 +120,7 @@ def divides(job: Job) -> list[str]:
     }
     lines = ["What each axis divides (states, activations, and sent along data in a step, in GB):"]
     for name, layout in rows.items():
-        if layout.pipe > job.num_layers:
+        if layout.pipe > min(job.num_layers, layout.num_micro_batches(job)):
             continue
         cost = cost_of(job, layout, machine)
         parts = (cost.states, cost.activations, cost.sent["data"])
