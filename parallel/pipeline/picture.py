@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
+from itertools import zip_longest
+from typing import TypeAlias
 
 from parallel.actions import Action
 from parallel.pipeline.schedule import Lists, computations
 from parallel.pipeline.simulation import Simulation
 
+Cell: TypeAlias = tuple[int, int]  # rank, place in its list
+
+MOST_COLUMNS = 24  # of a grid with faulty cells
 UNIT, HEIGHT, LEFT = 26, 26, 60  # pixels of a unit of time and of a rank, and left of the grid
 FILLS = {"F": "#dbe9ff", "B": "#ffd9b0", "I": "#ffe9c9", "W": "#d7f0d2"}
 
 
-def grid(lists: Lists, faulty: tuple[int, int] | None = None) -> str:
-    """Return the actions of each rank, one row for each; the `faulty` (rank, place) in ``><``."""
-    cells = [
-        [f">{action}<" if (rank, i) == faulty else str(action) for i, action in enumerate(row)]
+def grid(lists: Lists, faulty: Collection[Cell] = ()) -> str:
+    """Return the actions of each rank, one row for each; `faulty` cells in ``><``.
+
+    A cell is a rank and a place in its list, or the place after the last.  A wide grid with faulty
+    cells is cut to the `MOST_COLUMNS` around the first of them.
+    """
+    rows = [
+        [f">{action}<" if (rank, i) in faulty else str(action) for i, action in enumerate(row)]
         for rank, row in enumerate(lists)
     ]
-    if faulty is not None and faulty[1] >= len(cells[faulty[0]]):
-        cells[faulty[0]].append("><")  # something is missing at the end
-    widths = [
-        max(len(row[i]) for row in cells if i < len(row)) for i in range(max(map(len, cells)))
-    ]
-    return "\n".join(
-        f"rank {rank}: " + " ".join(x.ljust(w) for x, w in zip(row, widths, strict=False)).rstrip()
-        for rank, row in enumerate(cells)
-    )
+    for rank, i in faulty:
+        if i >= len(lists[rank]):
+            rows[rank].append("><")  # something is missing at the end
+    num_columns, first = max(map(len, rows)), 0
+    if faulty and num_columns > MOST_COLUMNS:
+        middle = next(iter(faulty))[1] - MOST_COLUMNS // 2
+        first = max(0, min(middle, num_columns - MOST_COLUMNS))
+        rows = [row[first : first + MOST_COLUMNS] for row in rows]
+    shown = [("... " if first else "") + line for line in aligned(rows)]
+    return "\n".join(f"rank {rank}: {line}".rstrip() for rank, line in enumerate(shown))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, whose cells are below those of the row before."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return [" ".join(map(str.ljust, row, widths)) for row in rows]
 
 
 def in_time(simulation: Simulation) -> str:

@@ -26,6 +26,7 @@ from parallel.pipeline import (
 )
 from parallel.pipeline.__main__ import main
 from parallel.pipeline.picture import svg
+from parallel.pipeline.text import parse_row
 
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 NUM_MICRO_BATCHES = (1, 2, 3, 5, 8, 12, 16)
@@ -69,27 +70,59 @@ def test_stages_are_where_they_should_be(name: str) -> None:
 
 
 WRONG = {
-    "0B0 0F0": "rank 0 waits forever in 0B0 for 0F0",
-    "0F0": "stage 0 computes F of micro-batch 0",
-    "0F0 0F0 0B0": "0F0 is there twice",
-    "0F0 0I0 0W0 0B0": "stage 0 computes FBIW of micro-batch 0",
-    "0F0 0W0 0I0": "rank 0 waits forever in 0W0 for 0B0",
-    "0F0 0B0 0UPDATE1": "rank 0 waits forever in 0UPDATE1 for 0B1",
-    "0F0 0B0 0F2 0B2": "stage 0 computes nothing of micro-batch 1",
-    "0F0 1B0 1F0 0B0": "rank 0 waits forever in 1B0 for 1F0",
-    "0F0 0REDUCE0 0B0": "is not an action",
-}
+    "backward before forward": (["0B0 0F0"], "rank 0 waits forever in 0B0 for 0F0", ">0B0<"),
+    "no backward": (["0F0"], "stage 0 computes F of micro-batch 0 on rank 0", "0F0 ><"),
+    "no W": (["0F0 0I0"], "stage 0 computes FI of micro-batch 0 on rank 0", "0I0 ><"),
+    "no forward": (["0F0 0B0 1B0"], "stage 1 computes B of micro-batch 0 on rank 0", "1B0 ><"),
+    "two F": (["0F0 0F0 0B0"], "0F0 is there twice", ">0F0< >0F0<"),
+    "two B": (["0F0 0B0 0B0"], "0B0 is there twice", ">0B0< >0B0<"),
+    "two B on two ranks": (["0F0 0B0", "0B0"], "on rank 1 after rank 0", ">0B0<\nrank 1: >0B0<"),
+    "B and its halves": (["0F0 0I0 0W0 0B0"], "stage 0 computes FBIW of micro-batch 0", ">0B0<"),
+    "W before I": (["0F0 0W0 0I0"], "rank 0 waits forever in 0W0 for 0B0", ">0W0<"),
+    "update of nothing": (["0F0 0B0 0UPDATE1"], "0UPDATE1 of rank 0 belongs to no", ">0UPDATE1<"),
+    "update too early": (["0F0 0UPDATE0 0B0"], "in 0UPDATE0 for 0B0", ">0UPDATE0<"),
+    "two updates": (["0F0 0B0 0UPDATE0 0UPDATE0"], "0UPDATE0 is there twice", ">0UPDATE0<"),
+    "no micro-batch": (["0F0 0B0 0F2 0B2"], "stage 0 computes nothing of micro-batch 1", "0B2 ><"),
+    "no stage": (["0F0 0B0 2F0 2B0"], "no rank has stage 1", "0F0"),
+    "no list": (["0F0 0B0", ""], "rank 1 has no stage", "rank 1: ><"),
+    "last stage first": (["0F0 1B0 1F0 0B0"], "in 1B0 for 1F0", ">1B0<"),
+    "first backward first": (["0F0 1F0 0B0 1B0"], "in 0B0 for 1B0 on rank 0", ">0B0<"),
+    "an overlapped pair of one micro-batch": (
+        ["(0F0;0B0)OVERLAP_F_B"], "for 0F0 on rank 0", ">(0F0;0B0)OVERLAP_F_B<",
+    ),
+    "forward and backward apart": (
+        ["0F0", "0B0"], "rank 1 computes 0B0, but rank 0 computes 0F0", ">0F0<\nrank 1: >0B0<",
+    ),
+    "W apart from I": (["0F0 0I0", "0W0"], "rank 1 computes 0W0, but rank 0", ">0W0<"),
+    "copies of one stage only": (
+        ["0F0 1F0 1B0 0B0", "0F1 0B1", "1F1 1B1"], "ranks 0 and 1 share stage 0", ">0F0< 1F0",
+    ),
+    "ranks that wait for each other": (
+        ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"],
+        "rank 0 waits forever in 0B0 for 1B0 on rank 1, and rank 1 waits forever in 1F1 for 0F1 on"
+        " rank 0",
+        "0F0   >0B0< 0F1 0B1\nrank 1: >1F1< 1B1",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_what_cannot_run_is_refused_with_the_cell(words: str) -> None:
-    def check() -> None:
-        validate(Schedule.of("wrong", [[parse(word) for word in words.split()]]))
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_run_is_refused_with_the_rank_and_the_cell(what: str) -> None:
+    lists, why, faulty = WRONG[what]
+    schedule = Schedule.of("wrong", [parse_row(row.split()) for row in lists])
+    with pytest.raises(InvalidSchedule, match=why) as info:
+        validate(schedule)
+    assert faulty in str(info.value)
 
-    with pytest.raises(ValueError, match=WRONG[words]) as info:
-        check()
-    if "forever" in WRONG[words]:
-        assert isinstance(info.value, InvalidSchedule) and ">" in str(info.value)
+
+def test_a_wide_grid_is_cut_to_the_columns_around_the_faulty_cell() -> None:
+    lists = [list(row) for row in make("1f1b", 2, 40).actions]
+    lists[1].append(lists[1].pop(70))
+    with pytest.raises(InvalidSchedule, match="waits forever in 1B35 for 1F35") as info:
+        validate(Schedule.of("wrong", lists))
+    _, *rows = str(info.value).splitlines()
+    assert all(row.startswith(f"rank {rank}: ... ") for rank, row in enumerate(rows))
+    assert ">1B35<" in rows[1] and max(map(len, rows)) < 140
 
 
 TWO = ("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
@@ -99,6 +132,9 @@ WRONG_MESSAGES = {
     "sent before it exists": (("0SEND_F0 0F0 0RECV_B0 0B0", TWO[1]), "in 0SEND_F0 for 0F0"),
     "none at all for one": (("0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0"), "in 0B0 for 0RECV_B0"),
     "no list": ((TWO[0], ""), "rank 1 has no stage"),
+    "sent by the last stage": ((TWO[0], f"{TWO[1]} 1SEND_F0"), "1SEND_F0 of rank 1 belongs to no"),
+    "sent twice": ((f"{TWO[0]} 0SEND_F0", TWO[1]), "0SEND_F0 is there twice"),
+    "received too late": ((TWO[0], "1F0 1RECV_F0 1B0 1SEND_B0"), "rank 1 waits forever in 1F0 for"),
 }
 
 
