@@ -6,7 +6,8 @@
     python -m parallel.pipeline formulas
 
 Nothing is computed or sent.  Times are those of F, I and W of one stage: forward, and the halves of
-backward, for the input and for the weights.  In a grid a column is a unit of time.
+backward, for the input and for the weights.  In a grid a column is the longest time of which all
+are multiples.
 """
 
 from __future__ import annotations
@@ -168,8 +169,10 @@ def times_of(word: str) -> Times:
     """Return the times of "1:1:1" or "2:2.5:1"; an argument type."""
     try:
         forward, backward_input, backward_weight = map(Fraction, word.split(":"))
-    except ValueError:
+    except (ValueError, ZeroDivisionError):
         raise argparse.ArgumentTypeError(f"{word!r} is not F:I:W, such as 1:1:1") from None
+    if min(forward, backward_input, backward_weight) < 0 or not forward:
+        raise argparse.ArgumentTypeError(f"{word}: times must not be negative, nor F be 0")
     return Times(forward, backward_input, backward_weight)
 
 

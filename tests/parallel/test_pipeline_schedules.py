@@ -25,7 +25,7 @@ from parallel.pipeline import (
     write_csv,
 )
 from parallel.pipeline.__main__ import main
-from parallel.pipeline.picture import svg
+from parallel.pipeline.picture import in_time, short, svg
 from parallel.pipeline.text import parse_row
 
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
@@ -67,6 +67,54 @@ def test_stages_are_where_they_should_be(name: str) -> None:
             if name == "dualpipe":
                 wanted = {stage, p - 1 - stage}
             assert set(schedule.ranks_of(stage)) == wanted
+
+
+def makespan(schedule: Schedule, *, waits_in_receives: bool) -> int:
+    """That of lists with messages: one starts when its receive does, and none takes time."""
+    lists = with_messages(schedule)
+    at, free = [0] * len(lists), [0] * len(lists)
+    posted: dict[Action, int] = {}
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank, row in enumerate(lists):
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                waits = [action] if waits_in_receives and action.kind[:4] == "RECV" else []
+                waits += [x for x in posted if x.kind[:4] == "RECV" and uses(action, x)]
+                if any(sent_as(x) not in posted for x in waits):
+                    break
+                starts = [posted[x] for each in waits for x in (sent_as(each), each) if x in posted]
+                free[rank] = max([free[rank], *starts]) + int(Times().of(action))
+                if action.kind[:4] in ("SEND", "RECV"):
+                    posted[action] = free[rank]
+                at[rank] += 1
+                has_moved = True
+    assert at == [len(row) for row in lists]
+    return max(free)
+
+
+def uses(action: Action, receive: Action) -> bool:
+    """Whether an action computes with what is received."""
+    kinds = {"RECV_F": "F", "RECV_B": "BI"}[receive.kind]
+    return any(x.kind in kinds and x[1:3] == receive[1:3] for x in action.parts or (action,))
+
+
+def sent_as(receive: Action) -> Action:
+    step = 1 if receive.kind == "RECV_B" else -1
+    return Action(f"SEND_{receive.kind[-1]}", receive.stage + step, receive.micro_batch)
+
+
+@each_schedule
+def test_messages_that_start_in_their_place_delay_nothing(name: str) -> None:
+    for p, m in ((2, 4), (4, 8), (6, 12)):
+        schedule = make(name, p, m)
+        assert makespan(schedule, waits_in_receives=False) == simulate(schedule).makespan
+
+
+def test_a_rank_that_waits_in_its_receives_is_late() -> None:
+    schedule = make("1f1b", 4, 8)
+    assert makespan(schedule, waits_in_receives=True) == 45 > simulate(schedule).makespan == 33
 
 
 WRONG = {
@@ -369,6 +417,36 @@ def test_actions_are_written_as_pytorch_writes_them() -> None:
         assert str(action) == word and parse(word) == action
 
 
+def test_messages_in_a_file_are_left_out(tmp_path: Path) -> None:
+    schedule = make("1f1b", 2, 3)
+    write_csv(with_messages(schedule), tmp_path / "1f1b.csv")
+    assert "0SEND_F0" in (tmp_path / "1f1b.csv").read_text()
+    assert read_csv(tmp_path / "1f1b.csv") == schedule
+
+
+def test_small_letters_are_of_the_second_stage_or_the_other_direction() -> None:
+    for name, stages in (("zb-v", {0: "F", 3: "f"}), ("dualpipe", {0: "F", 1: "f"})):
+        schedule = make(name, 2, 4)
+        for action in schedule.actions[0]:
+            if action.kind == "F":
+                assert short(action, 0) == f"{stages[action.stage]}{action.micro_batch}"
+    pair = next(x for x in make("dualpipe", 2, 4).actions[0] if x.parts)
+    assert short(pair, 0) == "/".join(short(part, 0) for part in pair.parts)
+
+
+def test_the_width_of_a_drawing_does_not_depend_on_the_unit_of_time() -> None:
+    schedule = make("gpipe", 2, 2)
+    assert svg(simulate(schedule, Times(500, 500, 500)), "") == svg(simulate(schedule), "")
+
+
+def test_a_column_is_the_longest_time_of_which_all_are_multiples() -> None:
+    schedule = make("1f1b", 2, 1)
+    assert in_time(simulate(schedule, Times(100, 100, 100))) == in_time(simulate(schedule))
+    half = in_time(simulate(schedule, Times(Fraction(1, 2), 1, 1)))
+    assert half.splitlines()[1] == "rank 1:  . F0 B0  -  -  -  .  .  .  ."
+    assert "W0 . ." not in in_time(simulate(make("zb-h1", 1, 1), Times(1, 1, 0)))
+
+
 def test_a_drawing_has_every_action() -> None:
     schedule = make("dualpipe-v", 2, 4)
     root = ElementTree.fromstring(svg(simulate(schedule), "a title"))
@@ -399,7 +477,19 @@ def test_the_command_says_all_formulas(capsys: pytest.CaptureFixture[str]) -> No
         assert f"| {name} " in said and info.bubble.text in said and info.kept.text in said
 
 
-def test_the_command_refuses_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+REFUSED = {
+    "dualpipe --micro-batches 4": "at least 8, not 4",
+    "1f1b --times 1:1": "not F:I:W",
+    "1f1b --times=1/0:1:1": "not F:I:W",
+    "1f1b --times=-1:1:1": "must not be negative",
+    "1f1b --times 0:1:1": "nor F be 0",
+    "2f2b": "choose from naive",
+    "missing.csv": "No such file",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_the_command_refuses_in_a_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["show", "dualpipe", "--stages", "4", "--micro-batches", "4"])
-    assert stop.value.code == 2 and "at least 8, not 4" in capsys.readouterr().err
+        main(["show", *words.split()])
+    assert stop.value.code == 2 and REFUSED[words] in capsys.readouterr().err
