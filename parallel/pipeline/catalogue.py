@@ -145,7 +145,8 @@ def make(
     num_ranks, num_micro_batches : int
         At least 1.
     num_chunks : int, optional
-        The number of stages on each rank, at least 1; of "interleaved" only, by default 2.
+        The number of stages on each rank.  Of "interleaved" at least 1, by default 2; the others
+        have only one possible number.
 
     Raises
     ------
@@ -166,7 +167,9 @@ def make(
             " at least 1"
         )
     info = SCHEDULES[name]
-    if num_chunks is not None and (name != "interleaved" or num_chunks < 1):
-        raise ValueError(f"{name} on {num_chunks} stages a rank: interleaved takes at least 1")
-    chunks = (num_chunks or info.num_chunks,) if name == "interleaved" else ()
+    number, is_free = info.num_chunks if num_chunks is None else num_chunks, name == "interleaved"
+    if number < 1 or (number != info.num_chunks and not is_free):
+        allowed = "at least 1" if is_free else str(info.num_chunks)
+        raise ValueError(f"the number of stages on a rank of {name} is {allowed}, not {number}")
+    chunks = (number,) if is_free else ()
     return Schedule.of(name, info.lists(num_ranks, num_micro_batches, *chunks))

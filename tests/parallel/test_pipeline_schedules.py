@@ -212,7 +212,9 @@ TOO_FEW = {
     ("dualpipe", 3, 8): "even number of ranks",
     ("dualpipe", 4, 6): "at least 8, not 6",
     ("dualpipe-v", 4, 7): "at least 8",
-    ("interleaved", 3, 7): "rounds",
+    ("interleaved", 3, 7): "no multiple of 2 rounds",
+    ("dualpipe", 1, 8): "even number of ranks, not 1",
+    ("dualpipe", 4, 9): "even number of micro-batches",
     ("gpipe", 0, 1): "at least 1",
     ("unknown", 1, 1): "choose from naive, gpipe",
 }
@@ -258,6 +260,30 @@ def test_where_the_formula_does_not_hold_it_says_so(name: str, times: Times) -> 
     formula, schedule = SCHEDULES[name].bubble, make(name, 4, 16)
     assert not formula.holds(*case(schedule), times)
     assert simulate(schedule, times).bubble != formula.of(*case(schedule), times)
+
+
+@pytest.mark.parametrize("v", [1, 3, 4])
+def test_interleaved_has_any_number_of_stages_on_a_rank(v: int) -> None:
+    info = SCHEDULES["interleaved"]
+    for p, m in product(range(1, 9), (1, 2, 3, 8, 16)):
+        if m % max(1, m // p) == 0:
+            schedule = make("interleaved", p, m, num_chunks=v)
+            validate(schedule)
+            validate(schedule, with_messages(schedule))
+            simulation = simulate(schedule, Times(3, 2, 1))
+            assert [simulation.live(r) for r in range(p)] == [
+                info.kept.of(*case(schedule), r) for r in range(p)
+            ]
+            if m >= p:
+                assert simulation.bubble == (p - 1) * 6  # v times less than that of whole ranks
+
+
+def test_the_number_of_stages_on_a_rank_must_be_that_of_the_schedule() -> None:
+    assert make("zb-v", 2, 4, num_chunks=2) == make("zb-v", 2, 4)
+    with pytest.raises(ValueError, match="stages on a rank of 1f1b is 1, not 2"):
+        make("1f1b", 2, 4, num_chunks=2)
+    with pytest.raises(ValueError, match="of interleaved is at least 1, not 0"):
+        make("interleaved", 2, 4, num_chunks=0)
 
 
 PAIRS = [Times(f, i, w, overlapped=pair) for f, i, w in product((1, 2, 3), repeat=3)
