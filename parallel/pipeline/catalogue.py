@@ -20,6 +20,7 @@ from parallel.pipeline.formulas import (
     pair_bubble,
     published_pair_bubble,
     round_size,
+    saved,
 )
 from parallel.pipeline.one_forward_one_backward import (
     gpipe,
@@ -67,22 +68,24 @@ SCHEDULES: dict[str, ScheduleInfo] = {
     "zb-h1": ScheduleInfo(
         "W later than I, with the memory of 1F1B", "Qi et al. 2023", zb_h1,
         Formula(
-            "(P-1) (F + I - W)",
-            lambda p, m, v, t: (p - 1) * (t.forward + t.backward_input - t.backward_weight),
-            "W <= F, m >= P", lambda p, m, v, t: t.backward_weight <= t.forward and m >= p,
+            "(P-1) (I + max(F - W, 0))",
+            lambda p, m, v, t: (p - 1) * (t.backward_input + max(t.forward - t.backward_weight, 0)),
+            "m >= P", lambda p, m, v, t: m >= p,
         ),
         Formula("min(P, m)", lambda p, m, v, r: min(p, m)),
+        Formula("(P-1) (F + I - W)", lambda p, m, v, t: (p - 1) * saved(1, t)),
     ),
     "zb-h2": ScheduleInfo(
         "W later than I, with twice the memory of 1F1B", "Qi et al. 2023", zb_h2,
         Formula(
-            "(P-1) (F + I - 2W)",
-            lambda p, m, v, t: (p - 1) * (t.forward + t.backward_input - 2 * t.backward_weight),
-            f"W <= F, 2W <= F + I, {ENOUGH}",
-            lambda p, m, v, t: t.backward_weight <= t.forward and m >= 2 * p - 1
-            and 2 * t.backward_weight <= t.forward + t.backward_input,
+            "(P-1) max(F + I - 2W, I - F, 0)",
+            lambda p, m, v, t: (p - 1) * max(
+                saved(2, t), t.backward_input - t.forward, 0
+            ),
+            ENOUGH, lambda p, m, v, t: m >= 2 * p - 1,
         ),
         Formula("min(2 P - 1, m)", lambda p, m, v, r: min(2 * p - 1, m)),
+        Formula("(P-1) (F + I - 2W)", lambda p, m, v, t: (p - 1) * saved(2, t)),
     ),
     "zb-v": ScheduleInfo(
         "two stages on a rank in a V, with the memory of 1F1B", "Qi et al. 2024", zb_v,
@@ -93,19 +96,19 @@ SCHEDULES: dict[str, ScheduleInfo] = {
     ),
     "v-half": ScheduleInfo(
         "a V with half the memory of 1F1B", "Qi et al. 2024", v_half,
-        Formula("(3 (P-1) - P mod 2) F, 0 if P = 1",
-                lambda p, m, v, t: (3 * (p - 1) - p % 2) * (p > 1) * t.forward,
-                f"{EVEN}P", lambda p, m, v, t: is_even(t) and m >= p),
+        Formula("(6 ((P-1) // 2) - 1) F, F if P = 2, 0 if P = 1",
+                lambda p, m, v, t: max(6 * ((p - 1) // 2) - 1, int(p == 2)) * t.forward,
+                f"{EVEN}2 P", lambda p, m, v, t: is_even(t) and m >= 2 * p),
         Formula("2 ((P+2) // 2)", lambda p, m, v, r: 2 * ((p + 2) // 2),
                 ENOUGH, lambda p, m, v, t: m >= 2 * p - 1),
-        Formula("3 (P-1) F: half of 1F1B's", lambda p, m, v, t: 3 * (p - 1) * t.forward),
+        Formula("about 3 (P-1) F: half of 1F1B's", lambda p, m, v, t: 3 * (p - 1) * t.forward),
         IN_A_V, num_chunks=2,
     ),
     "v-min": ScheduleInfo(
         "a V with a third of the memory of 1F1B", "Qi et al. 2024", v_min,
-        Formula("(4 P - 5 + 2 if P is a multiple of 3) F, 0 if P = 1",
-                lambda p, m, v, t: (max(4 * p - 5, 0) + 2 * (p % 3 == 0)) * t.forward,
-                f"{EVEN}P", lambda p, m, v, t: is_even(t) and m >= p),
+        Formula("(4 P - 5) F, 2F less if P is a multiple of 3, 0 if P = 1",
+                lambda p, m, v, t: max(4 * p - 5 - 2 * (p % 3 == 0), 0) * t.forward,
+                f"{EVEN}2 P", lambda p, m, v, t: is_even(t) and m >= 2 * p),
         Formula("2 ((P+4) // 3) on some ranks, less on others",
                 lambda p, m, v, r: 2 * ((p + 4) // 3),
                 ENOUGH, lambda p, m, v, t: m >= 2 * p - 1),

@@ -76,6 +76,11 @@ def is_even(t: Times) -> bool:
     return t.forward == t.backward_input == t.backward_weight
 
 
+def saved(number: int, t: Times) -> Time:
+    """Return F + I less the W with which a rank fills its bubble."""
+    return t.forward + t.backward_input - number * t.backward_weight
+
+
 def pair_bubble(ahead: int, t: Times) -> Time:
     """Return the bubble of DualPipe with so many ranks, h, between an end and the middle.
 

@@ -16,7 +16,7 @@ from parallel.pipeline.simulation import Simulation
 Cell: TypeAlias = tuple[int, int]  # rank, place in its list
 
 MOST_COLUMNS = 24  # of a grid with faulty cells
-UNIT, HEIGHT, LEFT = 26, 26, 60  # pixels of a unit of time and of a rank, and left of the grid
+UNIT, HEIGHT, LEFT = 26, 30, 60  # pixels of a unit of time and of a rank, and left of the grid
 FILLS = {"F": "#dbe9ff", "B": "#ffd9b0", "I": "#ffe9c9", "W": "#d7f0d2"}
 
 
@@ -88,7 +88,8 @@ def is_second(action: Action, rank: int) -> bool:
 
 
 def svg(simulation: Simulation, title: str) -> str:
-    """Return a drawing of a schedule in time; a rank's second stage has thick outlines.
+    """Return a drawing of a schedule in time; a rank's second stage has thick outlines
+    and small letters.
 
     Letters say what fills say, so that it can be read in black and white.  The shortest action is
     `UNIT` wide.
@@ -105,7 +106,7 @@ def svg(simulation: Simulation, title: str) -> str:
         f'<text x="{LEFT}" y="16">{escape(title)}</text>',
     ]
     for rank, row in enumerate(simulation.spans):
-        lines.append(f'<text x="4" y="{HEIGHT * (rank + 1) + 17}">rank {rank}</text>')
+        lines.append(f'<text x="4" y="{HEIGHT * (rank + 1) + HEIGHT // 2 + 3}">rank {rank}</text>')
         for action, begin, stop in row:
             lines += _cell(action, rank, LEFT + scale * float(begin), scale * float(stop - begin))
     return "\n".join([*lines, "</svg>"]) + "\n"
@@ -125,6 +126,6 @@ def _cell(action: Action, rank: int, x: float, width: float) -> list[str]:
         )
         found.append(
             f'<text x="{x + width / 2:g}" y="{top + height / 2 + 4:g}" text-anchor="middle">'
-            f"{part.kind}{part.micro_batch}</text>"
+            f"{short(part, rank)}</text>"
         )
     return found

@@ -7,10 +7,9 @@ the same rank, so that what one rank keeps for longest, another frees first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from parallel.actions import Action
-from parallel.pipeline.schedule import dependencies, done_by
+from parallel.pipeline.blocks import Slots, reordered
 
 PERIOD = 6  # of a repeated block: F, I and W of two stages, one unit of time each
 KINDS = ("F", "F", "I", "I")  # of the times of a block
@@ -69,7 +68,7 @@ def v_half(num_ranks: int, num_micro_batches: int) -> list[list[Action]]:
         (2 * r, 3 * num_ranks - r - 2, 3 * num_ranks + gap + 2 * r - 1, 6 * num_ranks + gap - r - 2)
         for r in range(num_ranks)
     ]
-    return squeezed(repeated(times, num_micro_batches), most_kept=2 * ((num_ranks + 2) // 2))
+    return reordered(repeated(times, num_micro_batches), most_kept=2 * ((num_ranks + 2) // 2))
 
 
 def v_min(num_ranks: int, num_micro_batches: int) -> list[list[Action]]:
@@ -79,74 +78,22 @@ def v_min(num_ranks: int, num_micro_batches: int) -> list[list[Action]]:
         (r, 2 * num_ranks - r - 1, 2 * num_ranks + gap + r, 4 * num_ranks + gap - r - 1)
         for r in range(num_ranks)
     ]
-    return squeezed(repeated(times, num_micro_batches), most_kept=2 * ((num_ranks + 4) // 3))
+    return reordered(repeated(times, num_micro_batches), most_kept=2 * ((num_ranks + 4) // 3))
 
 
-def repeated(times: Sequence[tuple[int, ...]], num_micro_batches: int) -> list[list[Action]]:
-    """Return F and I of a block that repeats every `PERIOD` units of time, for each micro-batch.
+def repeated(times: Sequence[tuple[int, ...]], num_micro_batches: int) -> list[Slots]:
+    """Return the slots of a block that repeats every `PERIOD` units of time.
 
     `times` are those of F and I in the two stages of each rank.
     """
-    lists = []
+    rows = []
     for rank, block in enumerate(times):
         stages = v_stages(rank, len(times))
-        slots = {
-            start + PERIOD * k: Action(kind, stages[chunk], k)
-            for k in range(num_micro_batches)
-            for start, kind, chunk in zip(block, KINDS, CHUNKS, strict=True)
-        }
-        lists.append([slots[time] for time in sorted(slots)])
-    return lists
-
-
-def squeezed(lists: list[list[Action]], most_kept: int) -> list[list[Action]]:
-    """Return lists of F and I with their W, without the time in which blocks leave a rank idle.
-
-    In each unit of time a rank does its next F or its next I, the one that `lists` have first if
-    both are possible, and otherwise a W.  It keeps at most `most_kept` activations.  So the order
-    of all F and that of all I stay as they are, and while the pipeline fills and drains, both come
-    earlier than in their blocks.
-    """
-    ranks = [_Squeezed(list(row), most_kept, 2 * len(lists)) for row in lists]
-    done: set[tuple[str, int, int | None]] = set()
-    while any(rank.todo or rank.weights for rank in ranks):
-        now = [action for rank in ranks if (action := rank.step(done)) is not None]
-        assert now, "the order of blocks is one that keeps no more"
-        done.update((done_by(action), action.stage, action.micro_batch) for action in now)
-    return [rank.actions for rank in ranks]
-
-
-@dataclass
-class _Squeezed:
-    """What a rank has to do, in the order of blocks, and what it has done."""
-
-    todo: list[Action]
-    most_kept: int
-    num_stages: int
-    weights: list[Action] = field(default_factory=list)
-    actions: list[Action] = field(default_factory=list)
-    num_kept: int = 0
-
-    def step(self, done: set[tuple[str, int, int | None]]) -> Action | None:
-        """Do something after all that is `done`; return it, or None if nothing is possible."""
-        firsts = {action.kind: action for action in reversed(self.todo)}
-        possible = [action for action in firsts.values() if self.is_possible(action, done)]
-        if possible:
-            action = min(possible, key=self.todo.index)
-            self.todo.remove(action)
-        elif self.weights:
-            action = self.weights.pop(0)
-        else:
-            return None
-        if action.kind == "I":
-            self.weights.append(action._replace(kind="W"))
-        self.num_kept += {"F": 1, "W": -1}.get(action.kind, 0)
-        self.actions.append(action)
-        return action
-
-    def is_possible(self, action: Action, done: set[tuple[str, int, int | None]]) -> bool:
-        """Return whether all that an action needs is done, and its activations can be kept."""
-        if action.kind == "F" and self.num_kept == self.most_kept:
-            return False
-        needed = dependencies(action, self.num_stages)
-        return all((kind, stage, action.micro_batch) in done for kind, stage in needed)
+        rows.append(
+            {
+                start + PERIOD * k: Action(kind, stages[chunk], k)
+                for k in range(num_micro_batches)
+                for start, kind, chunk in zip(block, KINDS, CHUNKS, strict=True)
+            }
+        )
+    return rows
