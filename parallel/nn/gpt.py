@@ -124,11 +124,8 @@ def block(hidden: int, num_heads: int, num_layers: int, region: Whole | None) ->
 
 def head(hidden: int, region: Whole | None) -> dict[str, Layer]:
     """Return the layers that make logits of vectors, and the loss of them."""
-    out: Layer = nn.Unembedding(hidden, VOCAB_SIZE)
-    loss: Layer = nn.CrossEntropy()
-    if region is not None:
-        out = Columns(nn.Unembedding(hidden, VOCAB_SIZE), region, {"table": ((0, region.axis),)})
-        loss = VocabularyCrossEntropy(VOCAB_SIZE, region)
+    out = columns(nn.Unembedding(hidden, VOCAB_SIZE), region)
+    loss = nn.CrossEntropy() if region is None else VocabularyCrossEntropy(VOCAB_SIZE, region)
     return {"head": Sequential({"norm": norm(hidden, region), "out": out}), "loss": loss}
 
 
@@ -139,14 +136,9 @@ def norm(hidden: int, region: Whole | None) -> Layer:
 
 def columns(linear: nn.Linear, region: Whole | None, dim: int = 0) -> Layer:
     """Return a linear layer of which ranks divide a `dim` of the output."""
-    if region is None:
-        return linear
-    splits = {"weight": ((dim + 1, region.axis),), "bias": ((dim, region.axis),)}
-    return Columns(linear, region, splits)
+    return linear if region is None else Columns(linear, region, dim)
 
 
 def rows(linear: nn.Linear, region: Whole | None, block: int = 1) -> Layer:
     """Return a linear layer of which ranks divide the input, in whole blocks of elements."""
-    if region is None:
-        return linear
-    return Rows(linear, region, {"weight": ((0, region.axis, block),)})
+    return linear if region is None else Rows(linear, region, block)
