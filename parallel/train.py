@@ -41,7 +41,7 @@ from collectives import Communicator, Ledger
 from parallel import checkpoint, cli, presets, text
 from parallel.accounts import PredictedCall, Timeline, TrafficMismatch, TrafficMonitor, TrafficTable
 from parallel.elastic import survive
-from parallel.nn.gpt import SEQUENCE_PARALLEL, gpt
+from parallel.nn.gpt import ATTENTION, SEQUENCE_PARALLEL, gpt
 from parallel.optim import DTYPES
 from parallel.pipeline import SCHEDULES
 from parallel.rank_report import RankReport, differences, gather
@@ -128,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
     add("--schedule", choices=SCHEDULES, help="of the pipeline along the axis pipe; default: 1f1b")
     add("--sequence-parallel", nargs="?", const="keep", choices=SEQUENCE_PARALLEL[1:],
         help="also divide rows along tensor; keep what is gathered, or gather again")  # fmt: skip
+    add("--attention", choices=ATTENTION, help="of the ranks along context; default: ring")
     add("--seed", type=natural, default=0, help="default: %(default)s")
     add("--threads", type=positive, metavar="N", help="run N ranks as threads, without MPI")
     add("--progress", choices=("auto", "thread", "none"), default="auto",
@@ -227,7 +228,7 @@ class Training:
             num_layers=options.layers, hidden=options.hidden, num_heads=options.heads,
             context=options.context, is_tied=options.tied, is_shared=options.shared,
             recompute=presets.RECOMPUTE[options.recompute], mesh=mesh,
-            sequence_parallel=options.sequence_parallel,
+            sequence_parallel=options.sequence_parallel, attention=options.attention or "ring",
         )  # fmt: skip
         # In two parts: the second makes communicators, for which no rank may be missing.
         with together("preparing the strategy"):

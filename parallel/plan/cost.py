@@ -101,13 +101,13 @@ def cost_of(job: Job, layout: Layout, machine: Machine) -> Cost:
         [name for chunk in range(chunks) for name in stages[place + chunk * layout.pipe]]
         for place in range(layout.pipe)
     ]
-    live = info.live(layout.pipe, m, chunks)
+    live = int(info.kept.of(layout.pipe, m, chunks, 0))
     seconds, exposed = zip(
         *(times(job, layout, machine, whole, layers) for layers in places), strict=True
     )
     slowest = max(seconds)
     third = slowest / 3 / chunks  # F, I and W of a stage
-    bubble = float(info.bubble(layout.pipe, m, chunks, Times(third, third, third)))
+    bubble = float(info.bubble.of(layout.pipe, m, chunks, Times(third, third, third)))
     sent = sent_by_axis(layout, m, chunks, whole, places)
     of_data = sent["data"] / bandwidth(layout, machine, "data")
     return Cost(

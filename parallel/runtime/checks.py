@@ -23,6 +23,11 @@ def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
     wanted = {axis for spec in model.specs.values() for axis in spec.split_axes}
     if both := [axis for axis in sharding.axes if axis in wanted]:
         raise ValueError(f"both the model and the sharding divide along {both[0]!r}")
+    if mesh.axes.get("context", 1) > 1 and "context" not in sharding.axes:
+        raise ValueError(
+            "ranks along 'context' compute different tokens: the sharding must sum over it, such as"
+            " Sharding.zero(1, axes=('data', 'context'))"
+        )
     rest = [axis for axis, n in mesh.axes.items() if n > 1 and axis not in sharding.axes]
     if rest and model.mesh.size == 1:
         raise ValueError(
