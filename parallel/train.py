@@ -39,11 +39,21 @@ import numpy as np
 import collectives
 from collectives import Communicator, Ledger
 from parallel import checkpoint, cli, presets, text
-from parallel.accounts import PredictedCall, Timeline, TrafficMismatch, TrafficMonitor, TrafficTable
+from parallel.accounts import (
+    Event,
+    PredictedCall,
+    RankTimes,
+    Timeline,
+    TrafficMismatch,
+    TrafficMonitor,
+    TrafficTable,
+    gather_json,
+    rank_times,
+)
 from parallel.elastic import survive
 from parallel.nn.gpt import ATTENTION, SEQUENCE_PARALLEL, gpt
 from parallel.optim import DTYPES
-from parallel.pipeline import SCHEDULES
+from parallel.pipeline import SCHEDULES, simulate
 from parallel.rank_report import RankReport, differences, gather
 from parallel.runtime import agreement
 
@@ -129,6 +139,8 @@ def parser() -> argparse.ArgumentParser:
     add("--sequence-parallel", nargs="?", const="keep", choices=SEQUENCE_PARALLEL[1:],
         help="also divide rows along tensor; keep what is gathered, or gather again")  # fmt: skip
     add("--attention", choices=ATTENTION, help="of the ranks along context; default: ring")
+    add("--ranks-per-host", type=positive, metavar="N",
+        help="print the bytes between hosts of N consecutive ranks")  # fmt: skip
     add("--seed", type=natural, default=0, help="default: %(default)s")
     add("--threads", type=positive, metavar="N", help="run N ranks as threads, without MPI")
     add("--progress", choices=("auto", "thread", "none"), default="auto",
@@ -238,6 +250,7 @@ class Training:
             self.strategy = make(phase=self.timeline.phase)
         self.times: list[float] = []  # at the end of each step
         self.reports: list[RankReport] = []
+        self.rank_times: list[RankTimes] = []
 
     # Before the first step
 
@@ -357,11 +370,21 @@ class Training:
         updates = self.strategy.num_updates_in(self.options.steps - self.first) - self.num_skipped
         report = RankReport.of(self.strategy, updates, rows, self.options.context)
         self.reports = gather(comm, report) or []
+        self.rank_times = self.times_of_ranks(comm)
         whole, observed = ledger.gather(), self.monitor.gather()
         if whole is None:
             return None
         reason = self.monitor.reason
         return TrafficTable(self.traffic(), whole, observed, size=comm.size, reason=reason)
+
+    def times_of_ranks(self, comm: Communicator) -> list[RankTimes]:
+        """Return the times of all ranks in the last step of a pipeline, on rank 0; else none."""
+        mesh = self.strategy.mesh
+        if mesh.axes.get("pipe", 1) == 1:
+            return []
+        events = gather_json(comm, self.strategy.micro_batches.events) or []
+        each = [[Event(*event) for event in of_rank] for of_rank in events]
+        return rank_times(each, mesh.ranks("pipe")) if each else []
 
     def traffic(self) -> list[PredictedCall]:
         """Return the predicted traffic of the run."""
@@ -403,6 +426,7 @@ class Training:
             "seconds_per_step": median([b - a for a, b in pairwise(self.times)] or [self.seconds]),
             "tokens_per_second": o.batch * o.context * (o.steps - self.first) / self.seconds,
             "ranks_kept": [report.memory for report in self.reports],
+            "rank_times": [each._asdict() for each in self.rank_times],
             "ranks_moved": [report.moved for report in self.reports],
             "traffic": None if table is None else table.as_dict(),
         }
@@ -419,6 +443,12 @@ class Training:
         kept = [report.memory | report.moved for report in self.reports]
         cli.print_rank_reports(kept, self.console)
         cli.print_traffic(table, self.console)
+        if self.options.ranks_per_host is not None:
+            mesh = self.strategy.mesh.axes
+            cli.print_hosts(table, mesh, self.options.ranks_per_host, self.console)
+        if self.rank_times:
+            bubble = simulate(self.strategy.stages.schedule).fractions[0]
+            cli.print_pipeline(self.rank_times, float(bubble), self.console)
         try:
             self.console.print(table.check())
         except TrafficMismatch as mismatch:
