@@ -4,6 +4,7 @@
 2. Traffic: a small language model is trained on 4 ranks.  Its messages are predicted, recorded,
    and, with Open MPI, observed by MPI itself.  One rank then trains on the same batches, and the
    losses must agree.
+3. Axes: the same model is trained on 8 ranks, 2 x 2 x 2 along pipe, data and tensor.
 
 The exit status is 1 if a result is wrong, if bytes differ, or after the time limit.
 """
@@ -31,6 +32,8 @@ STEPS = {"float64": 200, "float32": 20}
 CONTENDERS = ("recursive_doubling", "ring", "reduce_broadcast")
 QUICK_STEPS = {"float64": 4, "float32": 2}
 MODEL = "--layers 2 --hidden 64 --context 32 --batch 32"
+MESH = "--mesh pipe=2,data=2,tensor=2 --zero 1 --schedule 1f1b --micro-batches 4"
+MESH_STEPS = 20
 BUCKETS = "--bucket-bytes 600000"
 
 
@@ -70,6 +73,7 @@ class Demo:
         """Run all jobs and all checks."""
         began = time.perf_counter()
         verdicts = [self.bandwidth(), *self.traffic(), *map(self.equality, TOLERANCES)]
+        verdicts += self.mesh()
         verdicts.append(verdict.jobs(self.jobs.statuses))
         self.jobs.title(f"Verdict, after {time.perf_counter() - began:.0f} s")
         print_table(verdict.table(verdicts), self.jobs.console)
@@ -100,6 +104,21 @@ class Demo:
                 self.train(*name.split(), is_quiet=True)
         losses = [self.jobs.results[name].get("losses", []) for name in names]
         return verdict.equality(dtype, *losses, steps=self.steps[dtype])
+
+    def mesh(self) -> list[Verdict]:
+        """The same on 8 ranks along three axes: its traffic, and its losses against one rank's."""
+        self.jobs.title("Traffic of 8 ranks: 2 x 2 x 2 along pipe, data and tensor")
+        is_watched = find_mpirun().vendor == "openmpi"
+        steps = min(MESH_STEPS, self.steps["float64"])
+        command = ["-m", "parallel.train", *MESH.split(), *MODEL.split(), "--steps", str(steps)]
+        command += ["--text", self.options.text] if self.options.text is not None else []
+        mpi_args = MPIRUN_ARGS if is_watched else ()
+        status, result = self.jobs.run("mesh float64", 8, command, mpi_args)
+        one = self.jobs.results["serial float64"].get("losses", [])[:steps]
+        return [
+            verdict.traffic(status, result, is_watched=is_watched, what="2 x 2 x 2"),
+            verdict.equality("float64", result.get("losses", []), one, steps=steps, ranks=8),
+        ]
 
     def train(
         self, strategy: str, dtype: str, *, mpi_args: Sequence[str] = (), is_quiet: bool = False

@@ -33,9 +33,11 @@ def bandwidth(status: int, result: dict[str, Any]) -> Verdict:
     return Verdict(check, True, f"{wins}; geometric mean of native/best {mean}")
 
 
-def traffic(status: int, result: dict[str, Any], *, is_watched: bool) -> Verdict:
+def traffic(
+    status: int, result: dict[str, Any], *, is_watched: bool, what: str = "traffic"
+) -> Verdict:
     """The columns must be equal, which the exit status tells; three of them if MPI can count."""
-    check = "traffic: predicted = recorded" + " = observed" * is_watched
+    check = f"{what}: predicted = recorded" + " = observed" * is_watched
     if status or not result:
         return Verdict(check, False, f"exit status {status}")
     sent, reason = np.sum(result["traffic"]["matrix"]), result["traffic"]["not_observed"]
@@ -53,11 +55,16 @@ def learning(result: dict[str, Any]) -> Verdict:
 
 
 def equality(
-    dtype: str, ours: Sequence[float], reference: Sequence[float], *, steps: int
+    dtype: str,
+    ours: Sequence[float],
+    reference: Sequence[float],
+    *,
+    steps: int,
+    ranks: int = 4,
 ) -> Verdict:
     """The losses must agree at every step, but for the order in which sums are rounded."""
     tolerance = TOLERANCES[dtype]
-    check = f"training: 4 ranks = 1 rank to {tolerance:g}, {dtype}"
+    check = f"training: {ranks} ranks = 1 rank to {tolerance:g}, {dtype}"
     if not len(ours) == len(reference) == steps:
         return Verdict(check, False, f"{len(ours)} and {len(reference)} losses of {steps}")
     difference = largest_difference(ours, reference)
