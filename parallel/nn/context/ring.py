@@ -116,9 +116,9 @@ class RingAttention(CausalAttention):
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         size, me = self.group.size, self.group.index(x.rank)
         sent = partial(self._message, x)
-        blocks = [sent((me - step) % size, x.width) for step in range(size - 1)]
+        moved = [sent((me - step) % size, x.width) for step in range(size - 1)]
         gradients = [sent((me - step) % size, max(x.width, 4)) for step in range(1, size)]
-        found = [[call for call in calls if call.counts] for calls in (blocks, gradients)]
+        found = [[call for call in calls if call.counts] for calls in (moved, gradients)]
         return LayerTraffic(tuple(found[0]), (*found[0], *found[1]))
 
     def _message(self, x: ArraySpec, owner: int, itemsize: int) -> PredictedCall:
