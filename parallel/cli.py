@@ -17,7 +17,7 @@ from rich.measure import Measurement
 from rich.progress import Progress
 from rich.table import Table
 
-from parallel.accounts import TrafficTable
+from parallel.accounts import RankTimes, TrafficTable, between_hosts, renumbered
 from parallel.runtime import ProgressCallback
 
 MAX_WIDTH = 1 << 16  # characters: wider than any table
@@ -119,8 +119,47 @@ def print_traffic(traffic: TrafficTable, console: Console) -> None:
     for src, sent in enumerate(traffic.matrix.tolist()):
         table.add_row(str(src), *map(str, sent))
     print_table(table, console)
+    if len([axis for axis in traffic.axes if axis]) > 1:
+        print_axes(traffic, console)
     if traffic.reason is not None:
         console.print(f"observed: n/a ({traffic.reason})")
+
+
+def print_axes(traffic: TrafficTable, console: Console) -> None:
+    """Print how much ranks send along each axis, in how many messages, and of what size."""
+    console.print("By axis: all messages, their mean size, and the bytes of the busiest rank")
+    table = table_with("axis", numbers=["messages", "bytes", "bytes/message", "busiest rank"])
+    for axis, (messages, nbytes) in traffic.axes.items():
+        mean = f"{nbytes.sum() / messages.sum():.0f}"
+        busiest = str(nbytes.sum(axis=1).max())
+        table.add_row(axis or "(none)", str(messages.sum()), str(nbytes.sum()), mean, busiest)
+    print_table(table, console)
+
+
+def print_hosts(
+    traffic: TrafficTable, axes: Mapping[str, int], ranks_per_host: int, console: Console
+) -> None:
+    """Print the bytes between hosts, with the axes in this order and in the opposite one."""
+    for order in (list(axes), list(axes)[::-1]):
+        matrix = renumbered(traffic.matrix, axes, order)
+        console.print(
+            f"between hosts of {ranks_per_host} ranks, axes in the order {', '.join(order)}:"
+            f" {between_hosts(matrix, ranks_per_host)} bytes"
+        )
+
+
+def print_pipeline(times: Sequence[RankTimes], bubble: float, console: Console) -> None:
+    """Print how long ranks computed and waited; `bubble` is the fraction for equal times."""
+    console.print(
+        "The last step, from a rank's first computation to its last; bubble: without computation,"
+        f" as a fraction of all time and of the work (simulated, for F = I = W: {bubble:.1%})"
+    )
+    table = table_with("rank", numbers=["computing ms", "waiting ms", "transfer ms", "all ms",
+                                        "of all", "of work"])  # fmt: skip
+    for rank, each in enumerate(times):
+        numbers = [f"{1e3 * x:.2f}" for x in each]
+        table.add_row(str(rank), *numbers, *(f"{x:.1%}" for x in each.fractions))
+    print_table(table, console)
 
 
 def print_rank_reports(ranks: Sequence[Mapping[str, Sequence[int]]], console: Console) -> None:

@@ -4,6 +4,8 @@
     python -m parallel.train --strategy serial --json serial.json
     python -m parallel.train --threads 2 --strategy zero3 --device cuda
     python -m collectives.launch -n 4 -m parallel.train --strategy ddp --hook powersgd:4
+    python -m collectives.launch -n 8 -m parallel.train --mesh pipe=2,data=2,tensor=2 --zero 1 \\
+        --schedule zb-v --micro-batches 4 --sequence-parallel
     python -m collectives.launch -n 4 --fault-tolerant -m parallel.train --strategy elastic
 
 Rank 0 prints the loss, the memory of every rank (by formula, and counted) and the traffic
@@ -37,10 +39,21 @@ import numpy as np
 import collectives
 from collectives import Communicator, Ledger
 from parallel import checkpoint, cli, presets, text
-from parallel.accounts import PredictedCall, Timeline, TrafficMismatch, TrafficMonitor, TrafficTable
+from parallel.accounts import (
+    Event,
+    PredictedCall,
+    RankTimes,
+    Timeline,
+    TrafficMismatch,
+    TrafficMonitor,
+    TrafficTable,
+    gather_json,
+    rank_times,
+)
 from parallel.elastic import survive
-from parallel.nn import gpt
+from parallel.nn.gpt import ATTENTION, SEQUENCE_PARALLEL, gpt
 from parallel.optim import DTYPES
+from parallel.pipeline import SCHEDULES, simulate
 from parallel.rank_report import RankReport, differences, gather
 from parallel.runtime import agreement
 
@@ -122,6 +135,12 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=positive, default=16, help="rows of all ranks; default: %(default)s")
     add("--micro-batches", type=positive, default=1, metavar="K",
         help="parts in which a rank computes its rows; default: %(default)s")  # fmt: skip
+    add("--schedule", choices=SCHEDULES, help="of the pipeline along the axis pipe; default: 1f1b")
+    add("--sequence-parallel", nargs="?", const="keep", choices=SEQUENCE_PARALLEL[1:],
+        help="also divide rows along tensor; keep what is gathered, or gather again")  # fmt: skip
+    add("--attention", choices=ATTENTION, help="of the ranks along context; default: ring")
+    add("--ranks-per-host", type=positive, metavar="N",
+        help="print the bytes between hosts of N consecutive ranks")  # fmt: skip
     add("--seed", type=natural, default=0, help="default: %(default)s")
     add("--threads", type=positive, metavar="N", help="run N ranks as threads, without MPI")
     add("--progress", choices=("auto", "thread", "none"), default="auto",
@@ -216,19 +235,22 @@ class Training:
             self.check_options()
         same = vars(options) | {"length": len(self.text)}
         agreement.check_same(comm, {"text": self.text}, same)
+        mesh = presets.mesh_of(comm, options)
         self.model = gpt(
             num_layers=options.layers, hidden=options.hidden, num_heads=options.heads,
             context=options.context, is_tied=options.tied, is_shared=options.shared,
-            recompute=presets.RECOMPUTE[options.recompute],
+            recompute=presets.RECOMPUTE[options.recompute], mesh=mesh,
+            sequence_parallel=options.sequence_parallel, attention=options.attention or "ring",
         )  # fmt: skip
         # In two parts: the second makes communicators, for which no rank may be missing.
         with together("preparing the strategy"):
             recipe, given = presets.make_recipe(comm, options), vars(options)
-            make = presets.trainer_factory(comm, self.model, recipe, options.strategy, given)
+            make = presets.trainer_factory(comm, self.model, recipe, options.strategy, given, mesh)
         with together("preparing the strategy"):
             self.strategy = make(phase=self.timeline.phase)
         self.times: list[float] = []  # at the end of each step
         self.reports: list[RankReport] = []
+        self.rank_times: list[RankTimes] = []
 
     # Before the first step
 
@@ -246,7 +268,8 @@ class Training:
 
     def check_batch(self) -> None:
         """Raise ValueError if the batch cannot be divided, or if the text is too short."""
-        o, ranks = self.options, self.comm.size
+        o = self.options
+        ranks = o.mesh["data"] if "data" in (o.mesh or ()) else self.comm.size
         self.batch(0, 0, 1)
         if o.batch < ranks * o.micro_batches:
             raise ValueError(
@@ -347,11 +370,21 @@ class Training:
         updates = self.strategy.num_updates_in(self.options.steps - self.first) - self.num_skipped
         report = RankReport.of(self.strategy, updates, rows, self.options.context)
         self.reports = gather(comm, report) or []
+        self.rank_times = self.times_of_ranks(comm)
         whole, observed = ledger.gather(), self.monitor.gather()
         if whole is None:
             return None
         reason = self.monitor.reason
         return TrafficTable(self.traffic(), whole, observed, size=comm.size, reason=reason)
+
+    def times_of_ranks(self, comm: Communicator) -> list[RankTimes]:
+        """Return the times of all ranks in the last step of a pipeline, on rank 0; else none."""
+        mesh = self.strategy.mesh
+        if mesh.axes.get("pipe", 1) == 1:
+            return []
+        events = gather_json(comm, self.strategy.micro_batches.events) or []
+        each = [[Event(*event) for event in of_rank] for of_rank in events]
+        return rank_times(each, mesh.ranks("pipe")) if each else []
 
     def traffic(self) -> list[PredictedCall]:
         """Return the predicted traffic of the run."""
@@ -393,6 +426,7 @@ class Training:
             "seconds_per_step": median([b - a for a, b in pairwise(self.times)] or [self.seconds]),
             "tokens_per_second": o.batch * o.context * (o.steps - self.first) / self.seconds,
             "ranks_kept": [report.memory for report in self.reports],
+            "rank_times": [each._asdict() for each in self.rank_times],
             "ranks_moved": [report.moved for report in self.reports],
             "traffic": None if table is None else table.as_dict(),
         }
@@ -409,6 +443,12 @@ class Training:
         kept = [report.memory | report.moved for report in self.reports]
         cli.print_rank_reports(kept, self.console)
         cli.print_traffic(table, self.console)
+        if self.options.ranks_per_host is not None:
+            mesh = self.strategy.mesh.axes
+            cli.print_hosts(table, mesh, self.options.ranks_per_host, self.console)
+        if self.rank_times:
+            bubble = simulate(self.strategy.stages.schedule).fractions[0]
+            cli.print_pipeline(self.rank_times, float(bubble), self.console)
         try:
             self.console.print(table.check())
         except TrafficMismatch as mismatch:

@@ -12,6 +12,7 @@ work on (`Layer.bind`).
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -121,6 +122,29 @@ class Step:
     track: Callable[[Any], object] = id  # called with arrays that backward computes again
     num_recomputed: int = 0  # how many forward passes of layers have run again
     losses: list[float] = field(default_factory=list)  # of layers, to be added to the loss
+    is_reference: bool = False  # whether layers complete each call where they start it
+    add_wait: Callable[[float], object] = id  # called with the seconds that a layer waited for one
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of each row of this micro-batch, those of other ranks included."""
+        return int(self.targets.shape[-1])
+
+    def wait(self, finish: Callable[[], Array]) -> Array:
+        """Return what `finish` does, which waits for a call of this layer."""
+        began = time.perf_counter()
+        result = finish()
+        self.add_wait(time.perf_counter() - began)
+        return result
+
+    def overlap(self, finish: Callable[[], Array], compute: Callable[[], object]) -> Array:
+        """Call `compute` before `wait` does `finish`, or after it in a reference step."""
+        if self.is_reference:
+            result = self.wait(finish)
+            compute()
+            return result
+        compute()
+        return self.wait(finish)
 
 
 class Layer(ABC):

@@ -8,7 +8,7 @@ and after.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from parallel.nn.functional import (
     Array,
@@ -94,7 +94,14 @@ class Linear(Layer):
     `out_features` may be several dimensions of the weight, such as (3, heads, width), so that one
     of them can be divided; the output has their product.  The initial weights have standard
     deviation `gain` / sqrt(`in_features`); biases begin at 0.
+
+    Attributes
+    ----------
+    first_out_dims : dict of str to int
+        The dimension of each parameter that is the first one of the output.
     """
+
+    first_out_dims: ClassVar[dict[str, int]] = {"weight": 1, "bias": 0}
 
     def __init__(self, in_features: int, out_features: int | Shape, gain: float = 1.0) -> None:
         super().__init__()
@@ -140,6 +147,8 @@ class Unembedding(Linear):
 
     The table may be that of the embedding, if the model ties them (Press & Wolf 2017).
     """
+
+    first_out_dims: ClassVar[dict[str, int]] = {"table": 0}
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import collectives
+from parallel.accounts import Event
 from parallel.actions import Action
 from parallel.nn import Array, ArraySpec, Layer, Step
 from parallel.placement import span
@@ -41,6 +42,8 @@ class MicroBatches:
         Those of which backward has run in this step.
     num_recomputed : int
         How many forward passes of layers ran again, in all steps.
+    events : list of Event
+        What this rank did in this step, and when.
     stash : WeightStash, optional
         The versions of parameters, if the schedule updates them while micro-batches are in
         progress.
@@ -51,6 +54,7 @@ class MicroBatches:
         self.place, self.overlap = place, overlap
         self.loss, self.num_recomputed = 0.0, 0
         self.used_layers: set[str] = set()
+        self.events: list[Event] = []
         is_asynchronous = state.stages.schedule.is_asynchronous
         self.stash = WeightStash(state.memory) if is_asynchronous else None
         self._last_layer = list(state.model.layers)[-1]
@@ -74,11 +78,19 @@ class MicroBatches:
         is_sum = self.stash is None  # of micro-batches; else a mean of their means
         self._total = totals[0] if is_sum else sum(totals)
         self.used_layers.clear()
+        self.events.clear()
+        context, scale = inputs.shape[1], state.loss_scale.value
+        positions = state.positions_of(context, state.place)
+        if positions is not None:
+            inputs, targets = inputs[:, positions], targets[:, positions]
+            positions = state.xp.asarray(positions)
         for k in range(state.recipe.num_micro_batches):
             rows = span(len(inputs), state.recipe.num_micro_batches, k)
             self._entering["F", 0, k] = state.xp.asarray(inputs[rows])
-            truth, scale = state.xp.asarray(targets[rows]), state.loss_scale.value
-            self._steps[k] = Step(truth, totals[k], k, loss_scale=scale, track=self._track)
+            self._steps[k] = Step(
+                state.xp.asarray(targets[rows]), totals[k], k, positions=positions,
+                context=context, loss_scale=scale, track=self._track,
+            )  # fmt: skip
 
     def end(self) -> None:
         """Forget the micro-batches."""
@@ -177,7 +189,11 @@ class MicroBatches:
             return x
         began = time.perf_counter()
         x = x()
-        self.overlap.add(time.perf_counter() - began)
+        ended = time.perf_counter()
+        self.overlap.add(ended - began)
+        source = action.stage + (-1 if direction == "F" else 1)
+        number = number_of(action)
+        self.events.append(Event(f"SEND_{direction}", source, number, began, ended, is_wait=True))
         return x
 
     def receive(self, action: Action) -> None:
@@ -221,9 +237,10 @@ class MicroBatches:
 
     def _inputs(self, number: int) -> dict[str, ArraySpec]:
         """Return what enters each layer for a micro-batch."""
-        rows, context = self._steps[number].targets.shape
-        width, rank = self.state.dtype.itemsize, self.state.place
-        return self.state.by_layer(ArraySpec.tokens(rows, context, width, rank=rank)).inputs
+        step, width = self._steps[number], self.state.dtype.itemsize
+        rows, length = step.targets.shape
+        tokens = ArraySpec.tokens(rows, length, width, context=step.context, rank=self.state.place)
+        return self.state.by_layer(tokens).inputs
 
 
 def number_of(action: Action) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import collectives
-from parallel.accounts import PredictedCall, merged
+from parallel.accounts import Event, PredictedCall, merged
 from parallel.accounts.monitor import PhaseFunction
 from parallel.actions import Action
 from parallel.lowering import SENDS
@@ -322,8 +322,10 @@ class Trainer(State):
                         began = time.perf_counter()
                         if getattr(self, METHODS[action.kind])(action) is False:
                             return
+                        ended = time.perf_counter()
+                        self.micro_batches.events.append(Event.of(action, began, ended))
                         if action.kind not in COMPUTING:
-                            self.overlap.add(time.perf_counter() - began)
+                            self.overlap.add(ended - began)
 
     def ignore_overflow(self) -> AbstractContextManager[object]:
         """Return a context manager without NumPy's overflow warnings if the loss scale changes."""

@@ -1,0 +1,96 @@
+"""Layers of which each rank has some tokens of the vocabulary."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from parallel.nn.functional import Array, cast, flatten_rows, namespace_of, one_hot, upcast
+from parallel.nn.layer import Activations, ArraySpec, LayerTraffic, ParameterSpec, Step
+from parallel.nn.layers import CrossEntropy, Embedding, check_classes, positions_of
+from parallel.nn.tensor.linear import with_splits
+from parallel.nn.tensor.region import Whole
+
+
+class VocabularyEmbedding(Embedding):
+    """An embedding of which each rank has the vectors of some tokens; `g` adds up all."""
+
+    def __init__(self, vocab_size: int, context: int, dim: int, region: Whole) -> None:
+        super().__init__(vocab_size, context, dim)
+        self.region = region
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        return with_splits(super().specs(), {"token": ((0, self.region.axis),)})
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+        self.check(x)
+        xp, table = namespace_of(x), self.value["token"]
+        index, is_mine = self._local(x)
+        if table.shape[0]:
+            rows = xp.take(table, xp.reshape(index, (-1,)), axis=0)
+            rows = cast(rows * xp.reshape(is_mine, (-1, 1)), table.dtype)
+        else:
+            rows = xp.zeros((x.size, self.dim), dtype=table.dtype)
+        vectors = self.region.g(xp.reshape(rows, (*x.shape, self.dim)))
+        positions = self.value["position"][positions_of(step, x.shape[1])]
+        if vectors.shape[1] < x.shape[1]:
+            positions = positions[self.region.part(x.shape[1])]
+        return vectors + positions, (x, step.positions)
+
+    def _local(self, x: Array) -> tuple[Array, Array]:
+        """Return the tokens counted from this rank's first, 0 for others, and which it has."""
+        part, xp = self.region.part(self.vocab_size), namespace_of(x)
+        is_mine = (x >= part.start) & (x < part.stop)
+        return xp.where(is_mine, x - part.start, xp.zeros_like(x)), is_mine
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        tokens, positions = saved
+        return None, (tokens, positions, self.region.g_backward(dy, tokens.shape[1]))
+
+    def _selected(self, tokens: Array, dtype: Any) -> Array:
+        index, is_mine = self._local(tokens)
+        flat, mine = index.reshape(-1), is_mine.reshape(-1, 1)
+        return one_hot(flat, self.value["token"].shape[0], dtype) * cast(mine, dtype)
+
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        inner = super().activation_bytes(x)
+        return inner._replace(out=self.region.left(inner.out))
+
+    def traffic(self, x: ArraySpec) -> LayerTraffic:
+        return self.region.g_traffic(super().activation_bytes(x).out)
+
+
+class VocabularyCrossEntropy(CrossEntropy):
+    """The loss of logits of which each rank has those of some classes; see `CrossEntropy`.
+
+    For each target, ranks agree on the largest logit, and then add up two numbers in one call: the
+    exponentials of the others, and the target's own logit.  Every rank has the whole loss.
+    """
+
+    def __init__(self, num_classes: int, region: Whole) -> None:
+        super().__init__()
+        self.num_classes, self.region = num_classes, region
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+        xp, region = namespace_of(x), self.region
+        flat, targets = upcast(flatten_rows(x)), xp.reshape(step.targets, (-1,))
+        check_classes("target", targets, self.num_classes)
+        options: dict[str, Any] = {"algorithm": region.algorithm}
+        largest = xp.full((flat.shape[0], 1), -math.inf, dtype=flat.dtype)
+        if flat.shape[1]:
+            largest = xp.max(flat, axis=-1, keepdims=True)
+        largest = region.comm.all_reduce(largest, "max", out=largest, **options)
+        shifted = flat - largest
+        powers = xp.exp(shifted)
+        part = region.part(self.num_classes)
+        truth = one_hot(targets - part.start, flat.shape[1], flat.dtype)
+        each = xp.stack([xp.sum(powers, axis=-1), xp.sum(truth * shifted, axis=-1)])
+        sums, own = region.comm.all_reduce(each, out=each, **options)
+        loss = xp.sum(xp.log(sums) - own)
+        dlogits = (powers / sums[:, None] - truth) * (step.loss_scale / step.total)
+        return float(loss) / step.total, cast(dlogits, x.dtype).reshape(x.shape)
+
+    def traffic(self, x: ArraySpec) -> LayerTraffic:
+        wide, rows = replace(x, width=max(x.width, 4)), math.prod(x.shape[:-1])
+        return LayerTraffic(tuple(self.region.call("all_reduce", n * rows, wide) for n in (1, 2)))
