@@ -61,7 +61,7 @@ def parts_of(context: int, num_ranks: int, index: int) -> tuple[slice, slice]:
 
 
 class Tile(NamedTuple):
-    """Queries of one rank and keys of one rank, of which no score is needless.
+    """Some queries of one rank, and the keys of one rank that they see.
 
     All queries see all keys; or, if `is_diagonal`, query i sees keys 0 to i.
     """
@@ -112,7 +112,7 @@ class ContextGroup:
 
     def __post_init__(self) -> None:
         if self.size > 1:
-            self.comm  # noqa: B018 - all ranks of the mesh make it now: some may never send
+            self.comm  # noqa: B018 - now, because all ranks of the mesh make it, and some never send
 
     @property
     def size(self) -> int:
@@ -145,10 +145,9 @@ class ContextGroup:
         return sum(map(length, self.parts(context, index)))
 
     def context_of(self, x: Array, step: Step) -> int:
-        """Return the number of positions in a whole row, of which `x` (batch, length, ...) is one
-        rank's part.
+        """Return the number of positions in a whole row; `x` (batch, length, ...) is a part of it.
 
-        Raises ValueError unless `step` says that these are the positions of `context_positions`.
+        Raises ValueError unless the positions in `step` are those of `context_positions`.
         """
         context, given = step.context or x.shape[1], step.positions
         mine = context_positions(context, self.size, self.index())

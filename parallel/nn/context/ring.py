@@ -31,7 +31,8 @@ class RingAttention(CausalAttention):
 
     A rank sends C - 1 blocks forward, and C - 1 blocks and C - 1 gradients backward; a block of L
     positions has 2 b L h elements (b rows, vectors of h).  Saved are the input, the output, and
-    the log-sum-exp of each query and head, in at least float32.
+    the log-sum-exp of each query and head, in at least float32.  While it works, a rank has two
+    blocks, and backward two gradients of blocks.
 
     Parameters
     ----------
@@ -41,7 +42,8 @@ class RingAttention(CausalAttention):
     axis : str
         The axis of the mesh along which ranks divide rows.
     width : int, optional
-        The elements of a head, as in `CausalAttention`.
+        The elements of a head, as in `CausalAttention`: if it is given, `num_heads` is not used,
+        and what is predicted is right for ranks with other numbers of heads.
 
     Raises
     ------
@@ -59,7 +61,7 @@ class RingAttention(CausalAttention):
     ...     x = np.ones((1, len(mine), 12))
     ...     return layer.forward(x, Step(positions=mine, context=10))[0].shape
     >>> collectives.run(attend, size=2)
-    [(1, 6, 4), (1, 4, 4)]
+    [(1, 5, 4), (1, 5, 4)]
     """
 
     def __init__(
@@ -114,9 +116,9 @@ class RingAttention(CausalAttention):
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         size, me = self.group.size, self.group.index(x.rank)
         sent = partial(self._message, x)
-        blocks = [sent((me - step) % size, x.width) for step in range(size - 1)]
+        moved = [sent((me - step) % size, x.width) for step in range(size - 1)]
         gradients = [sent((me - step) % size, max(x.width, 4)) for step in range(1, size)]
-        found = [[call for call in calls if call.counts] for calls in (blocks, gradients)]
+        found = [[call for call in calls if call.counts] for calls in (moved, gradients)]
         return LayerTraffic(tuple(found[0]), (*found[0], *found[1]))
 
     def _message(self, x: ArraySpec, owner: int, itemsize: int) -> PredictedCall:

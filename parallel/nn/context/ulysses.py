@@ -28,11 +28,10 @@ class UlyssesAttention(CausalAttention):
     Ranks divide the heads as evenly as possible; if there are fewer heads than ranks, some have
     none.
 
-    The paper counts four all-to-alls of b s h / C elements in each direction (b rows of s
-    positions, vectors of h, C ranks): of queries, keys, values and outputs.  Here the first three
-    are one call, so a rank makes two calls forward, of 3 b s h / C and b s h / C elements, and two
-    backward.  Of these it sends (C-1)/C.  Saved are the queries, keys, values and probabilities of
-    own heads, at all positions.
+    A rank makes two all-to-alls in each direction, and sends (C-1)/C of the elements (b rows of s
+    positions, vectors of h, C ranks): 3 b s h / C for queries, keys and values together or their
+    derivatives, and b s h / C for outputs or theirs.  Saved are the queries, keys, values and
+    probabilities of own heads, at all positions.
 
     Parameters
     ----------
@@ -42,7 +41,8 @@ class UlyssesAttention(CausalAttention):
     axis : str
         The axis of the mesh along which ranks divide rows.
     width : int, optional
-        The elements of a head, as in `CausalAttention`.
+        The elements of a head, as in `CausalAttention`: if it is given, `num_heads` is not used,
+        and what is predicted is right for ranks with other numbers of heads.
     algorithm : str
         Of the all-to-alls.
 
@@ -63,7 +63,7 @@ class UlyssesAttention(CausalAttention):
     ...     y, (kept, _) = layer.forward(x, Step(positions=mine, context=10))
     ...     return y.shape, kept[0].shape
     >>> collectives.run(attend, size=2)
-    [((1, 6, 6), (1, 10, 12)), ((1, 4, 6), (1, 10, 6))]
+    [((1, 5, 6), (1, 10, 12)), ((1, 5, 6), (1, 10, 6))]
     """
 
     def __init__(
