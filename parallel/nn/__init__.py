@@ -3,6 +3,7 @@
 Arrays are NumPy's or CuPy's; each function takes the array namespace of its input.
 """
 
+from parallel.nn.annotate import annotate
 from parallel.nn.functional import Array, cast, namespace_of, on_host
 from parallel.nn.gpt import gpt
 from parallel.nn.layer import (
@@ -30,6 +31,6 @@ from parallel.placement import Shape
 __all__ = [
     "Activations", "Array", "ArraySpec", "CausalAttention", "CrossEntropy", "Embedding", "Gelu",
     "Layer", "LayerNorm", "LayerTraffic", "Linear", "Model", "ParameterSpec", "Residual",
-    "Sequential", "Shape", "Step", "Unembedding", "cast", "gpt", "namespace_of", "on_host",
-    "split_flat",
+    "Sequential", "Shape", "Step", "Unembedding", "annotate", "cast", "gpt", "namespace_of",
+    "on_host", "split_flat",
 ]  # fmt: skip
