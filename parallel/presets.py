@@ -10,7 +10,7 @@ from typing import Any
 from collectives import Communicator
 from parallel.cli import device_namespace
 from parallel.elastic import Elastic
-from parallel.mesh import Mesh
+from parallel.mesh import AXES, Mesh
 from parallel.nn import Model
 from parallel.optim import SGD, Adam, AdamW
 from parallel.places import Disk, HostMemory, Place
@@ -41,9 +41,10 @@ RUNTIMES: Named = {
     "elastic": (Elastic, ("bucket_bytes", "kill")),
 }
 STRATEGIES = SHARDINGS | RUNTIMES
+MODEL_AXES = ("pipe", "context", "tensor")  # along which ranks divide the model, or a row
 SERVED = (
-    "this works: --mesh data=N with --zero 0, 1, 2 or 3 on N ranks, or --mesh replicate=G,shard=N"
-    " with --zero 3 on G x N ranks, or --strategy with one of its names"
+    "this works: --mesh with any of pipe, data, context and tensor and --zero 0, 1, 2 or 3, or"
+    " --mesh replicate=G,shard=N with --zero 3 on G x N ranks, or --strategy with one of its names"
 )
 
 
@@ -54,12 +55,16 @@ def name_strategy(comm: Communicator, options: argparse.Namespace) -> None:
     """
     if options.mesh is None and options.zero is None:
         options.strategy = options.strategy or "ddp"
+        check_model_options(options)
         return
     if options.strategy is not None:
         raise ValueError(f"--strategy takes no --mesh and no --zero; {SERVED}")
     axes, stage = options.mesh or {"data": comm.size}, options.zero
     Mesh(comm, **axes)  # raises if it is not one of these ranks
-    if set(axes) == {"data"}:
+    if set(axes) <= {"data", *MODEL_AXES}:
+        if options.mesh is not None:
+            options.mesh = {"data": 1} | axes if "data" not in axes else axes
+            options.mesh = {name: options.mesh[name] for name in AXES if name in options.mesh}
         options.strategy = f"zero{stage}" if stage else "ddp"
     elif set(axes) == {"replicate", "shard"} and stage in (None, 3):
         if options.group_size is not None:
@@ -72,19 +77,43 @@ def name_strategy(comm: Communicator, options: argparse.Namespace) -> None:
         words = ",".join(f"{axis}={size}" for axis, size in axes.items())
         of_stage = "" if stage is None else f" with --zero {stage}"
         raise ValueError(f"no strategy trains on --mesh {words}{of_stage}; {SERVED}")
+    check_model_options(options)
+
+
+def check_model_options(options: argparse.Namespace) -> None:
+    """Raise ValueError for options of axes that the mesh does not have."""
+    axes = options.mesh or {}
+    needed = {"schedule": "pipe", "sequence_parallel": "tensor", "attention": "context"}
+    for name, axis in needed.items():
+        if getattr(options, name, None) is not None and axis not in axes:
+            word = name.replace("_", "-")
+            raise ValueError(f"--{word} needs --mesh with {axis}=N")
+
+
+def mesh_of(comm: Communicator, options: argparse.Namespace) -> Mesh | None:
+    """Return the mesh for the model of ``--mesh``; None if it divides no model."""
+    axes = options.mesh or {}
+    return Mesh(comm, **axes) if set(axes) & set(MODEL_AXES) else None
 
 
 def trainer_factory(
-    comm: Communicator, model: Model, recipe: Recipe, strategy: str, options: Mapping[str, Any]
+    comm: Communicator,
+    model: Model,
+    recipe: Recipe,
+    strategy: str,
+    options: Mapping[str, Any],
+    mesh: Mesh | None = None,
 ) -> Callable[..., Trainer]:
     """Return a function of `phase` that makes the training run of a strategy, with its `options`.
 
     All ranks call that function together, because it makes communicators; nothing is sent here.
-    Raises ValueError for options that the strategy does not take.
+    `mesh` is that of the model, if it is divided (`mesh_of`).  Raises ValueError for options that
+    the strategy does not take.
     """
     make, names = STRATEGIES[strategy]
-    taken = {*names, "algorithm"} if strategy != "serial" else set()
-    known = taken.union(*(names for _, names in STRATEGIES.values()), ["algorithm"])
+    taken = {*names, "algorithm", *(["schedule"] * (mesh is not None))}
+    known = {*taken, "algorithm"}.union(*(names for _, names in STRATEGIES.values()))
+    taken = taken if strategy != "serial" else set()
     given = {name: options[name] for name in known if options.get(name) is not None}
     if unknown := sorted(given.keys() - taken):
         words = ", ".join("--" + name.replace("_", "-") for name in unknown)
@@ -93,10 +122,12 @@ def trainer_factory(
         given["hook"] = comm_hook(given["hook"])  # one for each rank, because it may have a state
     if strategy in RUNTIMES:
         return partial(make, comm, model, recipe, **given)
-    of_trainer = {name: given.pop(name) for name in ("algorithm",) if name in given}
+    of_trainer = {name: given.pop(name) for name in ("algorithm", "schedule") if name in given}
     group_size = given.pop("group_size", None)
+    if mesh is not None:
+        given["axes"] = tuple(axis for axis in ("data", "context") if axis in mesh.axes)
     sharding = make(**given)
-    mesh = mesh_for(comm, sharding, options.get("mesh"), group_size)
+    mesh = mesh or mesh_for(comm, sharding, options.get("mesh"), group_size)
     return partial(Trainer, mesh, model, recipe, sharding=sharding, **of_trainer)
 
 

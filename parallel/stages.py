@@ -39,7 +39,8 @@ class Stages:
     ----------
     model : Model
     schedule : Schedule
-        Raises ValueError if it has more stages than the model can fill.
+        Raises ValueError if it has more stages than the model can fill, or updates stages alone
+        that share parameters.
 
     Attributes
     ----------
@@ -75,6 +76,12 @@ class Stages:
         self.holders = {
             unit: tuple(i for i in places if unit in self.units_of[i]) for unit in model.units
         }
+
+        shared = [unit for unit, found in self.holders.items() if len(found) > 1]
+        if schedule.is_asynchronous and shared:
+            raise ValueError(
+                f"pipedream updates each stage alone: {shared[0]} is tied to a layer of another"
+            )
 
     def _units(self, layers: Sequence[str]) -> list[str]:
         used = {unit for name in layers for unit in self.model.units_of(name)}

@@ -4,6 +4,8 @@
     python -m parallel.train --strategy serial --json serial.json
     python -m parallel.train --threads 2 --strategy zero3 --device cuda
     python -m collectives.launch -n 4 -m parallel.train --strategy ddp --hook powersgd:4
+    python -m collectives.launch -n 8 -m parallel.train --mesh pipe=2,data=2,tensor=2 --zero 1 \\
+        --schedule zb-v --micro-batches 4 --sequence-parallel
     python -m collectives.launch -n 4 --fault-tolerant -m parallel.train --strategy elastic
 
 Rank 0 prints the loss, the memory of every rank (by formula, and counted) and the traffic
@@ -39,8 +41,9 @@ from collectives import Communicator, Ledger
 from parallel import checkpoint, cli, presets, text
 from parallel.accounts import PredictedCall, Timeline, TrafficMismatch, TrafficMonitor, TrafficTable
 from parallel.elastic import survive
-from parallel.nn import gpt
+from parallel.nn.gpt import ATTENTION, SEQUENCE_PARALLEL, gpt
 from parallel.optim import DTYPES
+from parallel.pipeline import SCHEDULES
 from parallel.rank_report import RankReport, differences, gather
 from parallel.runtime import agreement
 
@@ -122,6 +125,10 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=positive, default=16, help="rows of all ranks; default: %(default)s")
     add("--micro-batches", type=positive, default=1, metavar="K",
         help="parts in which a rank computes its rows; default: %(default)s")  # fmt: skip
+    add("--schedule", choices=SCHEDULES, help="of the pipeline along the axis pipe; default: 1f1b")
+    add("--sequence-parallel", nargs="?", const="keep", choices=SEQUENCE_PARALLEL[1:],
+        help="also divide rows along tensor; keep what is gathered, or gather again")  # fmt: skip
+    add("--attention", choices=ATTENTION, help="of the ranks along context; default: ring")
     add("--seed", type=natural, default=0, help="default: %(default)s")
     add("--threads", type=positive, metavar="N", help="run N ranks as threads, without MPI")
     add("--progress", choices=("auto", "thread", "none"), default="auto",
@@ -216,15 +223,17 @@ class Training:
             self.check_options()
         same = vars(options) | {"length": len(self.text)}
         agreement.check_same(comm, {"text": self.text}, same)
+        mesh = presets.mesh_of(comm, options)
         self.model = gpt(
             num_layers=options.layers, hidden=options.hidden, num_heads=options.heads,
             context=options.context, is_tied=options.tied, is_shared=options.shared,
-            recompute=presets.RECOMPUTE[options.recompute],
+            recompute=presets.RECOMPUTE[options.recompute], mesh=mesh,
+            sequence_parallel=options.sequence_parallel, attention=options.attention or "ring",
         )  # fmt: skip
         # In two parts: the second makes communicators, for which no rank may be missing.
         with together("preparing the strategy"):
             recipe, given = presets.make_recipe(comm, options), vars(options)
-            make = presets.trainer_factory(comm, self.model, recipe, options.strategy, given)
+            make = presets.trainer_factory(comm, self.model, recipe, options.strategy, given, mesh)
         with together("preparing the strategy"):
             self.strategy = make(phase=self.timeline.phase)
         self.times: list[float] = []  # at the end of each step
@@ -246,7 +255,8 @@ class Training:
 
     def check_batch(self) -> None:
         """Raise ValueError if the batch cannot be divided, or if the text is too short."""
-        o, ranks = self.options, self.comm.size
+        o = self.options
+        ranks = o.mesh["data"] if "data" in (o.mesh or ()) else self.comm.size
         self.batch(0, 0, 1)
         if o.batch < ranks * o.micro_batches:
             raise ValueError(

@@ -79,15 +79,19 @@ class TrafficMonitor:
         """Return, for each phase, the messages and bytes from each rank to each: int64 (2, p, p).
 
         On rank 0; None on others, and without counters.  All ranks call this outside the recorded
-        region, and must have passed the same phases.
+        region.
         """
         if self.counters is None:
             return None
-        p, labels = self.comm.size, sorted(self.sent)
-        counts = np.zeros((len(labels), 2, p, p), np.int64)
-        counts[:, :, self.comm.rank] = [self.sent[label] for label in labels]
-        whole = self.comm.reduce(counts, op="sum", root=0)
-        return None if whole is None else dict(zip(labels, whole, strict=True))
+        sent = {label: np.asarray(row).tolist() for label, row in self.sent.items()}
+        if (ranks := gather_json(self.comm, sent)) is None:
+            return None
+        labels = dict.fromkeys(label for each in ranks for label in each)
+        empty = [[0] * self.comm.size] * 2
+        return {
+            label: np.array([each.get(label, empty) for each in ranks], np.int64).swapaxes(0, 1)
+            for label in labels
+        }
 
 
 class Timeline:

@@ -30,6 +30,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from parallel.mesh import Mesh
+from parallel.nn.context import RingAttention, UlyssesAttention
 from parallel.nn.layer import Layer, Recompute, Residual, Sequential
 from parallel.nn.layers import CausalAttention, CrossEntropy, Embedding, Gelu, Linear, Unembedding
 from parallel.nn.model import Model
@@ -137,6 +138,7 @@ class Walk:
             Residual: self._residual, Sequential: self._sequential, Recompute: self._recompute,
             Linear: self._linear, Unembedding: self._linear, Embedding: self._embedding,
             Gelu: self._elementwise, CausalAttention: self._attention,
+            RingAttention: self._attention, UlyssesAttention: self._attention,
             CrossEntropy: self._cross_entropy,
         }  # fmt: skip
         return rules.get(type(layer), self._other)(layer, name, flow)
@@ -201,9 +203,9 @@ class Walk:
         assert isinstance(layer, CausalAttention)
         if flow is None or len(flow.shape) != 3 or flow.dim != 1:
             return self._plain(layer, name), whole(flow)
-        _, *heads = flow.shape  # queries, keys and values
-        made = CausalAttention(layer.num_heads, heads[1])
-        return made, flow._replace(shape=tuple(heads), dim=0)
+        made = fresh(layer)
+        made.width = flow.shape[2]  # of queries, keys and values of each head
+        return made, flow._replace(shape=flow.shape[1:], dim=0)
 
     def _cross_entropy(self, layer: Layer, name: str, flow: Flow) -> Given:
         if flow is None or len(flow.shape) != 1:

@@ -61,12 +61,17 @@ def transpose(x: Array) -> Array:
     return namespace_of(x).matrix_transpose(x)
 
 
-def causal_softmax(scores: Array) -> Array:
-    """Return the softmax over the last axis; row i of the axis before it uses columns 0 to i."""
+def causal(scores: Array) -> Array:
+    """Return square matrices `scores` with minus infinity above the diagonal."""
     xp = namespace_of(scores)
     position = xp.arange(scores.shape[-1], device=scores.device)
     is_seen = position[:, None] >= position[None, :]
-    scores = xp.where(is_seen, scores, xp.asarray(-math.inf, dtype=scores.dtype))
+    return xp.where(is_seen, scores, xp.asarray(-math.inf, dtype=scores.dtype))
+
+
+def causal_softmax(scores: Array) -> Array:
+    """Return the softmax over the last axis; row i of the axis before it uses columns 0 to i."""
+    xp, scores = namespace_of(scores), causal(scores)
     powers = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
     return powers / xp.sum(powers, axis=-1, keepdims=True)
 

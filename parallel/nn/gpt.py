@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from parallel.mesh import Mesh
 from parallel.nn import layers as nn
+from parallel.nn.context import RingAttention, UlyssesAttention
 from parallel.nn.layer import Layer, Residual, Sequential
 from parallel.nn.model import Model
 from parallel.nn.tensor import (
@@ -20,6 +22,7 @@ from parallel.nn.tensor import (
 
 VOCAB_SIZE = 256  # a token is a byte
 SEQUENCE_PARALLEL = (None, "keep", "gather")
+ATTENTION = {"ring": RingAttention, "ulysses": UlyssesAttention}
 
 
 def gpt(
@@ -28,24 +31,26 @@ def gpt(
     hidden: int = 256,
     num_heads: int = 4,
     context: int = 64,
+    vocab_size: int = VOCAB_SIZE,
     is_tied: bool = False,
     is_shared: bool = False,
     recompute: Sequence[str] = (),
     mesh: Mesh | None = None,
     sequence_parallel: str | None = None,
+    attention: str = "ring",
 ) -> Model:
-    """Return a GPT that predicts the next byte.
+    """Return a GPT that predicts the next token: a byte by default.
 
-    Tokens, integers in 0..255 of shape (batch, up to `context`), become logits (batch, context,
-    256), and these the loss.  Its layers are ``embedding``, ``block0``, ``block1``, ..., ``head``,
-    ``loss``.  A block normalizes before causal multi-head ``attention`` (parts ``norm``, ``qkv``,
-    ``heads``, ``out``) and before its ``mlp`` (``norm``, ``up``, ``gelu``, ``down``).  Raises
-    ValueError if a number is too small.
+    Tokens, integers of shape (batch, up to `context`), become logits (batch, context,
+    `vocab_size`), and these the loss.  Its layers are ``embedding``, ``block0``, ``block1``, ...,
+    ``head``, ``loss``.  A block normalizes before causal multi-head ``attention`` (parts ``norm``,
+    ``qkv``, ``heads``, ``out``) and before its ``mlp`` (``norm``, ``up``, ``gelu``, ``down``).
+    Raises ValueError if a number is too small.
 
     Parameters
     ----------
-    num_layers, context : int
-        The number of blocks, at least 0, and of positions, at least 1.
+    num_layers, context, vocab_size : int
+        The number of blocks, at least 0, and of positions and of tokens, at least 1.
     hidden, num_heads : int
         The width of the vectors between layers, and how many attention heads divide it, at least 1.
     is_tied : bool
@@ -59,6 +64,9 @@ def gpt(
     sequence_parallel : str, optional
         Whether they also divide the tokens of each row between these: ``"keep"`` what is gathered
         for backward, or ``"gather"`` it again (`parallel.nn.tensor.Divided`).
+    attention : str
+        How the ranks along ``context`` of the mesh, which divide the positions of each row, attend
+        to those of others: ``"ring"`` (`RingAttention`) or ``"ulysses"`` (`UlyssesAttention`).
 
     Examples
     --------
@@ -66,7 +74,10 @@ def gpt(
     >>> gpt(num_layers=2, hidden=64).num_parameters
     136960
     """
-    sizes = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads, "context": context}
+    sizes = {
+        "num_layers": num_layers, "hidden": hidden, "num_heads": num_heads, "context": context,
+        "vocab_size": vocab_size,
+    }  # fmt: skip
     for name, size in sizes.items():
         if size < (least := 0 if name == "num_layers" else 1):
             raise ValueError(f"{name} is {size}: it must be at least {least}")
@@ -74,9 +85,10 @@ def gpt(
         raise ValueError(f"{num_heads} heads do not divide a width of {hidden}")
     parts = {"hidden": hidden, "num_heads": num_heads, "num_layers": num_layers}
     region = region_of(mesh, sequence_parallel)
-    named: dict[str, Layer] = {"embedding": embedding(context, hidden, region)}
-    named |= {f"block{i}": block(**parts, region=region) for i in range(num_layers)}
-    named |= head(hidden, region)
+    heads = heads_of(num_heads, hidden // num_heads, mesh, attention)
+    named: dict[str, Layer] = {"embedding": embedding(vocab_size, context, hidden, region)}
+    named |= {f"block{i}": block(**parts, region=region, heads=heads()) for i in range(num_layers)}
+    named |= head(hidden, vocab_size, region)
     ties = {"head.out.table": "embedding.token"} if is_tied else {}
     ties |= {f"block{i}": "block0" for i in range(1, num_layers)} if is_shared else {}
     return Model(named, ties, recompute=recompute, mesh=mesh)
@@ -96,21 +108,32 @@ def region_of(mesh: Mesh | None, sequence_parallel: str | None) -> Whole | None:
     return Divided(mesh, gathers_again=sequence_parallel == "gather")
 
 
-def embedding(context: int, hidden: int, region: Whole | None) -> Layer:
+def heads_of(num_heads: int, width: int, mesh: Mesh | None, attention: str) -> Callable[[], Layer]:
+    """Return a function that makes the attention of a block."""
+    if attention not in ATTENTION:
+        raise ValueError(f"attention is {attention!r}: it must be one of {', '.join(ATTENTION)}")
+    if mesh is None or mesh.axes.get("context", 1) == 1:
+        return partial(nn.CausalAttention, num_heads, width)
+    return partial(ATTENTION[attention], num_heads, mesh, width=width)
+
+
+def embedding(vocab_size: int, context: int, hidden: int, region: Whole | None) -> Layer:
     """Return the layer that makes vectors (batch, context, hidden) of tokens."""
     if region is None:
-        return nn.Embedding(VOCAB_SIZE, context, hidden)
-    return VocabularyEmbedding(VOCAB_SIZE, context, hidden, region)
+        return nn.Embedding(vocab_size, context, hidden)
+    return VocabularyEmbedding(vocab_size, context, hidden, region)
 
 
-def block(hidden: int, num_heads: int, num_layers: int, region: Whole | None) -> Sequential:
+def block(
+    hidden: int, num_heads: int, num_layers: int, region: Whole | None, heads: Layer
+) -> Sequential:
     """Return one of `num_layers` transformer blocks: (batch, context, hidden) to the same shape."""
     gain = 1 / math.sqrt(2 * num_layers)  # of what is added: the sum keeps its magnitude
     width = hidden // num_heads
     attention = Residual({
         "norm": norm(hidden, region),
         "qkv": columns(nn.Linear(hidden, (3, num_heads, width)), region, dim=1),
-        "heads": nn.CausalAttention(num_heads, width),
+        "heads": heads,
         "out": rows(nn.Linear(hidden, hidden, gain), region, width),
     })  # fmt: skip
     mlp = Residual({
@@ -122,10 +145,10 @@ def block(hidden: int, num_heads: int, num_layers: int, region: Whole | None) ->
     return Sequential({"attention": attention, "mlp": mlp})
 
 
-def head(hidden: int, region: Whole | None) -> dict[str, Layer]:
+def head(hidden: int, vocab_size: int, region: Whole | None) -> dict[str, Layer]:
     """Return the layers that make logits of vectors, and the loss of them."""
-    out = columns(nn.Unembedding(hidden, VOCAB_SIZE), region)
-    loss = nn.CrossEntropy() if region is None else VocabularyCrossEntropy(VOCAB_SIZE, region)
+    out = columns(nn.Unembedding(hidden, vocab_size), region)
+    loss = nn.CrossEntropy() if region is None else VocabularyCrossEntropy(vocab_size, region)
     return {"head": Sequential({"norm": norm(hidden, region), "out": out}), "loss": loss}
 
 

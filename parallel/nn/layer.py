@@ -99,6 +99,7 @@ class Activations(NamedTuple):
     out: ArraySpec
     rest: int = 0  # from `backward_input` to `backward_weight`, if these do not follow each other
     extra: int = 0  # the most during backward in addition to `saved`: what is computed again
+    is_out_saved: bool = False  # whether the output itself is a part of `saved`
 
 
 class LayerTraffic(NamedTuple):
@@ -270,9 +271,16 @@ class Sequential(Layer):
         return dy
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
+        layers = list(self.layers.values())
         each = [layer.activation_bytes(entering) for _, layer, entering in self.inputs(x)]
-        saved, outputs, rest, extra = zip(*each, strict=True)
-        return Activations(sum(saved), outputs[-1], sum(rest), max(extra))
+        saved, outputs, rest, extra, is_out_saved = zip(*each, strict=True)
+        twice = sum(  # an output that is saved, and is saved as the input of the next layer too
+            made.out.nbytes
+            for made, following in zip(each, layers[1:], strict=False)
+            if made.is_out_saved and following.saves_input
+        )
+        total = sum(saved) - twice
+        return Activations(total, outputs[-1], sum(rest), max(extra), is_out_saved[-1])
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         each = [layer.traffic(entering) for _, layer, entering in self.inputs(x)]
@@ -300,6 +308,9 @@ class Residual(Sequential):
 
     def backward(self, dy: Array, saved: Any) -> Array:
         return dy + super().backward(dy, saved)
+
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        return super().activation_bytes(x)._replace(is_out_saved=False)  # the sum is not
 
 
 class Recompute(Layer):

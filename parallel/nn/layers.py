@@ -301,7 +301,7 @@ class CausalAttention(Layer):
 
     def _width(self, size: int) -> int:
         """Return the elements of a head, if queries, keys and values have this `size`."""
-        return self.width or size // (3 * self.num_heads)
+        return self.width or (size // (3 * self.num_heads) if size else 1)
 
     def _join(self, y: Array) -> Array:
         """Put the heads side by side again: (batch, context, dim)."""

@@ -85,8 +85,7 @@ class Model:
         self.specs = {name: spec for name, spec in specs.items() if name not in self.ties}
         for name, spec in self.specs.items():
             self.units.setdefault(self._unit_name(name, spec), {})[name] = spec
-        self._unit_of = {name: unit for unit, each in self.units.items() for name in each}
-        self._units_of = {name: self._find_units(name) for name in self.layers}
+        self._units_of = self._find_units()
         self._bound: dict[str, tuple[object, object]] = {}  # the arrays of each layer, by identity
         splits = (axis for spec in specs.values() for axis in spec.split_axes)
         sizes = self.mesh.axes
@@ -125,10 +124,13 @@ class Model:
         is_shared = self.mesh.axes.get("pipe", 1) > 1 and name in self.ties.values()
         return "".join([name.partition(".")[0], "~" * is_shared, *divided, *summed])
 
-    def _find_units(self, layer: str) -> tuple[str, ...]:
-        mine = [name for name in self._unit_of if name.startswith(f"{layer}.")]
-        tied = [there for here, there in self.ties.items() if here.startswith(f"{layer}.")]
-        return tuple(dict.fromkeys(self._unit_of[name] for name in mine + tied))
+    def _find_units(self) -> dict[str, tuple[str, ...]]:
+        """Return the units of each layer: its own, and those that it is tied to."""
+        unit_of = {name: unit for unit, each in self.units.items() for name in each}
+        used: dict[str, dict[str, None]] = {layer: {} for layer in self.layers}
+        for name, there in [*((name, name) for name in unit_of), *self.ties.items()]:
+            used[name.partition(".")[0]][unit_of[there]] = None
+        return {layer: tuple(units) for layer, units in used.items()}
 
     # Which elements
 

@@ -3,20 +3,24 @@
     python -m parallel.pipeline show 1f1b --stages 4 --micro-batches 8 --svg 1f1b.svg
     python -m parallel.pipeline show schedule.csv --messages
     python -m parallel.pipeline compare --stages 4 --micro-batches 8 --times 1:1:1
+    python -m parallel.pipeline formulas
 
 Nothing is computed or sent.  Times are those of F, I and W of one stage: forward, and the halves of
-backward, for the input and for the weights.  In a grid a column is a unit of time.
+backward, for the input and for the weights.  In a grid a column is the longest time of which all
+are multiples.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
 from parallel import cli
-from parallel.pipeline.catalogue import SCHEDULES, ScheduleInfo, make
+from parallel.pipeline.catalogue import SCHEDULES, make
+from parallel.pipeline.formulas import ScheduleInfo
 from parallel.pipeline.messages import with_messages
 from parallel.pipeline.picture import grid, in_time, svg
 from parallel.pipeline.schedule import Schedule
@@ -30,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parse = parser()
     options = parse.parse_args(arguments)
     try:
-        lines = compare(options) if options.command == "compare" else show(options)
+        lines = COMMANDS[options.command](options)
     except (OSError, ValueError) as error:
         parse.exit(2, f"{parse.prog}: {error}\n")
     cli.console_of(0).print("\n".join(lines), markup=False, soft_wrap=True)
@@ -75,8 +79,8 @@ def facts(simulation: Simulation) -> list[str]:
     ranks = range(simulation.schedule.num_ranks)
     of_total, of_ideal = simulation.fractions
     found = [
-        f"time {simulation.makespan}, bubble {simulation.bubble}: {of_total:.1%} of the total,"
-        f" {of_ideal:.1%} of the work",
+        f"time {simulation.makespan}, bubble {simulation.bubble}: {float(of_total):.1%} of the"
+        f" total, {float(of_ideal):.1%} of the work",
         f"activations kept, by rank: {' '.join(str(simulation.live(rank)) for rank in ranks)}",
         f"messages sent, by rank: {' '.join(map(str, simulation.num_messages))}",
     ]
@@ -91,8 +95,8 @@ def compare(options: argparse.Namespace) -> list[str]:
     p, m = options.stages, options.micro_batches
     table = cli.table_with(
         "schedule",
-        numbers=["stages", "time", "bubble", "formula", "of total", "of work", "kept", "versions",
-                 "messages"],
+        numbers=["stages", "time", "bubble", "formula", "published", "of total", "of work", "kept",
+                 "versions", "messages"],
     )  # fmt: skip
     left_out = []
     for name, info in SCHEDULES.items():
@@ -112,7 +116,8 @@ def compare(options: argparse.Namespace) -> list[str]:
 
 LEGEND = (
     "Times and activations kept are those of one of P stages; where a rank has two, each is half.",
-    "formula: - where it is not exact for these numbers.  versions: of parameters, on one rank.",
+    "formula: - where it is not exact for these numbers.  published: by the paper.",
+    "versions: of parameters, on one rank.",
 )
 
 
@@ -120,25 +125,54 @@ def row(simulation: Simulation, info: ScheduleInfo) -> list[str]:
     """Return the numbers of a schedule; times and activations in units of one of P stages."""
     schedule, p = simulation.schedule, simulation.schedule.num_ranks
     share, m = Fraction(p, schedule.num_stages), schedule.num_micro_batches
-    found = info.bubble(p, m, schedule.num_stages // p, simulation.times)
-    by_formula = f"{float(found * share):g}" if info.is_exact(p, m, simulation.times) else "-"
+    case = p, m, schedule.num_stages // p, simulation.times
+    published = info.published or info.bubble
+    by_formula = [f"{float(x.of(*case) * share):g}" for x in (info.bubble, published)]
     kept = max(simulation.live(rank) for rank in range(p))
     versions = max(simulation.versions(r)[1] for r in range(p)) if schedule.is_asynchronous else 1
     numbers = [simulation.makespan * share, simulation.bubble * share]
-    cells = [f"{float(x):g}" for x in numbers]
-    fractions = [f"{x:.1%}" for x in simulation.fractions]
     return [
-        str(schedule.num_stages), *cells, by_formula, *fractions, f"{float(kept * share):g}",
+        str(schedule.num_stages), *(f"{float(x):g}" for x in numbers),
+        by_formula[0] if info.bubble.holds(*case) else "-", by_formula[1],
+        *(f"{float(x):.1%}" for x in simulation.fractions), f"{float(kept * share):g}",
         str(versions), str(sum(simulation.num_messages)),
     ]  # fmt: skip
+
+
+def formulas(options: argparse.Namespace) -> list[str]:
+    """Print what each schedule costs, as text; return what the letters mean."""
+    table = cli.table_with(
+        "schedule", "what it is", "source", "stages of a rank", "bubble", "if", "published bubble",
+        "activations kept", "messages", "needs", numbers=[],
+    )  # fmt: skip
+    for name, info in SCHEDULES.items():
+        chunks = "v" if name == "interleaved" else str(info.num_chunks)
+        published = (info.published or info.bubble).text
+        bubble = info.bubble.text, info.bubble.condition
+        cells = info.title, info.source, chunks, *bubble, published, info.kept.text
+        table.add_row(name, *cells, info.messages.text, info.needs)
+    cli.print_table(table, cli.console_of(0))
+    return [
+        "P ranks, m micro-batches, v stages on a rank, r the number of a rank.",
+        "F, I, W: the times of forward and of the two halves of backward of one stage; B = I + W;",
+        "F&B: that of an F and a B that overlap.  Bubble: of the rank that waits longest, between",
+        "its first and its last action.  Kept: from F to B or W, of one stage and micro-batch.",
+    ]
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
+    "show": show, "compare": compare, "formulas": formulas,
+}  # fmt: skip
 
 
 def times_of(word: str) -> Times:
     """Return the times of "1:1:1" or "2:2.5:1"; an argument type."""
     try:
         forward, backward_input, backward_weight = map(Fraction, word.split(":"))
-    except ValueError:
+    except (ValueError, ZeroDivisionError):
         raise argparse.ArgumentTypeError(f"{word!r} is not F:I:W, such as 1:1:1") from None
+    if min(forward, backward_input, backward_weight) < 0 or not forward:
+        raise argparse.ArgumentTypeError(f"{word}: times must not be negative, nor F be 0")
     return Times(forward, backward_input, backward_weight)
 
 
@@ -148,6 +182,7 @@ def parser() -> argparse.ArgumentParser:
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parse.add_subparsers(dest="command", required=True)
     positive = cli.at_least(1)
+    commands.add_parser("formulas", help="what each schedule costs")
     for name, words in (("show", "draw one schedule"), ("compare", "a table of all schedules")):
         add = commands.add_parser(name, help=words).add_argument
         if name == "show":

@@ -1,15 +1,27 @@
-"""All schedules by name, with what the papers say of them.
+"""All schedules by name, with what they cost.
 
 A schedule added to `SCHEDULES` is proved, drawn and compared like the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
-
-from parallel.actions import Action
 from parallel.pipeline.both_ends import dualpipe, dualpipe_v
+from parallel.pipeline.formulas import (
+    ENOUGH,
+    EVEN,
+    FLUSH,
+    IN_A_V,
+    IN_FLIGHT,
+    PAIR,
+    Formula,
+    ScheduleInfo,
+    is_even,
+    is_pair_exact,
+    pair_bubble,
+    published_pair_bubble,
+    round_size,
+    saved,
+)
 from parallel.pipeline.one_forward_one_backward import (
     gpipe,
     interleaved,
@@ -20,127 +32,106 @@ from parallel.pipeline.one_forward_one_backward import (
     zb_h2,
 )
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.simulation import Time, Times
 from parallel.pipeline.v_shaped import v_half, v_min, zb_v
-
-Bubble: TypeAlias = Callable[[int, int, int, Times], Time]
-Live: TypeAlias = Callable[[int, int, int], int]
-
-
-class ScheduleInfo(NamedTuple):
-    """A kind of schedule, with formulas of P ranks, m micro-batches, v stages on a rank, and times.
-
-    Attributes
-    ----------
-    title, source : str
-    lists : function
-        Returns the lists for (P, m), or for (P, m, v).
-    bubble : function
-        The bubble for (P, m, v, times), where `condition` holds.
-    live : function
-        The most activations of one stage that a rank keeps, for (P, m, v), of enough micro-batches.
-    condition : str
-        When the bubble is that of the formula; F, I and W are the times.
-    is_exact : function
-        Whether `condition` holds for (P, m, times).
-    num_chunks : int
-        The number of stages on a rank; of "interleaved" the default.
-    """
-
-    title: str
-    source: str
-    lists: Callable[..., list[list[Action]]]
-    bubble: Bubble
-    live: Live
-    condition: str = "m >= P"
-    is_exact: Callable[[int, int, Times], bool] = lambda p, m, t: m >= p
-    num_chunks: int = 1
-
-
-def filling(p: int, m: int, v: int, t: Times) -> Time:
-    """Return the time to fill the pipeline and to drain it."""
-    return (p - 1) * t.all_of_one
-
-
-def is_even(t: Times) -> bool:
-    """Return whether F, I and W take equally long."""
-    return t.forward == t.backward_input == t.backward_weight
-
-
-def pair_bubble(ahead: int, t: Times) -> Time:
-    """Return the bubble of DualPipe with so many ranks between an end and the middle."""
-    return ahead * (t.pair + t.backward - 3 * t.backward_weight)
-
-
-def is_pair_exact(p: int, m: int, t: Times) -> bool:
-    """Return whether `pair_bubble` is exact."""
-    is_sum = t.pair == t.all_of_one
-    return is_sum and t.forward == t.backward_input >= t.backward_weight
-
-
-PAIR = "F = I >= W, and F&B takes as long as F and B"
-EVEN = "F = I = W"
 
 SCHEDULES: dict[str, ScheduleInfo] = {
     "naive": ScheduleInfo(
         "one micro-batch after the other", "model parallelism", naive,
-        lambda p, m, v, t: m * filling(p, m, v, t), lambda p, m, v: 1,
+        Formula("m (P-1) (F + B)", lambda p, m, v, t: m * (p - 1) * t.all_of_one),
+        Formula("1", lambda p, m, v, r: 1),
     ),
     "gpipe": ScheduleInfo(
-        "all forward, then all backward", "Huang et al. 2019", gpipe,
-        filling, lambda p, m, v: m,
+        "all forward, then all backward", "Huang et al. 2019", gpipe, FLUSH,
+        Formula("m", lambda p, m, v, r: m),
     ),
     "1f1b": ScheduleInfo(
-        "one forward, one backward", "Narayanan et al. 2021", one_f_one_b,
-        filling, lambda p, m, v: min(p, m),
+        "one forward, one backward", "Narayanan et al. 2021", one_f_one_b, FLUSH, IN_FLIGHT,
     ),
     "pipedream": ScheduleInfo(
         "one forward, one backward, and an update after each", "Narayanan et al. 2019", pipedream,
-        filling, lambda p, m, v: min(p, m),
+        FLUSH, IN_FLIGHT,
+        Formula("0", lambda p, m, v, t: 0, "without an end"),
     ),
     "interleaved": ScheduleInfo(
         "one forward, one backward, with several stages on a rank", "Narayanan et al. 2021",
-        interleaved, filling, lambda p, m, v: (v - 1) * (m // max(1, m // p)) + 2 * (p - 1) + 1,
+        interleaved,
+        FLUSH._replace(condition="m >= P", holds=lambda p, m, v, t: m >= p),
+        Formula(
+            "min(m v, (v-1) k + 2 (P-1-r) + 1) with k = m / max(1, m // P)",
+            lambda p, m, v, r: min(m * v, (v - 1) * round_size(p, m) + 2 * (p - 1 - r) + 1),
+        ),
+        messages=Formula("2 m (P v - 1), 0 if P = 1",
+                         lambda p, m, v, r: 2 * m * (p * v - 1) * (p > 1)),
+        needs="m is a multiple of max(1, m // P)",
         num_chunks=2,
     ),
     "zb-h1": ScheduleInfo(
         "W later than I, with the memory of 1F1B", "Qi et al. 2023", zb_h1,
-        lambda p, m, v, t: (p - 1) * (t.forward + t.backward_input - t.backward_weight),
-        lambda p, m, v: min(p, m),
-        "W <= F, m >= P", lambda p, m, t: t.backward_weight <= t.forward and m >= p,
+        Formula(
+            "(P-1) (I + max(F - W, 0))",
+            lambda p, m, v, t: (p - 1) * (t.backward_input + max(t.forward - t.backward_weight, 0)),
+            "m >= P", lambda p, m, v, t: m >= p,
+        ),
+        Formula("min(P, m)", lambda p, m, v, r: min(p, m)),
+        Formula("(P-1) (F + I - W)", lambda p, m, v, t: (p - 1) * saved(1, t)),
     ),
     "zb-h2": ScheduleInfo(
         "W later than I, with twice the memory of 1F1B", "Qi et al. 2023", zb_h2,
-        lambda p, m, v, t: (p - 1) * (t.forward + t.backward_input - 2 * t.backward_weight),
-        lambda p, m, v: min(2 * p - 1, m),
-        "W <= F, 2 W <= F + I, m >= 2 P - 1",
-        lambda p, m, t: t.backward_weight <= t.forward and m >= 2 * p - 1
-        and 2 * t.backward_weight <= t.forward + t.backward_input,
+        Formula(
+            "(P-1) max(F + I - 2W, I - F, 0)",
+            lambda p, m, v, t: (p - 1) * max(
+                saved(2, t), t.backward_input - t.forward, 0
+            ),
+            ENOUGH, lambda p, m, v, t: m >= 2 * p - 1,
+        ),
+        Formula("min(2 P - 1, m)", lambda p, m, v, r: min(2 * p - 1, m)),
+        Formula("(P-1) (F + I - 2W)", lambda p, m, v, t: (p - 1) * saved(2, t)),
     ),
     "zb-v": ScheduleInfo(
         "two stages on a rank in a V, with the memory of 1F1B", "Qi et al. 2024", zb_v,
-        lambda p, m, v, t: 0, lambda p, m, v: 2 * p,
-        f"{EVEN}, m >= 2 P - 1", lambda p, m, t: is_even(t) and m >= 2 * p - 1, 2,
+        Formula("0", lambda p, m, v, t: 0, f"{EVEN}2 P - 1",
+                lambda p, m, v, t: is_even(t) and m >= 2 * p - 1),
+        Formula("2 P", lambda p, m, v, r: 2 * p, ENOUGH, lambda p, m, v, t: m >= 2 * p - 1),
+        messages=IN_A_V, num_chunks=2,
     ),
     "v-half": ScheduleInfo(
         "a V with half the memory of 1F1B", "Qi et al. 2024", v_half,
-        lambda p, m, v, t: (7 * p - (7 if p % 2 else 4)) // 2 * t.forward,
-        lambda p, m, v: 2 * ((p + 2) // 2),
-        f"{EVEN}, m >= P", lambda p, m, t: is_even(t) and m >= p, 2,
+        Formula("(6 ((P-1) // 2) - 1) F, F if P = 2, 0 if P = 1",
+                lambda p, m, v, t: max(6 * ((p - 1) // 2) - 1, int(p == 2)) * t.forward,
+                f"{EVEN}2 P", lambda p, m, v, t: is_even(t) and m >= 2 * p),
+        Formula("2 ((P+2) // 2)", lambda p, m, v, r: 2 * ((p + 2) // 2),
+                ENOUGH, lambda p, m, v, t: m >= 2 * p - 1),
+        Formula("about 3 (P-1) F: half of 1F1B's", lambda p, m, v, t: 3 * (p - 1) * t.forward),
+        IN_A_V, num_chunks=2,
     ),
     "v-min": ScheduleInfo(
         "a V with a third of the memory of 1F1B", "Qi et al. 2024", v_min,
-        lambda p, m, v, t: (max(4 * p - 5, 0) + 2 * (p % 3 == 0)) * t.forward,
-        lambda p, m, v: 2 * ((p + 4) // 3),
-        f"{EVEN}, m >= P", lambda p, m, t: is_even(t) and m >= p, 2,
+        Formula("(4 P - 5) F, 2F less if P is a multiple of 3, 0 if P = 1",
+                lambda p, m, v, t: max(4 * p - 5 - 2 * (p % 3 == 0), 0) * t.forward,
+                f"{EVEN}2 P", lambda p, m, v, t: is_even(t) and m >= 2 * p),
+        Formula("2 ((P+4) // 3) on some ranks, less on others",
+                lambda p, m, v, r: 2 * ((p + 4) // 3),
+                ENOUGH, lambda p, m, v, t: m >= 2 * p - 1),
+        Formula("about 4 (P-1) F: two thirds of 1F1B's",
+                lambda p, m, v, t: 4 * (p - 1) * t.forward),
+        IN_A_V, num_chunks=2,
     ),
     "dualpipe": ScheduleInfo(
         "micro-batches from both ends, with two copies of the model", "DeepSeek-AI 2024", dualpipe,
-        lambda p, m, v, t: pair_bubble(p // 2 - 1, t), lambda p, m, v: p + 1, PAIR, is_pair_exact,
+        Formula(PAIR[0].format("P/2 - 1"), lambda p, m, v, t: pair_bubble(p // 2 - 1, t),
+                PAIR[2], is_pair_exact),
+        Formula("P + 1", lambda p, m, v, r: p + 1),
+        Formula(PAIR[1].format("(P/2 - 1)"),
+                lambda p, m, v, t: published_pair_bubble(p // 2 - 1, t)),
+        needs="P is even; m is even and at least 2 P", num_chunks=2,
     ),
     "dualpipe-v": ScheduleInfo(
         "micro-batches from both ends of a V", "DeepSeek-AI 2024", dualpipe_v,
-        lambda p, m, v, t: pair_bubble(p - 1, t), lambda p, m, v: 2 * p + 1, PAIR, is_pair_exact, 2,
+        Formula(PAIR[0].format("P - 1"), lambda p, m, v, t: pair_bubble(p - 1, t),
+                PAIR[2], is_pair_exact),
+        Formula("2 P + 1", lambda p, m, v, r: 2 * p + 1),
+        Formula(PAIR[1].format("(P - 1)"), lambda p, m, v, t: published_pair_bubble(p - 1, t)),
+        IN_A_V, "m >= 2 P", 2,
     ),
 }  # fmt: skip
 
@@ -157,7 +148,8 @@ def make(
     num_ranks, num_micro_batches : int
         At least 1.
     num_chunks : int, optional
-        The number of stages on each rank, at least 1; of "interleaved" only, by default 2.
+        The number of stages on each rank.  Of "interleaved" at least 1, by default 2; the others
+        have only one possible number.
 
     Raises
     ------
@@ -178,7 +170,9 @@ def make(
             " at least 1"
         )
     info = SCHEDULES[name]
-    if num_chunks is not None and (name != "interleaved" or num_chunks < 1):
-        raise ValueError(f"{name} on {num_chunks} stages a rank: interleaved takes at least 1")
-    chunks = (num_chunks or info.num_chunks,) if name == "interleaved" else ()
+    number, is_free = info.num_chunks if num_chunks is None else num_chunks, name == "interleaved"
+    if number < 1 or (number != info.num_chunks and not is_free):
+        allowed = "at least 1" if is_free else str(info.num_chunks)
+        raise ValueError(f"the number of stages on a rank of {name} is {allowed}, not {number}")
+    chunks = (number,) if is_free else ()
     return Schedule.of(name, info.lists(num_ranks, num_micro_batches, *chunks))

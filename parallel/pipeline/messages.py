@@ -16,6 +16,10 @@ def with_messages(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     that do one action after the other, and wait in each send until it is received, do not wait for
     each other forever.
 
+    A receive comes before what its rank computes while the message is made.  So a rank loses no
+    time if it starts to receive in its place in the list, and waits for the message when it
+    computes with it, as a `Trainer` does.  A rank that waits in the list would lose time.
+
     Examples
     --------
     >>> from parallel.pipeline import make

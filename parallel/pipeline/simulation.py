@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from parallel.actions import Action
@@ -96,11 +97,16 @@ class Simulation:
         """The bubble: the longest time from a rank's first action to its last, less its work."""
         return max(map(self.idle, range(self.schedule.num_ranks)))
 
+    def idle_in_step(self, rank: int) -> Time:
+        """Return the time for which a rank does not compute while any rank is in the step."""
+        return self.makespan - self.busy(rank)
+
     @property
-    def fractions(self) -> tuple[float, float]:
+    def fractions(self) -> tuple[Fraction, Fraction]:
         """The bubble as a fraction of all time, and of the time for which a rank computes."""
-        busy = max(map(self.busy, range(self.schedule.num_ranks)))
-        return float(self.bubble / (self.bubble + busy)), float(self.bubble / busy)
+        bubble = Fraction(self.bubble)
+        busy = Fraction(max(map(self.busy, range(self.schedule.num_ranks))))
+        return bubble / (bubble + busy), bubble / busy
 
     def live(self, rank: int, *, until: str = "W") -> int:
         """Return the most activations of one stage and micro-batch that a rank keeps at a time.
@@ -113,6 +119,21 @@ class Simulation:
             for part in computations(self.schedule.actions[rank])
             if part.kind == "F" or part.kind in ends
         )
+
+    def held(self, rank: int, *, until: str = "W") -> list[tuple[Time, int]]:
+        """Return how many activations a rank keeps from each time on at which the number changes.
+
+        `until` is that of `live`.  Activations are kept from the begin of F to the end of B or W.
+        """
+        changes: Counter[Time] = Counter()
+        for action, begin, end in self.spans[rank]:
+            for part in computations((action,)):
+                if part.kind == "F":
+                    changes[begin] += 1
+                elif part.kind in ("B", until):
+                    changes[end] -= 1
+        times = sorted(time for time, change in changes.items() if change)
+        return list(zip(times, accumulate(changes[time] for time in times), strict=True))
 
     @property
     def num_messages(self) -> list[int]:

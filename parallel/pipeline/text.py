@@ -14,7 +14,7 @@ from pathlib import Path
 
 from parallel.actions import Action
 from parallel.pipeline.schedule import Lists, Schedule
-from parallel.pipeline.validation import KINDS
+from parallel.pipeline.validation import KINDS, OTHERS
 
 SINGLE = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
 OF_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
@@ -54,7 +54,7 @@ def write_csv(lists: Lists, path: Path) -> None:
 
 
 def read_csv(path: Path) -> Schedule:
-    """Return the schedule of a file that has no messages.
+    """Return the schedule of a file.  Messages in it are left out: `with_messages` adds them.
 
     Raises ValueError, with the place in the file, for a cell that is no action.
     """
@@ -62,7 +62,8 @@ def read_csv(path: Path) -> Schedule:
     with path.open(newline="") as file:
         for number, row in enumerate(csv.reader(file)):
             try:
-                lists.append(parse_row(row))
+                actions = parse_row(row)
             except ValueError as error:
                 raise ValueError(f"{path.name}, row {number + 1}: {error}") from None
+            lists.append([action for action in actions if action.kind not in OTHERS])
     return Schedule.of(path.stem, lists)

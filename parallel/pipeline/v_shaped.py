@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from parallel.actions import Action
+from parallel.pipeline.blocks import Slots, reordered
 
 PERIOD = 6  # of a repeated block: F, I and W of two stages, one unit of time each
 KINDS = ("F", "F", "I", "I")  # of the times of a block
@@ -67,7 +68,7 @@ def v_half(num_ranks: int, num_micro_batches: int) -> list[list[Action]]:
         (2 * r, 3 * num_ranks - r - 2, 3 * num_ranks + gap + 2 * r - 1, 6 * num_ranks + gap - r - 2)
         for r in range(num_ranks)
     ]
-    return repeated(times, num_micro_batches)
+    return reordered(repeated(times, num_micro_batches), most_kept=2 * ((num_ranks + 2) // 2))
 
 
 def v_min(num_ranks: int, num_micro_batches: int) -> list[list[Action]]:
@@ -77,34 +78,22 @@ def v_min(num_ranks: int, num_micro_batches: int) -> list[list[Action]]:
         (r, 2 * num_ranks - r - 1, 2 * num_ranks + gap + r, 4 * num_ranks + gap - r - 1)
         for r in range(num_ranks)
     ]
-    return repeated(times, num_micro_batches)
+    return reordered(repeated(times, num_micro_batches), most_kept=2 * ((num_ranks + 4) // 3))
 
 
-def repeated(times: Sequence[tuple[int, ...]], num_micro_batches: int) -> list[list[Action]]:
-    """Return the lists of a block that repeats every `PERIOD` units of time, for each micro-batch.
+def repeated(times: Sequence[tuple[int, ...]], num_micro_batches: int) -> list[Slots]:
+    """Return the slots of a block that repeats every `PERIOD` units of time.
 
-    `times` are those of F and I in the two stages of each rank.  W fills what is free.
+    `times` are those of F and I in the two stages of each rank.
     """
-    lists = []
+    rows = []
     for rank, block in enumerate(times):
         stages = v_stages(rank, len(times))
-        slots = {
-            start + PERIOD * k: Action(kind, stages[chunk], k)
-            for k in range(num_micro_batches)
-            for start, kind, chunk in zip(block, KINDS, CHUNKS, strict=True)
-        }
-        lists.append(list(_with_weights(slots)))
-    return lists
-
-
-def _with_weights(slots: dict[int, Action]) -> Iterator[Action]:
-    """Yield actions in the order of their times, and a W of an earlier I in each free unit."""
-    waiting: list[Action] = []
-    for time in range(max(slots) + 1):
-        if (action := slots.get(time)) is not None:
-            yield action
-            if action.kind == "I":
-                waiting.append(action._replace(kind="W"))
-        elif waiting:
-            yield waiting.pop(0)
-    yield from waiting
+        rows.append(
+            {
+                start + PERIOD * k: Action(kind, stages[chunk], k)
+                for k in range(num_micro_batches)
+                for start, kind, chunk in zip(block, KINDS, CHUNKS, strict=True)
+            }
+        )
+    return rows

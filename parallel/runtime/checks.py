@@ -23,6 +23,11 @@ def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
     wanted = {axis for spec in model.specs.values() for axis in spec.split_axes}
     if both := [axis for axis in sharding.axes if axis in wanted]:
         raise ValueError(f"both the model and the sharding divide along {both[0]!r}")
+    if mesh.axes.get("context", 1) > 1 and "context" not in sharding.axes:
+        raise ValueError(
+            "ranks along 'context' compute different tokens: the sharding must sum over it, such as"
+            " Sharding.zero(1, axes=('data', 'context'))"
+        )
     rest = [axis for axis, n in mesh.axes.items() if n > 1 and axis not in sharding.axes]
     if rest and model.mesh.size == 1:
         raise ValueError(
@@ -71,3 +76,20 @@ def check_schedule(schedule: Schedule, mesh: Mesh, recipe: Recipe, sharding: Sha
         )
     if num_ranks > 1 and (sharding.secondary_axes or sharding.every is not None):
         raise ValueError("ZeRO++ and local updates do not work with a pipeline")
+    if schedule.is_asynchronous:
+        check_asynchronous(recipe, sharding)
+
+
+def check_asynchronous(recipe: Recipe, sharding: Sharding) -> None:
+    """Raise ValueError for what needs the gradient of all stages at once, or parts of units."""
+    is_simple = not sharding.divided and not sharding.find_unused_parameters
+    reasons = {
+        "clip": recipe.clip is not None,
+        "float16": recipe.dtype == "float16",
+        "this sharding": not is_simple or sharding.every is not None,
+        "offload": recipe.offload is not Place,
+    }
+    if found := [reason for reason, is_given in reasons.items() if is_given]:
+        raise ValueError(
+            f"pipedream updates each stage alone: it takes no {found[0]}, only data parallelism"
+        )

@@ -9,7 +9,7 @@ from parallel.actions import Action
 from parallel.lowering import SENDS
 from parallel.nn import Activations, ArraySpec
 from parallel.optim.formulas import bytes_moved, offloaded_bytes, state_bytes
-from parallel.placement import length, span
+from parallel.placement import length
 from parallel.places import OFFLOADED
 from parallel.runtime.micro_batches import number_of
 from parallel.runtime.prediction import gather_of, reduction_of
@@ -206,13 +206,10 @@ def named(action: Action) -> tuple[str, str]:
 def tokens_of(trainer: Trainer, rows: int, context: int) -> list[ArraySpec]:
     """Return this rank's tokens of each micro-batch.
 
-    `rows` and `context` are the shape of this rank's part of a batch.
+    `rows` are those of this rank, and `context` is the length of a whole row.
     """
-    num_parts, width = trainer.recipe.num_micro_batches, trainer.dtype.itemsize
-    return [
-        ArraySpec.tokens(length(span(rows, num_parts, k)), context, width, rank=trainer.rank)
-        for k in range(num_parts)
-    ]
+    numbers = range(trainer.recipe.num_micro_batches)
+    return [trainer.tokens_of(rows, context, k, trainer.rank) for k in numbers]
 
 
 def activations_of(trainer: Trainer, rows: int, context: int) -> list[dict[str, Activations]]:

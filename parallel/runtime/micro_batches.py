@@ -74,11 +74,18 @@ class MicroBatches:
         is_sum = self.stash is None  # of micro-batches; else a mean of their means
         self._total = totals[0] if is_sum else sum(totals)
         self.used_layers.clear()
+        context, scale = inputs.shape[1], state.loss_scale.value
+        positions = state.positions_of(context, state.place)
+        if positions is not None:
+            inputs, targets = inputs[:, positions], targets[:, positions]
+            positions = state.xp.asarray(positions)
         for k in range(state.recipe.num_micro_batches):
             rows = span(len(inputs), state.recipe.num_micro_batches, k)
             self._entering["F", 0, k] = state.xp.asarray(inputs[rows])
-            truth, scale = state.xp.asarray(targets[rows]), state.loss_scale.value
-            self._steps[k] = Step(truth, totals[k], k, loss_scale=scale, track=self._track)
+            self._steps[k] = Step(
+                state.xp.asarray(targets[rows]), totals[k], k, positions=positions,
+                context=context, loss_scale=scale, track=self._track,
+            )  # fmt: skip
 
     def end(self) -> None:
         """Forget the micro-batches."""
@@ -221,9 +228,10 @@ class MicroBatches:
 
     def _inputs(self, number: int) -> dict[str, ArraySpec]:
         """Return what enters each layer for a micro-batch."""
-        rows, context = self._steps[number].targets.shape
-        width, rank = self.state.dtype.itemsize, self.state.place
-        return self.state.by_layer(ArraySpec.tokens(rows, context, width, rank=rank)).inputs
+        step, width = self._steps[number], self.state.dtype.itemsize
+        rows, length = step.targets.shape
+        tokens = ArraySpec.tokens(rows, length, width, context=step.context, rank=self.state.place)
+        return self.state.by_layer(tokens).inputs
 
 
 def number_of(action: Action) -> int:

@@ -166,8 +166,7 @@ def tokens_of(state: State, action: Action, batch: tuple[int, int] | None, rank:
     assert action.micro_batch is not None
     mesh, axes = state.mesh, state.sharding.row_axes
     mine = length(span(batch[0], mesh.size_of(axes), mesh.index(axes, rank)))
-    rows = length(span(mine, state.recipe.num_micro_batches, action.micro_batch))
-    return ArraySpec.tokens(rows, batch[1], state.dtype.itemsize, rank=rank)
+    return state.tokens_of(mine, batch[1], action.micro_batch, rank)
 
 
 def messages(

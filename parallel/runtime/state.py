@@ -14,7 +14,7 @@ from parallel import placement
 from parallel.accounts import MemoryTracker, PredictedCall
 from parallel.lowering import lower
 from parallel.mesh import Mesh
-from parallel.nn import Array, ArraySpec, LayerTraffic, Model, Shape
+from parallel.nn import Array, ArraySpec, LayerTraffic, Model, Shape, context_positions
 from parallel.optim import LossScale, Optimizer, dtype_of
 from parallel.runtime.recipe import Recipe
 from parallel.sharding import Sharding
@@ -272,6 +272,22 @@ class State:
     def pipe_place_of(self, rank: int) -> int:
         """Return the place of a `rank` along the axis ``pipe``."""
         return self.mesh.index("pipe", rank) if "pipe" in self.mesh.axes else 0
+
+    def positions_of(self, context: int, rank: int) -> np.ndarray[Any, Any] | None:
+        """Return the positions of a row that a `rank` computes; None if it has all of them.
+
+        Raises ValueError if some rank would have none.
+        """
+        if (num_ranks := self.mesh.axes.get("context", 1)) == 1:
+            return None
+        return context_positions(context, num_ranks, self.mesh.index("context", rank))
+
+    def tokens_of(self, rows: int, context: int, number: int, rank: int) -> ArraySpec:
+        """Return the input of the model in a micro-batch, of a `rank` with so many `rows`."""
+        mine = placement.length(placement.span(rows, self.recipe.num_micro_batches, number))
+        positions, width = self.positions_of(context, rank), self.dtype.itemsize
+        length = context if positions is None else len(positions)
+        return ArraySpec.tokens(mine, length, width, context=context, rank=rank)
 
     @property
     def is_divided(self) -> bool:

@@ -98,6 +98,7 @@ class Sharding:
         hook: CommHook | None = None,
         find_unused_parameters: bool = False,
         broadcast_algorithm: str = "binomial",
+        axes: tuple[str, ...] = ("data",),
     ) -> Sharding:
         """Return that of data parallelism: ranks divide batches, and each keeps the whole model.
 
@@ -112,16 +113,23 @@ class Sharding:
 
         That is 2 Psi (p-1)/p elements for each rank and step, for any number of micro-batches.  A
         layer larger than `bucket_bytes` (at least 1, or ValueError) is a bucket alone.
-        `find_unused_parameters` and `broadcast_algorithm` are the attributes.
+        `find_unused_parameters` and `broadcast_algorithm` are the attributes.  `axes` are those
+        along which ranks compute different tokens; ``"context"`` may be one.
         """
         return cls(
-            reduction=AllReduce() if hook is None else hook, shard_axes=("data",),
+            reduction=AllReduce() if hook is None else hook, shard_axes=axes,
             bucket_bytes=bucket_bytes, find_unused_parameters=find_unused_parameters,
             broadcast_algorithm=broadcast_algorithm,
         )  # fmt: skip
 
     @classmethod
-    def zero(cls, stage: int, *, keep_after_forward: bool = False) -> Sharding:
+    def zero(
+        cls,
+        stage: int,
+        *,
+        keep_after_forward: bool = False,
+        axes: tuple[str, ...] = ("data",),
+    ) -> Sharding:
         """Return that of ZeRO: ranks divide optimizer states, gradients and parameters too.
 
         Rajbhandari et al. 2020.  Each of p ranks updates one p-th of every unit.  From `stage` 2
@@ -138,14 +146,15 @@ class Sharding:
         | 3     | backward/unit | all_gather     | k S   | (p-1) n(unit) |
 
         A rank sends 2, k + 1 or 3 k times Psi (p-1)/p elements in a step, and 2 k times with
-        `keep_after_forward`, which is for stage 3.  Raises ValueError for other stages.
+        `keep_after_forward`, which is for stage 3.  `axes` are as in `ddp`.  Raises ValueError for
+        other stages.
         """
         if stage not in (1, 2, 3):
             raise ValueError(f"ZeRO has the stages 1, 2 and 3, not {stage}")
         if keep_after_forward and stage < 3:
             raise ValueError(f"ZeRO-{stage} gathers no parameters: it has no keep_after_forward")
         return cls(
-            DIVIDED[stage], ReduceScatter(), shard_axes=("data",),
+            DIVIDED[stage], ReduceScatter(), shard_axes=axes,
             keep_after_forward=keep_after_forward,
         )  # fmt: skip
 

@@ -97,6 +97,33 @@ def test_sequence_parallel(form: str, pipe: int, data: int, tensor: int) -> None
     assert ends[0].table is not None and ends[0].table.check()
 
 
+CONTEXT_LAYOUTS = [  # pipe, data, context, tensor
+    (1, 1, 2, 1), (1, 1, 3, 1), (1, 1, 4, 1), (1, 2, 2, 1),
+    (2, 1, 2, 1), (1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+@pytest.mark.parametrize("layout", CONTEXT_LAYOUTS, ids=str)
+def test_context_parallel(attention: str, layout: tuple[int, ...]) -> None:
+    """With sequence parallelism where there are tensor ranks: parts of parts of each row."""
+    axes = tuple(zip(("pipe", "data", "context", "tensor"), layout, strict=True))
+    model: tuple[tuple[str, Any], ...] = (("attention", attention), ("is_tied", True))
+    if layout[-1] > 1:
+        model += (("sequence_parallel", "gather"),)
+    setup = Setup(axes, model=model, sharding=partial(Sharding.zero, 1, axes=("data", "context")))
+    ends = setup.run()
+    check_equal(ends, setup.alone())
+    assert differences([end.report for end in ends]) == []
+    assert ends[0].table is not None and ends[0].table.check()
+
+
+def test_context_ranks_that_nothing_sums_over_are_refused() -> None:
+    setup = Setup((("data", 1), ("context", 2)))
+    with pytest.raises(ValueError, match="the sharding must sum over it"):
+        setup.run()
+
+
 SYNCHRONOUS = [name for name in SCHEDULES if name != "pipedream"]
 
 

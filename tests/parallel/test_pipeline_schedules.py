@@ -1,50 +1,22 @@
-"""Every schedule computes all of a step, waits for nothing forever, and costs what papers say."""
+"""Every schedule computes all of a step, and waits for nothing forever; others are refused."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from fractions import Fraction
-from itertools import product
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from parallel.actions import Action
 from parallel.pipeline import (
-    SCHEDULES,
     InvalidSchedule,
     Schedule,
     Times,
     make,
     parse,
-    read_csv,
     simulate,
     validate,
     with_messages,
-    write_csv,
 )
-from parallel.pipeline.__main__ import main
-from parallel.pipeline.picture import svg
-
-each_schedule = pytest.mark.parametrize("name", SCHEDULES)
-NUM_MICRO_BATCHES = (1, 2, 3, 5, 8, 12, 16)
-
-
-def of_all_sizes(name: str, num_ranks: range = range(1, 9)) -> Iterator[Schedule]:
-    """Those of a kind that exist."""
-    found = 0
-    for p, m in product(num_ranks, NUM_MICRO_BATCHES):
-        try:
-            schedule = make(name, p, m)
-        except ValueError:
-            continue
-        found += 1
-        yield schedule
-    assert found >= 8
-
-
-# Proofs
+from parallel.pipeline.text import parse_row
+from tests.parallel.schedules import each_schedule, of_all_sizes
 
 
 @each_schedule
@@ -68,28 +40,108 @@ def test_stages_are_where_they_should_be(name: str) -> None:
             assert set(schedule.ranks_of(stage)) == wanted
 
 
+def makespan(schedule: Schedule, *, waits_in_receives: bool) -> int:
+    """That of lists with messages: one starts when its receive does, and none takes time."""
+    lists = with_messages(schedule)
+    at, free = [0] * len(lists), [0] * len(lists)
+    posted: dict[Action, int] = {}
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank, row in enumerate(lists):
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                waits = [action] if waits_in_receives and action.kind[:4] == "RECV" else []
+                waits += [x for x in posted if x.kind[:4] == "RECV" and uses(action, x)]
+                if any(sent_as(x) not in posted for x in waits):
+                    break
+                starts = [posted[x] for each in waits for x in (sent_as(each), each) if x in posted]
+                free[rank] = max([free[rank], *starts]) + int(Times().of(action))
+                if action.kind[:4] in ("SEND", "RECV"):
+                    posted[action] = free[rank]
+                at[rank] += 1
+                has_moved = True
+    assert at == [len(row) for row in lists]
+    return max(free)
+
+
+def uses(action: Action, receive: Action) -> bool:
+    """Whether an action computes with what is received."""
+    kinds = {"RECV_F": "F", "RECV_B": "BI"}[receive.kind]
+    return any(x.kind in kinds and x[1:3] == receive[1:3] for x in action.parts or (action,))
+
+
+def sent_as(receive: Action) -> Action:
+    step = 1 if receive.kind == "RECV_B" else -1
+    return Action(f"SEND_{receive.kind[-1]}", receive.stage + step, receive.micro_batch)
+
+
+@each_schedule
+def test_messages_that_start_in_their_place_delay_nothing(name: str) -> None:
+    for p, m in ((2, 4), (4, 8), (6, 12)):
+        schedule = make(name, p, m)
+        assert makespan(schedule, waits_in_receives=False) == simulate(schedule).makespan
+
+
+def test_a_rank_that_waits_in_its_receives_is_late() -> None:
+    schedule = make("1f1b", 4, 8)
+    assert makespan(schedule, waits_in_receives=True) == 45 > simulate(schedule).makespan == 33
+
+
 WRONG = {
-    "0B0 0F0": "rank 0 waits forever in 0B0 for 0F0",
-    "0F0": "stage 0 computes F of micro-batch 0",
-    "0F0 0F0 0B0": "0F0 is there twice",
-    "0F0 0I0 0W0 0B0": "stage 0 computes FBIW of micro-batch 0",
-    "0F0 0W0 0I0": "rank 0 waits forever in 0W0 for 0B0",
-    "0F0 0B0 0UPDATE1": "rank 0 waits forever in 0UPDATE1 for 0B1",
-    "0F0 0B0 0F2 0B2": "stage 0 computes nothing of micro-batch 1",
-    "0F0 1B0 1F0 0B0": "rank 0 waits forever in 1B0 for 1F0",
-    "0F0 0REDUCE0 0B0": "is not an action",
-}
+    "backward before forward": (["0B0 0F0"], "rank 0 waits forever in 0B0 for 0F0", ">0B0<"),
+    "no backward": (["0F0"], "stage 0 computes F of micro-batch 0 on rank 0", "0F0 ><"),
+    "no W": (["0F0 0I0"], "stage 0 computes FI of micro-batch 0 on rank 0", "0I0 ><"),
+    "no forward": (["0F0 0B0 1B0"], "stage 1 computes B of micro-batch 0 on rank 0", "1B0 ><"),
+    "two F": (["0F0 0F0 0B0"], "0F0 is there twice", ">0F0< >0F0<"),
+    "two B": (["0F0 0B0 0B0"], "0B0 is there twice", ">0B0< >0B0<"),
+    "two B on two ranks": (["0F0 0B0", "0B0"], "on rank 1 after rank 0", ">0B0<\nrank 1: >0B0<"),
+    "B and its halves": (["0F0 0I0 0W0 0B0"], "stage 0 computes FBIW of micro-batch 0", ">0B0<"),
+    "W before I": (["0F0 0W0 0I0"], "rank 0 waits forever in 0W0 for 0B0", ">0W0<"),
+    "update of nothing": (["0F0 0B0 0UPDATE1"], "0UPDATE1 of rank 0 belongs to no", ">0UPDATE1<"),
+    "update too early": (["0F0 0UPDATE0 0B0"], "in 0UPDATE0 for 0B0", ">0UPDATE0<"),
+    "two updates": (["0F0 0B0 0UPDATE0 0UPDATE0"], "0UPDATE0 is there twice", ">0UPDATE0<"),
+    "no micro-batch": (["0F0 0B0 0F2 0B2"], "stage 0 computes nothing of micro-batch 1", "0B2 ><"),
+    "no stage": (["0F0 0B0 2F0 2B0"], "no rank has stage 1", "0F0"),
+    "no list": (["0F0 0B0", ""], "rank 1 has no stage", "rank 1: ><"),
+    "last stage first": (["0F0 1B0 1F0 0B0"], "in 1B0 for 1F0", ">1B0<"),
+    "first backward first": (["0F0 1F0 0B0 1B0"], "in 0B0 for 1B0 on rank 0", ">0B0<"),
+    "an overlapped pair of one micro-batch": (
+        ["(0F0;0B0)OVERLAP_F_B"], "for 0F0 on rank 0", ">(0F0;0B0)OVERLAP_F_B<",
+    ),
+    "forward and backward apart": (
+        ["0F0", "0B0"], "rank 1 computes 0B0, but rank 0 computes 0F0", ">0F0<\nrank 1: >0B0<",
+    ),
+    "W apart from I": (["0F0 0I0", "0W0"], "rank 1 computes 0W0, but rank 0", ">0W0<"),
+    "copies of one stage only": (
+        ["0F0 1F0 1B0 0B0", "0F1 0B1", "1F1 1B1"], "ranks 0 and 1 share stage 0", ">0F0< 1F0",
+    ),
+    "ranks that wait for each other": (
+        ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"],
+        "rank 0 waits forever in 0B0 for 1B0 on rank 1, and rank 1 waits forever in 1F1 for 0F1 on"
+        " rank 0",
+        "0F0   >0B0< 0F1 0B1\nrank 1: >1F1< 1B1",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_what_cannot_run_is_refused_with_the_cell(words: str) -> None:
-    def check() -> None:
-        validate(Schedule.of("wrong", [[parse(word) for word in words.split()]]))
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_run_is_refused_with_the_rank_and_the_cell(what: str) -> None:
+    lists, why, faulty = WRONG[what]
+    schedule = Schedule.of("wrong", [parse_row(row.split()) for row in lists])
+    with pytest.raises(InvalidSchedule, match=why) as info:
+        validate(schedule)
+    assert faulty in str(info.value)
 
-    with pytest.raises(ValueError, match=WRONG[words]) as info:
-        check()
-    if "forever" in WRONG[words]:
-        assert isinstance(info.value, InvalidSchedule) and ">" in str(info.value)
+
+def test_a_wide_grid_is_cut_to_the_columns_around_the_faulty_cell() -> None:
+    lists = [list(row) for row in make("1f1b", 2, 40).actions]
+    lists[1].append(lists[1].pop(70))
+    with pytest.raises(InvalidSchedule, match="waits forever in 1B35 for 1F35") as info:
+        validate(Schedule.of("wrong", lists))
+    _, *rows = str(info.value).splitlines()
+    assert all(row.startswith(f"rank {rank}: ... ") for rank, row in enumerate(rows))
+    assert ">1B35<" in rows[1] and max(map(len, rows)) < 140
 
 
 TWO = ("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
@@ -99,6 +151,9 @@ WRONG_MESSAGES = {
     "sent before it exists": (("0SEND_F0 0F0 0RECV_B0 0B0", TWO[1]), "in 0SEND_F0 for 0F0"),
     "none at all for one": (("0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0"), "in 0B0 for 0RECV_B0"),
     "no list": ((TWO[0], ""), "rank 1 has no stage"),
+    "sent by the last stage": ((TWO[0], f"{TWO[1]} 1SEND_F0"), "1SEND_F0 of rank 1 belongs to no"),
+    "sent twice": ((f"{TWO[0]} 0SEND_F0", TWO[1]), "0SEND_F0 is there twice"),
+    "received too late": ((TWO[0], "1F0 1RECV_F0 1B0 1SEND_B0"), "rank 1 waits forever in 1F0 for"),
 }
 
 
@@ -128,7 +183,9 @@ TOO_FEW = {
     ("dualpipe", 3, 8): "even number of ranks",
     ("dualpipe", 4, 6): "at least 8, not 6",
     ("dualpipe-v", 4, 7): "at least 8",
-    ("interleaved", 3, 7): "rounds",
+    ("interleaved", 3, 7): "no multiple of 2 rounds",
+    ("dualpipe", 1, 8): "even number of ranks, not 1",
+    ("dualpipe", 4, 9): "even number of micro-batches",
     ("gpipe", 0, 1): "at least 1",
     ("unknown", 1, 1): "choose from naive, gpipe",
 }
@@ -138,146 +195,3 @@ TOO_FEW = {
 def test_numbers_that_a_schedule_does_not_take_are_refused(given: tuple[str, int, int]) -> None:
     with pytest.raises(ValueError, match=TOO_FEW[given]):
         make(*given)
-
-
-# Costs
-
-
-TIMES = [Times(f, i, w) for f, i, w in product((1, 2, 3), (1, 2, 3), (1, 2))]
-
-
-@each_schedule
-def test_the_bubble_is_that_of_the_formula(name: str) -> None:
-    info, num_checked = SCHEDULES[name], 0
-    for schedule in of_all_sizes(name, range(1, 7)):
-        p, m = schedule.num_ranks, schedule.num_micro_batches
-        for times in TIMES if m < 16 else TIMES[:1]:
-            if info.is_exact(p, m, times):
-                found = simulate(schedule, times).bubble
-                assert found == info.bubble(p, m, schedule.num_stages // p, times), (p, m, times)
-                num_checked += 1
-    assert num_checked >= 10
-
-
-@pytest.mark.parametrize(("name", "times"), [
-    ("zb-h1", Times(1, 1, 2)), ("zb-h2", Times(2, 1, 2)), ("zb-v", Times(2, 1, 1)),
-    ("v-half", Times(1, 2, 1)), ("v-min", Times(1, 2, 1)), ("dualpipe", Times(1, 2, 1)),
-    ("dualpipe-v", Times(2, 1, 1)),
-])  # fmt: skip
-def test_where_the_formula_does_not_hold_it_says_so(name: str, times: Times) -> None:
-    """The condition is needed: without it the bubble is another."""
-    info, schedule = SCHEDULES[name], make(name, 4, 16)
-    assert not info.is_exact(4, 16, times)
-    formula = info.bubble(4, 16, schedule.num_stages // 4, times)
-    assert simulate(schedule, times).bubble != formula
-
-
-@each_schedule
-def test_as_much_is_kept_as_the_formula_says(name: str) -> None:
-    for schedule in of_all_sizes(name):
-        p, m = schedule.num_ranks, schedule.num_micro_batches
-        if m >= 2 * p:
-            most = max(simulate(schedule).live(rank) for rank in range(p))
-            assert most == SCHEDULES[name].live(p, m, schedule.num_stages // p)
-
-
-def test_published_vectors() -> None:
-    """The tables of the papers, and of others who run these schedules."""
-    p, m, unit = 8, 32, Times(1, 1, 1)
-    fraction = {name: simulate(make(name, p, m), unit).fractions for name in SCHEDULES}
-    assert fraction["gpipe"] == fraction["1f1b"] == ((p - 1) / (m + p - 1), (p - 1) / m)
-    assert fraction["interleaved"][1] == (p - 1) / m / 2
-    assert fraction["zb-h1"][1] == (p - 1) / (3 * m)
-    assert fraction["zb-h2"][1] == fraction["zb-v"][1] == 0
-    assert fraction["naive"][0] == (p - 1) / p
-    one_f_one_b = make("1f1b", p, m)
-    assert [simulate(one_f_one_b).live(r) for r in range(p)] == [p - r for r in range(p)]
-    for v in (2, 3):  # activations of the first rank: P (1 + (P-1) / (P v)) of P v-th parts
-        most = simulate(make("interleaved", p, m, num_chunks=v)).live(0)
-        assert Fraction(most, v) == Fraction(p * v + p - 1, v)
-    messages = {name: sum(simulate(make(name, p, m)).num_messages) for name in SCHEDULES}
-    assert messages["1f1b"] == messages["zb-h2"] == messages["dualpipe"] == 2 * m * (p - 1)
-    assert messages["zb-v"] == messages["v-half"] == 2 * messages["1f1b"]
-    assert messages["interleaved"] == 2 * m * (2 * p - 1)
-
-
-def test_live_activations_of_four_ranks_and_eight_micro_batches() -> None:
-    one, all_first = simulate(make("1f1b", 4, 8)), simulate(make("gpipe", 4, 8))
-    assert [one.live(r) for r in range(4)] == [4, 3, 2, 1]
-    assert [all_first.live(r) for r in range(4)] == [8] * 4
-
-
-def test_versions_of_pipedream() -> None:
-    """Those of PipeDream's figure: rank r has P - r, and the last rank uses the newest."""
-    simulation = simulate(make("pipedream", 4, 12))
-    for rank in range(4):
-        found, alive = simulation.versions(rank)
-        assert found == {k: max(0, k - (3 - rank)) for k in range(12)}
-        assert alive == 4 - rank
-
-
-def test_a_message_takes_time_only_between_ranks() -> None:
-    alone, apart = make("zb-v", 1, 3), make("1f1b", 2, 1)
-    assert simulate(alone, Times(message=5)).makespan == simulate(alone).makespan
-    assert simulate(apart, Times(message=5)).makespan == simulate(apart).makespan + 10
-
-
-def test_overlapped_pairs_take_the_time_given() -> None:
-    schedule = make("dualpipe", 4, 16)
-    pairs = sum(action.kind == "OVERLAP_F_B" for action in schedule.actions[0])
-    plain, fast = simulate(schedule), simulate(schedule, Times(overlapped=2))
-    assert plain.busy(0) - fast.busy(0) == pairs > 0
-
-
-# Files and pictures
-
-
-@each_schedule
-def test_a_file_is_read_back(name: str, tmp_path: Path) -> None:
-    schedule = make(name, 2, 4)
-    write_csv(schedule.actions, tmp_path / f"{name}.csv")
-    assert read_csv(tmp_path / f"{name}.csv") == schedule
-
-
-def test_a_cell_that_is_no_action_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("0F0,,0B0\n0G0\n")
-    with pytest.raises(ValueError, match=r"x.csv, row 2: '0G0' is not an action"):
-        read_csv(tmp_path / "x.csv")
-
-
-def test_actions_are_written_as_pytorch_writes_them() -> None:
-    pair = Action("OVERLAP_F_B", parts=(Action("F", 0, 5), Action("B", 3, 2)))
-    for action, word in (
-        (Action("F", 2, 0), "2F0"), (Action("SEND_F", 3, 1), "3SEND_F1"),
-        (Action("I", 1, 2), "1I2"), (pair, "(0F5;3B2)OVERLAP_F_B"),
-    ):  # fmt: skip
-        assert str(action) == word and parse(word) == action
-
-
-def test_a_drawing_has_every_action() -> None:
-    schedule = make("dualpipe-v", 2, 4)
-    root = ElementTree.fromstring(svg(simulate(schedule), "a title"))
-    words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert words.count("F3") == 4 and "a title" in words
-
-
-def test_the_command_draws_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = ["--svg", str(tmp_path / "a.svg"), "--csv", str(tmp_path / "a.csv")]
-    assert main(["show", "1f1b", "--stages", "2", "--micro-batches", "3", *files]) == 0
-    said = capsys.readouterr().out
-    assert "rank 0: F0 F1  .  . B0  - F2 B1  -  . B2  -" in said
-    assert main(["show", str(tmp_path / "a.csv"), "--messages"]) == 0
-    assert "0SEND_F0" in capsys.readouterr().out
-    assert ElementTree.parse(tmp_path / "a.svg")
-
-
-def test_the_command_compares_all_schedules(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "--stages", "4", "--micro-batches", "8", "--times", "1:1:1"]) == 0
-    said = capsys.readouterr().out
-    assert all(f"| {name}" in said for name in SCHEDULES)
-
-
-def test_the_command_refuses_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["show", "dualpipe", "--stages", "4", "--micro-batches", "4"])
-    assert stop.value.code == 2 and "at least 8, not 4" in capsys.readouterr().err

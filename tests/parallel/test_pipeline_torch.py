@@ -5,6 +5,7 @@ Collected where torch is installed (`conftest.py`).
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch.distributed.pipelining import schedules as theirs
 
 from parallel.actions import Action
-from parallel.pipeline import make, read_csv, with_messages
+from parallel.pipeline import SCHEDULES, make, read_csv, with_messages, write_csv
 from parallel.pipeline.text import parse_row
 
 SIZES = [(2, 4), (2, 8), (4, 8), (4, 12), (3, 6), (5, 10)]
@@ -33,7 +34,8 @@ def order(kind: Any, p: int, m: int, stages: tuple[int, ...]) -> list[list[Actio
     """Their lists of each rank, without idle cells; `stages` are those of rank 0."""
     num_stages = len(stages) * p
     of_rank = [stage(i, num_stages, p) for i in stages]
-    schedule = kind(of_rank if len(stages) > 1 else of_rank[0], m)
+    is_single = issubclass(kind, theirs.PipelineScheduleSingle)
+    schedule = kind(of_rank[0] if is_single else of_rank, m)
     lists = getattr(schedule, "pipeline_order", None) or schedule._get_pipeline_order()
     return [parse_row(str(x) for x in lists[rank] if x is not None) for rank in range(p)]
 
@@ -56,10 +58,28 @@ def test_one_forward_one_backward(p: int, m: int) -> None:
     assert ours("1f1b", p, m) == [*found[:-1], last if is_faulty else found[-1]]
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("p", "m"), [*SIZES, (4, 3), (3, 5), (4, 6), (5, 2)])
 def test_interleaved(p: int, m: int) -> None:
+    """With fewer micro-batches than ranks too, and in rounds of more micro-batches than ranks."""
     found = order(theirs.ScheduleInterleaved1F1B, p, m, (0, p))
     assert ours("interleaved", p, m) == found
+
+
+def test_interleaved_refuses_what_theirs_refuses() -> None:
+    for p, m in product(range(1, 6), range(1, 13)):
+        try:
+            order(theirs.ScheduleInterleaved1F1B, p, m, (0, p))
+        except ValueError:
+            with pytest.raises(ValueError, match="rounds of equally many"):
+                make("interleaved", p, m)
+        else:
+            make("interleaved", p, m)
+
+
+@pytest.mark.parametrize(("p", "m"), [*SIZES, (4, 3), (3, 5), (4, 6), (5, 2)])
+def test_zero_bubble_with_the_memory_of_1f1b(p: int, m: int) -> None:
+    """Theirs may have several stages on a rank; ZB-H1 of the paper has one."""
+    assert ours("zb-h1", p, m) == order(theirs.ScheduleInterleavedZeroBubble, p, m, (0,))
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -78,6 +98,44 @@ def test_their_file_is_read(tmp_path: Path) -> None:
     schedule = kind([stage(0, 4, 2), stage(3, 4, 2)], 4)
     schedule._dump_csv(str(tmp_path / "theirs.csv"), "compute_only")
     assert read_csv(tmp_path / "theirs.csv").actions == make("dualpipe-v", 2, 4).actions
+
+
+def test_our_file_is_read_by_theirs(tmp_path: Path) -> None:
+    write_csv(make("v-half", 2, 4).actions, tmp_path / "ours.csv")
+    kind: Any = theirs.ScheduleDualPipeV
+    schedule = kind([stage(0, 4, 2), stage(3, 4, 2)], 4)
+    schedule._load_csv(str(tmp_path / "ours.csv"), "compute_only")
+    found = [parse_row(map(str, schedule.pipeline_order[rank])) for rank in range(2)]
+    assert found == ours("v-half", 2, 4) != ours("dualpipe-v", 2, 4)
+
+
+WITH_ONE_RANK_OF_A_STAGE = [name for name in SCHEDULES if name[:4] not in ("dual", "pipe")]
+
+
+@pytest.mark.parametrize("name", WITH_ONE_RANK_OF_A_STAGE)
+def test_their_simulation_runs_our_lists_with_messages_to_the_end(name: str) -> None:
+    """It knows neither pairs that overlap, nor two ranks of one stage, nor updates."""
+    schedule = make(name, 4, 8)
+    lists = {
+        rank: [theirs._Action.from_str(str(x)) for x in row]
+        for rank, row in enumerate(with_messages(schedule))
+    }
+    place = [schedule.ranks_of(stage)[0] for stage in range(schedule.num_stages)]
+    found = theirs._simulate_comms_compute(lists, place.__getitem__, schedule.num_stages)
+    for rank, row in lists.items():
+        assert [action for action in found[rank] if action is not None] == row
+
+
+def test_their_simulation_stops_at_lists_that_deadlock() -> None:
+    lists = {
+        rank: [theirs._Action.from_str(str(x)) for x in row]
+        for rank, row in enumerate(with_messages(make("1f1b", 2, 4)))
+    }
+    receive = theirs._Action.from_str("0RECV_B3")
+    lists[0].remove(receive)
+    lists[0].insert(lists[0].index(theirs._Action.from_str("0SEND_F3")), receive)
+    with pytest.raises(ValueError, match="not progressing"):
+        theirs._simulate_comms_compute(lists, [0, 1].__getitem__, 2)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-v"])

@@ -379,7 +379,9 @@ def test_a_checkpoint_that_was_cut_is_refused_in_a_sentence(
     ("words", "sentence"),
     [
         (["--mesh", "data=3"], "a mesh of data=3 has 3 ranks, not 2"),
-        (["--mesh", "pipe=2"], "no strategy trains on --mesh pipe=2; this works: --mesh data=N"),
+        (["--mesh", "expert=2"], "no strategy trains on --mesh expert=2; this works: --mesh with"),
+        (["--mesh", "data=2", "--schedule", "gpipe"], "--schedule needs --mesh with pipe=N"),
+        (["--sequence-parallel"], "--sequence-parallel needs --mesh with tensor=N"),
         (["--mesh", "replicate=1,shard=2", "--zero", "1"], "no strategy trains on --mesh"),
         (["--mesh", "colour=2"], "there is no axis 'colour'; choose from pipe"),
         (["--mesh", "replicate=1,shard=2", "--group-size", "1"], "--mesh takes no --group-size"),
@@ -396,6 +398,7 @@ def test_a_mesh_and_a_stage_are_a_strategy(run: Any) -> None:
         (["--mesh", "data=4"], "ddp"),
         (["--zero", "2"], "zero2"),
         (["--mesh", "replicate=2,shard=2", "--zero", "3"], "hsdp"),
+        (["--mesh", "pipe=1,data=4,tensor=1", "--zero", "1"], "zero1"),
     ):
         meshed, named = run(*words, ranks=4), run("--strategy", name, ranks=4)
         assert meshed.losses == named.losses and meshed.status == named.status == 0

@@ -1,0 +1,190 @@
+"""List ways to train a large model: memory, traffic, bubble and time of a step.
+
+    python -m parallel.plan --layers 96 --hidden 12288 --heads 96 --hosts 128x8 --gpu-memory 80G
+
+Rows are the fastest layouts that fit into memory, then the best that use ZeRO-3 alone.  The numbers
+are those of the rank with the most; times are of a model in which products run at --flops and only
+the bubble, tensor and data messages add to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from parallel import cli
+from parallel.plan.cost import Cost, cost_of
+from parallel.plan.layouts import Job, Layout, Machine, layouts_for
+
+SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+YEAR = 365.25 * 24 * 3600
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table that the command line asks for; return the exit status."""
+    parse = parser()
+    options = parse.parse_args(arguments)
+    (num_hosts, on_each), (within, between) = options.hosts, options.links
+    machine = Machine(
+        num_hosts, on_each, options.gpu_memory, options.flops, 1e9 * within, 1e9 * between
+    )
+    job = Job(
+        options.layers, options.hidden, options.heads, options.context, options.vocab_size,
+        options.batch,
+    )  # fmt: skip
+    if options.hidden % options.heads:
+        parse.exit(2, f"{parse.prog}: {options.heads} heads do not divide {options.hidden}\n")
+    if options.ranks not in (None, machine.num_ranks):
+        parse.exit(
+            2, f"{parse.prog}: {machine.num_ranks} ranks are on the hosts, not {options.ranks}\n"
+        )
+    console = cli.console_of(0)
+    found = [(cost_of(job, layout, machine), layout) for layout in layouts_for(job, machine)]
+    fitting = sorted(
+        (each for each in found if each[0].memory <= machine.memory), key=lambda x: x[0].seconds
+    )
+    if not fitting:
+        console.print("no layout fits into memory; the one that needs least:")
+        fitting = [min(found, key=lambda x: x[0].memory)]
+    console.print(
+        f"{job.num_parameters / 1e9:.1f} G parameters, {job.flops:.3g} operations a step,"
+        f" {len(found)} layouts, of which {len(fitting)} fit into {machine.memory / 1e9:g} GB"
+    )
+    table = cli.table_with("pipe x data x tensor", "ZeRO", "recompute", "schedule", numbers=HEADS)
+    for cost, layout in fitting[: options.rows]:
+        table.add_row(*words(layout), *numbers(job, machine, cost, layout))
+    console.print(zero_alone(job, machine, table))
+    cli.print_table(table, console)
+    years = 8 * options.tokens * job.num_parameters / options.flops / YEAR
+    console.print(
+        f"{options.tokens:g} tokens with full recomputation: {years:.0f} years of one GPU,"
+        f" {years / machine.num_ranks * 365.25:.0f} days of all"
+    )
+    console.print("\n".join(divides(job)), markup=False)
+    return 0
+
+
+def zero_alone(job: Job, machine: Machine, table: Any) -> str:
+    """Add the fastest layout of ZeRO-3 alone to a table; return a sentence about it."""
+    batch = -(-job.batch // machine.num_ranks) * machine.num_ranks
+    larger = replace(job, batch=batch)
+    of_zero = [x for x in layouts_for(larger, machine) if x.pipe == x.tensor == 1 and x.zero == 3]
+    costs = [(cost_of(larger, layout, machine), layout) for layout in of_zero]
+    fitting = [each for each in costs if each[0].memory <= machine.memory]
+    if not fitting:
+        return "ZeRO-3 alone does not fit."
+    cost, layout = min(fitting, key=lambda x: x[0].seconds)
+    table.add_row(*words(layout), *numbers(larger, machine, cost, layout))
+    return f"The last row is ZeRO-3 alone, with a batch of {batch} rows."
+
+
+HEADS = (
+    "rows", "states GB", "activations GB", "tensor GB", "data GB", "pipe GB", "bubble", "step s",
+    "TFLOP/s",
+)  # fmt: skip
+
+
+def words(layout: Layout) -> list[str]:
+    """Return the name of a layout for the table."""
+    axes = f"{layout.pipe} x {layout.data} x {layout.tensor}"
+    return [axes, str(layout.zero), layout.recompute, layout.schedule if layout.pipe > 1 else ""]
+
+
+def numbers(job: Job, machine: Machine, cost: Cost, layout: Layout) -> list[str]:
+    """Return the numbers of a layout for the table."""
+    sent = [cost.sent[axis] for axis in ("tensor", "data", "pipe")]
+    gigabytes = [f"{x / 1e9:.2f}" for x in (cost.states, cost.activations, *sent)]
+    speed = job.flops / cost.seconds / machine.num_ranks / 1e12
+    return [
+        str(layout.micro_batch), *gigabytes, f"{cost.bubble:.1%}", f"{cost.seconds:.2f}",
+        f"{speed:.0f}",
+    ]  # fmt: skip
+
+
+def divides(job: Job) -> list[str]:
+    """Return what eight ranks along each axis divide, in GB of the rank with the most."""
+    machine = Machine(1, 8)
+    rows = {
+        "one rank": Layout(1, 1, 1, 1, 1),
+        "tensor=8": Layout(1, 1, 8, 1, 1),
+        "pipe=8": Layout(8, 1, 1, 1, 1),
+        "data=8, ZeRO-1": Layout(1, 8, 1, 1, 1),
+        "data=8, ZeRO-2": Layout(1, 8, 1, 2, 1),
+        "data=8, ZeRO-3": Layout(1, 8, 1, 3, 1),
+        "pipe=8, data=8, ZeRO-1": Layout(8, 8, 1, 1, 1),
+        "pipe=8, data=8, ZeRO-2": Layout(8, 8, 1, 2, 1),
+    }
+    lines = ["What each axis divides (states, activations, and sent along data in a step, in GB):"]
+    for name, layout in rows.items():
+        if layout.pipe > min(job.num_layers, layout.num_micro_batches(job)):
+            continue
+        cost = cost_of(job, layout, machine)
+        parts = (cost.states, cost.activations, cost.sent["data"])
+        lines.append(f"  {name:24}" + "".join(f"{x / 1e9:12.1f}" for x in parts))
+    return [*lines, WHY]
+
+
+WHY = (
+    "ZeRO-2 saves little under a pipeline: a rank has the gradients of its stage only, two bytes of"
+    " sixteen, and\nwould send them for every micro-batch instead of once."
+)
+
+
+def number(word: str) -> float:
+    """Return 80e9 for "80G" and 3e11 for "300e9"; an argument type.  More than 0."""
+    factor = SUFFIXES.get(word[-1:].upper(), 1)
+    try:
+        value = float(Decimal(word[:-1] if factor > 1 else word) * factor)
+    except InvalidOperation:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number, such as 80G") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word} is not more than 0")
+    return value
+
+
+def pair(separator: str, kind: type) -> Callable[[str], tuple[Any, Any]]:
+    """Return an argument type: two numbers more than 0, such as 128x8."""
+
+    def parse(word: str) -> tuple[Any, Any]:
+        try:
+            first, second = map(kind, word.split(separator))
+        except ValueError:
+            example = f"128{separator}8"
+            raise argparse.ArgumentTypeError(f"{word!r} is not two numbers as {example}") from None
+        if min(first, second) <= 0:
+            raise argparse.ArgumentTypeError(f"{word}: both must be more than 0")
+        return first, second
+
+    return parse
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parse = argparse.ArgumentParser("python -m parallel.plan", description=__doc__)
+    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+    add, positive = parse.add_argument, cli.at_least(1)
+    add("--layers", type=positive, required=True, help="number of blocks")
+    add("--hidden", type=positive, required=True, help="width")
+    add("--heads", type=positive, required=True, help="attention heads")
+    add("--context", type=positive, default=2048, help="tokens of a row; default: %(default)s")
+    add("--vocab-size", type=positive, default=51200, help="default: %(default)s")
+    add("--batch", type=positive, default=1536, help="rows of all ranks; default: %(default)s")
+    add("--ranks", type=positive, help="number of GPUs; those of the hosts")
+    add("--hosts", type=pair("x", int), default=(128, 8), metavar="HxG",
+        help="hosts, and GPUs on each; default: 128x8")  # fmt: skip
+    add("--gpu-memory", type=number, default=80e9, metavar="BYTES", help="default: 80G")
+    add("--flops", type=number, default=150e12, metavar="N",
+        help="operations a second that a GPU reaches; default: 150T")  # fmt: skip
+    add("--links", type=pair(":", float), default=(250.0, 25.0), metavar="W:B",
+        help="GB/s of a rank within a host and between hosts; default: 250:25")  # fmt: skip
+    add("--tokens", type=number, default=300e9, metavar="N", help="of a run; default: 300G")
+    add("--rows", type=positive, default=10, help="layouts to list; default: %(default)s")
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

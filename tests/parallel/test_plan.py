@@ -1,0 +1,128 @@
+"""Plans of large runs: published configurations fit, and formulas are those of small runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+
+from parallel.pipeline import make, simulate
+from parallel.plan import Job, Layout, Machine, cost_of, layouts_for
+from parallel.plan.__main__ import main
+from parallel.plan.cost import divided, forward_flops
+
+GPT3 = Job(96, 12288, 96)
+PETAFLOPS_DAY = 1e15 * 24 * 3600
+
+
+class Published(NamedTuple):
+    """A row of table 1 of Narayanan et al. 2021; on GPUs of 80 GB, eight in a host."""
+
+    billions: float
+    heads: int
+    hidden: int
+    layers: int
+    tensor: int
+    pipe: int
+    gpus: int
+    batch: int
+
+
+PUBLISHED = [
+    Published(1.7, 24, 2304, 24, 1, 1, 32, 512),
+    Published(3.6, 32, 3072, 30, 2, 1, 64, 512),
+    Published(7.5, 32, 4096, 36, 4, 1, 128, 512),
+    Published(18.4, 48, 6144, 40, 8, 1, 256, 1024),
+    Published(39.1, 64, 8192, 48, 8, 2, 512, 1536),
+    Published(76.1, 80, 10240, 60, 8, 4, 1024, 1792),
+    Published(145.6, 96, 12288, 80, 8, 8, 1536, 2304),
+    Published(310.1, 128, 16384, 96, 8, 16, 1920, 2160),
+    Published(529.6, 128, 20480, 105, 8, 35, 2520, 2520),
+    Published(1008.0, 160, 25600, 128, 8, 64, 3072, 3072),
+]
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=str)
+def test_published_configurations_fit(row: Published) -> None:
+    """With full recomputation, as in the paper; its table counts one table of tokens."""
+    job = Job(row.layers, row.hidden, row.heads, batch=row.batch)
+    of_paper = job.num_parameters - job.vocab_size * job.hidden
+    assert of_paper / 1e9 == pytest.approx(row.billions, rel=0.002, abs=0.05)
+    machine, data = Machine(row.gpus // 8, 8), row.gpus // (row.tensor * row.pipe)
+    layout = Layout(row.pipe, data, row.tensor, 1, 1, "all")
+    assert cost_of(job, layout, machine).memory < 80e9
+
+
+def test_gpt3_fits_on_no_gpu_alone_and_not_with_tensor_ranks_only() -> None:
+    """The negative control: 2.8 TB of states."""
+    alone = cost_of(replace(GPT3, batch=1), Layout(1, 1, 1, 1, 1), Machine(1, 1))
+    assert alone.states == pytest.approx(16 * GPT3.num_parameters)
+    assert cost_of(GPT3, Layout(1, 128, 8, 1, 1, "all"), Machine(128, 8)).memory > 80e9
+
+
+def test_operations_are_those_of_the_layers() -> None:
+    """The formula of the paper, and two for each element of a matrix, three times."""
+    job = Job(4, 512, 8, context=256, vocab_size=1000, batch=8)
+    layout = Layout(1, 1, 1, 1, micro_batch=8)
+    model = divided(job, 1, 8, "none").model
+    forward = sum(forward_flops(job, layout, model, name) for name in model.layers)
+    assert 3 * forward == pytest.approx(job.flops, rel=1e-3)
+
+
+def test_gpt3_takes_288_years_of_a_v100() -> None:
+    """8 T P operations for 300 G tokens: the paper's estimate implies 46 of 125 TFLOP/s."""
+    seconds = 288 * 365.25 * 24 * 3600
+    speed = 8 * 300e9 * 175e9 / seconds
+    assert 0.36 < speed / 125e12 < 0.38
+    training = 300e9 / (GPT3.batch * GPT3.context) * GPT3.flops * 4 / 3  # recomputed once
+    assert training / speed / seconds == pytest.approx(1, rel=0.03)
+    assert training * 3 / 4 / PETAFLOPS_DAY == pytest.approx(3640, rel=0.03)  # Brown et al. 2020
+
+
+def test_the_bubble_is_that_of_the_schedule() -> None:
+    for schedule in ("1f1b", "interleaved", "zb-h1"):
+        job = replace(GPT3, batch=8 * 16)
+        cost = cost_of(job, Layout(8, 8, 8, 1, 1, "none", schedule), Machine(64, 8))
+        found = simulate(make(schedule, 8, 16)).fractions[1]
+        assert cost.bubble == pytest.approx(found)
+
+
+def test_zero_two_sends_for_every_micro_batch() -> None:
+    cost = {
+        zero: cost_of(replace(GPT3, batch=64), Layout(8, 8, 1, zero, 1), Machine(8, 8))
+        for zero in (1, 2)
+    }
+    assert cost[2].sent["data"] / cost[1].sent["data"] == (8 + 1) / 2
+    saved = 1 - cost[2].states / cost[1].states
+    assert saved == pytest.approx((2 - 2 / 8) / (4 + 12 / 8), rel=0.01)
+
+
+def test_layouts_use_all_ranks_and_divide_the_batch() -> None:
+    machine = Machine(4, 8)
+    found = list(layouts_for(Job(8, 64, 4, batch=64), machine))
+    assert len(set(found)) == len(found) > 50
+    for layout in found:
+        assert layout.pipe * layout.data * layout.tensor == machine.num_ranks
+        assert layout.tensor <= 4 and 64 % (layout.data * layout.micro_batch) == 0
+
+
+def test_the_command_lists_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--layers", "4", "--hidden", "64", "--heads", "4", "--context", "64"]
+    assert main([*small, "--hosts", "2x4", "--batch", "16", "--ranks", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "ZeRO-3 alone" in said and "What each axis divides" in said
+    assert main([*small, "--hosts", "1x2", "--gpu-memory", "1K", "--batch", "2"]) == 0
+    assert "no layout fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--heads", "3"], "3 heads do not divide"), (["--ranks", "5"], "not 5"),
+    (["--hosts", "8"], "two numbers"), (["--gpu-memory", "x"], "not a number"),
+])  # fmt: skip
+def test_the_command_refuses_in_a_sentence(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--layers", "4", "--hidden", "64", "--heads", "4", *words])
+    assert stop.value.code == 2 and said in capsys.readouterr().err
