@@ -19,12 +19,14 @@ from parallel.nn import (
     Linear,
     Model,
     Residual,
+    RingAttention,
     Sequential,
     Step,
+    UlyssesAttention,
     annotate,
     gpt,
 )
-from parallel.nn.tensor import Columns, Rows
+from parallel.nn.tensor import Columns, Rows, Whole
 from tests.parallel.models import Values
 from tests.parallel.split_layers import bound_by_name, near
 
@@ -143,6 +145,31 @@ def test_other_placements_send_something_else() -> None:
         assert len({str(calls) for calls in found.values()}) == len(PLACEMENTS) - 3
 
     collectives.run(fn, size=2)
+
+
+@pytest.mark.parametrize("kind", [RingAttention, UlyssesAttention])
+def test_heads_stay_divided_if_ranks_divide_rows_too(kind: Any) -> None:
+    """The calls along "context" and "tensor" are those of layers placed by hand."""
+
+    def fn(comm: Communicator) -> None:
+        mesh = Mesh(comm, context=2, tensor=2)
+
+        def attention(columns: Any, rows: Any) -> dict[str, Any]:
+            return {
+                "qkv": columns(Linear(6, (3, 3, 2))), "heads": kind(3, mesh, width=2),
+                "out": rows(Linear(6, 6)),
+            }  # fmt: skip
+
+        at = Whole(mesh)
+        by_hand = attention(lambda x: Columns(x, at, 1), lambda x: Rows(x, at, 2))
+        plain = Model(attention(lambda x: x, lambda x: x))
+        placements = {"qkv.weight": (2, "tensor"), "out.weight": (0, "tensor")}
+        x = ArraySpec((2, 3, 6), 8, context=6, length=3, rank=comm.rank)
+        derived = annotate(plain, placements, mesh)
+        assert derived.traffic(x) == Model(by_hand, mesh=mesh).traffic(x)
+        assert all(any(traffic) for traffic in derived.traffic(x).values())
+
+    collectives.run(fn, size=4)
 
 
 def test_it_is_made_of_the_same_layers_and_changes_none() -> None:
