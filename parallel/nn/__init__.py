@@ -3,6 +3,7 @@
 Arrays are NumPy's or CuPy's; each function takes the array namespace of its input.
 """
 
+from parallel.nn.annotate import annotate
 from parallel.nn.context import RingAttention, UlyssesAttention, context_positions
 from parallel.nn.functional import Array, cast, namespace_of, on_host
 from parallel.nn.gpt import gpt
@@ -31,6 +32,6 @@ from parallel.placement import Shape
 __all__ = [
     "Activations", "Array", "ArraySpec", "CausalAttention", "CrossEntropy", "Embedding", "Gelu",
     "Layer", "LayerNorm", "LayerTraffic", "Linear", "Model", "ParameterSpec", "Residual",
-    "RingAttention", "Sequential", "Shape", "Step", "UlyssesAttention", "Unembedding", "cast",
-    "context_positions", "gpt", "namespace_of", "on_host", "split_flat",
+    "RingAttention", "Sequential", "Shape", "Step", "UlyssesAttention", "Unembedding", "annotate",
+    "cast", "context_positions", "gpt", "namespace_of", "on_host", "split_flat",
 ]  # fmt: skip

@@ -22,6 +22,7 @@ from parallel.nn.functional import (
     transpose,
     upcast,
 )
+from parallel.nn.int8 import check_int8, int8_matmul
 from parallel.nn.layer import Activations, ArraySpec, Layer, ParameterSpec, Step
 from parallel.placement import Shape
 
@@ -95,6 +96,10 @@ class Linear(Layer):
     of them can be divided; the output has their product.  The initial weights have standard
     deviation `gain` / sqrt(`in_features`); biases begin at 0.
 
+    With `int8`, ``"rowwise"`` or ``"tensorwise"``, forward multiplies in 8-bit integers with such
+    scales (`parallel.nn.int8`); backward multiplies in the layer's dtype, as if forward had too.
+    Raises ValueError for another word, and for so many `in_features` that a sum may overflow.
+
     Attributes
     ----------
     first_out_dims : dict of str to int
@@ -103,9 +108,17 @@ class Linear(Layer):
 
     first_out_dims: ClassVar[dict[str, int]] = {"weight": 1, "bias": 0}
 
-    def __init__(self, in_features: int, out_features: int | Shape, gain: float = 1.0) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Shape,
+        gain: float = 1.0,
+        *,
+        int8: str | None = None,
+    ) -> None:
         super().__init__()
-        self.in_features, self.gain = in_features, gain
+        check_int8(int8, in_features)
+        self.in_features, self.gain, self.int8 = in_features, gain, int8
         self.out_shape = (out_features,) if isinstance(out_features, int) else out_features
         self.out_features = math.prod(self.out_shape)
 
@@ -113,15 +126,22 @@ class Linear(Layer):
         shape, std = (self.in_features, *self.out_shape), self.gain / math.sqrt(self.in_features)
         return {"weight": ParameterSpec(shape, std), "bias": ParameterSpec(self.out_shape)}
 
+    def config(self) -> list[Any]:
+        return [*super().config(), self.int8 or ""]
+
     def product(self, x: Array) -> Array:
         """Return ``x @ weight``, rounded to the dtype of `x`."""
-        y = matmul(flatten_rows(x), self._weight())
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        y = self._product(x)
+        return cast(y, x.dtype).reshape(*x.shape[:-1], y.shape[-1])
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
-        bias = upcast(self.value["bias"].reshape(-1))
-        y = upcast(flatten_rows(x)) @ upcast(self._weight()) + bias
+        y = self._product(x) + upcast(self.value["bias"].reshape(-1))
         return cast(y, x.dtype).reshape(*x.shape[:-1], y.shape[-1]), x
+
+    def _product(self, x: Array) -> Array:
+        """Return ``x @ weight`` as a matrix, before it is rounded."""
+        rows, weight = upcast(flatten_rows(x)), upcast(self._weight())
+        return rows @ weight if self.int8 is None else int8_matmul(rows, weight, self.int8)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         dys = flatten_rows(dy)
@@ -150,8 +170,8 @@ class Unembedding(Linear):
 
     first_out_dims: ClassVar[dict[str, int]] = {"table": 0}
 
-    def __init__(self, dim: int, vocab_size: int) -> None:
-        super().__init__(dim, vocab_size)
+    def __init__(self, dim: int, vocab_size: int, *, int8: str | None = None) -> None:
+        super().__init__(dim, vocab_size, int8=int8)
 
     def specs(self) -> dict[str, ParameterSpec]:
         # Small: the first loss is that of a uniform distribution, and its gradients are moderate.

@@ -26,7 +26,8 @@ class Columns(Layer):
     Parameters
     ----------
     linear : Linear
-        The whole layer; `Unembedding` is one.
+        The whole layer; `Unembedding` is one.  If it multiplies in 8 bits, each column has the
+        scale that it has on one rank, and each rank's matrix its own.
     region : Whole
         The ranks, and what they have outside.
     dim : int
@@ -134,7 +135,8 @@ class Rows(Layer):
     Parameters
     ----------
     linear : Linear
-        The whole layer.
+        The whole layer.  If it multiplies in 8 bits, each rank has scales for its part of a row or
+        column, as blocks have: the result differs by rounding from that of one rank.
     region : Whole
         The ranks, and what they have outside.
     block : int
