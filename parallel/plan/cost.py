@@ -91,7 +91,7 @@ def cost_of(job: Job, layout: Layout, machine: Machine) -> Cost:
     >>> job, machine = Job(24, 2048, 16, batch=64), Machine(1, 8)
     >>> cost = cost_of(job, Layout(pipe=1, data=1, tensor=8, zero=1, micro_batch=4), machine)
     >>> f"{cost.states / 1e9:.2f} GB"
-    '2.87 GB'
+    '2.91 GB'
     """
     info, m = SCHEDULES[layout.schedule], layout.num_micro_batches(job)
     chunks = info.num_chunks

@@ -83,7 +83,7 @@ class State:
         return self.recipe.clip is not None or self.loss_scale.is_dynamic
 
     def by_layer(self, tokens: ArraySpec) -> ByLayer:
-        """Return what enters each layer, and what it sends, for the input of the model."""
+        """Return what enters each layer, and what it sends, for the input `tokens`."""
         if tokens not in self._by_tokens:
             inputs, traffic = self.model.inputs(tokens), self.model.traffic(tokens)
             self._by_tokens[tokens] = ByLayer(inputs, traffic)
@@ -274,7 +274,7 @@ class State:
         return self.mesh.index("pipe", rank) if "pipe" in self.mesh.axes else 0
 
     def positions_of(self, context: int, rank: int) -> np.ndarray[Any, Any] | None:
-        """Return the positions of a row that a `rank` computes; None if it has all of them.
+        """Return the positions that a `rank` computes of a row of `context`; None if it has all.
 
         Raises ValueError if some rank would have none.
         """
@@ -283,7 +283,10 @@ class State:
         return context_positions(context, num_ranks, self.mesh.index("context", rank))
 
     def tokens_of(self, rows: int, context: int, number: int, rank: int) -> ArraySpec:
-        """Return the input of the model in a micro-batch, of a `rank` with so many `rows`."""
+        """Return the input of the model in micro-batch `number`.
+
+        Of a `rank` with so many `rows` of `context` positions.
+        """
         mine = placement.length(placement.span(rows, self.recipe.num_micro_batches, number))
         positions, width = self.positions_of(context, rank), self.dtype.itemsize
         length = context if positions is None else len(positions)
