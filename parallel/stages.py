@@ -9,7 +9,7 @@ from typing import NamedTuple
 from collectives import even_counts
 from parallel.actions import Action
 from parallel.nn import Model
-from parallel.pipeline import Schedule, with_messages
+from parallel.pipeline import InvalidSchedule, Schedule, with_messages
 
 
 class Message(NamedTuple):
@@ -39,8 +39,8 @@ class Stages:
     ----------
     model : Model
     schedule : Schedule
-        Raises ValueError if it has more stages than the model can fill, or updates stages alone
-        that share parameters.
+        Raises InvalidSchedule if it has more stages than the model can fill, and ValueError if it
+        updates stages alone that share parameters.
 
     Attributes
     ----------
@@ -65,7 +65,10 @@ class Stages:
 
     def __init__(self, model: Model, schedule: Schedule) -> None:
         self.model, self.schedule = model, schedule
-        self.layers = divide(list(model.layers), schedule.num_stages)
+        try:
+            self.layers = divide(list(model.layers), schedule.num_stages)
+        except ValueError as error:
+            raise InvalidSchedule(str(error), schedule.actions) from None
         self.actions = with_messages(schedule)
         self.stage_of = {name: i for i, names in enumerate(self.layers) for name in names}
         places = range(schedule.num_ranks)

@@ -5,6 +5,8 @@ A schedule added to `SCHEDULES` is proved, drawn and compared like the others.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from parallel.pipeline.both_ends import dualpipe, dualpipe_v
 from parallel.pipeline.formulas import (
     ENOUGH,
@@ -31,6 +33,7 @@ from parallel.pipeline.one_forward_one_backward import (
     zb_h1,
     zb_h2,
 )
+from parallel.pipeline.picture import grid
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.v_shaped import v_half, v_min, zb_v
 
@@ -175,4 +178,17 @@ def make(
         allowed = "at least 1" if is_free else str(info.num_chunks)
         raise ValueError(f"the number of stages on a rank of {name} is {allowed}, not {number}")
     chunks = (number,) if is_free else ()
-    return Schedule.of(name, info.lists(num_ranks, num_micro_batches, *chunks))
+    try:
+        return Schedule.of(name, info.lists(num_ranks, num_micro_batches, *chunks))
+    except ValueError as error:
+        works = what_works(info, num_ranks, num_micro_batches, *chunks)
+        raise ValueError(f"{error}{works}") from None
+
+
+def what_works(info: ScheduleInfo, num_ranks: int, num_micro_batches: int, *chunks: int) -> str:
+    """Return the grid of the schedule for the next larger number of micro-batches, if any."""
+    for number in range(num_micro_batches + 1, 4 * num_ranks + 1):
+        with suppress(ValueError):
+            lists = info.lists(num_ranks, number, *chunks)
+            return f"; with {number} it is\n{grid(lists)}"
+    return ""

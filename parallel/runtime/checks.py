@@ -5,7 +5,7 @@ from __future__ import annotations
 import collectives
 from parallel.mesh import Mesh
 from parallel.nn import Model
-from parallel.pipeline import Schedule
+from parallel.pipeline import Schedule, validate
 from parallel.places import Place
 from parallel.runtime.recipe import Recipe
 from parallel.sharding import AllReduce, ReduceScatter, Sharding
@@ -67,13 +67,14 @@ def check_arguments(axes: dict[str, int], sharding: Sharding, algorithm: str) ->
 
 
 def check_schedule(schedule: Schedule, mesh: Mesh, recipe: Recipe, sharding: Sharding) -> None:
-    """Raise ValueError unless a schedule is for this mesh and recipe, and goes with a sharding."""
+    """Raise ValueError unless a schedule can run on this mesh by a recipe and with a sharding."""
     num_ranks, num_parts = mesh.axes.get("pipe", 1), recipe.num_micro_batches
     if (schedule.num_ranks, schedule.num_micro_batches) != (num_ranks, num_parts):
         raise ValueError(
             f"the schedule is for {schedule.num_ranks} ranks and {schedule.num_micro_batches}"
             f" micro-batches: the mesh has {num_ranks} along 'pipe', and the recipe {num_parts}"
         )
+    validate(schedule)
     if num_ranks > 1 and (sharding.secondary_axes or sharding.every is not None):
         raise ValueError("ZeRO++ and local updates do not work with a pipeline")
     if schedule.is_asynchronous:

@@ -13,7 +13,7 @@ import pytest
 import collectives
 from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer
 from parallel.accounts.table import by_axis, sums
-from parallel.pipeline import SCHEDULES, simulate
+from parallel.pipeline import SCHEDULES, Schedule, parse, simulate
 from parallel.rank_report import differences
 from tests.parallel.layouts import CLIP, LAYOUTS, Setup, check_equal, with_optimizer
 
@@ -305,9 +305,26 @@ def refused(**options: Any) -> str:
 
 
 def test_what_does_not_go_together_is_refused_before_anything_is_sent() -> None:
-    assert "a stage would have no layer" in refused(blocks=1, schedule="zb-v")
     assert "at least 4, not 2" in refused(schedule="dualpipe")
     assert "ZeRO++ and local updates" in refused(sharding=lambda: Sharding(every=2))
+
+
+def test_a_refused_schedule_is_shown_as_a_grid() -> None:
+    """Too many stages, too few micro-batches, and ranks that wait for each other forever."""
+    said = refused(blocks=1, schedule="zb-v")
+    assert "a stage would have no layer\nrank 0: 0F0" in said
+    assert "at least 4, not 2; with 4 it is\nrank 0: 0F0" in refused(schedule="dualpipe")
+    lists = [[parse(word) for word in row.split()] for row in ("0B0 0F0", "1F0 1B0")]
+    said = refused(schedule=Schedule.of("wrong", lists), recipe=Recipe())
+    assert "rank 0 waits" in said and ">0B0<" in said
+
+
+def test_dualpipe_on_four_ranks_with_sixteen_micro_batches() -> None:
+    setup = setup_of(4, 1, 1, schedule="dualpipe", recipe=Recipe(num_micro_batches=16, clip=CLIP))
+    ends = setup.run()
+    check_equal(ends, setup.alone())
+    assert differences([end.report for end in ends]) == []
+    assert ends[0].table is not None and ends[0].table.check()
 
 
 def test_a_model_made_without_the_mesh_is_refused() -> None:
