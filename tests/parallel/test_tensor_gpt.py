@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from array_api_compat import numpy as host
 
 import collectives
 from collectives import Communicator
-from parallel import MemoryTracker, Mesh, TrafficTable
+from parallel import MemoryTracker, Mesh, Recipe, TrafficTable, Trainer
 from parallel.nn import ArraySpec, Model, Step, gpt
 from parallel.optim import dtype_of
 from tests.parallel.models import Bound, Values
 from tests.parallel.split_layers import bound_by_name, near
+from tests.parallel.test_offload import FAKE
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden": 6, "num_heads": 3, "context": 5}
 ROWS, LENGTH = 3, 5
@@ -192,3 +194,24 @@ def test_recomputed_blocks_send_twice_forward() -> None:
 def test_another_form_of_sequence_parallelism_is_refused() -> None:
     with pytest.raises(ValueError, match="sequence_parallel is 'ring': it must be one of None"):
         gpt(**SIZES, sequence_parallel="ring")
+
+
+@each_form
+@pytest.mark.parametrize("int8", [None, "rowwise"])
+def test_on_a_device_the_bits_are_the_same(form: str | None, int8: str | None) -> None:
+    """No array crosses to the host on the way; messages are those of the library."""
+
+    def fn(comm: Communicator) -> list[list[float]]:
+        losses = []
+        for xp in (host, FAKE):
+            mesh = Mesh(comm, tensor=3)
+            model = gpt(**SIZES, mesh=mesh, sequence_parallel=form)
+            up: Any = model.layers["block0"]
+            up.layers["mlp"].layers["up"].linear.int8 = int8
+            trainer = Trainer(mesh, model, Recipe(xp=xp))
+            trainer.start()
+            losses.append([trainer.step(*batch(), ROWS * LENGTH) for _ in range(3)])
+        return losses
+
+    for on_host, on_device in collectives.run(fn, size=3):
+        assert on_host == on_device and on_host[2] < on_host[0]

@@ -39,10 +39,13 @@ class VocabularyEmbedding(Embedding):
         return vectors + positions, (x, step.positions)
 
     def _local(self, x: Array) -> tuple[Array, Array]:
-        """Return the tokens counted from this rank's first, 0 for others, and which it has."""
+        """Return for each token the nearest vector of this rank, and whether it is the token's.
+
+        If this rank has no vectors, they do not matter.
+        """
         part, xp = self.region.part(self.vocab_size), namespace_of(x)
-        is_mine = (x >= part.start) & (x < part.stop)
-        return xp.where(is_mine, x - part.start, xp.zeros_like(x)), is_mine
+        nearest = xp.clip(x, part.start, max(part.start, part.stop - 1))
+        return nearest - part.start, nearest == x
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         tokens, positions = saved
