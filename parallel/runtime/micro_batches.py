@@ -90,6 +90,7 @@ class MicroBatches:
             self._steps[k] = Step(
                 state.xp.asarray(targets[rows]), totals[k], k, positions=positions,
                 context=context, loss_scale=scale, track=self._track,
+                is_reference=self.overlap.is_reference, add_wait=self.overlap.add,
             )  # fmt: skip
 
     def end(self) -> None:
