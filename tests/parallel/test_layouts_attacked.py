@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from parallel import Sharding
+from parallel import Recipe, Sharding
+from parallel.places import Disk
 from parallel.rank_report import differences
-from tests.parallel.layouts import Setup
+from tests.parallel.layouts import CLIP, Setup, check_equal
 
 
 def axes_of(**sizes: int) -> tuple[tuple[str, int], ...]:
@@ -27,3 +29,15 @@ def test_weight_gradients_of_a_divided_table_need_no_values(stage: int) -> None:
     np.testing.assert_allclose(ends[0].losses, setup.alone().losses, rtol=0, atol=1e-12)
     assert differences([end.report for end in ends]) == []
     assert ends[0].table is not None and ends[0].table.check()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_activations_moved_are_those_of_the_stages_of_a_rank(tmp_path: Path, name: str) -> None:
+    """And of the micro-batches that it has of them, which dualpipe divides between two ranks."""
+    recipe = Recipe(num_micro_batches=4, clip=CLIP, offload_activations=partial(Disk, tmp_path))
+    setup = Setup(axes_of(pipe=2, data=2), name, recipe, blocks=4)
+    ends = setup.run()
+    assert differences([end.report for end in ends]) == []
+    moved = [end.trainer.activations.moved for end in ends]
+    assert len({str(each) for each in moved}) > 1  # else a sum over all layers would pass
+    check_equal(ends, setup._replace(recipe=Recipe(num_micro_batches=4, clip=CLIP)).alone())
