@@ -11,6 +11,7 @@ import pytest
 from parallel import Recipe, Sharding
 from parallel.places import Disk
 from parallel.rank_report import differences
+from tests.parallel import layouts
 from tests.parallel.layouts import CLIP, Setup, check_equal
 
 
@@ -41,3 +42,18 @@ def test_activations_moved_are_those_of_the_stages_of_a_rank(tmp_path: Path, nam
     moved = [end.trainer.activations.moved for end in ends]
     assert len({str(each) for each in moved}) > 1  # else a sum over all layers would pass
     check_equal(ends, setup._replace(recipe=Recipe(num_micro_batches=4, clip=CLIP)).alone())
+
+
+@pytest.mark.parametrize(("rows", "is_enough"), [(5, False), (7, True)])
+def test_a_micro_batch_of_pipedream_without_rows_is_refused(
+    monkeypatch: pytest.MonkeyPatch, rows: int, *, is_enough: bool
+) -> None:
+    """Before a step sends anything.  With 7 rows, one of two data ranks has some of the last."""
+    monkeypatch.setattr(layouts, "ROWS", rows)
+    recipe = Recipe(num_micro_batches=4)
+    setup = Setup(axes_of(pipe=2, data=2), "pipedream", recipe, sharding=Sharding.ddp)
+    if is_enough:
+        assert np.isfinite(setup.run()[0].losses).all()
+        return
+    with pytest.raises(ValueError, match="5 rows leaves micro-batch 3 of 4 without rows"):
+        setup.run()
