@@ -292,6 +292,8 @@ def offload_traffic(trainer: Trainer, num_updates: int) -> dict[str, int]:
 
 def activation_traffic(trainer: Trainer, rows: int, context: int) -> dict[str, int]:
     """Return ``trainer.activations.moved`` after ``trainer.num_batches`` of (`rows`, `context`)."""
-    layers = [each for part in activations_of(trainer, rows, context) for each in part.values()]
-    saved = trainer.num_batches * sum(each.saved for each in layers)
+    layers = activations_of(trainer, rows, context)
+    forward = [action for action in trainer.actions if action.kind == "F"]
+    of_step = sum(layers[number_of(action)][action.part].saved for action in forward)
+    saved = trainer.num_batches * of_step
     return dict.fromkeys(trainer.activations.columns, saved)

@@ -305,9 +305,13 @@ class Trainer(State):
         if self.micro_batches.stash is None:
             return [total] * num_parts
         rows = [length(span(total // context, num_ranks, rank)) for rank in range(num_ranks)]
-        return [
-            context * sum(length(span(n, num_parts, k)) for n in rows) for k in range(num_parts)
-        ]
+        found = [sum(length(span(n, num_parts, k)) for n in rows) for k in range(num_parts)]
+        if not all(found):
+            raise ValueError(
+                f"a batch of {total // context} rows leaves micro-batch {found.index(0)} of"
+                f" {num_parts} without rows, of which pipedream would update by a mean"
+            )
+        return [context * n for n in found]
 
     def _zero_gradients(self) -> None:
         for flat in self.gradients.values():

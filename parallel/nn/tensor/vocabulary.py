@@ -54,7 +54,8 @@ class VocabularyEmbedding(Embedding):
     def _selected(self, tokens: Array, dtype: Any) -> Array:
         index, is_mine = self._local(tokens)
         flat, mine = index.reshape(-1), is_mine.reshape(-1, 1)
-        return one_hot(flat, self.value["token"].shape[0], dtype) * cast(mine, dtype)
+        # Not the values: they may be freed when only the gradient is computed.
+        return one_hot(flat, self.gradient["token"].shape[0], dtype) * cast(mine, dtype)
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
         inner = super().activation_bytes(x)

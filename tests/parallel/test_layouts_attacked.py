@@ -1,0 +1,59 @@
+"""Combinations of layouts, sharding, schedules and places that once went wrong."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parallel import Recipe, Sharding
+from parallel.places import Disk
+from parallel.rank_report import differences
+from tests.parallel import layouts
+from tests.parallel.layouts import CLIP, Setup, check_equal
+
+
+def axes_of(**sizes: int) -> tuple[tuple[str, int], ...]:
+    return tuple(sizes.items())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weight_gradients_of_a_divided_table_need_no_values(stage: int) -> None:
+    """Of a W under ZeRO-3, which gathers no parameters; ZeRO-2 is the control, with values."""
+    setup = Setup(
+        axes_of(pipe=2, data=2, tensor=2), "zb-h1", sharding=partial(Sharding.zero, stage),
+        model=(("is_tied", True),),
+    )  # fmt: skip
+    ends = setup.run()
+    np.testing.assert_allclose(ends[0].losses, setup.alone().losses, rtol=0, atol=1e-12)
+    assert differences([end.report for end in ends]) == []
+    assert ends[0].table is not None and ends[0].table.check()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_activations_moved_are_those_of_the_stages_of_a_rank(tmp_path: Path, name: str) -> None:
+    """And of the micro-batches that it has of them, which dualpipe divides between two ranks."""
+    recipe = Recipe(num_micro_batches=4, clip=CLIP, offload_activations=partial(Disk, tmp_path))
+    setup = Setup(axes_of(pipe=2, data=2), name, recipe, blocks=4)
+    ends = setup.run()
+    assert differences([end.report for end in ends]) == []
+    moved = [end.trainer.activations.moved for end in ends]
+    assert len({str(each) for each in moved}) > 1  # else a sum over all layers would pass
+    check_equal(ends, setup._replace(recipe=Recipe(num_micro_batches=4, clip=CLIP)).alone())
+
+
+@pytest.mark.parametrize(("rows", "is_enough"), [(5, False), (7, True)])
+def test_a_micro_batch_of_pipedream_without_rows_is_refused(
+    monkeypatch: pytest.MonkeyPatch, rows: int, *, is_enough: bool
+) -> None:
+    """Before a step sends anything.  With 7 rows, one of two data ranks has some of the last."""
+    monkeypatch.setattr(layouts, "ROWS", rows)
+    recipe = Recipe(num_micro_batches=4)
+    setup = Setup(axes_of(pipe=2, data=2), "pipedream", recipe, sharding=Sharding.ddp)
+    if is_enough:
+        assert np.isfinite(setup.run()[0].losses).all()
+        return
+    with pytest.raises(ValueError, match="5 rows leaves micro-batch 3 of 4 without rows"):
+        setup.run()
