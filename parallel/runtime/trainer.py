@@ -21,7 +21,7 @@ from parallel.lowering import SENDS
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model
 from parallel.optim import Offload, Optimizer, pieces
-from parallel.pipeline import Schedule, make
+from parallel.pipeline import Schedule, make, validate
 from parallel.placement import length, pieces_of, span
 from parallel.runtime import agreement, prediction
 from parallel.runtime.agreement import format_ranks
@@ -93,6 +93,8 @@ class Trainer(State):
     ValueError
         If the algorithm does not serve the numbers of ranks, or gives ranks different bits; if the
         mesh lacks axes of the sharding; or if the model divides its parameters on another mesh.
+    InvalidSchedule
+        If a given schedule cannot run, or computes a part of a stage twice or never.
 
     Attributes
     ----------
@@ -136,6 +138,8 @@ class Trainer(State):
         check_model(model, mesh, sharding)
         if isinstance(schedule, str):
             schedule = make(schedule, mesh.axes.get("pipe", 1), recipe.num_micro_batches)
+        else:
+            validate(schedule)
         check_schedule(schedule, mesh, recipe, sharding)
         super().__init__(mesh, model, recipe, sharding, algorithm, Stages(model, schedule))
         self.phase = phase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from parallel import Recipe, Sharding
+from parallel.pipeline import InvalidSchedule, Schedule, parse
 from parallel.places import Disk
 from parallel.rank_report import differences
 from tests.parallel import layouts
@@ -57,3 +59,28 @@ def test_a_micro_batch_of_pipedream_without_rows_is_refused(
         return
     with pytest.raises(ValueError, match="5 rows leaves micro-batch 3 of 4 without rows"):
         setup.run()
+
+
+def schedule_of(*rows: str) -> Schedule:
+    return Schedule.of("mine", [[parse(word) for word in row.split()] for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [
+        ("0F0 0F1 0I0 0B1", "stage 0 computes FI of micro-batch 0 on rank 0"),
+        ("0F0 0F0 0F1 0B0 0B1", "0F0 is there twice"),
+        ("0F0 0F1 0I0 0B0 0W0 0B1", "stage 0 computes FBIW of micro-batch 0"),
+        ("0F1 0B1 0F0 0B0", "waits forever"),
+    ],
+)
+def test_a_given_schedule_that_is_wrong_is_refused_with_its_grid(first: str, why: str) -> None:
+    """Without a W, a stage would train without a part of its gradient."""
+    second = "1F0 1F1 1B0 1B1"
+    recipe = Recipe(num_micro_batches=2, clip=CLIP)
+    setup = Setup(axes_of(pipe=2), schedule_of(first, second), recipe, Sharding)
+    with pytest.raises(InvalidSchedule, match=why) as info:
+        setup.run()
+    assert re.search(r"\nrank 0: .*\nrank 1: .*1B1", str(info.value))
+    good = setup._replace(schedule=schedule_of("0F0 0F1 0B0 0I1 0W1", second))
+    check_equal(good.run(), good.alone())
