@@ -17,6 +17,8 @@ COMMANDS = {
     "collectives.warm": "",
     "parallel.train": "--strategy zero2",
     "parallel.memory": "--params 7.5e9 --ranks 64",
+    "parallel.pipeline": "compare --stages 4 --micro-batches 8",
+    "parallel.plan": "--layers 96 --hidden 12288 --heads 96",
     "parallel.show": "zero3 --ranks 4 --micro-batches 2",
     "bench": "all_reduce -b 8 -e 64M --native",
 }

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import collectives
 import parallel
+from parallel import pipeline, plan
 
 HEAD = """\
 # {title}
@@ -52,7 +53,7 @@ PAGES = [
     Page(
         "api_parallel.md",
         "API of `parallel`",
-        [parallel, parallel.checkpoint, parallel.text],
+        [parallel, pipeline, plan, parallel.checkpoint, parallel.text],
     ),
 ]
 

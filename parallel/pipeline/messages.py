@@ -8,7 +8,7 @@ from parallel.pipeline.simulation import simulate, target
 
 
 def with_messages(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """Return the lists of all ranks with what they send and receive.
+    """Return the lists of a `schedule` with what ranks send and receive.
 
     ``2SEND_F0`` sends the output of stage 2 for micro-batch 0 as soon as it is computed, and
     ``3RECV_F0`` receives it, at the same time if F, I and W take equally long.  Stages on one rank

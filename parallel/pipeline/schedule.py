@@ -50,7 +50,7 @@ class Schedule:
 
     @classmethod
     def of(cls, name: str, actions: Lists) -> Schedule:
-        """Return the schedule of lists that have all stages and micro-batches."""
+        """Return the schedule of lists of `actions` that have all stages and micro-batches."""
         each = [part for row in actions for part in computations(row)]
         num_stages = 1 + max((x.stage for x in each), default=-1)
         number = 1 + max((x.micro_batch or 0 for x in each), default=-1)
@@ -65,7 +65,7 @@ class Schedule:
         }
 
     def rank_of(self, stage: int, micro_batch: int | None) -> int:
-        """Return the rank that computes a stage for a micro-batch.
+        """Return the rank that computes a `stage` for a `micro_batch`.
 
         Raises KeyError if there is none.
         """

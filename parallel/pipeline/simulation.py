@@ -22,7 +22,14 @@ Time: TypeAlias = int | float | Fraction
 class Times(NamedTuple):
     """How long a stage takes for a micro-batch, and a message between ranks.
 
-    `overlapped` is the time of an F and a B that overlap; by default their sum.
+    Attributes
+    ----------
+    forward, backward_input, backward_weight : number
+        The times of F, I and W.
+    message : number
+        That of a message between ranks.
+    overlapped : number, optional
+        That of an F and a B that overlap; by default their sum.
     """
 
     forward: Time = 1

@@ -48,13 +48,13 @@ def parse_row(cells: Iterable[str]) -> list[Action]:
 
 
 def write_csv(lists: Lists, path: Path) -> None:
-    """Write the actions of all ranks to a file."""
+    """Write the actions of all ranks, `lists`, to the file at `path`."""
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([[str(action) for action in row] for row in lists])
 
 
 def read_csv(path: Path) -> Schedule:
-    """Return the schedule of a file.  Messages in it are left out: `with_messages` adds them.
+    """Return the schedule of the file at `path`.  Messages in it are left out: `with_messages` adds them.
 
     Raises ValueError, with the place in the file, for a cell that is no action.
     """

@@ -82,23 +82,37 @@ class Machine:
 
 
 class Layout(NamedTuple):
-    """A way to train a job on the ranks of a machine."""
+    """A way to train a job on the ranks of a machine.
+
+    Attributes
+    ----------
+    pipe, data, tensor : int
+        The numbers of ranks along these axes.
+    zero : int
+        The stage of ZeRO along ``data``.
+    micro_batch : int
+        The rows of a micro-batch.
+    recompute : str
+        What is computed again in backward: ``"none"``, ``"attention"`` or ``"all"``.
+    schedule : str
+        Of the pipeline.
+    """
 
     pipe: int
     data: int
     tensor: int
     zero: int
-    micro_batch: int  # rows
+    micro_batch: int
     recompute: str = "none"
     schedule: str = "1f1b"
 
     def num_micro_batches(self, job: Job) -> int:
-        """Return how many micro-batches a rank computes in a step."""
+        """Return how many micro-batches of a `job` a rank computes in a step."""
         return job.batch // (self.data * self.micro_batch)
 
 
 def layouts_for(job: Job, machine: Machine) -> Iterator[Layout]:
-    """Yield the layouts of a job that use all ranks, whether or not they fit into memory.
+    """Yield the layouts of a `job` that use all ranks of a `machine`, also those that do not fit.
 
     The ranks along ``tensor`` are in one host.  With a pipeline, only optimizer states are divided
     along ``data``: further stages of ZeRO would send for every micro-batch.

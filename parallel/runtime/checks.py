@@ -87,10 +87,8 @@ def check_asynchronous(recipe: Recipe, sharding: Sharding) -> None:
     reasons = {
         "clip": recipe.clip is not None,
         "float16": recipe.dtype == "float16",
-        "this sharding": not is_simple or sharding.every is not None,
+        "sharding of parameters or states": not is_simple or sharding.every is not None,
         "offload": recipe.offload is not Place,
     }
     if found := [reason for reason, is_given in reasons.items() if is_given]:
-        raise ValueError(
-            f"pipedream updates each stage alone: it takes no {found[0]}, only data parallelism"
-        )
+        raise ValueError(f"pipedream updates each stage alone: it takes no {found[0]}")

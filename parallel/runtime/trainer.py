@@ -21,7 +21,7 @@ from parallel.lowering import SENDS
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model
 from parallel.optim import Offload, Optimizer, pieces
-from parallel.pipeline import Schedule, make, validate
+from parallel.pipeline import Schedule, make
 from parallel.placement import length, pieces_of, span
 from parallel.runtime import agreement, prediction
 from parallel.runtime.agreement import format_ranks
@@ -138,8 +138,6 @@ class Trainer(State):
         check_model(model, mesh, sharding)
         if isinstance(schedule, str):
             schedule = make(schedule, mesh.axes.get("pipe", 1), recipe.num_micro_batches)
-        else:
-            validate(schedule)
         check_schedule(schedule, mesh, recipe, sharding)
         super().__init__(mesh, model, recipe, sharding, algorithm, Stages(model, schedule))
         self.phase = phase
