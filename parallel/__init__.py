@@ -9,7 +9,7 @@ Psi is the number of a model's parameters, n(unit) the bytes of a unit (the flat
 layer), S the number of steps, and k that of micro-batches.
 """
 
-from parallel import checkpoint, cli, text
+from parallel import checkpoint, cli, pipeline, plan, text
 from parallel.accounts import (
     MemoryTracker,
     PredictedCall,
@@ -20,7 +20,7 @@ from parallel.accounts import (
 from parallel.actions import Action
 from parallel.elastic import Elastic, ReplicaMismatch
 from parallel.mesh import Mesh
-from parallel.nn import Layer, Model, gpt
+from parallel.nn import Layer, Model, annotate, gpt
 from parallel.optim import SGD, Adam, AdamW, Optimizer
 from parallel.placement import Placement
 from parallel.places import Disk, HostMemory
@@ -48,6 +48,6 @@ __all__ = [
     "Elastic", "HalfPrecision", "HostMemory", "Int8Blocks", "Layer", "MemoryTracker", "Mesh",
     "MissingGradient", "Model", "ModelMismatch", "Optimizer", "OuterMomentum", "Placement",
     "PowerSGD", "PredictedCall", "Recipe", "ReplicaMismatch", "Sharding", "SyncParameterServer",
-    "TrafficMismatch", "TrafficMonitor", "TrafficTable", "Trainer", "checkpoint",
-    "choose_group_size", "cli", "gpt", "raise_on_all_ranks", "text",
+    "TrafficMismatch", "TrafficMonitor", "TrafficTable", "Trainer", "annotate", "checkpoint",
+    "choose_group_size", "cli", "gpt", "pipeline", "plan", "raise_on_all_ranks", "text",
 ]  # fmt: skip

@@ -50,7 +50,7 @@ class Schedule:
 
     @classmethod
     def of(cls, name: str, actions: Lists) -> Schedule:
-        """Return the schedule of lists of `actions` that have all stages and micro-batches."""
+        """Return the schedule `name` of lists of `actions`: all stages and micro-batches."""
         each = [part for row in actions for part in computations(row)]
         num_stages = 1 + max((x.stage for x in each), default=-1)
         number = 1 + max((x.micro_batch or 0 for x in each), default=-1)

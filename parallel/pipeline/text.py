@@ -54,7 +54,9 @@ def write_csv(lists: Lists, path: Path) -> None:
 
 
 def read_csv(path: Path) -> Schedule:
-    """Return the schedule of the file at `path`.  Messages in it are left out: `with_messages` adds them.
+    """Return the schedule of the file at `path`.
+
+    Messages in it are left out: `with_messages` adds them.
 
     Raises ValueError, with the place in the file, for a cell that is no action.
     """
