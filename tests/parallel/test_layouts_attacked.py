@@ -13,7 +13,7 @@ import pytest
 
 import collectives
 from parallel import Mesh, Recipe, Sharding, Trainer
-from parallel.nn import Model
+from parallel.nn import CrossEntropy, Embedding, Gelu, Linear, Model
 from parallel.pipeline import InvalidSchedule, Schedule, parse
 from parallel.places import Disk
 from parallel.rank_report import differences
@@ -120,3 +120,45 @@ def test_a_unit_unused_in_one_stage_is_updated_if_another_stage_uses_it() -> Non
     for losses, there in trained_without_last_block(pipe=4, data=2):
         np.testing.assert_allclose(losses, alone, rtol=0, atol=1e-12)
         np.testing.assert_allclose(there, block, rtol=0, atol=1e-12)
+
+
+class Penalty(Gelu):
+    """Adds the mean square of what enters it to the loss, as a router of experts does."""
+
+    def forward(self, x: Any, step: Any) -> tuple[Any, Any]:
+        step.losses.append(float((x**2).sum()) / step.total)
+        y, saved = super().forward(x, step)
+        return y, (saved, 2 * x / step.total)
+
+    def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
+        dx, rest = super().backward_input(dy, saved[0])
+        return dx + saved[1], rest
+
+
+def losses_with_penalty(name: str, pipe: int, recompute: tuple[str, ...] = ()) -> list[float]:
+    def fn(comm: Any) -> list[float]:
+        mesh = Mesh(comm, pipe=pipe)
+        layers = {"embedding": Embedding(256, CONTEXT, 6), "first": Penalty(),
+                  "middle": Linear(6, 6), "second": Penalty(), "last": Linear(6, 256),
+                  "loss": CrossEntropy()}  # fmt: skip
+        model = Model(layers, mesh=mesh, recompute=recompute)
+        trainer = Trainer(mesh, model, Recipe(num_micro_batches=4), schedule=name)
+        trainer.start()
+        return trainer.train(STEPS, layouts.batch, ROWS * CONTEXT, nothing)
+
+    (first, *others) = collectives.run(fn, size=pipe, timeout=60)
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("name", "pipe"), [("1f1b", 2), ("gpipe", 5), ("zb-v", 2), ("dualpipe", 2)]
+)
+@pytest.mark.parametrize("recompute", [(), ("first",)])
+def test_losses_of_layers_count_in_every_stage(
+    name: str, pipe: int, recompute: tuple[str, ...]
+) -> None:
+    """Once each, if forward runs again too."""
+    alone = losses_with_penalty("1f1b", 1)
+    found = losses_with_penalty(name, pipe, recompute)
+    np.testing.assert_allclose(found, alone, rtol=0, atol=1e-12)
