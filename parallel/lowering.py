@@ -182,7 +182,7 @@ class _Lowering:
             for axis in self.summed_axes(unit):
                 self.each("REDUCE", "partial", [unit], [axis])
         if sharding.find_unused_parameters:
-            self.add("UNUSED", "unused", axes=sharding.axes)
+            self.add("UNUSED", "unused", axes=(*self.pipe, *sharding.axes))
         self.add("LOSS", "loss", axes=(*self.pipe, *sharding.axes))
         if needs_norm:
             axes = (*(sharding.shard_axes if sharding.divided else ()), *divides)

@@ -115,11 +115,17 @@ class MicroBatches:
         if name == self._last_layer:
             if not isinstance(x, float):
                 raise ValueError(f"the last layer is {name}: to be trained, it must be a loss")
-            step = self._steps[number]
-            self.loss += (x + sum(step.losses)) * step.total / self._total
+            self._add_loss(number, x)
         else:
-            is_end = name == self.stages.layers[action.stage][-1]
+            if is_end := name == self.stages.layers[action.stage][-1]:
+                self._add_loss(number)  # that of its layers: the last one may be elsewhere
             self._entering["F", action.stage + is_end, number] = x
+
+    def _add_loss(self, number: int, loss: float = 0.0) -> None:
+        """Add the losses of a micro-batch: that of the last layer, and those of others so far."""
+        step = self._steps[number]
+        self.loss += (loss + sum(step.losses)) * step.total / self._total
+        step.losses.clear()
 
     def _forward(self, name: str, x: Array, number: int) -> Any:
         """Return the output of a layer for the input `x`, and save what its backward needs."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from parallel import Recipe, Sharding
+import collectives
+from parallel import Mesh, Recipe, Sharding, Trainer
+from parallel.nn import CrossEntropy, Embedding, Gelu, Linear, Model
 from parallel.pipeline import InvalidSchedule, Schedule, parse
 from parallel.places import Disk
 from parallel.rank_report import differences
 from tests.parallel import layouts
-from tests.parallel.layouts import CLIP, Setup, check_equal
+from tests.parallel.layouts import CLIP, ROWS, STEPS, Setup, check_equal
+from tests.parallel.training import CONTEXT, nothing
 
 
 def axes_of(**sizes: int) -> tuple[tuple[str, int], ...]:
@@ -84,3 +89,76 @@ def test_a_given_schedule_that_is_wrong_is_refused_with_its_grid(first: str, why
     assert re.search(r"\nrank 0: .*\nrank 1: .*1B1", str(info.value))
     good = setup._replace(schedule=schedule_of("0F0 0F1 0B0 0I1 0W1", second))
     check_equal(good.run(), good.alone())
+
+
+class WithoutLastBlock(Model):
+    """Its last block, which has the parameters of the first, takes part in no step."""
+
+    def active_layers(self) -> list[str]:
+        return [name for name in self.layers if name != "block3"]
+
+
+def trained_without_last_block(**axes: int) -> list[Any]:
+    """The losses, and the parameters of the blocks on each rank."""
+
+    def fn(comm: Any) -> tuple[list[float], Any]:
+        mesh = Mesh(comm, **axes)
+        model = Setup((), blocks=4, model=(("is_shared", True),)).make_model(mesh)
+        model.__class__ = WithoutLastBlock
+        sharding = Sharding.ddp(find_unused_parameters=True)
+        trainer = Trainer(mesh, model, Recipe(num_micro_batches=2), sharding=sharding)
+        trainer.start()
+        losses = trainer.train(STEPS, layouts.batch, ROWS * CONTEXT, nothing)
+        return losses, next(x for unit, x in trainer.parameters.items() if "block0" in unit)
+
+    return collectives.run(fn, size=math.prod(axes.values()), timeout=60)
+
+
+def test_a_unit_unused_in_one_stage_is_updated_if_another_stage_uses_it() -> None:
+    """On all ranks that have it: else they would have different parameters."""
+    ((alone, block),) = trained_without_last_block(data=1)
+    for losses, there in trained_without_last_block(pipe=4, data=2):
+        np.testing.assert_allclose(losses, alone, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(there, block, rtol=0, atol=1e-12)
+
+
+class Penalty(Gelu):
+    """Adds the mean square of what enters it to the loss, as a router of experts does."""
+
+    def forward(self, x: Any, step: Any) -> tuple[Any, Any]:
+        step.losses.append(float((x**2).sum()) / step.total)
+        y, saved = super().forward(x, step)
+        return y, (saved, 2 * x / step.total)
+
+    def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
+        dx, rest = super().backward_input(dy, saved[0])
+        return dx + saved[1], rest
+
+
+def losses_with_penalty(name: str, pipe: int, recompute: tuple[str, ...] = ()) -> list[float]:
+    def fn(comm: Any) -> list[float]:
+        mesh = Mesh(comm, pipe=pipe)
+        layers = {"embedding": Embedding(256, CONTEXT, 6), "first": Penalty(),
+                  "middle": Linear(6, 6), "second": Penalty(), "last": Linear(6, 256),
+                  "loss": CrossEntropy()}  # fmt: skip
+        model = Model(layers, mesh=mesh, recompute=recompute)
+        trainer = Trainer(mesh, model, Recipe(num_micro_batches=4), schedule=name)
+        trainer.start()
+        return trainer.train(STEPS, layouts.batch, ROWS * CONTEXT, nothing)
+
+    (first, *others) = collectives.run(fn, size=pipe, timeout=60)
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("name", "pipe"), [("1f1b", 2), ("gpipe", 5), ("zb-v", 2), ("dualpipe", 2)]
+)
+@pytest.mark.parametrize("recompute", [(), ("first",)])
+def test_losses_of_layers_count_in_every_stage(
+    name: str, pipe: int, recompute: tuple[str, ...]
+) -> None:
+    """Once each, if forward runs again too."""
+    alone = losses_with_penalty("1f1b", 1)
+    found = losses_with_penalty(name, pipe, recompute)
+    np.testing.assert_allclose(found, alone, rtol=0, atol=1e-12)
