@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import collectives
-from parallel import Mesh, Recipe, Sharding, Trainer
+from parallel import Mesh, ModelMismatch, Recipe, Sharding, Trainer
 from parallel.nn import CrossEntropy, Embedding, Gelu, Linear, Model
 from parallel.pipeline import InvalidSchedule, Schedule, parse
 from parallel.places import Disk
@@ -162,3 +162,21 @@ def test_losses_of_layers_count_in_every_stage(
     alone = losses_with_penalty("1f1b", 1)
     found = losses_with_penalty(name, pipe, recompute)
     np.testing.assert_allclose(found, alone, rtol=0, atol=1e-12)
+
+
+def test_ranks_with_different_schedules_are_refused_before_the_first_step() -> None:
+    """They would wait for messages that the others never send."""
+
+    def fn(comm: Any) -> None:
+        setup = Setup(axes_of(pipe=2), recipe=Recipe(num_micro_batches=2))
+        mesh = Mesh(comm, pipe=2)
+        names = ("1f1b", "1f1b"), ("1f1b", "gpipe")
+        same, others = (
+            Trainer(mesh, setup.make_model(mesh), setup.recipe, schedule=each[comm.rank])
+            for each in names
+        )
+        same.start()
+        with pytest.raises(ModelMismatch, match="option schedule of rank 1"):
+            others.start()
+
+    collectives.run(fn, size=2, timeout=60)
