@@ -17,6 +17,7 @@ from parallel.nn import CrossEntropy, Embedding, Gelu, Linear, Model
 from parallel.pipeline import InvalidSchedule, Schedule, parse
 from parallel.places import Disk
 from parallel.rank_report import differences
+from parallel.train import Training, parser
 from tests.parallel import layouts
 from tests.parallel.layouts import CLIP, ROWS, STEPS, Setup, check_equal
 from tests.parallel.training import CONTEXT, nothing
@@ -180,3 +181,17 @@ def test_ranks_with_different_schedules_are_refused_before_the_first_step() -> N
             others.start()
 
     collectives.run(fn, size=2, timeout=60)
+
+
+@pytest.mark.parametrize(("context", "is_enough"), [(3, False), (4, True)])
+def test_the_command_line_refuses_a_context_of_fewer_positions_than_ranks(
+    context: int, *, is_enough: bool
+) -> None:
+    """Before it prepares a run, and not in the first step."""
+    words = f"--mesh context=4 --context {context} --layers 1 --hidden 8 --steps 1 --text"
+    options = parser().parse_args([*words.split(), __file__])
+    if is_enough:
+        collectives.run(lambda comm: Training(comm, options), size=4, timeout=60)
+        return
+    with pytest.raises(ValueError, match="4 ranks cannot divide 3 positions"):
+        collectives.run(lambda comm: Training(comm, options), size=4, timeout=60)
