@@ -51,6 +51,7 @@ from parallel.accounts import (
     rank_times,
 )
 from parallel.elastic import survive
+from parallel.nn import context_positions
 from parallel.nn.gpt import ATTENTION, SEQUENCE_PARALLEL, gpt
 from parallel.optim import DTYPES
 from parallel.pipeline import SCHEDULES, simulate
@@ -271,6 +272,9 @@ class Training:
         o = self.options
         ranks = o.mesh["data"] if "data" in (o.mesh or ()) else self.comm.size
         self.batch(0, 0, 1)
+        context_positions(
+            o.context, (o.mesh or {}).get("context", 1), 0
+        )  # raises if some have none
         if o.batch < ranks * o.micro_batches:
             raise ValueError(
                 f"a global batch of {o.batch} cannot be divided among {ranks} ranks"

@@ -574,6 +574,7 @@ class Trainer(State):
             "mesh": self.mesh.axes,
             "algorithm": self.algorithm,
             "dtype": self.dtype.name,
+            "schedule": self.stages.schedule.actions,
             "num_micro_batches": self.recipe.num_micro_batches,
             "clip": self.recipe.clip,
             "reduce_dtype": self.recipe.reduce_dtype,

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 import collectives
-from parallel import Mesh, Recipe, Sharding, Trainer
+from parallel import Mesh, ModelMismatch, Recipe, Sharding, Trainer
 from parallel.nn import CrossEntropy, Embedding, Gelu, Linear, Model
 from parallel.pipeline import InvalidSchedule, Schedule, parse
 from parallel.places import Disk
 from parallel.rank_report import differences
+from parallel.train import Training, parser
 from tests.parallel import layouts
 from tests.parallel.layouts import CLIP, ROWS, STEPS, Setup, check_equal
 from tests.parallel.training import CONTEXT, nothing
@@ -162,3 +163,35 @@ def test_losses_of_layers_count_in_every_stage(
     alone = losses_with_penalty("1f1b", 1)
     found = losses_with_penalty(name, pipe, recompute)
     np.testing.assert_allclose(found, alone, rtol=0, atol=1e-12)
+
+
+def test_ranks_with_different_schedules_are_refused_before_the_first_step() -> None:
+    """They would wait for messages that the others never send."""
+
+    def fn(comm: Any) -> None:
+        setup = Setup(axes_of(pipe=2), recipe=Recipe(num_micro_batches=2))
+        mesh = Mesh(comm, pipe=2)
+        names = ("1f1b", "1f1b"), ("1f1b", "gpipe")
+        same, others = (
+            Trainer(mesh, setup.make_model(mesh), setup.recipe, schedule=each[comm.rank])
+            for each in names
+        )
+        same.start()
+        with pytest.raises(ModelMismatch, match="option schedule of rank 1"):
+            others.start()
+
+    collectives.run(fn, size=2, timeout=60)
+
+
+@pytest.mark.parametrize(("context", "is_enough"), [(3, False), (4, True)])
+def test_the_command_line_refuses_a_context_of_fewer_positions_than_ranks(
+    context: int, *, is_enough: bool
+) -> None:
+    """Before it prepares a run, and not in the first step."""
+    words = f"--mesh context=4 --context {context} --layers 1 --hidden 8 --steps 1 --text"
+    options = parser().parse_args([*words.split(), __file__])
+    if is_enough:
+        collectives.run(lambda comm: Training(comm, options), size=4, timeout=60)
+        return
+    with pytest.raises(ValueError, match="4 ranks cannot divide 3 positions"):
+        collectives.run(lambda comm: Training(comm, options), size=4, timeout=60)
