@@ -144,11 +144,12 @@ class AsyncParameterServer(Trainer):
     Rank 0 is the server and computes no gradients.  Each of the other w = p-1 ranks, the workers,
     pulls the parameters, computes the gradient of its part of a step's batch (the mean over its own
     rows) and pushes it, S times.  The server applies the gradient and answers this worker alone.
-    With one rank, training is serial.  All ranks together send, in u messages for u units,
+    With one rank, training is serial.  All ranks together send, in u messages for u units, and with
+    o options (`Trainer`),
 
     | phase              | collective | messages  | bytes                     |
     |--------------------|------------|-----------|---------------------------|
-    | start/check        | all_gather | 2 calls   | (16 + 32 (u + 8)) p (p-1) |
+    | start/check        | all_gather | 2 calls   | (16 + 32 (u + o)) p (p-1) |
     | async/pull/workerW | send       | S u       | S n(model)                |
     | async/push/workerW | send       | S (u + 1) | S (n(model) + 16)         |
     | finish/unit        | broadcast  | 1 call    | (p-1) n(unit)             |

@@ -327,7 +327,7 @@ class Recompute(Layer):
         return self.layer.specs()
 
     def config(self) -> list[Any]:
-        return self.layer.config()  # the numbers are the same: ranks may differ in it
+        return self.layer.config()  # the numbers are the same: ranks that send nothing may differ
 
     def bind(self, values: dict[str, Array], gradients: dict[str, Array]) -> None:
         self.layer.bind(values, gradients)

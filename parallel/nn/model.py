@@ -48,7 +48,7 @@ class Model:
 
     Attributes
     ----------
-    layers, ties : dict
+    layers, ties, recompute
         As given.
     specs : dict of str to ParameterSpec
         The parameters that are not tied, by names such as ``block0.mlp.up.weight``.
@@ -75,7 +75,7 @@ class Model:
         recompute: Sequence[str] = (),
         mesh: Mesh | None = None,
     ) -> None:
-        self.layers = recomputed(layers, recompute)
+        self.layers, self.recompute = recomputed(layers, recompute), tuple(recompute)
         if dotted := next((name for name in layers if "." in name), None):
             raise ValueError(f"a layer is named {dotted!r}: a name must not contain a dot")
         specs = Sequential(self.layers).specs()

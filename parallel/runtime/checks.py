@@ -28,8 +28,10 @@ def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
             "ranks along 'context' compute different tokens: the sharding must sum over it, such as"
             " Sharding.zero(1, axes=('data', 'context'))"
         )
-    rest = [axis for axis, n in mesh.axes.items() if n > 1 and axis not in sharding.axes]
-    if rest and model.mesh.size == 1:
+    partial = {axis for spec in model.specs.values() for axis in spec.partial}
+    used = {"pipe"} | wanted | partial if model.mesh.size > 1 else set()
+    used |= set(sharding.axes)
+    if rest := [axis for axis, n in mesh.axes.items() if n > 1 and axis not in used]:
         raise ValueError(
             f"neither the model nor the sharding uses the axis {rest[0]!r}: leave it out, or make"
             " the model with mesh="

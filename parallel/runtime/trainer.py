@@ -581,6 +581,8 @@ class Trainer(State):
             "optimizer": agreement.options_of(self.optimizer),
             "hook": agreement.options_of(self.sharding.reduction),
             "gather": agreement.options_of(self.sharding.gather),
+            # A layer that sends, and runs again, sends again.
+            "recompute": self.model.recompute if self.model.mesh.size > 1 else (),
             "layers": [[name, *x.config()] for name, x in self.model.layers.items()]
             + sorted(map(list, self.model.ties.items())),
         } | self.sharding.config()

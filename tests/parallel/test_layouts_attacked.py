@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import collectives
-from parallel import Mesh, ModelMismatch, Recipe, Sharding, Trainer
+from parallel import Mesh, ModelMismatch, Recipe, Sharding, Trainer, gpt
 from parallel.nn import CrossEntropy, Embedding, Gelu, Linear, Model
 from parallel.pipeline import InvalidSchedule, Schedule, parse
 from parallel.places import Disk
@@ -181,6 +181,30 @@ def test_ranks_with_different_schedules_are_refused_before_the_first_step() -> N
             others.start()
 
     collectives.run(fn, size=2, timeout=60)
+
+
+def test_divided_layers_that_run_again_on_some_ranks_only_are_refused() -> None:
+    """They send in backward what the others do not."""
+
+    def fn(comm: Any) -> None:
+        mesh = Mesh(comm, tensor=2)
+        recompute = ("block*",) if comm.rank else ()
+        model = gpt(num_layers=1, hidden=8, num_heads=2, mesh=mesh, recompute=recompute)
+        with pytest.raises(ModelMismatch, match="option recompute of rank 1"):
+            Trainer(mesh, model).start()
+
+    collectives.run(fn, size=2, timeout=60)
+
+
+def test_an_axis_that_neither_the_model_nor_the_sharding_uses_is_refused() -> None:
+    """Also of a mesh that the model was made for: its ranks would do the same."""
+
+    def fn(comm: Any) -> None:
+        mesh = Mesh(comm, pipe=2, expert=2)
+        with pytest.raises(ValueError, match="uses the axis 'expert'"):
+            Trainer(mesh, gpt(num_layers=2, hidden=8, num_heads=2, mesh=mesh))
+
+    collectives.run(fn, size=4, timeout=60)
 
 
 @pytest.mark.parametrize(("context", "is_enough"), [(3, False), (4, True)])

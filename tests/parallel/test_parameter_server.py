@@ -468,7 +468,7 @@ def test_predicted_is_recorded_by_another_algorithm(make: Make) -> None:
     checked(train(partial(make, algorithm="binomial"), 5))
 
 
-NUM_OPTIONS = 19  # that all training runs compare
+NUM_OPTIONS = 21  # that all training runs compare
 
 
 def test_the_rows_are_those_of_the_docstrings() -> None:
