@@ -29,7 +29,11 @@ NAMES = {
     "collectives.schedule": [
         *("Send", "Recv", "RecvReduce", "Copy", "CopyReduce", "Operation", "Piece", "grid"),
         *("rooted", "dual", "folded", "nested", "relabelled"),
-    ]
+    ],
+    "parallel.pipeline": [  # without the table of formulas, which is functions
+        *("Schedule", "make", "read_csv", "write_csv", "parse", "with_messages"),
+        *("InvalidSchedule", "validate", "Times", "Simulation", "simulate"),
+    ],
 }
 
 
