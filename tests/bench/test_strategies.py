@@ -67,7 +67,7 @@ def test_what_is_refused_is_what_every_job_would_refuse(ranks, parts):
     """No more and no less: at the last number that is possible, too, and the first that is not."""
     words = ["strategies", "--ranks", str(ranks), "--micro-batches", str(parts)]
     job = SimpleNamespace(
-        options=SimpleNamespace(batch=BATCH, micro_batches=parts, mesh=None),
+        options=SimpleNamespace(batch=BATCH, micro_batches=parts, mesh=None, context=1),
         comm=SimpleNamespace(size=ranks), batch=lambda *_: None,
     )  # fmt: skip
     ours = fails(SystemExit, refuse_batch, parsed(words))
