@@ -163,10 +163,14 @@ class _Lowering:
         """Update by the gradient of one micro-batch, while others are in progress."""
         if self.sharding.shard_axes:
             self.each("REDUCE", "reduce", self.buckets, self.sharding.shard_axes)
-        for unit in self.units:
-            for axis in self.model.partial_axes(unit):
-                self.each("REDUCE", "partial", [unit], [axis])
+        self.sum_along_other_axes()
         self.actions.append(action)
+
+    def sum_along_other_axes(self) -> None:
+        """Sum gradients along axes that are not those of the sharding."""
+        for unit in self.units:
+            for axis in self.summed_axes(unit):
+                self.each("REDUCE", "partial", [unit], [axis])
 
     def update(self, *, needs_norm: bool) -> None:
         """Do what the gradients need after all micro-batches, and what new parameters need."""
@@ -178,9 +182,7 @@ class _Lowering:
             self.each("REDUCE", "reduce", self.buckets, sharding.shard_axes)
         if sharding.replica_axes:
             self.each("REDUCE", "replicate", self.buckets, sharding.replica_axes)
-        for unit in self.units:
-            for axis in self.summed_axes(unit):
-                self.each("REDUCE", "partial", [unit], [axis])
+        self.sum_along_other_axes()
         if sharding.find_unused_parameters:
             self.add("UNUSED", "unused", axes=(*self.pipe, *sharding.axes))
         self.add("LOSS", "loss", axes=(*self.pipe, *sharding.axes))

@@ -79,7 +79,6 @@ class Stages:
         self.holders = {
             unit: tuple(i for i in places if unit in self.units_of[i]) for unit in model.units
         }
-
         shared = [unit for unit, found in self.holders.items() if len(found) > 1]
         if schedule.is_asynchronous and shared:
             raise ValueError(

@@ -272,9 +272,8 @@ class Training:
         o = self.options
         ranks = o.mesh["data"] if "data" in (o.mesh or ()) else self.comm.size
         self.batch(0, 0, 1)
-        context_positions(
-            o.context, (o.mesh or {}).get("context", 1), 0
-        )  # raises if some have none
+        num_parts = (o.mesh or {}).get("context", 1)
+        context_positions(o.context, num_parts, 0)  # raises if a rank would have none
         if o.batch < ranks * o.micro_batches:
             raise ValueError(
                 f"a global batch of {o.batch} cannot be divided among {ranks} ranks"

@@ -124,11 +124,16 @@ def cost_of(job: Job, layout: Layout, machine: Machine) -> Cost:
 
 def states(layout: Layout, model: Model, layers: list[str]) -> float:
     """Return the bytes of parameters, gradients, masters and states of some layers."""
-    units = {unit for name in layers for unit in model.units_of(name)}
-    size = sum(model.unit_sizes[unit] for unit in units)
+    size = num_elements(model, layers)
     part = max(even_counts(size, layout.data))
     sharded = Sharding.zero(layout.zero).divided
     return float(sum(state_bytes(size, part, BFLOAT16, sharded=sharded).values()))
+
+
+def num_elements(model: Model, layers: list[str]) -> int:
+    """Return the number of elements of the units that some layers use."""
+    units = {unit for name in layers for unit in model.units_of(name)}
+    return sum(model.unit_sizes[unit] for unit in units)
 
 
 def activations(
@@ -147,22 +152,19 @@ def sent_by_axis(
     layout: Layout, m: int, chunks: int, whole: Divided, places: list[list[str]]
 ) -> dict[str, float]:
     """Return the most bytes that a rank sends along each axis in a step."""
-    found = {"tensor": 0.0, "data": 0.0, "pipe": 0.0}
-    for layers in places:
-        calls = [call for name in layers for each in whole.traffic[name] for call in each]
-        tensor = m * sum(bytes_of(call, layout.tensor) for call in calls)
-        units = {unit for name in layers for unit in whole.model.units_of(name)}
-        size = sum(whole.model.unit_sizes[unit] for unit in units)
-        times = {1: 2, 2: m + 1, 3: 3 * m}[layout.zero]
-        data = times * size * BFLOAT16.itemsize * (layout.data - 1) / layout.data
-        found = {
-            "tensor": max(found["tensor"], tensor),
-            "data": max(found["data"], data),
-            "pipe": found["pipe"],
-        }
-    if layout.pipe > 1:
-        found["pipe"] = 2.0 * m * chunks * whole.message
-    return found
+    size = max(num_elements(whole.model, layers) for layers in places)
+    num_calls = {1: 2, 2: m + 1, 3: 3 * m}[layout.zero]
+    return {
+        "tensor": m * max(sent_within(whole, layers, layout.tensor) for layers in places),
+        "data": num_calls * size * BFLOAT16.itemsize * (layout.data - 1) / layout.data,
+        "pipe": 2.0 * m * chunks * whole.message * (layout.pipe > 1),
+    }
+
+
+def sent_within(whole: Divided, layers: list[str], num_ranks: int) -> float:
+    """Return the bytes that a rank sends in some layers for a micro-batch."""
+    calls = [call for name in layers for each in whole.traffic[name] for call in each]
+    return sum((bytes_of(call, num_ranks) for call in calls), 0.0)
 
 
 def bytes_of(call: PredictedCall, num_ranks: int) -> float:
@@ -178,8 +180,7 @@ def times(
     """Return the seconds of a micro-batch in some layers: of computation, and of their messages."""
     num_recomputed = {"none": 0.0, "attention": 0.0, "all": 1.0}[layout.recompute]
     flops = sum(forward_flops(job, layout, whole.model, name) for name in layers)
-    calls = [call for name in layers for each in whole.traffic[name] for call in each]
-    sent = sum(bytes_of(call, layout.tensor) for call in calls)
+    sent = sent_within(whole, layers, layout.tensor)
     exposed = sent / bandwidth(layout, machine, "tensor") if layout.tensor > 1 else 0.0
     return (3 + num_recomputed) * flops / machine.flops, exposed
 

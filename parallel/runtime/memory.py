@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from parallel.actions import Action
 from parallel.lowering import SENDS
 from parallel.nn import Activations, ArraySpec
 from parallel.optim.formulas import bytes_moved, offloaded_bytes, state_bytes
+from parallel.pipeline import simulate
 from parallel.placement import length
 from parallel.places import OFFLOADED
 from parallel.runtime.micro_batches import number_of
@@ -222,22 +223,6 @@ def num_shard_elements(trainer: Trainer) -> int:
     return sum(length(trainer.shard_slice(unit)) for unit in trainer.unit_sizes)
 
 
-def num_versions(actions: Iterable[Action]) -> int:
-    """Return the largest number of versions of its parameters that a rank keeps at a time.
-
-    One, unless updates are made while other micro-batches are in progress (`WeightStash`).
-    """
-    version, most, begun = 0, 1, dict[int, int]()
-    for action in actions:
-        if action.kind == "F":
-            begun.setdefault(number_of(action), version)
-        elif action.kind == "UPDATE" and action.micro_batch is not None:
-            del begun[action.micro_batch]
-            version += 1
-            most = max(most, len(set(begun.values())) + 1)
-    return most
-
-
 def is_offloaded(trainer: Trainer) -> bool:
     """Return whether masters and optimizer states are elsewhere than the parameters."""
     return trainer.offload.memory is not trainer.memory
@@ -253,7 +238,8 @@ def peak_memory(trainer: Trainer, rows: int, context: int) -> dict[str, int]:
         num_states=len(trainer.optimizer.STATES),
         is_offloaded=is_offloaded(trainer),
     )
-    kept["parameters"] *= num_versions(trainer.actions)
+    if (schedule := trainer.stages.schedule).is_asynchronous:
+        kept["parameters"] *= simulate(schedule).versions(trainer.pipe_place)[1]
     walk = Walk(trainer, rows, context)
     for action in trainer.actions:
         walk.do(action)

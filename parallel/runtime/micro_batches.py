@@ -16,6 +16,7 @@ from parallel.places import OFFLOADED, Place
 from parallel.runtime.overlap import Overlap
 from parallel.runtime.stash import WeightStash
 from parallel.runtime.state import State
+from parallel.stages import Message
 from parallel.text import Tokens
 
 Half: TypeAlias = Callable[[Layer, Any, Any], tuple[Any, Any]]
@@ -208,7 +209,7 @@ class MicroBatches:
         message, number = self.stages.message(action), number_of(action)
         shape = self._inputs(number)[message.layer].shape
         x = self.state.xp.empty(shape, dtype=self.state.dtype)
-        work = self._start(self.state.comm_of(action.axes).recv, x, action)
+        work = self._start(self.state.comm_of(action.axes).recv, x, message)
 
         def arrive() -> Array:
             work.wait()
@@ -222,11 +223,10 @@ class MicroBatches:
         message, number = self.stages.message(action), number_of(action)
         x = self._entering.pop((message.direction, message.target, number))
         self._complete_send(message.direction, message.source)
-        work = self._start(self.state.comm_of(action.axes).send, x, action)
+        work = self._start(self.state.comm_of(action.axes).send, x, message)
         self._sending[message.direction, message.source] = work, x.nbytes
 
-    def _start(self, call: Callable[..., Any], x: Array, action: Action) -> Any:
-        message = self.stages.message(action)
+    def _start(self, call: Callable[..., Any], x: Array, message: Message) -> Any:
         self.state.memory.add("messages", x.nbytes)
         with collectives.phase(message.label):
             return call(x, message.peer, message.tag, async_op=True)
