@@ -101,6 +101,13 @@ class Activations(NamedTuple):
     extra: int = 0  # the most during backward in addition to `saved`: what is computed again
     is_out_saved: bool = False  # whether the output itself is a part of `saved`
 
+    def changes(self, kind: str) -> tuple[int, ...]:
+        """Return how the bytes that are kept change, one after the other, in an F, B, I or W."""
+        backward = (self.extra, -self.extra - self.saved)
+        return {
+            "F": (self.saved,), "B": backward, "I": (*backward, self.rest), "W": (-self.rest,),
+        }[kind]  # fmt: skip
+
 
 class LayerTraffic(NamedTuple):
     """The calls that a layer makes for a micro-batch, in each group along their axes."""

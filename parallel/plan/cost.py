@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, cast
+from itertools import accumulate, chain
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from collectives import Communicator, even_counts
 from parallel.accounts import PredictedCall
+from parallel.actions import Action
 from parallel.mesh import Mesh
 from parallel.nn import Activations, ArraySpec, LayerTraffic, Model, gpt
 from parallel.optim.formulas import state_bytes
-from parallel.pipeline import SCHEDULES, Times
+from parallel.pipeline import SCHEDULES, Times, make
+from parallel.pipeline.formulas import round_size
+from parallel.pipeline.schedule import computations
 from parallel.plan.layouts import RECOMPUTE, Job, Layout, Machine
 from parallel.sharding import Sharding
 from parallel.stages import divide
@@ -97,25 +102,22 @@ def cost_of(job: Job, layout: Layout, machine: Machine) -> Cost:
     chunks = info.num_chunks
     whole = divided(job, layout.tensor, layout.micro_batch, layout.recompute)
     stages = divide(list(whole.model.layers), layout.pipe * chunks)
-    places = [  # the layers of each rank along the pipeline
-        [name for chunk in range(chunks) for name in stages[place + chunk * layout.pipe]]
+    places = [  # the layers of each rank along the pipeline, by stage
+        [stages[place + chunk * layout.pipe] for chunk in range(chunks)]
         for place in range(layout.pipe)
     ]
-    live = int(info.kept.of(layout.pipe, m, chunks, 0))
+    all_layers = [[name for stage in place for name in stage] for place in places]
     seconds, exposed = zip(
-        *(times(job, layout, machine, whole, layers) for layers in places), strict=True
+        *(times(job, layout, machine, whole, layers) for layers in all_layers), strict=True
     )
     slowest = max(seconds)
     third = slowest / 3 / chunks  # F, I and W of a stage
     bubble = float(info.bubble.of(layout.pipe, m, chunks, Times(third, third, third)))
-    sent = sent_by_axis(layout, m, chunks, whole, places)
+    sent = sent_by_axis(layout, m, chunks, whole, all_layers)
     of_data = sent["data"] / bandwidth(layout, machine, "data")
     return Cost(
-        max(states(layout, whole.model, layers) for layers in places),
-        max(
-            activations(whole, stages, place, layout, live if place == 0 else 1, chunks)
-            for place in {0, layout.pipe - 1}
-        ),
+        max(states(layout, whole.model, layers) for layers in all_layers),
+        activations(layout, m, whole, stages),
         sent,
         bubble / (m * slowest),
         m * slowest + bubble + max(exposed) * m + of_data,
@@ -130,35 +132,75 @@ def states(layout: Layout, model: Model, layers: list[str]) -> float:
     return float(sum(state_bytes(size, part, BFLOAT16, sharded=sharded).values()))
 
 
-def num_elements(model: Model, layers: list[str]) -> int:
-    """Return the number of elements of the units that some layers use."""
+def num_elements(model: Model, layers: list[str], summed: str | None = None) -> int:
+    """Return the number of elements of the units that some layers use.
+
+    If `summed` is an axis, of those whose gradients are summed along it.
+    """
     units = {unit for name in layers for unit in model.units_of(name)}
+    if summed is not None:
+        partial = {u for u in units for x in model.units[u].values() if summed in x.partial}
+        units &= partial
     return sum(model.unit_sizes[unit] for unit in units)
 
 
-def activations(
-    whole: Divided, stages: Any, place: int, layout: Layout, live: int, chunks: int
-) -> float:
-    """Return the bytes of activations of a place that keeps `live` of its stages."""
-    of_stage = [
-        sum(whole.activations[name].saved for name in stages[place + chunk * layout.pipe])
-        for chunk in range(chunks)
-    ]
-    extra = max(each.extra for each in whole.activations.values())
-    return float(max(of_stage) * live + extra)
+def activations(layout: Layout, m: int, whole: Divided, stages: Sequence[Sequence[str]]) -> float:
+    """Return the most bytes of activations that a rank keeps at a time, by its list of actions."""
+    changes = {
+        (i, kind): [change for name in order for change in whole.activations[name].changes(kind)]
+        for i, layers in enumerate(stages)
+        for kind in "FBIW"
+        for order in [layers if kind == "F" else layers[::-1]]
+    }
+    of_ranks = (
+        chain.from_iterable(changes[action.stage, action.kind] for action in computations(actions))
+        for actions in lists(layout.schedule, layout.pipe, m)
+    )
+    return float(max(max(accumulate(of_rank)) for of_rank in of_ranks))
+
+
+@cache
+def lists(schedule: str, num_ranks: int, m: int) -> tuple[tuple[Action, ...], ...]:
+    """Return the actions of each rank on some of `m` micro-batches, enough to keep the most.
+
+    That is in the first three rounds, after which the lists of `SCHEDULES_TRIED` repeat.
+    """
+    of_round = round_size(num_ranks, m)
+    return make(schedule, num_ranks, min(m, 3 * of_round)).actions
 
 
 def sent_by_axis(
-    layout: Layout, m: int, chunks: int, whole: Divided, places: list[list[str]]
+    layout: Layout, m: int, chunks: int, whole: Divided, all_layers: list[list[str]]
 ) -> dict[str, float]:
-    """Return the most bytes that a rank sends along each axis in a step."""
-    size = max(num_elements(whole.model, layers) for layers in places)
+    """Return the most bytes that a rank sends along each axis in a step, but for loss and norm."""
+    model, size = whole.model, max(num_elements(whole.model, layers) for layers in all_layers)
     num_calls = {1: 2, 2: m + 1, 3: 3 * m}[layout.zero]
     return {
-        "tensor": m * max(sent_within(whole, layers, layout.tensor) for layers in places),
+        "tensor": max(
+            m * sent_within(whole, layers, layout.tensor)
+            + sent_for_sums(num_elements(model, layers, "tensor"), layout)
+            for layers in all_layers
+        ),
         "data": num_calls * size * BFLOAT16.itemsize * (layout.data - 1) / layout.data,
-        "pipe": 2.0 * m * chunks * whole.message * (layout.pipe > 1),
+        "pipe": float(m * whole.message * num_neighbours(layout.pipe, chunks)),
     }
+
+
+def num_neighbours(num_ranks: int, chunks: int) -> int:
+    """Return the most stages to which a rank sends: those beside its own, if on other ranks."""
+    last = num_ranks * chunks - 1
+    stages = [range(rank, last + 1, num_ranks) for rank in range(num_ranks * (num_ranks > 1))]
+    return max((sum((s > 0) + (s < last) for s in mine) for mine in stages), default=0)
+
+
+def sent_for_sums(size: int, layout: Layout) -> float:
+    """Return the bytes that a rank sends to sum gradients of so many elements along ``tensor``.
+
+    Ranks along ``data`` divide them first.
+    """
+    part = max(even_counts(size, layout.data))
+    call = PredictedCall("", "all_reduce", "ring", part, BFLOAT16.itemsize)
+    return bytes_of(call, layout.tensor)
 
 
 def sent_within(whole: Divided, layers: list[str], num_ranks: int) -> float:
@@ -178,25 +220,30 @@ def times(
     job: Job, layout: Layout, machine: Machine, whole: Divided, layers: list[str]
 ) -> tuple[float, float]:
     """Return the seconds of a micro-batch in some layers: of computation, and of their messages."""
-    num_recomputed = {"none": 0.0, "attention": 0.0, "all": 1.0}[layout.recompute]
-    flops = sum(forward_flops(job, layout, whole.model, name) for name in layers)
+    flops = 0.0
+    for name in layers:
+        of_matrices, of_scores = forward_flops(job, layout, whole.model, name)
+        is_block = name.startswith("block")
+        again = {"none": 0.0, "attention": of_scores, "all": (of_matrices + of_scores) * is_block}
+        flops += 3 * (of_matrices + of_scores) + again[layout.recompute]
     sent = sent_within(whole, layers, layout.tensor)
     exposed = sent / bandwidth(layout, machine, "tensor") if layout.tensor > 1 else 0.0
-    return (3 + num_recomputed) * flops / machine.flops, exposed
+    return flops / machine.flops, exposed
 
 
-def forward_flops(job: Job, layout: Layout, model: Model, layer: str) -> float:
+def forward_flops(job: Job, layout: Layout, model: Model, layer: str) -> tuple[float, float]:
     """Return the operations of a layer forward on a micro-batch, of one rank along ``tensor``.
 
-    Two for each element of a matrix and each token, and for each score of attention.
+    Two for each element of a matrix and each token, and four for each score of attention and each
+    element of a head.
     """
     tokens = layout.micro_batch * job.context
     units = model.units_of(layer) if layer != "embedding" else ()
     specs = {name: x for unit in units for name, x in model.shapes[unit].items()}
     matrices = sum(math.prod(shape) for shape in specs.values() if len(shape) > 1)
     biases = sum(math.prod(s) for n, s in specs.items() if n.endswith("bias") and len(s) > 1)
-    scores = 2 * job.context * job.hidden / layout.tensor if layer.startswith("block") else 0
-    return 2.0 * tokens * (matrices - biases + scores)
+    of_scores = 4.0 * tokens * job.context * job.hidden / layout.tensor
+    return 2.0 * tokens * (matrices - biases), of_scores * layer.startswith("block")
 
 
 def bandwidth(layout: Layout, machine: Machine, axis: str) -> float:

@@ -44,10 +44,10 @@ class Walk:
         self._activations = activations_of(trainer, rows, context)
         self._inputs = [trainer.model.inputs(x) for x in tokens_of(trainer, rows, context)]
         self._table = {
-            "F": self._forward, "B": self._backward, "UNSHARD": self._unshard,
-            "RESHARD": self._reshard, "REDUCE": self._reduce, "WAIT": self._wait,
-            "AVERAGE": self._reduce, "UNUSED": self._finish, "LOSS": self._finish,
-            "NORM": self._finish, "I": self._backward_input, "W": self._backward_weight,
+            "F": self._compute, "B": self._compute, "I": self._compute, "W": self._compute,
+            "UNSHARD": self._unshard, "RESHARD": self._reshard, "REDUCE": self._reduce,
+            "WAIT": self._wait, "AVERAGE": self._reduce, "UNUSED": self._finish,
+            "LOSS": self._finish, "NORM": self._finish,
             "SEND_F": self._send, "SEND_B": self._send,
             "RECV_F": self._receive, "RECV_B": self._receive,
         }  # fmt: skip
@@ -57,10 +57,13 @@ class Walk:
         if action.kind in self._table:
             self._table[action.kind](action)
 
-    def _hold(self, nbytes: int, category: str, *what: str) -> None:
-        self._held[category, *what] = nbytes
+    def _change(self, category: str, nbytes: int) -> None:
         self.now[category] += nbytes
         self.peak[category] = max(self.peak[category], self.now[category])
+
+    def _hold(self, nbytes: int, category: str, *what: str) -> None:
+        self._held[category, *what] = nbytes
+        self._change(category, nbytes)
 
     def _free(self, category: str, *what: str) -> None:
         self.now[category] -= self._held.pop((category, *what), 0)
@@ -83,29 +86,23 @@ class Walk:
         next(calls, None)
         return calls
 
-    def _of(self, action: Action) -> Activations:
-        return self._activations[number_of(action)][action.part]
-
-    def _forward(self, action: Action) -> None:
-        self._complete(action.part)
-        self._arrive("F", action)
-        saved, what = self._of(action).saved, named(action)
-        self._hold(saved, "activations", *what)
-        if self.trainer.activations.columns:
-            self._hold(saved, OFFLOADED, *what)
-            self._free("activations", *what)
-
-    def _backward(self, action: Action) -> None:
-        self._open_gradients(action)
-        self._backward_from(action)
-
-    def _backward_input(self, action: Action) -> None:
-        self._backward_from(action)
-        self._hold(self._of(action).rest, "activations", "rest", *named(action))
-
-    def _backward_weight(self, action: Action) -> None:
-        self._open_gradients(action)
-        self._free("activations", "rest", *named(action))
+    def _compute(self, action: Action) -> None:
+        """Change what is kept of a layer; between forward and backward it may be offloaded."""
+        kind, layer = action.kind, self._activations[number_of(action)][action.part]
+        if kind != "W":
+            self._complete(action.part)
+            self._arrive("F" if kind == "F" else "B", action)
+        if kind in "BW":
+            self._open_gradients(action)
+        elsewhere = layer.saved if self.trainer.activations.columns else 0
+        if kind in "BI":
+            self._change(OFFLOADED, -elsewhere)
+            self._change("activations", elsewhere)
+        for nbytes in layer.changes(kind):
+            self._change("activations", nbytes)
+        if kind == "F":
+            self._change(OFFLOADED, elsewhere)
+            self._change("activations", -elsewhere)
 
     def _open_gradients(self, action: Action) -> None:
         trainer = self.trainer
@@ -113,16 +110,6 @@ class Walk:
             for unit in trainer.model.units_of(action.part):
                 if ("buffers", "gradient", unit) not in self._held:
                     self._hold(trainer.unit_nbytes(unit), "buffers", "gradient", unit)
-
-    def _backward_from(self, action: Action) -> None:
-        """Hold what is computed again, and free what forward saved."""
-        self._complete(action.part)
-        self._arrive("B", action)
-        layer, what = self._of(action), named(action)
-        self._free("activations", *what)
-        self._hold(layer.saved + layer.extra, "activations", *what)
-        self._free("activations", *what)
-        self._free(OFFLOADED, *what)
 
     def _message(self, action: Action) -> tuple[int, tuple[str, str]]:
         """Return the bytes of a message, and its direction and the stage of the action."""
@@ -197,11 +184,6 @@ class Walk:
             self._free("buffers", "secondary", unit)
             self._free("buffers", "sent", unit)
         self._reducing.clear()
-
-
-def named(action: Action) -> tuple[str, str]:
-    """Return what identifies the activations of an action: the micro-batch and the layer."""
-    return f"{action.micro_batch}", action.part
 
 
 def tokens_of(trainer: Trainer, rows: int, context: int) -> list[ArraySpec]:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
+import collectives
+from collectives import Communicator
+from parallel import Mesh, PredictedCall, Recipe, Sharding, Trainer, gpt
+from parallel.actions import Action
 from parallel.pipeline import make, simulate
+from parallel.pipeline.schedule import computations
 from parallel.plan import Job, Layout, Machine, cost_of, layouts_for
 from parallel.plan.__main__ import main
-from parallel.plan.cost import divided, forward_flops
+from parallel.plan.cost import divided, forward_flops, lists
+from parallel.plan.layouts import RECOMPUTE, SCHEDULES_TRIED
+from parallel.runtime.memory import peak_memory
 
 GPT3 = Job(96, 12288, 96)
 PETAFLOPS_DAY = 1e15 * 24 * 3600
@@ -66,7 +75,7 @@ def test_operations_are_those_of_the_layers() -> None:
     job = Job(4, 512, 8, context=256, vocab_size=1000, batch=8)
     layout = Layout(1, 1, 1, 1, micro_batch=8)
     model = divided(job, 1, 8, "none").model
-    forward = sum(forward_flops(job, layout, model, name) for name in model.layers)
+    forward = sum(sum(forward_flops(job, layout, model, name)) for name in model.layers)
     assert 3 * forward == pytest.approx(job.flops, rel=1e-3)
 
 
@@ -86,6 +95,74 @@ def test_the_bubble_is_that_of_the_schedule() -> None:
         cost = cost_of(job, Layout(8, 8, 8, 1, 1, "none", schedule), Machine(64, 8))
         found = simulate(make(schedule, 8, 16)).fractions[1]
         assert cost.bubble == pytest.approx(found)
+
+
+SMALL = Job(8, 16, 4, context=8, vocab_size=256, batch=16)
+RUNS = [
+    Layout(2, 2, 2, 1, 1), Layout(4, 2, 1, 1, 2), Layout(4, 2, 1, 1, 2, "none", "interleaved"),
+    Layout(8, 1, 1, 1, 1, "all"), Layout(1, 4, 2, 2, 1), Layout(1, 8, 1, 3, 1),
+    Layout(1, 2, 4, 3, 2, "all"), Layout(2, 2, 2, 1, 1, "attention", "zb-h1"),
+    Layout(4, 1, 2, 1, 1, "none", "zb-h1"),
+]  # fmt: skip
+
+
+def predicted(layout: Layout) -> tuple[float, float, dict[str, int]]:
+    """What a trainer predicts: the most states, activations and bytes sent of a rank."""
+
+    def on_rank(comm: Communicator) -> tuple[dict[str, int], list[PredictedCall]]:
+        mesh = Mesh(comm, pipe=layout.pipe, data=layout.data, tensor=layout.tensor)
+        model = gpt(
+            num_layers=SMALL.num_layers, hidden=SMALL.hidden, num_heads=SMALL.num_heads,
+            context=SMALL.context, mesh=mesh, recompute=RECOMPUTE[layout.recompute],
+            sequence_parallel="gather" if layout.tensor > 1 else None,
+        )  # fmt: skip
+        recipe = Recipe(dtype="float16", num_micro_batches=layout.num_micro_batches(SMALL))
+        trainer = Trainer(
+            mesh, model, recipe, sharding=Sharding.zero(layout.zero), schedule=layout.schedule
+        )
+        calls = trainer.traffic(1, batch=(SMALL.batch, SMALL.context))
+        return peak_memory(trainer, SMALL.batch // layout.data, SMALL.context), calls
+
+    size = layout.pipe * layout.data * layout.tensor
+    kept, calls = zip(*collectives.run(on_rank, size=size), strict=True)
+    sent = dict.fromkeys(("pipe", "data", "tensor"), np.zeros(size, np.int64))
+    for call in calls[0]:
+        if not call.phase.startswith(("start", "loss", "norm")):
+            sent[call.axis] = sent[call.axis] + call.matrices(size)[1].sum(axis=1)
+    states = ("parameters", "gradients", "master", "optimizer")
+    return (
+        max(sum(each[name] for name in states) for each in kept),
+        max(each["activations"] for each in kept),
+        {axis: int(x.max()) for axis, x in sent.items()},
+    )
+
+
+@pytest.mark.parametrize("layout", RUNS, ids=str)
+def test_a_plan_is_to_the_byte_what_a_trainer_predicts(layout: Layout) -> None:
+    """Of small runs, whose predictions other tests compare with what ranks do."""
+    cost = cost_of(SMALL, layout, Machine(1, 8))
+    assert (cost.states, cost.activations, cost.sent) == predicted(layout)
+
+
+def test_another_schedule_keeps_other_activations() -> None:
+    """The negative control: ZB-H1 keeps more than 1F1B on the last rank."""
+    layout = Layout(4, 1, 2, 1, 1, "none", "1f1b")
+    assert cost_of(SMALL, layout, Machine(1, 8)).activations < predicted(RUNS[-1])[1]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES_TRIED)
+@pytest.mark.parametrize(("num_ranks", "m"), [(2, 8), (3, 21), (4, 20), (4, 32), (6, 36)])
+def test_the_first_rounds_keep_as_much_as_all(schedule: str, num_ranks: int, m: int) -> None:
+    short, whole = lists(schedule, num_ranks, m), make(schedule, num_ranks, m).actions
+    assert len(short[0]) < len(whole[0])
+    for some, every in zip(short, whole, strict=True):
+        assert most_kept(some) == most_kept(every)
+
+
+def most_kept(actions: tuple[Action, ...]) -> int:
+    """With a rest, from I to W, that is two thirds of what forward saves."""
+    change = {"F": 3, "B": -3, "I": -1, "W": -2}
+    return max(accumulate(change[action.kind] for action in computations(actions)))
 
 
 def test_zero_two_sends_for_every_micro_batch() -> None:
