@@ -10,7 +10,7 @@ from typing import Any
 from collectives import Communicator
 from parallel.cli import device_namespace
 from parallel.elastic import Elastic
-from parallel.mesh import AXES, Mesh
+from parallel.mesh import Mesh
 from parallel.nn import Model
 from parallel.optim import SGD, Adam, AdamW
 from parallel.places import Disk, HostMemory, Place
@@ -63,8 +63,7 @@ def name_strategy(comm: Communicator, options: argparse.Namespace) -> None:
     Mesh(comm, **axes)  # raises if it is not one of these ranks
     if set(axes) <= {"data", *MODEL_AXES}:
         if options.mesh is not None:
-            options.mesh = {"data": 1} | axes if "data" not in axes else axes
-            options.mesh = {name: options.mesh[name] for name in AXES if name in options.mesh}
+            options.mesh = axes if "data" in axes else {"data": 1} | axes
         options.strategy = f"zero{stage}" if stage else "ddp"
     elif set(axes) == {"replicate", "shard"} and stage in (None, 3):
         if options.group_size is not None:
@@ -88,6 +87,19 @@ def check_model_options(options: argparse.Namespace) -> None:
         if getattr(options, name, None) is not None and axis not in axes:
             word = name.replace("_", "-")
             raise ValueError(f"--{word} needs --mesh with {axis}=N")
+
+
+def title(options: argparse.Namespace) -> str:
+    """Return what trains, in words such as ``"zero1 on pipe=2,data=2 by zb-v"``.
+
+    `name_strategy` has set the name.
+    """
+    words = [options.strategy]
+    if options.mesh:
+        words.append("on " + ",".join(f"{axis}={size}" for axis, size in options.mesh.items()))
+    if options.schedule:
+        words.append(f"by {options.schedule}")
+    return " ".join(words)
 
 
 def mesh_of(comm: Communicator, options: argparse.Namespace) -> Mesh | None:

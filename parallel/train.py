@@ -312,8 +312,8 @@ class Training:
         """Train; return all ranks' traffic on rank 0, and None on others and if ranks have died."""
         o = self.options
         self.console.print(
-            f"{o.strategy}, ranks {self.comm.size}, {o.dtype}, seed {o.seed}, batch {o.batch}:"
-            f" {self.model.num_parameters} parameters, {len(self.text)} bytes of text"
+            f"{presets.title(o)}, ranks {self.comm.size}, {o.dtype}, seed {o.seed},"
+            f" batch {o.batch}: {self.model.num_parameters} parameters, {len(self.text)} bytes of text"
         )
         with self.monitor, self.comm.record() as ledger:
             if self.source is None:

@@ -23,6 +23,7 @@ LAYOUTS = {
         "--mesh pipe=2,data=2,tensor=2 --schedule zb-v --micro-batches 4 --zero 1"
         " --sequence-parallel",
     ),
+    "tensor first": (8, "--mesh tensor=2,data=2,pipe=2 --micro-batches 4 --zero 1"),
     "context": (8, "--mesh pipe=2,context=2,tensor=2 --micro-batches 4 --zero 1 --tied"),
     "ulysses": (4, "--mesh data=2,context=2 --attention ulysses --zero 2"),
     "pipedream": (2, "--mesh pipe=2 --schedule pipedream --micro-batches 4"),

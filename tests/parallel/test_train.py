@@ -520,6 +520,15 @@ def test_ranks_may_be_threads_of_the_program(capsys: pytest.CaptureFixture[str])
     assert "ddp, ranks 2," in said and "predicted = recorded, to the byte" in said
 
 
+def test_the_first_line_names_the_axes_in_the_order_of_the_mesh(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--mesh", "tensor=2,pipe=2", "--schedule", "gpipe", "--zero", "1"]
+    assert main([*SMALL, *words, "--layers", "2", "--heads", "2", "--threads", "4"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("zero1 on data=1,tensor=2,pipe=2 by gpipe, ranks 4,")
+
+
 def test_options_have_their_defaults(run: Any) -> None:
     ddp = taken(run())
     assert ddp.sharding.config() == Sharding.ddp().config()
