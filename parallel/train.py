@@ -313,7 +313,8 @@ class Training:
         o = self.options
         self.console.print(
             f"{presets.title(o)}, ranks {self.comm.size}, {o.dtype}, seed {o.seed},"
-            f" batch {o.batch}: {self.model.num_parameters} parameters, {len(self.text)} bytes of text"
+            f" batch {o.batch}: {self.model.num_parameters} parameters,"
+            f" {len(self.text)} bytes of text"
         )
         with self.monitor, self.comm.record() as ledger:
             if self.source is None:
