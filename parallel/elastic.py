@@ -154,11 +154,12 @@ class Elastic(Trainer):
             copy[...] = array
         return super().update(action)
 
-    def reduce(self, action: Action) -> None:
-        """Sum the bucket of an `action`; as `kill` says, kill the process after the first one."""
-        super().reduce(action)
-        if self.num_steps == self._last_step:
+    def do(self, action: Action) -> bool | None:
+        """Do one action; as `kill` says, kill the process after the first sum of a bucket."""
+        result = super().do(action)
+        if action.kind == "REDUCE" and self.num_steps == self._last_step:
             os.kill(os.getpid(), signal.SIGKILL)
+        return result
 
     # After a failure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collectives
 from parallel.mesh import Mesh
 from parallel.nn import Model
-from parallel.pipeline import Schedule, validate
+from parallel.pipeline import Schedule
 from parallel.places import Place
 from parallel.runtime.recipe import Recipe
 from parallel.sharding import AllReduce, ReduceScatter, Sharding
@@ -76,7 +76,6 @@ def check_schedule(schedule: Schedule, mesh: Mesh, recipe: Recipe, sharding: Sha
             f"the schedule is for {schedule.num_ranks} ranks and {schedule.num_micro_batches}"
             f" micro-batches: the mesh has {num_ranks} along 'pipe', and the recipe {num_parts}"
         )
-    validate(schedule)
     if num_ranks > 1 and (sharding.secondary_axes or sharding.every is not None):
         raise ValueError("ZeRO++ and local updates do not work with a pipeline")
     if schedule.is_asynchronous:

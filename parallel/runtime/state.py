@@ -34,7 +34,6 @@ class State:
     - ``parameters``, ``gradients``: what this rank keeps of each unit;
     - ``full_parameters``, ``full_gradients``: whole units, or those that exist at the moment;
     - ``parameter_shards``, ``gradient_shards``: the parts of these that this rank updates;
-    - ``secondary``: the parts of gathered units that it keeps for backward;
     - ``buckets``: the units whose gradients are summed together, in the order of backward;
     - ``unit_sizes``: the elements of each unit of this rank's stages, of its part of it;
     - ``actions``: what this rank does in each step;
@@ -59,7 +58,6 @@ class State:
         self.memory, self.loss_scale = MemoryTracker(), LossScale(self.dtype)
         self._by_tokens: dict[ArraySpec, ByLayer] = {}
         self._set_place(mesh.rank)
-        self.secondary: dict[str, Array] = {}
         self._allocate_parameters()
         self._allocate_gradients()
         self.sharding.reduction.allocate(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import groupby
@@ -21,7 +21,7 @@ from parallel.lowering import SENDS
 from parallel.mesh import Mesh
 from parallel.nn import Array, Model
 from parallel.optim import Offload, Optimizer, pieces
-from parallel.pipeline import Schedule, make
+from parallel.pipeline import Schedule, make, validate
 from parallel.placement import length, pieces_of, span
 from parallel.runtime import agreement, prediction
 from parallel.runtime.agreement import format_ranks
@@ -31,16 +31,18 @@ from parallel.runtime.overlap import Overlap
 from parallel.runtime.prediction import SCALAR_ALGORITHM
 from parallel.runtime.recipe import BatchFunction, ProgressCallback, Recipe
 from parallel.runtime.state import State
-from parallel.sharding import Completion, Sharding
+from parallel.runtime.units import Units
+from parallel.sharding import Sharding
 from parallel.stages import Stages
 from parallel.text import Tokens
 
 METHODS = {
     "F": "forward", "B": "backward", "I": "backward", "W": "backward",
-    "SEND_F": "send", "SEND_B": "send", "RECV_F": "receive", "RECV_B": "receive",
-    "UNSHARD": "unshard", "RESHARD": "reshard", "REDUCE": "reduce", "WAIT": "wait",
+    "SEND_F": "micro_batches.send", "SEND_B": "micro_batches.send",
+    "RECV_F": "micro_batches.receive", "RECV_B": "micro_batches.receive",
+    "UNSHARD": "units.unshard", "RESHARD": "units.reshard", "REDUCE": "units.reduce",
+    "AVERAGE": "units.average", "WAIT": "wait",
     "UNUSED": "find_unused", "LOSS": "reduce_loss", "NORM": "reduce_norm", "UPDATE": "update",
-    "AVERAGE": "average",
 }  # fmt: skip
 HALVES = {"B": "backward", "I": "backward_input", "W": "backward_weight"}
 COMPUTING = ("F", "B", "I", "W", "UPDATE", "RESHARD")
@@ -53,8 +55,8 @@ class MissingGradient(ValueError):  # noqa: N818 - named like the errors of `col
 class Trainer(State):
     """Trains a model on the ranks of a mesh.
 
-    A step is a list of actions (`actions`); each kind of action is a method.  What a step sends and
-    keeps is read off the list, before it runs.
+    A step is a list of actions (`actions`); `do` does one of them.  What a step sends and keeps is
+    read off the list, before it runs.
 
     Before the first step all ranks check that they agree, and in each step they add up the loss.
     With u units, o options (`options`), S steps, p ranks, and q = log2 p for p a power of two, all
@@ -106,6 +108,8 @@ class Trainer(State):
         As the recipe says.
     micro_batches : MicroBatches
         Those of the step that is in progress.
+    units : Units
+        The parameters that are being gathered, and the gradients that are being summed.
     num_updates, num_skipped, num_batches, steps_alone : int
         The updates made, those that an overflow prevented, the batches computed, and, with
         `Sharding.every`, the steps since ranks had the same parameters.
@@ -138,6 +142,8 @@ class Trainer(State):
         check_model(model, mesh, sharding)
         if isinstance(schedule, str):
             schedule = make(schedule, mesh.axes.get("pipe", 1), recipe.num_micro_batches)
+        else:  # one that tests have not proved
+            validate(schedule)
         check_schedule(schedule, mesh, recipe, sharding)
         super().__init__(mesh, model, recipe, sharding, algorithm, Stages(model, schedule))
         self.phase = phase
@@ -149,13 +155,11 @@ class Trainer(State):
         self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
         for axes in self._axes_used():
             mesh[axes]  # make the communicators now, and not in the middle of the first step
-        self._gathers: dict[str, Completion] = {}  # of units that are not complete yet
-        self._pending: list[tuple[str, Completion]] = []  # sums of buckets, and gathers of updates
-        self._reducing: list[str] = []  # units whose full gradients are freed by the next WAIT
         self.offload = Offload(
             recipe.offload(self.rank, self.xp), self.parameter_shards, self.memory
         )
         self.masters = self.offload.masters
+        self.units = Units(self, self.masters, self.overlap)
         self.optimizer: Optimizer = recipe.optimizer(self.masters, make_state=self.offload.zeros)
         if self.is_divided and any(sharding.reduction.state(self)):
             name = type(sharding.reduction).__name__
@@ -326,12 +330,17 @@ class Trainer(State):
                 with self.phase(label) if label else nullcontext():
                     for action in group:
                         began = time.perf_counter()
-                        if getattr(self, METHODS[action.kind])(action) is False:
+                        if self.do(action) is False:
                             return
                         ended = time.perf_counter()
                         self.micro_batches.events.append(Event.of(action, began, ended))
                         if action.kind not in COMPUTING:
                             self.overlap.add(ended - began)
+
+    def do(self, action: Action) -> bool | None:
+        """Do one action; return False if the rest of the step must be skipped."""
+        method: Callable[[Action], bool | None] = attrgetter(METHODS[action.kind])(self)
+        return method(action)
 
     def ignore_overflow(self) -> AbstractContextManager[object]:
         """Return a context manager without NumPy's overflow warnings if the loss scale changes."""
@@ -342,16 +351,16 @@ class Trainer(State):
 
     def forward(self, action: Action) -> None:
         """Run a layer forward on a micro-batch, as `action` says."""
-        self._complete_gathers(action.part)
+        self.units.complete(action.part)
         self.micro_batches.forward(action)
         self._unbind(action.part)
 
     def backward(self, action: Action) -> None:
         """Run a layer backward on a micro-batch, or a half of that, as `action` says."""
         if action.kind != "W":  # which needs no parameters
-            self._complete_gathers(action.part)
+            self.units.complete(action.part)
         if action.kind != "I":
-            self._open_gradients(action.part)
+            self.units.open_gradients(action.part)
         getattr(self.micro_batches, HALVES[action.kind])(action)
         self._unbind(action.part)
 
@@ -361,108 +370,12 @@ class Trainer(State):
         if may_change or self.micro_batches.stash is not None:
             self.model.unbind(layer)
 
-    def _open_gradients(self, layer: str) -> None:
-        """Make the gradients of a layer's units, if they exist only while they are computed."""
-        for unit in self.model.units_of(layer):
-            if unit not in self.full_gradients:
-                self.full_gradients[unit] = self.new_buffer("buffers", self.unit_sizes[unit])
-
-    # Actions that send
-
-    def send(self, action: Action) -> None:
-        """Start to send what leaves the stage of an `action`."""
-        self.micro_batches.send(action)
-
-    def receive(self, action: Action) -> None:
-        """Start to receive what enters the stage of an `action`."""
-        self.micro_batches.receive(action)
-
-    def unshard(self, action: Action) -> None:
-        """Start to gather the unit of an `action`, into a new array or where ranks keep it."""
-        unit, axes = action.part, action.axes
-        is_secondary = axes == self.sharding.secondary_axes
-        if "parameters" in self.sharding.divided:
-            full = self.new_buffer("buffers", self.unit_sizes[unit])
-            source = self.secondary[unit] if is_secondary else self.parameters[unit]
-            full[self.part(unit, axes)] = source
-            self.full_parameters[unit] = full
-        gather = prediction.gather_of(self, axes)
-        with collectives.phase(f"{unit}/within" if is_secondary else unit):
-            done = self._started(gather.start(self, unit, self.full_parameters[unit], axes))
-        if "parameters" in self.sharding.divided:
-            self._gathers[unit] = done
-        else:
-            self._pending.append((unit, done))
-
-    def _started(self, done: Completion) -> Completion:
-        """Return `done`; in a step without overlap, complete the call first."""
-        rest: object = done
-        while self.overlap.is_reference and callable(rest):
-            rest = rest()
-        return done if callable(rest) else lambda: None
-
-    def _complete_gathers(self, layer: str) -> None:
-        """Wait for the parameters of a layer, and keep the secondary part of them."""
-        for unit in self.model.units_of(layer) if self._gathers else ():
-            if unit in self._gathers:
-                began = time.perf_counter()
-                self._gathers.pop(unit)()
-                self.overlap.add(time.perf_counter() - began)
-                axes = self.sharding.secondary_axes
-                if axes and unit not in self.secondary:
-                    kept = self.full_parameters[unit][self.part(unit, axes)].copy()
-                    self.secondary[unit] = self.memory.track("buffers", kept)
-
-    def reshard(self, action: Action) -> None:
-        """Free the gathered parameters of the unit of an `action`."""
-        del self.full_parameters[action.part]
-
-    def reduce(self, action: Action) -> None:
-        """Start to sum the bucket of an `action`: whole gradients, or parts that replicas have."""
-        bucket, axes = action.part, action.axes
-        hook = prediction.reduction_of(self, axes)
-        with collectives.phase(bucket):
-            done = self._started(hook.start(self, bucket, self._gradient_of(bucket, axes), axes))
-        self._pending.append((bucket, done))
-        if axes == self.sharding.shard_axes and "gradients" in self.sharding.divided:
-            self._reducing.append(bucket)
-
-    def _gradient_of(self, bucket: str, axes: tuple[str, ...]) -> Array:
-        if axes != self.sharding.shard_axes:
-            return self.gradient_shards[bucket]
-        if "gradients" in self.sharding.divided:
-            return self.full_gradients[bucket]
-        return self.flats[bucket]
-
     def wait(self, action: Action) -> None:
-        """Complete what was started before this `action`, until no hook starts another call."""
+        """Complete the messages, or the calls, that were started before this `action`."""
         if action.part == SENDS:
             self.micro_batches.complete_sends()
-            return
-        while self._pending:
-            label, done = self._pending.pop(0)
-            with collectives.phase(label):
-                rest = done()
-            if callable(rest):
-                self._pending.append((label, rest))
-        while self._reducing:
-            unit = self._reducing.pop()
-            full = self.full_gradients.pop(unit)
-            self.gradients[unit] += full[self.part(unit, self.sharding.shard_axes)]
-            self.secondary.pop(unit, None)
-
-    def average(self, action: Action) -> None:
-        """Start to make the parameters of the unit of an `action` equal on all ranks."""
-        unit, master, parameters = action.part, self.masters[action.part], self.parameters
-        with collectives.phase(unit):
-            done = self.sharding.reduction.start(self, unit, master, action.axes)
-
-        def finish() -> None:
-            done()
-            if master is not parameters[unit]:
-                parameters[unit][...] = master
-
-        self._pending.append((unit, finish))
+        else:
+            self.units.wait()
 
     # Small messages
 

@@ -21,7 +21,6 @@ from parallel.elastic import BlockingAllReduce
 from parallel.nn import Array, Model
 from parallel.optim import AdamW
 from parallel.pipeline import make
-from parallel.runtime.trainer import METHODS
 from parallel.sharding import AllReduce, CommHook, Completion, HalfPrecision, PowerSGD
 from parallel.stages import Stages
 from tests.parallel.training import (
@@ -233,7 +232,7 @@ def test_a_micro_batch_that_synchronises_would_be_noticed() -> None:
             if (action.micro_batch, action.part) == (0, "embedding"):
                 reductions = [each for each in self.actions if each.kind in ("REDUCE", "WAIT")]
                 for each in reductions:
-                    getattr(self, METHODS[each.kind])(each)
+                    self.do(each)
 
     with pytest.raises(TrafficMismatch, match="backward/bucket0"):
         verdict(train(of_kind(Eager), 3, Recipe(num_micro_batches=2), steps=1))

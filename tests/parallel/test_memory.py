@@ -173,16 +173,18 @@ class HoardsGradients(Trainer):
     """Does not free what has been reduced."""
 
     def wait(self, action: Action) -> None:
-        self.hoard = [*getattr(self, "hoard", []), *map(self.full_gradients.get, self._reducing)]
+        reduced = map(self.full_gradients.get, self.units._reducing)
+        self.hoard = [*getattr(self, "hoard", []), *reduced]
         super().wait(action)
 
 
 class HoardsParameters(Trainer):
     """Does not free what has been used."""
 
-    def reshard(self, action: Action) -> None:
-        self.hoard = [*getattr(self, "hoard", []), *self.full_parameters.values()]
-        super().reshard(action)
+    def do(self, action: Action) -> bool | None:
+        if action.kind == "RESHARD":
+            self.hoard = [*getattr(self, "hoard", []), *self.full_parameters.values()]
+        return super().do(action)
 
 
 class HoardsActivations(Trainer):

@@ -94,8 +94,10 @@ def test_a_gradient_that_is_not_summed_would_be_noticed() -> None:
     """The negative control."""
 
     class Alone(Trainer):
-        def reduce(self, action: Action) -> None:
-            self._reducing.append(action.part)
+        def do(self, action: Action) -> bool | None:
+            if action.kind == "REDUCE":
+                return self.units._reducing.append(action.part)
+            return super().do(action)
 
     alone = of_kind(Alone, partial(Sharding.zero, 2))
     assert not np.allclose(train(alone, 3)[0].losses, serial().losses, rtol=1e-6)
