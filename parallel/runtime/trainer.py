@@ -153,8 +153,6 @@ class Trainer(State):
         self.micro_batches = MicroBatches(self, self.activations, self.overlap)
         self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
         self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
-        for axes in self._axes_used():
-            mesh[axes]  # make the communicators now, and not in the middle of the first step
         self.offload = Offload(
             recipe.offload(self.rank, self.xp), self.parameter_shards, self.memory
         )
@@ -473,12 +471,17 @@ class Trainer(State):
     # Before the first step
 
     def check_models(self) -> None:
-        """Raise ModelMismatch, on all ranks, unless all have the same model and options."""
+        """Raise ModelMismatch, on all ranks, unless all have the same model and options.
+
+        Then make the communicators, for which all ranks must have the same.
+        """
         if self.comm is None:
             return
         units = {unit: agreement.digest_of(self, unit) for unit in self.model.units}
         with self.phase("start"), collectives.phase("check"):
             agreement.check_same(self.comm, units, self.options())
+        for axes in self._axes_used():
+            self.mesh[axes]  # now, and not in the middle of the first step
 
     def options(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, because their calls depend on it."""

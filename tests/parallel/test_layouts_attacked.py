@@ -183,6 +183,20 @@ def test_ranks_with_different_schedules_are_refused_before_the_first_step() -> N
     collectives.run(fn, size=2, timeout=60)
 
 
+def test_ranks_whose_schedules_share_units_along_other_subsets_are_refused() -> None:
+    """They would wait for each other in the making of the communicators."""
+
+    def fn(comm: Any) -> None:
+        setup = Setup(axes_of(pipe=4), model=(("is_tied", True),))
+        mesh, recipe = Mesh(comm, pipe=4), Recipe(num_micro_batches=8)
+        schedule = "dualpipe" if comm.rank == 3 else "1f1b"
+        trainer = Trainer(mesh, setup.make_model(mesh), recipe, schedule=schedule)
+        with pytest.raises(ModelMismatch, match="option schedule of rank 3"):
+            trainer.start()
+
+    collectives.run(fn, size=4, timeout=20)
+
+
 def test_divided_layers_that_run_again_on_some_ranks_only_are_refused() -> None:
     """They send in backward what the others do not."""
 
