@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from ast import literal_eval
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import numpy as np
 import pytest
 
 from bench.__main__ import COMMANDS as BENCH_COMMANDS
@@ -28,7 +30,7 @@ def blocks(path: Path, language: str = "python") -> list[str]:
 
 
 EXAMPLE, EXTENSION = blocks(ROOT / "README.md")
-TRAINING = next(x for x in blocks(ROOT / "docs" / "training.md") if "collectives.world()" in x)
+TRAINING, *DIVIDED = blocks(ROOT / "docs" / "training.md")
 
 
 def run(example: str, num_ranks: int, tmp_path: Path) -> CompletedProcess[str]:
@@ -71,6 +73,19 @@ def test_the_training_example_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, second = sorted(done.stdout.strip().splitlines())
     assert first.split()[:2] == ["0", second.split()[1]] and "'gradients': " in first
+
+
+def test_the_examples_of_divided_models_print_what_one_rank_computes(tmp_path: Path) -> None:
+    done = run("\n".join(DIVIDED), 1, tmp_path)
+    assert done.returncode == 0, done.stderr
+    alone, *lines = done.stdout.splitlines()
+    of_ranks = [line for line in lines if line.startswith("[") and "." in line]
+    for line in of_ranks:
+        np.testing.assert_allclose(literal_eval(line), float(alone), rtol=1e-12)
+    printed = [line.strip("[]").split(", ") for line in of_ranks]
+    assert [len(each) for each in printed] == [2, 4, 2]  # tensor, data and context, pipe
+    others = [line for line in lines if line not in of_ranks]
+    assert others == ["27 3 [4, 4, 4, 4]", "[True, True]", "rowwise 0.201", "tensorwise 13.032"]
 
 
 def test_the_traffic_of_the_readme_is_what_the_command_prints(tmp_path: Path) -> None:

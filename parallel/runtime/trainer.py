@@ -97,6 +97,8 @@ class Trainer(State):
         mesh lacks axes of the sharding; or if the model divides its parameters on another mesh.
     InvalidSchedule
         If a given schedule cannot run, or computes a part of a stage twice or never.
+    ModelMismatch
+        On all ranks, if ranks would communicate along different axes.
 
     Attributes
     ----------
@@ -153,6 +155,7 @@ class Trainer(State):
         self.micro_batches = MicroBatches(self, self.activations, self.overlap)
         self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
         self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
+        self._make_communicators()
         self.offload = Offload(
             recipe.offload(self.rank, self.xp), self.parameter_shards, self.memory
         )
@@ -163,12 +166,19 @@ class Trainer(State):
             name = type(sharding.reduction).__name__
             raise ValueError(f"{name} keeps arrays: it does not work beside a divided model")
 
-    def _axes_used(self) -> Iterable[tuple[str, ...]]:
-        """Return the axes along which any rank communicates, in an order that all ranks know."""
+    def _make_communicators(self) -> None:
+        """Make those along all axes now, and not in the middle of the first step.
+
+        First check that all ranks make the same: others would wait for each other.
+        """
         parts = prediction.model_parts(self)
         used = (action.axes for part in parts for action in part.actions if action.axes)
         splits = ((axis,) for axis in self.model.split_axes)
-        return dict.fromkeys((*self.sharding.groups, *used, *splits))
+        axes = list(dict.fromkeys((*self.sharding.groups, *used, *splits)))
+        if self.comm is not None:
+            agreement.check_same(self.comm, {}, {"axes": axes})
+        for each in axes:
+            self.mesh[each]
 
     @property
     def comm(self) -> collectives.Communicator | None:
@@ -471,17 +481,12 @@ class Trainer(State):
     # Before the first step
 
     def check_models(self) -> None:
-        """Raise ModelMismatch, on all ranks, unless all have the same model and options.
-
-        Then make the communicators, for which all ranks must have the same.
-        """
+        """Raise ModelMismatch, on all ranks, unless all have the same model and options."""
         if self.comm is None:
             return
         units = {unit: agreement.digest_of(self, unit) for unit in self.model.units}
         with self.phase("start"), collectives.phase("check"):
             agreement.check_same(self.comm, units, self.options())
-        for axes in self._axes_used():
-            self.mesh[axes]  # now, and not in the middle of the first step
 
     def options(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, because their calls depend on it."""

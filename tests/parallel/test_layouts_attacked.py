@@ -190,9 +190,8 @@ def test_ranks_whose_schedules_share_units_along_other_subsets_are_refused() -> 
         setup = Setup(axes_of(pipe=4), model=(("is_tied", True),))
         mesh, recipe = Mesh(comm, pipe=4), Recipe(num_micro_batches=8)
         schedule = "dualpipe" if comm.rank == 3 else "1f1b"
-        trainer = Trainer(mesh, setup.make_model(mesh), recipe, schedule=schedule)
-        with pytest.raises(ModelMismatch, match="option schedule of rank 3"):
-            trainer.start()
+        with pytest.raises(ModelMismatch, match="option axes of rank 3"):
+            Trainer(mesh, setup.make_model(mesh), recipe, schedule=schedule)
 
     collectives.run(fn, size=4, timeout=20)
 
