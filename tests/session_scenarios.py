@@ -193,7 +193,7 @@ def a_timeout_names_whom_it_waited_for(comm: Communicator) -> None:
     if comm.rank == 1:
         comm.send(np.ones(1), 0)
     if comm.rank == 0:
-        error.value.work.wait()
+        error.value.work.wait(timeout=30)
     comm.barrier()
 
 
@@ -243,7 +243,7 @@ def a_blocking_call_that_timed_out_is_not_lost(comm: Communicator) -> None:
     if comm.rank == 1:
         comm.send(np.ones(1), 0)
     if comm.rank == 0:
-        assert error.value.work.wait() is x
+        assert error.value.work.wait(timeout=30) is x
         assert x[0] == 1
 
 
@@ -300,7 +300,7 @@ def a_call_that_timed_out_can_be_the_last(comm: Communicator) -> None:
             group.free()
     comm.barrier()
     if comm.rank == 0 and comm.size > 1:
-        assert error.value.work.wait()[0] == comm.size
+        assert error.value.work.wait(timeout=30)[0] == comm.size
     else:
         group.all_reduce(np.ones(2))
     group.free()

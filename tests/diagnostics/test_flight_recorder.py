@@ -104,7 +104,7 @@ def timed_out(size: int, tmp_path: Path | None = None) -> str:
         if comm.rank == 0:
             with pytest.raises(CollectiveTimeout) as error:
                 comm.all_reduce(np.ones(4), algorithm="ring", timeout=0.1)
-            error.value.work.wait()
+            error.value.work.wait(timeout=30)
             return str(error.value)
         comm.all_reduce(np.ones(4), algorithm="ring")
         return ""

@@ -83,7 +83,7 @@ def test_waiting_with_a_time_limit_is_no_deadlock() -> None:
             with pytest.raises(collectives.CollectiveTimeout) as error:
                 comm.recv(np.empty(1), 1, timeout=0.1)
             comm.send(np.ones(1), 1)
-            assert error.value.work.wait()[0] == 2
+            assert error.value.work.wait(timeout=30)[0] == 2
         else:
             comm.recv(np.empty(1), 0)
             comm.send(np.full(1, 2.0), 0)

@@ -68,7 +68,7 @@ def test_a_time_limit_names_the_call_that_is_compared(checked: Communicator) -> 
             with pytest.raises(collectives.CollectiveTimeout, match="of its check") as error:
                 checked.all_reduce(x, timeout=0.05)
             checked.send(x, 1)
-            assert error.value.work.wait()[0] == checked.size
+            assert error.value.work.wait(timeout=30)[0] == checked.size
             sentences.append(str(error.value).splitlines()[0])
         else:
             checked.all_reduce(x)

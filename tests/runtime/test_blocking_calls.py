@@ -103,7 +103,7 @@ def test_a_call_that_timed_out_completes_before_the_next_one_begins(num_before: 
             with pytest.raises(CollectiveTimeout):
                 comm.all_reduce(3 * x, timeout=0.05)  # it has not begun: the other must end first
             comm.send(x, 1)
-            assert error.value.work.wait() is out
+            assert error.value.work.wait(timeout=30) is out
             assert out.tolist() == [4.0, 4.0]
         else:
             comm.recv(x, 0)
@@ -185,7 +185,7 @@ def test_a_header_has_to_wait_for_its_turn_as_well() -> None:
                 with pytest.raises(CollectiveTimeout, match="all_reduce"):  # which is still to end
                     call(x, root=1, timeout=0.05)
             comm.send(np.ones(1), 1)
-            assert error.value.work.wait().tolist() == [2.0, 2.0]
+            assert error.value.work.wait(timeout=30).tolist() == [2.0, 2.0]
         else:
             comm.recv(np.ones(1), 0)
             comm.all_reduce(np.ones(2))
@@ -223,7 +223,7 @@ def test_a_communicator_that_waits_for_a_rest_keeps_its_time_limit() -> None:
             comm.send(np.ones(1), 1)
             while not error.value.work.test():
                 pass
-            assert error.value.work.wait().tolist() == [1.0]
+            assert error.value.work.wait(timeout=30).tolist() == [1.0]
         else:
             comm.recv(np.ones(1), 0)
             comm.broadcast(np.ones(1), root=1)

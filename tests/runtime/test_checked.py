@@ -233,7 +233,7 @@ def test_a_time_limit_names_whom_the_check_waits_for() -> None:
             with pytest.raises(CollectiveTimeout, match="round 0 of 2 of its check for a") as error:
                 comm.all_reduce(np.ones(1), timeout=0.05)
             has_given_up.set()
-            assert error.value.work.wait()[0] == comm.size
+            assert error.value.work.wait(timeout=30)[0] == comm.size
         else:
             has_given_up.wait(10)
             comm.all_reduce(np.ones(1))
