@@ -116,7 +116,7 @@ def run_training(comm: Communicator, options: argparse.Namespace) -> int:
     except checkpoint.LoadFailed as error:  # on all ranks: none waits
         raise InvalidRun(str(error)) from error
     except BaseException as error:  # the other ranks would wait forever: abort the MPI job
-        if "mpi4py.MPI" in sys.modules:
+        if options.threads is None:
             mpi4py.run.set_abort_status(error)  # takes effect when Python exits
         raise
     return training.report(table) if training.comm.rank == 0 else 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
+import mpi4py.run
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -366,13 +367,20 @@ def test_a_checkpoint_of_another_setup_is_refused_in_a_sentence(
 
 
 def test_a_checkpoint_that_was_cut_is_refused_in_a_sentence(
-    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Ranks that are threads do not abort the MPI of the program that they are in."""
+    aborted: list[Any] = []
+    monkeypatch.setattr(mpi4py.run, "set_abort_status", aborted.append)
     run("--steps", "2", "--save", tmp_path)
     (tmp_path / "step-00000002" / "rank-1-of-2.safetensors").unlink()
     with pytest.raises(SystemExit) as stop:
         main([*SMALL, "--steps", "3", "--resume", str(tmp_path), "--threads", "2"])
     assert stop.value.code == 2 and "rank-1-of-2" in capsys.readouterr().err
+    assert aborted == []
 
 
 @pytest.mark.parametrize(
