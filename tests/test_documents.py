@@ -16,6 +16,7 @@ import pytest
 from bench.__main__ import COMMANDS as BENCH_COMMANDS
 from collectives import algorithms
 from collectives.launch import launch
+from parallel.plan.__main__ import main as plan
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -101,6 +102,18 @@ def test_the_traffic_of_the_readme_is_what_the_command_prints(tmp_path: Path) ->
         if row[1] != "(together)":  # a sum is printed only where MPI counts
             assert row[:6] in {each[:6] for each in printed}
             assert row[7:9] in {each[7:9] for each in printed if each[:2] == row[:2]}
+
+
+def test_the_plan_in_training_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without some of its rows."""
+    pages = blocks(ROOT / "docs" / "training.md", "text")
+    (shown,) = (page for page in pages if page.startswith("$ python -m parallel.plan "))
+    command, *lines = shown.splitlines()
+    assert plan(command.split()[4:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(lines) > 15 and [line for line in lines if line not in printed] == []
 
 
 def cells(line: str) -> tuple[str, ...]:

@@ -64,7 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
         f"{options.tokens:g} tokens with full recomputation: {years:.0f} years of one GPU,"
         f" {years / machine.num_ranks * 365.25:.0f} days of all"
     )
-    console.print("\n".join(divides(job)), markup=False)
+    console.print("What each axis divides:")
+    cli.print_table(divided_by_axis(job), console)
+    console.print(WHY, markup=False)
     return 0
 
 
@@ -105,8 +107,14 @@ def numbers(job: Job, machine: Machine, cost: Cost, layout: Layout) -> list[str]
     ]  # fmt: skip
 
 
-def divides(job: Job) -> list[str]:
-    """Return what eight ranks along each axis divide, in GB of the rank with the most."""
+KEPT = ("parameters", "gradients", "master", "optimizer")
+
+
+def divided_by_axis(job: Job) -> Any:
+    """Return a table of what eight ranks along each axis divide, in GB of the rank with the most.
+
+    The last column is what a rank sends along ``data`` in a step.
+    """
     machine = Machine(1, 8)
     rows = {
         "one rank": Layout(1, 1, 1, 1, 1),
@@ -118,14 +126,14 @@ def divides(job: Job) -> list[str]:
         "pipe=8, data=8, ZeRO-1": Layout(8, 8, 1, 1, 1),
         "pipe=8, data=8, ZeRO-2": Layout(8, 8, 1, 2, 1),
     }
-    lines = ["What each axis divides (states, activations, and sent along data in a step, in GB):"]
-    for name, layout in rows.items():
+    table = cli.table_with("in GB", numbers=(*KEPT, "activations", "sent for data"))
+    for title, layout in rows.items():
         if layout.pipe > min(job.num_layers, layout.num_micro_batches(job)):
             continue
         cost = cost_of(job, layout, machine)
-        parts = (cost.states, cost.activations, cost.sent["data"])
-        lines.append(f"  {name:24}" + "".join(f"{x / 1e9:12.1f}" for x in parts))
-    return [*lines, WHY]
+        parts = *(cost.kept[name] for name in KEPT), cost.activations, cost.sent["data"]
+        table.add_row(title, *(f"{x / 1e9:.1f}" for x in parts))
+    return table
 
 
 WHY = (

@@ -39,8 +39,10 @@ class Cost(NamedTuple):
 
     Attributes
     ----------
-    states, activations : float
-        The bytes of parameters, gradients, masters and optimizer states, and of activations.
+    kept : dict of str to int
+        The bytes of parameters, gradients, masters (``"master"``) and states of the optimizer.
+    activations : float
+        The bytes of activations.
     sent : dict of str to float
         The bytes that the rank sends along each axis.
     bubble : float
@@ -49,11 +51,16 @@ class Cost(NamedTuple):
         Of a step: what tensor and data ranks send is not hidden behind computation.
     """
 
-    states: float
+    kept: dict[str, int]
     activations: float
     sent: dict[str, float]
     bubble: float
     seconds: float
+
+    @property
+    def states(self) -> int:
+        """The bytes of all that is kept from step to step."""
+        return sum(self.kept.values())
 
     @property
     def memory(self) -> float:
@@ -116,7 +123,10 @@ def cost_of(job: Job, layout: Layout, machine: Machine) -> Cost:
     sent = sent_by_axis(layout, m, chunks, whole, all_layers)
     of_data = sent["data"] / bandwidth(layout, machine, "data")
     return Cost(
-        max(states(layout, whole.model, layers) for layers in all_layers),
+        max(
+            (kept_by(layout, whole.model, layers) for layers in all_layers),
+            key=lambda kept: sum(kept.values()),
+        ),
         activations(layout, m, whole, stages),
         sent,
         bubble / (m * slowest),
@@ -124,12 +134,11 @@ def cost_of(job: Job, layout: Layout, machine: Machine) -> Cost:
     )
 
 
-def states(layout: Layout, model: Model, layers: list[str]) -> float:
-    """Return the bytes of parameters, gradients, masters and states of some layers."""
+def kept_by(layout: Layout, model: Model, layers: list[str]) -> dict[str, int]:
+    """Return the bytes that a rank with some layers keeps from step to step, by category."""
     size = num_elements(model, layers)
     part = max(even_counts(size, layout.data))
-    sharded = Sharding.zero(layout.zero).divided
-    return float(sum(state_bytes(size, part, BFLOAT16, sharded=sharded).values()))
+    return state_bytes(size, part, BFLOAT16, sharded=Sharding.zero(layout.zero).divided)
 
 
 def num_elements(model: Model, layers: list[str], summed: str | None = None) -> int:
