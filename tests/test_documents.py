@@ -6,6 +6,7 @@ import re
 from ast import literal_eval
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -16,7 +17,6 @@ import pytest
 from bench.__main__ import COMMANDS as BENCH_COMMANDS
 from collectives import algorithms
 from collectives.launch import launch
-from parallel.plan.__main__ import main as plan
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -104,16 +104,18 @@ def test_the_traffic_of_the_readme_is_what_the_command_prints(tmp_path: Path) ->
             assert row[7:9] in {each[7:9] for each in printed if each[:2] == row[:2]}
 
 
-def test_the_plan_in_training_is_what_the_command_prints(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("module", ["pipeline show", "pipeline compare", "plan"])
+def test_what_training_shows_is_what_the_command_prints(
+    module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without some of its rows."""
+    """Perhaps without some of its lines."""
     pages = blocks(ROOT / "docs" / "training.md", "text")
-    (shown,) = (page for page in pages if page.startswith("$ python -m parallel.plan "))
+    (shown,) = (page for page in pages if page.startswith(f"$ python -m parallel.{module} "))
     command, *lines = shown.splitlines()
-    assert plan(command.split()[4:]) == 0
+    _, _, _, name, *arguments = command.split()
+    assert import_module(f"{name}.__main__").main(arguments) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert len(lines) > 15 and [line for line in lines if line not in printed] == []
+    assert len(lines) > 5 and [line for line in lines if line not in printed] == []
 
 
 def cells(line: str) -> tuple[str, ...]:
