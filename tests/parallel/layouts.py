@@ -99,7 +99,8 @@ class Setup(NamedTuple):
 
     def alone(self) -> End:
         """Train on one rank."""
-        model = tuple((k, x) for k, x in self.model if k != "sequence_parallel")
+        of_ranks = ("sequence_parallel", "attention")
+        model = tuple(option for option in self.model if option[0] not in of_ranks)
         blocks = self.blocks or num_blocks(dict(self.axes).get("pipe", 1))
         return trained_alone(self.recipe, model, blocks)
 
