@@ -69,7 +69,7 @@ def _add_row(table: Table, name: str, op: str, num_bytes: int, samples: int) -> 
     found = [_numpys(function)] + ([] if address is None else [_kernel(address)])
     rates = [num_bytes / seconds / 1e9 for seconds in times(found, left, right, samples)]
     rates += [rates[1] / rates[0]] if address is not None else []
-    words = [f"{rate:.2f}" for rate in rates] + ["-"] * (3 - len(rates))
+    words = [f"{rate:.3g}" for rate in rates] + ["-"] * (3 - len(rates))
     table.add_row(name, op, str(num_bytes), *words)
 
 
