@@ -82,10 +82,12 @@ def annotate(model: Model, placements: Splits, mesh: Mesh) -> Model:
     ['all_gather', 'all_reduce']
     """
     walk = Walk(mesh, splits_of(model, placements, mesh))
-    whole = Sequential(model.layers)
-    layers, _ = walk.through(whole, "", None)
+    layers, flow = walk.through(Sequential(model.layers), "", None)
     assert isinstance(layers, Sequential)
-    return Model(layers.layers, model.ties, mesh=mesh)
+    whole(flow)
+    made = Model(layers.layers, model.ties, mesh=mesh)
+    made.recompute = model.recompute  # the layers are wrapped already
+    return made
 
 
 def splits_of(model: Model, placements: Splits, mesh: Mesh) -> dict[str, tuple[int, str]]:
@@ -201,10 +203,10 @@ class Walk:
 
     def _attention(self, layer: Layer, name: str, flow: Flow) -> Given:
         assert isinstance(layer, CausalAttention)
-        if flow is None or len(flow.shape) != 3 or flow.dim != 1:
+        if flow is None or not has_heads(flow, layer):
             return self._plain(layer, name), whole(flow)
         made = fresh(layer)
-        made.width = flow.shape[2]  # of queries, keys and values of each head
+        made.width = flow.shape[2]  # this rank's number of heads is another
         return made, flow._replace(shape=flow.shape[1:], dim=0)
 
     def _cross_entropy(self, layer: Layer, name: str, flow: Flow) -> Given:
@@ -239,8 +241,18 @@ def whole(flow: Flow) -> Flow:
     return None
 
 
+def has_heads(flow: Features, layer: CausalAttention) -> bool:
+    """Return whether ranks have queries, keys and values of whole heads of a `layer`."""
+    if len(flow.shape) != 3 or flow.shape[0] != 3 or flow.dim != 1:
+        return False
+    _, num_heads, width = flow.shape
+    return width == layer.width if layer.width else num_heads == layer.num_heads
+
+
 def fresh(layer: L) -> L:
-    """Return a copy of a layer that is bound to no arrays."""
+    """Return a copy of a layer, and of the layers in it, that is bound to no arrays."""
     made = copy(layer)
+    if isinstance(made, Sequential):
+        made.layers = {name: fresh(each) for name, each in made.layers.items()}
     made.bind({}, {})
     return made

@@ -34,15 +34,17 @@ def quantized(x: Array, axis: int | None) -> tuple[Array, Array]:
     """Return `x` as int8, and the scales of its vectors along an `axis`; None: one for all.
 
     `x` is a matrix of float32 or float64, and so are the scales, with a dimension of 1 along the
-    axis.  The integers times the scales differ from `x` by at most half a scale.  What is not
-    finite makes its scale so.
+    axis.  The integers times the scales differ from `x` by at most half a scale.  The scale of
+    a vector with infinite elements is infinite, and with NaN it is NaN.
     """
     xp = namespace_of(x)
     shape = tuple(1 if axis in (None, i) else n for i, n in enumerate(x.shape))
     largest = xp.zeros(shape, dtype=x.dtype)
     if x.size:
         largest = xp.max(xp.abs(x), axis=axis, keepdims=True)
-    scales = xp.where(largest == 0, xp.ones_like(largest), largest / LARGEST)
+    least = float(np.finfo(x.dtype).smallest_normal)  # a smaller scale would have few digits
+    scales = xp.clip(largest / LARGEST, least, None)
+    scales = xp.where(largest == 0, xp.ones_like(largest), scales)
     return xp.round(x / scales).astype(np.int8), scales
 
 

@@ -55,7 +55,7 @@ class ArraySpec:
     context : int
         The number of positions in a whole row, which ranks may divide.
     length : int
-        How many of them the ranks that hold one copy of the model's parameters have.
+        How many of them this rank and the ranks with which it divides parameters have together.
     rank : int
         The rank of the mesh whose array it is.
     """

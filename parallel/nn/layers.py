@@ -31,7 +31,8 @@ class Embedding(Layer):
     """Add a vector for each token and a vector for its position.
 
     Tokens, integers (batch, up to `context`), become vectors (batch, tokens, `dim`).  `forward`
-    raises ValueError if a row has more tokens than there are positions.
+    raises ValueError if a row, of which ranks may have parts, has more tokens than there are
+    positions.
     """
 
     def __init__(self, vocab_size: int, context: int, dim: int) -> None:
@@ -43,16 +44,16 @@ class Embedding(Layer):
         return {name: ParameterSpec(shape, std=0.1) for name, shape in shapes.items()}
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
-        self.check(x)
+        self.check(x, step)
         xp = namespace_of(x)
         rows = xp.take(self.value["token"], xp.reshape(x, (-1,)), axis=0)
         positions = self.value["position"][positions_of(step, x.shape[1])]
         return xp.reshape(rows, (*x.shape, self.dim)) + positions, (x, step.positions)
 
-    def check(self, x: Array) -> None:
+    def check(self, x: Array, step: Step) -> None:
         """Raise ValueError unless there are positions for all tokens, and all are known."""
-        if x.shape[1] > self.context:
-            raise ValueError(f"{x.shape[1]} tokens in a row, but positions for {self.context} only")
+        if (length := max(x.shape[1], step.context)) > self.context:
+            raise ValueError(f"{length} tokens in a row, but positions for {self.context} only")
         check_classes("token", x.reshape(-1), self.vocab_size)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
@@ -264,7 +265,8 @@ class CausalAttention(Layer):
 
     Queries, keys and values side by side, (batch, context, 3 dim), become (batch, context, dim).
     Each of `num_heads` heads has dim / `num_heads` of the elements; or `width`, if ranks divide the
-    heads, so that dim differs.  Vaswani et al. 2017.
+    heads, so that dim differs.  `forward` raises ValueError if the input does not consist of whole
+    heads.  Vaswani et al. 2017.
     """
 
     def __init__(self, num_heads: int, width: int | None = None) -> None:
@@ -301,7 +303,13 @@ class CausalAttention(Layer):
 
     def _width(self, size: int) -> int:
         """Return the elements of a head, if queries, keys and values have this `size`."""
-        return self.width or (size // (3 * self.num_heads) if size else 1)
+        if not size:
+            return self.width or 1
+        unit = 3 * (self.width or self.num_heads)
+        if not unit or size % unit:
+            heads = f"heads of {self.width}" if self.width else f"{self.num_heads} heads"
+            raise ValueError(f"{size} elements are not queries, keys and values of {heads}")
+        return self.width or size // unit
 
     def _join(self, y: Array) -> Array:
         """Put the heads side by side again: (batch, context, dim)."""
@@ -335,7 +343,7 @@ class CrossEntropy(Layer):
         powers = xp.exp(shifted)
         sums = xp.sum(powers, axis=-1, keepdims=True)
         truth = one_hot(targets, flat.shape[-1], flat.dtype)
-        loss = xp.sum(xp.log(sums) - xp.sum(truth * shifted, axis=-1, keepdims=True))
+        loss = xp.sum(xp.log(sums) - xp.sum(chosen(truth, shifted), axis=-1, keepdims=True))
         dlogits = (powers / sums - truth) * (step.loss_scale / step.total)
         return float(loss) / step.total, cast(dlogits, x.dtype).reshape(x.shape)
 
@@ -347,6 +355,12 @@ class CrossEntropy(Layer):
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
         return Activations(x.nbytes, x.of_shape())
+
+
+def chosen(truth: Array, values: Array) -> Array:
+    """Return `values` where `truth` is 1, and 0 elsewhere, even where a value is infinite."""
+    xp = namespace_of(values)
+    return xp.where(truth == 1, values, xp.zeros_like(values))
 
 
 def check_classes(what: str, classes: Array, num_classes: int) -> None:

@@ -38,7 +38,7 @@ class Model:
         Parameters that are those of another layer: ``{"head.out.table": "embedding.token"}``, or
         all parameters of a layer: ``{"block1": "block0"}``.  The layer on the left uses the unit
         of the other.  Raises ValueError for a parameter that does not exist, for two of different
-        shapes, and for one that is tied itself.
+        shapes or that ranks divide differently, and for one that is tied itself.
     recompute : sequence of str
         Patterns of names of layers, or of their parts, that keep only their input and run forward
         again during backward: ``"block*"``, ``"block*.attention.heads"``.  Raises ValueError if
@@ -108,8 +108,8 @@ class Model:
             both = [(s.shape, s.splits) for s in (specs.get(here), specs.get(there)) if s]
             if there in found or len(both) < 2 or both[0] != both[1]:
                 raise ValueError(
-                    f"{here!r} cannot be tied to {there!r}: both must exist, have the same shape,"
-                    " and the second must not be tied itself"
+                    f"{here!r} cannot be tied to {there!r}: both must exist, have the same shape"
+                    " and be divided alike, and the second must not be tied itself"
                 )
         return found
 

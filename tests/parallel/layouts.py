@@ -49,6 +49,7 @@ class End(NamedTuple):
     trainer: Any
     report: RankReport
     table: TrafficTable | None
+    norms: list[float]  # of the gradient in each step
 
 
 class Setup(NamedTuple):
@@ -84,18 +85,23 @@ class Setup(NamedTuple):
             schedule=self.schedule,
         )  # fmt: skip
         self.change(trainer)
+        calls = trainer.traffic(STEPS, batch=(ROWS, CONTEXT))
+        norms: list[float] = []
+
+        def show(step: int, loss: float) -> None:
+            norms.append(math.sqrt(trainer.squares))
+
         with comm.record() as ledger:
             trainer.start()
-            losses = trainer.train(STEPS, batch, ROWS * CONTEXT, nothing)
-        whole = ledger.gather()
-        table = None
-        if whole is not None:
+            losses = trainer.train(STEPS, batch, ROWS * CONTEXT, show)
+        if trainer.num_skipped:  # in float16, known only now
             calls = trainer.traffic(STEPS, batch=(ROWS, CONTEXT), num_skipped=trainer.num_skipped)
-            table = TrafficTable(calls, whole, None, size=comm.size)
+        whole = ledger.gather()
+        table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
         rows = len(batch(0, *trainer.batch_part)[0])
         updates = trainer.num_updates_in(STEPS) - trainer.num_skipped
         report = RankReport.of(trainer, updates, rows, CONTEXT)
-        return End(losses, boxes_of(trainer), trainer, report, table)
+        return End(losses, boxes_of(trainer), trainer, report, table, norms)
 
     def alone(self) -> End:
         """Train on one rank."""

@@ -24,7 +24,7 @@ FORMS: dict[str, Callable[[Mesh], Whole]] = {
     "gather": lambda mesh: Divided(mesh, gathers_again=True),
 }
 CLASSES = 7
-CLOSE = {"float64": 1e-12, "float32": 1e-5}
+CLOSE = {"float64": 1e-12, "float32": 1e-5, "float16": 4 * 2.0**-10, "bfloat16": 4 * 2.0**-7}
 
 
 def whole(x: Any, region: Whole, rank: int) -> Any:
@@ -203,9 +203,10 @@ def check_values(case: Case, found: Sequence[Found], form: str, dtype: str = "fl
 
 
 def near(x: Any, wanted: Any, dtype: str, name: str) -> None:
-    """Within 1e-12 in float64, and 1e-5 in float32, of values near 1."""
-    largest = np.abs(wanted).max() if np.size(wanted) else 1.0
-    assert np.shape(x) == np.shape(wanted), name
+    """Within 1e-12 in float64, 1e-5 in float32, and 4 steps in two bytes, of values near 1."""
+    x, wanted = np.asarray(x, np.float64), np.asarray(wanted, np.float64)
+    largest = np.abs(wanted).max() if wanted.size else 1.0
+    assert x.shape == wanted.shape, name
     np.testing.assert_allclose(x, wanted, rtol=0, atol=CLOSE[dtype] * largest, err_msg=name)
 
 

@@ -42,8 +42,8 @@ def test_losses_and_parameters_are_those_of_one_rank(
     check_equal(ends, setup.alone())
     assert differences([end.report for end in ends]) == []
     assert ends[0].table is not None and ends[0].table.check()
-    norms = {math.sqrt(end.trainer.squares) for end in ends}
-    assert len(norms) == 1 and norms.pop() > CLIP
+    assert all(end.norms == ends[0].norms for end in ends)
+    assert len(ends[0].norms) == 4 and min(ends[0].norms) > CLIP
     check_parameter_bytes(ends, pipe)
 
 
@@ -61,14 +61,31 @@ def check_parameter_bytes(ends: list[Any], pipe: int) -> None:
             places[name][box] += math.prod(box.shape) > 0
     for name, found in places.items():
         distinct = [box for box, times in found.items() if times]
-        assert sum(math.prod(box.shape) for box in distinct) == model.specs[name].size
+        covered = np.zeros(model.specs[name].shape, int)
+        for box in distinct:
+            covered[box.slices] += 1
+        assert (covered == 1).all(), name
         assert len({found[box] for box in distinct}) == 1  # as many replicas of each
 
 
+def test_a_box_that_two_ranks_have_is_noticed() -> None:
+    """Although it has as many bytes as the right one."""
+    ends = setup_of(1, 1, 2).run()
+    check_parameter_bytes(ends, 1)
+    first, second = (end.trainer.model for end in ends)
+    second.boxes = first.boxes
+    with pytest.raises(AssertionError):
+        check_parameter_bytes(ends, 1)
+
+
 @pytest.mark.parametrize(
-    ("axis", "layout"), [("data", (1, 2, 2)), ("pipe", (2, 1, 2)), ("tensor", (2, 1, 2))]
-)
-def test_without_one_sum_the_result_is_another(axis: str, layout: tuple[int, int, int]) -> None:
+    ("axis", "layout"),
+    [
+        ("data", {"data": 2, "tensor": 2}), ("context", {"context": 2, "tensor": 2}),
+        ("pipe", {"pipe": 2, "tensor": 2}), ("tensor", {"pipe": 2, "tensor": 2}),
+    ],
+)  # fmt: skip
+def test_without_one_sum_the_result_is_another(axis: str, layout: dict[str, int]) -> None:
     """The negative control: by more than 1e-6."""
 
     def skip(trainer: Trainer) -> None:
@@ -78,7 +95,9 @@ def test_without_one_sum_the_result_is_another(axis: str, layout: tuple[int, int
         ]  # fmt: skip
 
     model = (("is_tied", True), ("sequence_parallel", "keep"))
-    good = setup_of(*layout, model=model)
+    shared = tuple(each for each in ("data", "context") if each in layout)
+    sharding = partial(Sharding.zero, 1, axes=shared) if shared else Sharding
+    good = Setup(tuple(layout.items()), model=model, sharding=sharding)
     check_equal(good.run(), good.alone())
     with pytest.raises(AssertionError):
         check_equal(good._replace(change=skip).run(), good.alone(), tolerance=1e-6)

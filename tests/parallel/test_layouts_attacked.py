@@ -14,6 +14,7 @@ import pytest
 import collectives
 from parallel import Mesh, ModelMismatch, Recipe, Sharding, Trainer, gpt
 from parallel.nn import CrossEntropy, Embedding, Gelu, Linear, Model
+from parallel.nn.tensor import Divided, VocabularyEmbedding, Whole
 from parallel.pipeline import InvalidSchedule, Schedule, parse
 from parallel.places import Disk
 from parallel.rank_report import differences
@@ -205,6 +206,19 @@ def test_divided_layers_that_run_again_on_some_ranks_only_are_refused() -> None:
         model = gpt(num_layers=1, hidden=8, num_heads=2, mesh=mesh, recompute=recompute)
         with pytest.raises(ModelMismatch, match="option recompute of rank 1"):
             Trainer(mesh, model).start()
+
+    collectives.run(fn, size=2, timeout=60)
+
+
+def test_vocabularies_divided_in_other_forms_are_refused() -> None:
+    """Their ranks would make other calls."""
+
+    def fn(comm: Any) -> None:
+        mesh = Mesh(comm, tensor=2)
+        at = Divided(mesh) if comm.rank else Whole(mesh)
+        layers = {"embedding": VocabularyEmbedding(5, 4, 8, at), "loss": CrossEntropy()}
+        with pytest.raises(ModelMismatch, match="option layers of rank 1"):
+            Trainer(mesh, Model(layers, mesh=mesh)).start()
 
     collectives.run(fn, size=2, timeout=60)
 

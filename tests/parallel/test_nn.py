@@ -285,6 +285,24 @@ def test_more_tokens_than_positions_are_refused() -> None:
         words = f"{context + 1} tokens in a row, but positions for {context} only"
         with pytest.raises(ValueError, match=words):
             layer.forward(np.zeros((2, context + 1), np.int64), Step())
+        with pytest.raises(ValueError, match=words):  # this rank has one of them
+            layer.forward(np.zeros((2, 1), np.int64), Step(positions=[0], context=context + 1))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "width", "words"), [(4, None, "4 heads"), (0, None, "0 heads"), (2, 4, "of 4")]
+)
+def test_other_than_whole_heads_are_refused(num_heads: int, width: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"30 elements are not queries, keys and values.* {words}"):
+        CausalAttention(num_heads, width).forward(np.ones((1, 3, 30)), Step())
+
+
+def test_a_class_that_is_excluded_adds_nothing_to_the_loss() -> None:
+    """By a logit of minus infinity."""
+    logits, step = np.array([[[1.0, -np.inf, 2.0]]]), Step(np.array([[0]]))
+    loss, saved = CrossEntropy().forward(logits, step)
+    assert loss == pytest.approx(np.log(1 + np.e))
+    assert saved[0, 0, 1] == 0 and np.isfinite(saved).all()
 
 
 # Numbers of two bytes

@@ -13,6 +13,7 @@ from collectives import Communicator
 from parallel import Mesh
 from parallel.nn import (
     ArraySpec,
+    CausalAttention,
     CrossEntropy,
     Gelu,
     LayerNorm,
@@ -182,6 +183,45 @@ def test_it_is_made_of_the_same_layers_and_changes_none() -> None:
         mlp = mlp.layers["mlp"].layer  # which runs again
         kinds = [type(layer) for layer in mlp.layers.values()]
         assert kinds == [LayerNorm, Columns, Gelu, Rows] and type(mlp) is Residual
+        assert model.recompute == alone.recompute
+
+    collectives.run(fn, size=2)
+
+
+def test_layers_in_a_layer_of_another_kind_are_copied_too() -> None:
+    class Twice(Sequential):
+        pass
+
+    alone = Model({"both": Twice({"one": Linear(2, 2), "two": Linear(2, 2)})})
+    bound_by_name(alone)
+    inner: Any = alone.layers["both"]
+    made: Any = annotate(alone, {}, Mesh(None)).layers["both"]
+    assert type(made) is Twice
+    for name in ("one", "two"):
+        assert inner.layers[name].value and made.layers[name] is not inner.layers[name]
+
+
+ENDS = {
+    "features": {"qkv": Linear(6, 8), "gelu": Gelu()},
+    "heads": {"qkv": Linear(6, (3, 4, 2)), "heads": CausalAttention(4)},
+    "no heads: their number": {"qkv": Linear(6, (3, 4, 2)), "heads": CausalAttention(2)},
+    "no heads: their width": {"qkv": Linear(6, (3, 4, 2)), "heads": CausalAttention(2, 4)},
+    "no queries, keys and values": {"qkv": Linear(6, (2, 6, 2)), "heads": CausalAttention(4)},
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_is_divided_at_the_end_or_by_other_than_heads_is_gathered(end: str) -> None:
+    layers: dict[str, Any] = ENDS[end]
+    alone, x = Model(layers), np.random.default_rng(1).standard_normal((2, 5, 6))
+    bound_by_name(alone)
+    step, dim = Step(np.zeros((2, 5), int), 10), 1 if end == "features" else 2
+    wanted = Sequential(alone.layers).forward(x, step)[0]
+
+    def fn(comm: Communicator) -> None:
+        model = annotate(Model(layers), {"qkv.weight": (dim, "tensor")}, Mesh(comm, tensor=2))
+        bound_by_name(model)
+        near(Sequential(model.layers).forward(x, step)[0], wanted, "float64", end)
 
     collectives.run(fn, size=2)
 
@@ -268,5 +308,31 @@ def test_other_layers_get_the_whole() -> None:
         assert [type(layer) for layer in model.layers.values()] == [
             Columns, Cubed, Flipped, Columns, CrossEntropy,
         ]  # fmt: skip
+
+    collectives.run(fn, size=2)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_rows_after_columns_of_another_dimension_are_refused(dim: int) -> None:
+    """They would not be those that the rank has."""
+
+    def fn(comm: Communicator) -> None:
+        model = Model({"up": Linear(6, (2, 4)), "down": Linear(8, 6)})
+        placements = {"up.weight": (dim, "tensor"), "down.weight": (0, "tensor")}
+        if dim == 1:
+            annotate(model, placements, Mesh(comm, tensor=2))
+            return
+        with pytest.raises(ValueError, match="down is divided by its input along 'tensor', but"):
+            annotate(model, placements, Mesh(comm, tensor=2))
+
+    collectives.run(fn, size=2)
+
+
+def test_parameters_that_are_divided_differently_cannot_be_tied() -> None:
+    def fn(comm: Communicator) -> None:
+        model = gpt(**SIZES, is_tied=True)
+        placements = {"head.out.table": (0, "tensor")}
+        with pytest.raises(ValueError, match="have the same shape and be divided alike"):
+            annotate(model, placements, Mesh(comm, tensor=2))
 
     collectives.run(fn, size=2)

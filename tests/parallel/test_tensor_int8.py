@@ -52,6 +52,17 @@ def test_integers_and_scales_are_within_half_a_step(axis: int | None, dtype: str
     assert scales.shape == {None: (1, 1), 0: (1, 64), 1: (40, 1)}[axis]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_smallest_numbers_keep_their_signs(dtype: str) -> None:
+    """A scale that was denormal would have few digits, or would be zero."""
+    unit = np.finfo(dtype).smallest_subnormal
+    for factor in (1, 2, 130, 1000):
+        x = np.array([[unit, -unit]], dtype) * np.array(factor, dtype)
+        integers, scales = quantized(x, None)
+        assert (integers * np.sign(x) >= 0).all()
+        assert (np.abs(integers * scales - x) <= scales / 2).all()
+
+
 @each_scales
 @pytest.mark.parametrize("outliers", [0, 3])
 def test_every_element_is_within_its_bound(scales: str, outliers: int) -> None:

@@ -142,9 +142,10 @@ def test_in_float32(case: Case, form: str) -> None:
 @each_form
 @pytest.mark.parametrize("name", ["mlp", "attention", "embedding", "head"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_bytes_and_calls_in_two_bytes(name: str, dtype: str, form: str) -> None:
+def test_in_two_bytes(name: str, dtype: str, form: str) -> None:
     """And all ranks have the same bits where they have the same numbers."""
     found = on_ranks(CASES[name], 3, form, dtype)
+    check_values(CASES[name], found, form, dtype)
     check_accounts(found)
     if form == "whole":
         for each in found:
@@ -409,3 +410,19 @@ def test_ranks_that_mean_different_regions_do_not_agree() -> None:
     configs = [str(layer.config()) for layer in layers]
     assert len(set(configs)) == len(layers)
     assert spec_of(np.ones(SHAPE), 8).rank == 0
+
+
+def test_a_layer_without_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="Unembedding has no weight whose rows"):
+        Rows(Unembedding(5, 6), Whole(Mesh(None, tensor=1)))
+
+
+def test_layers_of_a_vocabulary_in_other_regions_are_told_apart() -> None:
+    """They send something else."""
+    mesh = Mesh(None, tensor=1)
+    regions = [Whole(mesh), Divided(mesh), Whole(mesh, algorithm="rabenseifner")]
+    for make in (
+        lambda at: VocabularyEmbedding(CLASSES, 6, 5, at),
+        lambda at: VocabularyCrossEntropy(CLASSES, at),
+    ):
+        assert len({str(make(at).config()) for at in regions}) == 3

@@ -24,10 +24,11 @@ class RingAttention(CausalAttention):
     side, (batch, length, 3 dim), at the positions `context_positions`, it makes (batch, length,
     dim) at these positions.  Queries stay.  Blocks of keys and values travel: in each of C - 1
     steps a rank sends the block that it has to the next rank, receives another from the previous
-    rank, and meanwhile computes on the one that it has.  Scores that causality excludes are not
-    computed, and every rank computes equally many in each step (Brandon et al. 2023, Striped
-    Attention, with the positions of Llama Team 2024).  In backward the blocks travel again, each
-    followed by its gradient in at least float32, which ends on the block's owner.
+    rank, and meanwhile computes on the one that it has.  Of the scores that causality excludes it
+    computes only those between positions of its own, and every rank computes equally many in each
+    step (Brandon et al. 2023, Striped Attention, with the positions of Llama Team 2024).  In
+    backward the blocks travel again, each followed by its gradient in at least float32, which ends
+    on the block's owner.
 
     A rank sends C - 1 blocks forward, and C - 1 blocks and C - 1 gradients backward; a block of L
     positions has 2 b L h elements (b rows, vectors of h).  Saved are the input, the output, and

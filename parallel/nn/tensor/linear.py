@@ -26,8 +26,9 @@ class Columns(Layer):
     Parameters
     ----------
     linear : Linear
-        The whole layer; `Unembedding` is one.  If it multiplies in 8 bits, each column has the
-        scale that it has on one rank, and each rank's matrix its own.
+        The whole layer; `Unembedding` is one.  If it multiplies in 8 bits with a scale for each
+        column, these are the scales of one rank; with one scale for a matrix, each rank has a
+        scale for its part.
     region : Whole
         The ranks, and what they have outside.
     dim : int
@@ -141,11 +142,17 @@ class Rows(Layer):
         The ranks, and what they have outside.
     block : int
         Ranks divide the rows in whole blocks of so many: with the width of a head, by heads.
-        Raises ValueError if it does not divide the rows.
+
+    Raises
+    ------
+    ValueError
+        If `block` does not divide the rows, or if the layer has no rows: `Unembedding` has none.
     """
 
     def __init__(self, linear: Linear, region: Whole, block: int = 1) -> None:
         super().__init__()
+        if "weight" not in linear.first_out_dims:
+            raise ValueError(f"{type(linear).__name__} has no weight whose rows ranks could divide")
         self.linear, self.region, self.block = linear, region, block
         self.specs()  # which checks `block`
 

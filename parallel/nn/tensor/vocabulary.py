@@ -8,7 +8,7 @@ from typing import Any
 
 from parallel.nn.functional import Array, cast, flatten_rows, namespace_of, one_hot, upcast
 from parallel.nn.layer import Activations, ArraySpec, LayerTraffic, ParameterSpec, Step
-from parallel.nn.layers import CrossEntropy, Embedding, check_classes, positions_of
+from parallel.nn.layers import CrossEntropy, Embedding, check_classes, chosen, positions_of
 from parallel.nn.tensor.linear import with_splits
 from parallel.nn.tensor.region import Whole
 
@@ -23,8 +23,11 @@ class VocabularyEmbedding(Embedding):
     def specs(self) -> dict[str, ParameterSpec]:
         return with_splits(super().specs(), {"token": ((0, self.region.axis),)})
 
+    def config(self) -> list[Any]:
+        return [*super().config(), *self.region.config()]
+
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
-        self.check(x)
+        self.check(x, step)
         xp, table = namespace_of(x), self.value["token"]
         index, is_mine = self._local(x)
         if table.shape[0]:
@@ -69,12 +72,16 @@ class VocabularyCrossEntropy(CrossEntropy):
     """The loss of logits of which each rank has those of some classes; see `CrossEntropy`.
 
     For each target, ranks agree on the largest logit, and then add up two numbers in one call: the
-    exponentials of the others, and the target's own logit.  Every rank has the whole loss.
+    exponentials of all logits less that one, and the target's own logit.  Every rank has the whole
+    loss.
     """
 
     def __init__(self, num_classes: int, region: Whole) -> None:
         super().__init__()
         self.num_classes, self.region = num_classes, region
+
+    def config(self) -> list[Any]:
+        return [*super().config(), self.num_classes, *self.region.config()]
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         xp, region = namespace_of(x), self.region
@@ -89,7 +96,7 @@ class VocabularyCrossEntropy(CrossEntropy):
         powers = xp.exp(shifted)
         part = region.part(self.num_classes)
         truth = one_hot(targets - part.start, flat.shape[1], flat.dtype)
-        each = xp.stack([xp.sum(powers, axis=-1), xp.sum(truth * shifted, axis=-1)])
+        each = xp.stack([xp.sum(powers, axis=-1), xp.sum(chosen(truth, shifted), axis=-1)])
         sums, own = region.comm.all_reduce(each, out=each, **options)
         loss = xp.sum(xp.log(sums) - own)
         dlogits = (powers / sums[:, None] - truth) * (step.loss_scale / step.total)
