@@ -16,8 +16,9 @@ each layer needs, and what it gives:
 | cross-entropy                | whole, or by classes | the loss                                 |
 | residual, norm, other layers | whole                | whole                                    |
 
-A layer that needs the whole after one with a divided output makes that gather its output.  The
-result consists of the layers of `parallel.nn.tensor`, as if placed by hand.
+A layer that needs the whole after one with a divided output makes that gather its output, and so
+does the end of the model.  The result consists of the layers of `parallel.nn.tensor`, as if placed
+by hand.
 """
 
 from __future__ import annotations

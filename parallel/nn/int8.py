@@ -44,7 +44,6 @@ def quantized(x: Array, axis: int | None) -> tuple[Array, Array]:
         largest = xp.max(xp.abs(x), axis=axis, keepdims=True)
     least = float(np.finfo(x.dtype).smallest_normal)  # a smaller scale would have few digits
     scales = xp.clip(largest / LARGEST, least, None)
-    scales = xp.where(largest == 0, xp.ones_like(largest), scales)
     return xp.round(x / scales).astype(np.int8), scales
 
 

@@ -312,18 +312,15 @@ def test_other_layers_get_the_whole() -> None:
     collectives.run(fn, size=2)
 
 
-@pytest.mark.parametrize("dim", [1, 2])
-def test_rows_after_columns_of_another_dimension_are_refused(dim: int) -> None:
-    """They would not be those that the rank has."""
+def test_rows_after_columns_of_an_inner_dimension_are_refused() -> None:
+    """They would not be those that the rank has; after columns of the first dimension they are."""
 
     def fn(comm: Communicator) -> None:
-        model = Model({"up": Linear(6, (2, 4)), "down": Linear(8, 6)})
-        placements = {"up.weight": (dim, "tensor"), "down.weight": (0, "tensor")}
-        if dim == 1:
-            annotate(model, placements, Mesh(comm, tensor=2))
-            return
+        model, mesh = Model({"up": Linear(6, (2, 4)), "down": Linear(8, 6)}), Mesh(comm, tensor=2)
+        rows = {"down.weight": (0, "tensor")}
+        annotate(model, rows | {"up.weight": (1, "tensor")}, mesh)
         with pytest.raises(ValueError, match="down is divided by its input along 'tensor', but"):
-            annotate(model, placements, Mesh(comm, tensor=2))
+            annotate(model, rows | {"up.weight": (2, "tensor")}, mesh)
 
     collectives.run(fn, size=2)
 

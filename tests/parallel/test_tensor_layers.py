@@ -426,3 +426,20 @@ def test_layers_of_a_vocabulary_in_other_regions_are_told_apart() -> None:
         lambda at: VocabularyCrossEntropy(CLASSES, at),
     ):
         assert len({str(make(at).config()) for at in regions}) == 3
+
+
+def test_a_class_that_is_excluded_adds_nothing_to_a_loss_of_divided_classes() -> None:
+    """By a logit of minus infinity, on each rank in turn."""
+    step = Step(np.array([[1]]))
+    for excluded in (0, 2):
+        logits = np.array([[[0.5, 1.0, 2.0]]])
+        logits[..., excluded] = -np.inf
+        wanted = CrossEntropy().forward(logits, step)[0]
+        assert np.isfinite(wanted)
+
+        def loss(comm: Communicator, logits: Any = logits) -> float:
+            at = Whole(Mesh(comm, tensor=2))
+            layer = VocabularyCrossEntropy(3, at)
+            return float(layer.forward(logits[..., at.part(3)].copy(), step)[0])
+
+        np.testing.assert_allclose(collectives.run(loss, size=2), wanted, rtol=1e-12)
