@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from collectives import algorithms
 from collectives.arrays import Operator
-from collectives.communicator import Communicator, run, world, wrap
+from collectives.communicator import Communicator, SentReceived, run, world, wrap
 from collectives.diagnostics import Ledger, MonitorUnavailable, phase
 from collectives.errors import (
     CollectiveError,
@@ -49,6 +49,7 @@ __all__ = [
     "PeerFailed",
     "Plan",
     "ScheduleError",
+    "SentReceived",
     "Work",
     "algorithms",
     "choose",

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator
+from collectives import Communicator, SentReceived
 from collectives.arrays.backends import HOST, Arrays
 from collectives.runtime import header
 from collectives.runtime.header import Header
 from tests.operator_scenarios import failing
+from tests.scenarios import unchanged
 
 
 def point_to_point_both_ways(comm: Communicator) -> None:
@@ -388,6 +389,43 @@ def arrays_of_different_kinds_travel_as_bytes(comm: Communicator) -> None:
             assert np.array_equal(part.view(wanted.dtype), wanted)
 
 
+def own_counts_are_enough(
+    comm: Communicator,
+    to_device: Callable[[np.ndarray], Any] = unchanged,
+    to_host: Callable[[Any], Any] = unchanged,
+) -> None:
+    """Every call with a rank's own counts gives, and sends, what it does with a whole table."""
+    p, rank = comm.size, comm.rank
+    table = np.array([[(1 + s + 2 * d) % 3 for d in range(p)] for s in range(p)])
+    own = SentReceived(table[rank].tolist(), table[:, rank].tolist())
+    rows = np.arange(2.0 * sum(own.sent)).reshape(-1, 2) + 100 * rank
+    x, out = to_device(rows), to_device(np.empty((sum(own.received), 2)))
+    for algorithm in ("linear", "linear_sync", "linear_sync(outstanding=2)", "pairwise", None,
+                      "one_factor"):  # fmt: skip
+        with comm.record() as ledger:
+            wanted = to_host(comm.all_to_all(x, counts=table, algorithm=algorithm or "linear"))
+        messages = sent_by(ledger)
+        for call in (
+            lambda **how: comm.all_to_all(x, **how),
+            lambda **how: comm.all_to_all(x, out=out, **how),
+            lambda **how: comm.all_to_all(x, async_op=True, **how).wait(),
+            lambda **how: comm.plan.all_to_all(x, out=out, **how).run(),
+        ):
+            for counts in (own, own, SentReceived(table[rank], table[:, rank])):
+                with comm.record() as ledger:
+                    got = call(counts=counts, algorithm=algorithm)
+                assert np.array_equal(to_host(got), wanted)
+                assert sent_by(ledger) == messages
+                kinds = {row.collective for row in ledger.rows()}
+                assert comm.check or kinds <= {"all_to_all"}
+
+
+def sent_by(ledger: collectives.Ledger) -> list[tuple[Any, ...]]:
+    """What an all-to-all has sent, without the number of the call."""
+    rows = [row for row in ledger.rows() if row.collective == "all_to_all"]
+    return [(row.algorithm, row.round, row.dst, row.bytes, row.segments) for row in rows]
+
+
 def header_and_data_never_meet(comm: Communicator) -> None:
     # The root announces, the others expect nothing of the kind: 256 bytes all the same.
     x = np.arange(32.0)
@@ -476,6 +514,7 @@ SCENARIOS = [
     a_plan_of_strided_input_is_refused,
     a_failure_belongs_to_the_call_that_failed,
     arrays_of_different_kinds_travel_as_bytes,
+    own_counts_are_enough,
     header_and_data_never_meet,
     recording_sees_every_rank,
 ]

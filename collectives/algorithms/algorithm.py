@@ -35,9 +35,10 @@ class Algorithm:
     so that the operator need not be commutative.  `is_bitwise`: whether all ranks with the same
     result get the same bits, even if rounding depends on the order.  `pieces`: the number of pieces
     of a vector.  `options`: the options of the function, with their defaults.  `source`: the
-    publication.  `use`: when to use it, in a sentence.  `is_built_in`: whether the test suite
-    proves it; another algorithm is proved before the first use of each number of ranks, root and
-    options.
+    publication.  `use`: when to use it, in a sentence.  `is_local`: in a gather, scatter or
+    all-to-all, whether a rank handles only blocks of its own input and output, so that it needs no
+    other counts.  `is_built_in`: whether the test suite proves it; another algorithm is proved
+    before the first use of each number of ranks, root and options.
 
     The costs are those of the worst root, with blocks of equal size, and 0 for one rank:
 
@@ -71,6 +72,7 @@ class Algorithm:
     ranks: Ranks = "any"
     is_ordered: bool = False
     is_bitwise: bool = True
+    is_local: bool = False
     source: str = ""
     use: str = ""
     options: Mapping[str, int] = field(default_factory=dict)

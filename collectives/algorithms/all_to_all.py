@@ -15,6 +15,7 @@ from collectives.schedule import Block, Recv, Round, Send, nested, trees
     max_bytes_per_rank="f * n",
     total_bytes="n * (p - 1)",
     scratch_bytes="0",
+    is_local=True,
     options={"outstanding": 4},
     source="Thakur, Rabenseifner and Gropp 2005",
     use="Use it for large blocks on many ranks, where too many messages at once would disturb "
@@ -38,6 +39,7 @@ def linear_sync(rank: int, size: int, outstanding: int = 4) -> Iterator[Round]:
     max_bytes_per_rank="f * n",
     total_bytes="n * (p - 1)",
     scratch_bytes="0",
+    is_local=True,
     source="Thakur, Rabenseifner and Gropp 2005",
     use="Use it for blocks of any size on few ranks: all messages are in flight at once.",
 )
@@ -52,6 +54,7 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     max_bytes_per_rank="f * n",
     total_bytes="n * (p - 1)",
     scratch_bytes="0",
+    is_local=True,
     source="Thakur, Rabenseifner and Gropp 2005",
     use="Use it for large blocks on many ranks: one message out and one in at a time.",
 )
@@ -67,6 +70,7 @@ def pairwise(rank: int, size: int) -> Iterator[Round]:
     total_bytes="n * (p - 1)",
     critical_bytes="n * (p - 1 + p % 2) / p",
     scratch_bytes="0",
+    is_local=True,
     source="Sanders and Traff 2002",
     use="Use it for large blocks where exchanges in both directions with one partner are fastest.",
 )

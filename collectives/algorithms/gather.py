@@ -12,6 +12,7 @@ from collectives.schedule import Round, dual
 @algorithm(
     **costs_of(scatter.linear_bounded),
     scratch_bytes="0",
+    is_local=True,
     source="Chan et al. 2007",
     use="Use it for blocks of any size on few ranks; the root posts only a few receives at a time.",
 )
@@ -23,6 +24,7 @@ def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Ite
 @algorithm(
     **costs_of(scatter.linear),
     scratch_bytes="0",
+    is_local=True,
     source="Chan et al. 2007",
     use="Use it for large blocks: every block is sent once.",
 )

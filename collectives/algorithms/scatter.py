@@ -15,6 +15,7 @@ from collectives.schedule import Round, rooted, trees
     max_bytes_per_rank="f * n",
     total_bytes="f * n",
     scratch_bytes="0",
+    is_local=True,
     options={"outstanding": 4},
     source="Chan et al. 2007",
     use="Use it for blocks of any size on few ranks; the root posts only a few sends at a time.",
@@ -31,6 +32,7 @@ def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Ite
     max_bytes_per_rank="f * n",
     total_bytes="f * n",
     scratch_bytes="0",
+    is_local=True,
     source="Chan et al. 2007",
     use="Use it for large blocks: every block is sent once.",
 )

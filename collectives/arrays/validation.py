@@ -70,23 +70,23 @@ def rows(x: Array, collective: str) -> int:
     return int(x.shape[0])
 
 
-def row_counts(counts: object, size: int) -> tuple[int, ...]:
+def row_counts(counts: object, size: int, what: str = "counts") -> tuple[int, ...]:
     """One non-negative number of rows per rank."""
     if isinstance(counts, (str, bytes)) or not isinstance(counts, (Sequence, np.ndarray)):
-        raise TypeError(f"counts must be a sequence of {size} integers, got {counts!r}")
-    numbers = tuple(integer(count, "an entry of counts") for count in counts)
+        raise TypeError(f"{what} must be a sequence of {size} integers, got {counts!r}")
+    numbers = tuple(integer(count, f"an entry of {what}") for count in counts)
     if len(numbers) != size:
-        raise ValueError(f"counts has {len(numbers)} entries for {size} ranks")
+        raise ValueError(f"{what} has {len(numbers)} entries for {size} ranks")
     if min(numbers) < 0:
-        raise ValueError(f"counts has a negative entry: {min(numbers)}")
+        raise ValueError(f"{what} has a negative entry: {min(numbers)}")
     return numbers
 
 
-def total_counts(counts: object, size: int, num_rows: int) -> tuple[int, ...]:
+def total_counts(counts: object, size: int, num_rows: int, what: str = "counts") -> tuple[int, ...]:
     """Row counts that must add up to `num_rows`."""
-    numbers = row_counts(counts, size)
+    numbers = row_counts(counts, size, what)
     if sum(numbers) != num_rows:
-        raise ValueError(f"counts add up to {sum(numbers)} rows, the array has {num_rows}")
+        raise ValueError(f"{what} add up to {sum(numbers)} rows, the array has {num_rows}")
     return numbers
 
 

@@ -19,6 +19,7 @@ from collectives.arrays import Array, Operator
 from collectives.communicator import prepare
 from collectives.communicator.fast_path import collective
 from collectives.communicator.making import Maker
+from collectives.communicator.prepare import SentReceived
 from collectives.runtime import Session, Work
 
 A = TypeVar("A")  # an array; the result has the same kind
@@ -352,7 +353,7 @@ class Collectives:
         x: A,
         *,
         out: A | None = ...,
-        counts: Counts | Sequence[Counts] | None = ...,
+        counts: Counts | Sequence[Counts] | SentReceived | None = ...,
         **how: Unpack[Blocking],
     ) -> A: ...
     @overload
@@ -361,7 +362,7 @@ class Collectives:
         x: A,
         *,
         out: A | None = ...,
-        counts: Counts | Sequence[Counts] | None = ...,
+        counts: Counts | Sequence[Counts] | SentReceived | None = ...,
         **how: Unpack[Asynchronous],
     ) -> Work[A]: ...
     @collective
@@ -370,7 +371,7 @@ class Collectives:
         x: Array,
         *,
         out: Array | None = None,
-        counts: Counts | Sequence[Counts] | None = None,
+        counts: Counts | Sequence[Counts] | SentReceived | None = None,
         algorithm: str | None = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -382,11 +383,13 @@ class Collectives:
         - `x`: an array of shape (rows, ...): first the rows for rank 0, then those for rank 1, and
           so on.
         - `out`: the array for the result.
-        - `counts`: one of three.  None: all ranks bring equally many rows and divide them as evenly
+        - `counts`: one of four.  None: all ranks bring equally many rows and divide them as evenly
           as possible.  p integers: the rows from here to each rank; the ranks then exchange their
           counts first, and an `out` of a wrong number of rows is refused only after that.  A p x p
           table, the same on every rank: `counts[s][d]` rows from rank s to rank d; nothing is
-          exchanged.
+          exchanged.  `collectives.SentReceived`: the counts of this rank only; nothing is exchanged
+          either, except in checked mode, which compares them.  The algorithm is then linear,
+          linear_sync, pairwise or one_factor; the default is linear.
 
         Returns the rows that were sent to this rank, in the order of the ranks that they come from.
         """

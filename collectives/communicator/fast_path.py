@@ -72,7 +72,8 @@ def collective(method: Method) -> Method:
             result = other(x, out, timeout)
             if result is not MISFIT:
                 return result
-        options = checked_options(self._maker, name, algorithm, async_op, timeout)
+        counts = named.get("counts")
+        options = checked_options(self._maker, name, algorithm, async_op, timeout, counts)
         prepared = method(self, x, *args, out=out, **named)
         return self._maker.make(options, prepared, key)
 
@@ -83,10 +84,12 @@ def collective(method: Method) -> Method:
 def _typed(argument: Any) -> tuple[Any, ...]:
     """An argument with its type; a list, such as counts, with the types of its entries.
 
-    The type matters because 1.0 and True are equal to 1 but are not valid as a root.
+    The type matters because 1.0 and True are equal to 1 but are not valid as a root, and because
+    `SentReceived` can be equal to a table of counts.
     """
     if isinstance(argument, (list, tuple)):
-        return tuple(map(_typed, argument))
+        entries = tuple(map(_typed, argument))
+        return entries if type(argument) in (list, tuple) else (type(argument), *entries)
     return type(argument), argument
 
 

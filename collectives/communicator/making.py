@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from collectives.arrays import Arrays, validation
-from collectives.communicator.prepare import Caller, Deferred, Ready
+from collectives.communicator.prepare import Caller, Deferred, Ready, SentReceived
 from collectives.programs import CallSpec
 from collectives.runtime import (
     CallId,
@@ -145,12 +145,22 @@ class Planning:
 
 
 def checked_options(
-    maker: Maker, collective: str, algorithm: str | None, async_op: object, timeout: object
+    maker: Maker,
+    collective: str,
+    algorithm: str | None,
+    async_op: object,
+    timeout: object,
+    counts: object = None,
 ) -> Options:
-    """Check the options that every call has, before any message is sent."""
+    """Check the options that every call has, before any message is sent.
+
+    `counts`: those of the call, which can restrict its algorithm.
+    """
     maker.check(async_op, timeout)
     if algorithm is None:
         algorithm = preferred(collective)
+    if isinstance(counts, SentReceived):
+        algorithm = select.local(collective, algorithm)
     if algorithm is not None:
         select.check(collective, algorithm, maker.caller.size)
     return Options(collective, algorithm, bool(async_op), validation.seconds(timeout))

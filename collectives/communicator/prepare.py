@@ -9,6 +9,8 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from collectives.arrays import (
     HOST,
     Array,
@@ -23,6 +25,7 @@ from collectives.arrays import (
 from collectives.programs import Counts
 from collectives.runtime import (
     CallId,
+    Checker,
     Header,
     Run,
     Session,
@@ -34,6 +37,18 @@ from collectives.runtime import (
 from collectives.schedule import even_counts
 
 CountTable = tuple[tuple[int, ...], ...]  # rows from every rank to every rank
+
+
+class SentReceived(NamedTuple):
+    """The counts of one rank in an all-to-all, with which ranks exchange no counts.
+
+        counts = collectives.SentReceived(sent=[2, 0, 5], received=[2, 1, 1])    # on rank 0 of 3
+
+    `sent`: the rows from here to each rank.  `received`: the rows from each rank to here.
+    """
+
+    sent: Sequence[int]
+    received: Sequence[int]
 
 
 class Ready(NamedTuple):
@@ -281,11 +296,13 @@ def _checked_operator(collective: str, op: str | Operator, backend: Backend, x: 
 
 
 def all_to_all(caller: Caller, x: object, out: Array | None, counts: object) -> Ready | Deferred:
-    """Any rank of an all-to-all; without a full table the counts are exchanged first."""
+    """Any rank of an all-to-all; with only the counts of what it sends, ranks exchange them."""
     backend, source = caller.readable(x)
     if out is not None:  # the number of rows may not be known yet
         num_rows = validation.rows(validation.writable(out, "out")[1], "all_to_all")
         validation.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
+    if isinstance(counts, SentReceived):
+        return _with_own_counts(caller, backend, source, out, counts)
     table = _count_table(caller, source, counts)
     if table is not None:
         return _exchanged(caller, backend, source, out, table)
@@ -328,6 +345,53 @@ def _after_counts(
     exchanged = yield from gather_table(caller.session, own, "counts", call_id, fields=fields)
     table = tuple(tuple(row) for row in exchanged.tolist())
     return _exchanged(caller, backend, source, out, table)
+
+
+def _with_own_counts(
+    caller: Caller, backend: Backend, source: Array, out: Array | None, counts: SentReceived
+) -> Ready | Deferred:
+    """An all-to-all of which this rank knows its own row and column of the table of counts."""
+    size, rank, num_rows = caller.size, caller.rank, validation.rows(source, "all_to_all")
+    sent = validation.total_counts(counts.sent, size, num_rows, "counts.sent")
+    received = validation.row_counts(counts.received, size, "counts.received")
+    if sent[rank] != received[rank]:
+        raise ValueError(
+            f"rank {rank} sends itself {sent[rank]} rows by counts.sent, "
+            f"and {received[rank]} by counts.received"
+        )
+    ready = _exchanged(caller, backend, source, out, _own_table(rank, sent, received))
+    checker = caller.session.checker
+    if checker is None:
+        return ready
+    return partial(_after_comparison, caller.session, checker, source, ready, (*sent, *received))
+
+
+def _own_table(rank: int, sent: tuple[int, ...], received: tuple[int, ...]) -> CountTable:
+    """A table with the row and the column of `rank`; it needs no others."""
+    before, after = (0,) * rank, (0,) * (len(sent) - rank - 1)
+    rows = [(*before, count, *after) for count in received]
+    rows[rank] = sent
+    return tuple(rows)
+
+
+def _after_comparison(
+    session: Session,
+    checker: Checker,
+    source: Array,
+    ready: Ready,
+    own: Sequence[int],
+    call_id: CallId,
+) -> Generator[Run, None, Ready]:
+    """In checked mode: exchange the counts, and refuse the call on all ranks if they differ."""
+    fields = {"collective": "all_to_all", "counts": "sent and received"}
+    exchanged = yield from gather_table(session, own, "counts", call_id, fields=fields)
+    sent, received = np.hsplit(exchanged, 2)
+    for sender, receiver in np.argwhere(sent != received.T).tolist():
+        checker.stop(
+            f"all_to_all: rank {sender} sends {sent[sender, receiver]} rows to rank {receiver}, "
+            f"which expects {received[receiver, sender]}"
+        )
+    return ready._replace(counts=tuple(_elements(row, source) for row in sent.tolist()))
 
 
 # Barrier

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.communicator import Communicator
+from collectives.communicator import Communicator, SentReceived
 from collectives.mpi4py_compat.buffers import (
     Message,
     is_in_place,
@@ -41,14 +41,7 @@ from collectives.mpi4py_compat.prepared import (
 from collectives.mpi4py_compat.requests import Operation
 from collectives.mpi4py_compat.variants import call_variants
 from collectives.runtime import all_gather_integers
-from collectives.selection import parse_label
-
-# Algorithms in which a rank needs only its own counts, the default first.
-_LOCAL = {
-    "gather": ("linear_bounded", "linear"),
-    "scatter": ("linear_bounded", "linear"),
-    "all_to_all": ("linear", "linear_sync", "pairwise", "one_factor"),
-}
+from collectives.selection import LOCAL_DEFAULTS, is_local
 
 
 class Calls:
@@ -314,18 +307,13 @@ class Calls:
     ) -> tuple[list[int], str]:
         """Counts and algorithm of a v-variant.  `whole`: all ranks' parts, at the root."""
         size = self.communicator.size
-        chosen = algorithm or _LOCAL[collective][0]
-        if not self._needs_no_exchange(collective, chosen):
+        chosen = algorithm or LOCAL_DEFAULTS[collective]
+        if self.communicator.check or not is_local(collective, chosen):
             table = all_gather_integers(self.communicator._session, [own.array.size], "counts")
             return table[:, 0].tolist(), chosen
         counts = [0] * size
         counts[self.communicator.rank] = own.array.size
         return counts if whole is None else whole.sizes, chosen
-
-    def _needs_no_exchange(self, collective: str, algorithm: str) -> bool:
-        """Whether the algorithm needs only a rank's own counts, and no mode compares them."""
-        is_local = parse_label(collective, algorithm).algorithm.name in _LOCAL[collective]
-        return is_local and not self.communicator.check
 
     def _exchanged(
         self,
@@ -341,14 +329,11 @@ class Calls:
         sent = received if in_place else read(sendbuf, size, is_sent=True)
         source, target = packed(sent), packed(received)
         check_sizes(source.sizes[rank], target.sizes[rank])
-        chosen = algorithm or _LOCAL["all_to_all"][0]
-        if not self._needs_no_exchange("all_to_all", chosen):
-            return prepare_move("all_to_all", source, target, counts=source.sizes, algorithm=chosen)
-        table = [[0] * size for _ in range(size)]
-        for peer in range(size):
-            table[peer][rank] = target.sizes[peer]
-        table[rank] = source.sizes
-        return prepare_move("all_to_all", source, target, counts=table, algorithm=chosen)
+        chosen = algorithm or LOCAL_DEFAULTS["all_to_all"]
+        counts: Any = source.sizes
+        if is_local("all_to_all", chosen):
+            counts = SentReceived(source.sizes, target.sizes)
+        return prepare_move("all_to_all", source, target, counts=counts, algorithm=chosen)
 
     def _result_counts(self, own: int, counts: Any, in_place: bool) -> list[int]:
         """The number of elements that each rank gets in a reduce-scatter."""

@@ -11,7 +11,7 @@ from collectives.runtime.caching import (
     make_plan,
 )
 from collectives.runtime.call_cache import MISFIT
-from collectives.runtime.checked import Mode
+from collectives.runtime.checked import Checker, Mode
 from collectives.runtime.compiled_support import runs_by
 from collectives.runtime.description import fields_with_header
 from collectives.runtime.header import Header
@@ -34,6 +34,7 @@ from collectives.runtime.work import Steps, Work
 __all__ = [
     "MISFIT",
     "CallId",
+    "Checker",
     "FastPlans",
     "Header",
     "Mode",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import numpy as np
 
@@ -138,6 +138,11 @@ class Checker:
         if self.mode != "finite":
             return ""
         return _first_bad_value(call.arrays.backend, _watched(array))
+
+    def stop(self, sentence: str) -> NoReturn:
+        """Raise CollectiveMismatch in a call in which all ranks find the same difference."""
+        self.mismatch = CollectiveMismatch(sentence)
+        raise self.mismatch
 
     def _raise_together(
         self, ranks: Sequence[Fingerprint], kind: type[CollectiveError], sentence: str | None

@@ -8,15 +8,24 @@ from collectives.selection.decisions import Decisions
 from collectives.selection.explanation import Explanation, explain
 from collectives.selection.labels import parse_label
 from collectives.selection.prediction import Prediction, predict
-from collectives.selection.select import choose, preferences, preferred, using
+from collectives.selection.select import (
+    LOCAL_DEFAULTS,
+    choose,
+    is_local,
+    preferences,
+    preferred,
+    using,
+)
 
 __all__ = [
+    "LOCAL_DEFAULTS",
     "Decisions",
     "Explanation",
     "Prediction",
     "bounds_met",
     "choose",
     "explain",
+    "is_local",
     "parse_label",
     "predict",
     "preferences",

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
+from collectives import algorithms
 from collectives.algorithms import Algorithm, registry
 from collectives.arrays import Operator
 from collectives.programs import Counts, num_lanes
@@ -25,6 +26,8 @@ from collectives.selection.rules import RULES, by_rules
 
 SEGMENT_BYTES = 256 * 1024
 _MAX_SEGMENTS = 256
+# The default where a rank knows only its own counts, so that ranks cannot choose by size alike.
+LOCAL_DEFAULTS = {"gather": "linear_bounded", "scatter": "linear_bounded", "all_to_all": "linear"}
 _MAX_PROVED = 2**14  # pieces times ranks of a proof inside a call, which takes 0.3 s
 
 
@@ -144,6 +147,27 @@ def check(
     if (restriction := restriction_of(found, size, operator)) is not None:
         raise ValueError(f"{collective} by {found.label} {restriction}")
     return found
+
+
+def local(collective: str, text: str | None) -> str | None:
+    """The named algorithm, or the default, for ranks that know only their own counts.
+
+    Raises ValueError if the named algorithm needs the counts of other ranks.
+    """
+    if text is None:
+        return LOCAL_DEFAULTS.get(collective)
+    if not is_local(collective, text):
+        serving = [name for name in algorithms.names(collective) if is_local(collective, name)]
+        raise ValueError(
+            f"{collective} by {text} needs the counts of all ranks; with this rank's counts alone "
+            f"it can be made by {', '.join(serving) or 'no algorithm'}"
+        )
+    return text
+
+
+def is_local(collective: str, text: str) -> bool:
+    """Whether a rank needs only its own counts for this algorithm."""
+    return parse_label(collective, text).algorithm.is_local
 
 
 def restriction_of(

@@ -13,7 +13,7 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives import Communicator, Operator
+from collectives import Communicator, Operator, SentReceived
 from collectives.diagnostics.flight_recorder import NUM_CALLS
 from collectives.engines.compiled import CompiledExecution
 from collectives.runtime import cached_calls, call_cache
@@ -121,6 +121,23 @@ def test_calls_with_other_counts_are_other_calls(comm: Communicator, compiled: l
     assert len(compiled) == (4 if p > 1 else 2)  # alone both counts are the same
     with pytest.raises(TypeError, match="an entry of counts"):
         comm.all_gather(np.ones(1), counts=[1.0] * p)
+
+
+def test_own_counts_are_cached_and_not_taken_for_a_table_of_equal_numbers(
+    comm: Communicator, compiled: list[str]
+) -> None:
+    pair = comm.split(comm.rank // 2)
+    assert pair is not None
+    if pair.size == 2:
+        own = [SentReceived([1, 2], [1, 3]), SentReceived([3, 4], [2, 4])][pair.rank]
+        table = [[1, 2], [1, 3]]  # equal to rank 0's own counts, but rank 1 sends rank 0 only 1 row
+        compiled.clear()
+        for _ in range(3):
+            assert pair.all_to_all(np.ones(sum(own.sent)), counts=own).size == sum(own.received)
+            rows = pair.all_to_all(np.ones(sum(table[pair.rank])), counts=table).size
+            assert rows == sum(row[pair.rank] for row in table)
+        assert compiled == ["all_to_all"] * 2
+    pair.free()
 
 
 def test_a_cached_call_with_out_is_not_taken_for_one_that_a_header_announces(
