@@ -1,0 +1,50 @@
+"""How many tokens of a group an expert takes at most: the rules of several systems.
+
+With S tokens in a group, E experts, k experts for each token and a capacity factor f.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+Rule = Callable[[int, int, int, float], int]
+"""Called with S, E, k and f; returns the capacity."""
+
+
+def share(num_tokens: int, num_experts: int, k: int, factor: float) -> Fraction:
+    """Return S k f / E, without rounding; f is read as the decimal number that it is written as."""
+    return Fraction(num_tokens * k, num_experts) * Fraction(repr(factor))
+
+
+def gshard(num_tokens: int, num_experts: int, k: int, factor: float) -> int:
+    """Return ceil(S k f / E).  Lepikhin et al. 2020; with k = 1, Fedus et al. 2021 (Switch)."""
+    return math.ceil(share(num_tokens, num_experts, k, factor))
+
+
+def deepspeed(num_tokens: int, num_experts: int, k: int, factor: float) -> int:
+    """Return ceil(S k f / E), but at least 4.  Rajbhandari et al. 2022 (DeepSpeed-MoE)."""
+    return max(4, gshard(num_tokens, num_experts, k, factor))
+
+
+def tutel(num_tokens: int, num_experts: int, k: int, factor: float) -> int:
+    """Return k int(f ceil(S / E)).  Hwang et al. 2023 (Tutel)."""
+    each = math.ceil(Fraction(num_tokens, num_experts))
+    return k * int(Fraction(repr(factor)) * each)
+
+
+def v_moe(num_tokens: int, num_experts: int, k: int, factor: float) -> int:
+    """Return round(S k f / E), raised to a multiple of 4.  Riquelme et al. 2021 (V-MoE)."""
+    return 4 * math.ceil(Fraction(round(share(num_tokens, num_experts, k, factor)), 4))
+
+
+def expert_choice(num_tokens: int, num_experts: int, k: int, factor: float) -> int:
+    """Return S k f / E rounded down, at most S: what each expert takes.  Zhou et al. 2022."""
+    return min(num_tokens, int(share(num_tokens, num_experts, k, factor)))
+
+
+RULES: dict[str, Rule] = {
+    "gshard": gshard, "switch": gshard, "deepspeed": deepspeed, "tutel": tutel, "v-moe": v_moe,
+    "expert-choice": expert_choice,
+}  # fmt: skip

@@ -1,0 +1,291 @@
+"""A gate: from the logits of a router to choices of experts and their weights, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe.gates.capacity import RULES
+from moe.gates.losses import GroupOfTokens, Loss
+from moe.gates.scores import SOFTMAX, Scores
+from moe.gates.selections import Ask, Chosen, Selection, top_k
+from moe.routing import Integers, Routing, Values, slots_of
+
+
+class Gated(NamedTuple):
+    """What `Gate.forward` returns.
+
+    Attributes
+    ----------
+    routing : Routing
+    weights : array
+        The factor of what each entry's expert computes, (entries,); 0 for dropped entries.
+    loss : float
+        The auxiliary losses of all groups, each weighted by its number of tokens.
+    choices : array
+        How often tokens chose each expert, dropped or not, int64 (experts,).
+    saved : tuple of array
+        What `Gate.backward` needs.
+    """
+
+    routing: Routing
+    weights: Values
+    loss: float
+    choices: Integers
+    saved: tuple[Values, Values]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How tokens choose experts, or experts tokens; `moe.gates.named` has those of the literature.
+
+    A gate works in host memory, because the choices are needed there to send tokens.
+
+    Attributes
+    ----------
+    num_experts : int
+    k : int
+        Experts for each token (in expert choice, on average), from 1 to `num_experts`.
+    scores : Scores
+        The function that makes scores of logits.
+    selection : function
+        Chooses within a group: one of `moe.gates.selections`.
+    losses : tuple of function
+        Of `moe.gates.losses`.
+    rule : str, optional
+        The capacity rule: a name in `moe.gates.capacity.RULES`; None: experts take all tokens.
+    capacity_factor : float
+        More than 0.
+    is_normalized : bool
+        Whether the weights of a token's choices, dropped ones included, add up to `scale`.
+    scale : float
+        A factor of all weights.
+    noise : float
+        The standard deviation of Gaussian noise on the logits, during training.
+    bias_rate : float
+        If more than 0, a bias of each expert is added to the scores by which experts are chosen,
+        but not to the weights.  After each step it changes by so much against the expert's load
+        (`next_bias`).  Wang et al. 2024.
+    has_router : bool
+        Whether logits are computed; if not, all weights are 1 / k.
+    init_scale : float
+        The initial weights of the router have the standard deviation sqrt(init_scale / inputs).
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+    """
+
+    num_experts: int
+    k: int = 1
+    scores: Scores = SOFTMAX
+    selection: Selection = top_k
+    losses: tuple[Loss, ...] = ()
+    rule: str | None = None
+    capacity_factor: float = 1.0
+    is_normalized: bool = False
+    scale: float = 1.0
+    noise: float = 0.0
+    bias_rate: float = 0.0
+    has_router: bool = True
+    init_scale: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1:
+            raise ValueError(f"num_experts is {self.num_experts}: it must be at least 1")
+        if not 1 <= self.k <= self.num_experts:
+            raise ValueError(f"k is {self.k}: it must be from 1 to {self.num_experts} experts")
+        if self.rule is not None and self.rule not in RULES:
+            raise ValueError(f"there is no capacity rule {self.rule!r}; choose {', '.join(RULES)}")
+        if not self.capacity_factor > 0:
+            raise ValueError(f"capacity_factor is {self.capacity_factor}: it must be more than 0")
+
+    def capacity(self, num_tokens: int) -> int | None:
+        """Return how many of `num_tokens` tokens of a group an expert takes; None: all.
+
+        Raises ValueError if it would take none.
+        """
+        if self.rule is None or not num_tokens:
+            return None
+        found = RULES[self.rule](num_tokens, self.num_experts, self.k, self.capacity_factor)
+        if found < 1:
+            raise ValueError(
+                f"experts would take no token: the rule {self.rule} gives a capacity of {found} for"
+                f" {num_tokens} tokens, {self.num_experts} experts, k = {self.k} and a factor of"
+                f" {self.capacity_factor}"
+            )
+        return found
+
+    def forward(
+        self,
+        logits: Values,
+        random: Sequence[np.random.Generator] | None = None,
+        *,
+        num_groups: int = 1,
+        bias: Values | None = None,
+        token_ids: Integers | None = None,
+    ) -> Gated:
+        """Route tokens.
+
+        Parameters
+        ----------
+        logits : array
+            Of the router, float32 or float64 (tokens, experts).
+        random : sequence of Generator, optional
+            One for each row of the text, of which the tokens are equal parts: the numbers that a
+            token draws do not depend on which rows are computed together.  Without it nothing is
+            drawn: there is no noise, and a random choice is made if its probability is 1 / 2.
+        num_groups : int
+            The number of groups of consecutive tokens that are routed independently; 0 without
+            tokens.
+        bias : array, optional
+            Of each expert, (experts,).
+        token_ids : array, optional
+            The tokens of the text, int64 (tokens,), for hash routing.
+
+        Raises
+        ------
+        ValueError
+            If logits are not finite, if the groups do not divide the tokens, or for a capacity
+            of 0.
+        """
+        num_tokens = self._check(logits, num_groups)
+        noisy = logits
+        if self.noise and random is not None:
+            noisy = logits + (self.noise * self._drawn(random, num_tokens)).astype(logits.dtype)
+        scores = self.scores.forward(noisy)
+        uniform = self._uniform(random, num_tokens)
+        per_group = num_tokens // max(1, num_groups)
+        capacity = self.capacity(per_group)
+        by = scores if bias is None else scores + bias.astype(scores.dtype)
+        found: list[tuple[Chosen, Integers]] = []
+        loss, slopes = 0.0, np.zeros((2, *logits.shape), logits.dtype)
+        for start in range(0, num_tokens, max(1, per_group)):
+            part = slice(start, start + per_group)
+            ids = None if token_ids is None else token_ids[part]
+            chosen = self.selection(Ask(by[part], self.k, capacity, uniform[part], ids))
+            slot = slots_of(chosen.expert, chosen.is_queued, self.num_experts)
+            found.append((chosen._replace(token=chosen.token + start), slot))
+            loss += self._losses(logits[part], noisy[part], scores[part], chosen, slopes[:, part])
+        token, expert, slot = (_joined(each) for each in self._columns(found))
+        group = token // max(1, per_group)
+        routing = Routing(
+            token, expert, group, slot, num_tokens, self.num_experts, num_groups, capacity
+        )
+        choices = np.bincount(expert, minlength=self.num_experts).astype(np.int64)
+        weights = self._weights(routing, scores)
+        return Gated(routing, weights, loss, choices, (scores, slopes))
+
+    def _check(self, logits: Values, num_groups: int) -> int:
+        """Return the number of tokens."""
+        num_tokens = len(logits)
+        if num_tokens % num_groups if num_groups > 0 else num_tokens:
+            raise ValueError(f"{num_groups} groups do not divide {num_tokens} tokens")
+        if not np.isfinite(logits).all():
+            raise ValueError("a logit of the router is not finite")
+        return num_tokens
+
+    def _drawn(self, random: Sequence[np.random.Generator], num_tokens: int) -> Values:
+        """Return Gaussian numbers for all logits."""
+        shape = (num_tokens // max(1, len(random)), self.num_experts)
+        parts = [each.standard_normal(shape) for each in random]
+        return np.concatenate([np.empty((0, self.num_experts)), *parts])
+
+    def _uniform(self, random: Sequence[np.random.Generator] | None, num_tokens: int) -> Values:
+        """Return a number from 0 to 1 for each token."""
+        if random is None:
+            return np.full(num_tokens, 0.5)
+        parts = [each.random(num_tokens // max(1, len(random))) for each in random]
+        return np.concatenate([np.empty(0), *parts])
+
+    def _losses(
+        self, logits: Values, noisy: Values, scores: Values, chosen: Chosen, slopes: Values
+    ) -> float:
+        """Return the losses of a group, times its tokens, and set their derivatives in `slopes`."""
+        firsts, choices = (
+            np.bincount(expert, minlength=self.num_experts).astype(np.int64)
+            for expert in (chosen.expert[chosen.is_first], chosen.expert)
+        )
+        group, total = GroupOfTokens(logits, noisy, scores, firsts, choices, self.k), 0.0
+        for loss in self.losses:
+            found = loss(group)
+            total += len(logits) * found.value
+            slopes[0] += len(logits) * found.dlogits
+            slopes[1] += len(logits) * found.dscores
+        return total
+
+    @staticmethod
+    def _columns(found: list[tuple[Chosen, Integers]]) -> tuple[list[Integers], ...]:
+        return (
+            [chosen.token for chosen, _ in found], [chosen.expert for chosen, _ in found],
+            [slot for _, slot in found],
+        )  # fmt: skip
+
+    def _weights(self, routing: Routing, scores: Values) -> Values:
+        """Return the weight of each entry."""
+        if not self.has_router:
+            weights = np.full(len(routing.token), self.scale / self.k, scores.dtype)
+        else:
+            weights = scores[routing.token, routing.expert] * self.scale
+            if self.is_normalized:
+                weights = weights / self._totals(routing, scores)[routing.token]
+        result: Values = np.where(routing.is_dropped, 0, weights).astype(scores.dtype)
+        return result
+
+    def _totals(self, routing: Routing, scores: Values) -> Values:
+        """Return the sum of the scores of each token's choices."""
+        chosen = scores[routing.token, routing.expert]
+        found: Values = np.bincount(routing.token, chosen, routing.num_tokens).astype(scores.dtype)
+        return found
+
+    def backward(self, gated: Gated, dweights: Values, loss_weight: float = 0.0) -> Values:
+        """Return the derivative of the whole loss by the logits, (tokens, experts).
+
+        `dweights` (entries,) is that by the weights; `gated` is what `forward` returned, whose
+        `loss` is in the whole loss `loss_weight` times.
+        """
+        (scores, slopes), routing = gated.saved, gated.routing
+        dscores = loss_weight * slopes[1]
+        if self.has_router:
+            dscores = dscores + self._weights_backward(routing, scores, dweights)
+        result: Values = self.scores.backward(scores, dscores) + loss_weight * slopes[0]
+        return result
+
+    def _weights_backward(self, routing: Routing, scores: Values, dweights: Values) -> Values:
+        """Return the derivative by the scores."""
+        slopes = np.where(routing.is_dropped, 0, dweights) * self.scale
+        if self.is_normalized:
+            totals = self._totals(routing, scores)
+            chosen = scores[routing.token, routing.expert]
+            along = np.bincount(routing.token, slopes * chosen, routing.num_tokens)
+            with np.errstate(divide="ignore", invalid="ignore"):  # tokens without a choice
+                slopes = slopes / totals[routing.token] - (along / totals**2)[routing.token]
+        dscores = np.zeros_like(scores)
+        dscores[routing.token, routing.expert] = slopes  # a pair occurs once
+        return dscores
+
+    def next_bias(self, bias: Values, choices: Integers) -> Values:
+        """Return the biases after a step in which tokens made these `choices` of each expert.
+
+        The `bias` of an expert chosen more often than the mean becomes less by `bias_rate`.
+        """
+        change = self.bias_rate * np.sign(choices.mean() - choices)
+        result: Values = bias + change.astype(bias.dtype)
+        return result
+
+    def config(self) -> list[Any]:
+        """Return what must be equal on all ranks: the result consists of strings and numbers."""
+        return [repr(getattr(self, name)) for name in ("num_experts", "k", "rule", "noise")] + [
+            repr(self.capacity_factor), repr(self.losses), repr(self.scale),
+            str(getattr(self.selection, "__name__", self.selection)),
+            str(self.scores.forward.__name__), repr(self.is_normalized), repr(self.bias_rate),
+            repr(self.has_router), repr(self.init_scale),
+        ]  # fmt: skip
+
+
+def _joined(parts: list[Integers]) -> Integers:
+    return np.concatenate([np.empty(0, np.int64), *parts])

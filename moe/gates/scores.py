@@ -1,0 +1,49 @@
+"""What a gate makes of the router's logits (tokens, experts): scores, and their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from moe.routing import Values
+
+
+class Scores(NamedTuple):
+    """A function of logits (..., experts), and its derivative.
+
+    `backward` is called with the scores and the derivative by them.
+    """
+
+    forward: Callable[[Values], Values]
+    backward: Callable[[Values, Values], Values]
+
+
+def softmax(logits: Values) -> Values:
+    """Return the softmax over the last axis."""
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    result: Values = powers / powers.sum(axis=-1, keepdims=True)
+    return result
+
+
+def softmax_backward(scores: Values, dscores: Values) -> Values:
+    """Return the derivative by the logits."""
+    result: Values = scores * (dscores - (scores * dscores).sum(axis=-1, keepdims=True))
+    return result
+
+
+def sigmoid(logits: Values) -> Values:
+    """Return 1 / (1 + exp(-logits)) of each logit."""
+    result: Values = 0.5 * (1 + np.tanh(0.5 * logits))
+    return result
+
+
+def sigmoid_backward(scores: Values, dscores: Values) -> Values:
+    """Return the derivative by the logits."""
+    result: Values = dscores * scores * (1 - scores)
+    return result
+
+
+SOFTMAX = Scores(softmax, softmax_backward)
+SIGMOID = Scores(sigmoid, sigmoid_backward)

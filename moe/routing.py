@@ -1,0 +1,132 @@
+"""Which experts compute which tokens: a table of choices, made by a gate."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Values: TypeAlias = np.ndarray[Any, Any]  # floating-point numbers in host memory
+Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The choices of some tokens, one entry for each pair of a token and an expert.
+
+    Tokens are routed in groups of equally many consecutive tokens: what a token gets depends on the
+    tokens of its group alone, and not on the ranks that compute them.
+
+    Attributes
+    ----------
+    token, expert, group : array
+        Of each entry, int64 (entries,).  The entries of a group follow each other, and those of an
+        expert are in the order in which it takes them.
+    slot : array
+        The place of each entry in the queue of its expert in its group, int64 (entries,); -1 for a
+        choice that did not enter the queue, such as a second expert that was not sampled.
+    num_tokens, num_experts, num_groups : int
+    capacity : int, optional
+        How many entries of a group an expert takes; None: all.
+    """
+
+    token: Integers
+    expert: Integers
+    group: Integers
+    slot: Integers
+    num_tokens: int
+    num_experts: int
+    num_groups: int
+    capacity: int | None = None
+
+    @property
+    def is_dropped(self) -> Flags:
+        """Which entries no expert computes: those past the capacity, and those with slot -1."""
+        limit = np.iinfo(np.int64).max if self.capacity is None else self.capacity
+        dropped: Flags = (self.slot < 0) | (self.slot >= limit)
+        return dropped
+
+    @property
+    def load(self) -> Integers:
+        """The number of entries that each expert computes, int64 (experts,)."""
+        kept = self.expert[~self.is_dropped]
+        return np.bincount(kept, minlength=self.num_experts).astype(np.int64)
+
+    @property
+    def drop_rate(self) -> float:
+        """The fraction of the entries that no expert computes."""
+        return float(np.mean(self.is_dropped)) if len(self.token) else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """The largest load over the mean load; 1 if all are equal, 0 without tokens."""
+        load = self.load
+        return float(load.max() / load.mean()) if load.any() else 0.0
+
+    def table(self, first_token: int = 0) -> Integers:
+        """Return rows (token, expert, slot, is dropped), int64 (entries, 4), sorted.
+
+        Tokens are counted from `first_token`, that of this routing in the whole batch.
+        """
+        columns = (self.token + first_token, self.expert, self.slot, self.is_dropped)
+        rows = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
+        return rows[np.lexsort(rows.T[::-1])]
+
+    def of_tokens(self, tokens: Integers) -> Routing:
+        """Return the entries of some `tokens`, int64 (n,), which are numbered as there."""
+        number = np.full(self.num_tokens, -1, np.int64)
+        number[tokens] = np.arange(len(tokens))
+        kept = number[self.token] >= 0
+        return Routing(
+            number[self.token[kept]], self.expert[kept], self.group[kept], self.slot[kept],
+            len(tokens), self.num_experts, self.num_groups, self.capacity,
+        )  # fmt: skip
+
+    def of_groups(self, start: int, stop: int) -> Routing:
+        """Return the entries of groups `start` to `stop`, as if there were no others."""
+        size = self.num_tokens // max(1, self.num_groups)
+        found = self.of_tokens(np.arange(start * size, stop * size))
+        return replace(found, group=found.group - start, num_groups=stop - start)
+
+
+def joined(parts: Iterable[Routing]) -> Routing:
+    """Return the routing of consecutive groups of tokens, in several parts, as one."""
+    each = list(parts)
+    tokens = np.cumsum([0, *(part.num_tokens for part in each)]).tolist()
+    groups = np.cumsum([0, *(part.num_groups for part in each)]).tolist()
+    return Routing(
+        np.concatenate([part.token + n for part, n in zip(each, tokens, strict=False)]),
+        np.concatenate([part.expert for part in each]),
+        np.concatenate([part.group + n for part, n in zip(each, groups, strict=False)]),
+        np.concatenate([part.slot for part in each]),
+        tokens[-1], each[0].num_experts, groups[-1],
+        next((part.capacity for part in each if part.num_tokens), None),
+    )  # fmt: skip
+
+
+def digest(tables: Iterable[Integers]) -> str:
+    """Return the SHA-256 of tables of a batch (`Routing.table`), in any order, as hexadecimal.
+
+    It is the same for all ways to divide the batch over ranks and micro-batches.
+    """
+    rows = np.concatenate([np.empty((0, 4), np.int64), *tables])
+    rows = rows[np.lexsort(rows.T[::-1])]
+    return hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
+
+
+def slots_of(expert: Integers, is_queued: Flags, num_experts: int) -> Integers:
+    """Return the place of each entry in the queue of its expert, in the order of the entries.
+
+    Entries that are not `is_queued` have -1 and take no place.
+    """
+    slot = np.full(len(expert), -1, np.int64)
+    queued = np.flatnonzero(is_queued)
+    by_expert = queued[np.argsort(expert[queued], kind="stable")]
+    counts = np.bincount(expert[queued], minlength=num_experts)
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    slot[by_expert] = np.arange(len(by_expert)) - starts
+    return slot

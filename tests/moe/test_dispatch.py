@@ -1,0 +1,228 @@
+"""Dispatch: every token reaches its experts once and comes back, and what is sent is predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator
+from moe import dispatch
+from moe.gates import GATES, Gate
+from moe.reference import masks, mixture
+from moe.routing import Routing, joined
+from parallel import PredictedCall, TrafficMismatch, TrafficTable
+
+TOKENS, DIM = 6, 3  # tokens of a group
+GROUPS = [3, 0, 2, 1, 4, 1, 0, 2]  # of each rank
+SIZES = [1, 2, 3, 4, 8]
+FORMS = ["dropless", "padded"]
+
+
+def gate_of(name: str, num_experts: int) -> Gate:
+    if name == "v-moe":  # drops none
+        return GATES[name](num_experts, k=min(2, num_experts), capacity_factor=4.0)
+    if name == "expert-choice":
+        return GATES[name](num_experts, capacity_factor=4.0)
+    return GATES[name](num_experts)
+
+
+def route(gate: Gate, groups: int, seed: int) -> tuple[Routing, Any]:
+    """Routing and weights; rank `seed` has this many groups."""
+    rng = np.random.default_rng(seed)
+    gated = gate.forward(
+        rng.standard_normal((groups * TOKENS, gate.num_experts)), num_groups=groups
+    )
+    return gated.routing, gated.weights
+
+
+def matrix(expert: int) -> Any:
+    return np.random.default_rng([9, expert]).standard_normal((DIM, DIM))
+
+
+def tags(rank: int, groups: int) -> Any:
+    """Rows that no other token has: (rank, token, 1)."""
+    tokens = np.arange(groups * TOKENS)
+    return np.stack([np.full_like(tokens, rank), tokens, np.ones_like(tokens)], axis=1) * 1.0
+
+
+class Found(NamedTuple):
+    y: Any
+    seen: list[tuple[int, int, int]]  # (expert, rank, token) of the rows that experts got
+    table: TrafficTable | None
+
+
+def parts_of(
+    form: str, routing: Routing, gate: Gate, groups: list[int], comm: Communicator, num_parts: int
+) -> list[dispatch.Part]:
+    if form == "dropless":
+        return dispatch.dropless(routing, dispatch.exchange(routing.load, comm), num_parts)
+    return dispatch.padded(routing, capacity_of(gate), groups, comm.rank, num_parts)
+
+
+def capacity_of(gate: Gate) -> int:
+    """Of a group; without a rule, all tokens of a group may choose one expert."""
+    capacity = gate.capacity(TOKENS)
+    return TOKENS if capacity is None else capacity
+
+
+def on_ranks(name: str, num_experts: int, size: int, form: str, num_parts: int) -> list[Found]:
+    gate, groups = gate_of(name, num_experts), GROUPS[:size]
+    routings = [route(gate, n, rank) for rank, n in enumerate(groups)]
+
+    def fn(comm: Communicator) -> Found:
+        routing, weights = routings[comm.rank]
+        x = tags(comm.rank, groups[comm.rank])
+        owned = dispatch.experts_of(num_experts, size, comm.rank)
+        y, seen = np.zeros_like(x), []
+        with comm.record() as ledger, collectives.phase("layer"):
+            parts = parts_of(form, routing, gate, groups, comm, num_parts)
+            arriving = [dispatch.start(dispatch.spread(x, part), part, comm) for part in parts]
+            for part, arrive in zip(parts, arriving, strict=True):
+                rows = arrive()
+                assert rows.shape == (part.num_received, DIM)
+                out = np.zeros_like(rows)
+                for expert, segments in zip(range(owned.start, owned.stop), part.segments,
+                                            strict=True):  # fmt: skip
+                    for each in segments:
+                        out[each] = rows[each] @ matrix(expert)
+                        found = rows[each][rows[each][:, 2] == 1]
+                        seen += [(expert, int(a), int(b)) for a, b, _ in found]
+                back = dispatch.start(out, part, comm, is_back=True)()
+                dispatch.add_rows(y, back, part, weights[part.entry])
+        record = ledger.gather()
+        if record is None:
+            return Found(y, seen, None)
+        calls = predicted([each for each, _ in routings], gate, groups, form)
+        return Found(y, seen, TrafficTable(calls, record, None, size=size))
+
+    found: list[Found] = collectives.run(fn, size=size)
+    return found
+
+
+def predicted(
+    routings: list[Routing], gate: Gate, groups: list[int], form: str
+) -> list[PredictedCall]:
+    """What one dispatch and its way back send, from the routing of all ranks."""
+    size, num_experts = len(groups), gate.num_experts
+    loads = [routing.load for routing in routings]
+    if form == "padded":
+        loads = [np.full(num_experts, n * capacity_of(gate)) for n in groups]
+    owned = collectives.even_counts(num_experts, size)
+    calls = [PredictedCall("layer", "all_to_all", "linear", [owned] * size, 8)]
+    rows = np.array(dispatch.tables(loads, size))
+    calls += [
+        PredictedCall("layer", "all_to_all", "linear", (DIM * table).tolist(), 8)
+        for table in (rows, rows.T)
+    ]
+    return calls[form == "padded" :]
+
+
+def wanted(name: str, num_experts: int, size: int) -> list[Any]:
+    """The output of each rank, by the masks of GShard on one rank."""
+    gate, groups = gate_of(name, num_experts), GROUPS[:size]
+    routings = [route(gate, n, rank) for rank, n in enumerate(groups)]
+    whole = joined(routing for routing, _ in routings)
+    x = np.concatenate([tags(rank, n) for rank, n in enumerate(groups)])
+    both = masks(whole, np.concatenate([weights for _, weights in routings]), capacity_of(gate))
+    y = mixture(x, both, lambda expert, rows: rows @ matrix(expert))
+    return np.split(y, np.cumsum([n * TOKENS for n in groups])[:-1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_experts", [2, 3, 8, 13])
+@pytest.mark.parametrize("name", ["gshard", "switch", "expert-choice", "v-moe", "bias"])
+def test_the_result_is_that_of_masks_on_one_rank(
+    name: str, num_experts: int, size: int, form: str
+) -> None:
+    """More and fewer experts than ranks; ranks without tokens, and without experts; in parts."""
+    num_parts = 1 + (num_experts + size) % 3
+    found = on_ranks(name, num_experts, size, form, num_parts)
+    for each, y in zip(found, wanted(name, num_experts, size), strict=True):
+        np.testing.assert_allclose(each.y, y, rtol=0, atol=1e-12)
+    gate = gate_of(name, num_experts)
+    sent = sorted(
+        (int(expert), rank, int(token))
+        for rank, n in enumerate(GROUPS[:size])
+        for routing in [route(gate, n, rank)[0]]
+        for expert, token in zip(routing.expert[~routing.is_dropped],
+                                 routing.token[~routing.is_dropped], strict=True)
+    )  # fmt: skip
+    assert sorted(each for rank in found for each in rank.seen) == sent  # none lost or doubled
+    if num_parts == 1:
+        assert found[0].table is not None and found[0].table.check()
+
+
+def test_parts_send_the_same_bytes_together() -> None:
+    """In more messages."""
+    for form in FORMS:
+        whole, parts = (on_ranks("gshard", 8, 4, form, n)[0].table for n in (1, 3))
+        assert whole is not None and parts is not None
+        np.testing.assert_array_equal(whole.matrix, parts.matrix)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_token_that_goes_to_another_rank_changes_exactly_its_bytes(form: str) -> None:
+    """The negative control: and the check fails.  Padded messages do not depend on the routing."""
+    size, num_experts = 4, 8
+    gate, groups = gate_of("switch", num_experts), GROUPS[:size]
+    routings = [route(gate, n, rank)[0] for rank, n in enumerate(groups)]
+    moved = list(routings)
+    first = np.flatnonzero(~routings[0].is_dropped & (routings[0].expert < 6))[0]
+    expert, target = routings[0].expert.copy(), 6 + (routings[0].expert[first] == 6)
+    before, expert[first] = expert[first] // 2, target
+    moved[0] = replace(routings[0], expert=expert)
+    both = [
+        sum(call.matrices(size)[1] for call in predicted(each, gate, groups, form))
+        for each in (routings, moved)
+    ]
+    change = np.zeros((size, size), int)
+    row = 8 * DIM
+    for rank, sign in ((before, -1), (3, 1)):
+        if rank != 0:
+            change[0, rank] += sign * row
+            change[rank, 0] += sign * row
+    np.testing.assert_array_equal(both[1] - both[0], change * (form == "dropless"))
+    if form == "dropless":
+        found = on_ranks("switch", num_experts, size, form, 1)[0].table
+        assert found is not None and found.check()
+        found.predicted = [
+            found.predicted[0]._replace(matrix=call.matrices(size), tally=call.sent(size))
+            for call in predicted(moved, gate, groups, form)
+        ]
+        with pytest.raises(TrafficMismatch):
+            found.check()
+
+
+def test_products_are_those_of_rows_and_tokens() -> None:
+    routing, _ = route(gate_of("gshard", 3), 2, 5)
+    (part,) = dispatch.dropless(routing, dispatch.exchange(routing.load, None))
+    x = tags(1, 2)
+    found = dispatch.products(dispatch.spread(x, part), x, part)
+    np.testing.assert_allclose(found, (x * x).sum(axis=1)[part.token])
+
+
+def test_spreading_with_weights_is_the_derivative_of_adding_with_weights() -> None:
+    rng = np.random.default_rng(2)
+    routing, weights = route(gate_of("gshard", 3), 2, 5)
+    for (part,) in (
+        dispatch.dropless(routing, dispatch.exchange(routing.load, None)),
+        dispatch.padded(routing, routing.capacity or 0, [2], 0),
+    ):
+        rows, dy = rng.standard_normal((part.num_sent, DIM)), rng.standard_normal((12, DIM))
+        y = np.zeros_like(dy)
+        dispatch.add_rows(y, rows, part, weights[part.entry])
+        drows = dispatch.spread(dy, part, weights[part.entry])
+        assert (y * dy).sum() == pytest.approx((rows * drows).sum(), rel=1e-12)
+
+
+def test_masks_have_one_token_in_each_slot() -> None:
+    routing, weights = route(gate_of("switch", 4), 3, 1)
+    found = masks(routing, weights, routing.capacity or 0)
+    assert found.dispatch.sum(axis=1).max() == 1
+    assert found.dispatch.sum() == (~routing.is_dropped).sum()
+    np.testing.assert_allclose(found.combine.sum(), weights.sum())
