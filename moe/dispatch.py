@@ -97,16 +97,16 @@ def dropless(routing: Routing, loads: Integers, num_parts: int = 1) -> list[Part
     ends = np.cumsum(routing.load)
     parts = []
     for i in range(num_parts):
-        sent, first = _share(routing.load, num_parts, i)
+        sent, first = share(routing.load, num_parts, i)
         firsts = (ends - routing.load + first).tolist()
         each = [by_expert[a : a + n] for a, n in zip(firsts, sent.tolist(), strict=True)]
         entry = np.concatenate(each)
-        arriving = _share(loads, num_parts, i)[0]
+        arriving = share(loads, num_parts, i)[0]
         parts.append(_part(routing, entry, np.arange(len(entry)), sent, arriving))
     return parts
 
 
-def _share(totals: Integers, num_parts: int, i: int) -> tuple[Integers, Integers]:
+def share(totals: Integers, num_parts: int, i: int) -> tuple[Integers, Integers]:
     """Return the size of part `i` of each of some totals, divided evenly, and where it begins."""
     each, rest = np.divmod(totals, num_parts)
     return each + (i < rest), i * each + np.minimum(i, rest)

@@ -120,6 +120,12 @@ class Gate:
             )
         return found
 
+    def num_entries(self, num_tokens: int) -> int:
+        """Return the number of choices of a group of `num_tokens` tokens, dropped ones included."""
+        if self.rule == "expert-choice":
+            return self.num_experts * (self.capacity(num_tokens) or 0)
+        return self.k * num_tokens
+
     def forward(
         self,
         logits: Values,

@@ -41,6 +41,35 @@ class ParameterSpec(Placement):
 
 
 @dataclass(frozen=True)
+class BatchRows:
+    """Which rows of which batch the ranks compute in a micro-batch.
+
+    Attributes
+    ----------
+    step : int
+        The number of the training step, from 0 on.
+    of_rank : tuple of range
+        The rows of the whole batch that each rank of the mesh computes, or computes a part of.
+    seed : int
+        Of the training run.
+    """
+
+    step: int
+    of_rank: tuple[range, ...]
+    seed: int = 0
+
+    def random(self, rank: int, name: str) -> list[np.random.Generator]:
+        """Return a source of random numbers for each row of a `rank`, in the layer `name`.
+
+        What it gives depends on the seed, the step, the row and the name, and not on the ranks.
+        """
+        words = name.encode()
+        return [
+            np.random.default_rng([self.seed, self.step, row, *words]) for row in self.of_rank[rank]
+        ]
+
+
+@dataclass(frozen=True)
 class ArraySpec:
     """What is known of an array between two layers before it exists.
 
@@ -58,6 +87,8 @@ class ArraySpec:
         How many of them this rank and the ranks with which it divides parameters have together.
     rank : int
         The rank of the mesh whose array it is.
+    rows : BatchRows, optional
+        Which rows of the batch it is of; known if a layer needs them (`Layer.needs_rows`).
     """
 
     shape: Shape
@@ -66,16 +97,18 @@ class ArraySpec:
     context: int = field(default=0, kw_only=True)
     length: int = field(default=0, kw_only=True)
     rank: int = field(default=0, kw_only=True)
+    rows: BatchRows | None = field(default=None, kw_only=True)
 
     @classmethod
     def tokens(
-        cls, rows: int, length: int, width: int, *, context: int | None = None, rank: int = 0
+        cls, rows: int, length: int, width: int, *, context: int | None = None, **where: Any
     ) -> ArraySpec:
-        """Return the spec of tokens (`rows`, `length`), the input of a model."""
+        """Return the spec of tokens (`rows`, `length`), the input of a model.
+
+        `where` are the attributes ``rank`` and ``rows``.
+        """
         context = length if context is None else context
-        return cls(
-            (rows, length), width, are_tokens=True, context=context, length=length, rank=rank
-        )
+        return cls((rows, length), width, are_tokens=True, context=context, length=length, **where)
 
     @property
     def size(self) -> int:
@@ -131,6 +164,8 @@ class Step:
     losses: list[float] = field(default_factory=list)  # of layers, to be added to the loss
     is_reference: bool = False  # whether layers complete each call where they start it
     add_wait: Callable[[float], object] = id  # called with the seconds that a layer waited for one
+    tokens: Array = None  # the input of the model, int64 like `targets`
+    rows: BatchRows | None = None  # which rows of the batch these are
 
     @property
     def length(self) -> int:
@@ -169,9 +204,13 @@ class Layer(ABC):
         The gradients, of the same shapes; empty if the layer is bound for forward only.
     saves_input : bool
         Whether what `forward` saves contains the input itself.
+    needs_rows : bool
+        Whether the layer depends on which rows of the batch it computes: what it sends, what it
+        keeps, or which random numbers it draws.
     """
 
     saves_input = True
+    needs_rows = False
 
     def __init__(self) -> None:
         self.value: dict[str, Array] = {}
@@ -239,6 +278,7 @@ class Sequential(Layer):
         self.layers = dict(layers)
         first = next(iter(self.layers.values()), self)
         self.saves_input = first.saves_input
+        self.needs_rows = any(layer.needs_rows for layer in self.layers.values())
 
     def specs(self) -> dict[str, ParameterSpec]:
         inner = ((name, layer.specs()) for name, layer in self.layers.items())
@@ -328,7 +368,7 @@ class Recompute(Layer):
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.needs_rows = layer, layer.needs_rows
 
     def specs(self) -> dict[str, ParameterSpec]:
         return self.layer.specs()

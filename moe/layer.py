@@ -1,0 +1,430 @@
+"""The layer: a router, experts on the ranks along an axis, and a dispatch between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+import collectives
+from collectives import Communicator
+from moe import dispatch
+from moe.dispatch import Part
+from moe.gates import Gate, Gated
+from moe.log import RoutingLog
+from moe.routing import Integers, Routing
+from parallel import Mesh, PredictedCall
+from parallel.nn import (
+    Activations,
+    Array,
+    ArraySpec,
+    Layer,
+    LayerTraffic,
+    ParameterSpec,
+    Step,
+    cast,
+    namespace_of,
+    on_host,
+)
+from parallel.nn.functional import upcast
+
+AXIS = "expert"
+WIDE = 4  # bytes of a number of the router, at least
+Half: TypeAlias = Callable[[Layer, Array, Any], tuple[Array, Any]]
+"""Called with an expert, dy and what forward saved; returns dx and what the other half needs."""
+
+
+class Saved(NamedTuple):
+    """What `MixtureOfExperts.forward` keeps."""
+
+    tokens: Array  # (tokens, dim)
+    gated: Gated
+    parts: list[Part]
+    returned: list[Array]  # what experts computed, in the places of each part
+    experts: list[list[Any]]  # what they keep, by part and expert
+    shape: tuple[int, ...]
+    step: Step
+
+
+class Rest(NamedTuple):
+    """What `MixtureOfExperts.backward_weight` needs."""
+
+    tokens: Array
+    dlogits: Array
+    experts: list[list[Any]]
+
+
+class MixtureOfExperts(Layer):
+    """A layer of which each token uses a few of many experts.  Shazeer et al. 2017.
+
+    Vectors (batch, tokens, `dim`) become vectors of the same shape: for each token, the sum of what
+    its experts make of it, each times the weight that the gate gives it.  A token that no expert
+    takes becomes zero, so the layer belongs inside a `Residual`.  The auxiliary losses of the gate
+    are added to the loss.
+
+    Ranks along the axis ``expert`` of the mesh have different tokens and divide the experts.  Ranks
+    along ``data`` have copies of the experts, and ranks along ``tensor`` parts of each.
+
+    Parameters
+    ----------
+    dim : int
+    gate : Gate
+    expert : function
+        Makes one expert: a layer that turns rows (n, `dim`) into rows (n, `dim`).
+    mesh : Mesh, optional
+        By default there is one rank.
+    name : str
+        Which random numbers the layer draws, and how a log calls it.
+    rows_per_group : int
+        The consecutive rows of the batch that are routed together.  Each micro-batch of each rank
+        must have whole groups, so that the routing does not depend on the ranks.
+    is_padded : bool
+        Whether as many rows are sent for each expert as its capacity, or exactly those routed.
+    num_parts : int
+        In how many parts rows are sent, so that experts compute one while others are sent.
+    log : RoutingLog, optional
+        To which the routing of each step is added.
+
+    Attributes
+    ----------
+    expected : RoutingLog, optional
+        The routing that predictions assume: that of the same run on one rank.
+
+    Raises
+    ------
+    ValueError
+        If a number is less than 1, or if a padded layer has a gate without a capacity.
+    """
+
+    needs_rows = True
+
+    def __init__(
+        self,
+        dim: int,
+        gate: Gate,
+        expert: Callable[[], Layer],
+        *,
+        mesh: Mesh | None = None,
+        name: str = "moe",
+        rows_per_group: int = 1,
+        is_padded: bool = False,
+        num_parts: int = 1,
+        log: RoutingLog | None = None,
+    ) -> None:
+        super().__init__()
+        for what, number in (("rows_per_group", rows_per_group), ("num_parts", num_parts)):
+            if number < 1:
+                raise ValueError(f"{what} is {number}: it must be at least 1")
+        if is_padded and gate.rule is None:
+            raise ValueError("a padded layer needs a gate with a capacity rule: this one has none")
+        self.dim, self.gate, self.mesh, self.name = dim, gate, mesh or Mesh(None), name
+        self.rows_per_group, self.is_padded, self.num_parts = rows_per_group, is_padded, num_parts
+        self.log, self.expected = log, log
+        self.num_ranks = self.mesh.axes.get(AXIS, 1)
+        self.pattern = expert()
+        owned = dispatch.experts_of(gate.num_experts, self.num_ranks, self._place(self.mesh.rank))
+        self.experts = [expert() for _ in range(owned.start, owned.stop)]
+
+    @property
+    def comm(self) -> Communicator | None:
+        """The communicator of the ranks that divide the experts; None if one rank has all."""
+        return self.mesh[AXIS] if self.num_ranks > 1 else None
+
+    def _place(self, rank: int) -> int:
+        """Return the place of a rank of the mesh among those that divide the experts."""
+        return self.mesh.index(AXIS, rank) if self.num_ranks > 1 else 0
+
+    # Parameters
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        """Return those of the router, and those of all experts with a first dimension for them."""
+        gate, specs = self.gate, {}
+        if gate.has_router:
+            std = math.sqrt(gate.init_scale / self.dim)
+            specs["router"] = ParameterSpec((self.dim, gate.num_experts), std)
+        for name, spec in self.pattern.specs().items():
+            inner = tuple((dim + 1, *where) for dim, *where in spec.splits)
+            specs[f"experts.{name}"] = replace(
+                spec, shape=(gate.num_experts, *spec.shape), splits=((0, AXIS), *inner)
+            )
+        return specs
+
+    def bind(self, values: dict[str, Array], gradients: dict[str, Array]) -> None:
+        super().bind(values, gradients)
+        for i, expert in enumerate(self.experts):
+            expert.bind(_of_expert(values, i), _of_expert(gradients, i))
+
+    def config(self) -> list[Any]:
+        options = [self.dim, self.name, self.rows_per_group, self.is_padded, self.num_parts]
+        return [*super().config(), *options, *self.gate.config(), *self.pattern.config()]
+
+    # Forward
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+        xp, tokens = namespace_of(x), x.reshape(-1, self.dim)
+        gated = self._route(tokens, len(x), step)
+        parts = self._parts(gated.routing, step)
+        weights = xp.asarray(gated.weights)
+        y = xp.zeros(tokens.shape, dtype=upcast(tokens[:0]).dtype)
+        arriving = self._start(parts, [dispatch.spread(tokens, part) for part in parts], "dispatch")
+        leaving, kept = [], []
+        for part, arrive in zip(parts, arriving, strict=True):
+            out, saved = self._experts_forward(step.wait(arrive), part, step)
+            leaving += self._start([part], [out], "combine", is_back=True)
+            kept.append(saved)
+        returned = [step.wait(arrive) for arrive in leaving]
+        for part, rows in zip(parts, returned, strict=True):
+            dispatch.add_rows(y, rows, part, xp.take(weights, xp.asarray(part.entry)))
+        saved_here = Saved(tokens, gated, parts, returned, kept, x.shape, step)
+        return cast(y, x.dtype).reshape(x.shape), saved_here
+
+    def _route(self, tokens: Array, num_rows: int, step: Step) -> Gated:
+        """Return the routing of this rank's tokens, and add its losses to those of the step."""
+        num_groups = self._num_groups(num_rows)
+        wide = upcast(tokens)
+        if self.gate.has_router:
+            logits = on_host(wide @ upcast(self.value["router"]))
+        else:
+            logits = np.zeros((len(tokens), self.gate.num_experts), wide.dtype)
+        rank, rows = self.mesh.rank, step.rows
+        gated = self.gate.forward(
+            logits, None if rows is None else rows.random(rank, self.name), num_groups=num_groups,
+            token_ids=None if step.tokens is None else on_host(step.tokens).ravel(),
+        )  # fmt: skip
+        step.losses.append(gated.loss / step.total)
+        if self.log is not None and rows is not None:
+            self.log.add(rows.step, self.name, rows.of_rank[rank].start, gated.routing)
+        return gated
+
+    def _num_groups(self, num_rows: int) -> int:
+        if num_rows % self.rows_per_group:
+            raise ValueError(
+                f"{num_rows} rows of a rank are not whole groups of {self.rows_per_group}, which"
+                f" the layer {self.name} routes together"
+            )
+        return num_rows // self.rows_per_group
+
+    def _parts(self, routing: Routing, step: Step) -> list[Part]:
+        """Return the parts of the dispatch; the ranks exchange counts unless it is padded."""
+        if not self.is_padded:
+            with collectives.phase("counts"):
+                loads = dispatch.exchange(routing.load, self.comm)
+            return dispatch.dropless(routing, loads, self.num_parts)
+        rows = step.rows
+        if rows is None:  # of one rank
+            groups = [routing.num_groups]
+        else:
+            groups = [self._num_groups(len(rows.of_rank[rank])) for rank in self._group()]
+        capacity = self._capacity(step.length)
+        return dispatch.padded(
+            routing, capacity, groups, self._place(self.mesh.rank), self.num_parts
+        )
+
+    def _group(self, rank: int | None = None) -> Sequence[int]:
+        """Return the ranks of the mesh that divide the experts with a `rank`, by default this."""
+        mine = self.mesh.rank if rank is None else rank
+        if self.num_ranks == 1:
+            return (mine,)
+        return next(group for group in self.mesh.ranks(AXIS) if mine in group)
+
+    def _capacity(self, context: int) -> int:
+        """Return the slots of an expert for each group of rows of `context` tokens."""
+        capacity = self.gate.capacity(self.rows_per_group * context)
+        assert capacity is not None, "a padded layer has a rule"
+        return capacity
+
+    def _start(
+        self, parts: list[Part], rows: list[Array], label: str, *, is_back: bool = False
+    ) -> list[dispatch.Finish]:
+        """Start the exchange of each part; return what waits for them."""
+        with collectives.phase(label):
+            return [
+                dispatch.start(each, part, self.comm, is_back=is_back)
+                for part, each in zip(parts, rows, strict=True)
+            ]
+
+    def _experts_forward(self, rows: Array, part: Part, step: Step) -> tuple[Array, list[Any]]:
+        """Return what this rank's experts make of the received rows, and what each keeps."""
+        out, kept = namespace_of(rows).empty_like(rows), []
+        for expert, segments in zip(self.experts, part.segments, strict=True):
+            y, saved = expert.forward(_gathered(rows, segments), step)
+            _scatter(out, y, segments)
+            kept.append(saved)
+        return out, kept
+
+    # Backward
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        dx, dlogits, rests = self._backward(dy, saved, _first_half)
+        return dx, Rest(saved.tokens, dlogits, rests)
+
+    def backward(self, dy: Array, saved: Any) -> Array:
+        """Do both halves, expert by expert, so that experts keep nothing between them."""
+        dx, dlogits, _ = self._backward(dy, saved, _both_halves)
+        self._router_backward(saved.tokens, dlogits)
+        return dx
+
+    def _backward(
+        self, dy: Array, saved: Saved, half: Half
+    ) -> tuple[Array, Array, list[list[Any]]]:
+        """Return the derivatives by the input and by the logits, and what experts keep."""
+        xp, step, gate, parts = namespace_of(dy), saved.step, self.gate, saved.parts
+        slopes = dy.reshape(saved.tokens.shape)
+        weights = xp.asarray(saved.gated.weights)
+        dweights = np.zeros(len(saved.gated.weights), saved.gated.weights.dtype)
+        sent = []
+        for part, rows in zip(parts, saved.returned, strict=True):
+            wide = dispatch.products(upcast(rows), upcast(slopes), part)
+            dweights[part.entry] = on_host(wide)
+            sent.append(dispatch.spread(slopes, part, xp.take(weights, xp.asarray(part.entry))))
+        arriving = self._start(parts, sent, "combine")
+        leaving, rests = [], []
+        for part, kept, arrive in zip(parts, saved.experts, arriving, strict=True):
+            drows, rest = self._experts_backward(step.wait(arrive), part, kept, half)
+            leaving += self._start([part], [drows], "dispatch", is_back=True)
+            rests.append(rest)
+        dlogits = xp.asarray(gate.backward(saved.gated, dweights, step.loss_scale / step.total))
+        dx = xp.zeros(slopes.shape, dtype=upcast(slopes[:0]).dtype)
+        if gate.has_router:
+            dx += dlogits @ upcast(self.value["router"]).T
+        for part, arrive in zip(parts, leaving, strict=True):
+            dispatch.add_rows(dx, step.wait(arrive), part)
+        return cast(dx, dy.dtype).reshape(saved.shape), dlogits, rests
+
+    def _experts_backward(
+        self,
+        rows: Array,
+        part: Part,
+        kept: list[Any],
+        half: Half,
+    ) -> tuple[Array, list[Any]]:
+        """Return the derivatives by the received rows, and what experts need for weights."""
+        dx, rests = namespace_of(rows).empty_like(rows), []
+        for expert, segments, saved in zip(self.experts, part.segments, kept, strict=True):
+            slope, rest = half(expert, _gathered(rows, segments), saved)
+            _scatter(dx, slope, segments)
+            rests.append(rest)
+        return dx, rests
+
+    def backward_weight(self, rest: Any) -> None:
+        self._router_backward(rest.tokens, rest.dlogits)
+        for of_part in rest.experts:
+            for expert, of_expert in zip(self.experts, of_part, strict=True):
+                expert.backward_weight(of_expert)
+
+    def _router_backward(self, tokens: Array, dlogits: Array) -> None:
+        if self.gate.has_router:
+            product = upcast(tokens).T @ dlogits
+            self.gradient["router"] += cast(product, self.gradient["router"].dtype)
+
+    # What it keeps and sends
+
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        gate, width, size = self.gate, max(x.width, WIDE), math.prod(x.shape[:-1])
+        logits = width * size * gate.num_experts
+        per_group = self.rows_per_group * x.context
+        weights = width * size // per_group * gate.num_entries(per_group)
+        saved, rest, extra = x.nbytes + 3 * logits + weights, x.nbytes + logits, 0
+        for loads in self._loads(x):
+            saved += x.width * self.dim * int(loads[self._place(x.rank)].sum())
+            for inner in self._inputs(x, loads):
+                kept = self.pattern.activation_bytes(inner)
+                saved, rest, extra = saved + kept.saved, rest + kept.rest, max(extra, kept.extra)
+        return Activations(saved, x, rest, extra)
+
+    def traffic(self, x: ArraySpec) -> LayerTraffic:
+        inner = [
+            self.pattern.traffic(each)
+            for loads in self._loads(x)
+            for each in self._inputs(x, loads)
+        ]
+        forward = [call for each in inner for call in each.forward]
+        backward = [call for each in inner for call in each.backward]
+        if self.num_ranks > 1 and self._place(x.rank) == 0:
+            exchanges = self._exchanges(x)
+            forward += self._counts() + exchanges["dispatch", False] + exchanges["combine", True]
+            backward += exchanges["combine", False] + exchanges["dispatch", True]
+        return LayerTraffic(tuple(forward), tuple(backward))
+
+    def _counts(self) -> list[PredictedCall]:
+        owned = collectives.even_counts(self.gate.num_experts, self.num_ranks)
+        call = self._call("counts", [owned] * self.num_ranks, np.dtype(np.int64).itemsize)
+        return [] if self.is_padded else [call]
+
+    def _exchanges(self, x: ArraySpec) -> dict[tuple[str, bool], list[PredictedCall]]:
+        """Return the calls that send rows, by label and whether they go back."""
+        tables = [np.array(dispatch.tables(loads, self.num_ranks)) for loads in self._loads(x)]
+        return {
+            (label, is_back): [
+                self._call(label, (self.dim * (rows.T if is_back else rows)).tolist(), x.width)
+                for rows in tables
+            ]
+            for label in ("dispatch", "combine") for is_back in (False, True)
+        }  # fmt: skip
+
+    def _call(self, label: str, table: Any, itemsize: int) -> PredictedCall:
+        counts = tuple(map(tuple, table))
+        return PredictedCall(label, "all_to_all", dispatch.ALGORITHM, counts, itemsize, axis=AXIS)
+
+    def _loads(self, x: ArraySpec) -> list[list[Integers]]:
+        """Return the rows that each rank sends to each expert, by part of the dispatch."""
+        if x.rows is None:
+            raise ValueError(f"what {self.name} sends depends on its rows: give ArraySpec.rows")
+        of_rank = [x.rows.of_rank[rank] for rank in self._group(x.rank)]
+        if self.is_padded:
+            queues = np.full(self.gate.num_experts, 1, np.int64)
+            groups = [self._num_groups(len(rows)) for rows in of_rank]
+            slots = collectives.even_counts(self._capacity(x.context), self.num_parts)
+            return [[queues * n * size for n in groups] for size in slots]
+        whole = [self._expected(x.rows.step, rows).load for rows in of_rank]
+        return [
+            [dispatch.share(load, self.num_parts, i)[0] for load in whole]
+            for i in range(self.num_parts)
+        ]
+
+    def _expected(self, step: int, rows: range) -> Routing:
+        if self.expected is None:
+            raise ValueError(
+                f"what {self.name} sends depends on the routing: set `expected` to the log of a run"
+                " on one rank"
+            )
+        whole = self.expected.whole(step, self.name)
+        return whole.of_groups(rows.start // self.rows_per_group, rows.stop // self.rows_per_group)
+
+    def _inputs(self, x: ArraySpec, loads: list[Integers]) -> list[ArraySpec]:
+        """Return what enters each expert of a rank."""
+        mine = dispatch.experts_of(self.gate.num_experts, self.num_ranks, self._place(x.rank))
+        sizes = sum(load[mine] for load in loads)
+        return [x.of_shape(n, self.dim) for n in np.asarray(sizes).tolist()]
+
+
+def _first_half(expert: Layer, dy: Array, saved: Any) -> tuple[Array, Any]:
+    return expert.backward_input(dy, saved)
+
+
+def _both_halves(expert: Layer, dy: Array, saved: Any) -> tuple[Array, Any]:
+    return expert.backward(dy, saved), None
+
+
+def _of_expert(arrays: dict[str, Array], i: int) -> dict[str, Array]:
+    """Return the i-th part of the arrays of experts, by their names in one expert."""
+    start = "experts."
+    return {key.removeprefix(start): x[i] for key, x in arrays.items() if key.startswith(start)}
+
+
+def _gathered(rows: Array, segments: Sequence[slice]) -> Array:
+    """Return segments of `rows` one after the other; a view if there is one."""
+    parts = [rows[each] for each in segments]
+    return parts[0] if len(parts) == 1 else namespace_of(rows).concat(parts, axis=0)
+
+
+def _scatter(rows: Array, values: Array, segments: Sequence[slice]) -> None:
+    """Copy `values` into segments of `rows`, one after the other."""
+    start = 0
+    for each in segments:
+        stop = start + each.stop - each.start
+        rows[each] = values[start:stop]
+        start = stop

@@ -1,0 +1,152 @@
+"""A mixture of experts on ranks that divide its experts, beside the same on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import collectives
+from collectives import Communicator
+from moe.gates import GATES, Gate
+from moe.layer import MixtureOfExperts
+from moe.log import RoutingLog
+from parallel import MemoryTracker, Mesh, TrafficTable
+from parallel.nn import Activations, ArraySpec, Gelu, Layer, Linear, Model, Sequential, Step
+from parallel.nn.layer import BatchRows
+from parallel.optim import dtype_of
+from parallel.placement import span
+from tests.parallel.split_layers import bound_by_name, check_halves, predicted
+
+ROWS, CONTEXT, DIM, HIDDEN = 7, 4, 6, 5
+SEED, STEP_NUMBER = 3, 2
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sigmoid": {"num_nodes": 2, "most_nodes": 1}, "expert-choice": {"capacity_factor": 3.0},
+}  # fmt: skip
+
+
+def mlp() -> Layer:
+    return Sequential({"up": Linear(DIM, HIDDEN), "gelu": Gelu(), "down": Linear(HIDDEN, DIM)})
+
+
+class Setup(NamedTuple):
+    """A gate by name, and how its experts are divided; losses have a factor of order 1."""
+
+    gate: str
+    num_experts: int = 4
+    size: int = 1
+    is_padded: bool = False
+    num_parts: int = 1
+    dtype: str = "float64"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def make_gate(self) -> Gate:
+        options = OPTIONS.get(self.gate, {}) | dict(self.options)
+        gate = GATES[self.gate](self.num_experts, **options)
+        return replace(gate, losses=tuple(replace(loss, factor=1.0) for loss in gate.losses))
+
+    def make(self, mesh: Mesh | None, log: RoutingLog) -> MixtureOfExperts:
+        return MixtureOfExperts(
+            DIM, self.make_gate(), mlp, mesh=mesh, is_padded=self.is_padded,
+            num_parts=self.num_parts, log=log,
+        )  # fmt: skip
+
+    def rows(self) -> tuple[range, ...]:
+        parts = (span(ROWS, self.size, rank) for rank in range(self.size))
+        return tuple(range(part.start, part.stop) for part in parts)
+
+    def whole(self, name: str) -> Any:
+        seed = {"x": 5, "dy": 6}[name]
+        rng = np.random.default_rng(seed)
+        return rng.standard_normal((ROWS, CONTEXT, DIM)).astype(dtype_of(self.dtype))
+
+    def step(self, rank: int) -> Step:
+        rows = BatchRows(STEP_NUMBER, self.rows(), SEED)
+        mine = slice(rows.of_rank[rank].start, rows.of_rank[rank].stop)
+        tokens = np.random.default_rng(8).integers(0, 256, (ROWS, CONTEXT))[mine]
+        return Step(tokens, total=ROWS * CONTEXT, context=CONTEXT, tokens=tokens, rows=rows,
+                    loss_scale=2.0)  # fmt: skip
+
+    def spec(self, rank: int) -> ArraySpec:
+        rows = BatchRows(STEP_NUMBER, self.rows(), SEED)
+        shape = (len(rows.of_rank[rank]), CONTEXT, DIM)
+        return ArraySpec(shape, dtype_of(self.dtype).itemsize, context=CONTEXT, length=CONTEXT,
+                         rank=rank, rows=rows)  # fmt: skip
+
+    def run(self, expected: RoutingLog | None = None) -> list[Found]:
+        """Forward and backward on all ranks; predictions follow from the log of one rank."""
+
+        def fn(comm: Communicator) -> Found:
+            mesh, log = Mesh(comm, expert=self.size), RoutingLog()
+            if self.size > 1:
+                mesh["expert"]  # now, so that only calls of the layer are recorded
+            layer = self.make(mesh, log)
+            layer.expected = expected or log
+            made = bound_by_name(Model({"only": layer}, mesh=mesh), self.dtype)
+            part = self.rows()[mesh.rank]
+            x, dy = (self.whole(name)[part.start : part.stop].copy() for name in ("x", "dy"))
+            step = self.step(mesh.rank)
+            with comm.record() as ledger:
+                with collectives.phase("forward"):
+                    y, saved = layer.forward(x, step)
+                memory = MemoryTracker()
+                memory.track("saved", saved)
+                with collectives.phase("backward"):
+                    dx = layer.backward(dy, saved)
+            gradients = {name: each.copy() for name, each in made.named_gradients().items()}
+            rest = check_halves(made, layer, dy, saved, dx)
+            record, table = ledger.gather(), None
+            if record is not None and expected is not None:
+                calls = predicted(layer.traffic(self.spec(0)), self.size)
+                calls = [
+                    replace(call, phase=f"{call.phase}/{label}")
+                    for call, label in zip(calls, labels_of(layer, self.spec(0)), strict=True)
+                ]
+                table = TrafficTable(calls, record, None, size=self.size)
+            formulas = [] if expected is None else [
+                layer.activation_bytes(self.spec(rank)) for rank in range(self.size)
+            ]  # fmt: skip
+            return Found(y, dx, gradients, step.losses, log, memory.now["saved"], rest, formulas,
+                         made.model, table)  # fmt: skip
+
+        found: list[Found] = collectives.run(fn, size=self.size, timeout=60)
+        return found
+
+
+def labels_of(layer: MixtureOfExperts, x: ArraySpec) -> list[str]:
+    return [call.phase for calls in layer.traffic(x) for call in calls]
+
+
+class Found(NamedTuple):
+    """What a rank has computed and counted."""
+
+    y: Any
+    dx: Any
+    gradients: dict[str, Any]
+    losses: list[float]
+    log: RoutingLog
+    saved: int
+    rest: int
+    formulas: list[Activations]
+    model: Model
+    table: TrafficTable | None
+
+
+def check_equal(found: list[Found], alone: Found, tolerance: float) -> None:
+    """Outputs, derivatives, losses and gradients of all ranks are those of one rank."""
+    for name in ("y", "dx"):
+        parts = np.concatenate([getattr(each, name) for each in found])
+        close(parts, getattr(alone, name), tolerance, name)
+    close(sum(sum(each.losses) for each in found), sum(alone.losses), tolerance, "loss")
+    for name, whole in alone.gradients.items():
+        total = np.zeros_like(whole)
+        for each in found:
+            box = each.model.specs[name].box(each.model.mesh)
+            total[box.slices] += each.gradients[name]
+        close(total, whole, tolerance, name)
+
+
+def close(x: Any, wanted: Any, tolerance: float, name: str) -> None:
+    scale = max(1.0, float(np.abs(wanted).max()))
+    np.testing.assert_allclose(x, wanted, rtol=0, atol=tolerance * scale, err_msg=name)

@@ -1,0 +1,145 @@
+"""The layer: on any number of ranks it computes what one rank computes, and sends what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe.gates import GATES
+from moe.layer import MixtureOfExperts
+from moe.log import RoutingLog, digests
+from parallel import Mesh, TrafficMismatch
+from parallel.nn import Model
+from tests.moe.experts import CONTEXT, DIM, Found, Setup, check_equal, mlp
+from tests.parallel.split_layers import bound_by_name
+
+SIZES = [1, 2, 3, 4, 8]
+CLOSE = {"float64": 1e-12, "float32": 1e-5}
+PADDED = ["gshard", "switch", "expert-choice", "v-moe", "stable"]
+FORMS = [(name, False) for name in GATES] + [(name, True) for name in PADDED]
+
+
+@cache
+def alone(setup: Setup) -> Found:
+    (found,) = setup._replace(size=1, num_parts=1).run()
+    return found
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("name", "is_padded"), FORMS)
+def test_all_is_as_on_one_rank(name: str, is_padded: bool, size: int, dtype: str) -> None:
+    """Outputs, losses, all derivatives; ranks without rows (8 ranks) and without experts (5)."""
+    setup = Setup(name, size=size, is_padded=is_padded, num_parts=1 + size % 3, dtype=dtype)
+    found = setup.run(alone(setup).log)
+    check_equal(found, alone(setup), CLOSE[dtype])
+    logs = [each.log for each in found]
+    assert digests(logs, CONTEXT) == digests([alone(setup).log], CONTEXT)
+    for each in found:
+        for formula, other in zip(each.formulas, found, strict=True):
+            assert (formula.saved, formula.rest) == (other.saved, other.rest)
+    if size > 1:
+        assert found[0].table is not None
+        assert found[0].table.check()
+        sent = {row.phase.partition("/")[2] for row in found[0].table.rows}
+        assert sent == {"dispatch", "combine"} | ({"counts"} if not is_padded else set())
+
+
+@pytest.mark.parametrize("num_experts", [2, 3, 5, 8])
+def test_more_and_fewer_experts_than_ranks(num_experts: int) -> None:
+    setup = Setup("stable", num_experts, size=4)
+    check_equal(setup.run(alone(setup).log), alone(setup), 1e-12)
+
+
+@pytest.mark.parametrize("what", ["router", "experts.up.weight", "x"])
+@pytest.mark.parametrize("name", GATES)
+def test_derivatives_are_those_of_finite_differences(name: str, what: str) -> None:
+    """Of the outputs and of the auxiliary losses together."""
+    setup = Setup(name)
+    layer = setup.make(None, RoutingLog())
+    made = bound_by_name(Model({"only": layer}))
+    step, x, dy = setup.step(0), setup.whole("x"), setup.whole("dy")
+    target = x if what == "x" else layer.value.get(what)
+    if target is None:
+        assert name == "hash"
+        return
+
+    def loss() -> float:
+        step.losses.clear()
+        y, _ = layer.forward(x, step)
+        return float((y * dy).sum()) + step.loss_scale * sum(step.losses)
+
+    dx = layer.backward(dy, layer.forward(x, step)[1])
+    found = dx if what == "x" else made.named_gradients()[f"only.{what}"]
+    rng = np.random.default_rng(1)
+    for _ in range(24):
+        index = tuple(rng.integers(0, n) for n in target.shape)
+        before, ends = target[index], []
+        for sign in (1, -1):
+            target[index] = before + sign * 1e-5
+            ends.append(loss())
+        target[index] = before
+        assert found[index] == pytest.approx((ends[0] - ends[1]) / 2e-5, abs=1e-6, rel=1e-6)
+    assert found.any()
+
+
+def test_without_the_auxiliary_losses_the_derivative_is_another() -> None:
+    """The negative control of the above, by more than 1e-6."""
+    setup = Setup("switch")
+    with_losses, without = setup.step(0), setup.step(0)
+    without.loss_scale = 0.0
+    found = []
+    for step in (with_losses, without):
+        layer = setup.make(None, RoutingLog())
+        made = bound_by_name(Model({"only": layer}))
+        layer.backward(setup.whole("dy"), layer.forward(setup.whole("x"), step)[1])
+        found.append(made.named_gradients()["only.router"].copy())
+    assert np.abs(found[0] - found[1]).max() > 1e-6
+
+
+def test_a_prediction_from_another_routing_fails() -> None:
+    """The negative control: the log says that one token went to an expert on another rank."""
+    setup = Setup("switch", size=4)
+    log = RoutingLog()
+    for (step, name), parts in alone(setup).log.parts.items():
+        for row, routing in parts.items():
+            expert = routing.expert.copy()
+            kept = np.flatnonzero(~routing.is_dropped)[0]
+            expert[kept] = (expert[kept] + 1) % 4
+            log.add(step, name, row, replace(routing, expert=expert))
+    table = setup.run(log)[0].table
+    assert table is not None
+    with pytest.raises(TrafficMismatch):
+        table.check()
+
+
+def test_all_tokens_to_one_expert() -> None:
+    """On another rank than most tokens; the other experts have none."""
+    setup = Setup("hash", 8, size=4)
+    found = setup.run(alone(setup).log)
+    check_equal(found, alone(setup), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_parts": 0}, "num_parts is 0"), ({"rows_per_group": 0}, "rows_per_group is 0"),
+        ({"gate": "bias", "is_padded": True}, "needs a gate with a capacity rule"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(change: dict[str, Any], words: str) -> None:
+    gate = Setup(change.pop("gate", "switch")).make_gate()
+    with pytest.raises(ValueError, match=words):
+        MixtureOfExperts(DIM, gate, mlp, **change)
+
+
+def test_groups_of_several_rows_must_be_whole() -> None:
+    setup = Setup("switch")
+    layer = MixtureOfExperts(DIM, setup.make_gate(), mlp, mesh=Mesh(None), rows_per_group=2)
+    bound_by_name(Model({"only": layer}))
+    with pytest.raises(ValueError, match="7 rows of a rank are not whole groups of 2"):
+        layer.forward(setup.whole("x"), setup.step(0))
