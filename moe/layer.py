@@ -335,6 +335,9 @@ class MixtureOfExperts(Layer):
                 saved, rest, extra = saved + kept.saved, rest + kept.rest, max(extra, kept.extra)
         return Activations(saved, x, rest, extra)
 
+    def out(self, x: ArraySpec) -> ArraySpec:
+        return x  # whatever is routed
+
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         inner = [
             self.pattern.traffic(each)

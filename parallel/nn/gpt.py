@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from parallel.mesh import Mesh
@@ -38,6 +38,7 @@ def gpt(
     mesh: Mesh | None = None,
     sequence_parallel: str | None = None,
     attention: str = "ring",
+    mlp: Callable[[int, Callable[[], Layer]], Mapping[str, Layer] | None] | None = None,
 ) -> Model:
     """Return a GPT that predicts the next token: a byte by default.
 
@@ -67,6 +68,9 @@ def gpt(
     attention : str
         How the ranks along ``context`` of the mesh, which divide the positions of each row, attend
         to those of others: ``"ring"`` (`RingAttention`) or ``"ulysses"`` (`UlyssesAttention`).
+    mlp : function, optional
+        Called with the number of each block and a function that makes its MLP (parts ``up``,
+        ``gelu``, ``down``); returns the parts that the block has in its place, or None.
 
     Examples
     --------
@@ -87,7 +91,11 @@ def gpt(
     region = region_of(mesh, sequence_parallel)
     heads = heads_of(num_heads, hidden // num_heads, mesh, attention)
     named: dict[str, Layer] = {"embedding": embedding(vocab_size, context, hidden, region)}
-    named |= {f"block{i}": block(**parts, region=region, heads=heads()) for i in range(num_layers)}
+    for i in range(num_layers):
+        dense = partial(feed_forward, hidden, 4 * hidden, num_layers, region)
+        other = None if mlp is None else mlp(i, dense)
+        inner = dense().layers if other is None else other
+        named[f"block{i}"] = block(**parts, region=region, heads=heads(), mlp=inner)
     named |= head(hidden, vocab_size, region)
     ties = {"head.out.table": "embedding.token"} if is_tied else {}
     ties |= {f"block{i}": "block0" for i in range(1, num_layers)} if is_shared else {}
@@ -124,25 +132,39 @@ def embedding(vocab_size: int, context: int, hidden: int, region: Whole | None) 
     return VocabularyEmbedding(vocab_size, context, hidden, region)
 
 
+def feed_forward(hidden: int, inner: int, num_layers: int, region: Whole | None) -> Sequential:
+    """Return the MLP of one of `num_layers` blocks: `hidden` elements, `inner`, and `hidden`."""
+    return Sequential({
+        "up": columns(nn.Linear(hidden, inner), region),
+        "gelu": nn.Gelu(),
+        "down": rows(nn.Linear(inner, hidden, gain_of(num_layers)), region),
+    })  # fmt: skip
+
+
+def gain_of(num_layers: int) -> float:
+    """Return the gain of what blocks add, so that the sum keeps its magnitude."""
+    return 1 / math.sqrt(2 * num_layers)
+
+
 def block(
-    hidden: int, num_heads: int, num_layers: int, region: Whole | None, heads: Layer
+    hidden: int,
+    num_heads: int,
+    num_layers: int,
+    region: Whole | None,
+    heads: Layer,
+    mlp: Mapping[str, Layer],
 ) -> Sequential:
     """Return one of `num_layers` transformer blocks: (batch, context, hidden) to the same shape."""
-    gain = 1 / math.sqrt(2 * num_layers)  # of what is added: the sum keeps its magnitude
     width = hidden // num_heads
     attention = Residual({
         "norm": norm(hidden, region),
         "qkv": columns(nn.Linear(hidden, (3, num_heads, width)), region, dim=1),
         "heads": heads,
-        "out": rows(nn.Linear(hidden, hidden, gain), region, width),
+        "out": rows(nn.Linear(hidden, hidden, gain_of(num_layers)), region, width),
     })  # fmt: skip
-    mlp = Residual({
-        "norm": norm(hidden, region),
-        "up": columns(nn.Linear(hidden, 4 * hidden), region),
-        "gelu": nn.Gelu(),
-        "down": rows(nn.Linear(4 * hidden, hidden, gain), region),
+    return Sequential({
+        "attention": attention, "mlp": Residual({"norm": norm(hidden, region), **mlp}),
     })  # fmt: skip
-    return Sequential({"attention": attention, "mlp": mlp})
 
 
 def head(hidden: int, vocab_size: int, region: Whole | None) -> dict[str, Layer]:

@@ -252,6 +252,10 @@ class Layer(ABC):
         An array that a previous layer saved and this one passes through is not counted again.
         """
 
+    def out(self, x: ArraySpec) -> ArraySpec:
+        """Return the output for an input `x`, on the rank of which that is."""
+        return self.activation_bytes(x).out
+
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         """Return the calls that the layer makes for an input `x`, on the rank of which that is.
 
@@ -329,6 +333,11 @@ class Sequential(Layer):
         total = sum(saved) - twice
         return Activations(total, outputs[-1], sum(rest), max(extra), is_out_saved[-1])
 
+    def out(self, x: ArraySpec) -> ArraySpec:
+        for layer in self.layers.values():
+            x = layer.out(x)
+        return x
+
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         each = [layer.traffic(entering) for _, layer, entering in self.inputs(x)]
         forward = [call for layer in each for call in layer.forward]
@@ -339,7 +348,7 @@ class Sequential(Layer):
         """Yield the layers with their names and inputs, the first of which is `x`."""
         for name, layer in self.layers.items():
             yield name, layer, x
-            x = layer.activation_bytes(x).out
+            x = layer.out(x)
 
 
 class Residual(Sequential):
@@ -401,6 +410,9 @@ class Recompute(Layer):
         inner = self.layer.activation_bytes(x)
         extra = inner.saved + inner.extra - x.nbytes * self.layer.saves_input
         return Activations(x.nbytes, inner.out, inner.rest, extra)
+
+    def out(self, x: ArraySpec) -> ArraySpec:
+        return self.layer.out(x)
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         forward, backward = self.layer.traffic(x)

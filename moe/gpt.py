@@ -1,0 +1,90 @@
+"""A small GPT, some of whose MLPs are mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moe.beside import Beside
+from moe.gates import GATES, Gate
+from moe.layer import MixtureOfExperts
+from moe.log import RoutingLog
+from parallel import Mesh, gpt
+from parallel.nn import Layer, Model
+
+
+def moe_gpt(
+    *,
+    gate: str | Callable[[int], Gate] = "switch",
+    num_experts: int | Sequence[int] = 8,
+    every: int = 2,
+    num_shared: int = 0,
+    hidden: int = 256,
+    num_layers: int = 4,
+    mesh: Mesh | None = None,
+    log: RoutingLog | None = None,
+    rows_per_group: int = 1,
+    is_padded: bool = False,
+    num_parts: int = 1,
+    **options: Any,
+) -> Model:
+    """Return a GPT in which every few blocks have experts in place of an MLP.
+
+    Parameters
+    ----------
+    gate : str or function
+        A name of `moe.GATES`, or a function that makes a gate for a number of experts.
+    num_experts : int or sequence of int
+        Of each block with experts; or of each of them, in order: PR-MoE has more in deeper ones.
+    every : int
+        Of so many consecutive blocks the last one has experts; 1: all blocks.
+    num_shared : int
+        How many MLPs stand beside the experts and are used by all tokens.
+    hidden, num_layers, mesh, options
+        As in `parallel.gpt`.  Ranks along the axis ``expert`` divide the experts.
+    log, rows_per_group, is_padded, num_parts
+        As in `MixtureOfExperts`.
+
+    Raises
+    ------
+    ValueError
+        For a gate that does not exist, or if `num_experts` has another length than there are blocks
+        with experts.
+
+    Examples
+    --------
+    >>> from moe import moe_gpt
+    >>> model = moe_gpt(num_layers=2, hidden=16, num_experts=4)
+    >>> model.specs["block1.mlp.moe.experts.up.weight"].shape
+    (4, 16, 64)
+    """
+    if every < 1:
+        raise ValueError(f"every is {every}: it must be at least 1")
+    blocks = [i for i in range(num_layers) if i % every == every - 1]
+    each = [num_experts] * len(blocks) if isinstance(num_experts, int) else list(num_experts)
+    if len(each) != len(blocks):
+        raise ValueError(
+            f"num_experts has {len(each)} numbers for {len(blocks)} blocks with experts"
+        )
+    make_gate = gate_by_name(gate) if isinstance(gate, str) else gate
+    gates = {i: make_gate(n) for i, n in zip(blocks, each, strict=True)}
+    common: dict[str, Any] = {
+        "mesh": mesh, "log": log, "rows_per_group": rows_per_group, "is_padded": is_padded,
+        "num_parts": num_parts,
+    }  # fmt: skip
+
+    def mlp(i: int, expert: Callable[[], Layer]) -> dict[str, Layer] | None:
+        if i not in gates:
+            return None
+        routed = MixtureOfExperts(hidden, gates[i], expert, name=f"block{i}", **common)
+        shared = {f"shared{n}": expert() for n in range(num_shared)}
+        return {"moe": Beside({"routed": routed, **shared}) if shared else routed}
+
+    return gpt(hidden=hidden, num_layers=num_layers, mesh=mesh, mlp=mlp, **options)
+
+
+def gate_by_name(name: str) -> Callable[[int], Gate]:
+    """Return what makes the gate of this name.  Raises ValueError if there is none."""
+    if name not in GATES:
+        raise ValueError(f"there is no gate {name!r}; choose from {', '.join(GATES)}")
+    return GATES[name]
