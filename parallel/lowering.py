@@ -57,6 +57,7 @@ class _Lowering:
     ) -> None:
         self.stages, self.model, self.sharding, self.mesh = stages, stages.model, sharding, mesh
         self.units, self.buckets = stages.units_of[place], buckets
+        self.shardings = {unit: sharding.of_unit(self.model, unit) for unit in self.units}
         self.bucket_of = {unit: bucket for bucket, units in buckets.items() for unit in units}
         self.incomplete = {bucket: set(units) for bucket, units in buckets.items()}
         self.last_use = dict(self.uses(stages.actions[place]))
@@ -105,11 +106,9 @@ class _Lowering:
 
     def gather(self, layers: Sequence[str], phase: str) -> None:
         """Gather the parameters of a layer and of the next to run, unless they are there."""
-        sharding = self.sharding
-        if "parameters" not in sharding.divided:
-            return
         for unit in self.units_of(layers):
-            if unit not in self.gathered:
+            sharding = self.shardings[unit]
+            if "parameters" in sharding.divided and unit not in self.gathered:
                 axes = sharding.secondary_axes if unit in self.kept else sharding.shard_axes
                 self.add("UNSHARD", phase, unit, axes)
                 self.gathered.add(unit)
@@ -133,8 +132,6 @@ class _Lowering:
             return
         if "gradients" in self.sharding.divided:
             for unit in self.stages.completed_units(action.part):
-                if self.is_reducing:
-                    self.wait()
                 self.start_sum(unit)
             return
         for unit in self.model.units_of(action.part):
@@ -145,8 +142,16 @@ class _Lowering:
                     self.start_sum(bucket)
 
     def start_sum(self, bucket: str) -> None:
-        self.add("REDUCE", "backward", bucket, self.sharding.shard_axes)
-        self.is_reducing = True
+        """Start to sum a bucket, unless this rank has it alone."""
+        if axes := self.sharding_of(bucket).shard_axes:
+            if self.is_reducing and "gradients" in self.sharding.divided:
+                self.wait()
+            self.add("REDUCE", "backward", bucket, axes)
+            self.is_reducing = True
+
+    def sharding_of(self, bucket: str) -> Sharding:
+        """Return the sharding of all units of a bucket."""
+        return self.shardings[self.buckets[bucket][0]]
 
     def wait(self) -> None:
         self.add("WAIT", "backward")
@@ -161,8 +166,8 @@ class _Lowering:
 
     def update_alone(self, action: Action) -> None:
         """Update by the gradient of one micro-batch, while others are in progress."""
-        if self.sharding.shard_axes:
-            self.each("REDUCE", "reduce", self.buckets, self.sharding.shard_axes)
+        for bucket in self.buckets:
+            self.at_once("REDUCE", "reduce", bucket, self.sharding_of(bucket).shard_axes)
         self.sum_along_other_axes()
         self.actions.append(action)
 
@@ -170,7 +175,7 @@ class _Lowering:
         """Sum gradients along axes that are not those of the sharding."""
         for unit in self.units:
             for axis in self.summed_axes(unit):
-                self.each("REDUCE", "partial", [unit], [axis])
+                self.at_once("REDUCE", "partial", unit, [axis])
 
     def update(self, *, needs_norm: bool) -> None:
         """Do what the gradients need after all micro-batches, and what new parameters need."""
@@ -178,22 +183,24 @@ class _Lowering:
         if self.stages.schedule.is_asynchronous:
             self.add("LOSS", "loss", axes=(*self.pipe, *sharding.axes))
             return
-        if sharding.reduces_after_backward:
-            self.each("REDUCE", "reduce", self.buckets, sharding.shard_axes)
-        if sharding.replica_axes:
-            self.each("REDUCE", "replicate", self.buckets, sharding.replica_axes)
+        for bucket in self.buckets if sharding.reduces_after_backward else ():
+            self.at_once("REDUCE", "reduce", bucket, self.sharding_of(bucket).shard_axes)
+        for bucket in self.buckets:
+            self.at_once("REDUCE", "replicate", bucket, self.sharding_of(bucket).replica_axes)
         self.sum_along_other_axes()
         if sharding.find_unused_parameters:
             self.add("UNUSED", "unused", axes=(*self.pipe, *sharding.axes))
         self.add("LOSS", "loss", axes=(*self.pipe, *sharding.axes))
         if needs_norm:
-            axes = (*(sharding.shard_axes if sharding.divided else ()), *divides)
+            both = (*(sharding.shard_axes if sharding.divided else ()), *divides)
+            axes = tuple(dict.fromkeys(both))
             self.add("NORM", "norm" if axes else "", axes=axes)
         self.add("UPDATE", "")
-        if sharding.every is not None:
-            self.each("AVERAGE", "average", self.units, sharding.shard_axes)
-        if "optimizer" in sharding.divided and "parameters" not in sharding.divided:
-            self.each("UNSHARD", "update", self.units, sharding.shard_axes)
+        for unit, each in self.shardings.items():
+            if each.every is not None:
+                self.at_once("AVERAGE", "average", unit, each.shard_axes)
+            if "optimizer" in each.divided and "parameters" not in each.divided:
+                self.at_once("UNSHARD", "update", unit, each.shard_axes)
 
     @property
     def pipe(self) -> tuple[str, ...]:
@@ -210,8 +217,8 @@ class _Lowering:
         shared = [self.mesh.subset("pipe", holders)] if len(holders) > 1 else []
         return [*self.model.partial_axes(unit), *shared]
 
-    def each(self, kind: str, phase: str, parts: Iterable[str], axes: Sequence[str]) -> None:
-        """Start and complete something for one part after the other."""
-        for part in parts:
+    def at_once(self, kind: str, phase: str, part: str, axes: Sequence[str]) -> None:
+        """Start and complete something for one part, if it has axes."""
+        if axes:
             self.add(kind, phase, part, axes)
             self.add("WAIT", phase)

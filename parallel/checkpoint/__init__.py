@@ -180,12 +180,11 @@ def prepare(unfinished: Path, path: Path) -> None:
 
 def write_part(trainer: Trainer, folder: Path, step: int) -> bytes:
     """Write this rank's boxes to the disk, and where each begins; return the file's SHA-256."""
-    index, num_replicas = trainer.replica_group
     others = [axis for axis in trainer.mesh.axes if axis not in trainer.sharding.axes]
     starts: dict[str, list[int]] = {}
     tensors: dict[str, Array] = {}
     for unit in trainer.unit_sizes:
-        shard = trainer.shard_slice(unit)
+        shard, (index, num_replicas) = trainer.shard_slice(unit), trainer.replica_group(unit)
         mine = span(length(shard), num_replicas, index)
         part = slice(shard.start + mine.start, shard.start + mine.stop)
         for name, box, flat in pieces_of(trainer.model.boxes(unit), part):

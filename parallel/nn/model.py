@@ -148,6 +148,11 @@ class Model:
         spec = next(iter(self.units[unit].values()))
         return tuple(axis for axis in spec.partial if self.mesh.axes.get(axis, 1) > 1)
 
+    def split_axes_of(self, unit: str) -> tuple[str, ...]:
+        """Return the axes of the mesh along which ranks have different parts of a unit."""
+        spec = next(iter(self.units[unit].values()))
+        return tuple(axis for axis in spec.split_axes if self.mesh.axes.get(axis, 1) > 1)
+
     def unit_sizes_of(self, rank: int) -> dict[str, int]:
         """Return `unit_sizes` of another `rank`."""
         return {

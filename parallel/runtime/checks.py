@@ -16,13 +16,21 @@ EXACT = (AllReduce, ReduceScatter)  # what sums in the dtype of the recipe
 def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
     """Raise ValueError unless a model made for this mesh and a sharding can train together.
 
-    Each axis of the mesh must be used by one of them, and none by both.
+    Each axis of the mesh must be used by one of them, and by both only ``"expert"``, along which
+    ranks compute different rows, exchange their tokens, and divide experts by their placement.
     """
     if model.mesh.size > 1 and model.mesh is not mesh:
         raise ValueError("the model was made for another mesh: pass the same to both")
     wanted = {axis for spec in model.specs.values() for axis in spec.split_axes}
-    if both := [axis for axis in sharding.axes if axis in wanted]:
-        raise ValueError(f"both the model and the sharding divide along {both[0]!r}")
+    both = [axis for axis in sharding.axes if axis in wanted]
+    if wrong := [axis for axis in both if axis != "expert"]:
+        raise ValueError(f"both the model and the sharding divide along {wrong[0]!r}")
+    is_simple = not sharding.secondary_axes and sharding.every is None and sharding.server is None
+    if both and not is_simple:
+        raise ValueError(
+            "ZeRO++, local updates and a server need whole units: the model divides some along"
+            f" {both[0]!r}, which is an axis of the sharding"
+        )
     if mesh.axes.get("context", 1) > 1 and "context" not in sharding.axes:
         raise ValueError(
             "ranks along 'context' compute different tokens: the sharding must sum over it, such as"

@@ -106,10 +106,10 @@ class Walk:
 
     def _open_gradients(self, action: Action) -> None:
         trainer = self.trainer
-        if "gradients" in trainer.sharding.divided:
-            for unit in trainer.model.units_of(action.part):
-                if ("buffers", "gradient", unit) not in self._held:
-                    self._hold(trainer.unit_nbytes(unit), "buffers", "gradient", unit)
+        for unit in trainer.model.units_of(action.part):
+            is_divided = "gradients" in trainer.sharding_of(unit).divided
+            if is_divided and ("buffers", "gradient", unit) not in self._held:
+                self._hold(trainer.unit_nbytes(unit), "buffers", "gradient", unit)
 
     def _message(self, action: Action) -> tuple[int, tuple[str, str]]:
         """Return the bytes of a message, and its direction and the stage of the action."""
@@ -137,7 +137,7 @@ class Walk:
             self._pending.append(self._start(action))
             return
         self._hold(trainer.unit_nbytes(unit), "buffers", "full", unit)
-        arriving = gather_of(trainer, axes).buffer_bytes(trainer, unit, axes)
+        arriving = gather_of(trainer, action).buffer_bytes(trainer, unit, axes)
         self._hold(arriving, "buffers", "arriving", unit)
         self._gathers[unit] = self._start(action)
 
@@ -156,8 +156,8 @@ class Walk:
 
     def _reduce(self, action: Action) -> None:
         trainer, bucket, axes = self.trainer, action.part, action.axes
-        hook = reduction_of(trainer, axes)
-        if axes == trainer.sharding.shard_axes:
+        hook = reduction_of(trainer, action)
+        if axes == trainer.sharding_of(bucket).shard_axes:
             self._hold(hook.buffer_bytes(trainer, bucket, axes), "buffers", "sent", bucket)
         else:  # replicas sum what they have of it
             size = length(trainer.shard_slice(bucket))

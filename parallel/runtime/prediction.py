@@ -29,14 +29,16 @@ class RunSize(NamedTuple):
     batch_shape: tuple[int, int] | None = None
 
 
-def gather_of(state: State, axes: tuple[str, ...]) -> Gather:
-    """Return what gathers parameters along `axes`: that of the sharding, or of secondary parts."""
-    return state.sharding.gather if axes == state.sharding.shard_axes else AllGather()
+def gather_of(state: State, action: Action) -> Gather:
+    """Return what gathers the unit of an action: that of the sharding, or of secondary parts."""
+    sharding = state.sharding_of(action.part)
+    return sharding.gather if action.axes == sharding.shard_axes else AllGather()
 
 
-def reduction_of(state: State, axes: tuple[str, ...]) -> CommHook:
-    """Return what sums gradients along `axes`: that of the sharding, or of replicas."""
-    return state.sharding.reduction if axes == state.sharding.shard_axes else AllReduce()
+def reduction_of(state: State, action: Action) -> CommHook:
+    """Return what sums the bucket of an action: that of the sharding, or of replicas."""
+    sharding = state.sharding_of(action.part)
+    return sharding.reduction if action.axes == sharding.shard_axes else AllReduce()
 
 
 def start_traffic(
@@ -52,11 +54,19 @@ def start_traffic(
     if is_resumed or sharding.broadcast_algorithm is None:
         return check
     return check + [
-        each.predicted("start/broadcast", "broadcast", n, sharding.axes, algorithm=algorithm)
-        for each in model_parts(state)
-        for n in each.unit_sizes.values()
-        for algorithm in [sharding.broadcast_algorithm]
+        call for part in model_parts(state) for call in led_here(part, broadcasts(part))
     ]
+
+
+def broadcasts(state: State) -> Iterator[PredictedCall]:
+    """Yield the broadcasts of initial values of the units of one model part."""
+    for unit, size in state.unit_sizes.items():
+        sharding = state.sharding_of(unit)
+        if sharding.axes:
+            yield state.predicted(
+                "start/broadcast", "broadcast", size, sharding.axes,
+                algorithm=sharding.broadcast_algorithm,
+            )  # fmt: skip
 
 
 def times_of(
@@ -110,20 +120,20 @@ def calls_of(
                 action.phase, "all_reduce", counts or len(state.model.layers_with_parameters),
                 action.axes, itemsize=itemsize, algorithm=SCALAR_ALGORITHM, in_place=True,
             )  # fmt: skip
-    elif action.part:
+    elif action.kind in ("UNSHARD", "REDUCE", "AVERAGE"):
         yield from unit_calls(state, action)
 
 
 def unit_calls(state: State, action: Action) -> Iterator[PredictedCall]:
     """Yield the calls of an action that gathers a unit or sums a bucket, of one model part."""
-    sharding, axes = state.sharding, action.axes
+    sharding, axes = state.sharding_of(action.part), action.axes
     phase = f"{action.phase}/{action.part}"
     if action.kind == "UNSHARD":
         label = f"{phase}/within" if axes == sharding.secondary_axes else phase
-        yield from gather_of(state, axes).traffic(state, action.part, label, axes)
-    elif action.kind in ("REDUCE", "AVERAGE") and axes == sharding.shard_axes:
+        yield from gather_of(state, action).traffic(state, action.part, label, axes)
+    elif axes == sharding.shard_axes:
         yield from sharding.reduction.traffic(state, action.part, phase, axes)
-    elif action.kind == "REDUCE":
+    else:
         options = {"itemsize": state.reduce_dtype.itemsize, "in_place": True}
         for group in state.groups(axes):  # of different shards, of different sizes
             size = shard_size(state, action.part, group[0])
@@ -132,9 +142,10 @@ def unit_calls(state: State, action: Action) -> Iterator[PredictedCall]:
 
 def shard_size(state: State, unit: str, rank: int) -> int:
     """Return how many elements of a unit a `rank` with this part of the model updates."""
-    if "optimizer" not in state.sharding.divided:
+    sharding = state.sharding_of(unit)
+    if "optimizer" not in sharding.divided:
         return state.unit_sizes[unit]
-    axes = state.sharding.shard_axes
+    axes = sharding.shard_axes
     return state.counts(unit, axes)[state.mesh.index(axes, rank)]
 
 

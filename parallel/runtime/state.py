@@ -53,6 +53,7 @@ class State:
     ) -> None:
         self.mesh, self.model, self.recipe, self.sharding = mesh, model, recipe, sharding
         self.stages = stages
+        self._shardings = {unit: sharding.of_unit(model, unit) for unit in model.units}
         self.algorithm, self.xp, self.dtype = algorithm, recipe.xp, dtype_of(recipe.dtype)
         self.reduce_dtype = dtype_of(recipe.reduce_dtype or recipe.dtype)
         self.memory, self.loss_scale = MemoryTracker(), LossScale(self.dtype)
@@ -89,6 +90,10 @@ class State:
 
     # Which elements
 
+    def sharding_of(self, part: str) -> Sharding:
+        """Return the sharding of a `part`: a unit, or all of a bucket (`Sharding.of_unit`)."""
+        return self._shardings[self.buckets.get(part, [part])[0]]
+
     def counts(self, unit: str, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the elements of each rank's part of a unit, if ranks along `axes` divide it."""
         return self._division(unit, tuple(axes))[0]
@@ -112,20 +117,23 @@ class State:
 
     def shard_slice(self, unit: str) -> slice:
         """Return the elements of a unit that this rank updates."""
-        if "optimizer" not in self.sharding.divided:
+        sharding = self.sharding_of(unit)
+        if "optimizer" not in sharding.divided:
             return slice(0, self.unit_sizes[unit])
-        return self.part(unit, self.sharding.shard_axes)
+        return self.part(unit, sharding.shard_axes)
 
     def stored_slice(self, unit: str) -> slice:
         """Return the elements of a unit whose parameters this rank keeps."""
-        is_divided = "parameters" in self.sharding.divided
+        is_divided = "parameters" in self.sharding_of(unit).divided
         return self.shard_slice(unit) if is_divided else slice(0, self.unit_sizes[unit])
 
-    @property
-    def replica_group(self) -> tuple[int, int]:
-        """The index of this rank among those that update the same elements, and their number."""
-        divided = bool(self.sharding.divided)
-        axes = self.sharding.replica_axes if divided else self.sharding.axes
+    def replica_group(self, unit: str) -> tuple[int, int]:
+        """Return the index of this rank among those that update the same elements of a unit.
+
+        And the number of these ranks.
+        """
+        sharding = self.sharding_of(unit)
+        axes = sharding.replica_axes if sharding.divided else sharding.axes
         return self.mesh.index(axes), self.mesh.size_of(axes)
 
     def unit_nbytes(self, unit: str) -> int:
@@ -155,13 +163,12 @@ class State:
             values = self.model.draw(unit, self.recipe.seed)[self.stored_slice(unit)]
             self.parameters[unit] = self.xp.asarray(values.astype(self.dtype))
         self.memory.track("parameters", self.parameters)
-        is_divided = "parameters" in self.sharding.divided
-        self.full_parameters = {} if is_divided else self.parameters
-        self.parameter_shards = (
-            self.parameters
-            if is_divided
-            else {unit: x[self.shard_slice(unit)] for unit, x in self.parameters.items()}
-        )
+        is_divided = {u: "parameters" in self.sharding_of(u).divided for u in self.parameters}
+        self.full_parameters = {u: x for u, x in self.parameters.items() if not is_divided[u]}
+        self.parameter_shards = {
+            unit: x if is_divided[unit] else x[self.shard_slice(unit)]
+            for unit, x in self.parameters.items()
+        }
 
     def _allocate_gradients(self) -> None:
         """Make the gradients of a bucket one flat array, or the shards of each unit."""
@@ -170,6 +177,11 @@ class State:
             sizes = {unit: placement.length(self.shard_slice(unit)) for unit in self.unit_sizes}
             self.gradients = {u: self.new_buffer("gradients", n) for u, n in sizes.items()}
             self.gradient_shards = self.gradients
+            self.full_gradients = {
+                unit: x
+                for unit, x in self.gradients.items()
+                if "gradients" not in self.sharding_of(unit).divided
+            }
             return
         self.flats = {
             bucket: self.new_buffer("gradients", self.bucket_size(bucket))
@@ -186,7 +198,8 @@ class State:
 
         A bucket of one unit has its name, unless several may be together.  The sizes of whole units
         count, so that all ranks have the same buckets.  Units with divided parameters have buckets
-        of their own, so that the others are rounded equally on all ranks.
+        of their own, so that the others are rounded equally on all ranks; and so have units that
+        are summed along other axes.
         """
         limit, units = self.sharding.bucket_bytes, self.model.units
         names = reversed(self.stages.layers_of[self.pipe_place])
@@ -195,11 +208,14 @@ class State:
             is_order_of_backward = "gradients" in self.sharding.divided
             return {u: [u] for u in (completed if is_order_of_backward else self.unit_sizes)}
         sizes = {unit: sum(spec.size for spec in units[unit].values()) for unit in completed}
-        is_split = {unit: any(s.splits for s in units[unit].values()) for unit in completed}
+        kinds = {
+            unit: (any(s.splits for s in units[unit].values()), self._shardings[unit].axes)
+            for unit in completed
+        }
         groups: list[list[str]] = []
         for unit in completed:
             together = sum(sizes[each] for each in [*(groups[-1] if groups else ()), unit])
-            is_alike = bool(groups) and is_split[groups[-1][-1]] == is_split[unit]
+            is_alike = bool(groups) and kinds[groups[-1][-1]] == kinds[unit]
             if is_alike and together * self.dtype.itemsize <= limit:
                 groups[-1].append(unit)
             else:
@@ -257,8 +273,13 @@ class State:
         return self._groups[axes]
 
     def is_first_copy(self, unit: str, name: str, axes: Iterable[str]) -> bool:
-        """Return whether no rank before this one along `axes` has the box of a `unit`'s `name`."""
+        """Return whether no rank before this one along `axes` updates this part of a parameter.
+
+        The parameter `name` of a `unit`, of which ranks have boxes, and parts of these.
+        """
         same = {*axes} - {"pipe"} - set(self.model.units[unit][name].split_axes)
+        sharding = self.sharding_of(unit)
+        same -= {*(sharding.shard_axes if sharding.divided else ())}
         is_first = not any(self.mesh.index(axis, self.place) for axis in same)
         return is_first and self.stages.holders[unit][0] == self.pipe_place
 

@@ -139,7 +139,9 @@ class Trainer(State):
         phase: PhaseFunction = collectives.phase,
     ) -> None:
         mesh, sharding, recipe = mesh or Mesh(None), sharding or Sharding(), recipe or Recipe()
-        check_arguments(mesh.axes, sharding, algorithm)
+        of_units = (sharding.of_unit(model, unit) for unit in model.units)
+        for each in (sharding, *of_units):
+            check_arguments(mesh.axes, each, algorithm)
         check_recipe(recipe, sharding)
         check_model(model, mesh, sharding)
         if isinstance(schedule, str):
@@ -174,7 +176,8 @@ class Trainer(State):
         parts = prediction.model_parts(self)
         used = (action.axes for part in parts for action in part.actions if action.axes)
         splits = ((axis,) for axis in self.model.split_axes)
-        axes = list(dict.fromkeys((*self.sharding.groups, *used, *splits)))
+        of_units = (axes for unit in self.model.units for axes in self.sharding_of(unit).groups)
+        axes = list(dict.fromkeys((*self.sharding.groups, *of_units, *used, *splits)))
         if self.comm is not None:
             agreement.check_same(self.comm, {}, {"axes": axes})
         for each in axes:
@@ -208,10 +211,10 @@ class Trainer(State):
         algorithm = self.sharding.broadcast_algorithm
         if algorithm is None or self.comm is None:
             return
-        comm = self.comm_of(self.sharding.axes)
         with self.phase("start"), collectives.phase("broadcast"):
-            for flat in self.parameters.values():
-                comm.broadcast(flat, root=0, out=flat, algorithm=algorithm)
+            for unit, flat in self.parameters.items():
+                if axes := self.sharding_of(unit).axes:
+                    self.comm_of(axes).broadcast(flat, root=0, out=flat, algorithm=algorithm)
         self.offload.load()
 
     def resume(self) -> None:
@@ -410,7 +413,7 @@ class Trainer(State):
     def own_squares(self) -> float:
         """Return the sum of squares of the scaled gradients that this rank updates by.
 
-        Of ranks that have the same part of a parameter, although others divide the model along
+        Of ranks that update the same part of a parameter, although others divide the model along
         their axis, the first one counts it.
         """
         if not self.is_divided:

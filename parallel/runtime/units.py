@@ -50,7 +50,7 @@ class Units:
             source = self.secondary[unit] if is_secondary else state.parameters[unit]
             full[state.part(unit, axes)] = source
             state.full_parameters[unit] = full
-        gather = gather_of(state, axes)
+        gather = gather_of(state, action)
         with collectives.phase(f"{unit}/within" if is_secondary else unit):
             done = self._started(gather.start(state, unit, state.full_parameters[unit], axes))
         if "parameters" in state.sharding.divided:
@@ -101,18 +101,19 @@ class Units:
     def reduce(self, action: Action) -> None:
         """Start to sum the bucket of an `action`: whole gradients, or parts that replicas have."""
         state, bucket, axes = self.state, action.part, action.axes
-        hook, gradient = reduction_of(state, axes), self._gradient_of(bucket, axes)
+        hook, gradient = reduction_of(state, action), self._gradient_of(bucket, axes)
         with collectives.phase(bucket):
             done = self._started(hook.start(state, bucket, gradient, axes))
         self._pending.append((bucket, done))
-        if axes == state.sharding.shard_axes and "gradients" in state.sharding.divided:
+        sharding = state.sharding_of(bucket)
+        if axes == sharding.shard_axes and "gradients" in sharding.divided:
             self._reducing.append(bucket)
 
     def _gradient_of(self, bucket: str, axes: tuple[str, ...]) -> Array:
-        state = self.state
-        if axes != state.sharding.shard_axes:
+        state, sharding = self.state, self.state.sharding_of(bucket)
+        if axes != sharding.shard_axes:
             return state.gradient_shards[bucket]
-        if "gradients" in state.sharding.divided:
+        if "gradients" in sharding.divided:
             return state.full_gradients[bucket]
         return state.flats[bucket]
 
@@ -130,7 +131,7 @@ class Units:
         while self._reducing:
             unit = self._reducing.pop()
             full = state.full_gradients.pop(unit)
-            state.gradients[unit] += full[state.part(unit, state.sharding.shard_axes)]
+            state.gradients[unit] += full[state.shard_slice(unit)]
             self.secondary.pop(unit, None)
 
     def _started(self, done: Completion) -> Completion:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from parallel.nn import Model
 from parallel.sharding.collective import AllGather, AllReduce, CommHook, Gather, ReduceScatter
 from parallel.sharding.hooks import OuterMomentum
 from parallel.sharding.quantization import BLOCK, QuantizedExchange, QuantizedGather
@@ -35,7 +36,8 @@ class Sharding:
         Sum the gradients of a bucket, and gather the parameters of a unit.
     shard_axes, replica_axes : tuple of str
         The axes of the mesh along which ranks divide (without any, nothing is summed or gathered),
-        and along which they keep the same parts, whose gradients are summed once a step.
+        and along which they keep the same parts, whose gradients are summed once a step.  A unit
+        that ranks along ``"expert"`` divide by its placement has the other axes only (`of_unit`).
     secondary_axes : tuple of str
         The axes along which ranks divide the gathered parameters that they keep for backward, if
         any.
@@ -246,6 +248,23 @@ class Sharding:
         )  # fmt: skip
 
     # What follows
+
+    def of_unit(self, model: Model, unit: str) -> Sharding:
+        """Return that of a `unit` of a `model`: without the axes along which its placement divides.
+
+        Along these, a rank's gradient of its part is complete: it has computed with this part what
+        the tokens of all ranks need of it.  If no axis is left, the rank has the unit alone:
+        nothing of it is summed, divided or gathered.
+        """
+        splits = model.split_axes_of(unit)
+        if not {*splits} & {*self.axes}:
+            return self
+        shard, replica = (
+            tuple(axis for axis in axes if axis not in splits)
+            for axes in (self.shard_axes, self.replica_axes)
+        )
+        divided = self.divided if shard else DIVIDED[0]
+        return replace(self, divided=divided, shard_axes=shard, replica_axes=replica)
 
     @property
     def axes(self) -> tuple[str, ...]:

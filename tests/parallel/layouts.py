@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from collectives import Communicator
 from parallel import Mesh, Recipe, Sharding, TrafficTable, Trainer, gpt, text
 from parallel.nn import Model
 from parallel.pipeline import Schedule
+from parallel.placement import pieces_of
 from parallel.rank_report import RankReport
 from tests.parallel.training import CONTEXT, DATA, Values, nothing
 
@@ -31,8 +32,8 @@ LAYOUTS = [
 ]
 
 
-def batch(step: int, rank: int, ranks: int) -> Any:
-    where = {"batch_size": ROWS, "context": CONTEXT, "rank": rank, "num_ranks": ranks}
+def batch(step: int, rank: int, ranks: int, rows: int = ROWS) -> Any:
+    where = {"batch_size": rows, "context": CONTEXT, "rank": rank, "num_ranks": ranks}
     return text.batch(DATA, seed=0, step=step, **where)
 
 
@@ -45,7 +46,7 @@ class End(NamedTuple):
     """Of one rank; `table` on rank 0 only."""
 
     losses: list[float]
-    parameters: dict[str, tuple[tuple[slice, ...], Values]]  # boxes by name
+    parameters: list[tuple[str, tuple[slice, ...], Values]]  # names, and where in the whole one
     trainer: Any
     report: RankReport
     table: TrafficTable | None
@@ -53,7 +54,7 @@ class End(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What is trained and how; `change` may spoil a trainer."""
+    """What is trained and how; `change` may spoil a trainer, and `of` make another model."""
 
     axes: tuple[tuple[str, int], ...]
     schedule: str | Schedule = "1f1b"
@@ -62,12 +63,16 @@ class Setup(NamedTuple):
     model: tuple[tuple[str, Any], ...] = ()
     blocks: int | None = None
     change: Callable[[Trainer], object] = nothing
+    rows: int = ROWS
+    of: Callable[[Mesh | None], Model] | None = None
 
     @property
     def size(self) -> int:
         return math.prod(n for _, n in self.axes)
 
     def make_model(self, mesh: Mesh | None) -> Model:
+        if self.of is not None:
+            return self.of(mesh)
         pipe = dict(self.axes).get("pipe", 1)
         blocks = self.blocks or num_blocks(pipe)
         options: Mapping[str, Any] = {"num_layers": blocks, "num_heads": 2} | dict(self.model)
@@ -85,7 +90,8 @@ class Setup(NamedTuple):
             schedule=self.schedule,
         )  # fmt: skip
         self.change(trainer)
-        calls = trainer.traffic(STEPS, batch=(ROWS, CONTEXT))
+        shape, rows_of = (self.rows, CONTEXT), partial(batch, rows=self.rows)
+        calls = trainer.traffic(STEPS, batch=shape)
         norms: list[float] = []
 
         def show(step: int, loss: float) -> None:
@@ -93,12 +99,12 @@ class Setup(NamedTuple):
 
         with comm.record() as ledger:
             trainer.start()
-            losses = trainer.train(STEPS, batch, ROWS * CONTEXT, show)
+            losses = trainer.train(STEPS, rows_of, math.prod(shape), show)
         if trainer.num_skipped:  # in float16, known only now
-            calls = trainer.traffic(STEPS, batch=(ROWS, CONTEXT), num_skipped=trainer.num_skipped)
+            calls = trainer.traffic(STEPS, batch=shape, num_skipped=trainer.num_skipped)
         whole = ledger.gather()
         table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
-        rows = len(batch(0, *trainer.batch_part)[0])
+        rows = len(rows_of(0, *trainer.batch_part)[0])
         updates = trainer.num_updates_in(STEPS) - trainer.num_skipped
         report = RankReport.of(trainer, updates, rows, CONTEXT)
         return End(losses, boxes_of(trainer), trainer, report, table, norms)
@@ -108,35 +114,40 @@ class Setup(NamedTuple):
         of_ranks = ("sequence_parallel", "attention")
         model = tuple(option for option in self.model if option[0] not in of_ranks)
         blocks = self.blocks or num_blocks(dict(self.axes).get("pipe", 1))
-        return trained_alone(self.recipe, model, blocks)
+        return trained_alone(self.recipe, model, blocks, self.rows, self.of)
 
 
 @cache
-def trained_alone(recipe: Recipe, model: tuple[tuple[str, Any], ...], blocks: int) -> End:
-    setup = Setup((), recipe=recipe, model=model, blocks=blocks, sharding=Sharding)
+def trained_alone(
+    recipe: Recipe,
+    model: tuple[tuple[str, Any], ...],
+    blocks: int,
+    rows: int,
+    of: Callable[[Mesh | None], Model] | None,
+) -> End:
+    setup = Setup(
+        (), recipe=recipe, sharding=Sharding, model=model, blocks=blocks, rows=rows, of=of
+    )
     return setup.train(next(iter(collectives.run(lambda comm: comm, size=1))))
 
 
-def boxes_of(trainer: Trainer) -> dict[str, tuple[tuple[slice, ...], Values]]:
-    """The parameters that a rank has whole units of, with where they are in the whole ones."""
-    found = {}
-    for unit, flat in trainer.parameters.items():
-        if flat.size == trainer.unit_sizes[unit]:
-            boxes = trainer.model.boxes(unit)
-            for name, x in trainer.model.split(unit, flat).items():
-                found[name] = boxes[name].slices, x.copy()
-    return found
+def boxes_of(trainer: Trainer) -> list[tuple[str, tuple[slice, ...], Values]]:
+    """What a rank has of parameters, with where that is in the whole ones."""
+    return [
+        (name, box.slices, flat[part].reshape(box.shape).copy())
+        for unit, flat in trainer.parameters.items()
+        for name, box, part in pieces_of(trainer.model.boxes(unit), trainer.stored_slice(unit))
+    ]
 
 
 def check_equal(ends: list[End], alone: End, tolerance: float = 1e-12) -> None:
     """Losses and parameters of all ranks are those of one rank."""
-    seen: dict[str, Values] = {name: np.zeros(x.shape) for name, (_, x) in alone.parameters.items()}
+    wanted = {name: x for name, _, x in alone.parameters}
+    seen: dict[str, Values] = {name: np.zeros(x.shape) for name, x in wanted.items()}
     for end in ends:
         np.testing.assert_allclose(end.losses, alone.losses, rtol=0, atol=tolerance)
-        for name, (where, x) in end.parameters.items():
-            np.testing.assert_allclose(
-                x, alone.parameters[name][1][where], rtol=0, atol=tolerance, err_msg=name
-            )
+        for name, where, x in end.parameters:
+            np.testing.assert_allclose(x, wanted[name][where], rtol=0, atol=tolerance, err_msg=name)
             seen[name][where] += 1
     assert all(count.min() > 0 for count in seen.values()), "a parameter is on no rank"
 

@@ -54,13 +54,10 @@ def test_activations_moved_are_those_of_the_stages_of_a_rank(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize(("rows", "is_enough"), [(5, False), (7, True)])
-def test_a_micro_batch_of_pipedream_without_rows_is_refused(
-    monkeypatch: pytest.MonkeyPatch, rows: int, *, is_enough: bool
-) -> None:
+def test_a_micro_batch_of_pipedream_without_rows_is_refused(rows: int, *, is_enough: bool) -> None:
     """Before a step sends anything.  With 7 rows, one of two data ranks has some of the last."""
-    monkeypatch.setattr(layouts, "ROWS", rows)
     recipe = Recipe(num_micro_batches=4)
-    setup = Setup(axes_of(pipe=2, data=2), "pipedream", recipe, sharding=Sharding.ddp)
+    setup = Setup(axes_of(pipe=2, data=2), "pipedream", recipe, sharding=Sharding.ddp, rows=rows)
     if is_enough:
         assert np.isfinite(setup.run()[0].losses).all()
         return
