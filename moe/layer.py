@@ -189,7 +189,7 @@ class MixtureOfExperts(Layer):
             logits = on_host(wide @ upcast(self.value["router"]))
         else:
             logits = np.zeros((len(tokens), self.gate.num_experts), wide.dtype)
-        rank, rows = self.mesh.rank, step.rows
+        rank, rows = self.mesh.rank, step.batch
         gated = self.gate.forward(
             logits, None if rows is None else rows.random(rank, self.name), num_groups=num_groups,
             token_ids=None if step.tokens is None else on_host(step.tokens).ravel(),
@@ -213,7 +213,7 @@ class MixtureOfExperts(Layer):
             with collectives.phase("counts"):
                 loads = dispatch.exchange(routing.load, self.comm)
             return dispatch.dropless(routing, loads, self.num_parts)
-        rows = step.rows
+        rows = step.batch
         if rows is None:  # of one rank
             groups = [routing.num_groups]
         else:
@@ -374,15 +374,15 @@ class MixtureOfExperts(Layer):
 
     def _loads(self, x: ArraySpec) -> list[list[Integers]]:
         """Return the rows that each rank sends to each expert, by part of the dispatch."""
-        if x.rows is None:
-            raise ValueError(f"what {self.name} sends depends on its rows: give ArraySpec.rows")
-        of_rank = [x.rows.of_rank[rank] for rank in self._group(x.rank)]
+        if x.batch is None:
+            raise ValueError(f"what {self.name} sends depends on its rows: give ArraySpec.batch")
+        of_rank = [x.batch.of_rank[rank] for rank in self._group(x.rank)]
         if self.is_padded:
             queues = np.full(self.gate.num_experts, 1, np.int64)
             groups = [self._num_groups(len(rows)) for rows in of_rank]
             slots = collectives.even_counts(self._capacity(x.context), self.num_parts)
             return [[queues * n * size for n in groups] for size in slots]
-        whole = [self._expected(x.rows.step, rows).load for rows in of_rank]
+        whole = [self._expected(x.batch.step, rows).load for rows in of_rank]
         return [
             [dispatch.share(load, self.num_parts, i)[0] for load in whole]
             for i in range(self.num_parts)

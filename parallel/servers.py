@@ -23,6 +23,7 @@ from parallel.runtime import (
     RunSize,
     Trainer,
 )
+from parallel.runtime.state import BatchSize
 from parallel.runtime.trainer import sum_of_squares
 from parallel.sharding import PushToServer, Sharding
 from parallel.sharding.server import SERVER
@@ -108,9 +109,7 @@ class SyncParameterServer(Trainer):
             comm.broadcast(found, root=SERVER, out=found, algorithm="linear")
         self.squares = float(found[0])
 
-    def calls_of(
-        self, action: Action, batch: tuple[int, int] | None = None
-    ) -> Iterable[PredictedCall]:
+    def calls_of(self, action: Action, batch: BatchSize | None = None) -> Iterable[PredictedCall]:
         if action.kind != "NORM":
             return super().calls_of(action, batch)
         call = self.predicted("norm", "broadcast", 1, AXES, itemsize=8, algorithm="linear")

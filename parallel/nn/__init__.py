@@ -10,6 +10,7 @@ from parallel.nn.gpt import gpt
 from parallel.nn.layer import (
     Activations,
     ArraySpec,
+    BatchRows,
     Layer,
     LayerTraffic,
     ParameterSpec,
@@ -30,8 +31,8 @@ from parallel.nn.model import Model, split_flat
 from parallel.placement import Shape
 
 __all__ = [
-    "Activations", "Array", "ArraySpec", "CausalAttention", "CrossEntropy", "Embedding", "Gelu",
-    "Layer", "LayerNorm", "LayerTraffic", "Linear", "Model", "ParameterSpec", "Residual",
-    "RingAttention", "Sequential", "Shape", "Step", "UlyssesAttention", "Unembedding", "annotate",
-    "cast", "context_positions", "gpt", "namespace_of", "on_host", "split_flat",
+    "Activations", "Array", "ArraySpec", "BatchRows", "CausalAttention", "CrossEntropy",
+    "Embedding", "Gelu", "Layer", "LayerNorm", "LayerTraffic", "Linear", "Model", "ParameterSpec",
+    "Residual", "RingAttention", "Sequential", "Shape", "Step", "UlyssesAttention", "Unembedding",
+    "annotate", "cast", "context_positions", "gpt", "namespace_of", "on_host", "split_flat",
 ]  # fmt: skip

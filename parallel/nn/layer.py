@@ -87,7 +87,7 @@ class ArraySpec:
         How many of them this rank and the ranks with which it divides parameters have together.
     rank : int
         The rank of the mesh whose array it is.
-    rows : BatchRows, optional
+    batch : BatchRows, optional
         Which rows of the batch it is of; known if a layer needs them (`Layer.needs_rows`).
     """
 
@@ -97,7 +97,7 @@ class ArraySpec:
     context: int = field(default=0, kw_only=True)
     length: int = field(default=0, kw_only=True)
     rank: int = field(default=0, kw_only=True)
-    rows: BatchRows | None = field(default=None, kw_only=True)
+    batch: BatchRows | None = field(default=None, kw_only=True)
 
     @classmethod
     def tokens(
@@ -105,7 +105,7 @@ class ArraySpec:
     ) -> ArraySpec:
         """Return the spec of tokens (`rows`, `length`), the input of a model.
 
-        `where` are the attributes ``rank`` and ``rows``.
+        `where` are the attributes ``rank`` and ``batch``.
         """
         context = length if context is None else context
         return cls((rows, length), width, are_tokens=True, context=context, length=length, **where)
@@ -165,7 +165,7 @@ class Step:
     is_reference: bool = False  # whether layers complete each call where they start it
     add_wait: Callable[[float], object] = id  # called with the seconds that a layer waited for one
     tokens: Array = None  # the input of the model, int64 like `targets`
-    rows: BatchRows | None = None  # which rows of the batch these are
+    batch: BatchRows | None = None  # which rows of which batch these are
 
     @property
     def length(self) -> int:

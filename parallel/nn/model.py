@@ -58,6 +58,8 @@ class Model:
         The number of elements of each unit, and the shapes of its parameters, that this rank has.
     split_axes : tuple of str
         The axes of the mesh along which ranks have different parts of the model.
+    needs_rows : bool
+        Whether a layer depends on which rows of the batch it computes (`Layer.needs_rows`).
 
     Examples
     --------
@@ -82,6 +84,7 @@ class Model:
         self.ties = self._ties_of_parameters(ties or {}, specs)
         self.units: dict[str, dict[str, ParameterSpec]] = {}
         self.mesh = mesh or Mesh(None)
+        self.needs_rows = any(layer.needs_rows for layer in self.layers.values())
         self.specs = {name: spec for name, spec in specs.items() if name not in self.ties}
         for name, spec in self.specs.items():
             self.units.setdefault(self._unit_name(name, spec), {})[name] = spec

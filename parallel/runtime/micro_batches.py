@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import collectives
 from parallel.accounts import Event
 from parallel.actions import Action
-from parallel.nn import Array, ArraySpec, Layer, Step
+from parallel.nn import Array, ArraySpec, BatchRows, Layer, Step
 from parallel.placement import span
 from parallel.places import OFFLOADED, Place
 from parallel.runtime.overlap import Overlap
@@ -68,11 +68,15 @@ class MicroBatches:
         self._rests: dict[tuple[int, str], Any] = {}  # from one half of backward to the other
         self._sending: dict[tuple[str, int], tuple[Any, int]] = {}  # by direction and stage
 
-    def begin(self, inputs: Tokens, targets: Tokens, totals: Sequence[int]) -> None:
+    def begin(
+        self, inputs: Tokens, targets: Tokens, totals: Sequence[int], number: int = 0
+    ) -> None:
         """Set the micro-batches of a step, and forget those of the last one.
 
         `inputs` and `targets` are the rows of this rank, int64 (rows, context).  `totals` are the
-        numbers of tokens of all ranks over which the loss of each micro-batch is a mean.
+        numbers of tokens of all ranks over which the loss of each micro-batch is a mean.  `number`
+        is that of the step.  Raises ValueError if a layer needs to know which rows these are, and
+        they are not those that this rank has of a batch divided evenly.
         """
         self.end()
         self.loss, state = 0.0, self.state
@@ -87,12 +91,24 @@ class MicroBatches:
             positions = state.xp.asarray(positions)
         for k in range(state.recipe.num_micro_batches):
             rows = span(len(inputs), state.recipe.num_micro_batches, k)
-            self._entering["F", 0, k] = state.xp.asarray(inputs[rows])
+            self._entering["F", 0, k] = tokens = state.xp.asarray(inputs[rows])
             self._steps[k] = Step(
                 state.xp.asarray(targets[rows]), totals[k], k, positions=positions,
                 context=context, loss_scale=scale, track=self._track,
                 is_reference=self.overlap.is_reference, add_wait=self.overlap.add,
+                tokens=tokens, batch=self._rows(self._total // context, k, number, len(tokens)),
             )  # fmt: skip
+
+    def _rows(self, num_rows: int, k: int, number: int, mine: int) -> BatchRows | None:
+        """Return which rows of the batch each rank has in micro-batch `k` of step `number`."""
+        found = self.state.rows_of_ranks(num_rows, k, number)
+        if found is not None and len(found.of_rank[self.state.place]) != mine:
+            raise ValueError(
+                f"rank {self.state.place} has {mine} rows in micro-batch {k}, but of a batch of"
+                f" {num_rows} rows that is divided evenly it has"
+                f" {len(found.of_rank[self.state.place])}"
+            )
+        return found
 
     def end(self) -> None:
         """Forget the micro-batches."""
@@ -247,7 +263,7 @@ class MicroBatches:
         step, width = self._steps[number], self.state.dtype.itemsize
         rows, length = step.targets.shape
         tokens = ArraySpec.tokens(rows, length, width, context=step.context, rank=self.state.place)
-        return self.state.by_layer(tokens).inputs
+        return self.state.inputs_of(tokens)
 
 
 def number_of(action: Action) -> int:

@@ -13,7 +13,7 @@ from parallel.actions import Action
 from parallel.nn import ArraySpec
 from parallel.placement import length, span
 from parallel.runtime import agreement
-from parallel.runtime.state import State
+from parallel.runtime.state import BatchSize, State
 from parallel.sharding import AllGather, AllReduce, CommHook, Gather
 
 S = TypeVar("S", bound=State)
@@ -27,6 +27,7 @@ class RunSize(NamedTuple):
     num_steps: int
     num_updates: int
     batch_shape: tuple[int, int] | None = None
+    first: int = 0  # the number of the first step
 
 
 def gather_of(state: State, action: Action) -> Gather:
@@ -85,6 +86,22 @@ def times_of(
         times = num_updates if is_last else times
 
 
+def in_steps(
+    state: State, action: Action, run: RunSize, times: int
+) -> Iterator[tuple[BatchSize | None, int]]:
+    """Yield the batches for which the calls of an action are predicted, and how often each occurs.
+
+    An action of a layer that depends on the rows of its batch is predicted for each step; any other
+    is done `times` times.
+    """
+    is_of_layer = action.kind in ("F", "B", "I", "W")
+    needs_rows = is_of_layer and state.model.layers[action.part].needs_rows
+    num_steps = run.num_steps if needs_rows else 1
+    for step in range(run.first, run.first + num_steps):
+        batch = None if run.batch_shape is None else BatchSize(*run.batch_shape, step)
+        yield batch, 1 if needs_rows else times
+
+
 def model_parts(state: S) -> list[S]:
     """Return the run as seen by one rank of each part of the model."""
     if not state.is_divided:
@@ -103,11 +120,11 @@ def led_here(state: State, calls: Iterable[PredictedCall]) -> Iterator[Predicted
 
 
 def calls_of(
-    state: State, action: Action, batch: tuple[int, int] | None = None
+    state: State, action: Action, batch: BatchSize | None = None
 ) -> Iterator[PredictedCall]:
     """Yield the calls in one action of all groups that have a rank with this part of the model.
 
-    `batch` is as in `Trainer.traffic`.
+    `batch` is that of all ranks, needed if layers send messages.
     """
     if action.kind in ("F", "B", "I"):
         yield from layer_calls(state, action, batch)
@@ -149,19 +166,19 @@ def shard_size(state: State, unit: str, rank: int) -> int:
     return state.counts(unit, axes)[state.mesh.index(axes, rank)]
 
 
-def layer_calls(
-    state: State, action: Action, batch: tuple[int, int] | None
-) -> Iterator[PredictedCall]:
+def layer_calls(state: State, action: Action, batch: BatchSize | None) -> Iterator[PredictedCall]:
     """Yield what a layer itself sends, in each group of ranks."""
     if state.model.mesh.size == 1:
         return
     for rank in ranks_here(state):
-        traffic = state.by_layer(tokens_of(state, action, batch, rank)).traffic[action.part]
+        tokens = tokens_of(state, action, batch, rank)
+        traffic = state.layer_traffic_of(tokens)[action.part]
         for call in traffic.forward if action.kind == "F" else traffic.backward:
             along = call.axis.split(",")
             groups = call.groups or tuple(g for g in state.mesh.ranks(along) if g[0] == rank)
             if groups:
-                yield replace(call, phase=f"{action.phase}/{action.part}", groups=groups)
+                phase = "/".join(filter(None, (action.phase, action.part, call.phase)))
+                yield replace(call, phase=phase, groups=groups)
 
 
 def ranks_here(state: State) -> list[int]:
@@ -170,26 +187,24 @@ def ranks_here(state: State) -> list[int]:
     return [rank for rank in range(state.mesh.size) if state.pipe_place_of(rank) == place]
 
 
-def tokens_of(state: State, action: Action, batch: tuple[int, int] | None, rank: int) -> ArraySpec:
+def tokens_of(state: State, action: Action, batch: BatchSize | None, rank: int) -> ArraySpec:
     """Return the tokens of the micro-batch of an action on a `rank`."""
     if batch is None:
         raise ValueError("layers of this model send messages: pass batch=(rows, context)")
     assert action.micro_batch is not None
     mesh, axes = state.mesh, state.sharding.row_axes
-    mine = length(span(batch[0], mesh.size_of(axes), mesh.index(axes, rank)))
-    return state.tokens_of(mine, batch[1], action.micro_batch, rank)
+    mine = length(span(batch.rows, mesh.size_of(axes), mesh.index(axes, rank)))
+    return state.tokens_of(mine, batch.context, action.micro_batch, rank, whole=batch)
 
 
-def messages(
-    state: State, action: Action, batch: tuple[int, int] | None
-) -> Iterator[PredictedCall]:
+def messages(state: State, action: Action, batch: BatchSize | None) -> Iterator[PredictedCall]:
     """Yield the messages of ranks with this part of the model to those of another stage."""
     message = state.stages.message(action)
     for group in state.mesh.ranks("pipe"):
         source = group[state.pipe_place]
         if state.model_part(source) == state.model_part(state.place):
             tokens = tokens_of(state, action, batch, source)
-            size = state.by_layer(tokens).inputs[message.layer].size
+            size = state.inputs_of(tokens)[message.layer].size
             yield state.predicted(
                 f"{action.phase}/{message.label}", "send", size, action.axes, algorithm="",
                 groups=((source, group[message.peer]),),

@@ -14,18 +14,27 @@ from parallel import placement
 from parallel.accounts import MemoryTracker, PredictedCall
 from parallel.lowering import lower
 from parallel.mesh import Mesh
-from parallel.nn import Array, ArraySpec, LayerTraffic, Model, Shape, context_positions
+from parallel.nn import (
+    Array,
+    ArraySpec,
+    BatchRows,
+    LayerTraffic,
+    Model,
+    Shape,
+    context_positions,
+)
 from parallel.optim import LossScale, Optimizer, dtype_of
 from parallel.runtime.recipe import Recipe
 from parallel.sharding import Sharding
 from parallel.stages import Stages
 
 
-class ByLayer(NamedTuple):
-    """What is known of the layers of a model for one input."""
+class BatchSize(NamedTuple):
+    """The shape of the batch of all ranks, and the number of its training step."""
 
-    inputs: dict[str, ArraySpec]
-    traffic: dict[str, LayerTraffic]
+    rows: int
+    context: int
+    step: int = 0
 
 
 class State:
@@ -57,7 +66,8 @@ class State:
         self.algorithm, self.xp, self.dtype = algorithm, recipe.xp, dtype_of(recipe.dtype)
         self.reduce_dtype = dtype_of(recipe.reduce_dtype or recipe.dtype)
         self.memory, self.loss_scale = MemoryTracker(), LossScale(self.dtype)
-        self._by_tokens: dict[ArraySpec, ByLayer] = {}
+        self._inputs: dict[ArraySpec, dict[str, ArraySpec]] = {}
+        self._traffic: dict[ArraySpec, dict[str, LayerTraffic]] = {}
         self._set_place(mesh.rank)
         self._allocate_parameters()
         self._allocate_gradients()
@@ -81,12 +91,17 @@ class State:
         """Whether an update depends on the norm of the whole gradient: to clip it or to scale."""
         return self.recipe.clip is not None or self.loss_scale.is_dynamic
 
-    def by_layer(self, tokens: ArraySpec) -> ByLayer:
-        """Return what enters each layer, and what it sends, for the input `tokens`."""
-        if tokens not in self._by_tokens:
-            inputs, traffic = self.model.inputs(tokens), self.model.traffic(tokens)
-            self._by_tokens[tokens] = ByLayer(inputs, traffic)
-        return self._by_tokens[tokens]
+    def inputs_of(self, tokens: ArraySpec) -> dict[str, ArraySpec]:
+        """Return what enters each layer for the input `tokens`."""
+        if tokens not in self._inputs:
+            self._inputs[tokens] = self.model.inputs(tokens)
+        return self._inputs[tokens]
+
+    def layer_traffic_of(self, tokens: ArraySpec) -> dict[str, LayerTraffic]:
+        """Return what each layer sends for the input `tokens`."""
+        if tokens not in self._traffic:
+            self._traffic[tokens] = self.model.traffic(tokens)
+        return self._traffic[tokens]
 
     # Which elements
 
@@ -301,15 +316,34 @@ class State:
             return None
         return context_positions(context, num_ranks, self.mesh.index("context", rank))
 
-    def tokens_of(self, rows: int, context: int, number: int, rank: int) -> ArraySpec:
+    def tokens_of(
+        self, rows: int, context: int, number: int, rank: int, *, whole: BatchSize | None = None
+    ) -> ArraySpec:
         """Return the input of the model in micro-batch `number`.
 
-        Of a `rank` with so many `rows` of `context` positions.
+        Of a `rank` with so many `rows` of `context` positions, of a `whole` batch, which must be
+        given if a layer needs to know the rows.
         """
         mine = placement.length(placement.span(rows, self.recipe.num_micro_batches, number))
         positions, width = self.positions_of(context, rank), self.dtype.itemsize
         length = context if positions is None else len(positions)
-        return ArraySpec.tokens(mine, length, width, context=context, rank=rank)
+        at = None if whole is None else self.rows_of_ranks(whole.rows, number, whole.step)
+        return ArraySpec.tokens(mine, length, width, context=context, rank=rank, batch=at)
+
+    def rows_of_ranks(self, num_rows: int, number: int, step: int) -> BatchRows | None:
+        """Return which rows of a batch each rank computes in micro-batch `number` of a `step`.
+
+        None if no layer needs to know.
+        """
+        if not self.model.needs_rows:
+            return None
+        axes, found = self.sharding.row_axes, []
+        for rank in range(self.mesh.size):
+            mine = placement.span(num_rows, self.mesh.size_of(axes), self.mesh.index(axes, rank))
+            num_parts = self.recipe.num_micro_batches
+            part = placement.span(placement.length(mine), num_parts, number)
+            found.append(range(mine.start + part.start, mine.start + part.stop))
+        return BatchRows(step, tuple(found), self.recipe.seed)
 
     @property
     def is_divided(self) -> bool:

@@ -30,7 +30,7 @@ from parallel.runtime.micro_batches import MicroBatches, number_of
 from parallel.runtime.overlap import Overlap
 from parallel.runtime.prediction import SCALAR_ALGORITHM
 from parallel.runtime.recipe import BatchFunction, ProgressCallback, Recipe
-from parallel.runtime.state import State
+from parallel.runtime.state import BatchSize, State
 from parallel.runtime.units import Units
 from parallel.sharding import Sharding
 from parallel.stages import Stages
@@ -112,9 +112,10 @@ class Trainer(State):
         Those of the step that is in progress.
     units : Units
         The parameters that are being gathered, and the gradients that are being summed.
-    num_updates, num_skipped, num_batches, steps_alone : int
-        The updates made, those that an overflow prevented, the batches computed, and, with
-        `Sharding.every`, the steps since ranks had the same parameters.
+    num_updates, num_skipped, num_batches, steps_alone, next_step : int
+        The updates made, those that an overflow prevented, the batches computed, with
+        `Sharding.every` the steps since ranks had the same parameters, and the number of the next
+        step.
     overlap : Overlap
         The time for which this rank waited, with and without computation at the same time.
 
@@ -152,6 +153,7 @@ class Trainer(State):
         super().__init__(mesh, model, recipe, sharding, algorithm, Stages(model, schedule))
         self.phase = phase
         self.num_updates = self.num_skipped = self.num_batches = self.steps_alone = 0
+        self.next_step = 0
         self.overlap = Overlap()
         self.activations = recipe.offload_activations(self.rank, self.xp)
         self.micro_batches = MicroBatches(self, self.activations, self.overlap)
@@ -256,6 +258,7 @@ class Trainer(State):
             Called after each step with the number of steps done and the loss.
         """
         losses = []
+        self.next_step = first
         for step in range(first, steps):
             losses.append(self.step(*self.rows_of(step, batch), total))
             show(step + 1, losses[-1])
@@ -314,7 +317,9 @@ class Trainer(State):
         self._share = 1.0  # of the loss of the whole batch
         if self.sharding.every is not None:  # the gradient is the mean over the rank's own rows
             self._share, total = targets.size / total, targets.size
-        self.micro_batches.begin(inputs, targets, self._totals(total, inputs.shape[1]))
+        totals = self._totals(total, inputs.shape[1])
+        self.micro_batches.begin(inputs, targets, totals, self.next_step)
+        self.next_step += 1
 
     def _totals(self, total: int, context: int) -> list[int]:
         """Return the number of tokens over which the loss of each micro-batch is a mean."""
@@ -535,6 +540,7 @@ class Trainer(State):
         batch: tuple[int, int] | None = None,
         num_skipped: int = 0,
         is_resumed: bool = False,
+        first: int = 0,
     ) -> list[PredictedCall]:
         """Return what `start` and one `train` of `steps` steps will send.
 
@@ -551,6 +557,8 @@ class Trainer(State):
             How many updates an overflow prevents, which is known after a run in float16 only.
         is_resumed : bool
             Whether `resume` is called instead of `start`.
+        first : int
+            The number of the first step, on which a mixture of experts depends.
         """
         if num_skipped and not self.loss_scale.is_dynamic:
             raise ValueError(
@@ -558,16 +566,14 @@ class Trainer(State):
             )
         if self.comm is None:
             return []
-        run = prediction.RunSize(steps, self.num_updates_in(steps) - num_skipped, batch)
+        run = prediction.RunSize(steps, self.num_updates_in(steps) - num_skipped, batch, first)
         start = prediction.start_traffic(self, len(self.options()), is_resumed=is_resumed)
         return prediction.with_checks([*start, *self.step_traffic(run)], self.comm)
 
-    def calls_of(
-        self, action: Action, batch: tuple[int, int] | None = None
-    ) -> Iterable[PredictedCall]:
+    def calls_of(self, action: Action, batch: BatchSize | None = None) -> Iterable[PredictedCall]:
         """Return the calls in one action of all groups that have a rank with this model part.
 
-        `batch` is as in `traffic`.
+        `batch` is that of all ranks, needed if layers send messages.
         """
         return prediction.calls_of(self, action, batch)
 
@@ -582,10 +588,11 @@ class Trainer(State):
     def step_traffic(self, run: prediction.RunSize) -> list[PredictedCall]:
         """Return what the steps of `run` send."""
         return merged(
-            replace(call, num_calls=call.num_calls * times)
+            replace(call, num_calls=call.num_calls * each)
             for part in prediction.model_parts(self)
             for action, times in prediction.times_of(part.actions, run, self.sharding.every)
-            for call in prediction.led_here(part, part.calls_of(action, run.batch_shape))
+            for batch, each in prediction.in_steps(part, action, run, times)
+            for call in prediction.led_here(part, part.calls_of(action, batch))
         )
 
 

@@ -65,14 +65,14 @@ class Setup(NamedTuple):
         rows = BatchRows(STEP_NUMBER, self.rows(), SEED)
         mine = slice(rows.of_rank[rank].start, rows.of_rank[rank].stop)
         tokens = np.random.default_rng(8).integers(0, 256, (ROWS, CONTEXT))[mine]
-        return Step(tokens, total=ROWS * CONTEXT, context=CONTEXT, tokens=tokens, rows=rows,
+        return Step(tokens, total=ROWS * CONTEXT, context=CONTEXT, tokens=tokens, batch=rows,
                     loss_scale=2.0)  # fmt: skip
 
     def spec(self, rank: int) -> ArraySpec:
         rows = BatchRows(STEP_NUMBER, self.rows(), SEED)
         shape = (len(rows.of_rank[rank]), CONTEXT, DIM)
         return ArraySpec(shape, dtype_of(self.dtype).itemsize, context=CONTEXT, length=CONTEXT,
-                         rank=rank, rows=rows)  # fmt: skip
+                         rank=rank, batch=rows)  # fmt: skip
 
     def run(self, expected: RoutingLog | None = None) -> list[Found]:
         """Forward and backward on all ranks; predictions follow from the log of one rank."""
