@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from collectives import Communicator
 from parallel.accounts import gather_json
 from parallel.nn import on_host
-from parallel.runtime import Trainer, agreement, memory
+from parallel.runtime import BatchSize, Trainer, agreement, memory
 
 Pair = tuple[int, int]  # predicted and counted
 
@@ -21,9 +21,19 @@ class RankReport(NamedTuple):
     parameters: dict[str, tuple[int, int, str]]  # start and stop in each unit, and their SHA-256
 
     @classmethod
-    def of(cls, trainer: Trainer, num_updates: int, rows: int, context: int) -> RankReport:
-        """Return this rank's report after updates on its batches of (`rows`, `context`) tokens."""
-        offload, batch = trainer.offload, (rows, context)
+    def of(
+        cls,
+        trainer: Trainer,
+        num_updates: int,
+        rows: int,
+        context: int,
+        batches: Sequence[BatchSize] = (),
+    ) -> RankReport:
+        """Return this rank's report after updates on its batches of (`rows`, `context`) tokens.
+
+        `batches` are those of all ranks in each step.
+        """
+        offload, batch = trainer.offload, (rows, context, batches)
         kept = pairs(memory.peak_memory(trainer, *batch), trainer.memory.peak)
         if memory.is_offloaded(trainer):
             elsewhere = pairs(memory.peak_offloaded_memory(trainer), offload.memory.peak)

@@ -3,9 +3,10 @@
 from parallel.runtime.agreement import ModelMismatch, raise_on_all_ranks
 from parallel.runtime.prediction import RunSize
 from parallel.runtime.recipe import BatchFunction, ProgressCallback, Recipe
+from parallel.runtime.state import BatchSize
 from parallel.runtime.trainer import MissingGradient, Trainer
 
 __all__ = [
-    "BatchFunction", "MissingGradient", "ModelMismatch", "ProgressCallback", "Recipe", "RunSize",
-    "Trainer", "raise_on_all_ranks",
+    "BatchFunction", "BatchSize", "MissingGradient", "ModelMismatch", "ProgressCallback", "Recipe",
+    "RunSize", "Trainer", "raise_on_all_ranks",
 ]  # fmt: skip

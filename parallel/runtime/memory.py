@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from parallel.actions import Action
 from parallel.lowering import SENDS
@@ -14,6 +14,7 @@ from parallel.placement import length
 from parallel.places import OFFLOADED
 from parallel.runtime.micro_batches import number_of
 from parallel.runtime.prediction import gather_of, reduction_of
+from parallel.runtime.state import BatchSize
 from parallel.runtime.trainer import Trainer
 from parallel.sharding.collective import rounded_bytes
 
@@ -26,6 +27,8 @@ class Walk:
     trainer : Trainer
     rows, context : int
         The shape of this rank's part of a batch.
+    whole : BatchSize, optional
+        The batch of all ranks, if a layer needs to know its rows.
 
     Attributes
     ----------
@@ -33,7 +36,9 @@ class Walk:
         The bytes kept at this moment and the most so far, by category.
     """
 
-    def __init__(self, trainer: Trainer, rows: int, context: int) -> None:
+    def __init__(
+        self, trainer: Trainer, rows: int, context: int, whole: BatchSize | None = None
+    ) -> None:
         self.trainer = trainer
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
@@ -41,8 +46,8 @@ class Walk:
         self._reducing: list[str] = []
         self._pending: list[Iterator[int]] = []  # the scratch of the calls that follow each other
         self._gathers: dict[str, Iterator[int]] = {}
-        self._activations = activations_of(trainer, rows, context)
-        self._inputs = [trainer.model.inputs(x) for x in tokens_of(trainer, rows, context)]
+        self._activations = activations_of(trainer, rows, context, whole)
+        self._inputs = [trainer.model.inputs(x) for x in tokens_of(trainer, rows, context, whole)]
         self._table = {
             "F": self._compute, "B": self._compute, "I": self._compute, "W": self._compute,
             "UNSHARD": self._unshard, "RESHARD": self._reshard, "REDUCE": self._reduce,
@@ -186,18 +191,24 @@ class Walk:
         self._reducing.clear()
 
 
-def tokens_of(trainer: Trainer, rows: int, context: int) -> list[ArraySpec]:
+def tokens_of(
+    trainer: Trainer, rows: int, context: int, whole: BatchSize | None = None
+) -> list[ArraySpec]:
     """Return this rank's tokens of each micro-batch.
 
-    `rows` are those of this rank, and `context` is the length of a whole row.
+    `rows` are those of this rank, and `context` is the length of a whole row.  `whole` is as in
+    `Walk`.
     """
     numbers = range(trainer.recipe.num_micro_batches)
-    return [trainer.tokens_of(rows, context, k, trainer.rank) for k in numbers]
+    return [trainer.tokens_of(rows, context, k, trainer.rank, whole=whole) for k in numbers]
 
 
-def activations_of(trainer: Trainer, rows: int, context: int) -> list[dict[str, Activations]]:
+def activations_of(
+    trainer: Trainer, rows: int, context: int, whole: BatchSize | None = None
+) -> list[dict[str, Activations]]:
     """Return what each layer keeps, by micro-batch; see `tokens_of`."""
-    return [trainer.model.activation_bytes(x) for x in tokens_of(trainer, rows, context)]
+    each = tokens_of(trainer, rows, context, whole)
+    return [trainer.model.activation_bytes(x) for x in each]
 
 
 def num_shard_elements(trainer: Trainer) -> int:
@@ -210,8 +221,13 @@ def is_offloaded(trainer: Trainer) -> bool:
     return trainer.offload.memory is not trainer.memory
 
 
-def peak_memory(trainer: Trainer, rows: int, context: int) -> dict[str, int]:
-    """Return ``trainer.memory.peak`` after steps on batches (`rows`, `context`) of this rank."""
+def peak_memory(
+    trainer: Trainer, rows: int, context: int, batches: Sequence[BatchSize] = ()
+) -> dict[str, int]:
+    """Return ``trainer.memory.peak`` after steps on batches (`rows`, `context`) of this rank.
+
+    `batches` are those of all ranks in each step; needed if a layer needs to know their rows.
+    """
     kept = state_bytes(
         sum(trainer.unit_sizes.values()),
         num_shard_elements(trainer),
@@ -222,14 +238,17 @@ def peak_memory(trainer: Trainer, rows: int, context: int) -> dict[str, int]:
     )
     if (schedule := trainer.stages.schedule).is_asynchronous:
         kept["parameters"] *= simulate(schedule).versions(trainer.pipe_place)[1]
-    walk = Walk(trainer, rows, context)
-    for action in trainer.actions:
-        walk.do(action)
-    buffers = walk.peak["buffers"] + trainer.sharding.reduction.state_bytes(trainer)
-    of_step = {"activations": walk.peak["activations"], "buffers": buffers}
-    of_step |= {name: walk.peak[name] for name in ("scratch", "messages")}
+    peak: Counter[str] = Counter()
+    for whole in batches if trainer.model.needs_rows else [None]:
+        walk = Walk(trainer, rows, context, whole)
+        for action in trainer.actions:
+            walk.do(action)
+        peak |= walk.peak  # the larger of both
+    buffers = peak["buffers"] + trainer.sharding.reduction.state_bytes(trainer)
+    of_step = {"activations": peak["activations"], "buffers": buffers}
+    of_step |= {name: peak[name] for name in ("scratch", "messages")}
     if trainer.activations.columns:
-        of_step[OFFLOADED] = walk.peak[OFFLOADED]
+        of_step[OFFLOADED] = peak[OFFLOADED]
     return kept | of_step | trainer.kept_bytes()
 
 
@@ -258,10 +277,22 @@ def offload_traffic(trainer: Trainer, num_updates: int) -> dict[str, int]:
     return {x: moved[x] if x in place.columns else 0 for x in place.COLUMNS}
 
 
-def activation_traffic(trainer: Trainer, rows: int, context: int) -> dict[str, int]:
-    """Return ``trainer.activations.moved`` after ``trainer.num_batches`` of (`rows`, `context`)."""
-    layers = activations_of(trainer, rows, context)
-    forward = [action for action in trainer.actions if action.kind == "F"]
-    of_step = sum(layers[number_of(action)][action.part].saved for action in forward)
-    saved = trainer.num_batches * of_step
+def activation_traffic(
+    trainer: Trainer, rows: int, context: int, batches: Sequence[BatchSize] = ()
+) -> dict[str, int]:
+    """Return ``trainer.activations.moved`` after ``trainer.num_batches`` of (`rows`, `context`).
+
+    `batches` are as in `peak_memory`.
+    """
+    if trainer.model.needs_rows:
+        saved = sum(saved_in_step(trainer, rows, context, whole) for whole in batches)
+    else:
+        saved = trainer.num_batches * saved_in_step(trainer, rows, context)
     return dict.fromkeys(trainer.activations.columns, saved)
+
+
+def saved_in_step(trainer: Trainer, rows: int, context: int, whole: BatchSize | None = None) -> int:
+    """Return the bytes that the layers of a rank save in one step; see `tokens_of`."""
+    layers = activations_of(trainer, rows, context, whole)
+    forward = [action for action in trainer.actions if action.kind == "F"]
+    return sum(layers[number_of(action)][action.part].saved for action in forward)

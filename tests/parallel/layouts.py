@@ -17,6 +17,7 @@ from parallel.nn import Model
 from parallel.pipeline import Schedule
 from parallel.placement import pieces_of
 from parallel.rank_report import RankReport
+from parallel.runtime import BatchSize
 from tests.parallel.training import CONTEXT, DATA, Values, nothing
 
 ROWS, STEPS = 17, 4
@@ -106,7 +107,8 @@ class Setup(NamedTuple):
         table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
         rows = len(rows_of(0, *trainer.batch_part)[0])
         updates = trainer.num_updates_in(STEPS) - trainer.num_skipped
-        report = RankReport.of(trainer, updates, rows, CONTEXT)
+        batches = [BatchSize(*shape, step) for step in range(STEPS)]
+        report = RankReport.of(trainer, updates, rows, CONTEXT, batches)
         return End(losses, boxes_of(trainer), trainer, report, table, norms)
 
     def alone(self) -> End:
