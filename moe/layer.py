@@ -13,8 +13,9 @@ import collectives
 from collectives import Communicator
 from moe import dispatch
 from moe.dispatch import Part
-from moe.gates import Gate, Gated
+from moe.gates import Gate
 from moe.log import RoutingLog
+from moe.router import Routed, Router
 from moe.routing import Integers, Routing
 from parallel import Mesh, PredictedCall
 from parallel.nn import (
@@ -32,7 +33,6 @@ from parallel.nn import (
 from parallel.nn.functional import upcast
 
 AXIS = "expert"
-WIDE = 4  # bytes of a number of the router, at least
 Half: TypeAlias = Callable[[Layer, Array, Any], tuple[Array, Any]]
 """Called with an expert, dy and what forward saved; returns dx and what the other half needs."""
 
@@ -41,7 +41,7 @@ class Saved(NamedTuple):
     """What `MixtureOfExperts.forward` keeps."""
 
     tokens: Array  # (tokens, dim)
-    gated: Gated
+    routed: Routed
     parts: list[Part]
     returned: list[Array]  # what experts computed, in the places of each part
     experts: list[list[Any]]  # what they keep, by part and expert
@@ -124,6 +124,7 @@ class MixtureOfExperts(Layer):
         self.rows_per_group, self.is_padded, self.num_parts = rows_per_group, is_padded, num_parts
         self.log, self.expected = log, log
         self.num_ranks = self.mesh.axes.get(AXIS, 1)
+        self.router = Router(gate, self.mesh, name)
         self.pattern = expert()
         owned = dispatch.experts_of(gate.num_experts, self.num_ranks, self._place(self.mesh.rank))
         self.experts = [expert() for _ in range(owned.start, owned.stop)]
@@ -165,9 +166,9 @@ class MixtureOfExperts(Layer):
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         xp, tokens = namespace_of(x), x.reshape(-1, self.dim)
-        gated = self._route(tokens, len(x), step)
-        parts = self._parts(gated.routing, step)
-        weights = xp.asarray(gated.weights)
+        routed = self._route(x, step)
+        parts = self._parts(routed.routing, step)
+        weights = xp.asarray(routed.weights)
         y = xp.zeros(tokens.shape, dtype=upcast(tokens[:0]).dtype)
         arriving = self._start(parts, [dispatch.spread(tokens, part) for part in parts], "dispatch")
         leaving, kept = [], []
@@ -178,26 +179,19 @@ class MixtureOfExperts(Layer):
         returned = [step.wait(arrive) for arrive in leaving]
         for part, rows in zip(parts, returned, strict=True):
             dispatch.add_rows(y, rows, part, xp.take(weights, xp.asarray(part.entry)))
-        saved_here = Saved(tokens, gated, parts, returned, kept, x.shape, step)
+        saved_here = Saved(tokens, routed, parts, returned, kept, x.shape, step)
         return cast(y, x.dtype).reshape(x.shape), saved_here
 
-    def _route(self, tokens: Array, num_rows: int, step: Step) -> Gated:
-        """Return the routing of this rank's tokens, and add its losses to those of the step."""
-        num_groups = self._num_groups(num_rows)
-        wide = upcast(tokens)
-        if self.gate.has_router:
-            logits = on_host(wide @ upcast(self.value["router"]))
-        else:
-            logits = np.zeros((len(tokens), self.gate.num_experts), wide.dtype)
-        rank, rows = self.mesh.rank, step.batch
-        gated = self.gate.forward(
-            logits, None if rows is None else rows.random(rank, self.name), num_groups=num_groups,
-            token_ids=None if step.tokens is None else on_host(step.tokens).ravel(),
-        )  # fmt: skip
-        step.losses.append(gated.loss / step.total)
-        if self.log is not None and rows is not None:
-            self.log.add(rows.step, self.name, rows.of_rank[rank].start, gated.routing)
-        return gated
+    def _route(self, x: Array, step: Step) -> Routed:
+        """Route this rank's tokens, and add its part of the losses to those of the step."""
+        weight = self.value["router"] if self.gate.has_router else None
+        batch = step.batch
+        routed = self.router.route(x, weight, step, self._num_groups(len(x)))
+        step.losses.append(self.router.loss(routed) / step.total)
+        if self.log is not None and batch is not None:
+            first = batch.of_rank[self.mesh.rank].start
+            self.log.add(batch.step, self.name, first, routed.gated.routing)
+        return routed
 
     def _num_groups(self, num_rows: int) -> int:
         if num_rows % self.rows_per_group:
@@ -218,7 +212,7 @@ class MixtureOfExperts(Layer):
             groups = [routing.num_groups]
         else:
             groups = [self._num_groups(len(rows.of_rank[rank])) for rank in self._group()]
-        capacity = self._capacity(step.length)
+        capacity = self._capacity(step.context or step.length)
         return dispatch.padded(
             routing, capacity, groups, self._place(self.mesh.rank), self.num_parts
         )
@@ -273,8 +267,8 @@ class MixtureOfExperts(Layer):
         """Return the derivatives by the input and by the logits, and what experts keep."""
         xp, step, gate, parts = namespace_of(dy), saved.step, self.gate, saved.parts
         slopes = dy.reshape(saved.tokens.shape)
-        weights = xp.asarray(saved.gated.weights)
-        dweights = np.zeros(len(saved.gated.weights), saved.gated.weights.dtype)
+        weights = xp.asarray(saved.routed.weights)
+        dweights = np.zeros_like(saved.routed.weights)
         sent = []
         for part, rows in zip(parts, saved.returned, strict=True):
             wide = dispatch.products(upcast(rows), upcast(slopes), part)
@@ -286,7 +280,8 @@ class MixtureOfExperts(Layer):
             drows, rest = self._experts_backward(step.wait(arrive), part, kept, half)
             leaving += self._start([part], [drows], "dispatch", is_back=True)
             rests.append(rest)
-        dlogits = xp.asarray(gate.backward(saved.gated, dweights, step.loss_scale / step.total))
+        loss_weight = step.loss_scale / step.total
+        dlogits = xp.asarray(self.router.backward(saved.routed, dweights, loss_weight))
         dx = xp.zeros(slopes.shape, dtype=upcast(slopes[:0]).dtype)
         if gate.has_router:
             dx += dlogits @ upcast(self.value["router"]).T
@@ -317,17 +312,13 @@ class MixtureOfExperts(Layer):
 
     def _router_backward(self, tokens: Array, dlogits: Array) -> None:
         if self.gate.has_router:
-            product = upcast(tokens).T @ dlogits
-            self.gradient["router"] += cast(product, self.gradient["router"].dtype)
+            self.router.add_gradient(self.gradient["router"], tokens, dlogits)
 
     # What it keeps and sends
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
-        gate, width, size = self.gate, max(x.width, WIDE), math.prod(x.shape[:-1])
-        logits = width * size * gate.num_experts
-        per_group = self.rows_per_group * x.context
-        weights = width * size // per_group * gate.num_entries(per_group)
-        saved, rest, extra = x.nbytes + 3 * logits + weights, x.nbytes + logits, 0
+        saved = x.nbytes + self.router.saved_bytes(x, self.rows_per_group)
+        rest, extra = x.nbytes + self.router.dlogits_bytes(x), 0
         for loads in self._loads(x):
             saved += x.width * self.dim * int(loads[self._place(x.rank)].sum())
             for inner in self._inputs(x, loads):
@@ -350,7 +341,7 @@ class MixtureOfExperts(Layer):
             exchanges = self._exchanges(x)
             forward += self._counts() + exchanges["dispatch", False] + exchanges["combine", True]
             backward += exchanges["combine", False] + exchanges["dispatch", True]
-        return LayerTraffic(tuple(forward), tuple(backward))
+        return LayerTraffic((*self.router.traffic(x), *forward), tuple(backward))
 
     def _counts(self) -> list[PredictedCall]:
         owned = collectives.even_counts(self.gate.num_experts, self.num_ranks)
@@ -382,7 +373,11 @@ class MixtureOfExperts(Layer):
             groups = [self._num_groups(len(rows)) for rows in of_rank]
             slots = collectives.even_counts(self._capacity(x.context), self.num_parts)
             return [[queues * n * size for n in groups] for size in slots]
-        whole = [self._expected(x.batch.step, rows).load for rows in of_rank]
+        own = [self.router.own_tokens(len(rows), x.context, x.rank) for rows in of_rank]
+        whole = [
+            self._expected(x.batch.step, rows).of_tokens(tokens).load
+            for rows, tokens in zip(of_rank, own, strict=True)
+        ]
         return [
             [dispatch.share(load, self.num_parts, i)[0] for load in whole]
             for i in range(self.num_parts)

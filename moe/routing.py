@@ -76,11 +76,19 @@ class Routing:
         rows = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
         return rows[np.lexsort(rows.T[::-1])]
 
+    def entries_of(self, tokens: Integers) -> Integers:
+        """Return which entries are of these `tokens`, int64 (n,)."""
+        is_wanted = np.zeros(self.num_tokens, bool)
+        is_wanted[tokens] = True
+        return np.flatnonzero(is_wanted[self.token])
+
     def of_tokens(self, tokens: Integers) -> Routing:
         """Return the entries of some `tokens`, int64 (n,), which are numbered as there."""
+        if len(tokens) == self.num_tokens:
+            return self
         number = np.full(self.num_tokens, -1, np.int64)
         number[tokens] = np.arange(len(tokens))
-        kept = number[self.token] >= 0
+        kept = self.entries_of(tokens)
         return Routing(
             number[self.token[kept]], self.expert[kept], self.group[kept], self.slot[kept],
             len(tokens), self.num_experts, self.num_groups, self.capacity,

@@ -83,7 +83,9 @@ def check(setup: Setup) -> list[End]:
 
 @pytest.mark.parametrize(("name", "is_padded"), [(name, False) for name in GATES]
                          + [(name, True) for name in PADDED])  # fmt: skip
-@pytest.mark.parametrize("axes", [{"expert": 2}, {"data": 2, "expert": 2}, {"expert": 3}])
+@pytest.mark.parametrize(
+    "axes", [{"expert": 2}, {"data": 2, "expert": 2}, {"expert": 3}, {"context": 2, "expert": 2}]
+)
 def test_every_gate(name: str, is_padded: bool, axes: dict[str, int]) -> None:
     """Losses and parameters of 4 clipped steps; traffic and memory of each, to the byte."""
     check(setup_of(Mixture(name, is_padded=is_padded), **axes))
@@ -93,7 +95,8 @@ LAYOUTS: list[dict[str, int]] = [
     {"expert": 4}, {"expert": 8}, {"data": 4, "expert": 2}, {"pipe": 2, "expert": 2},
     {"expert": 2, "tensor": 2}, {"data": 2, "expert": 2, "tensor": 2},
     {"pipe": 2, "expert": 2, "tensor": 2}, {"pipe": 2, "data": 2, "expert": 2}, {"data": 3},
-    {"tensor": 2}, {"pipe": 2},
+    {"tensor": 2}, {"pipe": 2}, {"context": 2}, {"context": 3, "expert": 2},
+    {"data": 2, "context": 2, "expert": 2},
 ]  # fmt: skip
 
 
@@ -176,5 +179,5 @@ def test_rows_that_a_rank_should_not_have_are_refused() -> None:
 
         trainer.rows_of = rows_of  # type: ignore[method-assign]
 
-    with pytest.raises(ValueError, match="rows in micro-batch ., but of a batch of 13"):
+    with pytest.raises(ValueError, match="but of a batch of 13 rows that"):
         setup._replace(change=fewer).run()

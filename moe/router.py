@@ -1,0 +1,159 @@
+"""The router of a layer: logits of tokens, and the routing that a gate makes of whole rows.
+
+Ranks along the axis ``context`` have parts of each row.  They gather the logits of their rows, and
+each routes all of them, so that the routing does not depend on the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import collectives
+from moe.gates import Gate, Gated
+from moe.routing import Integers, Routing, Values
+from parallel import Mesh, PredictedCall
+from parallel.nn import Array, ArraySpec, Step, cast, context_positions, on_host
+from parallel.nn.functional import upcast
+
+CONTEXT, ALGORITHM = "context", "ring"
+WIDE = 4  # bytes of a logit, at least
+
+
+class Routed(NamedTuple):
+    """The routing of this rank's tokens, as a part of that of their whole rows.
+
+    `gated` is of the whole rows; `entries` are those of `routing`, this rank's part; `own` are its
+    tokens in the rows.
+    """
+
+    gated: Gated
+    routing: Routing
+    entries: Integers
+    own: Integers
+
+    @property
+    def weights(self) -> Values:
+        """The weights of the entries of `routing`."""
+        return self.gated.weights[self.entries]
+
+
+class Router:
+    """Makes logits and routes by them, on the ranks of a mesh that have parts of the same rows.
+
+    Parameters
+    ----------
+    gate : Gate
+    mesh : Mesh
+    name : str
+        Of the layer, for its random numbers.
+    """
+
+    def __init__(self, gate: Gate, mesh: Mesh, name: str) -> None:
+        self.gate, self.mesh, self.name = gate, mesh, name
+        self.num_parts = mesh.axes.get(CONTEXT, 1)
+
+    def route(self, x: Array, weight: Array | None, step: Step, num_groups: int) -> Routed:
+        """Route this rank's tokens `x` (rows, tokens, dim).
+
+        `weight` (dim, experts) are the parameters, None without any.  The whole rows are routed in
+        `num_groups` groups.
+        """
+        num_rows, length, dim = x.shape
+        tokens = x.reshape(num_rows * length, dim)
+        seen = self._seen(tokens, weight, step).reshape(num_rows, length, self._width)
+        whole = self._whole_rows(seen, step)
+        context = whole.shape[1]
+        whole = whole.reshape(num_rows * context, self._width)
+        batch = step.batch
+        random = None if batch is None else batch.random(self.mesh.rank, self.name)
+        if weight is None:
+            logits = np.zeros((len(whole), self.gate.num_experts), upcast(tokens[:0]).dtype)
+            ids = whole.ravel()
+            gated = self.gate.forward(logits, random, num_groups=num_groups, token_ids=ids)
+        else:
+            gated = self.gate.forward(whole, random, num_groups=num_groups)
+        own = self.own_tokens(num_rows, context)
+        entries = gated.routing.entries_of(own)
+        return Routed(gated, gated.routing.of_tokens(own), entries, own)
+
+    @property
+    def _width(self) -> int:
+        """The numbers of a token that decide its routing."""
+        return self.gate.num_experts if self.gate.has_router else 1
+
+    def _seen(self, tokens: Array, weight: Array | None, step: Step) -> Any:
+        """Return what decides the routing of this rank's tokens, in host memory."""
+        if weight is not None:
+            return on_host(upcast(tokens) @ upcast(weight))
+        if step.tokens is None:
+            raise ValueError(
+                f"{self.name} routes by tokens of the text: they must be in Step.tokens"
+            )
+        return on_host(step.tokens)
+
+    def _whole_rows(self, seen: Any, step: Step) -> Any:
+        """Return what decides the routing of whole rows, (rows, context, numbers)."""
+        if self.num_parts == 1:
+            return seen
+        comm = self.mesh[CONTEXT]
+        assert comm is not None
+        positions = [self._positions(step.context, i) for i in range(self.num_parts)]
+        mine = np.ascontiguousarray(np.moveaxis(seen, 1, 0))
+        counts = [len(each) for each in positions]
+        with collectives.phase("logits"):
+            gathered = comm.all_gather(mine, counts=counts, algorithm=ALGORITHM)
+        in_order = gathered[np.argsort(np.concatenate(positions))]
+        return np.ascontiguousarray(np.moveaxis(in_order, 0, 1))
+
+    def _positions(self, context: int, index: int) -> Integers:
+        return context_positions(context, self.num_parts, index)
+
+    def own_tokens(self, num_rows: int, context: int, rank: int | None = None) -> Integers:
+        """Return which tokens of `num_rows` whole rows of `context` a rank has, in order."""
+        tokens = np.arange(num_rows * context).reshape(num_rows, context)
+        if self.num_parts == 1:
+            return tokens.ravel()
+        return tokens[:, self._positions(context, self.mesh.index(CONTEXT, rank))].ravel()
+
+    def loss(self, routed: Routed) -> float:
+        """Return this rank's share of the auxiliary losses of its rows."""
+        num_tokens = max(1, routed.gated.routing.num_tokens)
+        return routed.gated.loss * len(routed.own) / num_tokens
+
+    def backward(self, routed: Routed, dweights: Values, loss_weight: float) -> Values:
+        """Return the derivative by this rank's logits, (tokens, experts); see `Gate.backward`.
+
+        `dweights` are those by the weights of the entries of ``routed.routing``.
+        """
+        whole = np.zeros_like(routed.gated.weights)
+        whole[routed.entries] = dweights
+        dlogits = self.gate.backward(routed.gated, whole, loss_weight)
+        return dlogits if self.num_parts == 1 else dlogits[routed.own]
+
+    def add_gradient(self, gradient: Array, tokens: Array, dlogits: Array) -> None:
+        """Add the derivative by the parameters to `gradient`."""
+        gradient += cast(upcast(tokens).T @ dlogits, gradient.dtype)
+
+    # What it keeps and sends
+
+    def saved_bytes(self, x: ArraySpec, rows_per_group: int) -> int:
+        """Return the bytes of what `route` keeps for an input `x` of the layer."""
+        width, num_rows = max(x.width, WIDE), x.shape[0]
+        per_group = rows_per_group * x.context
+        entries = num_rows // rows_per_group * self.gate.num_entries(per_group)
+        return width * (3 * num_rows * x.context * self.gate.num_experts + entries)
+
+    def dlogits_bytes(self, x: ArraySpec) -> int:
+        """Return the bytes of what `backward` returns."""
+        return max(x.width, WIDE) * x.shape[0] * x.shape[1] * self.gate.num_experts
+
+    def traffic(self, x: ArraySpec) -> list[PredictedCall]:
+        """Return what `route` sends for an input `x` of the layer."""
+        if self.num_parts == 1:
+            return []
+        each = x.shape[0] * self._width
+        counts = tuple(each * len(self._positions(x.context, i)) for i in range(self.num_parts))
+        itemsize = max(x.width, WIDE) if self.gate.has_router else np.dtype(np.int64).itemsize
+        return [PredictedCall("logits", "all_gather", ALGORITHM, counts, itemsize, axis=CONTEXT)]
