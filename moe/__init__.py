@@ -1,8 +1,13 @@
-"""Mixture-of-experts modules on top of `collectives` and `parallel`.
+"""Mixtures of experts whose traffic is predicted from their routing.
+
+Ranks along the axis ``expert`` of a mesh divide the experts, and each token is sent to the ranks of
+the experts that its gate chooses.  What is computed does not depend on the number of ranks.
+
+    model = moe_gpt(gate="switch", num_experts=8, mesh=Mesh(comm, data=2, expert=2))
 
 A gate (`moe.gates`) chooses experts for each token, `moe.routing` has its choices as a table,
-`moe.dispatch` sends the tokens to the ranks of their experts and back, and `moe.layer` is the layer
-of a model.  `moe.reference` computes the same on one rank by products with masks.
+`moe.dispatch` sends the tokens there and back, and `moe.layer` is the layer of a model.
+`moe.reference` computes the same on one rank by products with masks.
 """
 
 from moe.beside import Beside

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import collectives
+import moe
 import parallel
 from parallel import pipeline, plan
 
@@ -59,6 +60,7 @@ PAGES = [
         "API of `parallel`",
         [parallel, pipeline, plan, parallel.checkpoint, parallel.text],
     ),
+    Page("api_moe.md", "API of `moe`", [moe, moe.gates]),
 ]
 
 
@@ -121,8 +123,11 @@ def entry(name: str, value: Any) -> Iterator[str]:
         return
     yield from ("```python", signature(name, value), "```", "", described(value), "")
     if inspect.isclass(value) and not issubclass(value, (BaseException, *WITHOUT_MEMBERS)):
-        if bases := [base.__name__ for base in value.__mro__[1:] if base in documented()]:
-            yield from (f"It also has the members of [`{bases[0]}`](#{anchor(bases[0])}).", "")
+        if bases := [base for base in value.__mro__[1:] if base in documented()]:
+            page, name_of_base = documented()[bases[0]], bases[0].__name__
+            file = "" if page == documented().get(value) else page
+            link = f"[`{name_of_base}`]({file}#{anchor(name_of_base)})"
+            yield from (f"It also has the members of {link}.", "")
         for member, each in members(value):
             yield from (f"#### {name}.{member}", "")
             if not isinstance(each, property):
@@ -131,11 +136,11 @@ def entry(name: str, value: Any) -> Iterator[str]:
 
 
 @cache
-def documented() -> frozenset[type]:
-    """The classes that have entries."""
-    modules = (module for page in PAGES for module in page.modules)
-    values = (value for module in modules for _, value in public(module))
-    return frozenset(value for value in values if inspect.isclass(value))
+def documented() -> dict[type, str]:
+    """The classes that have entries, and the file of the page that has the first."""
+    each = ((page.file, module) for page in reversed(PAGES) for module in page.modules)
+    found = ((file, value) for file, module in each for _, value in public(module))
+    return {value: file for file, value in found if inspect.isclass(value)}
 
 
 def members(kind: type) -> Iterator[tuple[str, Any]]:
