@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import collectives
-import moe
+import moe.gates.named
 import parallel
 from parallel import pipeline, plan
 
@@ -60,7 +60,7 @@ PAGES = [
         "API of `parallel`",
         [parallel, pipeline, plan, parallel.checkpoint, parallel.text],
     ),
-    Page("api_moe.md", "API of `moe`", [moe, moe.gates]),
+    Page("api_moe.md", "API of `moe`", [moe, moe.gates, moe.gates.named]),
 ]
 
 
@@ -119,7 +119,7 @@ def entry(name: str, value: Any) -> Iterator[str]:
     """A function, a class with its methods, or a value."""
     yield from (f"### {name}", "")
     if not callable(value):
-        yield from (f"`{value!r}`", "")
+        yield from (f"`{by_name(repr(value))}`", "")
         return
     yield from ("```python", signature(name, value), "```", "", described(value), "")
     if inspect.isclass(value) and not issubclass(value, (BaseException, *WITHOUT_MEMBERS)):
@@ -171,13 +171,17 @@ def signature(name: str, value: Any) -> str:
     if inspect.isclass(value) and [each.name for each in kept] == ["args", "kwargs"]:
         kept = []  # a protocol has this signature until its first object is made
     words = str(found.replace(parameters=kept)).replace("'", "").replace(" -> Any", "")
-    words = re.sub(r"<(?:function|class) ?([\w.]*\.)?(\w+)(?: at 0x\w+)?>", r"\2", words)
-    words = re.sub(r"<module ([\w.]+) from [^>]*>", r"\1", words)
-    line = f"{name}{words}"
+    line = f"{name}{by_name(words)}"
     if len(line) <= 88:
         return line
     inner, _, result = line[len(name) + 1 :].rpartition(")")
     return "\n".join([f"{name}(", *(f"    {each}," for each in split(inner)), f"){result}"])
+
+
+def by_name(words: str) -> str:
+    """Replace functions, classes and modules by their names."""
+    words = re.sub(r"<(?:function|class) ?([\w.]*\.)?(\w+)(?: at 0x\w+)?>", r"\2", words)
+    return re.sub(r"<module ([\w.]+) from [^>]*>", r"\1", words)
 
 
 def split(arguments: str) -> Iterator[str]:
