@@ -13,8 +13,10 @@ A gate (`moe.gates`) chooses experts for each token, `moe.routing` has its choic
 from moe.beside import Beside
 from moe.gates import GATES, Gate
 from moe.gpt import moe_gpt
-from moe.layer import MixtureOfExperts
+from moe.layer import MixtureOfExperts, mixtures
 from moe.log import RoutingLog
 from moe.routing import Routing
 
-__all__ = ["GATES", "Beside", "Gate", "MixtureOfExperts", "Routing", "RoutingLog", "moe_gpt"]
+__all__ = [
+    "GATES", "Beside", "Gate", "MixtureOfExperts", "Routing", "RoutingLog", "mixtures", "moe_gpt",
+]  # fmt: skip

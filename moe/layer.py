@@ -24,7 +24,9 @@ from parallel.nn import (
     ArraySpec,
     Layer,
     LayerTraffic,
+    Model,
     ParameterSpec,
+    Sequential,
     Step,
     cast,
     namespace_of,
@@ -92,6 +94,9 @@ class MixtureOfExperts(Layer):
     ----------
     expected : RoutingLog, optional
         The routing that predictions assume: that of the same run on one rank.
+    bias : array
+        What is added to the scores of each expert, float64 (experts,), if the gate has a
+        `bias_rate`: the same on all ranks, in checkpoints, and changed after each update.
 
     Raises
     ------
@@ -128,6 +133,8 @@ class MixtureOfExperts(Layer):
         self.pattern = expert()
         owned = dispatch.experts_of(gate.num_experts, self.num_ranks, self._place(self.mesh.rank))
         self.experts = [expert() for _ in range(owned.start, owned.stop)]
+        self.bias = np.zeros(gate.num_experts)
+        self.counts = np.zeros(gate.num_experts, np.int64) if gate.bias_rate else None
 
     @property
     def comm(self) -> Communicator | None:
@@ -186,12 +193,31 @@ class MixtureOfExperts(Layer):
         """Route this rank's tokens, and add its part of the losses to those of the step."""
         weight = self.value["router"] if self.gate.has_router else None
         batch = step.batch
-        routed = self.router.route(x, weight, step, self._num_groups(len(x)))
+        bias = None if self.counts is None else self.bias
+        routed = self.router.route(x, weight, step, self._num_groups(len(x)), bias)
+        if self.counts is not None and not step.is_again:
+            self.counts += np.bincount(routed.routing.expert, minlength=self.gate.num_experts)
         step.losses.append(self.router.loss(routed) / step.total)
         if self.log is not None and batch is not None:
             first = batch.of_rank[self.mesh.rank].start
             self.log.add(batch.step, self.name, first, routed.gated.routing)
         return routed
+
+    # The biases of experts
+
+    def end_step(self, counts: Integers) -> None:
+        """Change the biases against the loads, the `counts` of all tokens of the step."""
+        self.bias = self.gate.next_bias(self.bias, counts)
+
+    def state(self) -> list[float]:
+        """Return the biases of the experts."""
+        biases: list[float] = self.bias.tolist()
+        return biases
+
+    def load_state(self, state: Sequence[float]) -> None:
+        self.bias = np.array(state, np.float64)
+
+    # The dispatch
 
     def _num_groups(self, num_rows: int) -> int:
         if num_rows % self.rows_per_group:
@@ -397,6 +423,15 @@ class MixtureOfExperts(Layer):
         mine = dispatch.experts_of(self.gate.num_experts, self.num_ranks, self._place(x.rank))
         sizes = sum(load[mine] for load in loads)
         return [x.of_shape(n, self.dim) for n in np.asarray(sizes).tolist()]
+
+
+def mixtures(model: Model) -> list[MixtureOfExperts]:
+    """Return the mixtures of experts of a `model`, in its order.
+
+    To predict what it will send, set `expected` of each to the log of a run on one rank.
+    """
+    parts = Sequential(model.layers).parts()
+    return [layer for _, layer in parts if isinstance(layer, MixtureOfExperts)]
 
 
 def _first_half(expert: Layer, dy: Array, saved: Any) -> tuple[Array, Any]:

@@ -54,11 +54,18 @@ class Router:
         self.gate, self.mesh, self.name = gate, mesh, name
         self.num_parts = mesh.axes.get(CONTEXT, 1)
 
-    def route(self, x: Array, weight: Array | None, step: Step, num_groups: int) -> Routed:
+    def route(
+        self,
+        x: Array,
+        weight: Array | None,
+        step: Step,
+        num_groups: int,
+        bias: Values | None = None,
+    ) -> Routed:
         """Route this rank's tokens `x` (rows, tokens, dim).
 
         `weight` (dim, experts) are the parameters, None without any.  The whole rows are routed in
-        `num_groups` groups.
+        `num_groups` groups, with the `bias` of each expert, if any.
         """
         num_rows, length, dim = x.shape
         tokens = x.reshape(num_rows * length, dim)
@@ -73,7 +80,7 @@ class Router:
             ids = whole.ravel()
             gated = self.gate.forward(logits, random, num_groups=num_groups, token_ids=ids)
         else:
-            gated = self.gate.forward(whole, random, num_groups=num_groups)
+            gated = self.gate.forward(whole, random, num_groups=num_groups, bias=bias)
         own = self.own_tokens(num_rows, context)
         entries = gated.routing.entries_of(own)
         return Routed(gated, gated.routing.of_tokens(own), entries, own)

@@ -24,6 +24,7 @@ KINDS = {
     "WAIT": "complete what was started, and free the gradients that it has summed",
     "UNUSED": "find the layers that no rank has used",
     "LOSS": "sum the loss over ranks",
+    "COUNT": "sum over ranks what layers have counted, and let them use it",
     "NORM": "sum the squares of the gradients over ranks",
 }
 

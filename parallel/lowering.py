@@ -196,6 +196,8 @@ class _Lowering:
             axes = tuple(dict.fromkeys(both))
             self.add("NORM", "norm" if axes else "", axes=axes)
         self.add("UPDATE", "")
+        if self.model.num_counts:
+            self.add("COUNT", "count", axes=(*self.pipe, *sharding.axes))
         for unit, each in self.shardings.items():
             if each.every is not None:
                 self.at_once("AVERAGE", "average", unit, each.shard_axes)

@@ -39,6 +39,7 @@ class Index(NamedTuple):
     layout: dict[str, list[Any]]  # see `layout_of`
     loss_scale: dict[str, Any]  # its value, and the number of updates since it changed
     optimizer: dict[str, Any]  # the class, the options and the number of updates
+    layers: dict[str, list[float]]  # what changes in layers and is no parameter, by name
 
     @classmethod
     def of(cls, trainer: Trainer, step: int, digests: list[str]) -> Index:
@@ -50,6 +51,7 @@ class Index(NamedTuple):
             step, trainer.num_skipped, files, layout_of(trainer),
             {"value": float(scale.value), "num_good": scale.num_good},
             {"class": type(optimizer).__name__, **options},
+            {name: layer.state() for name, layer in trainer.model.counting_layers.items()},
         )  # fmt: skip
 
     def to_json(self) -> str:
@@ -75,7 +77,7 @@ class Index(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError if a field is impossible."""
-        for name in ("files", "layout", "loss_scale", "optimizer"):
+        for name in ("files", "layout", "loss_scale", "optimizer", "layers"):
             if not isinstance(getattr(self, name), dict):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be an object")
         counts = {
@@ -102,6 +104,7 @@ def layout_of(trainer: Trainer) -> dict[str, list[Any]]:
         "states": list(trainer.optimizer.states),
         "shapes": [[name, list(spec.shape)] for name, spec in trainer.model.specs.items()],
         "hook": [name for arrays in hook for name in arrays],
+        "layers": [[n, len(x.state())] for n, x in trainer.model.counting_layers.items()],
     }
 
 
@@ -152,6 +155,9 @@ class Checkpoint:
         for name, shape in layout_of(trainer)["shapes"]:
             for kind in (VALUES, *trainer.optimizer.states):
                 self._check(f"{name}/{kind}", tuple(shape) or (1,), dtype)
+        saved_layers = [[name, len(state)] for name, state in self.index.layers.items()]
+        if saved_layers != self.index.layout["layers"]:
+            raise ValueError(f"layers are {saved_layers}, but the layout has others")
         for name, x, parts in self._hook(trainer):
             for shape in (part.get_shape() for part in parts):
                 if shape != list(x.shape):
@@ -194,6 +200,8 @@ class Checkpoint:
         scale.value, scale.num_good = saved["value"], saved["num_good"]
         trainer.optimizer.steps = self.index.optimizer["steps"]
         trainer.num_skipped = self.index.num_skipped
+        for name, layer in trainer.model.counting_layers.items():
+            layer.load_state(self.index.layers[name])
 
     def _read(self, trainer: Trainer, unit: str, kind: str, part: slice, into: Array) -> None:
         """Read a part of a unit into an array, in its dtype."""

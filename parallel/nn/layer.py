@@ -161,6 +161,7 @@ class Step:
     loss_scale: float = 1.0  # the factor of the loss
     track: Callable[[Any], object] = id  # called with arrays that backward computes again
     num_recomputed: int = 0  # how many forward passes of layers have run again
+    is_again: bool = False  # whether this is such a pass, which adds no losses and counts nothing
     losses: list[float] = field(default_factory=list)  # of layers, to be added to the loss
     is_reference: bool = False  # whether layers complete each call where they start it
     add_wait: Callable[[float], object] = id  # called with the seconds that a layer waited for one
@@ -207,10 +208,14 @@ class Layer(ABC):
     needs_rows : bool
         Whether the layer depends on which rows of the batch it computes: what it sends, what it
         keeps, or which random numbers it draws.
+    counts : array, optional
+        What the layer has counted in this step, int64 (n,), if it counts anything.  After the
+        update ranks add up what they have counted, and `end_step` gets the sum.
     """
 
     saves_input = True
     needs_rows = False
+    counts: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     def __init__(self) -> None:
         self.value: dict[str, Array] = {}
@@ -263,6 +268,22 @@ class Layer(ABC):
         """
         return LayerTraffic()
 
+    def end_step(self, counts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Use the sum of the `counts` of all ranks in a step."""
+        raise NotImplementedError(f"{type(self).__name__} counts nothing")
+
+    def state(self) -> list[float]:
+        """Return what changes from step to step and is no parameter; checkpoints contain it."""
+        return []
+
+    def load_state(self, state: Sequence[float]) -> None:
+        """Set what `state` returned."""
+        assert not state, f"{type(self).__name__} has no state"
+
+    def parts(self, name: str = "") -> Iterator[tuple[str, Layer]]:
+        """Yield this layer and all layers in it, with their names; its own is `name`."""
+        yield name, self
+
     def config(self) -> list[Any]:
         """Return what must be equal on all ranks and is not visible in the parameters' shapes.
 
@@ -287,6 +308,11 @@ class Sequential(Layer):
     def specs(self) -> dict[str, ParameterSpec]:
         inner = ((name, layer.specs()) for name, layer in self.layers.items())
         return {f"{name}.{key}": spec for name, specs in inner for key, spec in specs.items()}
+
+    def parts(self, name: str = "") -> Iterator[tuple[str, Layer]]:
+        yield name, self
+        for key, layer in self.layers.items():
+            yield from layer.parts(f"{name}.{key}" if name else key)
 
     def config(self) -> list[Any]:
         inner = [[name, *layer.config()] for name, layer in self.layers.items()]
@@ -382,6 +408,10 @@ class Recompute(Layer):
     def specs(self) -> dict[str, ParameterSpec]:
         return self.layer.specs()
 
+    def parts(self, name: str = "") -> Iterator[tuple[str, Layer]]:
+        yield name, self
+        yield from self.layer.parts(name)
+
     def config(self) -> list[Any]:
         return self.layer.config()  # the numbers are the same: ranks that send nothing may differ
 
@@ -401,7 +431,9 @@ class Recompute(Layer):
         return self.layer.backward(dy, self._again(*saved))
 
     def _again(self, x: Array, step: Step) -> Any:
+        losses, step.losses, step.is_again = step.losses, [], True
         saved = self.layer.forward(x, step)[1]
+        step.losses, step.is_again = losses, False
         step.num_recomputed += 1
         step.track(saved)
         return saved

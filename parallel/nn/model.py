@@ -163,6 +163,25 @@ class Model:
             for unit in self.units
         }
 
+    # What layers count
+
+    @property
+    def counting_layers(self) -> dict[str, Layer]:
+        """The layers that count something in each step, by name (`Layer.counts`)."""
+        parts = Sequential(self.layers).parts()
+        return {name: layer for name, layer in parts if layer.counts is not None}
+
+    @property
+    def counts(self) -> dict[str, np.ndarray[Any, np.dtype[np.int64]]]:
+        """What layers have counted in this step, by name."""
+        parts = Sequential(self.layers).parts()
+        return {name: layer.counts for name, layer in parts if layer.counts is not None}
+
+    @property
+    def num_counts(self) -> int:
+        """How many numbers layers count."""
+        return sum(map(len, self.counts.values()))
+
     # Order
 
     @property

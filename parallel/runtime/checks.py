@@ -36,6 +36,8 @@ def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
             "ranks along 'context' compute different tokens: the sharding must sum over it, such as"
             " Sharding.zero(1, axes=('data', 'context'))"
         )
+    if sharding.every is not None and model.needs_rows:
+        raise ValueError("local updates take no layer that depends on the rows of the whole batch")
     partial = {axis for spec in model.specs.values() for axis in spec.partial}
     used = {"pipe"} | wanted | partial if model.mesh.size > 1 else set()
     used |= set(sharding.axes)
@@ -76,8 +78,10 @@ def check_arguments(axes: dict[str, int], sharding: Sharding, algorithm: str) ->
                 )
 
 
-def check_schedule(schedule: Schedule, mesh: Mesh, recipe: Recipe, sharding: Sharding) -> None:
-    """Raise ValueError unless a schedule can run on this mesh by a recipe and with a sharding."""
+def check_schedule(
+    schedule: Schedule, mesh: Mesh, recipe: Recipe, sharding: Sharding, model: Model
+) -> None:
+    """Raise ValueError unless a model can train by this schedule, recipe and sharding on a mesh."""
     num_ranks, num_parts = mesh.axes.get("pipe", 1), recipe.num_micro_batches
     if (schedule.num_ranks, schedule.num_micro_batches) != (num_ranks, num_parts):
         raise ValueError(
@@ -87,10 +91,10 @@ def check_schedule(schedule: Schedule, mesh: Mesh, recipe: Recipe, sharding: Sha
     if num_ranks > 1 and (sharding.secondary_axes or sharding.every is not None):
         raise ValueError("ZeRO++ and local updates do not work with a pipeline")
     if schedule.is_asynchronous:
-        check_asynchronous(recipe, sharding)
+        check_asynchronous(recipe, sharding, model)
 
 
-def check_asynchronous(recipe: Recipe, sharding: Sharding) -> None:
+def check_asynchronous(recipe: Recipe, sharding: Sharding, model: Model) -> None:
     """Raise ValueError for what needs the gradient of all stages at once, or parts of units."""
     is_simple = not sharding.divided and not sharding.find_unused_parameters
     reasons = {
@@ -98,6 +102,7 @@ def check_asynchronous(recipe: Recipe, sharding: Sharding) -> None:
         "float16": recipe.dtype == "float16",
         "sharding of parameters or states": not is_simple or sharding.every is not None,
         "offload": recipe.offload is not Place,
+        "biases of experts, which change once in a step": model.num_counts > 0,
     }
     if found := [reason for reason, is_given in reasons.items() if is_given]:
         raise ValueError(f"pipedream updates each stage alone: it takes no {found[0]}")

@@ -52,7 +52,7 @@ class Walk:
             "F": self._compute, "B": self._compute, "I": self._compute, "W": self._compute,
             "UNSHARD": self._unshard, "RESHARD": self._reshard, "REDUCE": self._reduce,
             "WAIT": self._wait, "AVERAGE": self._reduce, "UNUSED": self._finish,
-            "LOSS": self._finish, "NORM": self._finish,
+            "LOSS": self._finish, "NORM": self._finish, "COUNT": self._finish,
             "SEND_F": self._send, "SEND_B": self._send,
             "RECV_F": self._receive, "RECV_B": self._receive,
         }  # fmt: skip

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from collectives import Communicator
 from parallel.accounts import PredictedCall, merged
 from parallel.actions import Action
-from parallel.nn import ArraySpec
+from parallel.nn import ArraySpec, Model
 from parallel.placement import length, span
 from parallel.runtime import agreement
 from parallel.runtime.state import BatchSize, State
@@ -18,7 +19,11 @@ from parallel.sharding import AllGather, AllReduce, CommHook, Gather
 
 S = TypeVar("S", bound=State)
 SCALAR_ALGORITHM = "recursive_doubling"  # the all-reduce of a few numbers
-SCALARS = {"UNUSED": (0, 1), "LOSS": (2, 8), "NORM": (1, 8)}  # elements (0: layers), itemsize
+# Elements (as a function of the model) and itemsize.
+SCALARS: dict[str, tuple[Callable[[Model], int], int]] = {
+    "UNUSED": (lambda model: len(model.layers_with_parameters), 1), "LOSS": (lambda _: 2, 8),
+    "NORM": (lambda _: 1, 8), "COUNT": (attrgetter("num_counts"), 8),
+}  # fmt: skip
 
 
 class RunSize(NamedTuple):
@@ -132,10 +137,10 @@ def calls_of(
         yield from messages(state, action, batch)
     elif action.kind in SCALARS:
         if action.axes:
-            counts, itemsize = SCALARS[action.kind]
+            num_elements, itemsize = SCALARS[action.kind]
             yield state.predicted(
-                action.phase, "all_reduce", counts or len(state.model.layers_with_parameters),
-                action.axes, itemsize=itemsize, algorithm=SCALAR_ALGORITHM, in_place=True,
+                action.phase, "all_reduce", num_elements(state.model), action.axes,
+                itemsize=itemsize, algorithm=SCALAR_ALGORITHM, in_place=True,
             )  # fmt: skip
     elif action.kind in ("UNSHARD", "REDUCE", "AVERAGE"):
         yield from unit_calls(state, action)

@@ -22,7 +22,7 @@ from parallel.mesh import Mesh
 from parallel.nn import Array, Model
 from parallel.optim import Offload, Optimizer, pieces
 from parallel.pipeline import Schedule, make, validate
-from parallel.placement import length, pieces_of, span
+from parallel.placement import length, pieces_of, span, split
 from parallel.runtime import agreement, prediction
 from parallel.runtime.agreement import format_ranks
 from parallel.runtime.checks import check_arguments, check_model, check_recipe, check_schedule
@@ -43,6 +43,7 @@ METHODS = {
     "UNSHARD": "units.unshard", "RESHARD": "units.reshard", "REDUCE": "units.reduce",
     "AVERAGE": "units.average", "WAIT": "wait",
     "UNUSED": "find_unused", "LOSS": "reduce_loss", "NORM": "reduce_norm", "UPDATE": "update",
+    "COUNT": "sum_counts",
 }  # fmt: skip
 HALVES = {"B": "backward", "I": "backward_input", "W": "backward_weight"}
 COMPUTING = ("F", "B", "I", "W", "UPDATE", "RESHARD")
@@ -69,6 +70,7 @@ class Trainer(State):
     | loss        | all_reduce | S     | 16 p q                                  |
     | norm        | all_reduce | S     | 8 p q, if ranks divide gradients, with  |
     |             |            |       | clipping and in float16                 |
+    | count       | all_reduce | S     | 8 n p q, if layers count n numbers      |
 
     Parameters
     ----------
@@ -149,7 +151,7 @@ class Trainer(State):
             schedule = make(schedule, mesh.axes.get("pipe", 1), recipe.num_micro_batches)
         else:  # one that tests have not proved
             validate(schedule)
-        check_schedule(schedule, mesh, recipe, sharding)
+        check_schedule(schedule, mesh, recipe, sharding, model)
         super().__init__(mesh, model, recipe, sharding, algorithm, Stages(model, schedule))
         self.phase = phase
         self.num_updates = self.num_skipped = self.num_batches = self.steps_alone = 0
@@ -314,6 +316,8 @@ class Trainer(State):
         self.loss, self.squares = 0.0, 0.0
         self.num_batches += 1
         self._zero_gradients()
+        for counts in self.model.counts.values():
+            counts[...] = 0
         self._share = 1.0  # of the loss of the whole batch
         if self.sharding.every is not None:  # the gradient is the mean over the rank's own rows
             self._share, total = targets.size / total, targets.size
@@ -414,6 +418,16 @@ class Trainer(State):
     def reduce_norm(self, action: Action) -> None:
         """Set `squares` to that of the scaled gradient, along the axes of an `action`."""
         (self.squares,) = self.all_reduce_scalars(action.axes, [self.own_squares()])
+
+    def sum_counts(self, action: Action) -> None:
+        """Let layers use what those of all ranks along the axes of an `action` have counted."""
+        own = self.model.counts
+        counts = np.concatenate(list(own.values()))
+        if action.axes:
+            options = {"op": "sum", "out": counts, "algorithm": SCALAR_ALGORITHM}
+            self.start_call(action.axes, "all_reduce", counts, **options)()
+        for name, each in zip(own, split(counts, map(len, own.values())), strict=True):
+            self.model.counting_layers[name].end_step(each)
 
     def own_squares(self) -> float:
         """Return the sum of squares of the scaled gradients that this rank updates by.

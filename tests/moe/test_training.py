@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from moe import GATES, RoutingLog, moe_gpt
-from moe.layer import MixtureOfExperts
+import collectives
+from moe import GATES, RoutingLog, mixtures, moe_gpt
 from moe.log import digests
-from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer
+from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer, checkpoint
 from parallel.nn import Model
 from parallel.rank_report import differences
 from tests.parallel.layouts import CLIP, End, Setup, check_equal, with_optimizer
@@ -50,15 +51,6 @@ class Mixture(NamedTuple):
 
 
 LOGS: dict[Mixture, RoutingLog] = {}
-
-
-def mixtures(model: Model) -> list[MixtureOfExperts]:
-    found, layers = [], list(model.layers.values())
-    for layer in layers:  # which grow meanwhile
-        if isinstance(layer, MixtureOfExperts):
-            found.append(layer)
-        layers.extend(getattr(layer, "layers", {}).values())
-    return found
 
 
 def setup_of(mixture: Mixture, zero: int = 1, parts: int = 2, **axes: int) -> Setup:
@@ -181,3 +173,81 @@ def test_rows_that_a_rank_should_not_have_are_refused() -> None:
 
     with pytest.raises(ValueError, match="but of a batch of 13 rows that"):
         setup._replace(change=fewer).run()
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"expert": 2}, {"data": 2, "expert": 2}, {"pipe": 2, "expert": 2}, {"context": 2},
+     {"tensor": 2}],
+)  # fmt: skip
+def test_biases_are_those_of_one_rank(axes: dict[str, int]) -> None:
+    """They have changed in each of 4 steps by the loads of all ranks."""
+    setup = setup_of(Mixture("bias"), **axes)
+    wanted = [layer.bias for layer in mixtures(setup.alone().trainer.model)]
+    steps = 1000 * wanted[0]
+    assert (steps == steps.round()).all() and steps.any() and abs(steps).max() <= 4
+    for end in setup.run():
+        for layer, bias in zip(mixtures(end.trainer.model), wanted, strict=True):
+            assert (layer.bias == bias).all()
+
+
+def test_without_the_sum_of_counts_biases_differ() -> None:
+    """The negative control."""
+
+    def alone(trainer: Trainer) -> None:
+        trainer.actions = [
+            each._replace(axes=()) if each.kind == "COUNT" else each for each in trainer.actions
+        ]
+
+    ends = setup_of(Mixture("bias"), expert=4)._replace(change=alone).run()
+    first, *others = ([x.bias.tolist() for x in mixtures(end.trainer.model)] for end in ends)
+    assert any(each != first for each in others)
+
+
+def test_recomputed_layers_count_and_lose_once() -> None:
+    class Recomputed(Mixture):
+        def __call__(self, mesh: Mesh | None) -> Model:
+            model = super().__call__(mesh)
+            again = Model(model.layers, recompute=["block*"], mesh=mesh)
+            return again if mesh is not None and mesh.size > 1 else model
+
+    ends = check(setup_of(Recomputed("sigmoid"), expert=2))
+    assert all(end.trainer.micro_batches.num_recomputed for end in ends)
+    for layers in zip(*(mixtures(end.trainer.model) for end in ends), strict=True):
+        counted = [layer.counts.sum() for layer in layers if layer.counts is not None]
+        assert sum(counted) == layers[0].gate.k * 13 * CONTEXT
+
+
+def test_checkpoints_have_the_biases(tmp_path: Path) -> None:
+    """Saved on data x expert, loaded on one rank and on expert alone."""
+    mixture = Mixture("bias")
+    setup = setup_of(mixture, data=2, expert=2)
+    alone = setup.alone()
+    saved = [layer.bias.tolist() for layer in mixtures(alone.trainer.model)]
+    setup._replace(change=partial(save_at_end, tmp_path)).run()
+    path = checkpoint.latest(tmp_path)
+    assert path is not None
+
+    def loaded(comm: collectives.Communicator) -> list[Any]:
+        mesh = Mesh(comm, expert=comm.size)
+        sharding = Sharding.zero(1, axes=("expert",))
+        trainer = Trainer(mesh, mixture(mesh), setup.recipe, sharding=sharding)
+        trainer.resume()
+        checkpoint.load(trainer, path)
+        return [layer.bias.tolist() for layer in mixtures(trainer.model)]
+
+    log = LOGS[mixture]
+    for size in (1, 4):
+        assert collectives.run(loaded, size=size) == [saved] * size
+    LOGS[mixture] = log
+
+
+def save_at_end(folder: Path, trainer: Trainer) -> None:
+    train = trainer.train
+
+    def and_save(*args: Any) -> list[float]:
+        losses = train(*args)
+        checkpoint.save(trainer, folder, len(losses))
+        return losses
+
+    trainer.train = and_save  # type: ignore[method-assign]
