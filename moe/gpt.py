@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from moe.beside import Beside
@@ -16,6 +18,7 @@ from parallel.nn import Layer, Model
 def moe_gpt(
     *,
     gate: str | Callable[[int], Gate] = "switch",
+    gate_options: Mapping[str, Any] | None = None,
     num_experts: int | Sequence[int] = 8,
     every: int = 2,
     num_shared: int = 0,
@@ -34,6 +37,8 @@ def moe_gpt(
     ----------
     gate : str or function
         A name of `moe.GATES`, or a function that makes a gate for a number of experts.
+    gate_options : mapping, optional
+        Options of the gate with this name, such as ``{"capacity_factor": 2.0}``.
     num_experts : int or sequence of int
         Of each block with experts; or of each of them, in order: PR-MoE has more in deeper ones.
     every : int
@@ -48,8 +53,8 @@ def moe_gpt(
     Raises
     ------
     ValueError
-        For a gate that does not exist, or if `num_experts` has another length than there are blocks
-        with experts.
+        For a gate or an option that does not exist, or if `num_experts` has another length than
+        there are blocks with experts.
 
     Examples
     --------
@@ -66,7 +71,7 @@ def moe_gpt(
         raise ValueError(
             f"num_experts has {len(each)} numbers for {len(blocks)} blocks with experts"
         )
-    make_gate = gate_by_name(gate) if isinstance(gate, str) else gate
+    make_gate = gate_by_name(gate, gate_options or {}) if isinstance(gate, str) else gate
     gates = {i: make_gate(n) for i, n in zip(blocks, each, strict=True)}
     common: dict[str, Any] = {
         "mesh": mesh, "log": log, "rows_per_group": rows_per_group, "is_padded": is_padded,
@@ -83,8 +88,14 @@ def moe_gpt(
     return gpt(hidden=hidden, num_layers=num_layers, mesh=mesh, mlp=mlp, **options)
 
 
-def gate_by_name(name: str) -> Callable[[int], Gate]:
-    """Return what makes the gate of this name.  Raises ValueError if there is none."""
+def gate_by_name(name: str, options: Mapping[str, Any]) -> Callable[[int], Gate]:
+    """Return what makes the gate of this name with some options.
+
+    Raises ValueError if there is no such gate, or if it does not have these options.
+    """
     if name not in GATES:
         raise ValueError(f"there is no gate {name!r}; choose from {', '.join(GATES)}")
-    return GATES[name]
+    known = [*inspect.signature(GATES[name]).parameters][1:]
+    if unknown := [option for option in options if option not in known]:
+        raise ValueError(f"the gate {name} has no option {unknown[0]}, only {', '.join(known)}")
+    return partial(GATES[name], **options)

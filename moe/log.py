@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
+
+from collectives import Communicator
 from moe.routing import Integers, Routing, digest, joined
+from parallel.placement import split
 
 
 class RoutingLog:
@@ -42,6 +49,48 @@ class RoutingLog:
             self._whole[step, name] = joined(parts[row] for row in sorted(parts))
         return self._whole[step, name]
 
+    def merge(self, other: RoutingLog) -> None:
+        """Add all that another log has."""
+        for (step, name), parts in other.parts.items():
+            for row, routing in parts.items():
+                self.add(step, name, row, routing)
+
+    def to_bytes(self) -> bytes:
+        """Return all routings as a file of NumPy, ``.npz``."""
+        arrays: dict[str, Any] = {
+            f"{step}/{row}/{name}": np.concatenate([numbers_of(routing), *columns_of(routing)])
+            for (step, name), parts in self.parts.items()
+            for row, routing in parts.items()
+        }
+        file = io.BytesIO()
+        np.savez_compressed(file, **arrays)
+        return file.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RoutingLog:
+        """Return the log that `to_bytes` has written as `data`.
+
+        Raises ValueError if it is no such file.
+        """
+        log = cls()
+        try:
+            with np.load(io.BytesIO(data)) as arrays:
+                for key in arrays.files:
+                    step, row, name = key.split("/", 2)
+                    log.add(int(step), name, int(row), routing_of(arrays[key]))
+        except (zipfile.BadZipFile, KeyError, IndexError, OSError) as error:
+            raise ValueError(f"it is no log of routings: {error}") from error
+        return log
+
+    def gathered(self, comm: Communicator) -> RoutingLog:
+        """Return what the logs of all ranks of `comm` have together.  All ranks call this."""
+        mine = np.frombuffer(self.to_bytes(), np.uint8)
+        sizes = comm.all_gather(np.array([mine.size])).tolist()
+        whole, log = comm.all_gather(mine, counts=sizes), RoutingLog()
+        for part in split(whole, sizes):
+            log.merge(RoutingLog.from_bytes(part.tobytes()))
+        return log
+
     def tables(self, tokens_per_row: int) -> Iterator[tuple[int, str, Integers]]:
         """Yield the step, the layer, and the table of each part, with tokens numbered in the batch.
 
@@ -50,6 +99,26 @@ class RoutingLog:
         for (step, name), parts in sorted(self.parts.items()):
             for row, routing in sorted(parts.items()):
                 yield step, name, routing.table(row * tokens_per_row)
+
+
+def columns_of(routing: Routing) -> tuple[Integers, ...]:
+    """Return the arrays of a routing."""
+    return routing.token, routing.expert, routing.group, routing.slot
+
+
+def numbers_of(routing: Routing) -> Integers:
+    """Return the numbers of a routing; a capacity of -1 stands for none."""
+    capacity = -1 if routing.capacity is None else routing.capacity
+    numbers = (routing.num_tokens, routing.num_experts, routing.num_groups, capacity)
+    return np.array(numbers, np.int64)
+
+
+def routing_of(numbers: Integers) -> Routing:
+    """Return the routing of `numbers_of` and `columns_of`, one after the other."""
+    num_tokens, num_experts, num_groups, capacity = numbers[:4].tolist()
+    token, expert, group, slot = np.split(numbers[4:], 4)
+    limit = None if capacity < 0 else capacity
+    return Routing(token, expert, group, slot, num_tokens, num_experts, num_groups, limit)
 
 
 def digests(logs: list[RoutingLog], tokens_per_row: int) -> dict[tuple[int, str], str]:

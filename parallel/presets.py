@@ -22,6 +22,13 @@ OPTIMIZERS = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 HOOKS = ("float16", "bfloat16", "int8", "powersgd:RANK")
 RECOMPUTE = {"all": ("block*",), "attention": ("block*.attention.heads",), "none": ()}
 
+# Of --moe: those of the gate, and those of the layer.
+GATE_OPTIONS = {"top_k": "k", "capacity_factor": "capacity_factor"}
+MOE_OPTIONS = {
+    "moe_every": "every", "shared_experts": "num_shared", "padded": "is_padded",
+    "dispatch_parts": "num_parts",
+}  # fmt: skip
+
 Named = dict[str, tuple[Callable[..., Any], tuple[str, ...]]]
 # Strategies by name, each with the options that not all of them take: those that are a sharding on
 # a mesh with its axes, and those that run in another way.
@@ -41,10 +48,12 @@ RUNTIMES: Named = {
     "elastic": (Elastic, ("bucket_bytes", "kill")),
 }
 STRATEGIES = SHARDINGS | RUNTIMES
-MODEL_AXES = ("pipe", "context", "tensor")  # along which ranks divide the model, or a row
+MODEL_AXES = ("pipe", "context", "expert", "tensor")  # along which ranks divide the model, or a row
+ROW_AXES = ("data", "context", "expert")  # along which ranks compute different tokens
 SERVED = (
-    "this works: --mesh with any of pipe, data, context and tensor and --zero 0, 1, 2 or 3, or"
-    " --mesh replicate=G,shard=N with --zero 3 on G x N ranks, or --strategy with one of its names"
+    "this works: --mesh with any of pipe, data, context, expert and tensor and --zero 0, 1, 2 or 3,"
+    " or --mesh replicate=G,shard=N with --zero 3 on G x N ranks, or --strategy with one of its"
+    " names"
 )
 
 
@@ -82,6 +91,16 @@ def name_strategy(comm: Communicator, options: argparse.Namespace) -> None:
 def check_model_options(options: argparse.Namespace) -> None:
     """Raise ValueError for options of axes that the mesh does not have."""
     axes = options.mesh or {}
+    has_gate = getattr(options, "moe", None) is not None
+    if "expert" in axes and not has_gate:
+        raise ValueError("--mesh with expert=N needs --moe GATE")
+    for name in (*GATE_OPTIONS, *MOE_OPTIONS) if not has_gate else ():
+        if getattr(options, name, None):
+            raise ValueError(f"--{name.replace('_', '-')} needs --moe GATE")
+    if has_gate and options.strategy not in ("serial", "ddp", "zero1", "zero2", "zero3"):
+        raise ValueError(f"{options.strategy} takes no --moe; {SERVED}")
+    if has_gate and options.sequence_parallel:
+        raise ValueError("--moe takes no --sequence-parallel")
     needed = {"schedule": "pipe", "sequence_parallel": "tensor", "attention": "context"}
     for name, axis in needed.items():
         if getattr(options, name, None) is not None and axis not in axes:
@@ -105,7 +124,10 @@ def title(options: argparse.Namespace) -> str:
 def mesh_of(comm: Communicator, options: argparse.Namespace) -> Mesh | None:
     """Return the mesh for the model of ``--mesh``; None if it divides no model."""
     axes = options.mesh or {}
-    return Mesh(comm, **axes) if set(axes) & set(MODEL_AXES) else None
+    needs_ranks = options.moe is not None and options.strategy != "serial"
+    if not set(axes) & set(MODEL_AXES) and not needs_ranks:
+        return None
+    return Mesh(comm, **axes)
 
 
 def trainer_factory(
@@ -137,7 +159,7 @@ def trainer_factory(
     of_trainer = {name: given.pop(name) for name in ("algorithm", "schedule") if name in given}
     group_size = given.pop("group_size", None)
     if mesh is not None:
-        given["axes"] = tuple(axis for axis in ("data", "context") if axis in mesh.axes)
+        given["axes"] = tuple(axis for axis in ROW_AXES if axis in mesh.axes)
     sharding = make(**given)
     mesh = mesh or mesh_for(comm, sharding, options.get("mesh"), group_size)
     return partial(Trainer, mesh, model, recipe, sharding=sharding, **of_trainer)

@@ -6,6 +6,7 @@
     python -m collectives.launch -n 4 -m parallel.train --strategy ddp --hook powersgd:4
     python -m collectives.launch -n 8 -m parallel.train --mesh pipe=2,data=2,tensor=2 --zero 1 \\
         --schedule zb-v --micro-batches 4 --sequence-parallel
+    python -m collectives.launch -n 4 -m parallel.train --mesh data=2,expert=2 --moe switch
     python -m collectives.launch -n 4 --fault-tolerant -m parallel.train --strategy elastic
 
 Rank 0 prints the loss, the memory of every rank (by formula, and counted) and the traffic
@@ -28,7 +29,7 @@ import sys
 import time
 import zlib
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +39,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator, Ledger
+from moe import GATES, RoutingLog, mixtures, moe_gpt
 from parallel import checkpoint, cli, presets, text
 from parallel.accounts import (
     Event,
@@ -51,12 +53,13 @@ from parallel.accounts import (
     rank_times,
 )
 from parallel.elastic import survive
-from parallel.nn import context_positions
+from parallel.mesh import Mesh
+from parallel.nn import Model, context_positions
 from parallel.nn.gpt import ATTENTION, SEQUENCE_PARALLEL, gpt
 from parallel.optim import DTYPES
 from parallel.pipeline import SCHEDULES, simulate
 from parallel.rank_report import RankReport, differences, gather
-from parallel.runtime import agreement
+from parallel.runtime import BatchSize, agreement
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -157,6 +160,23 @@ def parser() -> argparse.ArgumentParser:
     add("--recompute", nargs="?", const="all", default="none", choices=presets.RECOMPUTE,
         help="keep only the inputs of all blocks, or of attention; default: none")  # fmt: skip
 
+    add = parse.add_argument_group("mixtures of experts").add_argument
+    add("--moe", choices=GATES, metavar="GATE",
+        help=f"experts in place of MLPs, chosen by {', '.join(GATES)}")  # fmt: skip
+    add("--experts", type=positive, default=8, help="number of experts; default: %(default)s")
+    add("--top-k", type=positive, metavar="K", help="experts for each token; default: the gate's")
+    add("--capacity-factor", type=float, metavar="F", help="default: the gate's")
+    add("--moe-every", type=positive, metavar="N",
+        help="of N consecutive blocks the last has experts; default: 2")  # fmt: skip
+    add("--shared-experts", type=natural, metavar="N", help="MLPs beside the experts; default: 0")
+    add("--padded", action="store_true", help="send as many rows for an expert as its capacity")
+    add("--dispatch-parts", type=positive, metavar="N",
+        help="send in N parts, and compute one while others are sent; default: 1")  # fmt: skip
+    add("--routing", type=Path, metavar="FILE",
+        help="predict from this routing, of a run on one rank; default: that of this run",
+    )  # fmt: skip
+    add("--save-routing", type=Path, metavar="FILE", help="write the routing of all steps to FILE")
+
     add = parse.add_argument_group("update").add_argument
     add("--dtype", choices=DTYPES, default="float64",
         help="of parameters, gradients and messages; default: %(default)s")  # fmt: skip
@@ -214,6 +234,25 @@ def mesh_axes(word: str) -> dict[str, int]:
     return axes
 
 
+def model_of(options: argparse.Namespace, mesh: Mesh | None, log: RoutingLog) -> Model:
+    """Return the model of the command line; mixtures of experts add their routing to `log`."""
+    of_gpt: dict[str, Any] = {
+        "num_layers": options.layers, "hidden": options.hidden, "num_heads": options.heads,
+        "context": options.context, "is_tied": options.tied, "is_shared": options.shared,
+        "recompute": presets.RECOMPUTE[options.recompute], "mesh": mesh,
+        "sequence_parallel": options.sequence_parallel, "attention": options.attention or "ring",
+    }  # fmt: skip
+    if options.moe is None:
+        return gpt(**of_gpt)
+    given = vars(options)
+    of_gate = {name: given[key] for key, name in presets.GATE_OPTIONS.items() if given[key]}
+    of_layer = {name: given[key] for key, name in presets.MOE_OPTIONS.items() if given[key]}
+    return moe_gpt(
+        gate=options.moe, gate_options=of_gate, num_experts=options.experts, log=log,
+        **of_layer, **of_gpt,
+    )  # fmt: skip
+
+
 class Training:
     """One run, on one rank of `comm`; ranks of `job`, by default `comm`, may have died before.
 
@@ -237,12 +276,8 @@ class Training:
         same = vars(options) | {"length": len(self.text)}
         agreement.check_same(comm, {"text": self.text}, same)
         mesh = presets.mesh_of(comm, options)
-        self.model = gpt(
-            num_layers=options.layers, hidden=options.hidden, num_heads=options.heads,
-            context=options.context, is_tied=options.tied, is_shared=options.shared,
-            recompute=presets.RECOMPUTE[options.recompute], mesh=mesh,
-            sequence_parallel=options.sequence_parallel, attention=options.attention or "ring",
-        )  # fmt: skip
+        self.routing = RoutingLog()  # of this rank
+        self.model = model_of(options, mesh, self.routing)
         # In two parts: the second makes communicators, for which no rank may be missing.
         with together("preparing the strategy"):
             recipe, given = presets.make_recipe(comm, options), vars(options)
@@ -270,7 +305,8 @@ class Training:
     def check_batch(self) -> None:
         """Raise ValueError if the batch cannot be divided, or if the text is too short."""
         o = self.options
-        ranks = o.mesh["data"] if "data" in (o.mesh or ()) else self.comm.size
+        axes = o.mesh or {}
+        ranks = axes["data"] * axes.get("expert", 1) if "data" in axes else self.comm.size
         self.batch(0, 0, 1)
         num_parts = (o.mesh or {}).get("context", 1)
         context_positions(o.context, num_parts, 0)  # raises if a rank would have none
@@ -297,14 +333,18 @@ class Training:
         for path in (checkpoint.checkpoint_path(o.save, step) for step in self.steps_to_save):
             if path.exists():
                 raise ValueError(f"cannot save a checkpoint in {path}: there is one already")
-        outputs = [path for path in (o.trace, o.json) if path is not None]
-        for path in outputs:
+        named = {"--trace": o.trace, "--json": o.json, "--save-routing": o.save_routing}
+        outputs = {name: path for name, path in named.items() if path is not None}
+        if o.routing is not None:
+            RoutingLog.from_bytes(o.routing.read_bytes())  # raises if it cannot be read
+        for path in outputs.values():
             if self.comm.rank == 0 and not cli.can_be_written(path):
                 raise ValueError(f"{path} cannot be written")
             if o.text is not None and path.resolve() == Path(o.text).resolve():
                 raise ValueError(f"{path} is the text: it would be overwritten")
-        if len({path.resolve() for path in outputs}) < len(outputs):
-            raise ValueError(f"--trace and --json name the same file, {o.json}")
+        for (one, path), (other, same) in combinations(outputs.items(), 2):
+            if path.resolve() == same.resolve():
+                raise ValueError(f"{one} and {other} name the same file, {path}")
 
     # The run
 
@@ -372,7 +412,10 @@ class Training:
         part = self.strategy.batch_part
         rows = len(self.batch(0, *part)[0]) if part[1] else 0
         updates = self.strategy.num_updates_in(self.options.steps - self.first) - self.num_skipped
-        report = RankReport.of(self.strategy, updates, rows, self.options.context)
+        self.expect_routing(comm)
+        steps = range(self.first, self.options.steps)
+        batches = [BatchSize(self.options.batch, self.options.context, step) for step in steps]
+        report = RankReport.of(self.strategy, updates, rows, self.options.context, batches)
         self.reports = gather(comm, report) or []
         self.rank_times = self.times_of_ranks(comm)
         whole, observed = ledger.gather(), self.monitor.gather()
@@ -380,6 +423,22 @@ class Training:
             return None
         reason = self.monitor.reason
         return TrafficTable(self.traffic(), whole, observed, size=comm.size, reason=reason)
+
+    def expect_routing(self, comm: Communicator) -> None:
+        """Let layers predict from the routing in the file of --routing, or else of this run.
+
+        Write that of this run to the file of --save-routing.
+        """
+        o = self.options
+        if o.moe is None:
+            return
+        found = self.routing.gathered(comm)
+        if o.save_routing is not None and comm.rank == 0:
+            o.save_routing.write_bytes(found.to_bytes())
+        if o.routing is not None:
+            found = RoutingLog.from_bytes(o.routing.read_bytes())
+        for layer in mixtures(self.model):
+            layer.expected = found
 
     def times_of_ranks(self, comm: Communicator) -> list[RankTimes]:
         """Return the times of all ranks in the last step of a pipeline, on rank 0; else none."""
@@ -395,7 +454,7 @@ class Training:
         o, is_resumed = self.options, self.source is not None
         calls = self.strategy.traffic(
             o.steps - self.first, batch=(o.batch, o.context), num_skipped=self.num_skipped,
-            is_resumed=is_resumed,
+            is_resumed=is_resumed, first=self.first,
         )  # fmt: skip
         loads = is_resumed * checkpoint.traffic(self.strategy, "load")
         return calls + loads + len(self.steps_to_save) * checkpoint.traffic(self.strategy)

@@ -287,7 +287,7 @@ class Gate:
         """Return what must be equal on all ranks: the result consists of strings and numbers."""
         return [repr(getattr(self, name)) for name in ("num_experts", "k", "rule", "noise")] + [
             repr(self.capacity_factor), repr(self.losses), repr(self.scale),
-            str(getattr(self.selection, "__name__", self.selection)),
+            getattr(self.selection, "__name__", repr(self.selection)),
             str(self.scores.forward.__name__), repr(self.is_normalized), repr(self.bias_rate),
             repr(self.has_router), repr(self.init_scale),
         ]  # fmt: skip

@@ -8,10 +8,10 @@ from moe.gates.gate import Gate
 from moe.gates.losses import Balance, Importance, Load, RouterZ
 from moe.gates.scores import SIGMOID
 from moe.gates.selections import (
+    NodeLimited,
     batch_priority,
     expert_choice,
     hashed,
-    limited_to,
     random_second,
 )
 
@@ -124,7 +124,7 @@ def sigmoid(
     if k > most_nodes * (num_experts // num_nodes):
         raise ValueError(f"k is {k}: {most_nodes} of {num_nodes} nodes have fewer experts")
     return Gate(
-        num_experts, k, SIGMOID, limited_to(num_nodes, most_nodes),
+        num_experts, k, SIGMOID, NodeLimited(num_nodes, most_nodes),
         (Balance(weight * num_experts / k, all_choices=True),),
         is_normalized=True, scale=scale, bias_rate=rate,
     )  # fmt: skip

@@ -7,7 +7,7 @@ the token, with the lower index.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -95,19 +95,27 @@ def batch_priority(ask: Ask) -> Chosen:
     return by_choice(best(ask.scores, ask.k), np.argsort(-ask.scores.max(axis=-1), kind="stable"))
 
 
-def node_limited(ask: Ask, num_nodes: int, most_nodes: int, per_node: int = 2) -> Chosen:
+@dataclass(frozen=True)
+class NodeLimited:
     """Choose the best k of the experts of the `most_nodes` best nodes.  DeepSeek-AI 2024 (V3).
 
     Consecutive experts form `num_nodes` equal nodes, such as hosts; the score of a node is the sum
     of its `per_node` best scores.
     """
-    size, num_experts = ask.scores.shape
-    by_node = ask.scores.reshape(size, num_nodes, num_experts // num_nodes)
-    of_node = -np.sort(-by_node, axis=-1)[..., :per_node].sum(axis=-1)
-    is_open = np.zeros((size, num_nodes), bool)
-    np.put_along_axis(is_open, best(of_node, most_nodes), np.True_, axis=-1)
-    limited = np.where(is_open[..., None], by_node, -np.inf).reshape(size, num_experts)
-    return by_choice(best(limited, ask.k))
+
+    num_nodes: int
+    most_nodes: int
+    per_node: int = 2
+
+    def __call__(self, ask: Ask) -> Chosen:
+        """Choose in a group."""
+        size, num_experts = ask.scores.shape
+        by_node = ask.scores.reshape(size, self.num_nodes, num_experts // self.num_nodes)
+        of_node = -np.sort(-by_node, axis=-1)[..., : self.per_node].sum(axis=-1)
+        is_open = np.zeros((size, self.num_nodes), bool)
+        np.put_along_axis(is_open, best(of_node, self.most_nodes), np.True_, axis=-1)
+        limited = np.where(is_open[..., None], by_node, -np.inf).reshape(size, num_experts)
+        return by_choice(best(limited, ask.k))
 
 
 def expert_choice(ask: Ask) -> Chosen:
@@ -142,8 +150,3 @@ def hashed(ask: Ask) -> Chosen:
     num_experts = ask.scores.shape[-1]
     first = ((z ^ (z >> np.uint64(31))) % np.uint64(num_experts)).astype(np.int64)
     return by_choice((first[:, None] + np.arange(ask.k)) % num_experts)
-
-
-def limited_to(num_nodes: int, most_nodes: int) -> Selection:
-    """Return `node_limited` with these numbers of nodes."""
-    return partial(node_limited, num_nodes=num_nodes, most_nodes=most_nodes)

@@ -21,6 +21,10 @@ def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
     """
     if model.mesh.size > 1 and model.mesh is not mesh:
         raise ValueError("the model was made for another mesh: pass the same to both")
+    if model.needs_rows and model.mesh is not mesh and mesh.size > 1:
+        raise ValueError(
+            "a layer of the model depends on the rows of all ranks: make the model with mesh="
+        )
     wanted = {axis for spec in model.specs.values() for axis in spec.split_axes}
     both = [axis for axis in sharding.axes if axis in wanted]
     if wrong := [axis for axis in both if axis != "expert"]:

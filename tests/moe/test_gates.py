@@ -272,6 +272,14 @@ def test_what_is_refused(call: Any, words: str) -> None:
         call()
 
 
+@pytest.mark.parametrize("name", GATES)
+def test_all_ranks_have_the_same_configuration(name: str) -> None:
+    """Without addresses in memory, which differ from process to process."""
+    found = made(name).config()
+    assert all(isinstance(each, str) for each in found) and "0x" not in "".join(found)
+    assert found == made(name).config() != Gate(EXPERTS + 1).config()
+
+
 def test_balance_is_least_for_equal_loads() -> None:
     """E sum f P is 1 if all are equal, and E if all tokens choose one expert for sure."""
     even = GroupOfTokens(
