@@ -73,12 +73,14 @@ class RoutingLog:
         Raises ValueError if it is no such file.
         """
         log = cls()
+        if not zipfile.is_zipfile(io.BytesIO(data)):
+            raise ValueError("it is no log of routings, which is a file of NumPy, .npz")
         try:
             with np.load(io.BytesIO(data)) as arrays:
                 for key in arrays.files:
                     step, row, name = key.split("/", 2)
                     log.add(int(step), name, int(row), routing_of(arrays[key]))
-        except (zipfile.BadZipFile, KeyError, IndexError, OSError) as error:
+        except (zipfile.BadZipFile, ValueError, OSError) as error:
             raise ValueError(f"it is no log of routings: {error}") from error
         return log
 

@@ -1,0 +1,96 @@
+"""The options of the training program for mixtures of experts, and files of routings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator
+from moe import GATES, RoutingLog
+from parallel.train import Training, parser
+from tests.moe.test_training import LOGS, Mixture, setup_of
+from tests.parallel.test_train import SMALL
+
+MODEL = (*SMALL, "--layers", "2", "--experts", "4")
+
+
+def run(*words: str, ranks: int = 2) -> int:
+    """The exit status of a run on threads."""
+
+    def fn(comm: Communicator) -> Any:
+        training = Training(comm, parser().parse_args([*MODEL, *words]))
+        table = training.run()
+        return training.report(table) if comm.rank == 0 else None
+
+    status: int = collectives.run(fn, size=ranks)[0]
+    return status
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_every_gate_trains(gate: str) -> None:
+    assert run("--moe", gate, "--mesh", "expert=2") == 0
+
+
+@pytest.mark.parametrize("words", [
+    ("--strategy", "ddp"), ("--strategy", "zero2"), ("--mesh", "data=2"),
+    ("--shared-experts", "1", "--moe-every", "1"), ("--padded", "--dispatch-parts", "2"),
+    ("--capacity-factor", "2.0"), ("--recompute",),
+])  # fmt: skip
+def test_options(words: tuple[str, ...]) -> None:
+    """Also without an axis for experts: then each rank has all of them."""
+    has_axis = {"--strategy", "--mesh"} & set(words)
+    assert run("--moe", "switch", *words, *(() if has_axis else ("--mesh", "expert=2"))) == 0
+
+
+def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    """Its routing is that of the steps after it, and its biases are those before."""
+    words = ("--moe", "bias", "--mesh", "expert=2", "--micro-batches", "2")
+    assert run(*words, "--save", str(tmp_path)) == 0
+    assert run(*words, "--resume", str(tmp_path), "--steps", "5") == 0
+
+
+def test_another_routing_gives_another_prediction(tmp_path: Path) -> None:
+    """The negative control: the file is of another seed."""
+    file = tmp_path / "routing.npz"
+    words = ("--moe", "stable", "--mesh", "expert=2")
+    assert run(*words, "--save-routing", str(file)) == 0
+    assert run(*words, "--routing", str(file)) == 0
+    assert run(*words, "--routing", str(file), "--seed", "1") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--mesh", "expert=2"), "needs --moe"),
+        (("--padded",), "--padded needs --moe"),
+        (("--top-k", "2"), "--top-k needs --moe"),
+        (("--moe", "hash", "--capacity-factor", "2"), "no option capacity_factor, only k"),
+        (("--moe", "bias", "--padded"), "capacity rule"),
+        (("--moe", "bias", "--top-k", "5"), "k is 5"),
+        (("--moe", "switch", "--strategy", "hsdp"), "hsdp takes no --moe"),
+        (("--moe", "switch", "--strategy", "server-sync"), "takes no --moe"),
+        (("--moe", "switch", "--mesh", "tensor=2", "--sequence-parallel"), "takes no --sequence"),
+        (("--moe", "switch", "--routing", __file__), "no log of routings"),
+    ],
+)
+def test_what_is_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(*words)
+
+
+def test_a_log_is_what_was_written() -> None:
+    mixture = Mixture("gshard")
+    setup_of(mixture, expert=1).alone()
+    log = LOGS[mixture]
+    again = RoutingLog.from_bytes(log.to_bytes())
+    assert [key for key, _ in sorted(again.parts.items())] == sorted(log.parts)
+    for key in log.parts:
+        one, other = log.whole(*key), again.whole(*key)
+        np.testing.assert_array_equal(one.table(), other.table())
+        assert (one.num_groups, one.capacity) == (other.num_groups, other.capacity)
+    with pytest.raises(KeyError, match="no routing of layer 'none' in step 7"):
+        log.whole(7, "none")
