@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from collectives import Communicator, SentReceived, even_counts
+from moe.payload import decode, encode
 from moe.routing import Integers, Routing, slots_of
 from parallel.nn import Array, cast, namespace_of
 from parallel.placement import length, span
@@ -212,19 +213,27 @@ def products(rows: Array, x: Array, part: Part) -> Array:
 # Messages
 
 
-def start(rows: Array, part: Part, comm: Communicator | None, *, is_back: bool = False) -> Finish:
+def start(
+    rows: Array,
+    part: Part,
+    comm: Communicator | None,
+    *,
+    is_back: bool = False,
+    payload: str = "same",
+) -> Finish:
     """Start the exchange of a part; return a function that waits for the received rows.
 
-    `rows` are the send buffer, or what experts made of the received one, if it goes back.
+    `rows` are the send buffer, or what experts made of the received one, if it goes back.  They
+    are sent in the form of `payload`.
     """
+    sent, dim, dtype = encode(rows, payload), rows.shape[1], rows.dtype
     if comm is None:
-        return lambda: rows
+        return lambda: decode(sent, payload, dim, dtype)
     counts = SentReceived(part.sent, part.received)
     if is_back:
         counts = SentReceived(part.received, part.sent)
-    work = comm.all_to_all(rows, counts=counts, algorithm=ALGORITHM, async_op=True)
-    finish: Finish = work.wait
-    return finish
+    work = comm.all_to_all(sent, counts=counts, algorithm=ALGORITHM, async_op=True)
+    return lambda: decode(work.wait(), payload, dim, dtype)
 
 
 def tables(loads: Iterable[Integers], num_ranks: int) -> list[list[int]]:

@@ -29,6 +29,7 @@ def moe_gpt(
     rows_per_group: int = 1,
     is_padded: bool = False,
     num_parts: int = 1,
+    payload: str = "same",
     **options: Any,
 ) -> Model:
     """Return a GPT in which every few blocks have experts in place of an MLP.
@@ -47,7 +48,7 @@ def moe_gpt(
         How many MLPs stand beside the experts and are used by all tokens.
     hidden, num_layers, mesh, options
         As in `parallel.gpt`.  Ranks along the axis ``expert`` divide the experts.
-    log, rows_per_group, is_padded, num_parts
+    log, rows_per_group, is_padded, num_parts, payload
         As in `MixtureOfExperts`.
 
     Raises
@@ -75,7 +76,7 @@ def moe_gpt(
     gates = {i: make_gate(n) for i, n in zip(blocks, each, strict=True)}
     common: dict[str, Any] = {
         "mesh": mesh, "log": log, "rows_per_group": rows_per_group, "is_padded": is_padded,
-        "num_parts": num_parts,
+        "num_parts": num_parts, "payload": payload,
     }  # fmt: skip
 
     def mlp(i: int, expert: Callable[[], Layer]) -> dict[str, Layer] | None:

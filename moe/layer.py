@@ -15,6 +15,7 @@ from moe import dispatch
 from moe.dispatch import Part
 from moe.gates import Gate
 from moe.log import RoutingLog
+from moe.payload import PAYLOADS, form_of
 from moe.router import Routed, Router
 from moe.routing import Integers, Routing
 from parallel import Mesh, PredictedCall
@@ -87,6 +88,8 @@ class MixtureOfExperts(Layer):
         Whether as many rows are sent for each expert as its capacity, or exactly those routed.
     num_parts : int
         In how many parts rows are sent, so that experts compute one while others are sent.
+    payload : str
+        In which form rows are sent: ``"same"``, ``"bfloat16"`` or ``"int8"`` (`moe.payload`).
     log : RoutingLog, optional
         To which the routing of each step is added.
 
@@ -101,7 +104,8 @@ class MixtureOfExperts(Layer):
     Raises
     ------
     ValueError
-        If a number is less than 1, or if a padded layer has a gate without a capacity.
+        If a number is less than 1, for an unknown payload, or if a padded layer has a gate without
+        a capacity.
     """
 
     needs_rows = True
@@ -117,17 +121,20 @@ class MixtureOfExperts(Layer):
         rows_per_group: int = 1,
         is_padded: bool = False,
         num_parts: int = 1,
+        payload: str = "same",
         log: RoutingLog | None = None,
     ) -> None:
         super().__init__()
         for what, number in (("rows_per_group", rows_per_group), ("num_parts", num_parts)):
             if number < 1:
                 raise ValueError(f"{what} is {number}: it must be at least 1")
+        if payload not in PAYLOADS:
+            raise ValueError(f"payload is {payload!r}: it must be one of {', '.join(PAYLOADS)}")
         if is_padded and gate.rule is None:
             raise ValueError("a padded layer needs a gate with a capacity rule: this one has none")
         self.dim, self.gate, self.mesh, self.name = dim, gate, mesh or Mesh(None), name
         self.rows_per_group, self.is_padded, self.num_parts = rows_per_group, is_padded, num_parts
-        self.log, self.expected = log, log
+        self.payload, self.log, self.expected = payload, log, log
         self.num_ranks = self.mesh.axes.get(AXIS, 1)
         self.router = Router(gate, self.mesh, name)
         self.pattern = expert()
@@ -167,7 +174,13 @@ class MixtureOfExperts(Layer):
 
     def config(self) -> list[Any]:
         options = [self.dim, self.name, self.rows_per_group, self.is_padded, self.num_parts]
-        return [*super().config(), *options, *self.gate.config(), *self.pattern.config()]
+        return [
+            *super().config(),
+            *options,
+            self.payload,
+            *self.gate.config(),
+            *self.pattern.config(),
+        ]
 
     # Forward
 
@@ -262,7 +275,7 @@ class MixtureOfExperts(Layer):
         """Start the exchange of each part; return what waits for them."""
         with collectives.phase(label):
             return [
-                dispatch.start(each, part, self.comm, is_back=is_back)
+                dispatch.start(each, part, self.comm, is_back=is_back, payload=self.payload)
                 for part, each in zip(parts, rows, strict=True)
             ]
 
@@ -376,10 +389,13 @@ class MixtureOfExperts(Layer):
 
     def _exchanges(self, x: ArraySpec) -> dict[tuple[str, bool], list[PredictedCall]]:
         """Return the calls that send rows, by label and whether they go back."""
+        form = form_of(self.payload, self.dim, x.width)
         tables = [np.array(dispatch.tables(loads, self.num_ranks)) for loads in self._loads(x)]
         return {
             (label, is_back): [
-                self._call(label, (self.dim * (rows.T if is_back else rows)).tolist(), x.width)
+                self._call(
+                    label, (form.width * (rows.T if is_back else rows)).tolist(), form.itemsize
+                )
                 for rows in tables
             ]
             for label in ("dispatch", "combine") for is_back in (False, True)

@@ -40,6 +40,7 @@ import numpy as np
 import collectives
 from collectives import Communicator, Ledger
 from moe import GATES, RoutingLog, mixtures, moe_gpt
+from moe.payload import PAYLOADS
 from parallel import checkpoint, cli, presets, text
 from parallel.accounts import (
     Event,
@@ -172,6 +173,7 @@ def parser() -> argparse.ArgumentParser:
     add("--padded", action="store_true", help="send as many rows for an expert as its capacity")
     add("--dispatch-parts", type=positive, metavar="N",
         help="send in N parts, and compute one while others are sent; default: 1")  # fmt: skip
+    add("--payload", choices=PAYLOADS[1:], help="in which vectors are sent; default: in --dtype")
     add("--routing", type=Path, metavar="FILE",
         help="predict from this routing, of a run on one rank; default: that of this run",
     )  # fmt: skip

@@ -40,6 +40,7 @@ class Setup(NamedTuple):
     num_parts: int = 1
     dtype: str = "float64"
     options: tuple[tuple[str, Any], ...] = ()
+    payload: str = "same"
 
     def make_gate(self) -> Gate:
         options = OPTIONS.get(self.gate, {}) | dict(self.options)
@@ -49,7 +50,7 @@ class Setup(NamedTuple):
     def make(self, mesh: Mesh | None, log: RoutingLog) -> MixtureOfExperts:
         return MixtureOfExperts(
             DIM, self.make_gate(), mlp, mesh=mesh, is_padded=self.is_padded,
-            num_parts=self.num_parts, log=log,
+            num_parts=self.num_parts, payload=self.payload, log=log,
         )  # fmt: skip
 
     def rows(self) -> tuple[range, ...]:

@@ -49,6 +49,26 @@ def test_all_is_as_on_one_rank(name: str, is_padded: bool, size: int, dtype: str
         assert sent == {"dispatch", "combine"} | ({"counts"} if not is_padded else set())
 
 
+@pytest.mark.parametrize("payload", ["bfloat16", "int8"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_rounded_payloads_are_as_on_one_rank_too(payload: str, is_padded: bool) -> None:
+    """Rounding changes the result, but equally; fewer bytes are sent, as predicted."""
+    setup = Setup("stable", size=4, is_padded=is_padded, num_parts=2, payload=payload)
+    one = alone(setup)
+    found = setup.run(one.log)
+    check_equal(found, one, 1e-12)
+    assert found[0].table is not None and found[0].table.check()
+    exact = setup._replace(payload="same")
+    difference = np.abs(one.y - alone(exact).y).max()
+    assert 1e-4 < difference < 0.1
+    whole = exact.run(alone(exact).log)[0].table
+    assert whole is not None
+    assert found[0].table.matrix.sum() < whole.matrix.sum() / 2
+    for each in found:
+        for formula, other in zip(each.formulas, found, strict=True):
+            assert (formula.saved, formula.rest) == (other.saved, other.rest)
+
+
 @pytest.mark.parametrize("num_experts", [2, 3, 5, 8])
 def test_more_and_fewer_experts_than_ranks(num_experts: int) -> None:
     setup = Setup("stable", num_experts, size=4)
@@ -128,6 +148,7 @@ def test_all_tokens_to_one_expert() -> None:
     ("change", "words"),
     [
         ({"num_parts": 0}, "num_parts is 0"), ({"rows_per_group": 0}, "rows_per_group is 0"),
+        ({"payload": "int4"}, "payload is 'int4'"),
         ({"gate": "bias", "is_padded": True}, "needs a gate with a capacity rule"),
     ],
 )  # fmt: skip
