@@ -5,8 +5,8 @@ each rank follow each other; an all-to-all exchanges the buffers; and after the 
 brings the rows back to where they were.  Buffers are of one of two kinds:
 
 - `dropless`: exactly the rows that are routed.  Ranks tell each other first how many (`exchange`).
-- `padded`: as many rows for each expert and group of tokens as its capacity, whatever is routed;
-  unused rows are zero.  All ranks know the numbers before.
+- `padded`: the same number of rows for each expert and group of tokens, whatever is routed, such as
+  the capacity; unused rows are zero.
 
 A dispatch may be divided into parts, so that the experts compute one of them while another is sent.
 """

@@ -27,7 +27,7 @@ def moe_gpt(
     mesh: Mesh | None = None,
     log: RoutingLog | None = None,
     rows_per_group: int = 1,
-    is_padded: bool = False,
+    padding: str = "none",
     num_parts: int = 1,
     payload: str = "same",
     **options: Any,
@@ -48,7 +48,7 @@ def moe_gpt(
         How many MLPs stand beside the experts and are used by all tokens.
     hidden, num_layers, mesh, options
         As in `parallel.gpt`.  Ranks along the axis ``expert`` divide the experts.
-    log, rows_per_group, is_padded, num_parts, payload
+    log, rows_per_group, padding, num_parts, payload
         As in `MixtureOfExperts`.
 
     Raises
@@ -75,7 +75,7 @@ def moe_gpt(
     make_gate = gate_by_name(gate, gate_options or {}) if isinstance(gate, str) else gate
     gates = {i: make_gate(n) for i, n in zip(blocks, each, strict=True)}
     common: dict[str, Any] = {
-        "mesh": mesh, "log": log, "rows_per_group": rows_per_group, "is_padded": is_padded,
+        "mesh": mesh, "log": log, "rows_per_group": rows_per_group, "padding": padding,
         "num_parts": num_parts, "payload": payload,
     }  # fmt: skip
 

@@ -36,6 +36,8 @@ from parallel.nn import (
 from parallel.nn.functional import upcast
 
 AXIS = "expert"
+PADDINGS = ("none", "capacity", "needed")
+MOST_ALGORITHM = "recursive_doubling"  # of the all-reduce of one number
 Half: TypeAlias = Callable[[Layer, Array, Any], tuple[Array, Any]]
 """Called with an expert, dy and what forward saved; returns dx and what the other half needs."""
 
@@ -84,8 +86,10 @@ class MixtureOfExperts(Layer):
     rows_per_group : int
         The consecutive rows of the batch that are routed together.  Each micro-batch of each rank
         must have whole groups, so that the routing does not depend on the ranks.
-    is_padded : bool
-        Whether as many rows are sent for each expert as its capacity, or exactly those routed.
+    padding : str
+        ``"none"``: exactly the rows that are routed are sent; ``"capacity"``: as many for each
+        expert and group as its capacity; ``"needed"``: as many as the expert needs that needs most
+        in this micro-batch on all ranks that share the experts (Hwang et al. 2023, Tutel).
     num_parts : int
         In how many parts rows are sent, so that experts compute one while others are sent.
     payload : str
@@ -104,8 +108,8 @@ class MixtureOfExperts(Layer):
     Raises
     ------
     ValueError
-        If a number is less than 1, for an unknown payload, or if a padded layer has a gate without
-        a capacity.
+        If a number is less than 1, for an unknown padding or payload, and for the padding
+        ``"capacity"`` without a capacity rule of the gate.
     """
 
     needs_rows = True
@@ -119,7 +123,7 @@ class MixtureOfExperts(Layer):
         mesh: Mesh | None = None,
         name: str = "moe",
         rows_per_group: int = 1,
-        is_padded: bool = False,
+        padding: str = "none",
         num_parts: int = 1,
         payload: str = "same",
         log: RoutingLog | None = None,
@@ -130,10 +134,12 @@ class MixtureOfExperts(Layer):
                 raise ValueError(f"{what} is {number}: it must be at least 1")
         if payload not in PAYLOADS:
             raise ValueError(f"payload is {payload!r}: it must be one of {', '.join(PAYLOADS)}")
-        if is_padded and gate.rule is None:
-            raise ValueError("a padded layer needs a gate with a capacity rule: this one has none")
+        if padding not in PADDINGS:
+            raise ValueError(f"padding is {padding!r}: it must be one of {', '.join(PADDINGS)}")
+        if padding == "capacity" and gate.rule is None:
+            raise ValueError("padding to the capacity needs a gate with a capacity rule")
         self.dim, self.gate, self.mesh, self.name = dim, gate, mesh or Mesh(None), name
-        self.rows_per_group, self.is_padded, self.num_parts = rows_per_group, is_padded, num_parts
+        self.rows_per_group, self.padding, self.num_parts = rows_per_group, padding, num_parts
         self.payload, self.log, self.expected = payload, log, log
         self.num_ranks = self.mesh.axes.get(AXIS, 1)
         self.router = Router(gate, self.mesh, name)
@@ -173,14 +179,9 @@ class MixtureOfExperts(Layer):
             expert.bind(_of_expert(values, i), _of_expert(gradients, i))
 
     def config(self) -> list[Any]:
-        options = [self.dim, self.name, self.rows_per_group, self.is_padded, self.num_parts]
-        return [
-            *super().config(),
-            *options,
-            self.payload,
-            *self.gate.config(),
-            *self.pattern.config(),
-        ]
+        options = [self.dim, self.name, self.rows_per_group, self.padding, self.num_parts]
+        inner = [*self.gate.config(), *self.pattern.config()]
+        return [*super().config(), *options, self.payload, *inner]
 
     # Forward
 
@@ -241,8 +242,8 @@ class MixtureOfExperts(Layer):
         return num_rows // self.rows_per_group
 
     def _parts(self, routing: Routing, step: Step) -> list[Part]:
-        """Return the parts of the dispatch; the ranks exchange counts unless it is padded."""
-        if not self.is_padded:
+        """Return the parts of the dispatch; ranks exchange what these depend on."""
+        if self.padding == "none":
             with collectives.phase("counts"):
                 loads = dispatch.exchange(routing.load, self.comm)
             return dispatch.dropless(routing, loads, self.num_parts)
@@ -251,10 +252,18 @@ class MixtureOfExperts(Layer):
             groups = [routing.num_groups]
         else:
             groups = [self._num_groups(len(rows.of_rank[rank])) for rank in self._group()]
-        capacity = self._capacity(step.context or step.length)
-        return dispatch.padded(
-            routing, capacity, groups, self._place(self.mesh.rank), self.num_parts
-        )
+        slots = self._slots(routing, step.context or step.length)
+        return dispatch.padded(routing, slots, groups, self._place(self.mesh.rank), self.num_parts)
+
+    def _slots(self, routing: Routing, context: int) -> int:
+        """Return how many rows are sent for each expert and group."""
+        if self.padding == "capacity":
+            return self._capacity(context)
+        most = np.array([routing.most_slots])
+        if self.comm is not None:
+            with collectives.phase("slots"):
+                self.comm.all_reduce(most, "max", out=most, algorithm=MOST_ALGORITHM)
+        return int(most[0])
 
     def _group(self, rank: int | None = None) -> Sequence[int]:
         """Return the ranks of the mesh that divide the experts with a `rank`, by default this."""
@@ -264,9 +273,9 @@ class MixtureOfExperts(Layer):
         return next(group for group in self.mesh.ranks(AXIS) if mine in group)
 
     def _capacity(self, context: int) -> int:
-        """Return the slots of an expert for each group of rows of `context` tokens."""
+        """Return the capacity of an expert for each group of rows of `context` tokens."""
         capacity = self.gate.capacity(self.rows_per_group * context)
-        assert capacity is not None, "a padded layer has a rule"
+        assert capacity is not None, "the gate has a rule"
         return capacity
 
     def _start(
@@ -385,7 +394,10 @@ class MixtureOfExperts(Layer):
     def _counts(self) -> list[PredictedCall]:
         owned = collectives.even_counts(self.gate.num_experts, self.num_ranks)
         call = self._call("counts", [owned] * self.num_ranks, np.dtype(np.int64).itemsize)
-        return [] if self.is_padded else [call]
+        most = PredictedCall(
+            "slots", "all_reduce", MOST_ALGORITHM, 1, call.itemsize, axis=AXIS, in_place=True
+        )
+        return {"none": [call], "needed": [most], "capacity": []}[self.padding]
 
     def _exchanges(self, x: ArraySpec) -> dict[tuple[str, bool], list[PredictedCall]]:
         """Return the calls that send rows, by label and whether they go back."""
@@ -410,29 +422,34 @@ class MixtureOfExperts(Layer):
         if x.batch is None:
             raise ValueError(f"what {self.name} sends depends on its rows: give ArraySpec.batch")
         of_rank = [x.batch.of_rank[rank] for rank in self._group(x.rank)]
-        if self.is_padded:
-            queues = np.full(self.gate.num_experts, 1, np.int64)
-            groups = [self._num_groups(len(rows)) for rows in of_rank]
-            slots = collectives.even_counts(self._capacity(x.context), self.num_parts)
-            return [[queues * n * size for n in groups] for size in slots]
-        own = [self.router.own_tokens(len(rows), x.context, x.rank) for rows in of_rank]
-        whole = [
-            self._expected(x.batch.step, rows).of_tokens(tokens).load
-            for rows, tokens in zip(of_rank, own, strict=True)
-        ]
+        if self.padding == "capacity":
+            return self._padded_loads(of_rank, self._capacity(x.context))
+        expected = [self._expected(x, x.batch.step, rows) for rows in of_rank]
+        if self.padding == "needed":
+            return self._padded_loads(of_rank, max(each.most_slots for each in expected))
         return [
-            [dispatch.share(load, self.num_parts, i)[0] for load in whole]
+            [dispatch.share(each.load, self.num_parts, i)[0] for each in expected]
             for i in range(self.num_parts)
         ]
 
-    def _expected(self, step: int, rows: range) -> Routing:
+    def _padded_loads(self, of_rank: list[range], slots: int) -> list[list[Integers]]:
+        """Return what `_loads` does if so many slots of each expert and group are sent."""
+        queues = np.full(self.gate.num_experts, 1, np.int64)
+        groups = [self._num_groups(len(rows)) for rows in of_rank]
+        sizes = collectives.even_counts(slots, self.num_parts)
+        return [[queues * n * size for n in groups] for size in sizes]
+
+    def _expected(self, x: ArraySpec, step: int, rows: range) -> Routing:
+        """Return the expected routing of the tokens that the rank of `x` would have of `rows`."""
         if self.expected is None:
             raise ValueError(
                 f"what {self.name} sends depends on the routing: set `expected` to the log of a run"
                 " on one rank"
             )
         whole = self.expected.whole(step, self.name)
-        return whole.of_groups(rows.start // self.rows_per_group, rows.stop // self.rows_per_group)
+        size = self.rows_per_group
+        of_rows = whole.of_groups(rows.start // size, rows.stop // size)
+        return of_rows.of_tokens(self.router.own_tokens(len(rows), x.context, x.rank))
 
     def _inputs(self, x: ArraySpec, loads: list[Integers]) -> list[ArraySpec]:
         """Return what enters each expert of a rank."""

@@ -57,6 +57,11 @@ class Routing:
         return np.bincount(kept, minlength=self.num_experts).astype(np.int64)
 
     @property
+    def most_slots(self) -> int:
+        """The most slots that an expert needs for a group."""
+        return int(self.slot[~self.is_dropped].max(initial=-1)) + 1
+
+    @property
     def drop_rate(self) -> float:
         """The fraction of the entries that no expert computes."""
         return float(np.mean(self.is_dropped)) if len(self.token) else 0.0

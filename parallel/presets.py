@@ -25,7 +25,7 @@ RECOMPUTE = {"all": ("block*",), "attention": ("block*.attention.heads",), "none
 # Of --moe: those of the gate, and those of the layer.
 GATE_OPTIONS = {"top_k": "k", "capacity_factor": "capacity_factor"}
 MOE_OPTIONS = {
-    "moe_every": "every", "shared_experts": "num_shared", "padded": "is_padded",
+    "moe_every": "every", "shared_experts": "num_shared", "padding": "padding",
     "dispatch_parts": "num_parts", "payload": "payload",
 }  # fmt: skip
 

@@ -40,6 +40,7 @@ import numpy as np
 import collectives
 from collectives import Communicator, Ledger
 from moe import GATES, RoutingLog, mixtures, moe_gpt
+from moe.layer import PADDINGS
 from moe.payload import PAYLOADS
 from parallel import checkpoint, cli, presets, text
 from parallel.accounts import (
@@ -170,7 +171,8 @@ def parser() -> argparse.ArgumentParser:
     add("--moe-every", type=positive, metavar="N",
         help="of N consecutive blocks the last has experts; default: 2")  # fmt: skip
     add("--shared-experts", type=natural, metavar="N", help="MLPs beside the experts; default: 0")
-    add("--padded", action="store_true", help="send as many rows for an expert as its capacity")
+    add("--padding", choices=PADDINGS[1:],
+        help="send as many rows for each expert as its capacity, or as any needs")  # fmt: skip
     add("--dispatch-parts", type=positive, metavar="N",
         help="send in N parts, and compute one while others are sent; default: 1")  # fmt: skip
     add("--payload", choices=PAYLOADS[1:], help="in which vectors are sent; default: in --dtype")

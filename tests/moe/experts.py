@@ -36,7 +36,7 @@ class Setup(NamedTuple):
     gate: str
     num_experts: int = 4
     size: int = 1
-    is_padded: bool = False
+    padding: str = "none"
     num_parts: int = 1
     dtype: str = "float64"
     options: tuple[tuple[str, Any], ...] = ()
@@ -49,7 +49,7 @@ class Setup(NamedTuple):
 
     def make(self, mesh: Mesh | None, log: RoutingLog) -> MixtureOfExperts:
         return MixtureOfExperts(
-            DIM, self.make_gate(), mlp, mesh=mesh, is_padded=self.is_padded,
+            DIM, self.make_gate(), mlp, mesh=mesh, padding=self.padding,
             num_parts=self.num_parts, payload=self.payload, log=log,
         )  # fmt: skip
 

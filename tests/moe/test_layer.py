@@ -20,7 +20,9 @@ from tests.parallel.split_layers import bound_by_name
 SIZES = [1, 2, 3, 4, 8]
 CLOSE = {"float64": 1e-12, "float32": 1e-5}
 PADDED = ["gshard", "switch", "expert-choice", "v-moe", "stable"]
-FORMS = [(name, False) for name in GATES] + [(name, True) for name in PADDED]
+FORMS = [(name, padding) for name in GATES for padding in ("none", "needed")]
+FORMS += [(name, "capacity") for name in PADDED]
+COUNTS = {"none": {"counts"}, "needed": {"slots"}, "capacity": set()}
 
 
 @cache
@@ -31,10 +33,10 @@ def alone(setup: Setup) -> Found:
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("name", "is_padded"), FORMS)
-def test_all_is_as_on_one_rank(name: str, is_padded: bool, size: int, dtype: str) -> None:
+@pytest.mark.parametrize(("name", "padding"), FORMS)
+def test_all_is_as_on_one_rank(name: str, padding: str, size: int, dtype: str) -> None:
     """Outputs, losses, all derivatives; ranks without rows (8 ranks) and without experts (5)."""
-    setup = Setup(name, size=size, is_padded=is_padded, num_parts=1 + size % 3, dtype=dtype)
+    setup = Setup(name, size=size, padding=padding, num_parts=1 + size % 3, dtype=dtype)
     found = setup.run(alone(setup).log)
     check_equal(found, alone(setup), CLOSE[dtype])
     logs = [each.log for each in found]
@@ -46,14 +48,14 @@ def test_all_is_as_on_one_rank(name: str, is_padded: bool, size: int, dtype: str
         assert found[0].table is not None
         assert found[0].table.check()
         sent = {row.phase.partition("/")[2] for row in found[0].table.rows}
-        assert sent == {"dispatch", "combine"} | ({"counts"} if not is_padded else set())
+        assert sent == {"dispatch", "combine"} | COUNTS[padding]
 
 
 @pytest.mark.parametrize("payload", ["bfloat16", "int8"])
-@pytest.mark.parametrize("is_padded", [False, True])
-def test_rounded_payloads_are_as_on_one_rank_too(payload: str, is_padded: bool) -> None:
+@pytest.mark.parametrize("padding", ["none", "capacity"])
+def test_rounded_payloads_are_as_on_one_rank_too(payload: str, padding: str) -> None:
     """Rounding changes the result, but equally; fewer bytes are sent, as predicted."""
-    setup = Setup("stable", size=4, is_padded=is_padded, num_parts=2, payload=payload)
+    setup = Setup("stable", size=4, padding=padding, num_parts=2, payload=payload)
     one = alone(setup)
     found = setup.run(one.log)
     check_equal(found, one, 1e-12)
@@ -149,7 +151,8 @@ def test_all_tokens_to_one_expert() -> None:
     [
         ({"num_parts": 0}, "num_parts is 0"), ({"rows_per_group": 0}, "rows_per_group is 0"),
         ({"payload": "int4"}, "payload is 'int4'"),
-        ({"gate": "bias", "is_padded": True}, "needs a gate with a capacity rule"),
+        ({"gate": "bias", "padding": "capacity"}, "needs a gate with a capacity rule"),
+        ({"padding": "some"}, "padding is 'some'"),
     ],
 )  # fmt: skip
 def test_what_is_refused(change: dict[str, Any], words: str) -> None:

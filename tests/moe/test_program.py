@@ -37,8 +37,9 @@ def test_every_gate_trains(gate: str) -> None:
 
 @pytest.mark.parametrize("words", [
     ("--strategy", "ddp"), ("--strategy", "zero2"), ("--mesh", "data=2"),
-    ("--shared-experts", "1", "--moe-every", "1"), ("--padded", "--dispatch-parts", "2"),
-    ("--capacity-factor", "2.0"), ("--recompute",),
+    ("--shared-experts", "1", "--moe-every", "1"), ("--payload", "int8"),
+    ("--padding", "needed", "--dispatch-parts", "2"), ("--capacity-factor", "2.0"),
+    ("--recompute",),
 ])  # fmt: skip
 def test_options(words: tuple[str, ...]) -> None:
     """Also without an axis for experts: then each rank has all of them."""
@@ -66,10 +67,10 @@ def test_another_routing_gives_another_prediction(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (("--mesh", "expert=2"), "needs --moe"),
-        (("--padded",), "--padded needs --moe"),
+        (("--padding", "needed"), "--padding needs --moe"),
         (("--top-k", "2"), "--top-k needs --moe"),
         (("--moe", "hash", "--capacity-factor", "2"), "no option capacity_factor, only k"),
-        (("--moe", "bias", "--padded"), "capacity rule"),
+        (("--moe", "bias", "--padding", "capacity"), "capacity rule"),
         (("--moe", "bias", "--top-k", "5"), "k is 5"),
         (("--moe", "switch", "--strategy", "hsdp"), "hsdp takes no --moe"),
         (("--moe", "switch", "--strategy", "server-sync"), "takes no --moe"),

@@ -30,7 +30,7 @@ class Mixture(NamedTuple):
 
     gate: str = "switch"
     num_experts: int = EXPERTS
-    is_padded: bool = False
+    padding: str = "none"
     num_shared: int = 0
     blocks: int = 2
     optimizer: str = "adam"  # on which the routing of later steps depends
@@ -41,7 +41,7 @@ class Mixture(NamedTuple):
         model = moe_gpt(
             gate=self.gate, num_experts=self.num_experts, every=1, num_shared=self.num_shared,
             num_layers=self.blocks, num_heads=2, hidden=6, context=CONTEXT, mesh=mesh, log=log,
-            is_padded=self.is_padded,
+            padding=self.padding,
         )  # fmt: skip
         if is_alone:
             LOGS[self] = log
@@ -73,14 +73,15 @@ def check(setup: Setup) -> list[End]:
     return ends
 
 
-@pytest.mark.parametrize(("name", "is_padded"), [(name, False) for name in GATES]
-                         + [(name, True) for name in PADDED])  # fmt: skip
+@pytest.mark.parametrize(("name", "padding"), [(name, "none") for name in GATES]
+                         + [(name, "capacity") for name in PADDED]
+    + [("bias", "needed"), ("gshard", "needed")])  # fmt: skip
 @pytest.mark.parametrize(
     "axes", [{"expert": 2}, {"data": 2, "expert": 2}, {"expert": 3}, {"context": 2, "expert": 2}]
 )
-def test_every_gate(name: str, is_padded: bool, axes: dict[str, int]) -> None:
+def test_every_gate(name: str, padding: str, axes: dict[str, int]) -> None:
     """Losses and parameters of 4 clipped steps; traffic and memory of each, to the byte."""
-    check(setup_of(Mixture(name, is_padded=is_padded), **axes))
+    check(setup_of(Mixture(name, padding=padding), **axes))
 
 
 LAYOUTS: list[dict[str, int]] = [
