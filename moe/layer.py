@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +12,8 @@ import collectives
 from collectives import Communicator
 from moe import dispatch
 from moe.dispatch import Part
+from moe.exchange import Exchange, Sent
+from moe.experts import Experts, Half, both_halves, first_half
 from moe.gates import Gate
 from moe.log import RoutingLog
 from moe.payload import PAYLOADS, form_of
@@ -31,15 +32,13 @@ from parallel.nn import (
     Step,
     cast,
     namespace_of,
-    on_host,
 )
 from parallel.nn.functional import upcast
+from parallel.nn.layer import by_layer
 
 AXIS = "expert"
 PADDINGS = ("none", "capacity", "needed")
 MOST_ALGORITHM = "recursive_doubling"  # of the all-reduce of one number
-Half: TypeAlias = Callable[[Layer, Array, Any], tuple[Array, Any]]
-"""Called with an expert, dy and what forward saved; returns dx and what the other half needs."""
 
 
 class Saved(NamedTuple):
@@ -47,9 +46,7 @@ class Saved(NamedTuple):
 
     tokens: Array  # (tokens, dim)
     routed: Routed
-    parts: list[Part]
-    returned: list[Array]  # what experts computed, in the places of each part
-    experts: list[list[Any]]  # what they keep, by part and expert
+    sent: Sent
     shape: tuple[int, ...]
     step: Step
 
@@ -143,9 +140,8 @@ class MixtureOfExperts(Layer):
         self.payload, self.log, self.expected = payload, log, log
         self.num_ranks = self.mesh.axes.get(AXIS, 1)
         self.router = Router(gate, self.mesh, name)
-        self.pattern = expert()
         owned = dispatch.experts_of(gate.num_experts, self.num_ranks, self._place(self.mesh.rank))
-        self.experts = [expert() for _ in range(owned.start, owned.stop)]
+        self.experts = Experts(expert, gate.num_experts, owned, AXIS)
         self.bias = np.zeros(gate.num_experts)
         self.counts = np.zeros(gate.num_experts, np.int64) if gate.bias_rate else None
 
@@ -153,6 +149,11 @@ class MixtureOfExperts(Layer):
     def comm(self) -> Communicator | None:
         """The communicator of the ranks that divide the experts; None if one rank has all."""
         return self.mesh[AXIS] if self.num_ranks > 1 else None
+
+    @property
+    def exchange(self) -> Exchange:
+        """What sends rows to experts and back."""
+        return Exchange(self.comm, self.payload)
 
     def _place(self, rank: int) -> int:
         """Return the place of a rank of the mesh among those that divide the experts."""
@@ -162,46 +163,34 @@ class MixtureOfExperts(Layer):
 
     def specs(self) -> dict[str, ParameterSpec]:
         """Return those of the router, and those of all experts with a first dimension for them."""
-        gate, specs = self.gate, {}
-        if gate.has_router:
-            std = math.sqrt(gate.init_scale / self.dim)
-            specs["router"] = ParameterSpec((self.dim, gate.num_experts), std)
-        for name, spec in self.pattern.specs().items():
-            inner = tuple((dim + 1, *where) for dim, *where in spec.splits)
-            specs[f"experts.{name}"] = replace(
-                spec, shape=(gate.num_experts, *spec.shape), splits=((0, AXIS), *inner)
-            )
-        return specs
+        specs = {}
+        if self.gate.has_router:
+            std = math.sqrt(self.gate.init_scale / self.dim)
+            specs["router"] = ParameterSpec((self.dim, self.gate.num_experts), std)
+        of_experts = self.experts.specs().items()
+        return specs | {f"experts.{name}": spec for name, spec in of_experts}
 
     def bind(self, values: dict[str, Array], gradients: dict[str, Array]) -> None:
         super().bind(values, gradients)
-        for i, expert in enumerate(self.experts):
-            expert.bind(_of_expert(values, i), _of_expert(gradients, i))
+        both = (by_layer(each).get("experts", {}) for each in (values, gradients))
+        self.experts.bind(*both)
 
     def config(self) -> list[Any]:
         options = [self.dim, self.name, self.rows_per_group, self.padding, self.num_parts]
-        inner = [*self.gate.config(), *self.pattern.config()]
+        inner = [*self.gate.config(), *self.experts.pattern.config()]
         return [*super().config(), *options, self.payload, *inner]
 
     # Forward
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
-        xp, tokens = namespace_of(x), x.reshape(-1, self.dim)
-        routed = self._route(x, step)
+        tokens, routed = x.reshape(-1, self.dim), self._route(x, step)
         parts = self._parts(routed.routing, step)
-        weights = xp.asarray(routed.weights)
-        y = xp.zeros(tokens.shape, dtype=upcast(tokens[:0]).dtype)
-        arriving = self._start(parts, [dispatch.spread(tokens, part) for part in parts], "dispatch")
-        leaving, kept = [], []
-        for part, arrive in zip(parts, arriving, strict=True):
-            out, saved = self._experts_forward(step.wait(arrive), part, step)
-            leaving += self._start([part], [out], "combine", is_back=True)
-            kept.append(saved)
-        returned = [step.wait(arrive) for arrive in leaving]
-        for part, rows in zip(parts, returned, strict=True):
-            dispatch.add_rows(y, rows, part, xp.take(weights, xp.asarray(part.entry)))
-        saved_here = Saved(tokens, routed, parts, returned, kept, x.shape, step)
-        return cast(y, x.dtype).reshape(x.shape), saved_here
+
+        def compute(rows: Array, part: Part) -> tuple[Array, Any]:
+            return self.experts.forward(rows, part, step)
+
+        y, sent = self.exchange.forward(tokens, routed.weights, parts, step, compute)
+        return cast(y, x.dtype).reshape(x.shape), Saved(tokens, routed, sent, x.shape, step)
 
     def _route(self, x: Array, step: Step) -> Routed:
         """Route this rank's tokens, and add its part of the losses to those of the step."""
@@ -278,34 +267,15 @@ class MixtureOfExperts(Layer):
         assert capacity is not None, "the gate has a rule"
         return capacity
 
-    def _start(
-        self, parts: list[Part], rows: list[Array], label: str, *, is_back: bool = False
-    ) -> list[dispatch.Finish]:
-        """Start the exchange of each part; return what waits for them."""
-        with collectives.phase(label):
-            return [
-                dispatch.start(each, part, self.comm, is_back=is_back, payload=self.payload)
-                for part, each in zip(parts, rows, strict=True)
-            ]
-
-    def _experts_forward(self, rows: Array, part: Part, step: Step) -> tuple[Array, list[Any]]:
-        """Return what this rank's experts make of the received rows, and what each keeps."""
-        out, kept = namespace_of(rows).empty_like(rows), []
-        for expert, segments in zip(self.experts, part.segments, strict=True):
-            y, saved = expert.forward(_gathered(rows, segments), step)
-            _scatter(out, y, segments)
-            kept.append(saved)
-        return out, kept
-
     # Backward
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        dx, dlogits, rests = self._backward(dy, saved, _first_half)
+        dx, dlogits, rests = self._backward(dy, saved, first_half)
         return dx, Rest(saved.tokens, dlogits, rests)
 
     def backward(self, dy: Array, saved: Any) -> Array:
         """Do both halves, expert by expert, so that experts keep nothing between them."""
-        dx, dlogits, _ = self._backward(dy, saved, _both_halves)
+        dx, dlogits, _ = self._backward(dy, saved, both_halves)
         self._router_backward(saved.tokens, dlogits)
         return dx
 
@@ -313,50 +283,23 @@ class MixtureOfExperts(Layer):
         self, dy: Array, saved: Saved, half: Half
     ) -> tuple[Array, Array, list[list[Any]]]:
         """Return the derivatives by the input and by the logits, and what experts keep."""
-        xp, step, gate, parts = namespace_of(dy), saved.step, self.gate, saved.parts
-        slopes = dy.reshape(saved.tokens.shape)
-        weights = xp.asarray(saved.routed.weights)
-        dweights = np.zeros_like(saved.routed.weights)
-        sent = []
-        for part, rows in zip(parts, saved.returned, strict=True):
-            wide = dispatch.products(upcast(rows), upcast(slopes), part)
-            dweights[part.entry] = on_host(wide)
-            sent.append(dispatch.spread(slopes, part, xp.take(weights, xp.asarray(part.entry))))
-        arriving = self._start(parts, sent, "combine")
-        leaving, rests = [], []
-        for part, kept, arrive in zip(parts, saved.experts, arriving, strict=True):
-            drows, rest = self._experts_backward(step.wait(arrive), part, kept, half)
-            leaving += self._start([part], [drows], "dispatch", is_back=True)
-            rests.append(rest)
-        loss_weight = step.loss_scale / step.total
-        dlogits = xp.asarray(self.router.backward(saved.routed, dweights, loss_weight))
-        dx = xp.zeros(slopes.shape, dtype=upcast(slopes[:0]).dtype)
-        if gate.has_router:
-            dx += dlogits @ upcast(self.value["router"]).T
-        for part, arrive in zip(parts, leaving, strict=True):
-            dispatch.add_rows(dx, step.wait(arrive), part)
-        return cast(dx, dy.dtype).reshape(saved.shape), dlogits, rests
+        slopes, routed, step = dy.reshape(saved.tokens.shape), saved.routed, saved.step
 
-    def _experts_backward(
-        self,
-        rows: Array,
-        part: Part,
-        kept: list[Any],
-        half: Half,
-    ) -> tuple[Array, list[Any]]:
-        """Return the derivatives by the received rows, and what experts need for weights."""
-        dx, rests = namespace_of(rows).empty_like(rows), []
-        for expert, segments, saved in zip(self.experts, part.segments, kept, strict=True):
-            slope, rest = half(expert, _gathered(rows, segments), saved)
-            _scatter(dx, slope, segments)
-            rests.append(rest)
-        return dx, rests
+        def compute(rows: Array, part: Part, kept: Any) -> tuple[Array, Any]:
+            return self.experts.backward(rows, part, kept, half)
+
+        dx, dweights, rests = self.exchange.backward(
+            slopes, routed.weights, saved.sent, step, compute
+        )
+        loss_weight = step.loss_scale / step.total
+        dlogits = namespace_of(dy).asarray(self.router.backward(routed, dweights, loss_weight))
+        if self.gate.has_router:
+            dx += dlogits @ upcast(self.value["router"]).T
+        return cast(dx, dy.dtype).reshape(saved.shape), dlogits, rests
 
     def backward_weight(self, rest: Any) -> None:
         self._router_backward(rest.tokens, rest.dlogits)
-        for of_part in rest.experts:
-            for expert, of_expert in zip(self.experts, of_part, strict=True):
-                expert.backward_weight(of_expert)
+        self.experts.backward_weight(rest.experts)
 
     def _router_backward(self, tokens: Array, dlogits: Array) -> None:
         if self.gate.has_router:
@@ -370,7 +313,7 @@ class MixtureOfExperts(Layer):
         for loads in self._loads(x):
             saved += x.width * self.dim * int(loads[self._place(x.rank)].sum())
             for inner in self._inputs(x, loads):
-                kept = self.pattern.activation_bytes(inner)
+                kept = self.experts.pattern.activation_bytes(inner)
                 saved, rest, extra = saved + kept.saved, rest + kept.rest, max(extra, kept.extra)
         return Activations(saved, x, rest, extra)
 
@@ -379,7 +322,7 @@ class MixtureOfExperts(Layer):
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         inner = [
-            self.pattern.traffic(each)
+            self.experts.pattern.traffic(each)
             for loads in self._loads(x)
             for each in self._inputs(x, loads)
         ]
@@ -465,32 +408,3 @@ def mixtures(model: Model) -> list[MixtureOfExperts]:
     """
     parts = Sequential(model.layers).parts()
     return [layer for _, layer in parts if isinstance(layer, MixtureOfExperts)]
-
-
-def _first_half(expert: Layer, dy: Array, saved: Any) -> tuple[Array, Any]:
-    return expert.backward_input(dy, saved)
-
-
-def _both_halves(expert: Layer, dy: Array, saved: Any) -> tuple[Array, Any]:
-    return expert.backward(dy, saved), None
-
-
-def _of_expert(arrays: dict[str, Array], i: int) -> dict[str, Array]:
-    """Return the i-th part of the arrays of experts, by their names in one expert."""
-    start = "experts."
-    return {key.removeprefix(start): x[i] for key, x in arrays.items() if key.startswith(start)}
-
-
-def _gathered(rows: Array, segments: Sequence[slice]) -> Array:
-    """Return segments of `rows` one after the other; a view if there is one."""
-    parts = [rows[each] for each in segments]
-    return parts[0] if len(parts) == 1 else namespace_of(rows).concat(parts, axis=0)
-
-
-def _scatter(rows: Array, values: Array, segments: Sequence[slice]) -> None:
-    """Copy `values` into segments of `rows`, one after the other."""
-    start = 0
-    for each in segments:
-        stop = start + each.stop - each.start
-        rows[each] = values[start:stop]
-        start = stop

@@ -1,0 +1,96 @@
+"""The experts of a rank: copies of one layer, each with its own part of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from moe.dispatch import Part
+from parallel.nn import Array, Layer, ParameterSpec, Step, namespace_of
+
+Half: TypeAlias = Callable[[Layer, Array, Any], tuple[Array, Any]]
+"""Called with an expert, dy and what forward saved; returns dx and what the other half needs."""
+
+
+class Experts:
+    """Those experts of `num_experts` that are `owned` by this rank.
+
+    `make` makes one: a layer that turns rows (n, dim) into rows (n, dim).  Ranks along `axis` of
+    the mesh divide them.
+    """
+
+    def __init__(
+        self, make: Callable[[], Layer], num_experts: int, owned: slice, axis: str
+    ) -> None:
+        self.pattern, self.num_experts, self.axis = make(), num_experts, axis
+        self.layers = [make() for _ in range(owned.start, owned.stop)]
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        """Return the parameters of all experts, with a first dimension for them."""
+        specs = {}
+        for name, spec in self.pattern.specs().items():
+            inner = tuple((dim + 1, *where) for dim, *where in spec.splits)
+            specs[name] = replace(
+                spec, shape=(self.num_experts, *spec.shape), splits=((0, self.axis), *inner)
+            )
+        return specs
+
+    def bind(self, values: dict[str, Array], gradients: dict[str, Array]) -> None:
+        """Let each expert work on its part of the parameters and gradients."""
+        for i, expert in enumerate(self.layers):
+            expert.bind(*({key: x[i] for key, x in each.items()} for each in (values, gradients)))
+
+    def forward(self, rows: Array, part: Part, step: Step) -> tuple[Array, list[Any]]:
+        """Return what the experts make of the received `rows` of a part, and what each keeps."""
+        out, kept = namespace_of(rows).empty_like(rows), []
+        for expert, segments in zip(self.layers, part.segments, strict=True):
+            y, saved = expert.forward(gathered(rows, segments), step)
+            scatter(out, y, segments)
+            kept.append(saved)
+        return out, kept
+
+    def backward(
+        self, drows: Array, part: Part, kept: list[Any], half: Half
+    ) -> tuple[Array, list[Any]]:
+        """Return the derivatives by the received rows, and what each expert's weights need.
+
+        `drows` are those by what `forward` returned, `kept` what it kept.
+        """
+        dx, rests = namespace_of(drows).empty_like(drows), []
+        for expert, segments, saved in zip(self.layers, part.segments, kept, strict=True):
+            slope, rest = half(expert, gathered(drows, segments), saved)
+            scatter(dx, slope, segments)
+            rests.append(rest)
+        return dx, rests
+
+    def backward_weight(self, rests: Sequence[list[Any]]) -> None:
+        """Add the derivatives by the parameters; `rests` are those of `backward`, by part."""
+        for of_part in rests:
+            for expert, rest in zip(self.layers, of_part, strict=True):
+                expert.backward_weight(rest)
+
+
+def gathered(rows: Array, segments: Sequence[slice]) -> Array:
+    """Return segments of `rows` one after the other; a view if there is one."""
+    parts = [rows[each] for each in segments]
+    return parts[0] if len(parts) == 1 else namespace_of(rows).concat(parts, axis=0)
+
+
+def scatter(rows: Array, values: Array, segments: Sequence[slice]) -> None:
+    """Copy `values` into segments of `rows`, one after the other."""
+    start = 0
+    for each in segments:
+        stop = start + each.stop - each.start
+        rows[each] = values[start:stop]
+        start = stop
+
+
+def first_half(expert: Layer, dy: Array, saved: Any) -> tuple[Array, Any]:
+    """Do the first half of backward."""
+    return expert.backward_input(dy, saved)
+
+
+def both_halves(expert: Layer, dy: Array, saved: Any) -> tuple[Array, Any]:
+    """Do both halves of backward: nothing is kept between them."""
+    return expert.backward(dy, saved), None
