@@ -11,7 +11,7 @@ from tests.launch.test_strategies import EQUAL
 
 LAYOUTS = {
     "switch": (4, "--mesh data=2,expert=2 --zero 1"),
-    "gshard": (4, "--mesh expert=4 --padding needed --dispatch-parts 2 --payload bfloat16"),
+    "gshard": (4, "--mesh expert=4 --padding needed --dispatch-parts 2"),
     "sigmoid": (8, "--mesh pipe=2,expert=2,tensor=2 --micro-batches 2 --zero 1"),
     "expert-choice": (4, "--mesh context=2,expert=2"),
 }
