@@ -387,7 +387,8 @@ def test_a_checkpoint_that_was_cut_is_refused_in_a_sentence(
     ("words", "sentence"),
     [
         (["--mesh", "data=3"], "a mesh of data=3 has 3 ranks, not 2"),
-        (["--mesh", "expert=2"], "no strategy trains on --mesh expert=2; this works: --mesh with"),
+        (["--mesh", "expert=2"], "--mesh with expert=N needs --moe GATE"),
+        (["--mesh", "replicate=2"], "no strategy trains on --mesh replicate=2; this works: --mesh"),
         (["--mesh", "data=2", "--schedule", "gpipe"], "--schedule needs --mesh with pipe=N"),
         (["--sequence-parallel"], "--sequence-parallel needs --mesh with tensor=N"),
         (["--mesh", "replicate=1,shard=2", "--zero", "1"], "no strategy trains on --mesh"),
