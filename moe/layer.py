@@ -143,7 +143,7 @@ class MixtureOfExperts(Layer):
         owned = dispatch.experts_of(gate.num_experts, self.num_ranks, self._place(self.mesh.rank))
         self.experts = Experts(expert, gate.num_experts, owned, AXIS)
         self.bias = np.zeros(gate.num_experts)
-        self.counts = np.zeros(gate.num_experts, np.int64) if gate.bias_rate else None
+        self.step_counts = np.zeros(gate.num_experts, np.int64) if gate.bias_rate else None
 
     @property
     def comm(self) -> Communicator | None:
@@ -196,10 +196,10 @@ class MixtureOfExperts(Layer):
         """Route this rank's tokens, and add its part of the losses to those of the step."""
         weight = self.value["router"] if self.gate.has_router else None
         batch = step.batch
-        bias = None if self.counts is None else self.bias
-        routed = self.router.route(x, weight, step, self._num_groups(len(x)), bias)
-        if self.counts is not None and not step.is_again:
-            self.counts += np.bincount(routed.routing.expert, minlength=self.gate.num_experts)
+        bias = None if self.step_counts is None else self.bias
+        routed = self.router.route(x, weight, step, self._num_groups(x.shape[0]), bias)
+        if self.step_counts is not None and not step.is_again:
+            self.step_counts += np.bincount(routed.routing.expert, minlength=self.gate.num_experts)
         step.losses.append(self.router.loss(routed) / step.total)
         if self.log is not None and batch is not None:
             first = batch.of_rank[self.mesh.rank].start

@@ -208,14 +208,14 @@ class Layer(ABC):
     needs_rows : bool
         Whether the layer depends on which rows of the batch it computes: what it sends, what it
         keeps, or which random numbers it draws.
-    counts : array, optional
+    step_counts : array, optional
         What the layer has counted in this step, int64 (n,), if it counts anything.  After the
         update ranks add up what they have counted, and `end_step` gets the sum.
     """
 
     saves_input = True
     needs_rows = False
-    counts: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    step_counts: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     def __init__(self) -> None:
         self.value: dict[str, Array] = {}
@@ -269,7 +269,7 @@ class Layer(ABC):
         return LayerTraffic()
 
     def end_step(self, counts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """Use the sum of the `counts` of all ranks in a step."""
+        """Use the sum of the `step_counts` of all ranks, `counts`."""
         raise NotImplementedError(f"{type(self).__name__} counts nothing")
 
     def state(self) -> list[float]:

@@ -167,20 +167,20 @@ class Model:
 
     @property
     def counting_layers(self) -> dict[str, Layer]:
-        """The layers that count something in each step, by name (`Layer.counts`)."""
+        """The layers that count something in each step, by name (`Layer.step_counts`)."""
         parts = Sequential(self.layers).parts()
-        return {name: layer for name, layer in parts if layer.counts is not None}
+        return {name: layer for name, layer in parts if layer.step_counts is not None}
 
     @property
-    def counts(self) -> dict[str, np.ndarray[Any, np.dtype[np.int64]]]:
+    def step_counts(self) -> dict[str, np.ndarray[Any, np.dtype[np.int64]]]:
         """What layers have counted in this step, by name."""
         parts = Sequential(self.layers).parts()
-        return {name: layer.counts for name, layer in parts if layer.counts is not None}
+        return {name: layer.step_counts for name, layer in parts if layer.step_counts is not None}
 
     @property
     def num_counts(self) -> int:
         """How many numbers layers count."""
-        return sum(map(len, self.counts.values()))
+        return sum(map(len, self.step_counts.values()))
 
     # Order
 

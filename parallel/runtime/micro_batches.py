@@ -96,7 +96,7 @@ class MicroBatches:
                 state.xp.asarray(targets[rows]), totals[k], k, positions=positions,
                 context=context, loss_scale=scale, track=self._track,
                 is_reference=self.overlap.is_reference, add_wait=self.overlap.add,
-                tokens=tokens, batch=self._rows(self._total // context, k, number, len(tokens)),
+                tokens=tokens, batch=self._rows(self._total // context, k, number, tokens.shape[0]),
             )  # fmt: skip
 
     def _rows(self, num_rows: int, k: int, number: int, mine: int) -> BatchRows | None:

@@ -316,7 +316,7 @@ class Trainer(State):
         self.loss, self.squares = 0.0, 0.0
         self.num_batches += 1
         self._zero_gradients()
-        for counts in self.model.counts.values():
+        for counts in self.model.step_counts.values():
             counts[...] = 0
         self._share = 1.0  # of the loss of the whole batch
         if self.sharding.every is not None:  # the gradient is the mean over the rank's own rows
@@ -421,7 +421,7 @@ class Trainer(State):
 
     def sum_counts(self, action: Action) -> None:
         """Let layers use what those of all ranks along the axes of an `action` have counted."""
-        own = self.model.counts
+        own = self.model.step_counts
         counts = np.concatenate(list(own.values()))
         if action.axes:
             options = {"op": "sum", "out": counts, "algorithm": SCALAR_ALGORITHM}

@@ -215,7 +215,7 @@ def test_recomputed_layers_count_and_lose_once() -> None:
     ends = check(setup_of(Recomputed("sigmoid"), expert=2))
     assert all(end.trainer.micro_batches.num_recomputed for end in ends)
     for layers in zip(*(mixtures(end.trainer.model) for end in ends), strict=True):
-        counted = [layer.counts.sum() for layer in layers if layer.counts is not None]
+        counted = [layer.step_counts.sum() for layer in layers if layer.step_counts is not None]
         assert sum(counted) == layers[0].gate.k * 13 * CONTEXT
 
 
