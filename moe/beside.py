@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from parallel.nn import Activations, Array, ArraySpec, LayerTraffic, Sequential, Step
+from parallel.nn import Activations, Array, ArraySpec, Layer, LayerTraffic, Sequential, Step
 
 
 class Beside(Sequential):
@@ -13,6 +14,10 @@ class Beside(Sequential):
     An MLP beside a mixture of experts is a shared expert (DeepSeek-AI 2024), or what Rajbhandari et
     al. 2022 call a residual mixture of experts (PR-MoE).
     """
+
+    def __init__(self, layers: Mapping[str, Layer]) -> None:
+        super().__init__(layers)
+        self.saves_input = any(layer.saves_input for layer in self.layers.values())
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         found = [layer.forward(x, step) for layer in self.layers.values()]

@@ -199,7 +199,7 @@ class MixtureOfExperts(Layer):
         bias = None if self.step_counts is None else self.bias
         routed = self.router.route(x, weight, step, self._num_groups(x.shape[0]), bias)
         if self.step_counts is not None and not step.is_again:
-            self.step_counts += np.bincount(routed.routing.expert, minlength=self.gate.num_experts)
+            self.step_counts += routed.routing.choices
         step.losses.append(self.router.loss(routed) / step.total)
         if self.log is not None and batch is not None:
             first = batch.of_rank[self.mesh.rank].start
@@ -321,15 +321,16 @@ class MixtureOfExperts(Layer):
         return x  # whatever is routed
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
+        by_part = self._loads(x)
         inner = [
             self.experts.pattern.traffic(each)
-            for loads in self._loads(x)
+            for loads in by_part
             for each in self._inputs(x, loads)
         ]
         forward = [call for each in inner for call in each.forward]
         backward = [call for each in inner for call in each.backward]
         if self.num_ranks > 1 and self._place(x.rank) == 0:
-            exchanges = self._exchanges(x)
+            exchanges = self._exchanges(x, by_part)
             forward += self._counts() + exchanges["dispatch", False] + exchanges["combine", True]
             backward += exchanges["combine", False] + exchanges["dispatch", True]
         return LayerTraffic((*self.router.traffic(x), *forward), tuple(backward))
@@ -342,10 +343,12 @@ class MixtureOfExperts(Layer):
         )
         return {"none": [call], "needed": [most], "capacity": []}[self.padding]
 
-    def _exchanges(self, x: ArraySpec) -> dict[tuple[str, bool], list[PredictedCall]]:
-        """Return the calls that send rows, by label and whether they go back."""
+    def _exchanges(
+        self, x: ArraySpec, by_part: list[list[Integers]]
+    ) -> dict[tuple[str, bool], list[PredictedCall]]:
+        """Return the calls that send rows, by label and whether they go back; see `_loads`."""
         form = form_of(self.payload, self.dim, x.width)
-        tables = [np.array(dispatch.tables(loads, self.num_ranks)) for loads in self._loads(x)]
+        tables = [np.array(dispatch.tables(loads, self.num_ranks)) for loads in by_part]
         return {
             (label, is_back): [
                 self._call(

@@ -16,6 +16,7 @@ from moe.routing import Integers, Routing, Values
 from parallel import Mesh, PredictedCall
 from parallel.nn import Array, ArraySpec, Step, cast, context_positions, on_host
 from parallel.nn.functional import upcast
+from parallel.nn.tensor.region import gathered
 
 CONTEXT, ALGORITHM = "context", "ring"
 WIDE = 4  # bytes of a logit, at least
@@ -107,12 +108,9 @@ class Router:
         comm = self.mesh[CONTEXT]
         assert comm is not None
         positions = [self._positions(step.context, i) for i in range(self.num_parts)]
-        mine = np.ascontiguousarray(np.moveaxis(seen, 1, 0))
-        counts = [len(each) for each in positions]
         with collectives.phase("logits"):
-            gathered = comm.all_gather(mine, counts=counts, algorithm=ALGORITHM)
-        in_order = gathered[np.argsort(np.concatenate(positions))]
-        return np.ascontiguousarray(np.moveaxis(in_order, 0, 1))
+            whole = gathered(comm, seen, 1, tuple(map(len, positions)), ALGORITHM)
+        return whole[:, np.argsort(np.concatenate(positions))]
 
     def _positions(self, context: int, index: int) -> Integers:
         return context_positions(context, self.num_parts, index)

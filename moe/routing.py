@@ -57,6 +57,11 @@ class Routing:
         return np.bincount(kept, minlength=self.num_experts).astype(np.int64)
 
     @property
+    def choices(self) -> Integers:
+        """How often tokens chose each expert, dropped or not, int64 (experts,)."""
+        return np.bincount(self.expert, minlength=self.num_experts).astype(np.int64)
+
+    @property
     def most_slots(self) -> int:
         """The most slots that an expert needs for a group."""
         return int(self.slot[~self.is_dropped].max(initial=-1)) + 1

@@ -312,8 +312,7 @@ class Training:
         axes = o.mesh or {}
         ranks = axes["data"] * axes.get("expert", 1) if "data" in axes else self.comm.size
         self.batch(0, 0, 1)
-        num_parts = (o.mesh or {}).get("context", 1)
-        context_positions(o.context, num_parts, 0)  # raises if a rank would have none
+        context_positions(o.context, axes.get("context", 1), 0)  # raises if a rank would have none
         if o.batch < ranks * o.micro_batches:
             raise ValueError(
                 f"a global batch of {o.batch} cannot be divided among {ranks} ranks"
@@ -436,7 +435,8 @@ class Training:
         o = self.options
         if o.moe is None:
             return
-        found = self.routing.gathered(comm)
+        if o.routing is None or o.save_routing is not None:
+            found = self.routing.gathered(comm)
         if o.save_routing is not None and comm.rank == 0:
             o.save_routing.write_bytes(found.to_bytes())
         if o.routing is not None:

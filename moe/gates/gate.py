@@ -25,8 +25,6 @@ class Gated(NamedTuple):
         The factor of what each entry's expert computes, (entries,); 0 for dropped entries.
     loss : float
         The auxiliary losses of all groups, each weighted by its number of tokens.
-    choices : array
-        How often tokens chose each expert, dropped or not, int64 (experts,).
     saved : tuple of array
         What `Gate.backward` needs.
     """
@@ -34,7 +32,6 @@ class Gated(NamedTuple):
     routing: Routing
     weights: Values
     loss: float
-    choices: Integers
     saved: tuple[Values, Values]
 
 
@@ -182,9 +179,7 @@ class Gate:
         routing = Routing(
             token, expert, group, slot, num_tokens, self.num_experts, num_groups, capacity
         )
-        choices = np.bincount(expert, minlength=self.num_experts).astype(np.int64)
-        weights = self._weights(routing, scores)
-        return Gated(routing, weights, loss, choices, (scores, slopes))
+        return Gated(routing, self._weights(routing, scores), loss, (scores, slopes))
 
     def _check(self, logits: Values, num_groups: int) -> int:
         """Return the number of tokens."""

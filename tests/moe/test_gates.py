@@ -201,7 +201,7 @@ def test_a_bias_changes_the_choice_but_not_the_weight() -> None:
     gated = gate.forward(logits, bias=bias)
     assert gated.routing.expert.tolist() == [2] * 4
     assert gated.weights.tolist() == [0.5] * 4
-    after = gate.next_bias(bias, gated.choices)
+    after = gate.next_bias(bias, gated.routing.choices)
     np.testing.assert_allclose(after, [0.001, 0.001, 0.499, 0.001])
 
 
@@ -214,7 +214,7 @@ def test_biases_balance_a_skewed_router() -> None:
     for _ in range(200):
         gated = gate.forward(rng.standard_normal((256, EXPERTS)) + skew, bias=bias)
         imbalance.append(gated.routing.imbalance)
-        bias = gate.next_bias(bias, gated.choices)
+        bias = gate.next_bias(bias, gated.routing.choices)
     assert np.mean(imbalance[:5]) > 1.6
     assert np.mean(imbalance[-20:]) < 1.15
 
