@@ -101,7 +101,7 @@ def dropless(routing: Routing, loads: Integers, num_parts: int = 1) -> list[Part
         sent, first = share(routing.load, num_parts, i)
         firsts = (ends - routing.load + first).tolist()
         each = [by_expert[a : a + n] for a, n in zip(firsts, sent.tolist(), strict=True)]
-        entry = np.concatenate(each)
+        entry = np.concatenate([by_expert[:0], *each])  # there may be no experts
         arriving = share(loads, num_parts, i)[0]
         parts.append(_part(routing, entry, np.arange(len(entry)), sent, arriving))
     return parts

@@ -26,7 +26,7 @@ class Sent(NamedTuple):
     """What `Exchange.forward` keeps: by part, what experts computed and what they keep."""
 
     parts: list[Part]
-    returned: list[Array]  # in the places of each part
+    returned: list[Array]  # in the places of each part; nothing without weights
     kept: list[Any]
 
 
@@ -40,15 +40,13 @@ class Exchange(NamedTuple):
     payload: str = "same"
 
     def forward(
-        self, tokens: Array, weights: Values, parts: list[Part], step: Step, compute: Forward
+        self, tokens: Array, weights: Values | None, parts: list[Part], step: Step, compute: Forward
     ) -> tuple[Array, Sent]:
         """Return the weighted sum of what experts make of each of the `tokens`, (tokens, dim).
 
         It is in the dtype to compute in.  `weights` are those of the entries of the routing, of
-        which `parts` is the dispatch; `compute` is of this rank's experts.
+        which `parts` is the dispatch; None: 1.  `compute` is of this rank's experts.
         """
-        xp = namespace_of(tokens)
-        factors = xp.asarray(weights)
         rows = [dispatch.spread(tokens, part) for part in parts]
         leaving, kept = [], []
         for part, arrive in zip(parts, self._start(parts, rows, "dispatch"), strict=True):
@@ -56,36 +54,31 @@ class Exchange(NamedTuple):
             leaving += self._start([part], [out], "combine", is_back=True)
             kept.append(of_part)
         returned = [step.wait(arrive) for arrive in leaving]
-        y = xp.zeros(tokens.shape, dtype=upcast(tokens[:0]).dtype)
+        y = namespace_of(tokens).zeros(tokens.shape, dtype=upcast(tokens[:0]).dtype)
         for part, each in zip(parts, returned, strict=True):
-            dispatch.add_rows(y, each, part, xp.take(factors, xp.asarray(part.entry)))
-        return y, Sent(parts, returned, kept)
+            dispatch.add_rows(y, each, part, factors_of(part, weights, y))
+        return y, Sent(parts, [] if weights is None else returned, kept)
 
     def backward(
-        self, dy: Array, weights: Values, sent: Sent, step: Step, compute: Backward
-    ) -> tuple[Array, Values, list[Any]]:
-        """Return the derivatives by the tokens and by the weights, and what experts keep, by part.
+        self, dy: Array, weights: Values | None, sent: Sent, step: Step, compute: Backward
+    ) -> tuple[Array, list[Any]]:
+        """Return the derivatives by the tokens, and what experts keep, by part; see `slopes_of`.
 
         `dy` (tokens, dim) is that by the output, `weights` and `step` are those of `forward`, and
-        `sent` is what it kept.  The derivatives by the tokens are in the dtype to compute in.
+        `sent` is what it kept.  The derivatives are in the dtype to compute in.
         """
-        xp, parts = namespace_of(dy), sent.parts
-        factors, dweights = xp.asarray(weights), np.zeros_like(weights)
-        for part, each in zip(parts, sent.returned, strict=True):
-            dweights[part.entry] = on_host(dispatch.products(upcast(each), upcast(dy), part))
-        rows = [
-            dispatch.spread(dy, part, xp.take(factors, xp.asarray(part.entry))) for part in parts
-        ]
+        parts = sent.parts
+        rows = [dispatch.spread(dy, part, factors_of(part, weights, dy)) for part in parts]
         leaving, rests = [], []
         arriving = self._start(parts, rows, "combine")
         for part, of_part, arrive in zip(parts, sent.kept, arriving, strict=True):
             drows, rest = compute(step.wait(arrive), part, of_part)
             leaving += self._start([part], [drows], "dispatch", is_back=True)
             rests.append(rest)
-        dx = xp.zeros(dy.shape, dtype=upcast(dy[:0]).dtype)
+        dx = namespace_of(dy).zeros(dy.shape, dtype=upcast(dy[:0]).dtype)
         for part, arrive in zip(parts, leaving, strict=True):
             dispatch.add_rows(dx, step.wait(arrive), part)
-        return dx, dweights, rests
+        return dx, rests
 
     def _start(
         self, parts: Sequence[Part], rows: Sequence[Array], label: str, *, is_back: bool = False
@@ -96,3 +89,16 @@ class Exchange(NamedTuple):
                 dispatch.start(each, part, self.comm, is_back=is_back, payload=self.payload)
                 for part, each in zip(parts, rows, strict=True)
             ]
+
+
+def factors_of(part: Part, weights: Values | None, like: Array) -> Array | None:
+    """Return the `weights` of the entries of a `part`, where the array `like` is."""
+    return None if weights is None else namespace_of(like).asarray(weights[part.entry])
+
+
+def slopes_of(weights: Values, dy: Array, sent: Sent) -> Values:
+    """Return the derivatives by the `weights`; `dy` is that by the sum of what was returned."""
+    found = np.zeros_like(weights)
+    for part, each in zip(sent.parts, sent.returned, strict=True):
+        found[part.entry] = on_host(dispatch.products(upcast(each), upcast(dy), part))
+    return found

@@ -23,8 +23,15 @@ class Experts:
     def __init__(
         self, make: Callable[[], Layer], num_experts: int, owned: slice, axis: str
     ) -> None:
-        self.pattern, self.num_experts, self.axis = make(), num_experts, axis
+        self.make, self.num_experts, self.axis = make, num_experts, axis
+        self.pattern = make()
         self.layers = [make() for _ in range(owned.start, owned.stop)]
+        self.value: dict[str, Array] = {}
+        self.gradient: dict[str, Array] = {}
+
+    def whole(self) -> Experts:
+        """Return all experts, with no parameters yet."""
+        return Experts(self.make, self.num_experts, slice(0, self.num_experts), self.axis)
 
     def specs(self) -> dict[str, ParameterSpec]:
         """Return the parameters of all experts, with a first dimension for them."""
@@ -38,6 +45,7 @@ class Experts:
 
     def bind(self, values: dict[str, Array], gradients: dict[str, Array]) -> None:
         """Let each expert work on its part of the parameters and gradients."""
+        self.value, self.gradient = values, gradients
         for i, expert in enumerate(self.layers):
             expert.bind(*({key: x[i] for key, x in each.items()} for each in (values, gradients)))
 

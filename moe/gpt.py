@@ -30,6 +30,8 @@ def moe_gpt(
     padding: str = "none",
     num_parts: int = 1,
     payload: str = "same",
+    dispatch: str = "flat",
+    ranks_per_host: int | None = None,
     **options: Any,
 ) -> Model:
     """Return a GPT in which every few blocks have experts in place of an MLP.
@@ -48,7 +50,7 @@ def moe_gpt(
         How many MLPs stand beside the experts and are used by all tokens.
     hidden, num_layers, mesh, options
         As in `parallel.gpt`.  Ranks along the axis ``expert`` divide the experts.
-    log, rows_per_group, padding, num_parts, payload
+    log, rows_per_group, padding, num_parts, payload, dispatch, ranks_per_host
         As in `MixtureOfExperts`.
 
     Raises
@@ -76,7 +78,8 @@ def moe_gpt(
     gates = {i: make_gate(n) for i, n in zip(blocks, each, strict=True)}
     common: dict[str, Any] = {
         "mesh": mesh, "log": log, "rows_per_group": rows_per_group, "padding": padding,
-        "num_parts": num_parts, "payload": payload,
+        "num_parts": num_parts, "payload": payload, "dispatch": dispatch,
+        "ranks_per_host": ranks_per_host,
     }  # fmt: skip
 
     def mlp(i: int, expert: Callable[[], Layer]) -> dict[str, Layer] | None:

@@ -26,7 +26,7 @@ RECOMPUTE = {"all": ("block*",), "attention": ("block*.attention.heads",), "none
 GATE_OPTIONS = {"top_k": "k", "capacity_factor": "capacity_factor"}
 MOE_OPTIONS = {
     "moe_every": "every", "shared_experts": "num_shared", "padding": "padding",
-    "dispatch_parts": "num_parts", "payload": "payload",
+    "dispatch_parts": "num_parts", "payload": "payload", "dispatch": "dispatch",
 }  # fmt: skip
 
 Named = dict[str, tuple[Callable[..., Any], tuple[str, ...]]]

@@ -40,8 +40,8 @@ import numpy as np
 import collectives
 from collectives import Communicator, Ledger
 from moe import GATES, RoutingLog, mixtures, moe_gpt
-from moe.layer import PADDINGS
 from moe.payload import PAYLOADS
+from moe.ways import PADDINGS, WAYS
 from parallel import checkpoint, cli, presets, text
 from parallel.accounts import (
     Event,
@@ -171,6 +171,10 @@ def parser() -> argparse.ArgumentParser:
     add("--moe-every", type=positive, metavar="N",
         help="of N consecutive blocks the last has experts; default: 2")  # fmt: skip
     add("--shared-experts", type=natural, metavar="N", help="MLPs beside the experts; default: 0")
+    add("--dispatch", choices=WAYS[1:],
+        help="send tokens once to each host (--ranks-per-host), or gather experts' weights, or"
+        " whichever sends less; default: tokens, directly to the ranks of their experts",
+    )  # fmt: skip
     add("--padding", choices=PADDINGS[1:],
         help="send as many rows for each expert as its capacity, or as any needs")  # fmt: skip
     add("--dispatch-parts", type=positive, metavar="N",
@@ -253,7 +257,7 @@ def model_of(options: argparse.Namespace, mesh: Mesh | None, log: RoutingLog) ->
     of_layer = {name: given[key] for key, name in presets.MOE_OPTIONS.items() if given[key]}
     return moe_gpt(
         gate=options.moe, gate_options=of_gate, num_experts=options.experts, log=log,
-        **of_layer, **of_gpt,
+        ranks_per_host=options.ranks_per_host, **of_layer, **of_gpt,
     )  # fmt: skip
 
 

@@ -208,6 +208,9 @@ class Layer(ABC):
     needs_rows : bool
         Whether the layer depends on which rows of the batch it computes: what it sends, what it
         keeps, or which random numbers it draws.
+    comm_axes : tuple of str
+        The communicators that the layer uses, as axes of the mesh, without those along which its
+        parameters are divided.
     step_counts : array, optional
         What the layer has counted in this step, int64 (n,), if it counts anything.  After the
         update ranks add up what they have counted, and `end_step` gets the sum.
@@ -215,6 +218,7 @@ class Layer(ABC):
 
     saves_input = True
     needs_rows = False
+    comm_axes: tuple[str, ...] = ()
     step_counts: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     def __init__(self) -> None:

@@ -163,7 +163,14 @@ class Model:
             for unit in self.units
         }
 
-    # What layers count
+    # What layers send and count
+
+    @property
+    def comm_axes(self) -> tuple[str, ...]:
+        """The communicators that layers use, as axes of the mesh."""
+        parts = Sequential(self.layers).parts()
+        used = (axis for _, layer in parts for axis in layer.comm_axes)
+        return tuple(dict.fromkeys((*self.split_axes, *used)))
 
     @property
     def counting_layers(self) -> dict[str, Layer]:

@@ -179,9 +179,9 @@ class Trainer(State):
         """
         parts = prediction.model_parts(self)
         used = (action.axes for part in parts for action in part.actions if action.axes)
-        splits = ((axis,) for axis in self.model.split_axes)
+        of_layers = ((axis,) for axis in self.model.comm_axes)
         of_units = (axes for unit in self.model.units for axes in self.sharding_of(unit).groups)
-        axes = list(dict.fromkeys((*self.sharding.groups, *of_units, *used, *splits)))
+        axes = list(dict.fromkeys((*self.sharding.groups, *of_units, *used, *of_layers)))
         if self.comm is not None:
             agreement.check_same(self.comm, {}, {"axes": axes})
         for each in axes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from parallel.nn import Activations, ArraySpec, Gelu, Layer, Linear, Model, Sequ
 from parallel.nn.layer import BatchRows
 from parallel.optim import dtype_of
 from parallel.placement import span
-from tests.parallel.split_layers import bound_by_name, check_halves, predicted
+from tests.parallel.split_layers import bound_by_name, check_halves
 
 ROWS, CONTEXT, DIM, HIDDEN = 7, 4, 6, 5
 SEED, STEP_NUMBER = 3, 2
@@ -26,8 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def mlp() -> Layer:
-    return Sequential({"up": Linear(DIM, HIDDEN), "gelu": Gelu(), "down": Linear(HIDDEN, DIM)})
+def mlp(hidden: int = HIDDEN) -> Layer:
+    return Sequential({"up": Linear(DIM, hidden), "gelu": Gelu(), "down": Linear(hidden, DIM)})
 
 
 class Setup(NamedTuple):
@@ -41,6 +42,9 @@ class Setup(NamedTuple):
     dtype: str = "float64"
     options: tuple[tuple[str, Any], ...] = ()
     payload: str = "same"
+    dispatch: str = "flat"
+    ranks_per_host: int | None = None
+    hidden: int = HIDDEN
 
     def make_gate(self) -> Gate:
         options = OPTIONS.get(self.gate, {}) | dict(self.options)
@@ -49,8 +53,9 @@ class Setup(NamedTuple):
 
     def make(self, mesh: Mesh | None, log: RoutingLog) -> MixtureOfExperts:
         return MixtureOfExperts(
-            DIM, self.make_gate(), mlp, mesh=mesh, padding=self.padding,
-            num_parts=self.num_parts, payload=self.payload, log=log,
+            DIM, self.make_gate(), partial(mlp, self.hidden), mesh=mesh, padding=self.padding,
+            num_parts=self.num_parts, payload=self.payload, log=log, dispatch=self.dispatch,
+            ranks_per_host=self.ranks_per_host,
         )  # fmt: skip
 
     def rows(self) -> tuple[range, ...]:
@@ -80,9 +85,9 @@ class Setup(NamedTuple):
 
         def fn(comm: Communicator) -> Found:
             mesh, log = Mesh(comm, expert=self.size), RoutingLog()
-            if self.size > 1:
-                mesh["expert"]  # now, so that only calls of the layer are recorded
             layer = self.make(mesh, log)
+            for axis in layer.comm_axes:
+                mesh[axis]  # now, so that only calls of the layer are recorded
             layer.expected = expected or log
             made = bound_by_name(Model({"only": layer}, mesh=mesh), self.dtype)
             part = self.rows()[mesh.rank]
@@ -99,10 +104,11 @@ class Setup(NamedTuple):
             rest = check_halves(made, layer, dy, saved, dx)
             record, table = ledger.gather(), None
             if record is not None and expected is not None:
-                calls = predicted(layer.traffic(self.spec(0)), self.size)
                 calls = [
-                    replace(call, phase=f"{call.phase}/{label}")
-                    for call, label in zip(calls, labels_of(layer, self.spec(0)), strict=True)
+                    replace(call, phase=f"{phase}/{call.phase}")
+                    for rank in range(self.size)
+                    for phase, each in layer.traffic(self.spec(rank))._asdict().items()
+                    for call in each
                 ]
                 table = TrafficTable(calls, record, None, size=self.size)
             formulas = [] if expected is None else [
@@ -113,10 +119,6 @@ class Setup(NamedTuple):
 
         found: list[Found] = collectives.run(fn, size=self.size, timeout=60)
         return found
-
-
-def labels_of(layer: MixtureOfExperts, x: ArraySpec) -> list[str]:
-    return [call.phase for calls in layer.traffic(x) for call in calls]
 
 
 class Found(NamedTuple):

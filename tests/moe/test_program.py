@@ -39,7 +39,8 @@ def test_every_gate_trains(gate: str) -> None:
     ("--strategy", "ddp"), ("--strategy", "zero2"), ("--mesh", "data=2"),
     ("--shared-experts", "1", "--moe-every", "1"), ("--payload", "int8"),
     ("--padding", "needed", "--dispatch-parts", "2"), ("--capacity-factor", "2.0"),
-    ("--recompute",),
+    ("--recompute",), ("--dispatch", "weights"), ("--dispatch", "cheaper"),
+    ("--dispatch", "hierarchical", "--ranks-per-host", "1"),
 ])  # fmt: skip
 def test_options(words: tuple[str, ...]) -> None:
     """Also without an axis for experts: then each rank has all of them."""
@@ -68,6 +69,9 @@ def test_another_routing_gives_another_prediction(tmp_path: Path) -> None:
     [
         (("--mesh", "expert=2"), "needs --moe"),
         (("--padding", "needed"), "--padding needs --moe"),
+        (("--dispatch", "weights"), "--dispatch needs --moe"),
+        (("--moe", "switch", "--dispatch", "hierarchical"), "needs ranks_per_host"),
+        (("--moe", "switch", "--dispatch", "weights", "--padding", "needed"), "must be none"),
         (("--top-k", "2"), "--top-k needs --moe"),
         (("--moe", "hash", "--capacity-factor", "2"), "no option capacity_factor, only k"),
         (("--moe", "bias", "--padding", "capacity"), "capacity rule"),

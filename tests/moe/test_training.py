@@ -33,6 +33,8 @@ class Mixture(NamedTuple):
     padding: str = "none"
     num_shared: int = 0
     blocks: int = 2
+    dispatch: str = "flat"
+    ranks_per_host: int | None = None
     optimizer: str = "adam"  # on which the routing of later steps depends
 
     def __call__(self, mesh: Mesh | None) -> Model:
@@ -41,7 +43,7 @@ class Mixture(NamedTuple):
         model = moe_gpt(
             gate=self.gate, num_experts=self.num_experts, every=1, num_shared=self.num_shared,
             num_layers=self.blocks, num_heads=2, hidden=6, context=CONTEXT, mesh=mesh, log=log,
-            padding=self.padding,
+            padding=self.padding, dispatch=self.dispatch, ranks_per_host=self.ranks_per_host,
         )  # fmt: skip
         if is_alone:
             LOGS[self] = log
@@ -99,6 +101,23 @@ def test_every_layout(axes: dict[str, int], optimizer: str) -> None:
     """With a shared expert beside the others; and experts divided along tensor."""
     setup = setup_of(Mixture(num_shared=1, optimizer=optimizer), **axes)
     check(with_optimizer(setup, OPTIMIZERS[optimizer]))
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"expert": 4},
+        {"data": 2, "expert": 4},
+        {"pipe": 2, "expert": 4},
+        {"expert": 4, "tensor": 2},
+        {"context": 2, "expert": 4},
+    ],
+)
+@pytest.mark.parametrize("dispatch", ["hierarchical", "weights", "cheaper"])
+def test_every_way_to_dispatch(dispatch: str, axes: dict[str, int]) -> None:
+    """With two places along expert on each host, of 2 or 4 ranks."""
+    on_host = 2 * axes.get("tensor", 1) if dispatch == "hierarchical" else None
+    check(setup_of(Mixture("stable", dispatch=dispatch, ranks_per_host=on_host), **axes))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

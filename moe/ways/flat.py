@@ -1,0 +1,158 @@
+"""Each rank sends each token directly to the ranks of its experts, once for each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import collectives
+from moe import dispatch
+from moe.dispatch import Part
+from moe.exchange import Exchange, Sent, slopes_of
+from moe.experts import Experts, Half
+from moe.payload import form_of
+from moe.routing import Integers, Routing, Values
+from moe.ways.options import Options
+from moe.ways.team import Team
+from moe.ways.way import Forecast, Plan, Way
+from parallel import PredictedCall
+from parallel.nn import Array, ArraySpec, Step
+
+INTEGER = np.dtype(np.int64).itemsize
+MOST_ALGORITHM = "recursive_doubling"  # of the all-reduce of one number
+Loads = list[list[Integers]]
+"""By part of the dispatch, the rows that each rank of a team sends to each expert."""
+
+
+class Flat(Way):
+    """The ranks of a `team` have different `experts`, and exchange the rows of tokens."""
+
+    def __init__(self, options: Options, team: Team, experts: Experts) -> None:
+        self.options, self.team, self.experts = options, team, experts
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return () if self.team.axis is None else (self.team.axis,)
+
+    @property
+    def exchange(self) -> Exchange:
+        """What sends rows to experts and back."""
+        return Exchange(self.team.comm, self.options.payload)
+
+    # A step
+
+    def forward(
+        self, tokens: Array, routing: Routing, weights: Values, step: Step
+    ) -> tuple[Array, Sent]:
+        def compute(rows: Array, part: Part) -> tuple[Array, Any]:
+            return self.experts.forward(rows, part, step)
+
+        return self.exchange.forward(tokens, weights, self._parts(routing, step), step, compute)
+
+    def backward(
+        self, dy: Array, weights: Values, saved: Any, step: Step, half: Half
+    ) -> tuple[Array, Values, Any]:
+        def compute(rows: Array, part: Part, kept: Any) -> tuple[Array, Any]:
+            return self.experts.backward(rows, part, kept, half)
+
+        dweights = slopes_of(weights, dy, saved)
+        dx, rests = self.exchange.backward(dy, weights, saved, step, compute)
+        return dx, dweights, rests
+
+    def backward_weight(self, rests: Any) -> None:
+        self.experts.backward_weight(rests)
+
+    def _parts(self, routing: Routing, step: Step) -> list[Part]:
+        """Return the parts of the dispatch; ranks exchange what these depend on."""
+        options, team = self.options, self.team
+        if options.padding == "none":
+            with collectives.phase("counts"):
+                loads = dispatch.exchange(routing.load, team.comm)
+            return dispatch.dropless(routing, loads, options.num_parts)
+        groups = [routing.num_groups]
+        if step.batch is not None:  # of several ranks
+            rows = step.batch.of_rank
+            groups = [options.num_groups(len(rows[rank])) for rank in team.group()]
+        slots = self._slots(routing, step.context or step.length)
+        return dispatch.padded(routing, slots, groups, team.place(), options.num_parts)
+
+    def _slots(self, routing: Routing, context: int) -> int:
+        """Return how many rows are sent for each expert and group."""
+        if self.options.padding == "capacity":
+            return self.options.capacity(context)
+        most = np.array([routing.most_slots])
+        if self.team.comm is not None:
+            with collectives.phase("slots"):
+                self.team.comm.all_reduce(most, "max", out=most, algorithm=MOST_ALGORITHM)
+        return int(most[0])
+
+    # What will be sent
+
+    def plan(self, forecast: Forecast) -> Plan:
+        loads = self._loads(forecast)
+        plan = self.plan_of(forecast.x, loads)
+        return plan._replace(forward=self.counts(forecast.rank) + plan.forward)
+
+    def plan_of(self, x: ArraySpec, loads: Loads) -> Plan:
+        """Return what follows from the `loads` on the rank of `x`, without how they are known."""
+        team = self.team
+        place, mine = team.place(x.rank), team.owned_by(team.place(x.rank))
+        rows = [sum(load[mine] for load in part) for part in loads]
+        kept = x.width * self.options.dim * sum(int(part[place].sum()) for part in loads)
+        sent = self._exchanges(x, loads)
+        return Plan(
+            [np.asarray(each).tolist() for each in rows],
+            sent["dispatch", False] + sent["combine", True],
+            sent["combine", False] + sent["dispatch", True], kept,
+        )  # fmt: skip
+
+    def counts(self, rank: int) -> list[PredictedCall]:
+        """Return how ranks tell each other what they will send, for the first `rank` of a team."""
+        team = self.team
+        owned = collectives.even_counts(team.num_experts, team.size)
+        if self.options.padding == "none":
+            return team.exchange(rank, "counts", [owned] * team.size, INTEGER)
+        if self.options.padding == "needed":
+            return team.call(rank, "slots", "all_reduce", MOST_ALGORITHM, 1, INTEGER, in_place=True)
+        return []
+
+    def _exchanges(self, x: ArraySpec, loads: Loads) -> dict[tuple[str, bool], list[PredictedCall]]:
+        """Return the calls that send rows, by label and whether they go back."""
+        form = form_of(self.options.payload, self.options.dim, x.width)
+        tables = [form.width * np.array(dispatch.tables(part, self.team.size)) for part in loads]
+        return {
+            (label, is_back): [
+                call
+                for rows in tables
+                for call in self.team.exchange(
+                    x.rank, label, (rows.T if is_back else rows).tolist(), form.itemsize
+                )
+            ]
+            for label in ("dispatch", "combine") for is_back in (False, True)
+        }  # fmt: skip
+
+    def _loads(self, forecast: Forecast) -> Loads:
+        x, padding = forecast.x, self.options.padding
+        group = self.team.group(x.rank)
+        if padding == "none":
+            return self.shares([forecast.routing(rank).load for rank in group])
+        if padding == "capacity":
+            slots = self.options.capacity(x.context)
+        else:
+            slots = max(forecast.routing(rank).most_slots for rank in group)
+        rows = forecast.rows
+        groups = [self.options.num_groups(len(rows[rank])) for rank in group]
+        return self._padded_loads(groups, slots)
+
+    def shares(self, loads: Sequence[Integers]) -> Loads:
+        """Return the `loads` of the ranks, exactly the rows that are routed, by part."""
+        num_parts = self.options.num_parts
+        return [[dispatch.share(load, num_parts, i)[0] for load in loads] for i in range(num_parts)]
+
+    def _padded_loads(self, groups: Sequence[int], slots: int) -> Loads:
+        """Return the loads if so many slots of each expert and group are sent."""
+        queues = np.full(self.team.num_experts, 1, np.int64)
+        sizes = collectives.even_counts(slots, self.options.num_parts)
+        return [[queues * n * size for n in groups] for size in sizes]
