@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import collectives
 from collectives import Communicator
 from moe.gates import GATES, Gate
 from moe.layer import MixtureOfExperts
-from moe.log import RoutingLog
+from moe.log import RoutingLog, digests
 from parallel import MemoryTracker, Mesh, TrafficTable
 from parallel.nn import Activations, ArraySpec, Gelu, Layer, Linear, Model, Sequential, Step
 from parallel.nn.layer import BatchRows
@@ -22,13 +23,15 @@ from tests.parallel.split_layers import bound_by_name, check_halves
 
 ROWS, CONTEXT, DIM, HIDDEN = 7, 4, 6, 5
 SEED, STEP_NUMBER = 3, 2
+SIZES = [1, 2, 3, 4, 8]
+CLOSE = {"float64": 1e-12, "float32": 1e-5}
 OPTIONS: dict[str, dict[str, Any]] = {
     "sigmoid": {"num_nodes": 2, "most_nodes": 1}, "expert-choice": {"capacity_factor": 3.0},
 }  # fmt: skip
 
 
-def mlp(hidden: int = HIDDEN) -> Layer:
-    return Sequential({"up": Linear(DIM, hidden), "gelu": Gelu(), "down": Linear(hidden, DIM)})
+def mlp(dim: int = DIM, hidden: int = HIDDEN) -> Layer:
+    return Sequential({"up": Linear(dim, hidden), "gelu": Gelu(), "down": Linear(hidden, dim)})
 
 
 class Setup(NamedTuple):
@@ -44,6 +47,7 @@ class Setup(NamedTuple):
     payload: str = "same"
     dispatch: str = "flat"
     ranks_per_host: int | None = None
+    dim: int = DIM
     hidden: int = HIDDEN
 
     def make_gate(self) -> Gate:
@@ -53,9 +57,9 @@ class Setup(NamedTuple):
 
     def make(self, mesh: Mesh | None, log: RoutingLog) -> MixtureOfExperts:
         return MixtureOfExperts(
-            DIM, self.make_gate(), partial(mlp, self.hidden), mesh=mesh, padding=self.padding,
-            num_parts=self.num_parts, payload=self.payload, log=log, dispatch=self.dispatch,
-            ranks_per_host=self.ranks_per_host,
+            self.dim, self.make_gate(), partial(mlp, self.dim, self.hidden), mesh=mesh,
+            padding=self.padding, num_parts=self.num_parts, payload=self.payload, log=log,
+            dispatch=self.dispatch, ranks_per_host=self.ranks_per_host,
         )  # fmt: skip
 
     def rows(self) -> tuple[range, ...]:
@@ -65,7 +69,7 @@ class Setup(NamedTuple):
     def whole(self, name: str) -> Any:
         seed = {"x": 5, "dy": 6}[name]
         rng = np.random.default_rng(seed)
-        return rng.standard_normal((ROWS, CONTEXT, DIM)).astype(dtype_of(self.dtype))
+        return rng.standard_normal((ROWS, CONTEXT, self.dim)).astype(dtype_of(self.dtype))
 
     def step(self, rank: int) -> Step:
         rows = BatchRows(STEP_NUMBER, self.rows(), SEED)
@@ -76,7 +80,7 @@ class Setup(NamedTuple):
 
     def spec(self, rank: int) -> ArraySpec:
         rows = BatchRows(STEP_NUMBER, self.rows(), SEED)
-        shape = (len(rows.of_rank[rank]), CONTEXT, DIM)
+        shape = (len(rows.of_rank[rank]), CONTEXT, self.dim)
         return ArraySpec(shape, dtype_of(self.dtype).itemsize, context=CONTEXT, length=CONTEXT,
                          rank=rank, batch=rows)  # fmt: skip
 
@@ -153,3 +157,44 @@ def check_equal(found: list[Found], alone: Found, tolerance: float) -> None:
 def close(x: Any, wanted: Any, tolerance: float, name: str) -> None:
     scale = max(1.0, float(np.abs(wanted).max()))
     np.testing.assert_allclose(x, wanted, rtol=0, atol=tolerance * scale, err_msg=name)
+
+
+@cache
+def alone(setup: Setup) -> Found:
+    (found,) = setup._replace(size=1, num_parts=1, dispatch="flat", ranks_per_host=None).run()
+    return found
+
+
+def check_all(setup: Setup, one: Found, dtype: str = "float64") -> list[Found]:
+    """What ranks compute, route, keep and send is what one rank computes, and what is predicted."""
+    found = setup.run(one.log)
+    check_equal(found, one, CLOSE[dtype])
+    assert digests([each.log for each in found], CONTEXT) == digests([one.log], CONTEXT)
+    for each in found:
+        for formula, other in zip(each.formulas, found, strict=True):
+            assert (formula.saved, formula.rest) == (other.saved, other.rest)
+    if setup.size > 1:
+        assert found[0].table is not None
+        assert found[0].table.check()
+    return found
+
+
+def bytes_of(found: list[Found]) -> dict[str, int]:
+    """The bytes that are sent, by the last word of the phase."""
+    assert found[0].table is not None
+    sent: Counter[str] = Counter()
+    for row in found[0].table.rows:
+        sent[row.phase.partition("/")[2]] += row.recorded.bytes
+    return dict(sent)
+
+
+def moved(log: RoutingLog, distance: int) -> RoutingLog:
+    """Return a log in which one token went to an expert that is so many numbers further."""
+    found = RoutingLog()
+    for (step, name), parts in log.parts.items():
+        for row, routing in parts.items():
+            expert = routing.expert.copy()
+            kept = np.flatnonzero(~routing.is_dropped)[0]
+            expert[kept] = (expert[kept] + distance) % routing.num_experts
+            found.add(step, name, row, replace(routing, expert=expert))
+    return found

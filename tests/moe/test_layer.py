@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,54 +9,27 @@ import pytest
 
 from moe.gates import GATES
 from moe.layer import MixtureOfExperts
-from moe.log import RoutingLog, digests
+from moe.log import RoutingLog
 from parallel import Mesh, TrafficMismatch
 from parallel.nn import Model
-from tests.moe.experts import CONTEXT, DIM, Found, Setup, check_equal, mlp
+from tests.moe.experts import (
+    CLOSE,
+    DIM,
+    SIZES,
+    Setup,
+    alone,
+    bytes_of,
+    check_all,
+    check_equal,
+    mlp,
+    moved,
+)
 from tests.parallel.split_layers import bound_by_name
 
-SIZES = [1, 2, 3, 4, 8]
-CLOSE = {"float64": 1e-12, "float32": 1e-5}
 PADDED = ["gshard", "switch", "expert-choice", "v-moe", "stable"]
 FORMS = [(name, padding) for name in GATES for padding in ("none", "needed")]
 FORMS += [(name, "capacity") for name in PADDED]
 COUNTS = {"none": {"counts"}, "needed": {"slots"}, "capacity": set()}
-
-
-HOSTS = [(1, 1), (3, 3), (3, 1), (4, 2), (4, 1), (8, 2), (8, 4)]
-
-
-@cache
-def alone(setup: Setup) -> Found:
-    (found,) = setup._replace(size=1, num_parts=1, dispatch="flat", ranks_per_host=None).run()
-    return found
-
-
-def check_all(setup: Setup, one: Found, dtype: str = "float64") -> list[Found]:
-    """What ranks compute, route, keep and send is what one rank computes, and what is predicted."""
-    found = setup.run(one.log)
-    check_equal(found, one, CLOSE[dtype])
-    assert digests([each.log for each in found], CONTEXT) == digests([one.log], CONTEXT)
-    for each in found:
-        for formula, other in zip(each.formulas, found, strict=True):
-            assert (formula.saved, formula.rest) == (other.saved, other.rest)
-    if setup.size > 1:
-        assert found[0].table is not None
-        assert found[0].table.check()
-    return found
-
-
-def bytes_of(found: list[Found]) -> dict[str, int]:
-    """The bytes that are sent, by the last word of the phase."""
-    assert found[0].table is not None
-    sent: Counter[str] = Counter()
-    for row in found[0].table.rows:
-        sent[row.phase.partition("/")[2]] += row.recorded.bytes
-    return dict(sent)
-
-
-def total(sent: dict[str, int]) -> int:
-    return sum(sent.values())
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -71,51 +41,6 @@ def test_all_is_as_on_one_rank(name: str, padding: str, size: int, dtype: str) -
     found = check_all(setup, alone(setup), dtype)
     if size > 1:
         assert set(bytes_of(found)) == {"dispatch", "combine"} | COUNTS[padding]
-
-
-@pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize(("size", "ranks_per_host"), HOSTS)
-@pytest.mark.parametrize("name", GATES)
-def test_hierarchical_is_as_on_one_rank(
-    name: str, size: int, ranks_per_host: int, dtype: str
-) -> None:
-    """With one host, several, and hosts of one rank; all that is sent and kept is predicted."""
-    setup = Setup(name, size=size, num_parts=1 + size % 3, dtype=dtype)
-    hierarchical = setup._replace(dispatch="hierarchical", ranks_per_host=ranks_per_host)
-    check_all(hierarchical, alone(setup), dtype)
-
-
-@pytest.mark.parametrize("hidden", [1, 40])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", GATES)
-def test_cheaper_sends_weights_or_tokens(name: str, size: int, hidden: int) -> None:
-    """Whichever are fewer bytes, and one number for each rank to decide."""
-    setup = Setup(name, size=size, hidden=hidden)
-    found = check_all(setup._replace(dispatch="cheaper"), alone(setup))
-    if size > 1:
-        tokens, weights = (
-            bytes_of(setup._replace(dispatch=way).run(alone(setup).log))
-            for way in ("flat", "weights")
-        )
-        wanted = min((tokens, weights), key=lambda sent: total(sent) - sent.get("counts", 0))
-        assert {k: n for k, n in bytes_of(found).items() if k != "choice"} == wanted
-
-
-def test_cheaper_changes_from_one_to_the_other() -> None:
-    """By the size of the experts, for the same routing."""
-    small, large = (Setup("stable", size=4, hidden=n, dispatch="cheaper") for n in (1, 40))
-    assert "weights" in bytes_of(small.run(alone(small).log))
-    assert "dispatch" in bytes_of(large.run(alone(large).log))
-
-
-@pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", GATES)
-def test_gathered_weights_are_as_on_one_rank(name: str, size: int, dtype: str) -> None:
-    setup = Setup(name, size=size, dtype=dtype)
-    found = check_all(setup._replace(dispatch="weights"), alone(setup), dtype)
-    if size > 1:
-        assert set(bytes_of(found)) == {"weights", "gradients"}
 
 
 @pytest.mark.parametrize("payload", ["bfloat16", "int8"])
@@ -193,14 +118,7 @@ def test_without_the_auxiliary_losses_the_derivative_is_another() -> None:
 def test_a_prediction_from_another_routing_fails() -> None:
     """The negative control: the log says that one token went to an expert on another rank."""
     setup = Setup("switch", size=4)
-    log = RoutingLog()
-    for (step, name), parts in alone(setup).log.parts.items():
-        for row, routing in parts.items():
-            expert = routing.expert.copy()
-            kept = np.flatnonzero(~routing.is_dropped)[0]
-            expert[kept] = (expert[kept] + 1) % 4
-            log.add(step, name, row, replace(routing, expert=expert))
-    table = setup.run(log)[0].table
+    table = setup.run(moved(alone(setup).log, 1))[0].table
     assert table is not None
     with pytest.raises(TrafficMismatch):
         table.check()
