@@ -45,12 +45,15 @@ class Exchange(NamedTuple):
         """Return the weighted sum of what experts make of each of the `tokens`, (tokens, dim).
 
         It is in the dtype to compute in.  `weights` are those of the entries of the routing, of
-        which `parts` is the dispatch; None: 1.  `compute` is of this rank's experts.
+        which `parts` is the dispatch; None: 1.  `compute` is of this rank's experts.  If the tokens
+        have ``step.numbers``, these are sent with them.
         """
         rows = [dispatch.spread(tokens, part) for part in parts]
-        leaving, kept = [], []
-        for part, arrive in zip(parts, self._start(parts, rows, "dispatch"), strict=True):
-            out, of_part = compute(step.wait(arrive), part)
+        numbers, leaving, kept = self._start_numbers(parts, step), [], []
+        arriving = self._start(parts, rows, "dispatch")
+        for part, number, arrive in zip(parts, numbers, arriving, strict=True):
+            with step.numbered(step.wait(number)):
+                out, of_part = compute(step.wait(arrive), part)
             leaving += self._start([part], [out], "combine", is_back=True)
             kept.append(of_part)
         returned = [step.wait(arrive) for arrive in leaving]
@@ -79,6 +82,14 @@ class Exchange(NamedTuple):
         for part, arrive in zip(parts, leaving, strict=True):
             dispatch.add_rows(dx, step.wait(arrive), part)
         return dx, rests
+
+    def _start_numbers(self, parts: Sequence[Part], step: Step) -> list[dispatch.Finish]:
+        """Start the exchange of the numbers of the tokens of each part, if they have any."""
+        if step.numbers is None:
+            return [lambda: None] * len(parts)
+        column = step.numbers.reshape(-1, 1)
+        rows = [dispatch.spread(column, part) for part in parts]
+        return self._replace(payload="same")._start(parts, rows, "numbers")
 
     def _start(
         self, parts: Sequence[Part], rows: Sequence[Array], label: str, *, is_back: bool = False

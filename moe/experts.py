@@ -24,7 +24,7 @@ class Experts:
         self, make: Callable[[], Layer], num_experts: int, owned: slice, axis: str
     ) -> None:
         self.make, self.num_experts, self.axis = make, num_experts, axis
-        self.pattern = make()
+        self.first, self.pattern = owned.start, make()
         self.layers = [make() for _ in range(owned.start, owned.stop)]
         self.value: dict[str, Array] = {}
         self.gradient: dict[str, Array] = {}
@@ -32,6 +32,11 @@ class Experts:
     def whole(self) -> Experts:
         """Return all experts, with no parameters yet."""
         return Experts(self.make, self.num_experts, slice(0, self.num_experts), self.axis)
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether experts depend on which tokens of the batch they compute."""
+        return self.pattern.needs_rows
 
     def specs(self) -> dict[str, ParameterSpec]:
         """Return the parameters of all experts, with a first dimension for them."""
@@ -52,11 +57,18 @@ class Experts:
     def forward(self, rows: Array, part: Part, step: Step) -> tuple[Array, list[Any]]:
         """Return what the experts make of the received `rows` of a part, and what each keeps."""
         out, kept = namespace_of(rows).empty_like(rows), []
-        for expert, segments in zip(self.layers, part.segments, strict=True):
-            y, saved = expert.forward(gathered(rows, segments), step)
+        for i, (expert, segments) in enumerate(zip(self.layers, part.segments, strict=True)):
+            with step.numbered(self._numbers(i, segments, step)):
+                y, saved = expert.forward(gathered(rows, segments), step)
             scatter(out, y, segments)
             kept.append(saved)
         return out, kept
+
+    def _numbers(self, i: int, segments: Sequence[slice], step: Step) -> Array:
+        """Return numbers of the rows of expert `i` of this rank, different for each expert."""
+        if step.numbers is None:
+            return None
+        return gathered(step.numbers, segments) * self.num_experts + self.first + i
 
     def backward(
         self, drows: Array, part: Part, kept: list[Any], half: Half

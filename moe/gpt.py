@@ -12,7 +12,8 @@ from moe.gates import GATES, Gate
 from moe.layer import MixtureOfExperts
 from moe.log import RoutingLog
 from parallel import Mesh, gpt
-from parallel.nn import Layer, Model
+from parallel.nn import Layer, Model, Sequential
+from parallel.nn.gpt import dropped, region_of
 
 
 def moe_gpt(
@@ -22,6 +23,7 @@ def moe_gpt(
     num_experts: int | Sequence[int] = 8,
     every: int = 2,
     num_shared: int = 0,
+    expert_dropout: float = 0.0,
     hidden: int = 256,
     num_layers: int = 4,
     mesh: Mesh | None = None,
@@ -48,6 +50,9 @@ def moe_gpt(
         Of so many consecutive blocks the last one has experts; 1: all blocks.
     num_shared : int
         How many MLPs stand beside the experts and are used by all tokens.
+    expert_dropout : float
+        The rate of dropout in the middle of each expert (Fedus et al. 2021: in fine-tuning more
+        than the `dropout` of the other layers).
     hidden, num_layers, mesh, options
         As in `parallel.gpt`.  Ranks along the axis ``expert`` divide the experts.
     log, rows_per_group, padding, num_parts, payload, dispatch, ranks_per_host
@@ -82,14 +87,22 @@ def moe_gpt(
         "ranks_per_host": ranks_per_host,
     }  # fmt: skip
 
-    def mlp(i: int, expert: Callable[[], Layer]) -> dict[str, Layer] | None:
+    def mlp(i: int, dense: Callable[[], Sequential]) -> dict[str, Layer] | None:
         if i not in gates:
             return None
+        drop = dropped(expert_dropout, f"block{i}.expert", mesh, region_of(mesh), 4 * hidden)
+        expert = partial(with_dropout, dense, drop)
         routed = MixtureOfExperts(hidden, gates[i], expert, name=f"block{i}", **common)
-        shared = {f"shared{n}": expert() for n in range(num_shared)}
+        shared = {f"shared{n}": dense() for n in range(num_shared)}
         return {"moe": Beside({"routed": routed, **shared}) if shared else routed}
 
     return gpt(hidden=hidden, num_layers=num_layers, mesh=mesh, mlp=mlp, **options)
+
+
+def with_dropout(make: Callable[[], Sequential], drop: Mapping[str, Layer]) -> Layer:
+    """Return the MLP that `make` makes, with `drop` before its last layer."""
+    *first, last = make().layers.items()
+    return Sequential({**dict(first), **drop, **dict([last])})
 
 
 def gate_by_name(name: str, options: Mapping[str, Any]) -> Callable[[int], Gate]:

@@ -28,6 +28,7 @@ from parallel.nn import (
     cast,
     namespace_of,
 )
+from parallel.nn.dropout import token_numbers
 from parallel.nn.functional import upcast
 from parallel.nn.layer import by_layer
 
@@ -148,8 +149,15 @@ class MixtureOfExperts(Layer):
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         tokens, routed = x.reshape(-1, self.dim), self._route(x, step)
-        y, of_way = self.way.forward(tokens, routed.routing, routed.weights, step)
+        with step.numbered(self._numbers(step)):
+            y, of_way = self.way.forward(tokens, routed.routing, routed.weights, step)
         return cast(y, x.dtype).reshape(x.shape), Saved(tokens, routed, of_way, x.shape, step)
+
+    def _numbers(self, step: Step) -> Integers | None:
+        """Return the numbers of this rank's tokens in the batch, if experts need to know them."""
+        if step.batch is None or not self.experts.needs_rows:
+            return None
+        return token_numbers(step, self.mesh.rank).ravel()
 
     def _route(self, x: Array, step: Step) -> Routed:
         """Route this rank's tokens, and add its part of the losses to those of the step."""

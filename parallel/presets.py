@@ -27,7 +27,11 @@ GATE_OPTIONS = {"top_k": "k", "capacity_factor": "capacity_factor"}
 MOE_OPTIONS = {
     "moe_every": "every", "shared_experts": "num_shared", "padding": "padding",
     "dispatch_parts": "num_parts", "payload": "payload", "dispatch": "dispatch",
+    "expert_dropout": "expert_dropout",
 }  # fmt: skip
+
+ROW_OPTIONS = ("moe", "dropout")  # of layers that depend on the rows of each rank
+PLAIN = ("serial", "ddp", "zero1", "zero2", "zero3")  # the strategies that train these
 
 Named = dict[str, tuple[Callable[..., Any], tuple[str, ...]]]
 # Strategies by name, each with the options that not all of them take: those that are a sharding on
@@ -97,8 +101,9 @@ def check_model_options(options: argparse.Namespace) -> None:
     for name in (*GATE_OPTIONS, *MOE_OPTIONS) if not has_gate else ():
         if getattr(options, name, None):
             raise ValueError(f"--{name.replace('_', '-')} needs --moe GATE")
-    if has_gate and options.strategy not in ("serial", "ddp", "zero1", "zero2", "zero3"):
-        raise ValueError(f"{options.strategy} takes no --moe; {SERVED}")
+    for name in ROW_OPTIONS:
+        if getattr(options, name, None) and options.strategy not in PLAIN:
+            raise ValueError(f"{options.strategy} takes no --{name}; {SERVED}")
     if has_gate and options.sequence_parallel:
         raise ValueError("--moe takes no --sequence-parallel")
     needed = {"schedule": "pipe", "sequence_parallel": "tensor", "attention": "context"}
@@ -124,7 +129,8 @@ def title(options: argparse.Namespace) -> str:
 def mesh_of(comm: Communicator, options: argparse.Namespace) -> Mesh | None:
     """Return the mesh for the model of ``--mesh``; None if it divides no model."""
     axes = options.mesh or {}
-    needs_ranks = options.moe is not None and options.strategy != "serial"
+    needs_rows = any(getattr(options, name, None) for name in ROW_OPTIONS)
+    needs_ranks = needs_rows and options.strategy != "serial"
     if not set(axes) & set(MODEL_AXES) and not needs_ranks:
         return None
     return Mesh(comm, **axes)

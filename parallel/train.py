@@ -39,7 +39,8 @@ import numpy as np
 
 import collectives
 from collectives import Communicator, Ledger
-from moe import GATES, RoutingLog, mixtures, moe_gpt
+from moe import GATES, RoutingLog, layout, mixtures, moe_gpt
+from moe.layouts import LAYOUTS
 from moe.payload import PAYLOADS
 from moe.ways import PADDINGS, WAYS
 from parallel import checkpoint, cli, presets, text
@@ -135,6 +136,9 @@ def parser() -> argparse.ArgumentParser:
     add = parse.add_argument
     add("--strategy", choices=presets.STRATEGIES, help="a mesh and a sharding; default: ddp")
     add("--mesh", type=mesh_axes, metavar="AXIS=N,...", help="such as data=4; or --strategy")
+    add("--layout", type=layout_words, metavar="NAME[:M]",
+        help="a mesh for --moe: " + ", ".join(LAYOUTS) + "; M ranks divide each weight",
+    )  # fmt: skip
     add("--zero", type=int, choices=range(4), help="stage of ZeRO on the mesh; 0: sum gradients")
     add("--text", metavar="PATH", help="file or directory; default: Python's standard library")
     add("--steps", type=positive, default=100, help="default: %(default)s")
@@ -159,6 +163,8 @@ def parser() -> argparse.ArgumentParser:
     add("--context", type=positive, default=64, help="in bytes; default: %(default)s")
     add("--tied", action="store_true", help="use the embedding's table in the output layer")
     add("--shared", action="store_true", help="use the parameters of block 0 in all blocks")
+    add("--dropout", type=float, default=0.0, metavar="RATE",
+        help="behind attention and MLP; default: none")  # fmt: skip
     add("--recompute", nargs="?", const="all", default="none", choices=presets.RECOMPUTE,
         help="keep only the inputs of all blocks, or of attention; default: none")  # fmt: skip
 
@@ -171,6 +177,8 @@ def parser() -> argparse.ArgumentParser:
     add("--moe-every", type=positive, metavar="N",
         help="of N consecutive blocks the last has experts; default: 2")  # fmt: skip
     add("--shared-experts", type=natural, metavar="N", help="MLPs beside the experts; default: 0")
+    add("--expert-dropout", type=float, metavar="RATE",
+        help="in the middle of each expert; default: none")  # fmt: skip
     add("--dispatch", choices=WAYS[1:],
         help="send tokens once to each host (--ranks-per-host), or gather experts' weights, or"
         " whichever sends less; default: tokens, directly to the ranks of their experts",
@@ -242,12 +250,18 @@ def mesh_axes(word: str) -> dict[str, int]:
     return axes
 
 
+def layout_words(word: str) -> tuple[str, int]:
+    """Return the name of a layout and the ranks that divide each weight, of ``NAME[:M]``."""
+    name, _, number = word.partition(":")
+    return name, int(number or 1)
+
+
 def model_of(options: argparse.Namespace, mesh: Mesh | None, log: RoutingLog) -> Model:
     """Return the model of the command line; mixtures of experts add their routing to `log`."""
     of_gpt: dict[str, Any] = {
         "num_layers": options.layers, "hidden": options.hidden, "num_heads": options.heads,
         "context": options.context, "is_tied": options.tied, "is_shared": options.shared,
-        "recompute": presets.RECOMPUTE[options.recompute], "mesh": mesh,
+        "recompute": presets.RECOMPUTE[options.recompute], "mesh": mesh, "dropout": options.dropout,
         "sequence_parallel": options.sequence_parallel, "attention": options.attention or "ring",
     }  # fmt: skip
     if options.moe is None:
@@ -279,6 +293,7 @@ class Training:
         )
         with together("reading the text and the options"):
             self.text = text.load(options.text)
+            self.use_layout()
             presets.name_strategy(comm, options)
             self.check_options()
         same = vars(options) | {"length": len(self.text)}
@@ -297,6 +312,20 @@ class Training:
         self.rank_times: list[RankTimes] = []
 
     # Before the first step
+
+    def use_layout(self) -> None:
+        """Set the mesh that ``--layout`` names.
+
+        Raises ValueError if there is none, or beside another mesh.
+        """
+        o = self.options
+        if o.layout is None:
+            return
+        if o.mesh is not None or o.strategy is not None or o.moe is None:
+            raise ValueError(
+                "--layout names a mesh for --moe: it takes no --mesh and no --strategy"
+            )
+        o.mesh = layout(o.layout[0], self.comm.size, o.layout[1])
 
     def check_options(self) -> None:
         """Raise ValueError if the batch, the text, the checkpoints or the files are impossible."""

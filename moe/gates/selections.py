@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe.routing import Flags, Integers, Values
+from parallel.nn.functional import mix64
 
 
 class Ask(NamedTuple):
@@ -133,7 +134,7 @@ def expert_choice(ask: Ask) -> Chosen:
     return Chosen(token, expert, np.ones(len(token), bool), is_first)
 
 
-MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+WEYL = np.uint64(0x9E3779B97F4A7C15)
 
 
 def hashed(ask: Ask) -> Chosen:
@@ -144,9 +145,7 @@ def hashed(ask: Ask) -> Chosen:
     """
     if ask.token_ids is None:
         raise ValueError("hash routing needs the tokens of the text, in Step.tokens")
-    z = ask.token_ids.astype(np.uint64) + np.uint64(MIX[0])
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX[1])
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX[2])
     num_experts = ask.scores.shape[-1]
-    first = ((z ^ (z >> np.uint64(31))) % np.uint64(num_experts)).astype(np.int64)
+    hashes = mix64(ask.token_ids.astype(np.uint64) + WEYL)
+    first = (hashes % np.uint64(num_experts)).astype(np.int64)
     return by_choice((first[:, None] + np.arange(ask.k)) % num_experts)

@@ -104,7 +104,7 @@ class Flat(Way):
         sent = self._exchanges(x, loads)
         return Plan(
             [np.asarray(each).tolist() for each in rows],
-            sent["dispatch", False] + sent["combine", True],
+            self._numbers(x.rank, loads) + sent["dispatch", False] + sent["combine", True],
             sent["combine", False] + sent["dispatch", True], kept,
         )  # fmt: skip
 
@@ -117,6 +117,15 @@ class Flat(Way):
         if self.options.padding == "needed":
             return team.call(rank, "slots", "all_reduce", MOST_ALGORITHM, 1, INTEGER, in_place=True)
         return []
+
+    def _numbers(self, rank: int, loads: Loads) -> list[PredictedCall]:
+        """Return the calls that send the numbers of tokens, if experts need to know them."""
+        tables = [dispatch.tables(part, self.team.size) for part in loads]
+        return [
+            call
+            for table in (tables if self.experts.needs_rows else [])
+            for call in self.team.exchange(rank, "numbers", table, INTEGER)
+        ]
 
     def _exchanges(self, x: ArraySpec, loads: Loads) -> dict[tuple[str, bool], list[PredictedCall]]:
         """Return the calls that send rows, by label and whether they go back."""

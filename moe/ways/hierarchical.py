@@ -252,9 +252,10 @@ class Hierarchical(Way):
         def call(phase: str, table: Integers, itemsize: int) -> list[Any]:
             return between.exchange(rank, phase, table.tolist(), itemsize)
 
+        numbers = call("numbers", counts[..., 0], INTEGER) if self.inner.experts.needs_rows else []
         forward = [
             *call("counts", np.full((num, num), 2), INTEGER), *call("entries", 2 * entries, 4),
-            *call("weights", entries, wide), *call("dispatch", rows, form.itemsize),
+            *call("weights", entries, wide), *numbers, *call("dispatch", rows, form.itemsize),
             *call("combine", rows.T, form.itemsize),
         ]  # fmt: skip
         backward = [

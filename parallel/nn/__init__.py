@@ -5,6 +5,7 @@ Arrays are NumPy's or CuPy's; each function takes the array namespace of its inp
 
 from parallel.nn.annotate import annotate
 from parallel.nn.context import RingAttention, UlyssesAttention, context_positions
+from parallel.nn.dropout import Dropout
 from parallel.nn.functional import Array, cast, namespace_of, on_host
 from parallel.nn.gpt import gpt
 from parallel.nn.layer import (
@@ -32,7 +33,8 @@ from parallel.placement import Shape
 
 __all__ = [
     "Activations", "Array", "ArraySpec", "BatchRows", "CausalAttention", "CrossEntropy",
-    "Embedding", "Gelu", "Layer", "LayerNorm", "LayerTraffic", "Linear", "Model", "ParameterSpec",
-    "Residual", "RingAttention", "Sequential", "Shape", "Step", "UlyssesAttention", "Unembedding",
-    "annotate", "cast", "context_positions", "gpt", "namespace_of", "on_host", "split_flat",
+    "Dropout", "Embedding", "Gelu", "Layer", "LayerNorm", "LayerTraffic", "Linear", "Model",
+    "ParameterSpec", "Residual", "RingAttention", "Sequential", "Shape", "Step",
+    "UlyssesAttention", "Unembedding", "annotate", "cast", "context_positions", "gpt",
+    "namespace_of", "on_host", "split_flat",
 ]  # fmt: skip

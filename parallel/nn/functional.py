@@ -81,3 +81,13 @@ def one_hot(classes: Array, num_classes: int, dtype: Any) -> Array:
     xp = namespace_of(classes)
     columns = xp.arange(num_classes, device=classes.device)
     return (classes[:, None] == columns[None, :]).astype(dtype)
+
+
+MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def mix64(z: Array) -> Array:
+    """Return the hash of unsigned 64-bit integers that SplitMix64 uses.  Steele et al. 2014."""
+    z = (z ^ (z >> np.uint64(30))) * MIX[0]
+    z = (z ^ (z >> np.uint64(27))) * MIX[1]
+    return z ^ (z >> np.uint64(31))

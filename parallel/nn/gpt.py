@@ -9,6 +9,7 @@ from functools import partial
 from parallel.mesh import Mesh
 from parallel.nn import layers as nn
 from parallel.nn.context import RingAttention, UlyssesAttention
+from parallel.nn.dropout import Dropout
 from parallel.nn.layer import Layer, Residual, Sequential
 from parallel.nn.model import Model
 from parallel.nn.tensor import (
@@ -38,7 +39,8 @@ def gpt(
     mesh: Mesh | None = None,
     sequence_parallel: str | None = None,
     attention: str = "ring",
-    mlp: Callable[[int, Callable[[], Layer]], Mapping[str, Layer] | None] | None = None,
+    dropout: float = 0.0,
+    mlp: Callable[[int, Callable[[], Sequential]], Mapping[str, Layer] | None] | None = None,
 ) -> Model:
     """Return a GPT that predicts the next token: a byte by default.
 
@@ -68,6 +70,8 @@ def gpt(
     attention : str
         How the ranks along ``context`` of the mesh, which divide the positions of each row, attend
         to those of others: ``"ring"`` (`RingAttention`) or ``"ulysses"`` (`UlyssesAttention`).
+    dropout : float
+        The rate of `Dropout` behind the attention and the MLP of each block (part ``drop``).
     mlp : function, optional
         Called with the number of each block and a function that makes its MLP (parts ``up``,
         ``gelu``, ``down``); returns the parts that the block has in its place, or None.
@@ -94,15 +98,20 @@ def gpt(
     for i in range(num_layers):
         dense = partial(feed_forward, hidden, 4 * hidden, num_layers, region)
         other = None if mlp is None else mlp(i, dense)
-        inner = dense().layers if other is None else other
-        named[f"block{i}"] = block(**parts, region=region, heads=heads(), mlp=inner)
+        behind_attention, behind_mlp = (
+            dropped(dropout, f"block{i}.{part}", mesh, region) for part in ("attention", "mlp")
+        )
+        inner = {**(dense().layers if other is None else other), **behind_mlp}
+        named[f"block{i}"] = block(
+            **parts, region=region, heads=heads(), mlp=inner, drop=behind_attention
+        )
     named |= head(hidden, vocab_size, region)
     ties = {"head.out.table": "embedding.token"} if is_tied else {}
     ties |= {f"block{i}": "block0" for i in range(1, num_layers)} if is_shared else {}
     return Model(named, ties, recompute=recompute, mesh=mesh)
 
 
-def region_of(mesh: Mesh | None, sequence_parallel: str | None) -> Whole | None:
+def region_of(mesh: Mesh | None, sequence_parallel: str | None = None) -> Whole | None:
     """Return the ranks that divide the layers; None if there is one alone."""
     if sequence_parallel not in SEQUENCE_PARALLEL:
         raise ValueError(
@@ -141,6 +150,14 @@ def feed_forward(hidden: int, inner: int, num_layers: int, region: Whole | None)
     })  # fmt: skip
 
 
+def dropped(
+    rate: float, name: str, mesh: Mesh | None, region: Whole | None, width: int | None = None
+) -> dict[str, Layer]:
+    """Return a `Dropout` as the part ``drop``; nothing if `rate` is 0."""
+    layer = Dropout(rate, name, mesh=mesh, region=region, width=width)
+    return {"drop": layer} if rate else {}
+
+
 def gain_of(num_layers: int) -> float:
     """Return the gain of what blocks add, so that the sum keeps its magnitude."""
     return 1 / math.sqrt(2 * num_layers)
@@ -153,14 +170,18 @@ def block(
     region: Whole | None,
     heads: Layer,
     mlp: Mapping[str, Layer],
+    drop: Mapping[str, Layer],
 ) -> Sequential:
-    """Return one of `num_layers` transformer blocks: (batch, context, hidden) to the same shape."""
+    """Return one of `num_layers` transformer blocks: (batch, context, hidden) to the same shape.
+
+    `drop` is what follows the attention.
+    """
     width = hidden // num_heads
     attention = Residual({
         "norm": norm(hidden, region),
         "qkv": columns(nn.Linear(hidden, (3, num_heads, width)), region, dim=1),
         "heads": heads,
-        "out": rows(nn.Linear(hidden, hidden, gain_of(num_layers)), region, width),
+        "out": rows(nn.Linear(hidden, hidden, gain_of(num_layers)), region, width), **drop,
     })  # fmt: skip
     return Sequential({
         "attention": attention, "mlp": Residual({"norm": norm(hidden, region), **mlp}),

@@ -15,6 +15,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -167,11 +168,21 @@ class Step:
     add_wait: Callable[[float], object] = id  # called with the seconds that a layer waited for one
     tokens: Array = None  # the input of the model, int64 like `targets`
     batch: BatchRows | None = None  # which rows of which batch these are
+    numbers: Array = None  # of the tokens in the batch, int64, in an expert that gets some of them
 
     @property
     def length(self) -> int:
         """The number of tokens of each row of this micro-batch, those of other ranks included."""
         return int(self.targets.shape[-1])
+
+    @contextmanager
+    def numbered(self, numbers: Array) -> Iterator[None]:
+        """Let layers in this context compute tokens with these `numbers`."""
+        before, self.numbers = self.numbers, numbers
+        try:
+            yield
+        finally:
+            self.numbers = before
 
     def wait(self, finish: Callable[[], Array]) -> Array:
         """Return what `finish` does, which waits for a call of this layer."""

@@ -15,7 +15,17 @@ from moe.gates import GATES, Gate
 from moe.layer import MixtureOfExperts
 from moe.log import RoutingLog, digests
 from parallel import MemoryTracker, Mesh, TrafficTable
-from parallel.nn import Activations, ArraySpec, Gelu, Layer, Linear, Model, Sequential, Step
+from parallel.nn import (
+    Activations,
+    ArraySpec,
+    Dropout,
+    Gelu,
+    Layer,
+    Linear,
+    Model,
+    Sequential,
+    Step,
+)
 from parallel.nn.layer import BatchRows
 from parallel.optim import dtype_of
 from parallel.placement import span
@@ -30,8 +40,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def mlp(dim: int = DIM, hidden: int = HIDDEN) -> Layer:
-    return Sequential({"up": Linear(dim, hidden), "gelu": Gelu(), "down": Linear(hidden, dim)})
+def mlp(dim: int = DIM, hidden: int = HIDDEN, dropout: float = 0.0) -> Layer:
+    drop = {"drop": Dropout(dropout, "drop")} if dropout else {}
+    return Sequential(
+        {"up": Linear(dim, hidden), "gelu": Gelu(), **drop, "down": Linear(hidden, dim)}
+    )
 
 
 class Setup(NamedTuple):
@@ -49,6 +62,7 @@ class Setup(NamedTuple):
     ranks_per_host: int | None = None
     dim: int = DIM
     hidden: int = HIDDEN
+    dropout: float = 0.0
 
     def make_gate(self) -> Gate:
         options = OPTIONS.get(self.gate, {}) | dict(self.options)
@@ -57,9 +71,9 @@ class Setup(NamedTuple):
 
     def make(self, mesh: Mesh | None, log: RoutingLog) -> MixtureOfExperts:
         return MixtureOfExperts(
-            self.dim, self.make_gate(), partial(mlp, self.dim, self.hidden), mesh=mesh,
-            padding=self.padding, num_parts=self.num_parts, payload=self.payload, log=log,
-            dispatch=self.dispatch, ranks_per_host=self.ranks_per_host,
+            self.dim, self.make_gate(), partial(mlp, self.dim, self.hidden, self.dropout),
+            mesh=mesh, padding=self.padding, num_parts=self.num_parts, payload=self.payload,
+            log=log, dispatch=self.dispatch, ranks_per_host=self.ranks_per_host,
         )  # fmt: skip
 
     def rows(self) -> tuple[range, ...]:

@@ -40,12 +40,20 @@ def test_every_gate_trains(gate: str) -> None:
     ("--shared-experts", "1", "--moe-every", "1"), ("--payload", "int8"),
     ("--padding", "needed", "--dispatch-parts", "2"), ("--capacity-factor", "2.0"),
     ("--recompute",), ("--dispatch", "weights"), ("--dispatch", "cheaper"),
+    ("--dropout", "0.1", "--expert-dropout", "0.4"),
     ("--dispatch", "hierarchical", "--ranks-per-host", "1"),
 ])  # fmt: skip
 def test_options(words: tuple[str, ...]) -> None:
     """Also without an axis for experts: then each rank has all of them."""
     has_axis = {"--strategy", "--mesh"} & set(words)
     assert run("--moe", "switch", *words, *(() if has_axis else ("--mesh", "expert=2"))) == 0
+
+
+@pytest.mark.parametrize("name", ["expert-data", "expert-model-data:2"])
+def test_a_layout_is_a_mesh(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--moe", "switch", "--layout", name, ranks=4) == 0
+    mesh = "data=1,expert=2,tensor=2" if name.endswith("2") else "data=1,expert=4"
+    assert f"on {mesh}," in capsys.readouterr().out
 
 
 def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
@@ -69,9 +77,14 @@ def test_another_routing_gives_another_prediction(tmp_path: Path) -> None:
     [
         (("--mesh", "expert=2"), "needs --moe"),
         (("--padding", "needed"), "--padding needs --moe"),
+        (("--strategy", "server-sync", "--dropout", "0.1"), "server-sync takes no --dropout"),
+        (("--moe", "switch", "--dropout", "1"), "rate of dropout is 1.0"),
         (("--dispatch", "weights"), "--dispatch needs --moe"),
         (("--moe", "switch", "--dispatch", "hierarchical"), "needs ranks_per_host"),
         (("--moe", "switch", "--dispatch", "weights", "--padding", "needed"), "must be none"),
+        (("--layout", "data"), "--layout names a mesh for --moe"),
+        (("--moe", "switch", "--layout", "data", "--mesh", "expert=2"), "takes no --mesh"),
+        (("--moe", "switch", "--layout", "model-data:3"), "3 ranks for each weight"),
         (("--top-k", "2"), "--top-k needs --moe"),
         (("--moe", "hash", "--capacity-factor", "2"), "no option capacity_factor, only k"),
         (("--moe", "bias", "--padding", "capacity"), "capacity rule"),

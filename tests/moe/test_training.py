@@ -35,6 +35,7 @@ class Mixture(NamedTuple):
     blocks: int = 2
     dispatch: str = "flat"
     ranks_per_host: int | None = None
+    dropout: float = 0.0
     optimizer: str = "adam"  # on which the routing of later steps depends
 
     def __call__(self, mesh: Mesh | None) -> Model:
@@ -44,6 +45,7 @@ class Mixture(NamedTuple):
             gate=self.gate, num_experts=self.num_experts, every=1, num_shared=self.num_shared,
             num_layers=self.blocks, num_heads=2, hidden=6, context=CONTEXT, mesh=mesh, log=log,
             padding=self.padding, dispatch=self.dispatch, ranks_per_host=self.ranks_per_host,
+            dropout=self.dropout, expert_dropout=2 * self.dropout,
         )  # fmt: skip
         if is_alone:
             LOGS[self] = log
@@ -118,6 +120,21 @@ def test_every_way_to_dispatch(dispatch: str, axes: dict[str, int]) -> None:
     """With two places along expert on each host, of 2 or 4 ranks."""
     on_host = 2 * axes.get("tensor", 1) if dispatch == "hierarchical" else None
     check(setup_of(Mixture("stable", dispatch=dispatch, ranks_per_host=on_host), **axes))
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"data": 2, "expert": 2},
+        {"expert": 2, "tensor": 2},
+        {"context": 2, "expert": 2},
+        {"pipe": 2},
+        {"tensor": 3},
+    ],
+)
+def test_dropout(axes: dict[str, int]) -> None:
+    """In dense layers and, at twice the rate, in experts."""
+    check(setup_of(Mixture("gshard", dropout=0.2, num_shared=1), **axes))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -74,6 +74,24 @@ def test_gathered_weights_are_as_on_one_rank(name: str, size: int, dtype: str) -
         assert set(bytes_of(found)) == {"weights", "gradients"}
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("dispatch", ["flat", "padded", "hierarchical", "weights", "cheaper"])
+@pytest.mark.parametrize("name", ["stable", "expert-choice"])
+def test_experts_drop_the_same(name: str, dispatch: str, size: int) -> None:
+    """Dropout inside experts goes by the tokens, whose numbers are sent with them."""
+    setup = Setup(name, size=size, num_parts=2, dropout=0.4)
+    one = alone(setup)
+    if dispatch == "padded":
+        setup = setup._replace(padding="capacity")
+    elif dispatch == "hierarchical":
+        setup = hierarchical(setup, 2)
+    else:
+        setup = setup._replace(dispatch=dispatch)
+    sent = bytes_of(check_all(setup, one))
+    assert ("numbers" in sent) == ("dispatch" in sent)
+    assert np.abs(one.y - alone(setup._replace(padding="none", dropout=0.0)).y).max() > 0.1
+
+
 def hierarchical(setup: Setup, ranks_per_host: int) -> Setup:
     return setup._replace(dispatch="hierarchical", ranks_per_host=ranks_per_host)
 

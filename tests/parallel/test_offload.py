@@ -104,11 +104,14 @@ class FakeArray:
     def reshape(self, *shape: int) -> FakeArray:
         return wrap(self._memory.reshape(*shape), self)
 
+    def view(self, dtype: Any) -> FakeArray:
+        return wrap(self._memory.view(dtype), self)
+
     def __getitem__(self, index: Any) -> FakeArray:
-        return wrap(self._memory[index], self)
+        return wrap(self._memory[bare(index)], self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self._memory[index] = on_device_only(value)
+        self._memory[bare(index)] = on_device_only(value)
 
     def __iter__(self) -> Iterator[FakeArray]:
         return (self[i] for i in range(len(self._memory)))
@@ -181,7 +184,7 @@ def in_place(function: Callable[..., Any]) -> Callable[..., FakeArray]:
     return call
 
 
-for name in ("matmul", "pow", "neg", "eq", "ge"):
+for name in ("matmul", "pow", "neg", "eq", "ge", "gt", "rshift", "xor"):
     setattr(FakeArray, f"__{name}__", on_device(getattr(operator, name)))
 for name in ("add", "sub", "mul", "truediv"):
     setattr(FakeArray, f"__{name}__", on_device(getattr(operator, name)))
