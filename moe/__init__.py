@@ -14,9 +14,11 @@ from moe.beside import Beside
 from moe.gates import GATES, Gate
 from moe.gpt import moe_gpt
 from moe.layer import MixtureOfExperts, mixtures
+from moe.layouts import layout
 from moe.log import RoutingLog
 from moe.routing import Routing
 
 __all__ = [
-    "GATES", "Beside", "Gate", "MixtureOfExperts", "Routing", "RoutingLog", "mixtures", "moe_gpt",
+    "GATES", "Beside", "Gate", "MixtureOfExperts", "Routing", "RoutingLog", "layout", "mixtures",
+    "moe_gpt",
 ]  # fmt: skip
