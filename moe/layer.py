@@ -164,6 +164,8 @@ class MixtureOfExperts(Layer):
         weight = self.value["router"] if self.gate.has_router else None
         batch = step.batch
         bias = None if self.step_counts is None else self.bias
+        for rows in batch.of_rank if batch is not None else ():  # so that all ranks raise, or none
+            self.options.num_groups(len(rows))
         routed = self.router.route(x, weight, step, self.options.num_groups(x.shape[0]), bias)
         if self.step_counts is not None and not step.is_again:
             self.step_counts += routed.routing.choices

@@ -43,6 +43,12 @@ class Routing:
     num_groups: int
     capacity: int | None = None
 
+    @classmethod
+    def empty(cls, num_experts: int) -> Routing:
+        """Return the routing of no tokens."""
+        none = np.empty(0, np.int64)
+        return cls(none, none, none, none, 0, num_experts, 0)
+
     @property
     def is_dropped(self) -> Flags:
         """Which entries no expert computes: those past the capacity, and those with slot -1."""

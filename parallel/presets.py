@@ -27,7 +27,7 @@ GATE_OPTIONS = {"top_k": "k", "capacity_factor": "capacity_factor"}
 MOE_OPTIONS = {
     "moe_every": "every", "shared_experts": "num_shared", "padding": "padding",
     "dispatch_parts": "num_parts", "payload": "payload", "dispatch": "dispatch",
-    "expert_dropout": "expert_dropout",
+    "expert_dropout": "expert_dropout", "rows_per_group": "rows_per_group",
 }  # fmt: skip
 
 ROW_OPTIONS = ("moe", "dropout")  # of layers that depend on the rows of each rank

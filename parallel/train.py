@@ -177,6 +177,8 @@ def parser() -> argparse.ArgumentParser:
     add("--moe-every", type=positive, metavar="N",
         help="of N consecutive blocks the last has experts; default: 2")  # fmt: skip
     add("--shared-experts", type=natural, metavar="N", help="MLPs beside the experts; default: 0")
+    add("--rows-per-group", type=positive, metavar="N",
+        help="rows of the batch that are routed together; default: 1")  # fmt: skip
     add("--expert-dropout", type=float, metavar="RATE",
         help="in the middle of each expert; default: none")  # fmt: skip
     add("--dispatch", choices=WAYS[1:],

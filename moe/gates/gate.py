@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from moe.gates.capacity import RULES
 from moe.gates.losses import GroupOfTokens, Loss
 from moe.gates.scores import SOFTMAX, Scores
 from moe.gates.selections import Ask, Chosen, Selection, top_k
-from moe.routing import Integers, Routing, Values, slots_of
+from moe.routing import Integers, Routing, Values, joined, slots_of
 
 
 class Gated(NamedTuple):
@@ -157,29 +157,28 @@ class Gate:
             of 0.
         """
         num_tokens = self._check(logits, num_groups)
-        noisy = logits
-        if self.noise and random is not None:
-            noisy = logits + (self.noise * self._drawn(random, num_tokens)).astype(logits.dtype)
+        noisy, uniform = self._noisy(logits, random), self._uniform(random, num_tokens)
         scores = self.scores.forward(noisy)
-        uniform = self._uniform(random, num_tokens)
-        per_group = num_tokens // max(1, num_groups)
-        capacity = self.capacity(per_group)
         by = scores if bias is None else scores + bias.astype(scores.dtype)
-        found: list[tuple[Chosen, Integers]] = []
-        loss, slopes = 0.0, np.zeros((2, *logits.shape), logits.dtype)
-        for start in range(0, num_tokens, max(1, per_group)):
-            part = slice(start, start + per_group)
+        size = num_tokens // max(1, num_groups)
+        capacity, slopes = self.capacity(size), np.zeros((2, *logits.shape), logits.dtype)
+        routings, loss = [Routing.empty(self.num_experts)], 0.0
+        for group in range(num_groups):
+            part = slice(group * size, (group + 1) * size)
             ids = None if token_ids is None else token_ids[part]
             chosen = self.selection(Ask(by[part], self.k, capacity, uniform[part], ids))
-            slot = slots_of(chosen.expert, chosen.is_queued, self.num_experts)
-            found.append((chosen._replace(token=chosen.token + start), slot))
+            routings.append(self._of_group(chosen, size, capacity))
             loss += self._losses(logits[part], noisy[part], scores[part], chosen, slopes[:, part])
-        token, expert, slot = (_joined(each) for each in self._columns(found))
-        group = token // max(1, per_group)
-        routing = Routing(
-            token, expert, group, slot, num_tokens, self.num_experts, num_groups, capacity
-        )
+        routing = joined(routings)
         return Gated(routing, self._weights(routing, scores), loss, (scores, slopes))
+
+    def _of_group(self, chosen: Chosen, size: int, capacity: int | None) -> Routing:
+        """Return the routing of what a group of `size` tokens has chosen."""
+        slot = slots_of(chosen.expert, chosen.is_queued, self.num_experts)
+        group = np.zeros_like(slot)
+        return Routing(
+            chosen.token, chosen.expert, group, slot, size, self.num_experts, 1, capacity
+        )
 
     def _check(self, logits: Values, num_groups: int) -> int:
         """Return the number of tokens."""
@@ -190,11 +189,15 @@ class Gate:
             raise ValueError("a logit of the router is not finite")
         return num_tokens
 
-    def _drawn(self, random: Sequence[np.random.Generator], num_tokens: int) -> Values:
-        """Return Gaussian numbers for all logits."""
-        shape = (num_tokens // max(1, len(random)), self.num_experts)
+    def _noisy(self, logits: Values, random: Sequence[np.random.Generator] | None) -> Values:
+        """Return the logits with noise."""
+        if not self.noise or random is None:
+            return logits
+        shape = (len(logits) // max(1, len(random)), self.num_experts)
         parts = [each.standard_normal(shape) for each in random]
-        return np.concatenate([np.empty((0, self.num_experts)), *parts])
+        drawn = np.concatenate([np.empty((0, self.num_experts)), *parts])
+        noisy: Values = logits + (self.noise * drawn).astype(logits.dtype)
+        return noisy
 
     def _uniform(self, random: Sequence[np.random.Generator] | None, num_tokens: int) -> Values:
         """Return a number from 0 to 1 for each token."""
@@ -218,13 +221,6 @@ class Gate:
             slopes[0] += len(logits) * found.dlogits
             slopes[1] += len(logits) * found.dscores
         return total
-
-    @staticmethod
-    def _columns(found: list[tuple[Chosen, Integers]]) -> tuple[list[Integers], ...]:
-        return (
-            [chosen.token for chosen, _ in found], [chosen.expert for chosen, _ in found],
-            [slot for _, slot in found],
-        )  # fmt: skip
 
     def _weights(self, routing: Routing, scores: Values) -> Values:
         """Return the weight of each entry."""
@@ -278,15 +274,7 @@ class Gate:
         result: Values = bias + change.astype(bias.dtype)
         return result
 
-    def config(self) -> list[Any]:
-        """Return what must be equal on all ranks: the result consists of strings and numbers."""
-        return [repr(getattr(self, name)) for name in ("num_experts", "k", "rule", "noise")] + [
-            repr(self.capacity_factor), repr(self.losses), repr(self.scale),
-            getattr(self.selection, "__name__", repr(self.selection)),
-            str(self.scores.forward.__name__), repr(self.is_normalized), repr(self.bias_rate),
-            repr(self.has_router), repr(self.init_scale),
-        ]  # fmt: skip
-
-
-def _joined(parts: list[Integers]) -> Integers:
-    return np.concatenate([np.empty(0, np.int64), *parts])
+    def config(self) -> list[str]:
+        """Return what must be equal on all ranks: the result consists of strings."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return [f"{name}={getattr(x, '__name__', repr(x))}" for name, x in values.items()]

@@ -19,6 +19,9 @@ class Scores(NamedTuple):
     forward: Callable[[Values], Values]
     backward: Callable[[Values, Values], Values]
 
+    def __repr__(self) -> str:
+        return f"Scores({self.forward.__name__})"  # without addresses, which differ between ranks
+
 
 def softmax(logits: Values) -> Values:
     """Return the softmax over the last axis."""

@@ -13,6 +13,7 @@ LAYOUTS = {
     "switch": (4, "--mesh data=2,expert=2 --zero 1"),
     "gshard": (4, "--mesh expert=4 --padding needed --dispatch-parts 2"),
     "sigmoid": (8, "--mesh pipe=2,expert=2,tensor=2 --micro-batches 2 --zero 1"),
+    "stable": (4, "--mesh expert=4 --dispatch hierarchical --ranks-per-host 2 --zero 1"),
     "expert-choice": (4, "--mesh context=2,expert=2"),
 }
 

@@ -40,7 +40,7 @@ def test_every_gate_trains(gate: str) -> None:
     ("--shared-experts", "1", "--moe-every", "1"), ("--payload", "int8"),
     ("--padding", "needed", "--dispatch-parts", "2"), ("--capacity-factor", "2.0"),
     ("--recompute",), ("--dispatch", "weights"), ("--dispatch", "cheaper"),
-    ("--dropout", "0.1", "--expert-dropout", "0.4"),
+    ("--dropout", "0.1", "--expert-dropout", "0.4"), ("--rows-per-group", "2", "--batch", "8"),
     ("--dispatch", "hierarchical", "--ranks-per-host", "1"),
 ])  # fmt: skip
 def test_options(words: tuple[str, ...]) -> None:
@@ -82,6 +82,10 @@ def test_another_routing_gives_another_prediction(tmp_path: Path) -> None:
         (("--dispatch", "weights"), "--dispatch needs --moe"),
         (("--moe", "switch", "--dispatch", "hierarchical"), "needs ranks_per_host"),
         (("--moe", "switch", "--dispatch", "weights", "--padding", "needed"), "must be none"),
+        (
+            ("--moe", "gshard", "--rows-per-group", "2", "--batch", "7", "--mesh", "expert=2"),
+            "3 rows of a rank are not whole groups of 2",
+        ),
         (("--layout", "data"), "--layout names a mesh for --moe"),
         (("--moe", "switch", "--layout", "data", "--mesh", "expert=2"), "takes no --mesh"),
         (("--moe", "switch", "--layout", "model-data:3"), "3 ranks for each weight"),
