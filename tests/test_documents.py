@@ -186,7 +186,7 @@ def test_every_command_of_make_exists() -> None:
 
 def unknown_commands(text: str) -> set[str]:
     """Modules and commands of bench that a document names and that do not exist."""
-    modules = set(re.findall(r"-m\s+((?:collectives|parallel|bench)[\w.]*)", text))
+    modules = set(re.findall(r"-m\s+((?:collectives|parallel|moe|bench)[\w.]*)", text))
     named = set(re.findall(r"-m\s+bench (\w+)", text))
     known = {*BENCH_COMMANDS, *algorithms.collectives()}
     return {name for name in modules if find_spec(name) is None} | (named - known)
