@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import collectives
 from collectives import Communicator
-from moe import RoutingLog
+from moe import MixtureOfExperts, RoutingLog
 from moe.gates import GATES
 from parallel import Mesh
-from parallel.nn import Model
+from parallel.nn import Model, Step
 from tests.moe.experts import CONTEXT, ROWS, Setup
 from tests.parallel.split_layers import bound_by_name
 from tests.parallel.test_offload import FAKE, bare, crossed
@@ -27,35 +28,54 @@ FORMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def check(setup: Setup) -> None:
+class Both(NamedTuple):
+    """Outputs, derivatives and gradients of a rank, in host memory."""
+
+    here: list[Any]
+    there: list[Any]
+    moved: Counter[str]  # between host and device
+    num_rows: int
+
+
+def run(setup: Setup, xp: Any, to_host: Callable[[Any], Any]) -> list[Both]:
     """The same layer on the host and on the device of each rank."""
 
-    def fn(comm: Communicator) -> None:
+    def fn(comm: Communicator) -> Both:
         mesh = Mesh(comm, expert=setup.size)
         here, there = (setup.make(mesh, RoutingLog()) for _ in range(2))
         for axis in here.comm_axes:
             mesh[axis]
         bound_by_name(Model({"only": here}, mesh=mesh), setup.dtype)
-        gradients = {key: np.zeros_like(x) for key, x in here.value.items()}
-        there.bind(
-            {key: FAKE.asarray(x) for key, x in here.value.items()},
-            {key: FAKE.asarray(x) for key, x in gradients.items()},
-        )
+        values = {key: xp.asarray(x) for key, x in here.value.items()}
+        there.bind(values, {key: xp.zeros_like(x) for key, x in values.items()})
         rows = setup.rows()[comm.rank]
         x, dy = (setup.whole(name)[rows.start : rows.stop].copy() for name in ("x", "dy"))
-        y, saved = here.forward(x, setup.step(comm.rank))
-        dx = here.backward(dy, saved)
-        arrays, step = (FAKE.asarray(x), FAKE.asarray(dy)), setup.step(comm.rank)
+        on_host = both_ways(here, x, dy, setup.step(comm.rank))
+        arrays = xp.asarray(x), xp.asarray(dy)
         crossed().clear()
-        y_there, saved = there.forward(arrays[0], step)
-        dx_there = there.backward(arrays[1], saved)
-        np.testing.assert_array_equal(bare(y_there), y)
-        np.testing.assert_array_equal(bare(dx_there), dx)
-        for key, gradient in here.gradient.items():
-            np.testing.assert_array_equal(bare(there.gradient[key]), gradient)
-        check_crossed(crossed(), setup, len(rows))
+        on_device = both_ways(there, *arrays, setup.step(comm.rank))
+        moved = Counter(crossed())
+        return Both(on_host, list(map(to_host, on_device)), moved, len(rows))
 
-    collectives.run(fn, size=setup.size, timeout=60)
+    found: list[Both] = collectives.run(fn, size=setup.size, timeout=60)
+    return found
+
+
+def both_ways(layer: MixtureOfExperts, x: Any, dy: Any, step: Step) -> list[Any]:
+    y, saved = layer.forward(x, step)
+    return [y, layer.backward(dy, saved), *layer.gradient.values()]
+
+
+def setup_of(form: str) -> Setup:
+    on_host = 2 if form == "hierarchical" else None
+    return Setup("stable", size=SIZE, dim=64, ranks_per_host=on_host)._replace(**FORMS[form])
+
+
+def check(setup: Setup) -> None:
+    for rank in run(setup, FAKE, bare):
+        for there, here in zip(rank.there, rank.here, strict=True):
+            np.testing.assert_array_equal(there, here)
+        check_crossed(rank.moved, setup, rank.num_rows)
 
 
 def check_crossed(moved: Counter[str], setup: Setup, rows: int) -> None:
@@ -73,9 +93,7 @@ def check_crossed(moved: Counter[str], setup: Setup, rows: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_way(form: str) -> None:
-    options = dict(FORMS[form])
-    on_host = 2 if form == "hierarchical" else None
-    check(Setup("stable", size=SIZE, dim=64, ranks_per_host=on_host)._replace(**options))
+    check(setup_of(form))
 
 
 @pytest.mark.parametrize("name", GATES)
