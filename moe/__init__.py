@@ -6,7 +6,7 @@ the experts that its gate chooses.  What is computed does not depend on the numb
     model = moe_gpt(gate="switch", num_experts=8, mesh=Mesh(comm, data=2, expert=2))
 
 A gate (`moe.gates`) chooses experts for each token, `moe.routing` has its choices as a table,
-`moe.dispatch` sends the tokens there and back, and `moe.layer` is the layer of a model.
+`moe.ways` bring tokens and experts together, and `moe.layer` is the layer of a model.
 `moe.reference` computes the same on one rank by products with masks.
 """
 
@@ -17,8 +17,9 @@ from moe.layer import MixtureOfExperts, mixtures
 from moe.layouts import layout
 from moe.log import RoutingLog
 from moe.routing import Routing
+from moe.ways import Options
 
 __all__ = [
-    "GATES", "Beside", "Gate", "MixtureOfExperts", "Routing", "RoutingLog", "layout", "mixtures",
-    "moe_gpt",
+    "GATES", "Beside", "Gate", "MixtureOfExperts", "Options", "Routing", "RoutingLog", "layout",
+    "mixtures", "moe_gpt",
 ]  # fmt: skip

@@ -81,7 +81,7 @@ class MixtureOfExperts(Layer):
     ranks_per_host : int, optional
         How many consecutive ranks of the mesh are on a host, for ``"hierarchical"``.
     options
-        `rows_per_group`, `padding`, `num_parts`, `payload` and `name`: see `moe.ways.Options`.
+        `rows_per_group`, `padding`, `num_parts`, `payload` and `name`: see `moe.Options`.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class MixtureOfExperts(Layer):
     ------
     ValueError
         For an unknown `dispatch`, for one that does not work with these options, and for options
-        that `moe.ways.Options` refuses.
+        that `moe.Options` refuses.
     """
 
     needs_rows = True
