@@ -23,6 +23,7 @@ from collectives import algorithms
 from collectives.__main__ import about as first_sentence
 
 COMMANDS = {
+    "balance": "bench.balance",
     "check": "bench.check",
     "combine": "bench.combine",
     "demo": "bench.demo",
