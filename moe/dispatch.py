@@ -1,8 +1,9 @@
-"""Send tokens to the ranks that have their experts, and what the experts compute back.
+"""Which rows a rank sends to the ranks of its tokens' experts, and where they are in the buffers.
 
-A rank copies the rows of its tokens into a buffer in the order of the experts, so that the rows for
-each rank follow each other; an all-to-all exchanges the buffers; and after the experts another one
-brings the rows back to where they were.  Buffers are of one of two kinds:
+A rank copies the rows of its tokens into a buffer (`moe.rows`) in the order of the experts, so that
+the rows for each rank follow each other, its own last; an all-to-all exchanges those for others;
+and after the experts another one brings the rows back to where they were (`moe.exchange`).  Buffers
+are of one of two kinds:
 
 - `dropless`: exactly the rows that are routed.  Ranks tell each other first how many (`exchange`).
 - `padded`: the same number of rows for each expert and group of tokens, whatever is routed, such as
@@ -13,20 +14,17 @@ A dispatch may be divided into parts, so that the experts compute one of them wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from collectives import Communicator, SentReceived, even_counts
-from moe.payload import decode, encode
-from moe.routing import Integers, Routing, slots_of
-from parallel.nn import Array, cast, namespace_of
+from moe.routing import Integers, Routing
 from parallel.placement import length, span
 
 ALGORITHM = "linear"  # of all exchanges
-Finish: TypeAlias = Callable[[], Array]  # waits for a call and returns its result
 
 
 class Part(NamedTuple):
@@ -43,7 +41,10 @@ class Part(NamedTuple):
     sent, received : tuple of int
         The rows to each rank, and from each rank.
     segments : tuple of (tuple of slice)
-        For each expert of this rank, its rows of the received buffer, one slice for each source.
+        For each expert of this rank, its rows from each source: of those received from other ranks,
+        or, if the source is this rank, of its own.
+    rank : int
+        This rank.
     """
 
     entry: Integers
@@ -52,16 +53,32 @@ class Part(NamedTuple):
     sent: tuple[int, ...]
     received: tuple[int, ...]
     segments: tuple[tuple[slice, ...], ...]
+    rank: int
 
     @property
     def num_sent(self) -> int:
-        """The rows of the send buffer."""
+        """The rows of the send buffer, of which the last are this rank's own."""
         return sum(self.sent)
 
     @property
-    def num_received(self) -> int:
-        """The rows of the receive buffer."""
-        return sum(self.received)
+    def num_away(self) -> int:
+        """The rows of the send buffer that go to other ranks."""
+        return self.num_sent - self.sent[self.rank]
+
+    @property
+    def num_arriving(self) -> int:
+        """The rows that come from other ranks."""
+        return sum(self.received) - self.received[self.rank]
+
+    @property
+    def counts(self) -> SentReceived:
+        """The rows to and from other ranks."""
+        return SentReceived(
+            *(
+                (*each[: self.rank], 0, *each[self.rank + 1 :])
+                for each in (self.sent, self.received)
+            )
+        )
 
 
 def experts_of(num_experts: int, num_ranks: int, rank: int) -> slice:
@@ -87,11 +104,11 @@ def exchange(load: Integers, comm: Communicator | None) -> Integers:
     return received.reshape(comm.size, owned[comm.rank])
 
 
-def dropless(routing: Routing, loads: Integers, num_parts: int = 1) -> list[Part]:
+def dropless(routing: Routing, loads: Integers, rank: int = 0, num_parts: int = 1) -> list[Part]:
     """Return the parts of a dispatch of exactly the rows that are routed.
 
-    `loads` is what `exchange` returned.  The rows of each pair of a source and an expert are
-    divided over `num_parts` as evenly as possible.
+    `loads` is what `exchange` returned on this `rank`.  The rows of each pair of a source and an
+    expert are divided over `num_parts` as evenly as possible.
     """
     kept = np.flatnonzero(~routing.is_dropped)
     by_expert = kept[np.argsort(routing.expert[kept], kind="stable")]
@@ -103,7 +120,7 @@ def dropless(routing: Routing, loads: Integers, num_parts: int = 1) -> list[Part
         each = [by_expert[a : a + n] for a, n in zip(firsts, sent.tolist(), strict=True)]
         entry = np.concatenate([by_expert[:0], *each])  # there may be no experts
         arriving = share(loads, num_parts, i)[0]
-        parts.append(_part(routing, entry, np.arange(len(entry)), sent, arriving))
+        parts.append(_part(routing, rank, entry, np.arange(len(entry)), sent, arriving))
     return parts
 
 
@@ -143,97 +160,45 @@ def padded(
         entry = kept[(slot >= slots.start) & (slot < slots.stop)]
         queue = routing.expert[entry] * groups[rank] + routing.group[entry]
         place = queue * length(slots) + routing.slot[entry] - slots.start
-        order = np.argsort(place)
         sent = np.full(routing.num_experts, groups[rank] * length(slots), np.int64)
         arriving = np.outer(groups, np.full(length(mine), length(slots))).astype(np.int64)
-        parts.append(_part(routing, entry[order], place[order], sent, arriving))
+        parts.append(_part(routing, rank, entry, place, sent, arriving))
     return parts
 
 
 def _part(
-    routing: Routing, entry: Integers, place: Integers, sent: Integers, arriving: Integers
-) -> Part:
-    """Return a part of these entries, with the rows `sent` to each expert and `arriving` here."""
+    routing: Routing, rank: int, entry: Integers, place: Integers, sent: Integers,
+    arriving: Integers,
+) -> Part:  # fmt: skip
+    """Return a part of these entries, with the rows `sent` to each expert and `arriving` here.
+
+    `place` is by destination in the order of ranks; in the part, this `rank` is the last.
+    """
     ends = list(accumulate(sent.tolist(), initial=0))
     num_ranks = len(arriving)
-    owned = [experts_of(routing.num_experts, num_ranks, rank) for rank in range(num_ranks)]
-    starts = accumulate(arriving.ravel().tolist(), initial=0)
-    segments = [slice(a, b) for a, b in pairwise(starts)]
-    num_experts = arriving.shape[1]
+    owned = [experts_of(routing.num_experts, num_ranks, i) for i in range(num_ranks)]
+    start, stop = ends[owned[rank].start], ends[owned[rank].stop]
+    is_own, is_later = (start <= place) & (place < stop), place >= stop
+    place = place + is_own * (ends[-1] - stop) - is_later * (stop - start)
+    order = np.argsort(place)
+    entry = entry[order]
     return Part(
-        entry, routing.token[entry], place,
+        entry, routing.token[entry], place[order],
         tuple(ends[experts.stop] - ends[experts.start] for experts in owned),
-        tuple(arriving.sum(axis=1).tolist()),
-        tuple(tuple(segments[i::num_experts]) for i in range(num_experts)),
+        tuple(arriving.sum(axis=1).tolist()), _segments(arriving, rank), rank,
     )  # fmt: skip
 
 
-# Rows of tokens
-
-
-def spread(x: Array, part: Part, weights: Array | None = None) -> Array:
-    """Return the send buffer of a part, (rows, dim): the rows of `x` (tokens, dim) in their places.
-
-    `weights` (n,), if given, are factors of the entries.
-    """
-    xp = namespace_of(x)
-    rows = xp.take(x, xp.asarray(part.token), axis=0)
-    if weights is not None:
-        rows = cast(rows * weights[:, None], x.dtype)
-    if len(part.entry) == part.num_sent:  # each row is used
-        return rows
-    buffer = xp.zeros((part.num_sent, x.shape[1]), dtype=x.dtype)
-    buffer[xp.asarray(part.place)] = rows
-    return buffer
-
-
-def add_rows(y: Array, rows: Array, part: Part, weights: Array | None = None) -> None:
-    """Add rows of the send buffer of a part to the tokens `y` (tokens, dim) that they came from.
-
-    `weights` (n,), if given, are factors of the entries.  The rows of a token are added in the
-    order of its entries.
-    """
-    xp = namespace_of(y)
-    turn = slots_of(part.token, np.ones(len(part.token), bool), y.shape[0])
-    for i in range(int(turn.max(initial=-1)) + 1):
-        once = np.flatnonzero(turn == i)  # entries of different tokens
-        added = cast(xp.take(rows, xp.asarray(part.place[once]), axis=0), y.dtype)
-        if weights is not None:
-            added = added * xp.take(weights, xp.asarray(once))[:, None]
-        y[xp.asarray(part.token[once])] += added
-
-
-def products(rows: Array, x: Array, part: Part) -> Array:
-    """Return the dot product of each entry's row and its token in `x` (tokens, dim), (n,)."""
-    xp = namespace_of(x)
-    mine = xp.take(rows, xp.asarray(part.place), axis=0)
-    return xp.sum(mine * xp.take(x, xp.asarray(part.token), axis=0), axis=-1)
-
-
-# Messages
-
-
-def start(
-    rows: Array,
-    part: Part,
-    comm: Communicator | None,
-    *,
-    is_back: bool = False,
-    payload: str = "same",
-) -> Finish:
-    """Start the exchange of a part; return a function that waits for the received rows.
-
-    `rows` are the send buffer, or what experts made of the received one, if it goes back.  They
-    are sent in the form of `payload`.
-    """
-    sent, dim, dtype = encode(rows, payload), rows.shape[1], rows.dtype
-    if comm is None:
-        return lambda: decode(sent, payload, dim, dtype)
-    counts = SentReceived(part.sent, part.received)
-    if is_back:
-        counts = SentReceived(part.received, part.sent)
-    work = comm.all_to_all(sent, counts=counts, algorithm=ALGORITHM, async_op=True)
-    return lambda: decode(work.wait(), payload, dim, dtype)
+def _segments(arriving: Integers, rank: int) -> tuple[tuple[slice, ...], ...]:
+    """Return `Part.segments`."""
+    away = np.where(np.arange(len(arriving))[:, None] == rank, 0, arriving)
+    stops = np.cumsum(away).reshape(away.shape)
+    stops[rank] = np.cumsum(arriving[rank])
+    starts = stops - arriving
+    return tuple(
+        tuple(slice(a, b) for a, b in zip(*each, strict=True))
+        for each in zip(starts.T.tolist(), stops.T.tolist(), strict=True)
+    )
 
 
 def tables(loads: Iterable[Integers], num_ranks: int) -> list[list[int]]:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-
 import collectives
-from collectives import Communicator
-from moe import dispatch
-from moe.dispatch import Part
+from collectives import Communicator, SentReceived
+from moe.dispatch import ALGORITHM, Part
+from moe.payload import decode, encode
 from moe.routing import Values
-from parallel.nn import Array, Step, namespace_of, on_host
-from parallel.nn.functional import upcast
+from moe.rows import Rows, combined, slopes, spread
+from parallel.nn import Array, Step, namespace_of
 
-Forward: TypeAlias = Callable[[Array, Part], tuple[Array, Any]]
-"""Called with the received rows of a part; returns what experts make of them and what they keep."""
-Backward: TypeAlias = Callable[[Array, Part, Any], tuple[Array, Any]]
-"""Called with the derivatives by these rows and what was kept; returns those by the received rows,
-and what the experts' weights need."""
+Finish: TypeAlias = Callable[[], Any]  # waits for a call and returns its result
+Forward: TypeAlias = Callable[[Rows, Rows, Part], Any]
+"""Called with the received rows of a part, and arrays for what experts make of them, which it
+fills; returns what they keep."""
+Backward: TypeAlias = Callable[[Rows, Rows, Part, Any], Any]
+"""Called with the derivatives by what was filled, with arrays for those by the received rows, which
+it fills, and with what was kept; returns what the experts' weights need."""
 
 
 class Sent(NamedTuple):
@@ -48,18 +48,15 @@ class Exchange(NamedTuple):
         which `parts` is the dispatch; None: 1.  `compute` is of this rank's experts.  If the tokens
         have ``step.numbers``, these are sent with them.
         """
-        rows = [dispatch.spread(tokens, part) for part in parts]
-        numbers, leaving, kept = self._start_numbers(parts, step), [], []
-        arriving = self._start(parts, rows, "dispatch")
-        for part, number, arrive in zip(parts, numbers, arriving, strict=True):
-            with step.numbered(step.wait(number)):
-                out, of_part = compute(step.wait(arrive), part)
-            leaving += self._start([part], [out], "combine", is_back=True)
-            kept.append(of_part)
-        returned = [step.wait(arrive) for arrive in leaving]
-        y = namespace_of(tokens).zeros(tokens.shape, dtype=upcast(tokens[:0]).dtype)
-        for part, each in zip(parts, returned, strict=True):
-            dispatch.add_rows(y, each, part, factors_of(part, weights, y))
+        numbers = self._start_numbers(parts, step)
+        rows = [spread(tokens, part) for part in parts]
+
+        def numbered(rows: Rows, out: Rows, i: int) -> Any:
+            with step.numbered(step.wait(numbers[i])):
+                return compute(rows, out, parts[i])
+
+        returned, kept = self._there_and_back(parts, rows, ("dispatch", "combine"), step, numbered)
+        y = combined(parts, returned, weights, tokens)
         return y, Sent(parts, [] if weights is None else returned, kept)
 
     def backward(
@@ -70,46 +67,94 @@ class Exchange(NamedTuple):
         `dy` (tokens, dim) is that by the output, `weights` and `step` are those of `forward`, and
         `sent` is what it kept.  The derivatives are in the dtype to compute in.
         """
-        parts = sent.parts
-        rows = [dispatch.spread(dy, part, factors_of(part, weights, dy)) for part in parts]
-        leaving, rests = [], []
-        arriving = self._start(parts, rows, "combine")
-        for part, of_part, arrive in zip(parts, sent.kept, arriving, strict=True):
-            drows, rest = compute(step.wait(arrive), part, of_part)
-            leaving += self._start([part], [drows], "dispatch", is_back=True)
-            rests.append(rest)
-        dx = namespace_of(dy).zeros(dy.shape, dtype=upcast(dy[:0]).dtype)
-        for part, arrive in zip(parts, leaving, strict=True):
-            dispatch.add_rows(dx, step.wait(arrive), part)
-        return dx, rests
+        parts, xp = sent.parts, namespace_of(dy)
+        factors = [None if weights is None else xp.asarray(weights[x.entry]) for x in parts]
+        rows = [spread(dy, part, each) for part, each in zip(parts, factors, strict=True)]
 
-    def _start_numbers(self, parts: Sequence[Part], step: Step) -> list[dispatch.Finish]:
+        def compute_part(drows: Rows, out: Rows, i: int) -> Any:
+            return compute(drows, out, parts[i], sent.kept[i])
+
+        labels = ("combine", "dispatch")
+        returned, rests = self._there_and_back(parts, rows, labels, step, compute_part)
+        return combined(parts, returned, None, dy), rests
+
+    def _there_and_back(
+        self,
+        parts: list[Part],
+        rows: list[Array],
+        labels: tuple[str, str],
+        step: Step,
+        compute: Callable[[Rows, Rows, int], Any],
+    ) -> tuple[list[Array], list[Any]]:
+        """Return what comes back of each part, in its places, and what `compute` has returned."""
+        pairs = zip(parts, rows, strict=True)
+        arriving = [self._start(each, part, labels[0]) for part, each in pairs]
+        back, leaving, kept = [], [], []
+        for i, (part, arrive) in enumerate(zip(parts, arriving, strict=True)):
+            received: Rows = step.wait(arrive)
+            space = namespace_of(rows[i]).empty_like(rows[i])
+            out = Rows(namespace_of(space).empty_like(received.away), space[part.num_away :])
+            kept.append(compute(received, out, i))
+            leaving.append(self._start_back(out, space, part, labels[1]))
+            back.append(space)
+        for finish in leaving:
+            step.wait(finish)
+        return back, kept
+
+    def _start_numbers(self, parts: list[Part], step: Step) -> list[Finish]:
         """Start the exchange of the numbers of the tokens of each part, if they have any."""
         if step.numbers is None:
             return [lambda: None] * len(parts)
-        column = step.numbers.reshape(-1, 1)
-        rows = [dispatch.spread(column, part) for part in parts]
-        return self._replace(payload="same")._start(parts, rows, "numbers")
+        column, plain = step.numbers.reshape(-1, 1), self._replace(payload="same")
+        return [plain._start(spread(column, part), part, "numbers") for part in parts]
 
-    def _start(
-        self, parts: Sequence[Part], rows: Sequence[Array], label: str, *, is_back: bool = False
-    ) -> list[dispatch.Finish]:
-        """Start the exchange of each part, in phase `label`; return what waits for them."""
+    def _start(self, rows: Array, part: Part, label: str) -> Finish:
+        """Start to send the buffer of a part; return what waits for the `Rows` received."""
+        away, own = Rows.of(rows, part.num_away)
+        arrive = self._exchanged(away, part.counts, label)
+        mine = self._rounded(own)
+        return lambda: Rows(arrive(), mine)
+
+    def _start_back(self, out: Rows, space: Array, part: Part, label: str) -> Finish:
+        """Start to send `out` back to the ranks that it came from, into `space`.
+
+        ``out.own`` is the end of `space` already.
+        """
+        back = SentReceived(part.counts.received, part.counts.sent)
+        into = space[: part.num_away]
+        arrive = self._exchanged(out.away, back, label, into)
+        if self.payload != "same":
+            out.own[...] = self._rounded(out.own)
+
+        def finish() -> None:
+            if (found := arrive()) is not into:
+                into[...] = found
+
+        return finish
+
+    def _exchanged(
+        self, rows: Array, counts: SentReceived, label: str, out: Array | None = None
+    ) -> Finish:
+        """Start an all-to-all of `rows` in phase `label`, into `out` if the form is their own."""
+        if self.comm is None:
+            return lambda: rows
+        dim, dtype = rows.shape[1], rows.dtype
+        out = out if self.payload == "same" else None
         with collectives.phase(label):
-            return [
-                dispatch.start(each, part, self.comm, is_back=is_back, payload=self.payload)
-                for part, each in zip(parts, rows, strict=True)
-            ]
+            work = self.comm.all_to_all(
+                encode(rows, self.payload),
+                out=out,
+                counts=counts,
+                algorithm=ALGORITHM,
+                async_op=True,
+            )
+        return lambda: decode(work.wait(), self.payload, dim, dtype)
 
-
-def factors_of(part: Part, weights: Values | None, like: Array) -> Array | None:
-    """Return the `weights` of the entries of a `part`, where the array `like` is."""
-    return None if weights is None else namespace_of(like).asarray(weights[part.entry])
+    def _rounded(self, rows: Array) -> Array:
+        """Return what arrives if `rows` are sent."""
+        return decode(encode(rows, self.payload), self.payload, rows.shape[1], rows.dtype)
 
 
 def slopes_of(weights: Values, dy: Array, sent: Sent) -> Values:
     """Return the derivatives by the `weights`; `dy` is that by the sum of what was returned."""
-    found = np.zeros_like(weights)
-    for part, each in zip(sent.parts, sent.returned, strict=True):
-        found[part.entry] = on_host(dispatch.products(upcast(each), upcast(dy), part))
-    return found
+    return slopes(sent.parts, sent.returned, dy, weights)

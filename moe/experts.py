@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from moe.dispatch import Part
-from parallel.nn import Array, Layer, ParameterSpec, Step, namespace_of
+from moe.rows import Rows, gathered, scatter
+from parallel.nn import Array, Layer, ParameterSpec, Step
 
 Half: TypeAlias = Callable[[Layer, Array, Any], tuple[Array, Any]]
 """Called with an expert, dy and what forward saved; returns dx and what the other half needs."""
@@ -54,56 +55,41 @@ class Experts:
         for i, expert in enumerate(self.layers):
             expert.bind(*({key: x[i] for key, x in each.items()} for each in (values, gradients)))
 
-    def forward(self, rows: Array, part: Part, step: Step) -> tuple[Array, list[Any]]:
-        """Return what the experts make of the received `rows` of a part, and what each keeps."""
-        out, kept = namespace_of(rows).empty_like(rows), []
-        for i, (expert, segments) in enumerate(zip(self.layers, part.segments, strict=True)):
-            with step.numbered(self._numbers(i, segments, step)):
-                y, saved = expert.forward(gathered(rows, segments), step)
-            scatter(out, y, segments)
+    def forward(self, rows: Rows, out: Rows, part: Part, step: Step) -> list[Any]:
+        """Set `out` to what the experts make of the received `rows`; return what each keeps."""
+        kept = []
+        for i, expert in enumerate(self.layers):
+            with step.numbered(self._numbers(i, part, step)):
+                y, saved = expert.forward(gathered(rows.pieces(part, i)), step)
+            scatter(out.pieces(part, i), y)
             kept.append(saved)
-        return out, kept
+        return kept
 
-    def _numbers(self, i: int, segments: Sequence[slice], step: Step) -> Array:
+    def _numbers(self, i: int, part: Part, step: Step) -> Array:
         """Return numbers of the rows of expert `i` of this rank, different for each expert."""
         if step.numbers is None:
             return None
-        return gathered(step.numbers, segments) * self.num_experts + self.first + i
+        return gathered(step.numbers.pieces(part, i)) * self.num_experts + self.first + i
 
     def backward(
-        self, drows: Array, part: Part, kept: list[Any], half: Half
-    ) -> tuple[Array, list[Any]]:
-        """Return the derivatives by the received rows, and what each expert's weights need.
+        self, drows: Rows, out: Rows, part: Part, kept: list[Any], half: Half
+    ) -> list[Any]:
+        """Set `out` to the derivatives by the received rows; return what weights need.
 
-        `drows` are those by what `forward` returned, `kept` what it kept.
+        `drows` are those by what `forward` has set, `kept` what it returned.
         """
-        dx, rests = namespace_of(drows).empty_like(drows), []
-        for expert, segments, saved in zip(self.layers, part.segments, kept, strict=True):
-            slope, rest = half(expert, gathered(drows, segments), saved)
-            scatter(dx, slope, segments)
+        rests = []
+        for i, (expert, saved) in enumerate(zip(self.layers, kept, strict=True)):
+            dx, rest = half(expert, gathered(drows.pieces(part, i)), saved)
+            scatter(out.pieces(part, i), dx)
             rests.append(rest)
-        return dx, rests
+        return rests
 
     def backward_weight(self, rests: Sequence[list[Any]]) -> None:
         """Add the derivatives by the parameters; `rests` are those of `backward`, by part."""
         for of_part in rests:
             for expert, rest in zip(self.layers, of_part, strict=True):
                 expert.backward_weight(rest)
-
-
-def gathered(rows: Array, segments: Sequence[slice]) -> Array:
-    """Return segments of `rows` one after the other; a view if there is one."""
-    parts = [rows[each] for each in segments]
-    return parts[0] if len(parts) == 1 else namespace_of(rows).concat(parts, axis=0)
-
-
-def scatter(rows: Array, values: Array, segments: Sequence[slice]) -> None:
-    """Copy `values` into segments of `rows`, one after the other."""
-    start = 0
-    for each in segments:
-        stop = start + each.stop - each.start
-        rows[each] = values[start:stop]
-        start = stop
 
 
 def first_half(expert: Layer, dy: Array, saved: Any) -> tuple[Array, Any]:

@@ -14,6 +14,7 @@ from moe.exchange import Exchange, Sent, slopes_of
 from moe.experts import Experts, Half
 from moe.payload import form_of
 from moe.routing import Integers, Routing, Values
+from moe.rows import Rows
 from moe.ways.options import Options
 from moe.ways.team import Team
 from moe.ways.way import Forecast, Plan, Way
@@ -46,16 +47,16 @@ class Flat(Way):
     def forward(
         self, tokens: Array, routing: Routing, weights: Values, step: Step
     ) -> tuple[Array, Sent]:
-        def compute(rows: Array, part: Part) -> tuple[Array, Any]:
-            return self.experts.forward(rows, part, step)
+        def compute(rows: Rows, out: Rows, part: Part) -> Any:
+            return self.experts.forward(rows, out, part, step)
 
         return self.exchange.forward(tokens, weights, self._parts(routing, step), step, compute)
 
     def backward(
         self, dy: Array, weights: Values, saved: Any, step: Step, half: Half
     ) -> tuple[Array, Values, Any]:
-        def compute(rows: Array, part: Part, kept: Any) -> tuple[Array, Any]:
-            return self.experts.backward(rows, part, kept, half)
+        def compute(rows: Rows, out: Rows, part: Part, kept: Any) -> Any:
+            return self.experts.backward(rows, out, part, kept, half)
 
         dweights = slopes_of(weights, dy, saved)
         dx, rests = self.exchange.backward(dy, weights, saved, step, compute)
@@ -70,7 +71,7 @@ class Flat(Way):
         if options.padding == "none":
             with collectives.phase("counts"):
                 loads = dispatch.exchange(routing.load, team.comm)
-            return dispatch.dropless(routing, loads, options.num_parts)
+            return dispatch.dropless(routing, loads, team.place(), options.num_parts)
         groups = [routing.num_groups]
         if step.batch is not None:  # of several ranks
             rows = step.batch.of_rank

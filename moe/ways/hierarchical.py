@@ -22,6 +22,7 @@ from moe.exchange import Exchange, Sent
 from moe.experts import Experts, Half
 from moe.payload import form_of
 from moe.routing import Integers, Routing, Values, slots_of
+from moe.rows import Rows
 from moe.ways.flat import INTEGER, Flat
 from moe.ways.options import Options
 from moe.ways.team import Team
@@ -171,11 +172,14 @@ class Hierarchical(Way):
         choices = exchanged(choices, counts, comm, "entries")
         factors = exchanged(weights[leaving.entry], counts, comm, "weights")
         here = self._received(choices, arriving)
-        parts = dispatch.dropless(leaving.pairs, arriving[:, :1])
+        parts = dispatch.dropless(leaving.pairs, arriving[:, :1], self.between.place())
 
-        def compute(rows: Array, part: Part) -> tuple[Array, Any]:
-            y, kept = self.inner.forward(rows, here, factors, step)
-            return cast(y, rows.dtype), kept
+        def compute(rows: Rows, out: Rows, part: Part) -> Any:
+            numbers = None if step.numbers is None else step.numbers.joined()
+            with step.numbered(numbers):
+                y, kept = self.inner.forward(rows.joined(), here, factors, step)
+            out.set(cast(y, out.own.dtype))
+            return kept
 
         y, sent = self.outer.forward(tokens, None, parts, step, compute)
         return y, Saved(sent, leaving.entry, counts, factors)
@@ -187,8 +191,11 @@ class Hierarchical(Way):
         the entries of each source.
         """
         rows, entries = arriving.T
-        num_experts = self.inner.team.num_experts
-        token = choices[:, 0] + np.repeat(np.cumsum(rows) - rows, entries)
+        num_experts, host = self.inner.team.num_experts, self.between.place()
+        first = np.cumsum(rows) - rows
+        first[host + 1 :] -= rows[host]
+        first[host] = rows.sum() - rows[host]  # as in `Rows.joined`
+        token = choices[:, 0] + np.repeat(first, entries)
         expert = choices[:, 1].astype(np.int64)
         slot = slots_of(expert, np.ones(len(expert), bool), num_experts)
         group = np.zeros_like(expert)
@@ -199,9 +206,12 @@ class Hierarchical(Way):
     ) -> tuple[Array, Values, Any]:
         of_entries = np.empty_like(saved.weights)
 
-        def compute(rows: Array, part: Part, kept: Any) -> tuple[Array, Any]:
-            dx, of_entries[:], rests = self.inner.backward(rows, saved.weights, kept, step, half)
-            return cast(dx, rows.dtype), rests
+        def compute(rows: Rows, out: Rows, part: Part, kept: Any) -> Any:
+            dx, of_entries[:], rests = self.inner.backward(
+                rows.joined(), saved.weights, kept, step, half
+            )
+            out.set(cast(dx, out.own.dtype))
+            return rests
 
         dx, rests = self.outer.backward(dy, None, saved.sent, step, compute)
         back = SentReceived(saved.counts.received, saved.counts.sent)

@@ -16,6 +16,7 @@ from moe.dispatch import Part
 from moe.exchange import Exchange, Sent, slopes_of
 from moe.experts import Experts, Half, both_halves
 from moe.routing import Routing, Values
+from moe.rows import Rows
 from moe.ways.options import Options
 from moe.ways.team import Team
 from moe.ways.way import Forecast, Plan, Way
@@ -53,8 +54,8 @@ class GatheredWeights(Way):
     def forward(
         self, tokens: Array, routing: Routing, weights: Values, step: Step
     ) -> tuple[Array, Sent]:
-        def compute(rows: Array, part: Part) -> tuple[Array, Any]:
-            return self.all.forward(rows, part, step)
+        def compute(rows: Rows, out: Rows, part: Part) -> Any:
+            return self.all.forward(rows, out, part, step)
 
         self.all.bind(self._gathered(), {})
         parts = dispatch.dropless(routing, dispatch.exchange(routing.load, None))
@@ -63,8 +64,8 @@ class GatheredWeights(Way):
     def backward(
         self, dy: Array, weights: Values, saved: Any, step: Step, half: Half
     ) -> tuple[Array, Values, Any]:
-        def compute(rows: Array, part: Part, kept: Any) -> tuple[Array, Any]:
-            return self.all.backward(rows, part, kept, both_halves)
+        def compute(rows: Rows, out: Rows, part: Part, kept: Any) -> Any:
+            return self.all.backward(rows, out, part, kept, both_halves)
 
         values = self._gathered()
         gradients = {key: namespace_of(x).zeros_like(x) for key, x in values.items()}

@@ -11,10 +11,13 @@ import pytest
 import collectives
 from collectives import Communicator
 from moe import dispatch
+from moe.exchange import Exchange
 from moe.gates import GATES, Gate
 from moe.reference import masks, mixture
 from moe.routing import Routing, joined
+from moe.rows import Rows, combined, slopes, spread
 from parallel import PredictedCall, TrafficMismatch, TrafficTable
+from parallel.nn import Step
 
 TOKENS, DIM = 6, 3  # tokens of a group
 GROUPS = [3, 0, 2, 1, 4, 1, 0, 2]  # of each rank
@@ -59,7 +62,8 @@ def parts_of(
     form: str, routing: Routing, gate: Gate, groups: list[int], comm: Communicator, num_parts: int
 ) -> list[dispatch.Part]:
     if form == "dropless":
-        return dispatch.dropless(routing, dispatch.exchange(routing.load, comm), num_parts)
+        loads = dispatch.exchange(routing.load, comm)
+        return dispatch.dropless(routing, loads, comm.rank, num_parts)
     return dispatch.padded(routing, capacity_of(gate), groups, comm.rank, num_parts)
 
 
@@ -77,22 +81,20 @@ def on_ranks(name: str, num_experts: int, size: int, form: str, num_parts: int) 
         routing, weights = routings[comm.rank]
         x = tags(comm.rank, groups[comm.rank])
         owned = dispatch.experts_of(num_experts, size, comm.rank)
-        y, seen = np.zeros_like(x), []
-        with comm.record() as ledger, collectives.phase("layer"):
-            parts = parts_of(form, routing, gate, groups, comm, num_parts)
-            arriving = [dispatch.start(dispatch.spread(x, part), part, comm) for part in parts]
-            for part, arrive in zip(parts, arriving, strict=True):
-                rows = arrive()
-                assert rows.shape == (part.num_received, DIM)
-                out = np.zeros_like(rows)
-                for expert, segments in zip(range(owned.start, owned.stop), part.segments,
-                                            strict=True):  # fmt: skip
-                    for each in segments:
-                        out[each] = rows[each] @ matrix(expert)
-                        found = rows[each][rows[each][:, 2] == 1]
-                        seen += [(expert, int(a), int(b)) for a, b, _ in found]
-                back = dispatch.start(out, part, comm, is_back=True)()
-                dispatch.add_rows(y, back, part, weights[part.entry])
+        seen: list[tuple[int, int, int]] = []
+
+        def compute(rows: Rows, out: Rows, part: dispatch.Part) -> None:
+            assert rows.joined().shape == (sum(part.received), DIM)
+            for i, expert in enumerate(range(owned.start, owned.stop)):
+                for each, there in zip(rows.pieces(part, i), out.pieces(part, i), strict=True):
+                    there[...] = each @ matrix(expert)
+                    found = each[each[:, 2] == 1]
+                    seen.extend((expert, int(a), int(b)) for a, b, _ in found)
+
+        with comm.record() as ledger:
+            with collectives.phase("counts"):
+                parts = parts_of(form, routing, gate, groups, comm, num_parts)
+            y, _ = Exchange(comm).forward(x, weights, parts, Step(), compute)
         record = ledger.gather()
         if record is None:
             return Found(y, seen, None)
@@ -112,11 +114,11 @@ def predicted(
     if form == "padded":
         loads = [np.full(num_experts, n * capacity_of(gate)) for n in groups]
     owned = collectives.even_counts(num_experts, size)
-    calls = [PredictedCall("layer", "all_to_all", "linear", [owned] * size, 8)]
+    calls = [PredictedCall("counts", "all_to_all", "linear", [owned] * size, 8)]
     rows = np.array(dispatch.tables(loads, size))
     calls += [
-        PredictedCall("layer", "all_to_all", "linear", (DIM * table).tolist(), 8)
-        for table in (rows, rows.T)
+        PredictedCall(phase, "all_to_all", "linear", (DIM * table).tolist(), 8)
+        for phase, table in (("dispatch", rows), ("combine", rows.T))
     ]
     return calls[form == "padded" :]
 
@@ -198,15 +200,22 @@ def test_one_token_that_goes_to_another_rank_changes_exactly_its_bytes(form: str
             found.check()
 
 
-def test_products_are_those_of_rows_and_tokens() -> None:
-    routing, _ = route(gate_of("gshard", 3), 2, 5)
+def test_slopes_are_products_of_rows_and_derivatives() -> None:
+    routing, weights = route(gate_of("gshard", 3), 2, 5)
     (part,) = dispatch.dropless(routing, dispatch.exchange(routing.load, None))
-    x = tags(1, 2)
-    found = dispatch.products(dispatch.spread(x, part), x, part)
-    np.testing.assert_allclose(found, (x * x).sum(axis=1)[part.token])
+    x, dy = tags(1, 2), np.random.default_rng(2).standard_normal((12, DIM))
+    found = slopes([part], [spread(x, part)], dy, weights)
+    kept = ~routing.is_dropped
+    np.testing.assert_allclose(found[kept], (x * dy).sum(axis=1)[routing.token[kept]])
+    assert not found[~kept].any()
 
 
-def test_spreading_with_weights_is_the_derivative_of_adding_with_weights() -> None:
+@pytest.mark.parametrize("cached", [1, 50, 2**18])
+def test_spreading_is_the_derivative_of_combining(
+    cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights; in blocks of one row, of two, and of all."""
+    monkeypatch.setattr("moe.rows.CACHED", cached)
     rng = np.random.default_rng(2)
     routing, weights = route(gate_of("gshard", 3), 2, 5)
     for (part,) in (
@@ -214,10 +223,32 @@ def test_spreading_with_weights_is_the_derivative_of_adding_with_weights() -> No
         dispatch.padded(routing, routing.capacity or 0, [2], 0),
     ):
         rows, dy = rng.standard_normal((part.num_sent, DIM)), rng.standard_normal((12, DIM))
-        y = np.zeros_like(dy)
-        dispatch.add_rows(y, rows, part, weights[part.entry])
-        drows = dispatch.spread(dy, part, weights[part.entry])
+        y = combined([part], [rows], weights, dy)
+        drows = spread(dy, part, weights[part.entry])
         assert (y * dy).sum() == pytest.approx((rows * drows).sum(), rel=1e-12)
+        wanted = np.zeros_like(dy)
+        np.add.at(wanted, part.token, rows[part.place] * weights[part.entry, None])
+        np.testing.assert_allclose(y, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_own_rows_are_the_last_of_a_buffer(form: str) -> None:
+    """And are not sent; those of others are in the order of ranks."""
+
+    def fn(comm: Communicator) -> None:
+        gate = gate_of("stable", 5)
+        routing, _ = route(gate, 2, comm.rank)
+        for part in parts_of(form, routing, gate, [2, 2, 2], comm, 2):
+            order = [r for r in range(3) if r != comm.rank] + [comm.rank]
+            owner = np.repeat(order, [part.sent[rank] for rank in order])
+            experts = routing.expert[part.entry]
+            for place, expert in zip(part.place, experts, strict=True):
+                owned = dispatch.experts_of(5, 3, owner[place])
+                assert owned.start <= expert < owned.stop
+            assert part.counts.sent[comm.rank] == part.counts.received[comm.rank] == 0
+            assert part.num_away == sum(part.counts.sent)
+
+    collectives.run(fn, size=3)
 
 
 def test_masks_have_one_token_in_each_slot() -> None:
