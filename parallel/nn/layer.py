@@ -166,7 +166,7 @@ class Step:
     losses: list[float] = field(default_factory=list)  # of layers, to be added to the loss
     is_reference: bool = False  # whether layers complete each call where they start it
     add_wait: Callable[[float], object] = id  # called with the seconds that a layer waited for one
-    tokens: Array = None  # the input of the model, int64 like `targets`
+    tokens: Array = None  # the input of the model, int64 (rows, ...)
     batch: BatchRows | None = None  # which rows of which batch these are
     numbers: Array = None  # of the tokens in the batch, int64, in an expert that gets some of them
 

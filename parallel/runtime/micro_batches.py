@@ -73,8 +73,8 @@ class MicroBatches:
     ) -> None:
         """Set the micro-batches of a step, and forget those of the last one.
 
-        `inputs` and `targets` are the rows of this rank, int64 (rows, context).  `totals` are the
-        numbers of tokens of all ranks over which the loss of each micro-batch is a mean.  `number`
+        `inputs` and `targets` are the rows of this rank (`Trainer.train`).  `totals` are the
+        numbers of targets of all ranks over which the loss of each micro-batch is a mean.  `number`
         is that of the step.  Raises ValueError if a layer needs to know which rows these are, and
         they are not those that this rank has of a batch divided evenly.
         """
@@ -84,7 +84,7 @@ class MicroBatches:
         self._total = totals[0] if is_sum else sum(totals)
         self.used_layers.clear()
         self.events.clear()
-        context, scale = inputs.shape[1], state.loss_scale.value
+        context, scale = targets.shape[1], state.loss_scale.value
         positions = state.positions_of(context, state.place)
         if positions is not None:
             inputs, targets = inputs[:, positions], targets[:, positions]

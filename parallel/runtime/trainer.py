@@ -253,9 +253,10 @@ class Trainer(State):
             The number of steps after which to end, counted from 0, and that of those done before.
         batch : function
             Called with (step, index, number of parts); returns the inputs and targets of one part
-            of the step's batch, int64 (rows, context).
+            of the step's batch, int64 (rows, context).  A row of the inputs may have any other
+            shape that the first layer takes, such as that of an image with one target.
         total : int
-            The number of tokens in the batch of all ranks.
+            The number of targets in the batch of all ranks: of tokens in a text.
         show : function
             Called after each step with the number of steps done and the loss.
         """
@@ -275,9 +276,9 @@ class Trainer(State):
     def step(self, inputs: Tokens, targets: Tokens, total: int) -> float:
         """Make one update from this rank's rows of a batch and return the loss of the whole batch.
 
-        All ranks call this.  `inputs` and `targets` are int64 (rows, context); the numbers of rows
-        may differ among ranks.  The batch of all ranks has `total` tokens.  The loss is the mean in
-        nats per token, the same on all ranks.
+        All ranks call this.  `inputs` and `targets` are as a batch in `train`; the numbers of rows
+        may differ among ranks.  The batch of all ranks has `total` targets.  The loss is the mean
+        in nats per target, the same on all ranks.
 
         Raises MissingGradient, on all ranks, if a layer took no part in the step on some rank;
         ValueError if a token or a target is out of range; and FloatingPointError if gradients are
@@ -321,7 +322,7 @@ class Trainer(State):
         self._share = 1.0  # of the loss of the whole batch
         if self.sharding.every is not None:  # the gradient is the mean over the rank's own rows
             self._share, total = targets.size / total, targets.size
-        totals = self._totals(total, inputs.shape[1])
+        totals = self._totals(total, targets.shape[1])
         self.micro_batches.begin(inputs, targets, totals, self.next_step)
         self.next_step += 1
 
@@ -565,8 +566,8 @@ class Trainer(State):
         ----------
         steps : int
         batch : (rows, context), optional
-            The shape of the batch of all ranks; needed by `SyncParameterServer`, which sends it,
-            and if layers send messages.
+            The shape of the targets of all ranks; needed by `SyncParameterServer`, which sends the
+            batch, and if layers send messages.
         num_skipped : int
             How many updates an overflow prevents, which is known after a run in float16 only.
         is_resumed : bool
