@@ -8,6 +8,14 @@ from parallel.nn.context import RingAttention, UlyssesAttention, context_positio
 from parallel.nn.dropout import Dropout
 from parallel.nn.functional import Array, cast, namespace_of, on_host
 from parallel.nn.gpt import gpt
+from parallel.nn.images import (
+    Attention,
+    Grid,
+    MeanPool,
+    MergePatches,
+    PatchEmbedding,
+    WindowAttention,
+)
 from parallel.nn.layer import (
     Activations,
     ArraySpec,
@@ -32,9 +40,10 @@ from parallel.nn.model import Model, split_flat
 from parallel.placement import Shape
 
 __all__ = [
-    "Activations", "Array", "ArraySpec", "BatchRows", "CausalAttention", "CrossEntropy",
-    "Dropout", "Embedding", "Gelu", "Layer", "LayerNorm", "LayerTraffic", "Linear", "Model",
-    "ParameterSpec", "Residual", "RingAttention", "Sequential", "Shape", "Step",
-    "UlyssesAttention", "Unembedding", "annotate", "cast", "context_positions", "gpt",
-    "namespace_of", "on_host", "split_flat",
+    "Activations", "Array", "ArraySpec", "Attention", "BatchRows", "CausalAttention",
+    "CrossEntropy", "Dropout", "Embedding", "Gelu", "Grid", "Layer", "LayerNorm", "LayerTraffic",
+    "Linear", "MeanPool", "MergePatches", "Model", "ParameterSpec", "PatchEmbedding", "Residual",
+    "RingAttention", "Sequential", "Shape", "Step", "UlyssesAttention", "Unembedding",
+    "WindowAttention", "annotate", "cast", "context_positions", "gpt", "namespace_of", "on_host",
+    "split_flat",
 ]  # fmt: skip

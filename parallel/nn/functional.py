@@ -71,7 +71,12 @@ def causal(scores: Array) -> Array:
 
 def causal_softmax(scores: Array) -> Array:
     """Return the softmax over the last axis; row i of the axis before it uses columns 0 to i."""
-    xp, scores = namespace_of(scores), causal(scores)
+    return softmax(causal(scores))
+
+
+def softmax(scores: Array) -> Array:
+    """Return the softmax over the last axis."""
+    xp = namespace_of(scores)
     powers = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
     return powers / xp.sum(powers, axis=-1, keepdims=True)
 

@@ -279,10 +279,18 @@ class CausalAttention(Layer):
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         q, k, v = self._split(x)
         scores = upcast(q) @ transpose(upcast(k)) * (1 / math.sqrt(q.shape[-1]))
-        probabilities = cast(causal_softmax(scores), x.dtype)
+        probabilities = cast(self._probabilities(scores), x.dtype)
         return self._join(matmul(probabilities, v)), (x, probabilities)
 
+    def _probabilities(self, scores: Array) -> Array:
+        """Return how much each position attends to each, from `scores` (..., context, context)."""
+        return causal_softmax(scores)
+
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        return self._backward(dy, saved)[0], None
+
+    def _backward(self, dy: Array, saved: Any) -> tuple[Array, Array]:
+        """Return the derivatives by the input, and by the products of queries and keys."""
         x, probabilities = saved
         (q, k, v), xp = self._split(x), namespace_of(x)
         dy = xp.permute_dims(dy.reshape(*dy.shape[:2], *q.shape[1::2]), (0, 2, 1, 3))
@@ -292,7 +300,7 @@ class CausalAttention(Layer):
         dq, dk = dscores @ upcast(k), transpose(dscores) @ upcast(q)
         dv = transpose(upcast(probabilities)) @ upcast(dy)
         parts = [cast(self._join(part), x.dtype) for part in (dq, dk, dv)]
-        return xp.concat(parts, axis=-1), None
+        return xp.concat(parts, axis=-1), dscores
 
     def _split(self, x: Array) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, each (batch, heads, context, dim / heads)."""
