@@ -118,9 +118,10 @@ class Course(NamedTuple):
         """The measures, on average over so many steps at the end."""
         choices, load = self.choices[-steps:], self.load[-steps:]
         least = (choices.min(axis=-1) / choices.mean(axis=-1)).mean()
-        dropped = 1 - load.sum() / choices.sum()
-        means = (largest(choices).mean(), largest(load).mean(), least, dropped)
-        return Last(*map(float, means), self.loss)
+        return Last(
+            float(largest(choices).mean()), float(largest(load).mean()), float(least),
+            float(1 - load.sum() / choices.sum()), self.loss,
+        )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """The run for JSON."""

@@ -20,6 +20,7 @@ COMMANDS = {
     "parallel.pipeline": "compare --stages 4 --micro-batches 8",
     "parallel.plan": "--layers 96 --hidden 12288 --heads 96",
     "parallel.show": "zero3 --ranks 4 --micro-batches 2",
+    "moe.plan": "--mesh data=2,expert=4 --hosts 2",
     "bench": "all_reduce -b 8 -e 64M --native",
 }
 

@@ -39,6 +39,17 @@ def at_least(least: int) -> Callable[[str], int]:
     return integer
 
 
+def mesh_axes(word: str) -> dict[str, int]:
+    """Return {"data": 2, "tensor": 2} for "data=2,tensor=2"; an argument type."""
+    axes: dict[str, int] = {}
+    for part in word.split(","):
+        name, _, size = part.partition("=")
+        if not name or not size.isdecimal() or name in axes:
+            raise argparse.ArgumentTypeError(f"{word!r} is not AXIS=N,..., such as data=4")
+        axes[name] = int(size)
+    return axes
+
+
 def can_be_written(path: Path) -> bool:
     """Return whether a file of this name exists or can be made, and can be written."""
     return os.access(path if path.exists() else path.parent, os.W_OK) and not path.is_dir()

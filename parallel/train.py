@@ -135,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
     natural, positive = cli.at_least(0), cli.at_least(1)
     add = parse.add_argument
     add("--strategy", choices=presets.STRATEGIES, help="a mesh and a sharding; default: ddp")
-    add("--mesh", type=mesh_axes, metavar="AXIS=N,...", help="such as data=4; or --strategy")
+    add("--mesh", type=cli.mesh_axes, metavar="AXIS=N,...", help="such as data=4; or --strategy")
     add("--layout", type=layout_words, metavar="NAME[:M]",
         help="a mesh for --moe: " + ", ".join(LAYOUTS) + "; M ranks divide each weight",
     )  # fmt: skip
@@ -239,17 +239,6 @@ def rank_and_step(word: str) -> tuple[int, int]:
     if not (rank.isdecimal() and step.isdecimal()):
         raise argparse.ArgumentTypeError(f"{word!r} is not RANK:STEP, such as 2:50")
     return int(rank), int(step)
-
-
-def mesh_axes(word: str) -> dict[str, int]:
-    """Return {"data": 2, "tensor": 2} for "data=2,tensor=2"; an argument type."""
-    axes: dict[str, int] = {}
-    for part in word.split(","):
-        name, _, size = part.partition("=")
-        if not name or not size.isdecimal() or name in axes:
-            raise argparse.ArgumentTypeError(f"{word!r} is not AXIS=N,..., such as data=4")
-        axes[name] = int(size)
-    return axes
 
 
 def layout_words(word: str) -> tuple[str, int]:

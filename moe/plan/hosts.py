@@ -1,0 +1,80 @@
+"""Experts across hosts, beside pipelines or copies of the model across them: bytes between."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from moe.plan.job import Job, predicted
+from moe.plan.sent import matrices_of, sent
+from parallel import PredictedCall
+
+PARTS = ("experts", "pipeline", "gradients")
+
+
+class Across(NamedTuple):
+    """What is sent between hosts in a training step, in bytes and messages, by `PARTS`."""
+
+    axes: dict[str, int]
+    bytes: dict[str, int]
+    messages: dict[str, int]
+
+
+def layouts(num_hosts: int, ranks_per_host: int) -> dict[str, dict[str, int]]:
+    """Return the axes of the meshes that are compared, by what is across hosts."""
+    inside = {"expert": ranks_per_host}
+    return {
+        "experts": {"data": 1, "expert": num_hosts * ranks_per_host},
+        "pipeline": {"pipe": num_hosts, "data": 1, **inside},
+        "copies": {"data": num_hosts, **inside},
+    }
+
+
+def across_hosts(job: Job, num_hosts: int, ranks_per_host: int) -> dict[str, Across | str]:
+    """Return what a training step sends between hosts, or why it cannot be, in three layouts.
+
+    Ranks divide the experts, on all hosts; or a pipeline has a stage on each host, whose ranks
+    divide the experts of that stage; or each host has a copy of the model, whose experts its ranks
+    divide.  The model, the batch and the routing are the same.
+
+    Parameters
+    ----------
+    job : Job
+    num_hosts, ranks_per_host : int
+    """
+    found: dict[str, Across | str] = {}
+    for name, axes in layouts(num_hosts, ranks_per_host).items():
+        try:
+            found[name] = across(job, axes, ranks_per_host)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def across(job: Job, axes: dict[str, int], ranks_per_host: int) -> Across:
+    """Return what a training step sends between hosts of consecutive ranks of a mesh."""
+    by_part: dict[str, list[PredictedCall]] = {part: [] for part in PARTS}
+    names = {layer.name for layer in job.layers}
+    for call in predicted(job, axes, ranks_per_host=ranks_per_host):
+        by_part[part_of(call, names)].append(call)
+    size = math.prod(axes.values())
+    found = {
+        part: sent(matrices_of(calls, size), ranks_per_host) for part, calls in by_part.items()
+    }
+    return Across(
+        axes,
+        {part: each.off_host for part, each in found.items()},
+        {part: each.messages_off_host for part, each in found.items()},
+    )
+
+
+def part_of(call: PredictedCall, layers: set[str]) -> str:
+    """Return which of `PARTS` a call belongs to; those of `layers` are of experts.
+
+    The sums of the loss and the like are among the gradients.
+    """
+    if call.collective == "send":
+        return "pipeline"
+    outer, _, inner = call.phase.partition("/")
+    is_layer = outer in ("forward", "backward") and inner.partition("/")[0] in layers
+    return "experts" if is_layer else "gradients"

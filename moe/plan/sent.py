@@ -1,0 +1,76 @@
+"""The bytes of some calls: all of them, those that leave a rank, and those that leave a host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from parallel import PredictedCall
+from parallel.accounts import between_hosts
+from parallel.accounts.calls import Int64
+
+
+class Sent(NamedTuple):
+    """What all ranks send together, and the rank that sends most.
+
+    Attributes
+    ----------
+    logical : int
+        The bytes of all rows, those included that a rank has for itself and does not send.
+    off_rank, off_host : int
+        The bytes that leave their rank, and of these the ones that leave its host.
+    busiest, busiest_off_host : int
+        The most that a rank sends of each.
+    messages, messages_off_host : int
+        The messages from a rank to another one, and of these the ones to another host.
+    """
+
+    logical: int = 0
+    off_rank: int = 0
+    off_host: int = 0
+    busiest: int = 0
+    busiest_off_host: int = 0
+    messages: int = 0
+    messages_off_host: int = 0
+
+
+def sent(matrices: Int64, ranks_per_host: int) -> Sent:
+    """Return what some calls send together, on hosts of so many consecutive ranks.
+
+    `matrices` are the sum of those of the calls (`matrices_of`).
+
+    Examples
+    --------
+    >>> from moe.plan.sent import matrices_of, sent
+    >>> from parallel import PredictedCall
+    >>> call = PredictedCall("dispatch", "all_to_all", "linear", ((1, 2), (3, 4)), itemsize=8)
+    >>> sent(matrices_of([call], num_ranks=2), ranks_per_host=1)[:4]
+    (80, 40, 40, 24)
+    """
+    messages, whole = matrices
+    host = np.arange(len(whole)) // ranks_per_host
+    others = whole * ~np.eye(len(whole), dtype=bool)
+    outside = whole * (host[:, None] != host)
+    return Sent(
+        int(whole.sum()), int(others.sum()), between_hosts(whole, ranks_per_host),
+        int(others.sum(axis=1).max()), int(outside.sum(axis=1).max()), int(messages.sum()),
+        between_hosts(messages, ranks_per_host),
+    )  # fmt: skip
+
+
+def matrices_of(calls: Iterable[PredictedCall], num_ranks: int) -> Int64:
+    """Return the messages and bytes of all `calls` from each rank to each, int64 (2, p, p).
+
+    `num_ranks` is p.  The diagonal has the bytes that a rank has for itself in an all-to-all; they
+    are no message.
+    """
+    found = np.zeros((2, num_ranks, num_ranks), np.int64)
+    for call in calls:
+        found += call.matrices(num_ranks)
+        for group in call.groups or (tuple(range(num_ranks)),):
+            if call.collective == "all_to_all":
+                own = np.diagonal(call.counts) * call.itemsize * call.num_calls
+                found[1, group, group] += own
+    return found
