@@ -28,6 +28,7 @@ COMMANDS = {
     "combine": "bench.combine",
     "demo": "bench.demo",
     "docs": "bench.docs.command",
+    "moe": "bench.moe",
     "overlap": "bench.overlap",
     "speed": "bench.speed",
     "strategies": "bench.strategies",

@@ -9,7 +9,7 @@ Psi is the number of a model's parameters, n(unit) the bytes of a unit (the flat
 layer), S the number of steps, and k that of micro-batches.
 """
 
-from parallel import checkpoint, cli, pipeline, plan, text
+from parallel import checkpoint, cli, nn, pipeline, plan, text
 from parallel.accounts import (
     MemoryTracker,
     PredictedCall,
@@ -49,5 +49,5 @@ __all__ = [
     "MissingGradient", "Model", "ModelMismatch", "Optimizer", "OuterMomentum", "Placement",
     "PowerSGD", "PredictedCall", "Recipe", "ReplicaMismatch", "Sharding", "SyncParameterServer",
     "TrafficMismatch", "TrafficMonitor", "TrafficTable", "Trainer", "annotate", "checkpoint",
-    "choose_group_size", "cli", "gpt", "pipeline", "plan", "raise_on_all_ranks", "text",
+    "choose_group_size", "cli", "gpt", "nn", "pipeline", "plan", "raise_on_all_ranks", "text",
 ]  # fmt: skip

@@ -43,5 +43,6 @@ def test_every_module_with_a_command_is_listed() -> None:
         if '__name__ == "__main__"' in path.read_text()
     }
     # Programs that a command starts, not a user.
-    started = {"collectives.launch.bootstrap", "bench.starting", "bench.sweep", "bench.gpu"}
+    started = {"collectives.launch.bootstrap", "bench.starting", "bench.sweep", "bench.gpu",
+               "bench.moe_ranks"}  # fmt: skip
     assert with_main - started == {"collectives", *COMMANDS}

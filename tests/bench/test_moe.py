@@ -1,0 +1,83 @@
+"""The moe command: its goals and tables, its contenders, and one quick run of it all."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from bench import moe_cases
+from bench.__main__ import main
+from bench.moe_cases import FLAT, HIERARCHICAL, OURS, THEIRS, Bytes, Dispatched, Found, Sliced
+from bench.moe_steps import Alltoallv, Size, Steps, forward_of, gate_of, num_wrong, routed, way_of
+
+SIZE = Size(tokens=24, dim=5, num_experts=4)
+
+
+def found(theirs: float = 2.0, parts: float = 1.0, hierarchical: int = 4) -> Found:
+    return Found(
+        4,
+        [Dispatched("switch", {THEIRS: theirs, OURS: 1.0}, {OURS: 0}, 1.0)],
+        [Sliced("gshard", {"1": 1.0, "2": 0.9, "4": parts})],
+        [Bytes(gate, {FLAT: 4, HIERARCHICAL: hierarchical}) for gate in ("switch", "gshard")],
+    )
+
+
+def missed(case: Found) -> list[str]:
+    return [goal.what for goal in moe_cases.goals([case]) if not goal.is_met]
+
+
+def test_goals_are_met_or_missed() -> None:
+    """Where each token has one expert, no fewer bytes between hosts are demanded."""
+    assert missed(found()) == []
+    assert missed(found(theirs=1.2)) == ["switch on 4 ranks: Alltoallv / ours"]
+    assert missed(found(parts=1.1)) == ["gshard on 4 ranks: one part / several"]
+    assert missed(found(hierarchical=5)) == ["gshard on 4 ranks: bytes, flat / hierarchical"]
+
+
+def test_a_job_that_failed_has_no_rows() -> None:
+    assert Found.of(2, {}) == Found(2, [], [], [])
+    assert [title for title, _ in moe_cases.tables([Found.of(2, {})])] == [
+        title for title, _ in moe_cases.tables([found()])
+    ][:2]
+
+
+@pytest.mark.parametrize("name", moe_cases.GATES)
+def test_both_contenders_add_copies_of_tokens(name: str) -> None:
+    """And what is wrong in a result is counted."""
+    comm, gate = collectives.wrap(MPI.COMM_SELF), gate_of(name, SIZE)
+    x = np.random.default_rng(1).standard_normal((SIZE.tokens, SIZE.dim), np.float32)
+    routings = [routed(gate, SIZE, 0, step) for step in range(2)]
+    ours = forward_of(way_of("flat", comm, gate, SIZE))
+    for forward in (ours, Alltoallv(MPI.COMM_SELF, gate.num_experts)):
+        steps = Steps(forward, x, routings)
+        for _ in routings:
+            steps()
+            assert num_wrong(steps) == 0
+        steps.result[3] += 1
+        assert num_wrong(steps) == SIZE.dim
+        with pytest.raises(StopIteration):
+            steps()
+
+
+def test_each_step_has_another_routing() -> None:
+    gate = gate_of("switch", SIZE)
+    first, again, second = (routed(gate, SIZE, 0, step).routing.expert for step in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != second).any()
+
+
+def test_a_quick_run_measures_everything(tmp_path, capsys) -> None:
+    path = tmp_path / "moe.json"
+    assert main(["moe", "--quick", "--ranks", "4", "--json", str(path)]) == 0, capsys.readouterr()
+    result = json.loads(path.read_text())
+    (job,) = result["jobs"].values()
+    case = Found.of(4, job)
+    assert [each.gate for each in case.dispatched] == list(moe_cases.GATES)
+    assert [each.gate for each in case.hosts] == list(moe_cases.GATES)
+    assert not any(sum(each.wrong.values()) for each in case.dispatched)
+    assert len(result["goals"]) == 3 + 1 + 2
+    assert "Bytes between hosts" in capsys.readouterr().out
