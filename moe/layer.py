@@ -169,7 +169,7 @@ class MixtureOfExperts(Layer):
         routed = self.router.route(x, weight, step, self.options.num_groups(x.shape[0]), bias)
         if self.step_counts is not None and not step.is_again:
             self.step_counts += routed.routing.choices
-        step.losses.append(self.router.loss(routed) / step.total)
+        step.losses.append(self.router.loss(routed) / num_tokens(step, x.shape[1]))
         if self.log is not None and batch is not None:
             first = batch.of_rank[self.mesh.rank].start
             self.log.add(batch.step, self.name, first, routed.gated.routing)
@@ -205,7 +205,7 @@ class MixtureOfExperts(Layer):
         """Return the derivatives by the input and by the logits, and what the way still needs."""
         slopes, routed, step = dy.reshape(saved.tokens.shape), saved.routed, saved.step
         dx, dweights, rest = self.way.backward(slopes, routed.weights, saved.of_way, step, half)
-        loss_weight = step.loss_scale / step.total
+        loss_weight = step.loss_scale / num_tokens(step, saved.shape[1])
         dlogits = namespace_of(dy).asarray(self.router.backward(routed, dweights, loss_weight))
         if self.gate.has_router:
             dx += dlogits @ upcast(self.value["router"]).T
@@ -268,6 +268,14 @@ class MixtureOfExperts(Layer):
     def _inputs(self, x: ArraySpec, plan: Plan) -> list[ArraySpec]:
         """Return what enters each expert of a rank, for each part."""
         return [x.of_shape(n, self.dim) for rows in plan.rows for n in rows]
+
+
+def num_tokens(step: Step, length: int) -> int:
+    """Return how many tokens the batch of all ranks has, if this rank has `length` of each row.
+
+    A row has as many targets as tokens; or one, if it is an image, of which patches are tokens.
+    """
+    return step.total * length // step.length
 
 
 def mixtures(model: Model) -> list[MixtureOfExperts]:

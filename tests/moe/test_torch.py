@@ -175,7 +175,8 @@ def of_layer(case: Case) -> tuple[Ends, dict[str, Values]]:
     layer.bias[...] = BIAS * (case.gate.bias_rate > 0)
     made = bound_by_name(Model({"only": layer}))
     x, dy = inputs()
-    step = Step(total=ROWS * CONTEXT, context=CONTEXT, batch=BatchRows(0, (range(ROWS),), seed=3))
+    rows, targets = BatchRows(0, (range(ROWS),), seed=3), np.zeros((ROWS, CONTEXT), np.int64)
+    step = Step(targets, total=ROWS * CONTEXT, context=CONTEXT, batch=rows)
     y, saved = layer.forward(x, step)
     dx = layer.backward(dy, saved)
     names = {name: name.removeprefix("only.") for name in made.named_gradients()}
