@@ -71,16 +71,7 @@ def moe_gpt(
     >>> model.specs["block1.mlp.moe.experts.up.weight"].shape
     (4, 16, 64)
     """
-    if every < 1:
-        raise ValueError(f"every is {every}: it must be at least 1")
-    blocks = [i for i in range(num_layers) if i % every == every - 1]
-    each = [num_experts] * len(blocks) if isinstance(num_experts, int) else list(num_experts)
-    if len(each) != len(blocks):
-        raise ValueError(
-            f"num_experts has {len(each)} numbers for {len(blocks)} blocks with experts"
-        )
-    make_gate = gate_by_name(gate, gate_options or {}) if isinstance(gate, str) else gate
-    gates = {i: make_gate(n) for i, n in zip(blocks, each, strict=True)}
+    gates = gates_of_blocks(gate, gate_options or {}, num_experts, every, num_layers)
     common: dict[str, Any] = {
         "mesh": mesh, "log": log, "rows_per_group": rows_per_group, "padding": padding,
         "num_parts": num_parts, "payload": payload, "dispatch": dispatch,
@@ -97,6 +88,29 @@ def moe_gpt(
         return {"moe": Beside({"routed": routed, **shared}) if shared else routed}
 
     return gpt(hidden=hidden, num_layers=num_layers, mesh=mesh, mlp=mlp, **options)
+
+
+def gates_of_blocks(
+    gate: str | Callable[[int], Gate],
+    gate_options: Mapping[str, Any],
+    num_experts: int | Sequence[int],
+    every: int,
+    num_layers: int,
+) -> dict[int, Gate]:
+    """Return the gate of each block that has experts, by its number; see `moe_gpt`.
+
+    Raises ValueError as `moe_gpt` does.
+    """
+    if every < 1:
+        raise ValueError(f"every is {every}: it must be at least 1")
+    blocks = [i for i in range(num_layers) if i % every == every - 1]
+    each = [num_experts] * len(blocks) if isinstance(num_experts, int) else list(num_experts)
+    if len(each) != len(blocks):
+        raise ValueError(
+            f"num_experts has {len(each)} numbers for {len(blocks)} blocks with experts"
+        )
+    make_gate = gate_by_name(gate, gate_options) if isinstance(gate, str) else gate
+    return {i: make_gate(n) for i, n in zip(blocks, each, strict=True)}
 
 
 def with_dropout(make: Callable[[], Sequential], drop: Mapping[str, Layer]) -> Layer:
