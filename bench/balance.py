@@ -10,7 +10,7 @@ experts take all tokens.  Others are compared with "none" of the same k.  A run 
 steps, on average over steps and blocks:
 
 - imbalance: the largest number of choices of an expert over the mean, dropped choices included; 1
-  if all are equal, and the number of experts if all tokens choose the same one;
+  if all are equal, and the number of experts over k if all tokens choose the same ones;
 - computed: the same of what experts compute, which a capacity limits whatever the router does;
 - least: the smallest number of choices of an expert over the mean;
 - dropped: the fraction of choices that no expert computes; in gshard also those second choices that
@@ -30,11 +30,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from bench.balance_picture import picture
-from bench.balance_runs import SCHEMES, Course, Scheme, Settings, train
+from bench.balance_runs import SCHEMES, Run, Scheme, Settings, baseline, train
 from bench.balance_summary import MEASURES, Summary, summaries
 from bench.docs.provenance import provenance
 from bench.options import output
@@ -63,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--context", type=at_least(1), default=usual.context, help="default: %(default)s")
     add("--lr", type=float, default=usual.lr, help="default: %(default)s")
     add("--text", metavar="PATH", help="file or directory; default: Python's standard library")
-    add("--json", type=output, metavar="FILE", help="write all steps of all runs to FILE")
+    add("--json", type=output, metavar="FILE", help="write all runs to FILE")
     add("--svg", type=output, metavar="FILE", help="draw them in FILE")
 
 
@@ -75,26 +74,24 @@ def run(options: argparse.Namespace) -> int:
         settings.check(data)
     except (OSError, ValueError) as error:
         options.refuse(str(error))
-    console, courses = console_of(0), []
+    console, runs = console_of(0), []
     for scheme in schemes:
         for seed in range(options.seeds):
-            course = train(scheme, seed, settings, data)
-            courses.append(course)
-            last = course.last(settings.last)
-            console.print(
-                f"{scheme.name}, seed {seed}: imbalance {last.imbalance:.2f}, loss {last.loss:.4f}"
-            )
-    found = summaries(courses, settings.last)
+            done = train(scheme, seed, settings, data).run(settings.last)
+            imbalance, loss = done.measures.imbalance, done.measures.loss
+            console.print(f"{scheme.name}, seed {seed}: imbalance {imbalance:.2f}, loss {loss:.4f}")
+            runs.append(done)
+    found = summaries(runs)
     console.print("\n".join([title(settings, options.seeds), ""]))
     show(found, console)
-    write(options, settings, courses, found)
+    write(options, settings, runs, found)
     return 0
 
 
 def chosen(only: list[str] | None) -> list[Scheme]:
     """The schemes of these names, and those without balancing that they are compared with."""
     named = [each for each in SCHEMES if only is None or each.name in only]
-    wanted = {each.name for each in named} | {each.baseline for each in named}
+    wanted = {each.name for each in named} | {baseline(each.k) for each in named}
     return [each for each in SCHEMES if each.name in wanted]
 
 
@@ -146,20 +143,21 @@ def verdict(found: list[Summary]) -> Iterator[str]:
 
 
 def write(
-    options: argparse.Namespace, settings: Settings, courses: list[Course], found: list[Summary]
+    options: argparse.Namespace, settings: Settings, runs: list[Run], found: list[Summary]
 ) -> None:
     """Write the files that are asked for."""
     if options.svg is not None:
-        about = title(settings, options.seeds)
-        options.svg.write_text(picture(courses, settings.last, about))
+        options.svg.write_text(picture(runs, title(settings, options.seeds)))
     if options.json is not None:
-        write_json(options.json, {
-            "provenance": provenance(PACKAGES), "settings": settings._asdict(),
-            "seeds": options.seeds, "summaries": [each.as_dict() for each in found],
-            "runs": [each.as_dict() for each in courses],
-        })  # fmt: skip
+        result = as_dict(settings, options.seeds, runs, found)
+        options.json.write_text(json.dumps(result) + "\n")
 
 
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write a result to a file."""
-    path.write_text(json.dumps(result) + "\n")
+def as_dict(
+    settings: Settings, num_seeds: int, runs: list[Run], found: list[Summary]
+) -> dict[str, Any]:
+    """Everything, for JSON."""
+    return {
+        "provenance": provenance(PACKAGES), "settings": settings._asdict(), "seeds": num_seeds,
+        "summaries": [each.as_dict() for each in found], "runs": [each.as_dict() for each in runs],
+    }  # fmt: skip

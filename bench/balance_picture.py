@@ -6,84 +6,71 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from statistics import median
 
-import numpy as np
-
-from bench.balance_runs import Course
+from bench.balance_runs import Run, baseline
 
 _HIGH, _TOP, _LEFT = 66, 56, 170  # of a row, above all rows, and left of both drawings
 _CURVE, _BARS, _GAP = 420, 240, 70  # pixels of the drawings, and between them
 _PLAIN, _NONE, _LINE, _WORDS = "#3b5b92", "#b3542d", "#d5dae3", "#5c6675"
-_POINTS = 60  # of a curve
 
 
-def picture(courses: Sequence[Course], last: int, title: str) -> str:
-    """All schemes as SVG; loads are those of `last` steps at the end, of the first seed and block.
+def picture(runs: Sequence[Run], title: str) -> str:
+    """All schemes as SVG, with the loads of the first block and seed.
 
     Curves are medians of all seeds.  Those without balancing are behind those of the same k.
     """
-    by_name: dict[str, list[Course]] = {}
-    for course in courses:
-        by_name.setdefault(course.scheme.name, []).append(course)
+    by_name: dict[str, list[Run]] = {}
+    for run in runs:
+        by_name.setdefault(run.scheme, []).append(run)
     width, height = _LEFT + _CURVE + _GAP + _BARS + 20, _TOP + _HIGH * len(by_name) + 10
-    most = courses[0].choices.shape[-1]
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="system-ui, sans-serif" font-size="13">',
         f"<title>{escape(title)}</title>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="8" y="18">{escape(title)}</text>',
-        *_heads(courses[0]),
+        *_heads(),
     ]
     for i, (name, mine) in enumerate(by_name.items()):
         y = _TOP + _HIGH * i
         lines.append(f'<text x="8" y="{y + _HIGH // 2 + 4}">{escape(name)}</text>')
-        baseline = by_name[mine[0].scheme.baseline]
-        lines += _curves(mine, baseline, y, most)
-        lines += _bars(mine[0], last, y)
+        lines += _curves(mine, by_name[baseline(mine[0].k)], y)
+        lines += _bars(mine[0], y)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _heads(course: Course) -> Iterator[str]:
+def _heads() -> Iterator[str]:
     bars = _LEFT + _CURVE + _GAP
-    first = f"imbalance in {len(course.choices)} steps (thin: none)"
+    first = "imbalance over all steps (thin: none)"
     for x, words in ((_LEFT, first), (bars, "choices of each expert (filled: computed)")):
         yield f'<text x="{x}" y="{_TOP - 10}" fill="{_WORDS}">{words}</text>'
 
 
-def _curves(mine: list[Course], baseline: list[Course], y: int, most: int) -> Iterator[str]:
-    """The imbalance of a scheme over that of none, from 1 to the number of experts `most`."""
+def _curves(mine: list[Run], none: list[Run], y: int) -> Iterator[str]:
+    """The imbalance of a scheme over that of none, from 1 to the most that there can be."""
     low, high = y + _HIGH - 10, y + 6
+    most = len(mine[0].choices[0]) / mine[0].k
     yield f'<path d="M{_LEFT} {high}V{low}H{_LEFT + _CURVE}" stroke="{_LINE}" fill="none"/>'
     for value, at in ((1, low), (most, high + 8)):
-        yield f'<text x="{_LEFT - 6}" y="{at}" text-anchor="end" fill="{_WORDS}">{value}</text>'
-    for courses, color, wide in ((baseline, _NONE, 0.8), (mine, _PLAIN, 2.0)):
-        values = _medians(courses)
-        step = _CURVE / max(1, len(values) - 1)
-        scale = (low - high) / max(1, most - 1)
+        yield f'<text x="{_LEFT - 6}" y="{at}" text-anchor="end" fill="{_WORDS}">{value:g}</text>'
+    for runs, color, wide in ((none, _NONE, 0.8), (mine, _PLAIN, 2.0)):
+        values = [median(point) for point in zip(*(run.imbalance for run in runs), strict=True)]
+        step, scale = _CURVE / max(1, len(values) - 1), (low - high) / max(1, most - 1)
         points = (f"{_LEFT + step * i:.1f} {low - scale * (v - 1):.1f}"
                   for i, v in enumerate(values))  # fmt: skip
         path = f"M{'L'.join(points)}"
         yield f'<path d="{path}" stroke="{color}" stroke-width="{wide}" fill="none"/>'
 
 
-def _medians(courses: list[Course]) -> list[float]:
-    """The median imbalance of all seeds, the means of consecutive steps."""
-    parts = min(_POINTS, len(courses[0].choices))
-    each = [[float(part.mean()) for part in np.array_split(course.imbalance, parts)]
-            for course in courses]  # fmt: skip
-    return [median(values) for values in zip(*each, strict=True)]
-
-
-def _bars(course: Course, last: int, y: int) -> Iterator[str]:
+def _bars(run: Run, y: int) -> Iterator[str]:
     """How often each expert was chosen, the most often first, and what it computed."""
-    choices, load = (x[-last:, 0].sum(axis=0) for x in (course.choices, course.load))
+    choices, load = run.choices[0], run.load[0]
     left, low, high = _LEFT + _CURVE + _GAP, y + _HIGH - 10, y + 6
-    wide, scale = _BARS / len(choices), (low - high) / choices.max()
-    for i, expert in enumerate(np.argsort(-choices, kind="stable")):
+    wide, scale = _BARS / len(choices), (low - high) / max(choices)
+    for i, expert in enumerate(sorted(range(len(choices)), key=lambda e: -choices[e])):
         x, tall, full = left + wide * i + 1, scale * choices[expert], scale * load[expert]
         yield _box(x, low - tall, wide - 2, tall, "none")
         yield _box(x, low - full, wide - 2, full, _PLAIN)
-    mean = low - scale * choices.mean()
+    mean = low - scale * sum(choices) / len(choices)
     yield f'<path d="M{left} {mean:.1f}h{_BARS}" stroke="{_NONE}" stroke-dasharray="3 3"/>'
 
 

@@ -16,6 +16,7 @@ from parallel import Adam, Model, Recipe, Trainer, text
 HEADS = 4
 DTYPE = "float32"
 EVALUATED = 16  # batches that were not trained on
+POINTS = 60  # of the curve of imbalance that is kept
 FAR = 1 << 20  # the first of their numbers: training has fewer steps
 
 MakeGate = Callable[[int], Gate]
@@ -28,17 +29,17 @@ class Scheme(NamedTuple):
     k: int
     make: MakeGate
 
-    @property
-    def baseline(self) -> str:
-        """The scheme that it is compared with: the same k, and no balancing."""
-        return f"none, k={self.k}"
+
+def baseline(k: int) -> str:
+    """The name of the scheme that others with this k are compared with: no balancing."""
+    return f"none, k={k}"
 
 
 SCHEMES = (
-    Scheme("none, k=1", 1, partial(Gate, k=1)),
+    Scheme(baseline(1), 1, partial(Gate, k=1)),
     Scheme("switch", 1, GATES["switch"]),
     Scheme("hash, k=1", 1, GATES["hash"]),
-    Scheme("none, k=2", 2, partial(Gate, k=2)),
+    Scheme(baseline(2), 2, partial(Gate, k=2)),
     Scheme("gshard", 2, GATES["gshard"]),
     Scheme("gshard, weight=0.64", 2, partial(GATES["gshard"], weight=0.64)),  # that of switch
     Scheme("expert-choice", 2, GATES["expert-choice"]),  # two on average
@@ -79,8 +80,8 @@ class Settings(NamedTuple):
         return text.batch(data, seed=seed, step=step, batch_size=self.rows, context=self.context)
 
 
-class Last(NamedTuple):
-    """The measures of a run, in its last steps."""
+class Measures(NamedTuple):
+    """The measures of a run, in its last steps; see `bench.balance`."""
 
     imbalance: float
     computed: float
@@ -114,20 +115,53 @@ class Course(NamedTuple):
         found: list[float] = largest(self.choices).tolist()
         return found
 
-    def last(self, steps: int) -> Last:
-        """The measures, on average over so many steps at the end."""
+    def run(self, steps: int) -> Run:
+        """What is kept of it: measures are on average over so many steps at the end."""
         choices, load = self.choices[-steps:], self.load[-steps:]
         least = (choices.min(axis=-1) / choices.mean(axis=-1)).mean()
-        return Last(
+        measures = Measures(
             float(largest(choices).mean()), float(largest(load).mean()), float(least),
             float(1 - load.sum() / choices.sum()), self.loss,
         )  # fmt: skip
+        parts = np.array_split(self.imbalance, min(POINTS, len(self.imbalance)))
+        return Run(
+            self.scheme.name, self.scheme.k, self.seed, measures,
+            [round(float(part.mean()), 4) for part in parts],
+            choices.sum(axis=0).tolist(), load.sum(axis=0).tolist(),
+        )  # fmt: skip
+
+
+class Run(NamedTuple):
+    """What is kept of a run.
+
+    Attributes
+    ----------
+    scheme : str
+    k, seed : int
+    measures : Measures
+        Of its last steps.
+    imbalance : list of float
+        Of consecutive parts of all steps, each the mean of its steps.
+    choices, load : list of (list of int)
+        How often each expert of each block was chosen in the last steps, and what it computed.
+    """
+
+    scheme: str
+    k: int
+    seed: int
+    measures: Measures
+    imbalance: list[float]
+    choices: list[list[int]]
+    load: list[list[int]]
 
     def as_dict(self) -> dict[str, Any]:
         """The run for JSON."""
-        arrays = {"choices": self.choices.tolist(), "load": self.load.tolist()}
-        names = {"scheme": self.scheme.name, "k": self.scheme.k, "seed": self.seed}
-        return names | {"loss": self.loss} | arrays
+        return self._asdict() | {"measures": self.measures._asdict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Run:
+        """The run that `as_dict` has written."""
+        return cls(**values | {"measures": Measures(**values["measures"])})
 
 
 def largest(counts: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.float64]]:

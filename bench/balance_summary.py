@@ -5,9 +5,9 @@ from __future__ import annotations
 from statistics import median
 from typing import Any, NamedTuple
 
-from bench.balance_runs import Course, Last
+from bench.balance_runs import Measures, Run, baseline
 
-MEASURES = Last._fields
+MEASURES = Measures._fields
 
 
 class Spread(NamedTuple):
@@ -54,25 +54,22 @@ class Summary(NamedTuple):
         return self._asdict() | {"measures": measures, "is_better": self.is_better}
 
 
-def summaries(courses: list[Course], steps: int) -> list[Summary]:
-    """One for each scheme, of so many last steps; runs without balancing must be among them."""
-    found: dict[str, dict[int, Last]] = {}
-    for course in courses:
-        found.setdefault(course.scheme.name, {})[course.seed] = course.last(steps)
-    schemes = {course.scheme.name: course.scheme for course in courses}
-    return [
-        summary(each.name, each.k, found[each.name], found[each.baseline])
-        for each in schemes.values()
-    ]
+def summaries(runs: list[Run]) -> list[Summary]:
+    """One for each scheme; runs of the same seeds without balancing must be among them."""
+    found: dict[str, dict[int, Measures]] = {}
+    for run in runs:
+        found.setdefault(run.scheme, {})[run.seed] = run.measures
+    k_of = {run.scheme: run.k for run in runs}
+    return [summary(name, k, found[name], found[baseline(k)]) for name, k in k_of.items()]
 
 
-def summary(name: str, k: int, of_seeds: dict[int, Last], baseline: dict[int, Last]) -> Summary:
+def summary(name: str, k: int, mine: dict[int, Measures], none: dict[int, Measures]) -> Summary:
     """That of a scheme, beside the same seeds without balancing."""
-    columns = zip(*of_seeds.values(), strict=True)
+    columns = zip(*mine.values(), strict=True)
     spreads = {what: spread(values) for what, values in zip(MEASURES, columns, strict=True)}
-    is_less = [last.imbalance < baseline[seed].imbalance for seed, last in of_seeds.items()]
-    beside = median(last.loss - baseline[seed].loss for seed, last in of_seeds.items())
-    return Summary(name, k, spreads, sum(is_less), len(is_less), beside, of_seeds is baseline)
+    is_less = [each.imbalance < none[seed].imbalance for seed, each in mine.items()]
+    beside = median(each.loss - none[seed].loss for seed, each in mine.items())
+    return Summary(name, k, spreads, sum(is_less), len(is_less), beside, mine is none)
 
 
 def spread(values: tuple[float, ...]) -> Spread:

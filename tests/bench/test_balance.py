@@ -13,7 +13,7 @@ import pytest
 from bench.__main__ import main
 from bench.balance import chosen
 from bench.balance_picture import picture
-from bench.balance_runs import SCHEMES, Course, Scheme, Settings, train
+from bench.balance_runs import SCHEMES, Course, Run, Scheme, Settings, baseline, train
 from bench.balance_summary import summaries
 from moe import GATES, Gate
 from moe.gates import Ask, Chosen
@@ -38,16 +38,16 @@ def test_one_expert_for_all_is_as_uneven_as_can_be(data: text.Bytes) -> None:
     """The negative control: the imbalance is the number of experts; expert choice has 1."""
     forced = train(Scheme("forced", 1, partial(Gate, selection=to_first)), 0, SMALL, data)
     assert forced.imbalance == [4.0] * 3
-    last = forced.last(2)
+    last = forced.run(2).measures
     assert last[:4] == (4.0, 4.0, 0.0, 0.0)
-    even = train(Scheme("even", 2, GATES["expert-choice"]), 0, SMALL, data).last(2)
+    even = train(Scheme("even", 2, GATES["expert-choice"]), 0, SMALL, data).run(2).measures
     assert even[:4] == (1.0, 1.0, 1.0, 0.0)
 
 
 def test_dropped_choices_count_as_choices_and_not_as_load(data: text.Bytes) -> None:
     """All tokens to one expert that takes a quarter of them."""
     tight = Scheme("tight", 1, partial(Gate, selection=to_first, rule="switch"))
-    last = train(tight, 0, SMALL, data).last(2)
+    last = train(tight, 0, SMALL, data).run(2).measures
     assert last[:4] == (4.0, 4.0, 0.0, 0.75)
 
 
@@ -71,16 +71,16 @@ def test_the_loss_is_that_of_the_model_alone(data: text.Bytes) -> None:
     assert 0 < found < 2 * np.log(256)
 
 
-def course(name: str, seed: int, choices: list[int], loss: float) -> Course:
+def made(name: str, seed: int, choices: list[int], loss: float) -> Run:
     array = np.array([[choices]] * 3, np.int64)
-    return Course(Scheme(name, 1, Gate), seed, array, array, loss)
+    return Course(Scheme(name, 1, Gate), seed, array, array, loss).run(2)
 
 
 def test_better_means_in_every_seed() -> None:
-    none = [course("none, k=1", 0, [6, 2], 3.0), course("none, k=1", 1, [7, 1], 3.2)]
-    good = [course("good", 0, [5, 3], 3.1), course("good", 1, [4, 4], 3.1)]
-    half = [course("half", 0, [5, 3], 2.0), course("half", 1, [7, 1], 2.0)]
-    of_none, of_good, of_half = summaries([*none, *good, *half], 2)
+    none = [made("none, k=1", 0, [6, 2], 3.0), made("none, k=1", 1, [7, 1], 3.2)]
+    good = [made("good", 0, [5, 3], 3.1), made("good", 1, [4, 4], 3.1)]
+    half = [made("half", 0, [5, 3], 2.0), made("half", 1, [7, 1], 2.0)]
+    of_none, of_good, of_half = summaries([*none, *good, *half])
     assert of_none.is_baseline and not of_none.is_better and of_none.loss_beside == 0
     assert of_good.is_better and of_good.num_better == 2
     assert of_good.measures["imbalance"] == (1.0, 1.125, 1.25)
@@ -98,7 +98,9 @@ def test_the_command_compares_with_none_and_writes_files(
     assert "none, k=1" in printed and "none, k=2" not in printed
     result = json.loads((tmp_path / "x.json").read_text())
     assert [each["name"] for each in result["summaries"]] == ["none, k=1", "switch"]
-    assert len(result["runs"]) == 4
+    runs = [Run.from_dict(each) for each in result["runs"]]
+    assert len(runs) == 4
+    assert [each.as_dict() for each in summaries(runs)] == result["summaries"]
     assert result["settings"]["last"] == 2  # no more than there are
     root = ElementTree.parse(tmp_path / "x.svg").getroot()
     assert len(root.findall("{*}rect")) == 1 + 2 * 2 * 4  # loads and choices of each expert
@@ -107,7 +109,7 @@ def test_the_command_compares_with_none_and_writes_files(
 def test_a_picture_of_equal_loads_has_equal_bars() -> None:
     """And one of unequal loads has not."""
     for choices, number in (([4, 4], 1), ([6, 2], 2)):
-        drawn = ElementTree.fromstring(picture([course("none, k=1", 0, choices, 1.0)], 2, "a < b"))
+        drawn = ElementTree.fromstring(picture([made("none, k=1", 0, choices, 1.0)], "a < b"))
         assert len({box.get("height") for box in drawn.findall("{*}rect")[1:]}) == number
 
 
@@ -135,5 +137,5 @@ def test_schemes_are_all_gates() -> None:
     """Every gate by its name has a run, and what it is compared with is one of them."""
     names = {each.name.partition(",")[0] for each in SCHEMES}
     assert names == {"none", *GATES}
-    assert {each.baseline for each in SCHEMES} <= {each.name for each in SCHEMES}
+    assert {baseline(each.k) for each in SCHEMES} <= {each.name for each in SCHEMES}
     assert [each.name for each in chosen(["bias"])] == ["none, k=2", "bias"]
