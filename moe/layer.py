@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,7 +174,15 @@ class MixtureOfExperts(Layer):
         if self.log is not None and batch is not None:
             first = batch.of_rank[self.mesh.rank].start
             self.log.add(batch.step, self.name, first, routed.gated.routing)
-        return routed
+        return routed._replace(routing=self._with_capacity(routed.routing, x.shape[1], step))
+
+    def _with_capacity(self, routing: Routing, length: int, step: Step) -> Routing:
+        """Return a `routing` that has the capacity even if this rank has no rows.
+
+        `length` are this rank's tokens of each row.
+        """
+        context = step.context if self.router.num_parts > 1 else length
+        return replace(routing, capacity=self.gate.capacity(self.options.rows_per_group * context))
 
     # The biases of experts
 

@@ -76,13 +76,15 @@ class Flat(Way):
         if step.batch is not None:  # of several ranks
             rows = step.batch.of_rank
             groups = [options.num_groups(len(rows[rank])) for rank in team.group()]
-        slots = self._slots(routing, step.context or step.length)
-        return dispatch.padded(routing, slots, groups, team.place(), options.num_parts)
+        return dispatch.padded(
+            routing, self._slots(routing), groups, team.place(), options.num_parts
+        )
 
-    def _slots(self, routing: Routing, context: int) -> int:
+    def _slots(self, routing: Routing) -> int:
         """Return how many rows are sent for each expert and group."""
         if self.options.padding == "capacity":
-            return self.options.capacity(context)
+            assert routing.capacity is not None, "the gate has a rule"
+            return routing.capacity
         most = np.array([routing.most_slots])
         if self.team.comm is not None:
             with collectives.phase("slots"):
