@@ -13,6 +13,7 @@ A gate (`moe.gates`) chooses experts for each token, `moe.routing` has its choic
 from moe.beside import Beside
 from moe.gates import GATES, Gate
 from moe.gpt import moe_gpt
+from moe.images import swin_moe, v_moe
 from moe.layer import MixtureOfExperts, mixtures
 from moe.layouts import layout
 from moe.log import RoutingLog
@@ -21,5 +22,5 @@ from moe.ways import Options
 
 __all__ = [
     "GATES", "Beside", "Gate", "MixtureOfExperts", "Options", "Routing", "RoutingLog", "layout",
-    "mixtures", "moe_gpt",
+    "mixtures", "moe_gpt", "swin_moe", "v_moe",
 ]  # fmt: skip

@@ -66,6 +66,8 @@ class Setup(NamedTuple):
     change: Callable[[Trainer], object] = nothing
     rows: int = ROWS
     of: Callable[[Mesh | None], Model] | None = None
+    batch: Callable[..., Any] = batch  # of so many `rows`, with `context` targets in each
+    context: int = CONTEXT
 
     @property
     def size(self) -> int:
@@ -91,7 +93,7 @@ class Setup(NamedTuple):
             schedule=self.schedule,
         )  # fmt: skip
         self.change(trainer)
-        shape, rows_of = (self.rows, CONTEXT), partial(batch, rows=self.rows)
+        shape, rows_of = (self.rows, self.context), partial(self.batch, rows=self.rows)
         calls = trainer.traffic(STEPS, batch=shape)
         norms: list[float] = []
 
@@ -108,7 +110,7 @@ class Setup(NamedTuple):
         rows = len(rows_of(0, *trainer.batch_part)[0])
         updates = trainer.num_updates_in(STEPS) - trainer.num_skipped
         batches = [BatchSize(*shape, step) for step in range(STEPS)]
-        report = RankReport.of(trainer, updates, rows, CONTEXT, batches)
+        report = RankReport.of(trainer, updates, rows, self.context, batches)
         return End(losses, boxes_of(trainer), trainer, report, table, norms)
 
     def alone(self) -> End:
@@ -116,7 +118,9 @@ class Setup(NamedTuple):
         of_ranks = ("sequence_parallel", "attention")
         model = tuple(option for option in self.model if option[0] not in of_ranks)
         blocks = self.blocks or num_blocks(dict(self.axes).get("pipe", 1))
-        return trained_alone(self.recipe, model, blocks, self.rows, self.of)
+        return trained_alone(
+            self.recipe, model, blocks, self.rows, self.of, self.batch, self.context
+        )
 
 
 @cache
@@ -126,10 +130,13 @@ def trained_alone(
     blocks: int,
     rows: int,
     of: Callable[[Mesh | None], Model] | None,
+    batch: Callable[..., Any],
+    context: int,
 ) -> End:
     setup = Setup(
-        (), recipe=recipe, sharding=Sharding, model=model, blocks=blocks, rows=rows, of=of
-    )
+        (), recipe=recipe, sharding=Sharding, model=model, blocks=blocks, rows=rows, of=of,
+        batch=batch, context=context,
+    )  # fmt: skip
     return setup.train(next(iter(collectives.run(lambda comm: comm, size=1))))
 
 
