@@ -35,11 +35,11 @@ from rich.console import Console
 from moe.gates import GATES
 from moe.log import RoutingLog
 from moe.payload import PAYLOADS
+from moe.plan.amounts import Sent
 from moe.plan.hosts import PARTS, Across, across_hosts
 from moe.plan.job import Job
 from moe.plan.layer import OfLayer, of_layer, of_ways
 from moe.plan.routings import Found, from_log, on_text, uniform
-from moe.plan.sent import Sent
 from moe.ways import PADDINGS, WAYS
 from parallel import Adam, Recipe, cli, presets, text
 from parallel.optim import DTYPES

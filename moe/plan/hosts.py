@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from moe.plan.amounts import matrices_of, sent
 from moe.plan.job import Job, predicted
-from moe.plan.sent import matrices_of, sent
 from parallel import PredictedCall
 
 PARTS = ("experts", "pipeline", "gradients")

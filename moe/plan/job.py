@@ -94,6 +94,20 @@ def on_one_rank(model: Mapping[str, Any]) -> dict[str, Any]:
     return {**model, "dispatch": "flat"}
 
 
+class PlannedMesh(Mesh):
+    """The mesh of the first of some ranks that do not exist, with these `axes`.
+
+    Raises ValueError for axes that `parallel.Mesh` refuses.
+    """
+
+    def __init__(self, **axes: int) -> None:
+        size = max(1, math.prod(axes.values()))
+        super().__init__(cast(Communicator, Planned(size)), **axes)
+
+    def _make(self, whole: Communicator, names: tuple[str, ...]) -> Communicator:
+        return cast(Communicator, Planned(self.size_of(names), name=",".join(names)))
+
+
 class PlannedTrainer(Trainer):
     """A training run on ranks that do not exist: it has no arrays, and only predicts."""
 
@@ -129,7 +143,7 @@ def predicted(
         If the job cannot be trained on such a mesh, or if there is no such layer.
     """
     axes = dict(axes) if "data" in axes else {"data": 1, **axes}
-    mesh = planned_mesh(axes)
+    mesh = PlannedMesh(**axes)
     model = moe_gpt(**{**job.model, **changes}, mesh=mesh)
     found = {each.name: each for each in mixtures(model)}
     for each in found.values():
@@ -154,12 +168,3 @@ def _check_rows(job: Job, mesh: Mesh, sharding: Sharding) -> None:
             f"a batch of {job.rows} rows cannot be divided among {num_ranks} ranks with"
             f" {job.num_micro_batches} micro-batches each"
         )
-
-
-def planned_mesh(axes: Mapping[str, int]) -> Mesh:
-    """Return the mesh of the first of some ranks that do not exist.
-
-    Raises ValueError for an axis that there is not.
-    """
-    size = max(1, math.prod(axes.values()))
-    return Mesh(cast(Communicator, Planned(size)), **axes)

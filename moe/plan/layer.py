@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moe.plan.amounts import Sent, matrices_of, sent
 from moe.plan.job import Job, predicted
-from moe.plan.sent import Sent, matrices_of, sent
 from parallel import PredictedCall
 
 KINDS = {
@@ -26,6 +26,8 @@ KINDS = {
     "backward/dispatch": "input gradients to tokens",
     "backward/weights": "gradients of weights, or weights again",
     "backward/gradients": "gradients of experts to owners",
+    "forward": "sums within experts",
+    "backward": "sums within experts",
 }
 WAYS: dict[str, dict[str, str]] = {
     "flat": {"dispatch": "flat", "padding": "none"},
@@ -92,13 +94,14 @@ def of_layer(
         outer, _, rest = call.phase.partition("/")
         part, _, inner = rest.partition("/")
         if part == layer:
-            own.setdefault(f"{outer}/{inner}", []).append(call)
+            phase = "/".join(filter(None, (outer, inner)))
+            own.setdefault(phase, []).append(call)
         elif outer == "backward":
             sums.append(call)
     order = [*KINDS, *(phase for phase in own if phase not in KINDS)]
     each = {phase: matrices_of(own[phase], size) for phase in order if phase in own}
     kinds = [
-        Kind(phase, KINDS.get(phase, "in experts"), sent(matrices, ranks_per_host))
+        Kind(phase, KINDS.get(phase, "within experts"), sent(matrices, ranks_per_host))
         for phase, matrices in each.items()
     ]
     total = sum(each.values(), np.zeros((2, size, size), np.int64))

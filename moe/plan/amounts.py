@@ -43,7 +43,7 @@ def sent(matrices: Int64, ranks_per_host: int) -> Sent:
 
     Examples
     --------
-    >>> from moe.plan.sent import matrices_of, sent
+    >>> from moe.plan.amounts import matrices_of, sent
     >>> from parallel import PredictedCall
     >>> call = PredictedCall("dispatch", "all_to_all", "linear", ((1, 2), (3, 4)), itemsize=8)
     >>> sent(matrices_of([call], num_ranks=2), ranks_per_host=1)[:4]
