@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from collectives import algorithms
-from collectives.arrays import Operator
+from collectives.arrays import Operator, compiled
 from collectives.communicator import Communicator, SentReceived, run, world, wrap
 from collectives.diagnostics import Ledger, MonitorUnavailable, phase
 from collectives.errors import (
@@ -53,6 +53,7 @@ __all__ = [
     "Work",
     "algorithms",
     "choose",
+    "compiled",
     "even_counts",
     "phase",
     "predict",

@@ -1,7 +1,7 @@
 """The rows of tokens in a dispatch: collected to be sent, and added up when they are back.
 
-All functions are written for any array namespace.  On the host they work through blocks that fit
-into a cache, so that each row is read from memory once and written once; on a device, in one block.
+All functions are written for any array namespace.  On the host a compiled loop adds up rows, if
+there is one for their dtype: it reads each row once and writes each sum once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe.dispatch import Part
+from moe import kernels
+from moe.dispatch import Part, stable_order
 from moe.routing import Integers, Values
 from parallel.nn import Array, cast, namespace_of, on_host
 from parallel.nn.functional import upcast
@@ -81,15 +82,10 @@ def spread(x: Array, part: Part, weights: Array | None = None) -> Array:
 
     `weights` (n,), if given, are factors of the entries.
     """
-    xp, num_used = namespace_of(x), len(part.entry)
-    make = xp.empty if num_used == part.num_sent else xp.zeros  # if each row is used
-    buffer = make((part.num_sent, x.shape[1]), dtype=x.dtype)
-    for block in blocks(num_used, x):
-        rows = xp.take(x, xp.asarray(part.token[block]), axis=0)
-        if weights is not None:
-            rows = cast(rows * weights[block, None], x.dtype)
-        buffer[where(part.place[block], xp)] = rows
-    return buffer
+    if weights is None and len(part.entry) == part.num_sent:  # each row is that of a token
+        xp = namespace_of(x)
+        return xp.take(x, xp.asarray(part.token), axis=0)
+    return added_up(x, Sums.of(part.token, part.place, part.num_sent), weights, x.dtype)
 
 
 def combined(
@@ -101,41 +97,79 @@ def combined(
     if any.  `like` has the shape and the dtype of the tokens.  The rows of a token are added in the
     order of the parts and of its entries.
     """
-    xp = namespace_of(like)
-    y = xp.zeros(like.shape, dtype=upcast(like[:0]).dtype)
-    turns = [turns_of(part, like.shape[0]) for part in parts]
-    for block in blocks(like.shape[0], y):
-        for part, each, of_part in zip(parts, rows, turns, strict=True):
-            for turn in of_part:
-                entries = turn.of_tokens(block)
-                added = cast(xp.take(each, xp.asarray(part.place[entries]), axis=0), y.dtype)
-                if weights is not None:
-                    added = added * xp.asarray(weights[part.entry[entries]])[:, None]
-                tokens = where(part.token[entries], xp)
-                y[tokens] += added
+    xp, y = namespace_of(like), None
+    for part, each in zip(parts, rows, strict=True):
+        order = by_token(part, like.shape[0])
+        factors = None if weights is None else xp.asarray(weights[part.entry[order]])
+        sums = Sums.of(part.place[order], part.token[order], like.shape[0])
+        y = added_up(each, sums, factors, upcast(like[:0]).dtype, y)
     return y
 
 
-class Turn(NamedTuple):
-    """Entries of a part, each of another token, in the order of their tokens."""
-
-    entries: Integers
-    tokens: Integers
-
-    def of_tokens(self, block: slice) -> Integers:
-        """Return the entries of a block of tokens."""
-        first, last = np.searchsorted(self.tokens, (block.start, block.stop))
-        return self.entries[first:last]
+def by_token(part: Part, num_tokens: int) -> Integers:
+    """Return what sorts the entries of a part by token, and those of a token by their number."""
+    order = np.argsort(part.entry)
+    return order[stable_order(part.token[order], num_tokens)]
 
 
-def turns_of(part: Part, num_tokens: int) -> list[Turn]:
-    """Return the first entries of all tokens, then the second ones, and so on."""
-    order = np.argsort(part.token, kind="stable")
-    token = part.token[order]
-    counts = np.bincount(token, minlength=num_tokens)
-    turn = np.arange(len(token)) - np.repeat(np.cumsum(counts) - counts, counts)
-    each = (np.flatnonzero(turn == i) for i in range(int(counts.max(initial=0))))
-    return [Turn(order[at], token[at]) for at in each]
+# Sums of rows
+
+
+class Sums(NamedTuple):
+    """Which rows are added up: to sum i, the rows ``row[starts[i] : starts[i + 1]]``, in order."""
+
+    row: Integers
+    starts: Integers
+
+    @classmethod
+    def of(cls, row: Integers, number: Integers, num_sums: int) -> Sums:
+        """Return those of rows that are added to the sums of these ascending `number`s."""
+        ends = np.cumsum(np.bincount(number, minlength=num_sums))
+        return cls(row, np.concatenate([[0], ends]))
+
+
+def added_up(
+    rows: Array, sums: Sums, factors: Array | None, dtype: Any, onto: Array | None = None
+) -> Array:
+    """Return the `sums` of `rows` (n, dim), each times its factor, (sums, dim) of this `dtype`.
+
+    Their `factors` are in the order of ``sums.row``; None: 1.  The sums are added to `onto`, if
+    given, which is then returned.
+    """
+    xp, shape = namespace_of(rows), (len(sums.starts) - 1, rows.shape[1])
+    add = kernel_of(rows, factors, dtype)
+    if add is None:
+        out = xp.zeros(shape, dtype=dtype) if onto is None else onto
+        add_in_turns(rows, sums, factors, out)
+        return out
+    out = xp.empty(shape, dtype=dtype) if onto is None else onto
+    factors = np.ones(len(sums.row), dtype) if factors is None else factors
+    add(rows, *sums, factors, out, onto is not None)
+    return out
+
+
+def kernel_of(rows: Array, factors: Array | None, dtype: Any) -> kernels.Adding | None:
+    """Return the compiled loop for these arrays, if they are in host memory and there is one."""
+    is_fit = rows.dtype == dtype and (factors is None or factors.dtype == dtype)
+    if not is_fit or type(rows) is not np.ndarray or not rows.flags.c_contiguous:
+        return None
+    return kernels.adding(rows.dtype)
+
+
+def add_in_turns(rows: Array, sums: Sums, factors: Array | None, out: Array) -> None:
+    """Add the first rows of all sums to `out`, then the second ones, and so on.
+
+    In blocks that fit into a cache.
+    """
+    xp, counts = namespace_of(out), np.diff(sums.starts)
+    for block in blocks(len(counts), out):
+        for turn in range(int(counts[block].max(initial=0))):
+            number = block.start + np.flatnonzero(counts[block] > turn)
+            e = sums.starts[number] + turn
+            added = xp.take(rows, xp.asarray(sums.row[e]), axis=0)
+            if factors is not None:
+                added = cast(added, upcast(added[:0]).dtype) * factors[xp.asarray(e)][:, None]
+            out[where(number, xp)] += cast(added, out.dtype)
 
 
 def slopes(parts: Sequence[Part], rows: Sequence[Array], dy: Array, weights: Values) -> Values:

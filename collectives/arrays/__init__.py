@@ -13,6 +13,7 @@ from collectives.arrays.backends import (
     backend_of_kind,
     num_elements,
 )
+from collectives.arrays.jit import compiled
 from collectives.arrays.kernels import is_bfloat16
 from collectives.arrays.operators import OPERATORS, Operator, has_infinities, operator
 from collectives.arrays.scratch import ScratchPool
@@ -28,6 +29,7 @@ __all__ = [
     "Operator",
     "ScratchPool",
     "backend_of_kind",
+    "compiled",
     "has_infinities",
     "is_bfloat16",
     "num_elements",

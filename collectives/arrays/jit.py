@@ -47,6 +47,22 @@ def _why_unavailable() -> str | None:
     return None
 
 
+def compiled(py_function: Callable[..., Any], signature: str) -> Callable[..., Any] | None:
+    """Compile a function of numbers and NumPy arrays with numba, once per machine.
+
+        add = collectives.compiled(add, "void(float32[::1], float32[::1])")
+
+    - `py_function`: a function that numba can compile.  Its closure may contain only numbers and
+      strings.
+    - `signature`: numba's types of its arguments.  They are not checked when it is called.
+
+    Returns a function that takes arguments of these types and releases the interpreter lock; None
+    where numba is missing or disabled, so that the caller uses NumPy.  Compiled code is kept on
+    disk, safely for ranks that compile at the same time.
+    """
+    return None if why_unavailable() is not None else function(py_function, signature)
+
+
 def function(py_function: Callable[..., Any], signature: str) -> Callable[..., Any]:
     """The compiled function.  It takes arguments of this signature and releases the GIL.
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import collectives
 from collectives.arrays import jit
 
 
@@ -54,6 +55,13 @@ def test_a_function_and_a_pointer() -> None:
     assert jit.why_unavailable() is None
     assert jit.function(adding(1), "int64(int64)")(2) == 3
     assert called(jit.pointer(adding(1), "int64(int64)"), 2) == 3
+
+
+def test_callers_get_a_compiled_function_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = collectives.compiled(adding(1), "int64(int64)")
+    assert compiled is not None and compiled(2) == 3
+    monkeypatch.setattr(jit, "why_unavailable", lambda: "numba is missing")
+    assert collectives.compiled(adding(1), "int64(int64)") is None
 
 
 def test_a_function_takes_its_signature_only() -> None:

@@ -15,7 +15,7 @@ from moe.exchange import Exchange
 from moe.gates import GATES, Gate
 from moe.reference import masks, mixture
 from moe.routing import Routing, joined
-from moe.rows import Rows, combined, slopes, spread
+from moe.rows import Rows, Sums, added_up, combined, kernel_of, slopes, spread
 from parallel import PredictedCall, TrafficMismatch, TrafficTable
 from parallel.nn import Step
 
@@ -210,12 +210,13 @@ def test_slopes_are_products_of_rows_and_derivatives() -> None:
     assert not found[~kept].any()
 
 
-@pytest.mark.parametrize("cached", [1, 50, 2**18])
+@pytest.mark.parametrize("cached", [None, 1, 50, 2**18])
 def test_spreading_is_the_derivative_of_combining(
-    cached: int, monkeypatch: pytest.MonkeyPatch
+    cached: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With weights; in blocks of one row, of two, and of all."""
-    monkeypatch.setattr("moe.rows.CACHED", cached)
+    """With weights; by the compiled loop, and in blocks of one row, of two, and of all."""
+    if cached is not None:
+        use_no_kernel(monkeypatch, cached)
     rng = np.random.default_rng(2)
     routing, weights = route(gate_of("gshard", 3), 2, 5)
     for (part,) in (
@@ -229,6 +230,41 @@ def test_spreading_is_the_derivative_of_combining(
         wanted = np.zeros_like(dy)
         np.add.at(wanted, part.token, rows[part.place] * weights[part.entry, None])
         np.testing.assert_allclose(y, wanted, rtol=1e-12)
+
+
+def use_no_kernel(monkeypatch: pytest.MonkeyPatch, cached: int = 2**18) -> None:
+    monkeypatch.setattr("moe.kernels.adding", lambda dtype: None)
+    monkeypatch.setattr("moe.rows.CACHED", cached)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_sums_are_the_same_with_and_without_the_kernel(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, with and without factors, into new arrays and onto others; some have no rows."""
+    rng = np.random.default_rng(4)
+    number = np.sort(rng.integers(0, 9, 30))
+    sums = Sums.of(rng.integers(0, 20, 30), number, 12)
+    rows = rng.standard_normal((20, 33)).astype(dtype)
+    y = np.float32 if dtype == "float16" else rows.dtype
+    given = [rng.standard_normal((12, 33)).astype(y), rng.standard_normal(30).astype(y)]
+
+    def results() -> list[Any]:
+        return [
+            added_up(rows, sums, factors, y, None if onto is None else onto.copy())
+            for onto in (None, given[0])
+            for factors in (None, given[1])
+        ]
+
+    assert (kernel_of(rows, None, rows.dtype) is None) == (dtype == "float16")
+    compiled = results()
+    use_no_kernel(monkeypatch)
+    assert kernel_of(rows, None, rows.dtype) is None
+    for one, other in zip(compiled, results(), strict=True):
+        assert one.dtype == other.dtype == y
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(compiled[0][number[0]], rows[sums.row[: sums.starts[number[0] + 1]]]
+                               .astype(y).sum(axis=0), rtol=1e-4)  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
