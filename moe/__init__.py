@@ -18,9 +18,10 @@ from moe.layer import MixtureOfExperts, mixtures
 from moe.layouts import layout
 from moe.log import RoutingLog
 from moe.routing import Routing
+from moe.students import Teacher, distilled
 from moe.ways import Options
 
 __all__ = [
-    "GATES", "Beside", "Gate", "MixtureOfExperts", "Options", "Routing", "RoutingLog", "layout",
-    "mixtures", "moe_gpt", "swin_moe", "v_moe",
+    "GATES", "Beside", "Gate", "MixtureOfExperts", "Options", "Routing", "RoutingLog", "Teacher",
+    "distilled", "layout", "mixtures", "moe_gpt", "swin_moe", "v_moe",
 ]  # fmt: skip

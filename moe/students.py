@@ -1,0 +1,372 @@
+"""A mixture of students: a smaller model with experts learns from a larger one that is trained.
+
+Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.2: a student with fewer layers imitates the
+probabilities of its teacher, and stops to do so before the end of the training ("staged"), because
+late in training a small model has to choose between its own loss and that of imitation.
+
+    teacher = Teacher.load(moe_gpt(num_layers=8, mesh=mesh), checkpoint.latest("teacher"))
+    student = distilled(moe_gpt(num_layers=6, mesh=mesh), teacher, stop=400_000)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import collectives
+from moe.layer import MixtureOfExperts
+from parallel import PredictedCall
+from parallel.checkpoint.contents import VALUES, Checkpoint
+from parallel.nn import (
+    Activations,
+    Array,
+    ArraySpec,
+    CrossEntropy,
+    Dropout,
+    Layer,
+    LayerTraffic,
+    Model,
+    Sequential,
+    Step,
+    cast,
+    namespace_of,
+)
+from parallel.nn.functional import flatten_rows, upcast
+from parallel.nn.tensor import VocabularyCrossEntropy, Whole
+
+PHASE = "teacher"  # of what a teacher sends
+
+
+class Teacher:
+    """A trained model that runs forward only.
+
+    It gates as in training: what a gate draws depends on the seed, the step and the row.  Its
+    mixtures of experts need a log of their own (`RoutingLog`), since they have the names of those
+    of the student.
+
+    Parameters
+    ----------
+    model : Model
+        Made with the mesh of the student, unless it is of one rank.
+    values : mapping of str to array
+        All of its parameters, whole, by name; of these a rank keeps what it computes with, from the
+        first step on in which it does.
+    state : mapping of str to (list of float), optional
+        The biases of experts, by the name of their layer (`Layer.state`).
+
+    Raises
+    ------
+    ValueError
+        If the parameters are not those of the model; if its last layer is no cross-entropy; and for
+        a model with dropout, which a model without it can replace.
+
+    Attributes
+    ----------
+    model : Model
+    digest : str
+        The SHA-256 of the parameters and the state.  Ranks compare it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        values: Mapping[str, Array],
+        state: Mapping[str, list[float]] | None = None,
+    ) -> None:
+        self.model, state = model, dict(state or {})
+        self.loss = loss_of(model)
+        check_values(model, values, state)
+        if any(drops(layer) for _, layer in Sequential(model.layers).parts()):
+            raise ValueError(
+                "a teacher has no dropout: make it without, it has the same parameters"
+            )
+        for name, layer in model.counting_layers.items():
+            layer.load_state(state[name])
+        whole = {name: np.asarray(values[name], np.float64) for name in model.specs}
+        self.digest = digest_of(whole, state)
+        self._boxes = {
+            name: x[model.specs[name].box(model.mesh).slices].copy() for name, x in whole.items()
+        }
+        self._flats: dict[str, Array] = {}
+
+    @classmethod
+    def load(cls, model: Model, path: str | Path) -> Teacher:
+        """Return a teacher with the parameters in the checkpoint at `path`, of any layout.
+
+        Raises ValueError if it is broken, or is not one of this `model`.
+        """
+        saved = Checkpoint(Path(path))
+        saved.check_files(0, 1)
+        values = {
+            name: whole_of(saved, name, tuple(shape))
+            for name, shape in saved.index.layout["shapes"]
+        }
+        return cls(model, values, saved.index.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the parameters that this rank computes with; 0 before it does."""
+        return sum(int(flat.nbytes) for flat in self._flats.values())
+
+    def logits(self, step: Step, like: Array) -> Array:
+        """Return its logits for the input of the model in a `step`.
+
+        They have the dtype of `like`, and are on its device.
+        """
+        self._bind(like)
+        mine = replace(step, losses=[], is_again=True, numbers=None)
+        x = step.tokens
+        for name, layer in self._layers():
+            with collectives.phase(PHASE), collectives.phase(name):
+                x, _ = layer.forward(x, mine)
+        return x
+
+    def _layers(self) -> list[tuple[str, Layer]]:
+        """Return its layers by name, without the loss."""
+        return list(self.model.layers.items())[:-1]
+
+    def _bind(self, like: Array) -> None:
+        """Let its layers work on parameters of the dtype of `like`, once."""
+        if not self._flats:
+            xp = namespace_of(like)
+            for unit, specs in self.model.units.items():
+                flat = np.concatenate([self._boxes[name].ravel() for name in specs])
+                self._flats[unit] = xp.asarray(flat.astype(like.dtype))
+            self._boxes.clear()
+        for name, _ in self._layers():
+            self.model.bind(name, self._flats)
+
+    def traffic(self, logits: ArraySpec) -> tuple[PredictedCall, ...]:
+        """Return what it sends for the input that leads to `logits`."""
+        rows, x = logits.shape[0], logits
+        tokens = ArraySpec.tokens(
+            rows, x.length, x.width, context=x.context, rank=x.rank, batch=x.batch
+        )
+        return tuple(
+            replace(call, phase="/".join(filter(None, (PHASE, name, call.phase))))
+            for name, layer, entering in Sequential(dict(self._layers())).inputs(tokens)
+            for call in layer.traffic(entering).forward
+        )
+
+    def config(self) -> list[Any]:
+        """Return what must be equal on all ranks."""
+        return [self.digest, *([name, *layer.config()] for name, layer in self._layers())]
+
+
+class Distillation(Layer):
+    """The loss of a student: cross-entropy, and how far its probabilities are from the teacher's.
+
+    The sum of the cross-entropy and of `alpha` times the Kullback-Leibler divergence sum_c t_c log
+    (t_c / s_c) of the teacher's probabilities t and the student's s, both means over all targets;
+    from step `stop` on the cross-entropy alone, and then the teacher does not run.
+
+    Parameters
+    ----------
+    teacher : Teacher
+    loss : CrossEntropy
+        That of the student.
+    alpha : float
+        At least 0.
+    stop : int
+        The number of steps after which the student learns alone, at least 0.
+
+    Raises
+    ------
+    ValueError
+        If a number is too small, or if the teacher and the student divide the classes differently.
+    """
+
+    saves_input = False
+    needs_rows = True
+
+    def __init__(self, teacher: Teacher, loss: CrossEntropy, alpha: float, stop: int) -> None:
+        super().__init__()
+        if not 0 <= alpha < math.inf or stop < 0:
+            raise ValueError(f"alpha is {alpha} and stop is {stop}: they must be at least 0")
+        if loss.config() != teacher.loss.config():
+            raise ValueError("the teacher and the student must divide the classes alike")
+        self.teacher, self.loss, self.alpha, self.stop = teacher, loss, alpha, stop
+        self.region = loss.region if isinstance(loss, VocabularyCrossEntropy) else None
+        self.comm_axes = teacher.model.comm_axes
+
+    def config(self) -> list[Any]:
+        inner = [*self.loss.config(), *self.teacher.config()]
+        return [*super().config(), repr(self.alpha), self.stop, *inner]
+
+    def imitates(self, step: int) -> bool:
+        """Return whether the teacher is used in the step of this number."""
+        return step < self.stop
+
+    def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
+        loss, dlogits = self.loss.forward(x, step)
+        if step.batch is not None and not self.imitates(step.batch.step):
+            return loss, dlogits
+        teacher = self.teacher.logits(step, x)
+        if teacher.shape != x.shape:
+            raise ValueError(
+                f"the teacher has logits {teacher.shape} and the student {x.shape}: they must be of"
+                " the same classes"
+            )
+        found = divergence(teacher, x, self.region)
+        soft = found.slopes * (self.alpha * step.loss_scale / step.total)
+        dlogits = cast(upcast(dlogits) + soft.reshape(x.shape), x.dtype)
+        return loss + self.alpha * found.total / step.total, dlogits
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        """Return the derivative by the logits; `dy` is a number, 1 if the loss comes last."""
+        return self.loss.backward_input(dy, saved)
+
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        return self.loss.activation_bytes(x)
+
+    def traffic(self, x: ArraySpec) -> LayerTraffic:
+        forward, backward = self.loss.traffic(x)
+        if x.batch is not None and not self.imitates(x.batch.step):
+            return LayerTraffic(forward, backward)
+        return LayerTraffic(
+            (*forward, *self.teacher.traffic(x), *divergence_traffic(x, self.region)), backward
+        )
+
+
+class Divergence(NamedTuple):
+    """The sum over rows, and the derivatives by the student's logits, (rows, classes)."""
+
+    total: float
+    slopes: Array
+
+
+def divergence(teacher: Array, student: Array, region: Whole | None) -> Divergence:
+    """Return the Kullback-Leibler divergence of logits (..., classes) of two models.
+
+    Ranks of a `region` have some classes of each.  They agree on the largest logits, and then add
+    up three numbers for each row.
+    """
+    xp = namespace_of(student)
+    t, s = (upcast(flatten_rows(x)) for x in (teacher, student))
+    largest = xp.full((2, t.shape[0]), -math.inf, dtype=t.dtype)
+    if t.shape[1]:
+        largest = xp.stack([xp.max(x, axis=-1) for x in (t, s)])
+    largest = added(largest, "max", region)
+    t, s = t - largest[0][:, None], s - largest[1][:, None]
+    powers = xp.exp(t), xp.exp(s)
+    along = (*powers, powers[0] * (t - s))
+    sums = added(xp.stack([xp.sum(x, axis=-1) for x in along]), "sum", region)
+    total = xp.sum(sums[2] / sums[0] - xp.log(sums[0]) + xp.log(sums[1]))
+    return Divergence(float(total), powers[1] / sums[1][:, None] - powers[0] / sums[0][:, None])
+
+
+def added(x: Array, op: str, region: Whole | None) -> Array:
+    """Return `x` combined over the ranks of a `region`, in place."""
+    if region is None:
+        return x
+    return region.comm.all_reduce(x, op, out=x, algorithm=region.algorithm)
+
+
+def divergence_traffic(x: ArraySpec, region: Whole | None) -> tuple[PredictedCall, ...]:
+    """Return what `divergence` sends for the student's logits `x`."""
+    if region is None:
+        return ()
+    wide, rows = replace(x, width=max(x.width, 4)), math.prod(x.shape[:-1])
+    return tuple(region.call("all_reduce", n * rows, wide) for n in (2, 3))
+
+
+def distilled(student: Model, teacher: Teacher, *, stop: int, alpha: float = 1.0) -> Model:
+    """Return a model that trains as `student` does, but learns from a `teacher` too.
+
+    Parameters
+    ----------
+    student : Model
+        For the same inputs and classes as the teacher.  It is not changed, and has the same
+        parameters as the result.
+    teacher : Teacher
+    stop, alpha
+        As in `Distillation`.
+
+    Raises
+    ------
+    ValueError
+        As `Distillation` does; if the student's last layer is no cross-entropy; and if the teacher
+        was made for another mesh.
+    """
+    own, its = student.mesh, teacher.model.mesh
+    needs_mesh = its.size > 1 or (teacher.model.needs_rows and own.size > 1)
+    if needs_mesh and own is not its:
+        raise ValueError("the teacher was made for another mesh: make both models with the same")
+    *names, last = student.layers
+    loss = Distillation(teacher, loss_of(student), alpha, stop)
+    layers = {name: student.layers[name] for name in names} | {last: loss}
+    made = Model(layers, student.ties, mesh=own)
+    made.recompute = student.recompute  # the layers are wrapped already
+    return made
+
+
+def sizes(teacher: Model, student: Model) -> str:
+    """Return a sentence with the numbers of parameters of two models, and their ratio.
+
+    Examples
+    --------
+    >>> from moe import moe_gpt, students
+    >>> of = dict(hidden=32, num_experts=4)
+    >>> students.sizes(moe_gpt(num_layers=8, **of), moe_gpt(num_layers=6, **of))
+    'teacher 220864 parameters, student 170272: 1.30 times as many'
+    """
+    many, few = teacher.num_parameters, student.num_parameters
+    return f"teacher {many} parameters, student {few}: {many / few:.2f} times as many"
+
+
+def drops(layer: Layer) -> bool:
+    """Return whether a `layer` is dropout, or has it in its experts."""
+    if isinstance(layer, MixtureOfExperts):
+        return layer.experts.needs_rows
+    return isinstance(layer, Dropout)
+
+
+def loss_of(model: Model) -> CrossEntropy:
+    """Return the last layer of a `model`.  Raises ValueError if it is no cross-entropy."""
+    *_, last = model.layers.values()
+    if not isinstance(last, CrossEntropy):
+        raise ValueError(f"the last layer is {type(last).__name__}: it must be a cross-entropy")
+    return last
+
+
+# Parameters
+
+
+def check_values(
+    model: Model, values: Mapping[str, Array], state: Mapping[str, list[float]]
+) -> None:
+    """Raise ValueError unless these are the parameters and the state of a `model`."""
+    wanted = {name: spec.shape for name, spec in model.specs.items()}
+    found = {name: tuple(x.shape) for name, x in values.items()}
+    for name in [*wanted, *found]:
+        if wanted.get(name) != found.get(name):
+            raise ValueError(
+                f"{name} has the shape {found.get(name)} in what is loaded, but"
+                f" {wanted.get(name)} in the teacher"
+            )
+    for name, layer in model.counting_layers.items():
+        if len(state.get(name, [])) != len(layer.state()):
+            raise ValueError(f"the biases of experts of {name} are missing: pass state=")
+
+
+def whole_of(saved: Checkpoint, name: str, shape: tuple[int, ...]) -> Array:
+    """Return a whole parameter of a checkpoint."""
+    whole = np.zeros(shape)
+    for box, data in saved.boxes.get(f"{name}/{VALUES}", []):
+        if 0 not in box.shape:  # safetensors cannot read a slice of nothing
+            whole[box.slices] = data[:]
+    return whole
+
+
+def digest_of(values: Mapping[str, Array], state: Mapping[str, list[float]]) -> str:
+    """Return the SHA-256 of parameters and a state, as hexadecimal."""
+    found = hashlib.sha256(repr(sorted(state.items())).encode())
+    for name, x in sorted(values.items()):
+        found.update(name.encode() + x.astype("<f8").tobytes())
+    return found.hexdigest()
