@@ -44,9 +44,10 @@ class Beside(Sequential):
     def activation_bytes(self, x: ArraySpec) -> Activations:
         layers = list(self.layers.values())
         each = [layer.activation_bytes(x) for layer in layers]
+        # Those that save it keep it until the second half of backward.
         twice = x.nbytes * max(0, sum(layer.saves_input for layer in layers) - 1)
         saved, outputs, rest, extra, _ = zip(*each, strict=True)
-        return Activations(sum(saved) - twice, outputs[0], sum(rest), max(extra))
+        return Activations(sum(saved) - twice, outputs[0], sum(rest) - twice, max(extra))
 
     def out(self, x: ArraySpec) -> ArraySpec:
         return next(iter(self.layers.values())).out(x)

@@ -48,6 +48,9 @@ class Action(NamedTuple):
         The label of the ledger for what is sent meanwhile.
     parts : tuple of Action
         What is done at the same time, forward first; of an OVERLAP_F_B only.
+    slot : int, optional
+        Of an action of a layer: the OVERLAP_F_B that it is a part of, if forward and backward take
+        turns in it.
     """
 
     kind: str
@@ -57,6 +60,7 @@ class Action(NamedTuple):
     axes: tuple[str, ...] = ()
     phase: str = ""
     parts: tuple[Action, ...] = ()
+    slot: int | None = None
 
     def __str__(self) -> str:
         """Return ``0F1`` for a stage, as PyTorch writes it, or ``0F1[block0]`` for a layer."""

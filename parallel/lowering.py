@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 from parallel.actions import Action
@@ -65,6 +65,7 @@ class _Lowering:
         self.gathered: set[str] = set()
         self.kept: set[str] = set()  # units of which this micro-batch has kept a secondary part
         self.is_reducing = False
+        self.num_slots = 0
 
     def uses(self, actions: Iterable[Action]) -> Iterator[tuple[str, Action]]:
         """Yield each unit with the actions of layers that add to its gradient, in order."""
@@ -82,12 +83,36 @@ class _Lowering:
         self.actions.append(Action(kind, 0, None, part, tuple(axes), phase))
 
     def compute(self, action: Action) -> None:
-        """Run all layers of a stage; or those of two, in turn, if they overlap."""
-        for _ in zip_longest(*map(self.layers, action.parts or (action,))):
-            pass
+        """Run all layers of a stage; or those of two, in turn, if they overlap.
 
-    def layers(self, action: Action) -> Iterator[None]:
-        """Run all layers of a stage forward or backward on a micro-batch, one at a time."""
+        If each side can go on while the other waits in a layer, these layers are side by side: what
+        is before them on either side is done first.
+        """
+        first, waiting = len(self.actions), self.waiting_layers(action)
+        for _ in zip_longest(*(self.layers(x, waiting) for x in action.parts or (action,))):
+            pass
+        if waiting:
+            found = self.actions[first:]
+            self.actions[first:] = [each._replace(slot=self.num_slots) for each in found]
+            self.num_slots += 1
+
+    def waiting_layers(self, action: Action) -> set[str]:
+        """Return the layers in which one side of an overlapping `action` can wait for messages.
+
+        There are none if the two sides are of one stage, whose layers do not run twice at a time,
+        or if parameters or gradients exist only while a layer runs.
+        """
+        is_whole = not {"parameters", "gradients"} & self.sharding.divided
+        if len({part.stage for part in action.parts}) < 2 or not is_whole:
+            return set()
+        names = (name for part in action.parts for name in self.stages.layers[part.stage])
+        return {name for name in names if self.model.axes_of(name)}
+
+    def layers(self, action: Action, ends: Collection[str] = ()) -> Iterator[None]:
+        """Run all layers of a stage forward or backward on a micro-batch.
+
+        Pause after each; or, if there are any `ends`, after these.
+        """
         is_forward, keep = action.kind == "F", self.sharding.keep_after_forward
         phase, layers = PHASES[action.kind], self.layers_of(action)
         for i, layer in enumerate(layers):
@@ -98,7 +123,8 @@ class _Lowering:
                 self.reduce(self.actions[-1])
             if action.kind != "W" and not (is_forward and keep):
                 self.free(layer, layers[i + 1 :] if keep else layers[i + 1 : i + 2], phase)
-            yield
+            if not ends or layer in ends:
+                yield
         if self.is_reducing and "gradients" in self.sharding.divided and not is_forward:
             self.wait()
         if not is_forward:

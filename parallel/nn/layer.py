@@ -169,6 +169,7 @@ class Step:
     tokens: Array = None  # the input of the model, int64 (rows, ...)
     batch: BatchRows | None = None  # which rows of which batch these are
     numbers: Array = None  # of the tokens in the batch, int64, in an expert that gets some of them
+    pass_turn: Callable[[], object] = dict  # lets another micro-batch compute until it waits itself
 
     @property
     def length(self) -> int:
@@ -185,20 +186,28 @@ class Step:
             self.numbers = before
 
     def wait(self, finish: Callable[[], Array]) -> Array:
-        """Return what `finish` does, which waits for a call of this layer."""
+        """Return what `finish` does, which waits for a call of this layer that sends only once.
+
+        Meanwhile this rank may compute another micro-batch.  So all ranks that have a communicator
+        in common must call this equally often.
+        """
+        self.pass_turn()
+        return self._wait(finish)
+
+    def _wait(self, finish: Callable[[], Array]) -> Array:
         began = time.perf_counter()
         result = finish()
         self.add_wait(time.perf_counter() - began)
         return result
 
     def overlap(self, finish: Callable[[], Array], compute: Callable[[], object]) -> Array:
-        """Call `compute` before `wait` does `finish`, or after it in a reference step."""
+        """Call `compute` before `finish`, which waits for a call; after it in a reference step."""
         if self.is_reference:
-            result = self.wait(finish)
+            result = self._wait(finish)
             compute()
             return result
         compute()
-        return self.wait(finish)
+        return self._wait(finish)
 
 
 class Layer(ABC):

@@ -168,9 +168,16 @@ class Model:
     @property
     def comm_axes(self) -> tuple[str, ...]:
         """The communicators that layers use, as axes of the mesh."""
-        parts = Sequential(self.layers).parts()
-        used = (axis for _, layer in parts for axis in layer.comm_axes)
+        used = (axis for name in self.layers for axis in self.axes_of(name))
         return tuple(dict.fromkeys((*self.split_axes, *used)))
+
+    def axes_of(self, layer: str) -> tuple[str, ...]:
+        """Return the axes that a `layer` uses beside those along which its parameters are divided.
+
+        See `Layer.comm_axes`.
+        """
+        used = (axis for _, part in self.layers[layer].parts() for axis in part.comm_axes)
+        return tuple(dict.fromkeys(used))
 
     @property
     def counting_layers(self) -> dict[str, Layer]:

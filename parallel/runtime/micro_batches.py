@@ -16,6 +16,7 @@ from parallel.places import OFFLOADED, Place
 from parallel.runtime.overlap import Overlap
 from parallel.runtime.stash import WeightStash
 from parallel.runtime.state import State
+from parallel.runtime.turns import Turns
 from parallel.stages import Message
 from parallel.text import Tokens
 
@@ -34,6 +35,8 @@ class MicroBatches:
         Where activations are between forward and backward.
     overlap : Overlap
         Is told how long this rank waits for messages.
+    turns : Turns
+        Of a forward and a backward that overlap.
 
     Attributes
     ----------
@@ -50,9 +53,9 @@ class MicroBatches:
         progress.
     """
 
-    def __init__(self, state: State, place: Place, overlap: Overlap) -> None:
+    def __init__(self, state: State, place: Place, overlap: Overlap, turns: Turns) -> None:
         self.state, self.model, self.stages = state, state.model, state.stages
-        self.place, self.overlap = place, overlap
+        self.place, self.overlap, self.turns = place, overlap, turns
         self.loss, self.num_recomputed = 0.0, 0
         self.used_layers: set[str] = set()
         self.events: list[Event] = []
@@ -95,6 +98,7 @@ class MicroBatches:
             self._steps[k] = Step(
                 state.xp.asarray(targets[rows]), totals[k], k, positions=positions,
                 context=context, loss_scale=scale, track=self._track,
+                pass_turn=self.turns.pass_on,
                 is_reference=self.overlap.is_reference, add_wait=self.overlap.add,
                 tokens=tokens, batch=self._rows(self._total // context, k, number, tokens.shape[0]),
             )  # fmt: skip
@@ -117,6 +121,7 @@ class MicroBatches:
             of_step.clear()
 
     def _track(self, arrays: Any) -> Any:
+        self.turns.in_order()
         return self.state.memory.track("activations", arrays)
 
     # Forward and backward
@@ -170,6 +175,7 @@ class MicroBatches:
         rest = self._rests.pop((number_of(action), action.part))
         if self._mark_used(action):
             self._bound(action.part, number_of(action)).backward_weight(rest)
+        self.turns.in_order()  # before `rest` is freed
 
     def _backward(self, action: Action, half: Half) -> Any:
         """Let `half` compute the derivative of a layer; return what the other half needs."""
@@ -179,9 +185,11 @@ class MicroBatches:
         if (number, name) in self._saved:
             layer, saved = self._bound(name, number), self._saved.pop((number, name))
             if self.place.columns:
+                self.turns.in_order()
                 saved = self._track(self.place.take(saved))
             with self._phase(name):
                 dx, rest = half(layer, dx, saved)
+            self.turns.in_order()  # before `saved` is freed
         is_end = name == self.stages.layers[action.stage][0]
         self._entering["B", action.stage - is_end, number] = dx
         return rest
@@ -211,6 +219,7 @@ class MicroBatches:
         x = self._entering.pop((direction, action.stage, number_of(action)))
         if not callable(x):
             return x
+        self.turns.pass_on()
         began = time.perf_counter()
         x = x()
         ended = time.perf_counter()

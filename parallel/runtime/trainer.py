@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from array_api_compat import numpy as numpy_namespace
 
 import collectives
 from parallel.accounts import Event, PredictedCall, merged
@@ -31,6 +32,7 @@ from parallel.runtime.overlap import Overlap
 from parallel.runtime.prediction import SCALAR_ALGORITHM
 from parallel.runtime.recipe import BatchFunction, ProgressCallback, Recipe
 from parallel.runtime.state import BatchSize, State
+from parallel.runtime.turns import Turns, may_change_threads
 from parallel.runtime.units import Units
 from parallel.sharding import Sharding
 from parallel.stages import Stages
@@ -118,6 +120,8 @@ class Trainer(State):
         The updates made, those that an overflow prevented, the batches computed, with
         `Sharding.every` the steps since ranks had the same parameters, and the number of the next
         step.
+    turns : Turns
+        Of a forward and a backward that overlap: in host memory, if MPI allows it.
     overlap : Overlap
         The time for which this rank waited, with and without computation at the same time.
 
@@ -156,9 +160,10 @@ class Trainer(State):
         self.phase = phase
         self.num_updates = self.num_skipped = self.num_batches = self.steps_alone = 0
         self.next_step = 0
-        self.overlap = Overlap()
+        self.overlap, self.turns = Overlap(), Turns(self._record)
+        self.takes_turns = self.xp is numpy_namespace and may_change_threads()
         self.activations = recipe.offload_activations(self.rank, self.xp)
-        self.micro_batches = MicroBatches(self, self.activations, self.overlap)
+        self.micro_batches = MicroBatches(self, self.activations, self.overlap, self.turns)
         self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
         self.unused_units: set[str] = set()  # used on no rank in this step, and not updated
         self._make_communicators()
@@ -346,17 +351,30 @@ class Trainer(State):
 
     def run(self, actions: Iterable[Action]) -> None:
         """Do some actions, up to an update that must be skipped; see `begin`."""
+        takes_turns = self.takes_turns and not self.overlap.is_reference
         with self.ignore_overflow():
-            for label, group in groupby(actions, attrgetter("phase")):
-                with self.phase(label) if label else nullcontext():
-                    for action in group:
-                        began = time.perf_counter()
-                        if self.do(action) is False:
-                            return
-                        ended = time.perf_counter()
-                        self.micro_batches.events.append(Event.of(action, began, ended))
-                        if action.kind not in COMPUTING:
-                            self.overlap.add(ended - began)
+            for slot, group in groupby(actions, attrgetter("slot")):
+                if slot is not None and takes_turns:
+                    self.turns.run(list(group), self.do, self.phase)
+                elif not self._run_in_order(group):
+                    return
+
+    def _run_in_order(self, actions: Iterable[Action]) -> bool:
+        """Do one action after the other; return whether none must be skipped."""
+        for label, group in groupby(actions, attrgetter("phase")):
+            with self.phase(label) if label else nullcontext():
+                for action in group:
+                    began = time.perf_counter()
+                    if self.do(action) is False:
+                        return False
+                    self._record(action, began, time.perf_counter())
+        return True
+
+    def _record(self, action: Action, began: float, ended: float) -> None:
+        """Note when this rank did an action, or a part of it."""
+        self.micro_batches.events.append(Event.of(action, began, ended))
+        if action.kind not in COMPUTING:
+            self.overlap.add(ended - began)
 
     def do(self, action: Action) -> bool | None:
         """Do one action; return False if the rest of the step must be skipped."""

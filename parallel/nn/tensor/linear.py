@@ -68,7 +68,7 @@ class Columns(Layer):
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         dx, rest = self._own_backward_input(dy, saved)
-        return saved[1].wait(self.region.start_f_backward(dx)), rest
+        return saved[1].overlap(self.region.start_f_backward(dx), dict), rest
 
     def backward(self, dy: Array, saved: Any) -> Array:
         """Sum the derivative of the input while the gradient of the weights is computed."""
