@@ -1,0 +1,74 @@
+"""The program that trains models of images with experts, and students of these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe import RoutingLog
+from moe.images.__main__ import main
+from tests.moe.experts import moved
+
+SMALL = ("--steps", "2", "--batch", "8", "--hidden", "8", "--layers", "2")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (), ("--model", "swin", "--moe", "gshard"), ("--mesh", "data=2", "--zero", "3"),
+        ("--mesh", "tensor=2", "--dtype", "float64"), ("--model", "swin", "--mesh", "tensor=2"),
+        ("--mesh", "pipe=2", "--micro-batches", "2"), ("--mesh", "data=2,expert=1", "--zero", "0"),
+    ],
+)  # fmt: skip
+def test_options(words: tuple[str, ...]) -> None:
+    """All bytes are as predicted."""
+    assert main(["--threads", "2", *SMALL, *words]) == 0
+
+
+def test_one_rank() -> None:
+    assert main(["--threads", "1", *SMALL]) == 0
+
+
+def test_a_student_of_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The teacher was trained on one rank, and is larger; it is used in one of two steps."""
+    folder = str(tmp_path)
+    assert main(["--threads", "1", *SMALL, "--layers", "4", "--save", folder]) == 0
+    taught = ("--teacher", folder, "--teacher-layers", "4", "--stop", "1")
+    capsys.readouterr()
+    assert main(["--threads", "2", *SMALL, *taught]) == 0
+    text = capsys.readouterr().out
+    assert "teacher 7192 parameters, student 3760: 1.91 times as many" in text
+    assert "bytes of its teacher" in text
+    (line,) = [line for line in text.splitlines() if "loss/teacher/block3/dispatch" in line]
+    assert line.split("|")[4].strip() == "1"  # recorded calls
+
+
+def test_bytes_of_another_routing_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the exit status is 1."""
+    gathered = RoutingLog.gathered
+    monkeypatch.setattr(RoutingLog, "gathered", lambda log, comm: moved(gathered(log, comm), 2))
+    assert main(["--threads", "2", *SMALL]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--mesh", "data=3"), "a mesh of data=3 has 3 ranks, not 2"),
+        (("--mesh", "context=2"), "ranks along 'context' divide the positions of a text"),
+        (("--batch", "1"), "a batch of 1 images is too small for 2 ranks"),
+        (("--moe", "hash"), "a gate without a router"),
+        (("--teacher", "nowhere"), "there is no checkpoint in nowhere"),
+        (("--model", "swin", "--layers", "1"), "num_layers is 0"),
+        (("--heads", "3"), "3 heads do not divide a width of 8"),
+        (("--mesh", "pipe=2,sequence=1"), "sequence"),
+    ],
+)
+def test_what_does_not_go_together(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit status is 2, and one sentence says why."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--threads", "2", *SMALL, *words])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
