@@ -138,6 +138,13 @@ def stable_order(keys: Integers, stop: int) -> Integers:
     return np.argsort(keys.astype(np.min_scalar_type(max(stop - 1, 0))), kind="stable")
 
 
+def distinct_order(keys: Integers) -> Integers:
+    """Return what sorts `keys`, which are not negative and all different, in linear time."""
+    found = np.full(keys.max(initial=-1) + 1, -1)
+    found[keys] = np.arange(len(keys))
+    return found[found >= 0]
+
+
 def padded(
     routing: Routing,
     capacity: int,
@@ -188,7 +195,7 @@ def _part(
     start, stop = ends[owned[rank].start], ends[owned[rank].stop]
     is_own, is_later = (start <= place) & (place < stop), place >= stop
     place = place + is_own * (ends[-1] - stop) - is_later * (stop - start)
-    order = np.argsort(place)
+    order = distinct_order(place)
     entry = entry[order]
     return Part(
         entry, routing.token[entry], place[order],

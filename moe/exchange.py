@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import collectives
@@ -23,10 +24,10 @@ it fills, and with what was kept; returns what the experts' weights need."""
 
 
 class Sent(NamedTuple):
-    """What `Exchange.forward` keeps: by part, what experts computed and what they keep."""
+    """What `Exchange.forward` keeps: what experts computed, and by part what they keep."""
 
     parts: list[Part]
-    returned: list[Array]  # in the places of each part; nothing without weights
+    returned: Array | None  # in the places of the parts; None without weights
     kept: list[Any]
 
 
@@ -57,7 +58,7 @@ class Exchange(NamedTuple):
 
         returned, kept = self._there_and_back(parts, rows, ("dispatch", "combine"), step, numbered)
         y = combined(parts, returned, weights, tokens)
-        return y, Sent(parts, [] if weights is None else returned, kept)
+        return y, Sent(parts, None if weights is None else returned, kept)
 
     def backward(
         self, dy: Array, weights: Values | None, sent: Sent, step: Step, compute: Backward
@@ -85,18 +86,19 @@ class Exchange(NamedTuple):
         labels: tuple[str, str],
         step: Step,
         compute: Callable[[Rows, Rows, int], Any],
-    ) -> tuple[list[Array], list[Any]]:
-        """Return what comes back of each part, in its places, and what `compute` has returned."""
+    ) -> tuple[Array, list[Any]]:
+        """Return what comes back, in the places of the parts, and what `compute` has returned."""
         pairs = zip(parts, rows, strict=True)
         arriving = [self._start(each, part, labels[0]) for part, each in pairs]
-        back, leaving, kept = [], [], []
+        xp, stops = namespace_of(rows[0]), list(accumulate(part.num_sent for part in parts))
+        back = xp.empty((stops[-1], rows[0].shape[1]), dtype=rows[0].dtype)
+        leaving, kept = [], []
         for i, (part, arrive) in enumerate(zip(parts, arriving, strict=True)):
             received: Rows = step.wait(arrive)
-            space = namespace_of(rows[i]).empty_like(rows[i])
-            out = Rows(namespace_of(space).empty_like(received.away), space[part.num_away :])
+            space = back[stops[i] - part.num_sent : stops[i]]
+            out = Rows(xp.empty_like(received.away), space[part.num_away :])
             kept.append(compute(received, out, i))
             leaving.append(self._start_back(out, space, part, labels[1]))
-            back.append(space)
         for finish in leaving:
             step.wait(finish)
         return back, kept
@@ -157,4 +159,5 @@ class Exchange(NamedTuple):
 
 def slopes_of(weights: Values, dy: Array, sent: Sent) -> Values:
     """Return the derivatives by the `weights`; `dy` is that by the sum of what was returned."""
+    assert sent.returned is not None, "forward had weights"
     return slopes(sent.parts, sent.returned, dy, weights)

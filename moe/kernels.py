@@ -10,7 +10,7 @@ import numpy as np
 
 import collectives
 
-SIGNATURE = "void({dtype}[:, ::1], int64[::1], int64[::1], {dtype}[::1], {dtype}[:, ::1], int64)"
+SIGNATURE = "void({dtype}[:, ::1], int64[::1], int64[::1], {dtype}[::1], {dtype}[:, ::1])"
 DTYPES = ("float32", "float64")
 Adding: TypeAlias = Callable[..., None]  # of the arguments of `add_rows`
 
@@ -23,22 +23,21 @@ def adding(dtype: np.dtype[Any]) -> Adding | None:
     return collectives.compiled(add_rows, SIGNATURE.format(dtype=dtype.name))
 
 
-def add_rows(rows: Any, row: Any, starts: Any, factors: Any, out: Any, is_added: int) -> None:
-    """Set row i of `out` to the sum of rows, or add that to it if `is_added` is not 0.
+def add_rows(rows: Any, row: Any, starts: Any, factors: Any, out: Any) -> None:
+    """Set row i of `out` to a sum of `rows`; of none, to 0.
 
-    They are the rows `row[e]` of `rows`, times `factors[e]`, for e from `starts[i]` to
-    `starts[i + 1]`, in this order.
+    They are the rows `row[e]`, times `factors[e]`, for e from `starts[i]` to below `starts[i + 1]`,
+    in this order.
     """
     for i in range(len(starts) - 1):
         first, last = starts[i], starts[i + 1]
-        if not is_added and first == last:
+        if first == last:
             out[i] = 0
-        elif not is_added:
-            factor, chosen = factors[first], row[first]
-            for j in range(out.shape[1]):
-                out[i, j] = factor * rows[chosen, j]
-            first += 1
-        for e in range(first, last):
+            continue
+        factor, chosen = factors[first], row[first]
+        for j in range(out.shape[1]):
+            out[i, j] = factor * rows[chosen, j]
+        for e in range(first + 1, last):
             factor, chosen = factors[e], row[e]
             for j in range(out.shape[1]):
                 out[i, j] += factor * rows[chosen, j]

@@ -7,12 +7,13 @@ there is one for their dtype: it reads each row once and writes each sum once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moe import kernels
-from moe.dispatch import Part, stable_order
+from moe.dispatch import Part, distinct_order, stable_order
 from moe.routing import Integers, Values
 from parallel.nn import Array, cast, namespace_of, on_host
 from parallel.nn.functional import upcast
@@ -88,28 +89,53 @@ def spread(x: Array, part: Part, weights: Array | None = None) -> Array:
     return added_up(x, Sums.of(part.token, part.place, part.num_sent), weights, x.dtype)
 
 
-def combined(
-    parts: Sequence[Part], rows: Sequence[Array], weights: Values | None, like: Array
-) -> Array:
+def combined(parts: Sequence[Part], rows: Array, weights: Values | None, like: Array) -> Array:
     """Return the sum of the rows of each token, in the dtype to compute in, (tokens, dim).
 
-    `rows` are the send buffers of the `parts`, and `weights` factors of the entries of the routing,
-    if any.  `like` has the shape and the dtype of the tokens.  The rows of a token are added in the
-    order of the parts and of its entries.
+    `rows` are the send buffers of the `parts`, one after the other, and `weights` factors of the
+    entries of the routing, if any.  `like` has the shape and the dtype of the tokens.  The rows of
+    a token are added in the order of its entries.
     """
-    xp, y = namespace_of(like), None
-    for part, each in zip(parts, rows, strict=True):
-        order = by_token(part, like.shape[0])
-        factors = None if weights is None else xp.asarray(weights[part.entry[order]])
-        sums = Sums.of(part.place[order], part.token[order], like.shape[0])
-        y = added_up(each, sums, factors, upcast(like[:0]).dtype, y)
-    return y
+    xp, num_tokens, of_all = namespace_of(like), like.shape[0], Entries.of(parts)
+    order = distinct_order(of_all.entry)
+    order = order[stable_order(of_all.token[order], num_tokens)]
+    factors = None if weights is None else xp.asarray(weights[of_all.entry[order]])
+    sums = Sums.of(of_all.place[order], of_all.token[order], num_tokens)
+    return added_up(rows, sums, factors, upcast(like[:0]).dtype)
 
 
-def by_token(part: Part, num_tokens: int) -> Integers:
-    """Return what sorts the entries of a part by token, and those of a token by their number."""
-    order = np.argsort(part.entry)
-    return order[stable_order(part.token[order], num_tokens)]
+def slopes(parts: Sequence[Part], rows: Array, dy: Array, weights: Values) -> Values:
+    """Return the derivatives by the `weights`: of each entry, its row times its token's `dy`.
+
+    `rows` are what `combined` has added up, and `dy` (tokens, dim) the derivative by its result.
+    """
+    xp, found, of_all = namespace_of(dy), np.zeros_like(weights), Entries.of(parts)
+    products = xp.empty(len(of_all.entry), dtype=upcast(dy[:0]).dtype)
+    for block in blocks(len(of_all.entry), dy):
+        mine = upcast(xp.take(rows, xp.asarray(of_all.place[block]), axis=0))
+        other = upcast(xp.take(dy, xp.asarray(of_all.token[block]), axis=0))
+        products[block] = xp.sum(mine * other, axis=-1)
+    found[of_all.entry] = on_host(products)
+    return found
+
+
+class Entries(NamedTuple):
+    """The entries of all parts: the attributes of `Part`, with send buffers that are joined."""
+
+    entry: Integers
+    token: Integers
+    place: Integers
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Entries:
+        """Return those of these parts."""
+        starts = accumulate((part.num_sent for part in parts), initial=0)
+        places = [part.place + start for part, start in zip(parts, starts, strict=False)]
+        return cls(
+            np.concatenate([part.entry for part in parts]),
+            np.concatenate([part.token for part in parts]),
+            np.concatenate(places),
+        )
 
 
 # Sums of rows
@@ -128,23 +154,17 @@ class Sums(NamedTuple):
         return cls(row, np.concatenate([[0], ends]))
 
 
-def added_up(
-    rows: Array, sums: Sums, factors: Array | None, dtype: Any, onto: Array | None = None
-) -> Array:
+def added_up(rows: Array, sums: Sums, factors: Array | None, dtype: Any) -> Array:
     """Return the `sums` of `rows` (n, dim), each times its factor, (sums, dim) of this `dtype`.
 
-    Their `factors` are in the order of ``sums.row``; None: 1.  The sums are added to `onto`, if
-    given, which is then returned.
+    Their `factors` are in the order of ``sums.row``; None: 1.
     """
     xp, shape = namespace_of(rows), (len(sums.starts) - 1, rows.shape[1])
     add = kernel_of(rows, factors, dtype)
     if add is None:
-        out = xp.zeros(shape, dtype=dtype) if onto is None else onto
-        add_in_turns(rows, sums, factors, out)
-        return out
-    out = xp.empty(shape, dtype=dtype) if onto is None else onto
-    factors = np.ones(len(sums.row), dtype) if factors is None else factors
-    add(rows, *sums, factors, out, onto is not None)
+        return added_in_turns(rows, sums, factors, xp.zeros(shape, dtype=dtype))
+    out = xp.empty(shape, dtype=dtype)
+    add(rows, *sums, np.ones(len(sums.row), dtype) if factors is None else factors, out)
     return out
 
 
@@ -156,8 +176,8 @@ def kernel_of(rows: Array, factors: Array | None, dtype: Any) -> kernels.Adding 
     return kernels.adding(rows.dtype)
 
 
-def add_in_turns(rows: Array, sums: Sums, factors: Array | None, out: Array) -> None:
-    """Add the first rows of all sums to `out`, then the second ones, and so on.
+def added_in_turns(rows: Array, sums: Sums, factors: Array | None, out: Array) -> Array:
+    """Add the first rows of all sums to `out`, then the second ones, and so on; return it.
 
     In blocks that fit into a cache.
     """
@@ -168,24 +188,9 @@ def add_in_turns(rows: Array, sums: Sums, factors: Array | None, out: Array) -> 
             e = sums.starts[number] + turn
             added = xp.take(rows, xp.asarray(sums.row[e]), axis=0)
             if factors is not None:
-                added = cast(added, upcast(added[:0]).dtype) * factors[xp.asarray(e)][:, None]
+                added = upcast(added) * factors[xp.asarray(e)][:, None]
             out[where(number, xp)] += cast(added, out.dtype)
-
-
-def slopes(parts: Sequence[Part], rows: Sequence[Array], dy: Array, weights: Values) -> Values:
-    """Return the derivatives by the `weights`: of each entry, its row times its token's `dy`.
-
-    `rows` are what `combined` has added up, and `dy` (tokens, dim) the derivative by its result.
-    """
-    xp, found = namespace_of(dy), np.zeros_like(weights)
-    for part, each in zip(parts, rows, strict=True):
-        products = xp.empty(len(part.entry), dtype=upcast(dy[:0]).dtype)
-        for block in blocks(len(part.entry), dy):
-            mine = upcast(xp.take(each, xp.asarray(part.place[block]), axis=0))
-            other = upcast(xp.take(dy, xp.asarray(part.token[block]), axis=0))
-            products[block] = xp.sum(mine * other, axis=-1)
-        found[part.entry] = on_host(products)
-    return found
+    return out
 
 
 def blocks(num_rows: int, like: Array) -> Iterator[slice]:

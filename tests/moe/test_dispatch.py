@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -204,7 +205,7 @@ def test_slopes_are_products_of_rows_and_derivatives() -> None:
     routing, weights = route(gate_of("gshard", 3), 2, 5)
     (part,) = dispatch.dropless(routing, dispatch.exchange(routing.load, None))
     x, dy = tags(1, 2), np.random.default_rng(2).standard_normal((12, DIM))
-    found = slopes([part], [spread(x, part)], dy, weights)
+    found = slopes([part], spread(x, part), dy, weights)
     kept = ~routing.is_dropped
     np.testing.assert_allclose(found[kept], (x * dy).sum(axis=1)[routing.token[kept]])
     assert not found[~kept].any()
@@ -224,7 +225,7 @@ def test_spreading_is_the_derivative_of_combining(
         dispatch.padded(routing, routing.capacity or 0, [2], 0),
     ):
         rows, dy = rng.standard_normal((part.num_sent, DIM)), rng.standard_normal((12, DIM))
-        y = combined([part], [rows], weights, dy)
+        y = combined([part], rows, weights, dy)
         drows = spread(dy, part, weights[part.entry])
         assert (y * dy).sum() == pytest.approx((rows * drows).sum(), rel=1e-12)
         wanted = np.zeros_like(dy)
@@ -241,20 +242,16 @@ def use_no_kernel(monkeypatch: pytest.MonkeyPatch, cached: int = 2**18) -> None:
 def test_sums_are_the_same_with_and_without_the_kernel(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, with and without factors, into new arrays and onto others; some have no rows."""
+    """To the bit, with and without factors; some have no rows."""
     rng = np.random.default_rng(4)
     number = np.sort(rng.integers(0, 9, 30))
     sums = Sums.of(rng.integers(0, 20, 30), number, 12)
     rows = rng.standard_normal((20, 33)).astype(dtype)
     y = np.float32 if dtype == "float16" else rows.dtype
-    given = [rng.standard_normal((12, 33)).astype(y), rng.standard_normal(30).astype(y)]
+    given = rng.standard_normal(30).astype(y)
 
     def results() -> list[Any]:
-        return [
-            added_up(rows, sums, factors, y, None if onto is None else onto.copy())
-            for onto in (None, given[0])
-            for factors in (None, given[1])
-        ]
+        return [added_up(rows, sums, factors, y) for factors in (None, given)]
 
     assert (kernel_of(rows, None, rows.dtype) is None) == (dtype == "float16")
     compiled = results()
@@ -265,6 +262,33 @@ def test_sums_are_the_same_with_and_without_the_kernel(
         np.testing.assert_array_equal(one, other)
     np.testing.assert_allclose(compiled[0][number[0]], rows[sums.row[: sums.starts[number[0] + 1]]]
                                .astype(y).sum(axis=0), rtol=1e-4)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_are_added_in_the_same_order_on_all_ranks_and_in_all_parts(form: str) -> None:
+    """To the bit: three experts for each token, of which ranks have different ones."""
+    gate, groups, rng = GATES["stable"](8, k=3, capacity_factor=4.0), 4, np.random.default_rng(6)
+    x, logits = (rng.standard_normal((groups * TOKENS, n)).astype("float32") for n in (DIM, 8))
+
+    def fn(comm: Communicator, num_parts: int) -> Any:
+        mine = np.array_split(np.arange(groups * TOKENS), comm.size)[comm.rank]
+        each = groups // comm.size
+        gated = gate.forward(logits[mine], num_groups=each)
+        first = dispatch.experts_of(8, comm.size, comm.rank).start
+
+        def compute(rows: Rows, out: Rows, part: dispatch.Part) -> None:
+            for i in range(len(part.segments)):
+                for row, there in zip(rows.pieces(part, i), out.pieces(part, i), strict=True):
+                    there[...] = row * np.float32(1.1 + first + i)
+
+        parts = parts_of(form, gated.routing, gate, [each] * comm.size, comm, num_parts)
+        weights = gated.weights.astype("float32")
+        return Exchange(comm).forward(x[mine], weights, parts, Step(), compute)[0]
+
+    (wanted,) = collectives.run(partial(fn, num_parts=1), size=1)
+    for size, num_parts in ((1, 3), (2, 1), (4, 1), (4, 2)):
+        found = np.concatenate(collectives.run(partial(fn, num_parts=num_parts), size=size))
+        np.testing.assert_array_equal(found, wanted, err_msg=f"{size} ranks, {num_parts} parts")
 
 
 @pytest.mark.parametrize("form", FORMS)
