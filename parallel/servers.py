@@ -72,7 +72,13 @@ class SyncParameterServer(Trainer):
         if self.rank != SERVER:
             return self.scatter_batch(None)
         try:
-            whole = np.stack(batch(step, 0, 1), axis=1, dtype=np.int64)
+            both = batch(step, 0, 1)
+            if both[0].shape != both[1].shape:
+                raise ValueError(
+                    f"the server scatters texts: inputs {both[0].shape} and targets"
+                    f" {both[1].shape} must have the same shape"
+                )
+            whole = np.stack(both, axis=1, dtype=np.int64)
         except Exception:
             with suppress(ValueError):
                 self.scatter_batch(None)  # the other ranks would wait forever
@@ -296,7 +302,7 @@ class AsyncParameterServer(Trainer):
         """Compute the loss and the gradient, and send both to the server; see `Trainer.step`."""
         if self.size == 1:
             return super().step(inputs, targets, total)
-        comm, loss = self.comm_of(AXES), self.compute(inputs, targets, inputs.size)
+        comm, loss = self.comm_of(AXES), self.compute(inputs, targets, targets.size)
         if any(self.absent_layers()):
             used = self.micro_batches.used_layers
             missing = ", ".join(name for name in self.model.layers if name not in used)

@@ -20,6 +20,7 @@ from parallel.nn import Model, Step
 from parallel.rank_report import differences
 from parallel.runtime import BatchSize
 from parallel.runtime.memory import peak_memory
+from parallel.servers import SyncParameterServer
 from tests.parallel.layouts import CLIP, STEPS, End, Setup, check_equal
 from tests.parallel.training import nothing
 
@@ -63,7 +64,7 @@ def batch(step: int, rank: int, ranks: int, rows: int) -> Any:
     )
 
 
-def setup_of(of: Images, zero: int = 1, **axes: int) -> Setup:
+def setup_of(of: Callable[[Mesh | None], Model], zero: int = 1, **axes: int) -> Setup:
     shared = tuple(axis for axis in ("data", "expert") if axis in axes)
     sharding = partial(Sharding.zero, zero, axes=shared) if shared else Sharding
     recipe = Recipe(num_micro_batches=2, clip=CLIP)
@@ -316,6 +317,35 @@ def test_images_of_another_size_are_refused_on_all_ranks() -> None:
 
     for each in collectives.run(fit, size=2):
         assert "images have the shape (20, 20, 1), but the model is for (16, 16, 1)" in each
+
+
+def test_models_without_experts() -> None:
+    """The same transformers: ranks need not know which rows they have."""
+
+    def dense(mesh: Mesh | None) -> Model:
+        return v_moe(num_classes=6, image_size=SIZE, hidden=6, num_layers=1, num_heads=2,
+                     num_experts=[], mesh=mesh)  # fmt: skip
+
+    for axes in ({"data": 2}, {"tensor": 2}):
+        check(setup_of(dense, **axes))
+
+
+def test_a_server_scatters_texts_only() -> None:
+    """All ranks say so: the first why, the others that they got no rows."""
+
+    def fit(comm: collectives.Communicator) -> str:
+        model = v_moe(num_classes=6, image_size=SIZE, hidden=8, num_layers=1, num_experts=[])
+        trainer = SyncParameterServer(comm, model)
+        trainer.start()
+        try:
+            trainer.train(1, partial(batch, rows=ROWS), ROWS, nothing)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    first, *others = collectives.run(fit, size=2)
+    assert "the server scatters texts: inputs (9, 8, 8, 1) and targets (9, 1)" in first
+    assert all(others)
 
 
 def test_checkpoints_of_one_layout_are_loaded_on_another(tmp_path: Path) -> None:
