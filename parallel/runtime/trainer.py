@@ -250,7 +250,7 @@ class Trainer(State):
         """Make steps `first` to `steps` (exclusive) and return their losses.
 
         All ranks call this, after `start` or `resume`.  A loss is the mean of a batch in nats per
-        token, the same on all ranks.  Raises MissingGradient as `step` does.
+        target, the same on all ranks.  Raises MissingGradient as `step` does.
 
         Parameters
         ----------

@@ -22,6 +22,7 @@ from parallel.nn.images import (
 from parallel.optim import DTYPES, dtype_of
 from tests.parallel.models import CLOSE, Values, alone, numerical
 from tests.parallel.split_layers import check_halves
+from tests.parallel.test_offload import FAKE, bare, crossed
 
 GRID = Grid(4, 6)
 WIDE = {"float64": 1e-12, "float32": 1e-5, "float16": 0.02, "bfloat16": 0.1}
@@ -145,6 +146,28 @@ def test_no_rows(case: Case) -> None:
     assert y.shape == empty.slope().shape
     layer.backward(empty.slope(), saved)
     assert not any(each.any() for each in made.named_gradients().values())
+
+
+@each_case
+def test_a_device_gives_the_same_bits(case: Case) -> None:
+    """And no array of numbers crosses to the host."""
+    found = []
+    for xp in (np, FAKE):
+        layer = case.make()
+        values = {key: xp.asarray(x) for key, x in drawn(layer).items()}
+        layer.bind(values, {key: xp.zeros_like(x) for key, x in values.items()})
+        x, dy = xp.asarray(case.input()), xp.asarray(case.slope())
+        crossed().clear()
+        y, saved = layer.forward(x, Step())
+        dx = layer.backward(dy, saved)
+        assert crossed()["get"] == 0
+        found.append([y, *([] if dx is None else [dx]), *layer.gradient.values()])
+    for here, there in zip(*found, strict=True):
+        np.testing.assert_array_equal(here, bare(there))
+
+
+def drawn(layer: Layer) -> dict[str, Values]:
+    return {name: spec.draw(7, name) + 0.1 for name, spec in layer.specs().items()}
 
 
 # Windows
