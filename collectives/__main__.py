@@ -21,6 +21,7 @@ COMMANDS = {
     "parallel.plan": "--layers 96 --hidden 12288 --heads 96",
     "parallel.show": "zero3 --ranks 4 --micro-batches 2",
     "moe.plan": "--mesh data=2,expert=4 --hosts 2",
+    "moe.generate": "--mesh expert=2,tensor=2 --moe switch --checkpoint FOLDER",
     "moe.images": "--model swin --mesh data=2,expert=2 --threads 4",
     "bench": "all_reduce -b 8 -e 64M --native",
 }

@@ -50,6 +50,25 @@ def mesh_axes(word: str) -> dict[str, int]:
     return axes
 
 
+def add_gpt_options(add: Callable[..., object]) -> None:
+    """Add the options that say which GPT it is; `add` is an `add_argument`."""
+    positive = at_least(1)
+    add("--layers", type=positive, default=4, help="number of blocks; default: %(default)s")
+    add("--hidden", type=positive, default=256, help="width; default: %(default)s")
+    add("--heads", type=positive, default=4, help="attention heads; default: %(default)s")
+    add("--context", type=positive, default=64, help="in bytes; default: %(default)s")
+    add("--tied", action="store_true", help="use the embedding's table in the output layer")
+    add("--shared", action="store_true", help="use the parameters of block 0 in all blocks")
+
+
+def gpt_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what `add_gpt_options` has read as arguments of `parallel.gpt`."""
+    return {
+        "num_layers": options.layers, "hidden": options.hidden, "num_heads": options.heads,
+        "context": options.context, "is_tied": options.tied, "is_shared": options.shared,
+    }  # fmt: skip
+
+
 def can_be_written(path: Path) -> bool:
     """Return whether a file of this name exists or can be made, and can be written."""
     return os.access(path if path.exists() else path.parent, os.W_OK) and not path.is_dir()

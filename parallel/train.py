@@ -39,7 +39,8 @@ import numpy as np
 
 import collectives
 from collectives import Communicator, Ledger
-from moe import GATES, RoutingLog, layout, mixtures, moe_gpt
+from moe import RoutingLog, layout, mixtures, moe_gpt
+from moe.cli import add_expert_options
 from moe.layouts import LAYOUTS
 from moe.payload import PAYLOADS
 from moe.ways import PADDINGS, WAYS
@@ -157,26 +158,15 @@ def parser() -> argparse.ArgumentParser:
         help="whether calls continue in a thread; auto: if each rank has a free core")  # fmt: skip
 
     add = parse.add_argument_group("model").add_argument
-    add("--layers", type=positive, default=4, help="number of blocks; default: %(default)s")
-    add("--hidden", type=positive, default=256, help="width; default: %(default)s")
-    add("--heads", type=positive, default=4, help="attention heads; default: %(default)s")
-    add("--context", type=positive, default=64, help="in bytes; default: %(default)s")
-    add("--tied", action="store_true", help="use the embedding's table in the output layer")
-    add("--shared", action="store_true", help="use the parameters of block 0 in all blocks")
+    cli.add_gpt_options(add)
     add("--dropout", type=float, default=0.0, metavar="RATE",
         help="behind attention and MLP; default: none")  # fmt: skip
     add("--recompute", nargs="?", const="all", default="none", choices=presets.RECOMPUTE,
         help="keep only the inputs of all blocks, or of attention; default: none")  # fmt: skip
 
     add = parse.add_argument_group("mixtures of experts").add_argument
-    add("--moe", choices=GATES, metavar="GATE",
-        help=f"experts in place of MLPs, chosen by {', '.join(GATES)}")  # fmt: skip
-    add("--experts", type=positive, default=8, help="number of experts; default: %(default)s")
-    add("--top-k", type=positive, metavar="K", help="experts for each token; default: the gate's")
+    add_expert_options(add)
     add("--capacity-factor", type=float, metavar="F", help="default: the gate's")
-    add("--moe-every", type=positive, metavar="N",
-        help="of N consecutive blocks the last has experts; default: 2")  # fmt: skip
-    add("--shared-experts", type=natural, metavar="N", help="MLPs beside the experts; default: 0")
     add("--rows-per-group", type=positive, metavar="N",
         help="rows of the batch that are routed together; default: 1")  # fmt: skip
     add("--expert-dropout", type=float, metavar="RATE",
@@ -250,9 +240,8 @@ def layout_words(word: str) -> tuple[str, int]:
 def model_of(options: argparse.Namespace, mesh: Mesh | None, log: RoutingLog) -> Model:
     """Return the model of the command line; mixtures of experts add their routing to `log`."""
     of_gpt: dict[str, Any] = {
-        "num_layers": options.layers, "hidden": options.hidden, "num_heads": options.heads,
-        "context": options.context, "is_tied": options.tied, "is_shared": options.shared,
-        "recompute": presets.RECOMPUTE[options.recompute], "mesh": mesh, "dropout": options.dropout,
+        **cli.gpt_options(options), "mesh": mesh,
+        "recompute": presets.RECOMPUTE[options.recompute], "dropout": options.dropout,
         "sequence_parallel": options.sequence_parallel, "attention": options.attention or "ring",
     }  # fmt: skip
     if options.moe is None:

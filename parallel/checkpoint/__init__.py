@@ -23,17 +23,20 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
+import collectives
+from collectives import Communicator
 from parallel.accounts import PredictedCall
 from parallel.checkpoint.contents import METADATA_FILE, VALUES, Checkpoint, Index, file_name
-from parallel.nn import Array, on_host
+from parallel.nn import Array, Model, on_host
+from parallel.optim import dtype_of
 from parallel.placement import length, pieces_of, span
 from parallel.runtime import Trainer, raise_on_all_ranks
 from parallel.runtime.agreement import DIGEST_BYTES, REPORT
 from parallel.runtime.prediction import with_checks
 
 __all__ = [
-    "LoadFailed", "SaveFailed", "checkpoint_path", "latest", "load", "num_steps_of", "save",
-    "traffic",
+    "LoadFailed", "SaveFailed", "checkpoint_path", "latest", "load", "load_parameters",
+    "num_steps_of", "save", "traffic",
 ]  # fmt: skip
 
 UNFINISHED = ".unfinished-"  # prefix of a directory that is being written or removed
@@ -117,6 +120,29 @@ def load(trainer: Trainer, path: str | Path) -> int:
     with stage():
         checkpoint.fill(trainer)
     return checkpoint.index.step
+
+
+def load_parameters(
+    path: str | Path, model: Model, comm: Communicator | None, dtype: str = "float64"
+) -> dict[str, Array]:
+    """Return the parameters in the checkpoint at `path`, by unit: this rank's part of a `model`.
+
+    1-d arrays of a `dtype` in host memory; nothing else is read.  All ranks of `comm`, those of the
+    mesh of the model, call this; None: one rank alone.  Layers with a state, such as the biases of
+    experts, get that of the checkpoint.
+
+    Raises LoadFailed, on all ranks, if the checkpoint is missing or incomplete, or if its model is
+    another one.
+    """
+    path = Path(path)
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    doing, found = f"loading {path.name}", dict[str, Array]()
+    with raise_on_all_ranks(comm, collectives.phase, "load", doing, LoadFailed):
+        checkpoint = Checkpoint(path)
+        checkpoint.check_values(model)
+        checkpoint.check_files(rank, size)
+        found |= checkpoint.values(model, dtype_of(dtype))
+    return found
 
 
 def traffic(trainer: Trainer, phase: str = "save") -> list[PredictedCall]:

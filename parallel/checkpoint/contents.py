@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 
-from parallel.nn import Array, namespace_of
-from parallel.optim import master_dtype
+from parallel.nn import Array, Model, namespace_of
+from parallel.optim import dtype_of, master_dtype
 from parallel.placement import Box, pieces_of
 from parallel.runtime import Trainer
 
@@ -102,10 +102,15 @@ def layout_of(trainer: Trainer) -> dict[str, list[Any]]:
     return {
         "dtype": [trainer.dtype.name],
         "states": list(trainer.optimizer.states),
-        "shapes": [[name, list(spec.shape)] for name, spec in trainer.model.specs.items()],
+        "shapes": shapes_of(trainer.model),
         "hook": [name for arrays in hook for name in arrays],
         "layers": [[n, len(x.state())] for n, x in trainer.model.counting_layers.items()],
     }
+
+
+def shapes_of(model: Model) -> list[list[Any]]:
+    """Return the names and shapes of the parameters of a model, as JSON represents them."""
+    return [[name, list(spec.shape)] for name, spec in model.specs.items()]
 
 
 class Checkpoint:
@@ -151,17 +156,33 @@ class Checkpoint:
                 raise ValueError(f"{what}: {both} in the strategy")
         if (value := self.index.loss_scale["value"]) != 1 and not trainer.loss_scale.is_dynamic:
             raise ValueError(f"loss_scale.value is {value!r}: it must be 1 in {trainer.dtype.name}")
-        dtype = f"F{8 * master_dtype(trainer.dtype).itemsize}"
-        for name, shape in layout_of(trainer)["shapes"]:
-            for kind in (VALUES, *trainer.optimizer.states):
-                self._check(f"{name}/{kind}", tuple(shape) or (1,), dtype)
-        saved_layers = [[name, len(state)] for name, state in self.index.layers.items()]
-        if saved_layers != self.index.layout["layers"]:
-            raise ValueError(f"layers are {saved_layers}, but the layout has others")
+        self._check_arrays(trainer.model, trainer.dtype, (VALUES, *trainer.optimizer.states))
+        self._check_layers()
         for name, x, parts in self._hook(trainer):
             for shape in (part.get_shape() for part in parts):
                 if shape != list(x.shape):
                     raise ValueError(f"{name} has the shape {shape}, not {list(x.shape)}")
+
+    def check_values(self, model: Model) -> None:
+        """Raise ValueError unless these are the parameters of a model, each element once."""
+        if (saved := self.index.layout.get("shapes")) != (wanted := shapes_of(model)):
+            pairs = zip_longest(saved or [], wanted, fillvalue="nothing")
+            both = next("{} in the checkpoint, but {}".format(*p) for p in pairs if p[0] != p[1])
+            raise ValueError(f"shapes: {both} in the model")
+        (dtype,) = self.index.layout["dtype"]
+        self._check_arrays(model, dtype_of(dtype), (VALUES,))
+        self._check_layers()
+
+    def _check_arrays(self, model: Model, dtype: np.dtype[Any], kinds: tuple[str, ...]) -> None:
+        name_of_dtype = f"F{8 * master_dtype(dtype).itemsize}"
+        for name, shape in shapes_of(model):
+            for kind in kinds:
+                self._check(f"{name}/{kind}", tuple(shape) or (1,), name_of_dtype)
+
+    def _check_layers(self) -> None:
+        saved_layers = [[name, len(state)] for name, state in self.index.layers.items()]
+        if saved_layers != self.index.layout["layers"]:
+            raise ValueError(f"layers are {saved_layers}, but the layout has others")
 
     def _check(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         found, whole = np.zeros(shape, bool), Box((0,) * len(shape), shape)
@@ -186,10 +207,11 @@ class Checkpoint:
         """Read what this rank keeps into its arrays, and nothing else."""
         for unit in trainer.unit_sizes:
             stored, shard = trainer.stored_slice(unit), trainer.shard_slice(unit)
-            self._read(trainer, unit, VALUES, stored, trainer.parameters[unit])
-            self._read(trainer, unit, VALUES, shard, trainer.masters[unit])
+            model = trainer.model
+            self._read(model, unit, VALUES, stored, trainer.parameters[unit])
+            self._read(model, unit, VALUES, shard, trainer.masters[unit])
             for kind, arrays in trainer.optimizer.states.items():
-                self._read(trainer, unit, kind, shard, arrays[unit])
+                self._read(model, unit, kind, shard, arrays[unit])
         for _, x, parts in self._hook(trainer):
             if 0 in x.shape:  # safetensors cannot read a slice of nothing
                 continue
@@ -200,13 +222,27 @@ class Checkpoint:
         scale.value, scale.num_good = saved["value"], saved["num_good"]
         trainer.optimizer.steps = self.index.optimizer["steps"]
         trainer.num_skipped = self.index.num_skipped
-        for name, layer in trainer.model.counting_layers.items():
+        self._load_layers(trainer.model)
+
+    def values(self, model: Model, dtype: np.dtype[Any]) -> dict[str, Array]:
+        """Return the parameters of this rank's part of a model by unit, in a `dtype`.
+
+        And set the state of its layers.
+        """
+        found = {unit: np.empty(size, dtype) for unit, size in model.unit_sizes.items()}
+        for unit, x in found.items():
+            self._read(model, unit, VALUES, slice(0, len(x)), x)
+        self._load_layers(model)
+        return found
+
+    def _load_layers(self, model: Model) -> None:
+        for name, layer in model.counting_layers.items():
             layer.load_state(self.index.layers[name])
 
-    def _read(self, trainer: Trainer, unit: str, kind: str, part: slice, into: Array) -> None:
+    def _read(self, model: Model, unit: str, kind: str, part: slice, into: Array) -> None:
         """Read a part of a unit into an array, in its dtype."""
         xp = namespace_of(into)
-        for name, box, flat in pieces_of(trainer.model.boxes(unit), part):
+        for name, box, flat in pieces_of(model.boxes(unit), part):
             target = into[flat].reshape(box.shape)
             for saved, data in self.boxes[f"{name}/{kind}"]:
                 if (both := box.overlap(saved)) is not None:

@@ -4,6 +4,7 @@ Arrays are NumPy's or CuPy's; each function takes the array namespace of its inp
 """
 
 from parallel.nn.annotate import annotate
+from parallel.nn.cache import KeyValues
 from parallel.nn.context import RingAttention, UlyssesAttention, context_positions
 from parallel.nn.dropout import Dropout
 from parallel.nn.functional import Array, cast, namespace_of, on_host
@@ -41,9 +42,9 @@ from parallel.placement import Shape
 
 __all__ = [
     "Activations", "Array", "ArraySpec", "Attention", "BatchRows", "CausalAttention",
-    "CrossEntropy", "Dropout", "Embedding", "Gelu", "Grid", "Layer", "LayerNorm", "LayerTraffic",
-    "Linear", "MeanPool", "MergePatches", "Model", "ParameterSpec", "PatchEmbedding", "Residual",
-    "RingAttention", "Sequential", "Shape", "Step", "UlyssesAttention", "Unembedding",
-    "WindowAttention", "annotate", "cast", "context_positions", "gpt", "namespace_of", "on_host",
-    "split_flat",
+    "CrossEntropy", "Dropout", "Embedding", "Gelu", "Grid", "KeyValues", "Layer", "LayerNorm",
+    "LayerTraffic", "Linear", "MeanPool", "MergePatches", "Model", "ParameterSpec",
+    "PatchEmbedding", "Residual", "RingAttention", "Sequential", "Shape", "Step",
+    "UlyssesAttention", "Unembedding", "WindowAttention", "annotate", "cast", "context_positions",
+    "gpt", "namespace_of", "on_host", "split_flat",
 ]  # fmt: skip

@@ -64,7 +64,7 @@ class Dropout(Layer):
         return [*super().config(), repr(self.rate), self.name]
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
-        if step.batch is None:
+        if step.batch is None or step.batch.seed is None:
             return x, None
         numbers = step.numbers
         if numbers is None:

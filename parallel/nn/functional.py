@@ -62,15 +62,18 @@ def transpose(x: Array) -> Array:
 
 
 def causal(scores: Array) -> Array:
-    """Return square matrices `scores` with minus infinity above the diagonal."""
-    xp = namespace_of(scores)
-    position = xp.arange(scores.shape[-1], device=scores.device)
-    is_seen = position[:, None] >= position[None, :]
+    """Return matrices `scores` with minus infinity above the diagonal that ends at the last one."""
+    xp, (num_rows, num_columns) = namespace_of(scores), scores.shape[-2:]
+    position = xp.arange(num_columns, device=scores.device)
+    is_seen = position[num_columns - num_rows :, None] >= position[None, :]
     return xp.where(is_seen, scores, xp.asarray(-math.inf, dtype=scores.dtype))
 
 
 def causal_softmax(scores: Array) -> Array:
-    """Return the softmax over the last axis; row i of the axis before it uses columns 0 to i."""
+    """Return the softmax over the last axis; row i of the axis before it uses columns 0 to i.
+
+    If there are k columns more than rows, columns 0 to k + i.
+    """
     return softmax(causal(scores))
 
 

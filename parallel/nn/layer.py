@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel.accounts.calls import PredictedCall
+from parallel.nn.cache import KeyValues
 from parallel.nn.functional import Array
 from parallel.placement import Placement, Shape
 
@@ -51,19 +52,22 @@ class BatchRows:
         The number of the training step, from 0 on.
     of_rank : tuple of range
         The rows of the whole batch that each rank of the mesh computes, or computes a part of.
-    seed : int
-        Of the training run.
+    seed : int, optional
+        Of the training run; None: this is no training, and layers draw nothing.
     """
 
     step: int
     of_rank: tuple[range, ...]
-    seed: int = 0
+    seed: int | None = 0
 
-    def random(self, rank: int, name: str) -> list[np.random.Generator]:
+    def random(self, rank: int, name: str) -> list[np.random.Generator] | None:
         """Return a source of random numbers for each row of a `rank`, in the layer `name`.
 
         What it gives depends on the seed, the step, the row and the name, and not on the ranks.
+        None without a seed.
         """
+        if self.seed is None:
+            return None
         words = name.encode()
         return [
             np.random.default_rng([self.seed, self.step, row, *words]) for row in self.of_rank[rank]
@@ -170,11 +174,12 @@ class Step:
     batch: BatchRows | None = None  # which rows of which batch these are
     numbers: Array = None  # of the tokens in the batch, int64, in an expert that gets some of them
     pass_turn: Callable[[], object] = dict  # lets another micro-batch compute until it waits itself
+    cache: KeyValues | None = None  # of attention, if these tokens follow others of the same rows
 
     @property
     def length(self) -> int:
         """The number of tokens of each row of this micro-batch, those of other ranks included."""
-        return int(self.targets.shape[-1])
+        return int((self.tokens if self.targets is None else self.targets).shape[-1])
 
     @contextmanager
     def numbered(self, numbers: Array) -> Iterator[None]:

@@ -278,6 +278,8 @@ class CausalAttention(Layer):
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         q, k, v = self._split(x)
+        if step.cache is not None:
+            k, v = step.cache.extended(self, k, v)
         scores = upcast(q) @ transpose(upcast(k)) * (1 / math.sqrt(q.shape[-1]))
         probabilities = cast(self._probabilities(scores), x.dtype)
         return self._join(matmul(probabilities, v)), (x, probabilities)

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from collectives import Communicator
 from parallel.accounts import PredictedCall, merged
 from parallel.actions import Action
+from parallel.mesh import Mesh
 from parallel.nn import ArraySpec, Model
 from parallel.placement import length, span
 from parallel.runtime import agreement
@@ -178,12 +179,23 @@ def layer_calls(state: State, action: Action, batch: BatchSize | None) -> Iterat
     for rank in ranks_here(state):
         tokens = tokens_of(state, action, batch, rank)
         traffic = state.layer_traffic_of(tokens)[action.part]
-        for call in traffic.forward if action.kind == "F" else traffic.backward:
-            along = call.axis.split(",")
-            groups = call.groups or tuple(g for g in state.mesh.ranks(along) if g[0] == rank)
-            if groups:
-                phase = "/".join(filter(None, (action.phase, action.part, call.phase)))
-                yield replace(call, phase=phase, groups=groups)
+        calls = traffic.forward if action.kind == "F" else traffic.backward
+        yield from in_groups(calls, state.mesh, rank, action.phase, action.part)
+
+
+def in_groups(
+    calls: Iterable[PredictedCall], mesh: Mesh, rank: int, *phases: str
+) -> Iterator[PredictedCall]:
+    """Yield the calls of a layer on a `rank` that groups of which it is the first rank make.
+
+    Those with groups of their own are made by these.  Their phases are inside of `phases`.
+    """
+    for call in calls:
+        along = call.axis.split(",")
+        groups = call.groups or tuple(group for group in mesh.ranks(along) if group[0] == rank)
+        if groups:
+            phase = "/".join(filter(None, (*phases, call.phase)))
+            yield replace(call, phase=phase, groups=groups)
 
 
 def ranks_here(state: State) -> list[int]:
