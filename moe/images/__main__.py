@@ -97,12 +97,7 @@ class Run:
         self.models = [model]
         if options.teacher is not None:
             model = self._taught(model, mesh)
-        parts = mesh.size_of([axis for axis in ROW_AXES if axis in axes])
-        if options.batch < parts * options.micro_batches:
-            raise ValueError(
-                f"a batch of {options.batch} images is too small for {parts} ranks with"
-                f" {options.micro_batches} micro-batches each"
-            )
+        check(options, mesh.size_of([axis for axis in ROW_AXES if axis in axes]))
         self.monitor = TrafficMonitor(comm)
         recipe = Recipe(
             dtype=options.dtype, optimizer=partial(Adam, lr=options.lr),
@@ -154,12 +149,13 @@ class Run:
             trainer.start()
             with cli.progress(self.console, o.steps) as show:
                 losses = trainer.train(o.steps, self.batch, o.batch, show)
+            if o.save is not None:
+                checkpoint.save(trainer, o.save, o.steps)
         whole, observed = ledger.gather(), self.monitor.gather()
-        if o.save is not None:
-            checkpoint.save(trainer, o.save, o.steps)
         self._expect_routing()
         reports = gather(self.comm, self._report())
-        calls = trainer.traffic(o.steps, batch=(o.batch, 1))
+        saved = checkpoint.traffic(trainer) if o.save is not None else []
+        calls = trainer.traffic(o.steps, batch=(o.batch, 1)) + saved
         trainer.close()
         if whole is None or reports is None:
             return 0
@@ -204,6 +200,21 @@ class Run:
         good = "memory: formula = counted, to the byte; parameters: equal, to the bit"
         self.console.print(f"these differ: {wrong}" if wrong else good, markup=False)
         return 1 if wrong else 0
+
+
+def check(options: argparse.Namespace, num_parts: int) -> None:
+    """Raise ValueError if ranks would have no images, or if the checkpoint exists already.
+
+    `num_parts` is the number of ranks that compute different images.
+    """
+    if options.batch < num_parts * options.micro_batches:
+        raise ValueError(
+            f"a batch of {options.batch} images is too small for {num_parts} ranks with"
+            f" {options.micro_batches} micro-batches each"
+        )
+    save, steps = options.save, options.steps
+    if save is not None and checkpoint.checkpoint_path(save, steps).exists():
+        raise ValueError(f"there is a checkpoint after {steps} steps in {save} already")
 
 
 def sharding_of(axes: dict[str, int], zero: int) -> Sharding:

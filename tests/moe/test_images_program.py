@@ -44,6 +44,14 @@ def test_a_student_of_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert line.split("|")[4].strip() == "1"  # recorded calls
 
 
+def test_what_a_checkpoint_sends_is_predicted_and_none_is_overwritten(tmp_path: Path) -> None:
+    words = ["--threads", "2", *SMALL, "--save", str(tmp_path)]
+    assert main(words) == 0
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+
+
 def test_bytes_of_another_routing_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the exit status is 1."""
     gathered = RoutingLog.gathered
