@@ -4,25 +4,21 @@ Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.2: a student with fewer layer
 probabilities of its teacher, and stops to do so before the end of the training ("staged"), because
 late in training a small model has to choose between its own loss and that of imitation.
 
-    teacher = Teacher.load(moe_gpt(num_layers=8, mesh=mesh), checkpoint.latest("teacher"))
+    its = moe_gpt(num_layers=8, mesh=mesh)
+    teacher = Teacher(its, checkpoint.load_parameters(path, its, comm))
     student = distilled(moe_gpt(num_layers=6, mesh=mesh), teacher, stop=400_000)
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 import collectives
 from moe.layer import MixtureOfExperts
 from parallel import PredictedCall
-from parallel.checkpoint.contents import VALUES, Checkpoint
 from parallel.nn import (
     Activations,
     Array,
@@ -36,9 +32,11 @@ from parallel.nn import (
     Step,
     cast,
     namespace_of,
+    on_host,
 )
 from parallel.nn.functional import flatten_rows, upcast
 from parallel.nn.tensor import VocabularyCrossEntropy, Whole
+from parallel.runtime.agreement import digest
 
 PHASE = "teacher"  # of what a teacher sends
 
@@ -53,66 +51,49 @@ class Teacher:
     Parameters
     ----------
     model : Model
-        Made with the mesh of the student, unless it is of one rank.
-    values : mapping of str to array
-        All of its parameters, whole, by name; of these a rank keeps what it computes with, from the
-        first step on in which it does.
-    state : mapping of str to (list of float), optional
-        The biases of experts, by the name of their layer (`Layer.state`).
+        Made with the mesh of the student, unless it is of one rank.  Layers with a state, such as
+        the biases of experts, have theirs.
+    parameters : mapping of str to array
+        This rank's part of each unit (`checkpoint.load_parameters`, or `Trainer.parameters`), which
+        must not change.
 
     Raises
     ------
     ValueError
-        If the parameters are not those of the model; if its last layer is no cross-entropy; and for
+        If these are not the parameters of the model; if its last layer is no cross-entropy; and for
         a model with dropout, which a model without it can replace.
 
     Attributes
     ----------
     model : Model
     digest : str
-        The SHA-256 of the parameters and the state.  Ranks compare it.
+        The SHA-256 of the parameters that ranks do not divide, and of the states.  Ranks compare
+        it.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        values: Mapping[str, Array],
-        state: Mapping[str, list[float]] | None = None,
-    ) -> None:
-        self.model, state = model, dict(state or {})
-        self.loss = loss_of(model)
-        check_values(model, values, state)
+    def __init__(self, model: Model, parameters: Mapping[str, Array]) -> None:
+        self.model, self.loss = model, loss_of(model)
         if any(drops(layer) for _, layer in Sequential(model.layers).parts()):
             raise ValueError(
                 "a teacher has no dropout: make it without, it has the same parameters"
             )
-        for name, layer in model.counting_layers.items():
-            layer.load_state(state[name])
-        whole = {name: np.asarray(values[name], np.float64) for name in model.specs}
-        self.digest = digest_of(whole, state)
-        self._boxes = {
-            name: x[model.specs[name].box(model.mesh).slices].copy() for name, x in whole.items()
-        }
-        self._flats: dict[str, Array] = {}
-
-    @classmethod
-    def load(cls, model: Model, path: str | Path) -> Teacher:
-        """Return a teacher with the parameters in the checkpoint at `path`, of any layout.
-
-        Raises ValueError if it is broken, or is not one of this `model`.
-        """
-        saved = Checkpoint(Path(path))
-        saved.check_files(0, 1)
-        values = {
-            name: whole_of(saved, name, tuple(shape))
-            for name, shape in saved.index.layout["shapes"]
-        }
-        return cls(model, values, saved.index.layers)
+        sizes = {unit: math.prod(x.shape) for unit, x in parameters.items()}
+        for unit in [*model.unit_sizes, *sizes]:
+            if sizes.get(unit) != model.unit_sizes.get(unit):
+                raise ValueError(
+                    f"{sizes.get(unit, 'no')} parameters of {unit} are given, but the teacher has"
+                    f" {model.unit_sizes.get(unit, 'none')}"
+                )
+        self._parameters = dict(parameters)
+        whole = [on_host(parameters[u]) for u in model.units if not model.split_axes_of(u)]
+        states = [layer.state() for layer in model.counting_layers.values()]
+        self.digest = digest(*whole, states).hex()
+        self._is_bound = False
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the parameters that this rank computes with; 0 before it does."""
-        return sum(int(flat.nbytes) for flat in self._flats.values())
+        """The bytes of the parameters that this rank computes with."""
+        return sum(int(flat.nbytes) for flat in self._parameters.values())
 
     def logits(self, step: Step, like: Array) -> Array:
         """Return its logits for the input of the model in a `step`.
@@ -133,14 +114,15 @@ class Teacher:
 
     def _bind(self, like: Array) -> None:
         """Let its layers work on parameters of the dtype of `like`, once."""
-        if not self._flats:
-            xp = namespace_of(like)
-            for unit, specs in self.model.units.items():
-                flat = np.concatenate([self._boxes[name].ravel() for name in specs])
-                self._flats[unit] = xp.asarray(flat.astype(like.dtype))
-            self._boxes.clear()
+        if self._is_bound:
+            return
+        self._parameters = {
+            unit: namespace_of(like).asarray(cast(flat, like.dtype))
+            for unit, flat in self._parameters.items()
+        }
         for name, _ in self._layers():
-            self.model.bind(name, self._flats)
+            self.model.bind(name, self._parameters)
+        self._is_bound = True
 
     def traffic(self, logits: ArraySpec) -> tuple[PredictedCall, ...]:
         """Return what it sends for the input that leads to `logits`."""
@@ -333,40 +315,3 @@ def loss_of(model: Model) -> CrossEntropy:
     if not isinstance(last, CrossEntropy):
         raise ValueError(f"the last layer is {type(last).__name__}: it must be a cross-entropy")
     return last
-
-
-# Parameters
-
-
-def check_values(
-    model: Model, values: Mapping[str, Array], state: Mapping[str, list[float]]
-) -> None:
-    """Raise ValueError unless these are the parameters and the state of a `model`."""
-    wanted = {name: spec.shape for name, spec in model.specs.items()}
-    found = {name: tuple(x.shape) for name, x in values.items()}
-    for name in [*wanted, *found]:
-        if wanted.get(name) != found.get(name):
-            raise ValueError(
-                f"{name} has the shape {found.get(name)} in what is loaded, but"
-                f" {wanted.get(name)} in the teacher"
-            )
-    for name, layer in model.counting_layers.items():
-        if len(state.get(name, [])) != len(layer.state()):
-            raise ValueError(f"the biases of experts of {name} are missing: pass state=")
-
-
-def whole_of(saved: Checkpoint, name: str, shape: tuple[int, ...]) -> Array:
-    """Return a whole parameter of a checkpoint."""
-    whole = np.zeros(shape)
-    for box, data in saved.boxes.get(f"{name}/{VALUES}", []):
-        if 0 not in box.shape:  # safetensors cannot read a slice of nothing
-            whole[box.slices] = data[:]
-    return whole
-
-
-def digest_of(values: Mapping[str, Array], state: Mapping[str, list[float]]) -> str:
-    """Return the SHA-256 of parameters and a state, as hexadecimal."""
-    found = hashlib.sha256(repr(sorted(state.items())).encode())
-    for name, x in sorted(values.items()):
-        found.update(name.encode() + x.astype("<f8").tobytes())
-    return found.hexdigest()

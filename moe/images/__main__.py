@@ -129,7 +129,8 @@ class Run:
         self.logs.append(log)
         self.models.append(its)
         stop = o.steps if o.stop is None else o.stop
-        return distilled(student, Teacher.load(its, path), stop=stop, alpha=o.alpha)
+        parameters = checkpoint.load_parameters(path, its, self.comm, o.dtype)
+        return distilled(student, Teacher(its, parameters), stop=stop, alpha=o.alpha)
 
     def batch(self, step: int, rank: int, ranks: int) -> Any:
         """Return a rank's images of a step, and their classes."""
@@ -188,7 +189,7 @@ class Run:
         """Print memory and traffic, and what differs; return the exit status."""
         cli.print_rank_reports([each.memory | each.moved for each in reports], self.console)
         loss = self.trainer.model.layers["loss"]
-        if isinstance(loss, Distillation) and loss.teacher.nbytes:
+        if isinstance(loss, Distillation):
             self.console.print(f"and on rank 0 {loss.teacher.nbytes} bytes of its teacher")
         cli.print_traffic(table, self.console)
         try:
