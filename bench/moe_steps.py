@@ -139,8 +139,9 @@ def forward_of(way: Way) -> Forward:
 class Alltoallv:
     """The same with mpi4py's Alltoallv and NumPy's indexing, as a program would write it.
 
-    The weighted sum takes one turn for each choice of the tokens, whose entries are (k, tokens): a
-    gather, a product and a sum, which is the fastest that was found with NumPy.
+    Both make new arrays in every step.  The weighted sum takes one turn for each choice of the
+    tokens, whose entries are (k, tokens): a gather, a product and a sum, which is the fastest that
+    was found with NumPy.
     """
 
     def __init__(self, world: MPI.Comm, num_experts: int) -> None:
