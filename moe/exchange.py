@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -50,13 +50,14 @@ class Exchange(NamedTuple):
         have ``step.numbers``, these are sent with them.
         """
         numbers = self._start_numbers(parts, step)
-        rows = [spread(tokens, part) for part in parts]
+        rows = (spread(tokens, part) for part in parts)
 
         def numbered(rows: Rows, out: Rows, i: int) -> Any:
-            with step.numbered(step.wait(numbers[i])):
+            with step.numbered(step.wait(numbers[i]) if numbers else None):
                 return compute(rows, out, parts[i])
 
-        returned, kept = self._there_and_back(parts, rows, ("dispatch", "combine"), step, numbered)
+        labels = ("dispatch", "combine")
+        returned, kept = self._there_and_back(tokens, parts, rows, labels, step, numbered)
         y = combined(parts, returned, weights, tokens)
         return y, Sent(parts, None if weights is None else returned, kept)
 
@@ -70,28 +71,33 @@ class Exchange(NamedTuple):
         """
         parts, xp = sent.parts, namespace_of(dy)
         factors = [None if weights is None else xp.asarray(weights[x.entry]) for x in parts]
-        rows = [spread(dy, part, each) for part, each in zip(parts, factors, strict=True)]
+        rows = (spread(dy, part, each) for part, each in zip(parts, factors, strict=True))
 
         def compute_part(drows: Rows, out: Rows, i: int) -> Any:
             return compute(drows, out, parts[i], sent.kept[i])
 
         labels = ("combine", "dispatch")
-        returned, rests = self._there_and_back(parts, rows, labels, step, compute_part)
+        returned, rests = self._there_and_back(dy, parts, rows, labels, step, compute_part)
         return combined(parts, returned, None, dy), rests
 
     def _there_and_back(
         self,
+        like: Array,
         parts: list[Part],
-        rows: list[Array],
+        rows: Iterator[Array],
         labels: tuple[str, str],
         step: Step,
         compute: Callable[[Rows, Rows, int], Any],
     ) -> tuple[Array, list[Any]]:
-        """Return what comes back, in the places of the parts, and what `compute` has returned."""
+        """Return what comes back, in the places of the parts, and what `compute` has returned.
+
+        The `rows` of a part are collected when those of the parts before are on their way; they are
+        `like` the tokens.
+        """
         pairs = zip(parts, rows, strict=True)
         arriving = [self._start(each, part, labels[0]) for part, each in pairs]
-        xp, stops = namespace_of(rows[0]), list(accumulate(part.num_sent for part in parts))
-        back = xp.empty((stops[-1], rows[0].shape[1]), dtype=rows[0].dtype)
+        xp, stops = namespace_of(like), list(accumulate(part.num_sent for part in parts))
+        back = xp.empty((stops[-1], like.shape[1]), dtype=like.dtype)
         leaving, kept = [], []
         for i, (part, arrive) in enumerate(zip(parts, arriving, strict=True)):
             received: Rows = step.wait(arrive)
@@ -104,9 +110,9 @@ class Exchange(NamedTuple):
         return back, kept
 
     def _start_numbers(self, parts: list[Part], step: Step) -> list[Finish]:
-        """Start the exchange of the numbers of the tokens of each part, if they have any."""
+        """Start the exchange of the numbers of the tokens of each part; nothing without numbers."""
         if step.numbers is None:
-            return [lambda: None] * len(parts)
+            return []
         column, plain = step.numbers.reshape(-1, 1), self._replace(payload="same")
         return [plain._start(spread(column, part), part, "numbers") for part in parts]
 
