@@ -33,6 +33,7 @@ COMMANDS = {
     "speed": "bench.speed",
     "strategies": "bench.strategies",
     "tune": "bench.tune",
+    "turns": "bench.turns",
 }
 
 

@@ -58,7 +58,9 @@ class GatheredWeights(Way):
             return self.all.forward(rows, out, part, step)
 
         self.all.bind(self._gathered(), {})
-        parts = dispatch.dropless(routing, dispatch.exchange(routing.load, None))
+        # As many as if tokens were sent: ranks with a communicator in common wait equally often.
+        loads, num_parts = dispatch.exchange(routing.load, None), self.options.num_parts
+        parts = dispatch.dropless(routing, loads, num_parts=num_parts)
         return self.exchange.forward(tokens, weights, parts, step, compute)
 
     def backward(
@@ -116,7 +118,10 @@ class GatheredWeights(Way):
         specs, mesh = self.experts.pattern.specs().values(), self.team.mesh
         mine = self.team.owned_by(self.team.place(x.rank))
         sizes = (length(mine) * math.prod(spec.box(mesh, x.rank).shape) for spec in specs)
-        return Plan([load.tolist()], gathers, gathers + sums, kept, rest=x.width * sum(sizes))
+        n = self.options.num_parts
+        shares = (dispatch.share(load, n, i)[0] for i in range(n))
+        rows = [each.tolist() for each in shares]
+        return Plan(rows, gathers, gathers + sums, kept, rest=x.width * sum(sizes))
 
     def calls(self, rank: int, width: int, label: str, collective: str) -> list[PredictedCall]:
         """Return one call for each parameter, of numbers of `width` bytes."""

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moe import mixtures
+from moe import mixtures, moe_gpt
 from parallel import Disk, Mesh, Recipe, Trainer, gpt
 from parallel.accounts.pipeline import COMPUTING, rank_times
 from parallel.nn import Activations, Array, ArraySpec, Layer, Model, Step
 from parallel.rank_report import differences
 from parallel.runtime import turns
+from tests.moe import test_training
 from tests.moe.test_training import Mixture, check, setup_of
 from tests.parallel.layouts import Setup, check_equal
 from tests.parallel.training import CONTEXT
@@ -72,6 +73,14 @@ def test_other_ways_to_shard(zero: int) -> None:
 )
 def test_other_mixtures(mixture: Mixture) -> None:
     check(overlapped(mixture=mixture, expert=4))
+
+
+@pytest.mark.parametrize("dispatch", ["weights", "cheaper"])
+def test_ranks_wait_equally_often(monkeypatch: pytest.MonkeyPatch, dispatch: str) -> None:
+    """In each of several parts, although ranks along context may dispatch in different ways."""
+    monkeypatch.setattr(test_training, "moe_gpt", partial(moe_gpt, num_parts=3))
+    mixture = Mixture("stable", blocks=4, dispatch=dispatch)
+    check(overlapped(mixture=mixture, context=2, expert=2))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
