@@ -54,7 +54,8 @@ class Inference:
         A `gpt` or `moe.moe_gpt` made with this mesh, whose last two layers are ``head`` and
         ``loss``.
     parameters : mapping of str to array
-        This rank's part of each unit (`Model.draw`, or `checkpoint.load_parameters`).
+        This rank's part of each unit (`Model.draw`, or `checkpoint.load_parameters`), in host
+        memory.
     num_rows : int
         The number of texts of all ranks, at least 1.
     phase : function
@@ -72,7 +73,8 @@ class Inference:
     Raises
     ------
     ValueError
-        If the mesh has another axis, along which ranks would divide a text or the layers.
+        If the mesh has another axis, along which ranks would divide a text or the layers; if the
+        model reads no tokens; and for a number out of range.
 
     Examples
     --------
@@ -103,6 +105,9 @@ class Inference:
                 f"ranks along {wrong[0]!r} have no texts of their own and no part of each weight:"
                 f" text is generated along {', '.join(AXES)}"
             )
+        embedding = model.layers.get("embedding")
+        if not isinstance(embedding, Embedding):
+            raise ValueError("a model without a layer embedding, of tokens, generates no text")
         if num_rows < 1:
             raise ValueError(f"there are {num_rows} texts to continue: it must be at least 1")
         self.mesh, self.model, self.parameters, self.phase = mesh, model, parameters, phase
@@ -110,8 +115,6 @@ class Inference:
         self.rows = self.of_rank[mesh.rank]
         self.passes: list[Pass] = []
         self.cache, self.num_read, self.bytes_read = KeyValues(), 0, 0
-        embedding = model.layers["embedding"]
-        assert isinstance(embedding, Embedding)
         self.context, self.vocab_size = embedding.context, embedding.vocab_size
         self.itemsize = next(iter(parameters.values())).dtype.itemsize
         for axis in (*model.comm_axes, *self._tensor):

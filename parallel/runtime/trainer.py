@@ -121,7 +121,10 @@ class Trainer(State):
         `Sharding.every` the steps since ranks had the same parameters, and the number of the next
         step.
     turns : Turns
-        Of a forward and a backward that overlap: in host memory, if MPI allows it.
+        Of a forward and a backward that overlap.
+    takes_turns : bool
+        Whether each of these goes on while the other waits: if the model is in host memory, and MPI
+        can be called from one thread after another.  Otherwise their layers follow each other.
     overlap : Overlap
         The time for which this rank waited, with and without computation at the same time.
 

@@ -18,7 +18,7 @@ from moe.gpt import gate_by_name
 from moe.inference import bytes_read, count_reads, without_capacity
 from parallel import Mesh, Sharding, TrafficMismatch, TrafficTable, Trainer, checkpoint, gpt
 from parallel.inference import Inference, generate
-from parallel.nn import Model
+from parallel.nn import Linear, Model
 
 PROMPTS = [b"The ranks", b"of a mesh", b"divide", b"the experts", b"!"]
 CONTEXT, EXPERTS, TOKENS, SEED = 32, 4, 12, 5
@@ -240,6 +240,12 @@ def test_other_axes_are_refused(axis: str) -> None:
             Inference(mesh, model, {}, 1)
 
     collectives.run(refused, size=2)
+
+
+def test_a_model_of_images_generates_no_text() -> None:
+    model = Model({"first": Linear(4, 4), "last": Linear(4, 4)})
+    with pytest.raises(ValueError, match="without a layer embedding"):
+        Inference(Mesh(None), model, {}, 1)
 
 
 @pytest.mark.parametrize(
