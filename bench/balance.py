@@ -46,6 +46,7 @@ PACKAGES = ["collectives", "parallel", "moe"]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add, usual = parser.add_argument, Settings()
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(run=run, refuse=parser.error)
     add("--only", action="append", choices=[each.name for each in SCHEMES], metavar="SCHEME",
         help="this one beside none; may be given several times; default: all")  # fmt: skip
