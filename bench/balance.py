@@ -20,9 +20,8 @@ steps, on average over steps and blocks:
 Shown are the median, and the least and the most of all seeds.  A scheme is better balanced if its
 imbalance is less than that of "none" for every seed.  The exit status is 0 whatever is found.
 
-Gates have their usual options.  The loss of gshard is by its formula 64 times weaker than that of
-switch for 8 experts; with the weight 0.64 it is as strong.  In expert-choice later tokens of a row
-decide about earlier ones, so its loss is not comparable to others.
+Gates have their usual options.  In expert-choice later tokens of a row decide about earlier ones,
+so its loss is not comparable to others.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ SCHEMES = (
     Scheme("hash, k=1", 1, GATES["hash"]),
     Scheme(baseline(2), 2, partial(Gate, k=2)),
     Scheme("gshard", 2, GATES["gshard"]),
-    Scheme("gshard, weight=0.64", 2, partial(GATES["gshard"], weight=0.64)),  # that of switch
     Scheme("expert-choice", 2, GATES["expert-choice"]),  # two on average
     Scheme("v-moe", 2, GATES["v-moe"]),
     Scheme("stable", 2, GATES["stable"]),

@@ -47,8 +47,9 @@ class Slope(NamedTuple):
 class Balance:
     """`factor` times the sum of f_e P_e; f_e of first choices, or of `all_choices`.
 
-    With factor alpha E this is Fedus et al. 2021 (Switch), with 1 / E Lepikhin et al. 2020
-    (GShard), and with alpha E / k and all choices the sequence-wise loss of DeepSeek-AI 2024.
+    With factor alpha E this is Fedus et al. 2021 (Switch); with 1 / E the formula of Lepikhin et
+    al. 2020 (GShard), whose program has alpha E; and with alpha E / k and all choices the
+    sequence-wise loss of DeepSeek-AI 2024.
     """
 
     factor: float

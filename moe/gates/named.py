@@ -21,10 +21,11 @@ def gshard(num_experts: int, *, capacity_factor: float = 1.0, weight: float = 0.
 
     The best two of `num_experts` with weights that add up to 1; the second one is sampled.  An
     expert takes ceil(2 `capacity_factor` S / E) of the S tokens of a group.  The auxiliary loss
-    (1 / E) sum_e f_e P_e has this `weight`.
+    E sum_e f_e P_e has this `weight`: that is the (1 / E) sum_e f_e P_e of the paper times the
+    constant E^2 of the authors' program (Lingvo), so that its size does not depend on E.
     """
     return Gate(
-        num_experts, 2, selection=random_second, losses=(Balance(weight / num_experts),),
+        num_experts, 2, selection=random_second, losses=(Balance(weight * num_experts),),
         rule="gshard", capacity_factor=capacity_factor, is_normalized=True,
     )  # fmt: skip
 
