@@ -41,7 +41,7 @@ def picture(runs: Sequence[Run], title: str) -> str:
 def _heads() -> Iterator[str]:
     bars = _LEFT + _CURVE + _GAP
     first = "imbalance over all steps (thin: none)"
-    for x, words in ((_LEFT, first), (bars, "choices of each expert (filled: computed)")):
+    for x, words in ((_LEFT, first), (bars, "choices (filled: computed)")):
         yield f'<text x="{x}" y="{_TOP - 10}" fill="{_WORDS}">{words}</text>'
 
 
