@@ -164,7 +164,9 @@ def test_traffic_of_another_routing_is_noticed() -> None:
 
 def test_memory_of_more_images_is_noticed() -> None:
     """The negative control."""
-    trainer = setup_of(Images("v"), expert=2).run()[0].trainer
+    setup = setup_of(Images("v"), expert=2)
+    setup.alone()  # of which the routing is predicted
+    trainer = setup.run()[0].trainer
     rows = len(batch(0, *trainer.batch_part, ROWS)[0])
     batches = [BatchSize(ROWS, 1, step) for step in range(STEPS)]
     right, more = (peak_memory(trainer, n, 1, batches)["activations"] for n in (rows, rows + 4))

@@ -26,7 +26,7 @@ from tests.moe.experts import (
     moved,
 )
 
-HOSTS = [(1, 1), (3, 3), (3, 1), (4, 2), (4, 1), (8, 2), (8, 4)]
+HOSTS = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 1), (4, 2), (4, 1), (8, 2), (8, 4)]
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
