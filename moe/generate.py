@@ -24,10 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mpi4py.run
 import numpy as np
 
-import collectives
 from collectives import Communicator
 from moe.cli import add_expert_options
 from moe.gpt import gate_by_name, moe_gpt
@@ -37,6 +35,7 @@ from moe.log import RoutingLog
 from parallel import Mesh, TrafficMismatch, TrafficMonitor, TrafficTable, checkpoint, cli, gpt
 from parallel.accounts import gather_json
 from parallel.inference import NEXT, Inference, check_request, generate
+from parallel.job import on_ranks, preparing, running
 from parallel.nn import Array, Model
 from parallel.optim import DTYPES, dtype_of
 from parallel.presets import GATE_OPTIONS, MOE_OPTIONS
@@ -46,32 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Generate as the command line says; return the exit status."""
     parse = parser()
     options = parse.parse_args(arguments)
-    is_first = options.threads is not None or collectives.world().rank == 0
-    try:
-        if options.threads is None:
-            return run(collectives.world(), options)
-        on_rank = partial(run, options=options)
-        return collectives.run(on_rank, size=options.threads, timeout=None)[0]
-    except InvalidRun as error:
-        parse.exit(2, f"{parse.prog}: {error}\n" if is_first else None)
-
-
-class InvalidRun(Exception):  # noqa: N818
-    """The arguments do not go together.  Raised on all ranks, with the same message."""
+    return on_ranks(parse, options, partial(run, options=options))
 
 
 def run(comm: Communicator, options: argparse.Namespace) -> int:
     """Generate on one rank; return the exit status.  Raise InvalidRun before the first token."""
-    try:
+    with preparing():
         job = Generation(comm, options)
-    except ValueError as error:
-        raise InvalidRun(str(error)) from error
-    try:
+    with running(options):
         return job.run()
-    except BaseException as error:  # the other ranks would wait forever: abort the MPI job
-        if options.threads is None:
-            mpi4py.run.set_abort_status(error)  # takes effect when Python exits
-        raise
 
 
 def parser() -> argparse.ArgumentParser:

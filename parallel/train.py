@@ -34,7 +34,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import mpi4py.run
 import numpy as np
 
 import collectives
@@ -57,6 +56,7 @@ from parallel.accounts import (
     rank_times,
 )
 from parallel.elastic import survive
+from parallel.job import InvalidRun, on_ranks, preparing, running
 from parallel.mesh import Mesh
 from parallel.nn import Model, context_positions
 from parallel.nn.gpt import ATTENTION, SEQUENCE_PARALLEL, gpt
@@ -70,20 +70,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Train as the command line says; return the exit status."""
     parse = parser()
     options = parse.parse_args(arguments)
-    is_first = options.threads is not None or collectives.world().rank == 0
-    try:
-        if options.threads is None:
-            is_auto = options.progress == "auto" and options.strategy == "elastic"
-            wanted = "none" if is_auto else options.progress  # elastic sums are blocking
-            return run_training(with_progress(collectives.world(), wanted), options)
-        train = partial(run_training, options=options)
-        return collectives.run(train, options.threads, timeout=None)[0]
-    except InvalidRun as error:
-        parse.exit(2, f"{parse.prog}: {error}\n" if is_first else None)
-
-
-class InvalidRun(Exception):  # noqa: N818
-    """The arguments do not go together.  Raised on all ranks, with the same message."""
+    is_auto = options.progress == "auto" and options.strategy == "elastic"
+    wanted = "none" if is_auto else options.progress  # elastic sums are blocking
+    return on_ranks(
+        parse, options, partial(run_training, options=options),
+        lambda: with_progress(collectives.world(), wanted),
+    )  # fmt: skip
 
 
 def with_progress(comm: Communicator, wanted: str) -> Communicator:
@@ -113,19 +105,14 @@ def has_free_core(comm: Communicator) -> bool:
 def run_training(comm: Communicator, options: argparse.Namespace) -> int:
     """Train on one rank; return the exit status.  Raise InvalidRun before the first step."""
     make, is_elastic = partial(Training, options=options, job=comm), options.strategy == "elastic"
-    try:
+    with preparing():
         training = survive(comm, make, is_elastic=is_elastic)
-    except ValueError as error:
-        raise InvalidRun(str(error)) from error
-    try:
-        table = training.run()
-        training.strategy.close()
-    except checkpoint.LoadFailed as error:  # on all ranks: none waits
-        raise InvalidRun(str(error)) from error
-    except BaseException as error:  # the other ranks would wait forever: abort the MPI job
-        if options.threads is None:
-            mpi4py.run.set_abort_status(error)  # takes effect when Python exits
-        raise
+    with running(options):
+        try:
+            table = training.run()
+            training.strategy.close()
+        except checkpoint.LoadFailed as error:  # on all ranks: none waits
+            raise InvalidRun(str(error)) from error
     return training.report(table) if training.comm.rank == 0 else 0
 
 

@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mpi4py.run
 import numpy as np
 
 import collectives
@@ -46,6 +45,7 @@ from parallel import (
     checkpoint,
     cli,
 )
+from parallel.job import on_ranks, preparing, running
 from parallel.nn import Model
 from parallel.rank_report import RankReport, differences, gather
 from parallel.runtime import BatchSize
@@ -58,32 +58,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Train as the command line says; return the exit status."""
     parse = parser()
     options = parse.parse_args(arguments)
-    is_first = options.threads is not None or collectives.world().rank == 0
-    try:
-        if options.threads is None:
-            return train(collectives.world(), options)
-        run = partial(train, options=options)
-        return collectives.run(run, size=options.threads, timeout=None)[0]
-    except InvalidRun as error:
-        parse.exit(2, f"{parse.prog}: {error}\n" if is_first else None)
-
-
-class InvalidRun(Exception):  # noqa: N818
-    """The arguments do not go together.  Raised on all ranks, with the same message."""
+    return on_ranks(parse, options, partial(train, options=options))
 
 
 def train(comm: Communicator, options: argparse.Namespace) -> int:
     """Train on one rank; return the exit status.  Raise InvalidRun before the first step."""
-    try:
+    with preparing():
         run = Run(comm, options)
-    except ValueError as error:
-        raise InvalidRun(str(error)) from error
-    try:
+    with running(options):
         return run.all()
-    except BaseException as error:  # the other ranks would wait forever: abort the MPI job
-        if options.threads is None:
-            mpi4py.run.set_abort_status(error)  # takes effect when Python exits
-        raise
 
 
 class Run:

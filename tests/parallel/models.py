@@ -136,3 +136,18 @@ def moved(x: Values, by: Values) -> Iterator[None]:
         yield
     finally:
         x[...] = kept
+
+
+def check_gradients(layer: Layer, x: Values, dy: Values) -> None:
+    """Input's and parameters' derivatives of the output weighted by dy."""
+    lone = alone(layer)
+
+    def loss() -> float:
+        return float(np.sum(dy * layer.forward(x, Step())[0]))
+
+    dx = layer.backward(dy, layer.forward(x, Step())[1])
+    if x.dtype.kind == "f":
+        np.testing.assert_allclose(dx, numerical(loss, x), rtol=CLOSE, atol=CLOSE)
+    for name, slope in lone.named_gradients().items():
+        wanted = numerical(loss, lone.named_values()[name])
+        np.testing.assert_allclose(slope, wanted, rtol=CLOSE, atol=CLOSE, err_msg=name)

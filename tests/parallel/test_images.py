@@ -20,7 +20,7 @@ from parallel.nn.images import (
     mask_of_windows,
 )
 from parallel.optim import DTYPES, dtype_of
-from tests.parallel.models import CLOSE, Values, alone, numerical
+from tests.parallel.models import Values, alone, check_gradients
 from tests.parallel.split_layers import check_halves
 from tests.parallel.test_offload import FAKE, bare, crossed
 
@@ -68,21 +68,6 @@ CASES = {
 }  # fmt: skip
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 OF_NUMBERS = [name for name, case in CASES.items() if not case.are_pixels]
-
-
-def check_gradients(layer: Layer, x: Values, dy: Values) -> None:
-    """Input's and parameters' derivatives of the output weighted by dy."""
-    lone = alone(layer)
-
-    def loss() -> float:
-        return float(np.sum(dy * layer.forward(x, Step())[0]))
-
-    dx = layer.backward(dy, layer.forward(x, Step())[1])
-    if x.dtype.kind == "f":
-        np.testing.assert_allclose(dx, numerical(loss, x), rtol=CLOSE, atol=CLOSE)
-    for name, slope in lone.named_gradients().items():
-        wanted = numerical(loss, lone.named_values()[name])
-        np.testing.assert_allclose(slope, wanted, rtol=CLOSE, atol=CLOSE, err_msg=name)
 
 
 @each_case
