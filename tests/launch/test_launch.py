@@ -557,15 +557,16 @@ def test_at_the_time_limit_nothing_is_left(
 def test_a_signal_to_the_launcher_ends_every_rank(
     signum: signal.Signals, status: int, script: Script, pids: Path
 ) -> None:
-    job = subprocess.Popen(
-        [*LAUNCH, "-n", "2", f"--timeout={TOO_LONG}", script(ENDLESS), str(pids)]
-    )
-    try:
-        assert len(running(pids, expected=2, patience=TOO_LONG / 3)) == 2
-        job.send_signal(signum)
-        assert job.wait(timeout=TOO_LONG / 3) == status
-    finally:
-        job.kill()
+    """A launcher that loses the signal ends with status 124, at its time limit."""
+    traced = [sys.executable, "-X", "faulthandler", *LAUNCH[1:]]
+    words = [*traced, "-n", "2", f"--timeout={TOO_LONG}", script(ENDLESS), str(pids)]
+    with subprocess.Popen(words) as job:
+        try:
+            assert len(running(pids, expected=2, patience=TOO_LONG / 3)) == 2
+            job.send_signal(signum)
+            assert job.wait(timeout=2 * TOO_LONG) == status
+        finally:
+            job.send_signal(signal.SIGABRT)  # if it still runs, this prints where
     assert_gone(pids)
 
 
