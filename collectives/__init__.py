@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from collectives import algorithms
-from collectives.arrays import Operator, compiled
+from collectives.arrays import Operator, compiled, empty
 from collectives.communicator import Communicator, SentReceived, run, world, wrap
 from collectives.diagnostics import Ledger, MonitorUnavailable, phase
 from collectives.errors import (
@@ -54,6 +54,7 @@ __all__ = [
     "algorithms",
     "choose",
     "compiled",
+    "empty",
     "even_counts",
     "phase",
     "predict",

@@ -3,23 +3,23 @@
 Only this folder distinguishes NumPy from CuPy.
 """
 
+from collectives.arrays.allocator import LARGE, Bytes, empty
 from collectives.arrays.backends import (
     HOST,
     Array,
     Arrays,
     Backend,
     BinaryFunction,
-    Bytes,
     backend_of_kind,
     num_elements,
 )
 from collectives.arrays.jit import compiled
 from collectives.arrays.kernels import is_bfloat16
 from collectives.arrays.operators import OPERATORS, Operator, has_infinities, operator
-from collectives.arrays.scratch import ScratchPool
 
 __all__ = [
     "HOST",
+    "LARGE",
     "OPERATORS",
     "Array",
     "Arrays",
@@ -27,9 +27,9 @@ __all__ = [
     "BinaryFunction",
     "Bytes",
     "Operator",
-    "ScratchPool",
     "backend_of_kind",
     "compiled",
+    "empty",
     "has_infinities",
     "is_bfloat16",
     "num_elements",

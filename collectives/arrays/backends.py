@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, Protocol
 
 import array_api_compat
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.arrays import half_precision
+from collectives.arrays.allocator import LARGE, Bytes, empty
 
 Array = Any  # a NumPy or CuPy array; the two share no base class
-Bytes = NDArray[np.uint8]
 
 _BLOCK = 1 << 16  # elements that are checked together
 
@@ -90,7 +89,9 @@ class NumpyBackend:
     is_host = True
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        return np.empty(shape, dtype)
+        if num_elements(shape) * dtype.itemsize < LARGE:
+            return np.empty(shape, dtype)
+        return empty(shape, dtype)
 
     def contiguous(self, x: Array) -> Array:
         # `ascontiguousarray` would turn a 0-d array into a 1-d one.

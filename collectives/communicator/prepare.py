@@ -22,7 +22,7 @@ from collectives.arrays import (
     operator,
     validation,
 )
-from collectives.programs import Counts
+from collectives.programs import Counts, OwnCounts
 from collectives.runtime import (
     CallId,
     Checker,
@@ -327,9 +327,16 @@ def _exchanged(
 ) -> Ready:
     """An all-to-all with a full table of counts."""
     num_rows = sum(row[caller.rank] for row in table)
-    target = validation.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
     elements = tuple(_elements(row, source) for row in table)
-    return Ready(Arrays(backend, source, target), elements, target, out is not None)
+    return _of_rows(backend, source, out, num_rows, elements)
+
+
+def _of_rows(
+    backend: Backend, source: Array, out: Array | None, num_rows: int, counts: Counts
+) -> Ready:
+    """An all-to-all by which this rank gets `num_rows`."""
+    target = validation.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
+    return Ready(Arrays(backend, source, target), counts, target, out is not None)
 
 
 def _after_counts(
@@ -359,19 +366,12 @@ def _with_own_counts(
             f"rank {rank} sends itself {sent[rank]} rows by counts.sent, "
             f"and {received[rank]} by counts.received"
         )
-    ready = _exchanged(caller, backend, source, out, _own_table(rank, sent, received))
+    elements = OwnCounts(rank, _elements(sent, source), _elements(received, source))
+    ready = _of_rows(backend, source, out, sum(received), elements)
     checker = caller.session.checker
     if checker is None:
         return ready
     return partial(_after_comparison, caller.session, checker, source, ready, (*sent, *received))
-
-
-def _own_table(rank: int, sent: tuple[int, ...], received: tuple[int, ...]) -> CountTable:
-    """A table with the row and the column of `rank`; it needs no others."""
-    before, after = (0,) * rank, (0,) * (len(sent) - rank - 1)
-    rows = [(*before, count, *after) for count in received]
-    rows[rank] = sent
-    return tuple(rows)
 
 
 def _after_comparison(

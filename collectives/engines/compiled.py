@@ -166,10 +166,9 @@ class CompiledExecution:
         places = address(operands.input), address(operands.output), address(operands.scratch)
         self.state[names.TAG : names.SCRATCH_AT + 1] = tag, *places
 
-    def detach(self) -> Operands | None:
-        """Return the arrays to the caller; the next run has others."""
-        operands, self._operands = self._operands, None
-        return operands
+    def detach(self) -> None:
+        """Release the arrays; the next run has others."""
+        self._operands = None
 
     # Runs on other arrays, which compiled code starts
 

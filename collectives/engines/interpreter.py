@@ -72,11 +72,9 @@ class Interpreted:
         """Set the arrays and the tag of the next run."""
         self.memory, self.messages.tag = Memory(operands, self.program.itemsize), tag
 
-    def detach(self) -> Operands | None:
-        """Return the arrays to the caller; the next run has others."""
-        operands = self.memory.operands
+    def detach(self) -> None:
+        """Release the arrays; the next run has others."""
         del self.memory
-        return operands
 
     def restart(self) -> None:
         """Go back to the first row."""

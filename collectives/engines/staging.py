@@ -40,9 +40,9 @@ class Staged(Interpreted):
         self._arriving: dict[int, tuple[Array, Bytes]] = {}
         self._leaving: dict[int, Bytes] = {}
 
-    def detach(self) -> Operands | None:
+    def detach(self) -> None:
         self._pinned = PinnedMemory(self.memory.backend)
-        return super().detach()
+        super().detach()
 
     def receive(self, row: Row) -> None:
         array, host = self._pair(row)

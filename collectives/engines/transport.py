@@ -53,8 +53,8 @@ class Execution(Protocol):
     def attach(self, operands: Operands, tag: int) -> None:
         """Set the arrays and the tag of the next run."""
 
-    def detach(self) -> Operands | None:
-        """Return the arrays to the caller; the next run has others."""
+    def detach(self) -> None:
+        """Release the arrays; the next run has others."""
 
     def interrupt(self, is_wanted: bool) -> None:
         """End a wait in another thread at once; with False, allow waits again."""

@@ -15,7 +15,7 @@ from collectives.programs.program import (
     assembled,
     compile_call,
 )
-from collectives.programs.steps import Counts, Lane, Message, Step
+from collectives.programs.steps import Counts, Lane, Message, OwnCounts, Step
 
 __all__ = [
     "INPUT",
@@ -27,6 +27,7 @@ __all__ = [
     "Lane",
     "Lanes",
     "Message",
+    "OwnCounts",
     "Program",
     "Row",
     "Step",

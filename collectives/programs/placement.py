@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from collectives.algorithms import Algorithm
 from collectives.programs.lifetimes import Arena, Outline, outline
@@ -27,6 +27,7 @@ from collectives.programs.steps import (
     Lane,
     Message,
     Move,
+    OwnCounts,
     Step,
 )
 from collectives.schedule import (
@@ -70,10 +71,10 @@ def compile_lane(
     """The steps of one rank.
 
     `counts`: the elements of the vector (broadcast, reduce, all-reduce), or of each rank's block,
-    or for all-to-all the p x p table of elements from source to destination.  `aliasing`: the
-    offset in elements of the output from the input in memory; "none" if they do not overlap; "odd"
-    if they overlap in a way that needs a copy of the input.  `parts`: the number of elements of
-    each rank's block, from its beginning, that this lane works on; None: all.
+    or for all-to-all `OwnCounts`, or the p x p table of elements from source to destination.
+    `aliasing`: the offset in elements of the output from the input in memory; "none" if they do not
+    overlap; "odd" if they overlap in a way that needs a copy of the input.  `parts`: the number of
+    elements of each rank's block, from its beginning, that this lane works on; None: all.
     """
     num_pieces, held, wanted, made = _outlined(algorithm, rank, size, root, options)
     sizes = block_sizes(algorithm.collective, counts, num_pieces)
@@ -96,7 +97,7 @@ def block_sizes(collective: str, counts: Counts, num_pieces: int) -> dict[Block,
     """The number of elements of every block."""
     if isinstance(counts, int):
         return by_rank(even_counts(counts, num_pieces))
-    sizes = by_pair(counts) if collective == "all_to_all" else by_rank(counts)  # type: ignore[arg-type]
+    sizes = _sizes(collective, counts)
     if num_pieces == 1:
         return sizes
     return {
@@ -104,6 +105,16 @@ def block_sizes(collective: str, counts: Counts, num_pieces: int) -> dict[Block,
         for block, size in sizes.items()
         for number, part in enumerate(even_counts(size, num_pieces))
     }
+
+
+def _sizes(collective: str, counts: tuple[Any, ...]) -> dict[Block, int]:
+    """The number of elements of every block, or of those that one rank knows."""
+    if isinstance(counts, OwnCounts):
+        me, sent, received = counts
+        sizes: dict[Block, int] = {(me, rank): size for rank, size in enumerate(sent)}
+        sizes.update({(rank, me): size for rank, size in enumerate(received)})
+        return sizes
+    return by_pair(counts) if collective == "all_to_all" else by_rank(counts)
 
 
 class _Compiler:

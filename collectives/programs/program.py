@@ -22,7 +22,7 @@ from collectives.algorithms import Algorithm
 from collectives.arrays import Operator
 from collectives.diagnostics import Sent
 from collectives.programs.lanes import Lanes, compile_lanes
-from collectives.programs.steps import Aliasing, Combine, Counts, Lane, Message, Move
+from collectives.programs.steps import Aliasing, Combine, Counts, Lane, Message, Move, OwnCounts
 from collectives.schedule import Region
 
 INPUT, OUTPUT, SCRATCH = range(3)
@@ -120,9 +120,10 @@ class Program:
 
 
 def compile_call(spec: CallSpec, rank: int, size: int) -> Program:
-    """The program of one rank, from a cache of bounded size."""
+    """The program of one rank, from a cache of bounded size unless it is for `OwnCounts`."""
     is_average = spec.op is not None and spec.op.is_average
-    return _compiled(
+    is_kept = not isinstance(spec.counts, OwnCounts)
+    return (_compiled if is_kept else _compiled.__wrapped__)(
         *(spec.algorithm, rank, size, spec.root, spec.counts, spec.options, spec.aliasing),
         *(spec.segments, spec.dtype.itemsize, is_average),
     )

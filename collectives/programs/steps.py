@@ -8,7 +8,17 @@ from typing import Literal, NamedTuple
 from collectives.schedule import Region
 
 Aliasing = int | Literal["none", "odd"]
-Counts = int | tuple[int, ...] | tuple[tuple[int, ...], ...]
+
+
+class OwnCounts(NamedTuple):
+    """What one rank knows of an all-to-all: the elements to each rank, and from each rank."""
+
+    rank: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+Counts = int | tuple[int, ...] | tuple[tuple[int, ...], ...] | OwnCounts
 
 
 class Message(NamedTuple):

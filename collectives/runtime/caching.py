@@ -10,7 +10,7 @@ import numpy as np
 
 from collectives.arrays import HOST, Array, Arrays
 from collectives.engines import Reusable
-from collectives.programs import CallSpec
+from collectives.programs import CallSpec, OwnCounts
 from collectives.runtime.cached_calls import (
     CachedCall,
     CachedPlan,
@@ -38,7 +38,7 @@ def can_cache(session: Session, key: Key, spec: CallSpec, arrays: Arrays) -> boo
     """Whether the execution of this call can serve later calls of the same key.
 
     False if the cache already has one: it could not serve this call, for example because `x` had
-    to be copied first.
+    to be copied first.  False for the first call with these `OwnCounts`.
     """
     return (
         session.fast_calls is session.call_cache
@@ -46,6 +46,7 @@ def can_cache(session: Session, key: Key, spec: CallSpec, arrays: Arrays) -> boo
         and is_fully_compiled(session.transport, spec, arrays)
         and spec.aliasing != "odd"
         and session.call_cache.find(key) is None
+        and (not isinstance(spec.counts, OwnCounts) or session.call_cache.is_repeated(key))
     )
 
 
@@ -62,7 +63,7 @@ def cached(
     `unwritten_out`: an array for the result that is checked but not written.
     """
     session.check()
-    make = partial(session.runs.cached_call, spec)
+    make = partial(session.runs.new_call, spec)
     run = make(arrays, call_id.tag, call_id.number)
     numbering, form = session.numbering, arrays.target if unwritten_out is None else unwritten_out
     tags = range(0) if call_id.is_blocking else numbering.async_tags

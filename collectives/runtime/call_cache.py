@@ -9,6 +9,7 @@ from collectives.algorithms.registry import watch
 
 _MAX_CALLS = 512
 _MAX_BYTES = 32 * 2**20
+_MAX_SEEN = 4096
 
 MISFIT = object()  # the result of a cached call whose arrays do not fit
 
@@ -37,6 +38,7 @@ class CallCache:
         self.latest: dict[Hashable, Make] = {}
         self._calls: dict[Hashable, Make] = {}
         self._num_bytes = 0
+        self._seen: set[int] = set()
         watch(self)
 
     def __len__(self) -> int:
@@ -48,6 +50,19 @@ class CallCache:
         if found is not None:
             self.latest[key[0]] = found
         return found
+
+    def is_repeated(self, key: tuple[Any, ...]) -> bool:
+        """Whether this was asked for the same key before, as far as it is remembered.
+
+        Calls with counts that may never come again are kept the second time.
+        """
+        number = hash(key)
+        if number in self._seen:
+            return True
+        if len(self._seen) >= _MAX_SEEN:
+            self._seen.clear()
+        self._seen.add(number)
+        return False
 
     def add(self, key: tuple[Any, ...], call: ReadyCall) -> None:
         """Add a call; if the cache is full, forget all others first."""

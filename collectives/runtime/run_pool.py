@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from collectives.arrays import HOST, Array, Arrays, Operator, ScratchPool
+from collectives.arrays import HOST, Array, Arrays, Operator
 from collectives.diagnostics import Ancestry, CallLog, Position, Recorder
 from collectives.engines import Operands, Transport
 from collectives.programs import (
@@ -18,6 +18,7 @@ from collectives.programs import (
     Lane,
     Lanes,
     Message,
+    OwnCounts,
     Program,
     Step,
     assembled,
@@ -59,7 +60,6 @@ class RunPool:
         self._number = partial("{}{}".format, name)  # of calls in the ledger
         self._number_ahead = partial("{}{}a".format, name)
         self._number_message = partial("{}p{}".format, name)
-        self._scratch = ScratchPool()
         self._idle: dict[Hashable, list[Run]] = {}
         self.num_messages = 0
         self._message_log: CallLog | None = None
@@ -68,6 +68,8 @@ class RunPool:
         self, spec: CallSpec, arrays: Arrays, tag: int, number: int, *, is_ahead: bool = False
     ) -> Run:
         """The run of a call, or of the header or counts that are sent before it."""
+        if isinstance(spec.counts, OwnCounts):  # they may never come again
+            return self.new_call(spec, arrays, tag, number)
         key = spec, arrays.backend.name, is_ahead
         run = self._reuse(key, arrays, tag, spec.op)
         if run is None:
@@ -75,8 +77,8 @@ class RunPool:
             run = self._of_call(spec, arrays, tag, numbered, is_ahead=is_ahead)
         return self._lend(run, key, number)
 
-    def cached_call(self, spec: CallSpec, arrays: Arrays, tag: int, number: int) -> Run:
-        """The run of a call that is kept in the cache."""
+    def new_call(self, spec: CallSpec, arrays: Arrays, tag: int, number: int) -> Run:
+        """The run of a call that is not kept here, but perhaps in the cache of calls."""
         run = self._of_call(spec, arrays, tag, self._number)
         run.number = number
         return run
@@ -137,9 +139,7 @@ class RunPool:
         return run
 
     def _take_back(self, key: Hashable, run: Run) -> None:
-        operands = run.execution.detach()
-        if run.program.num_scratch and operands is not None and operands.backend.is_host:
-            self._scratch.give(operands.scratch)
+        run.execution.detach()
         if len(self._idle) >= _MAX_KINDS and key not in self._idle:
             self._idle.clear()
         idle = self._idle.setdefault(key, [])
@@ -190,12 +190,10 @@ class RunPool:
 
     def _operands(self, arrays: Arrays, program: Program, op: Operator | None) -> Operands:
         """The operands of a program, with scratch memory."""
-        backend, dtype, num_bytes = arrays.backend, arrays.dtype, program.num_scratch
+        dtype, num_bytes = arrays.dtype, program.num_scratch
         scratch = None
-        if num_bytes and backend.is_host:
-            scratch = self._scratch.take(num_bytes).view(dtype)
-        elif num_bytes:
-            scratch = backend.empty((num_bytes // dtype.itemsize,), dtype)
+        if num_bytes:
+            scratch = arrays.backend.empty((num_bytes // dtype.itemsize,), dtype)
         return operands_of(arrays, scratch, op, self._transport.size)
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from collectives import algorithms
 from collectives.algorithms import Algorithm, registry
 from collectives.arrays import Operator
-from collectives.programs import Counts, num_lanes
+from collectives.programs import Counts, OwnCounts, num_lanes
 from collectives.schedule import SPECS
 from collectives.selection.decisions import Decisions
 from collectives.selection.labels import NamedAlgorithm, parse_label
@@ -83,6 +83,8 @@ def num_bytes_of(counts: Counts, itemsize: int) -> int:
     """The n of the formulas: bytes of the vector, of all blocks, or of one all-to-all input."""
     if isinstance(counts, int):
         return counts * itemsize
+    if isinstance(counts, OwnCounts):
+        return sum(counts.sent) * itemsize
     numbers = [count if isinstance(count, int) else sum(count) for count in counts]
     num_parts = 1 if isinstance(counts[0], int) else len(counts)
     return sum(numbers) // num_parts * itemsize

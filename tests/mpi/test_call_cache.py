@@ -136,8 +136,25 @@ def test_own_counts_are_cached_and_not_taken_for_a_table_of_equal_numbers(
             assert pair.all_to_all(np.ones(sum(own.sent)), counts=own).size == sum(own.received)
             rows = pair.all_to_all(np.ones(sum(table[pair.rank])), counts=table).size
             assert rows == sum(row[pair.rank] for row in table)
-        assert compiled == ["all_to_all"] * 2
+        assert compiled == ["all_to_all"] * 3  # own counts are cached the second time
     pair.free()
+
+
+def test_own_counts_that_come_once_do_not_displace_other_calls(
+    comm: Communicator, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, x = comm.size, np.ones(5)
+    monkeypatch.setattr(call_cache, "_MAX_CALLS", 4)
+    for rows in range(8):
+        counts = SentReceived([rows] * p, [rows] * p)
+        assert comm.all_to_all(np.ones(rows * p), counts=counts).size == rows * p
+        comm.all_reduce(x)
+    assert compiled.count("all_reduce") == 1
+    for rows in range(8):
+        counts = SentReceived([rows] * p, [rows] * p)
+        comm.all_to_all(np.ones(rows * p), counts=counts)
+    comm.all_reduce(x)
+    assert compiled.count("all_reduce") == 2  # as these were cached, it was not
 
 
 def test_a_cached_call_with_out_is_not_taken_for_one_that_a_header_announces(

@@ -1,0 +1,103 @@
+"""Host memory of large arrays, which is reused when no array needs it any more.
+
+The system hands out new memory page by page, and clears each page first.  For an array of a few MiB
+that takes as long as sending it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+Bytes = NDArray[np.uint8]
+
+LARGE = 2**18  # bytes of an array whose memory is kept here; the C library keeps smaller ones
+_HUGE_PAGE = 2**21  # bytes
+
+
+class CachingAllocator:
+    """Makes arrays, and keeps their memory when they are gone, for later arrays.
+
+    It keeps at most `max_bytes` that no array uses, those that were given back last.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        # By their ids.  Threads change it at the same time, and so do arrays that Python deletes
+        # in the middle of a function here; each operation on it is atomic.
+        self._idle: dict[int, Bytes] = {}
+
+    @property
+    def num_idle_bytes(self) -> int:
+        """The bytes that are kept and that no array uses."""
+        return sum(memory.size for memory in list(self._idle.values()))
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A new array, C-ordered, with arbitrary contents."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes < LARGE or dtype.hasobject or min(shape) < 0:
+            return np.empty(shape, dtype)
+        memory = np.asarray(_Loan(self, self._take(num_bytes)))
+        return memory[:num_bytes].view(dtype).reshape(shape)
+
+    def _take(self, num_bytes: int) -> Bytes:
+        """Memory for `num_bytes` bytes: rounded up to a power of two, so that others fit too."""
+        size = 1 << (num_bytes - 1).bit_length()
+        for key, memory in reversed(list(self._idle.items())):
+            if memory.size == size and self._idle.pop(key, None) is not None:
+                return memory
+        return _new_memory(size)
+
+    def give(self, memory: Bytes) -> None:
+        """Keep memory that no array uses any more."""
+        self._idle[id(memory)] = memory
+        while self.num_idle_bytes > self.max_bytes:
+            for oldest in list(self._idle)[:1]:
+                self._idle.pop(oldest, None)
+
+
+class _Loan:
+    """Memory in use: the base of an array and of all its views, so it goes when they are gone."""
+
+    def __init__(self, allocator: CachingAllocator, memory: Bytes) -> None:
+        self._allocator, self._memory = allocator, memory
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._allocator.give(self._memory)
+
+
+def _new_memory(size: int) -> Bytes:
+    """Memory of the system, in huge pages if it has them, which are faster to find."""
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
+
+
+_allocator = CachingAllocator(max_bytes=2**28)
+
+
+def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64) -> NDArray[Any]:
+    """Return a new array in host memory, C-ordered, with arbitrary contents, as `numpy.empty` does.
+
+        rows = collectives.empty((4096, 1024), np.float32)
+
+    - `shape`: an integer or several.
+    - `dtype`: the dtype of its elements.
+
+    The memory of an array of 256 KiB or more is kept when the array and all its views are gone, for
+    later arrays of about that size.  New memory would be cleared by the system, page by page, which
+    takes about as long as sending it.  At most 256 MiB are kept that no array uses.  Results of
+    collectives on NumPy arrays are made by this function.
+    """
+    sizes = shape if isinstance(shape, Sequence) else (shape,)
+    return _allocator.empty(tuple(map(operator.index, sizes)), np.dtype(dtype))
