@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -59,6 +60,7 @@ class Mesh:
             if min(self.axes.values()) < 1:
                 raise ValueError(f"a mesh of {words} has an axis of less than one rank")
             raise ValueError(f"a mesh of {words} has {num_ranks} ranks, not {self.size}")
+        self._valid: set[tuple[str, ...]] = set()  # names that have been checked
         steps = np.cumprod([1, *reversed(self.axes.values())])[-2::-1].tolist()
         self._steps = dict(zip(self.axes, steps, strict=True))  # between neighbors along an axis
         self.coordinates = {name: self.index(name) for name in self.axes}
@@ -123,14 +125,19 @@ class Mesh:
 
     def _names(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         names = (axes,) if isinstance(axes, str) else tuple(axes)
+        if names not in self._valid:
+            self._check(names)
+            self._valid.add(names)
+        return names
+
+    def _check(self, names: tuple[str, ...]) -> None:
         if (part := _subset_of(names)) is not None:
             self._names(part[0])
-            return names
+            return
         if unknown := [name for name in names if name not in self.axes]:
             raise KeyError(f"the mesh has no axis {unknown[0]!r}, only {', '.join(self.axes)}")
         if len(set(names)) < len(names):
             raise ValueError(f"an axis is named twice in {', '.join(names)}")
-        return names
 
     def subset(self, axis: str, places: Sequence[int]) -> str:
         """Return the name of the ranks at some `places` along an `axis`, to be used like an axis.
@@ -161,6 +168,7 @@ class Mesh:
         self._comms.clear()
 
 
+@lru_cache(maxsize=1024)
 def _subset_of(names: tuple[str, ...]) -> tuple[str, tuple[int, ...]] | None:
     """Return the axis and the places of a subset of an axis; None for axes."""
     axis, _, places = names[0].rstrip("]").partition("[") if len(names) == 1 else ("", "", "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +19,7 @@ Shape: TypeAlias = tuple[int, ...]
 Split: TypeAlias = tuple[int, str] | tuple[int, str, int]
 
 
+@lru_cache(maxsize=4096)
 def span(total: int, num_ranks: int, rank: int) -> slice:
     """Return the part of ``range(total)`` that belongs to `rank`, by `even_counts`."""
     sizes = even_counts(total, num_ranks)

@@ -44,6 +44,7 @@ class Cheaper(Way):
         self.options, self.team = options, team
         self.weights = GatheredWeights(options, team, experts)  # which refuses padding
         self.tokens = Flat(options, team, experts)
+        self._num_bytes: dict[tuple[int, int], int] = {}  # that the weights and gradients take
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -77,13 +78,19 @@ class Cheaper(Way):
         If tokens are dispatched, `num_rows` go from a rank to another one; numbers of the model
         have `width` bytes.
         """
-        first = self.team.group(rank)[0]
-        calls = self.weights.calls(first, width, "", "all_gather") * 2
-        calls += self.weights.calls(first, width, "", "reduce_scatter")
-        of_weights = sum(call.sent(self.team.mesh.size).bytes for call in calls)
+        of_weights = self._of_weights(self.team.group(rank)[0], width)
         form = form_of(self.options.payload, self.options.dim, width)
         of_tokens = EXCHANGES * num_rows * form.width * form.itemsize
         return self.tokens if of_tokens <= of_weights else self.weights
+
+    def _of_weights(self, first: int, width: int) -> int:
+        """Return the bytes of weights and their gradients on the team with this `first` rank."""
+        if (first, width) not in self._num_bytes:
+            calls = self.weights.calls(first, width, "", "all_gather") * 2
+            calls += self.weights.calls(first, width, "", "reduce_scatter")
+            found = sum(call.sent(self.team.mesh.size).bytes for call in calls)
+            self._num_bytes[first, width] = found
+        return self._num_bytes[first, width]
 
     def backward(
         self, dy: Array, weights: Values, saved: Any, step: Step, half: Half
