@@ -14,7 +14,7 @@ from moe.dispatch import Part
 from moe.experts import Experts
 from moe.gates import GATES, Gate
 from moe.routing import Routing
-from moe.rows import Rows
+from moe.rows import Received, Rows
 from moe.ways import Options, Team, Way, make_way
 from parallel import Mesh, nn
 
@@ -85,8 +85,9 @@ def num_wrong(steps: Steps) -> int:
 class Copies(Experts):
     """Experts that copy their rows to other memory, in place of computing."""
 
-    def forward(self, rows: Rows, out: Rows, part: Part, step: nn.Step) -> list[Any]:
-        out.away[...], out.own[...] = rows.away, rows.own
+    def forward(self, rows: Received, out: Rows, part: Part, step: nn.Step) -> list[Any]:
+        out.away[...] = rows.away
+        rows.own(0, out.own)
         return []
 
 

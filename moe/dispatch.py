@@ -14,7 +14,7 @@ A dispatch may be divided into parts, so that the experts compute one of them wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -89,39 +89,47 @@ def experts_of(num_experts: int, num_ranks: int, rank: int) -> slice:
 # How many rows
 
 
-def exchange(load: Integers, comm: Communicator | None) -> Integers:
-    """Return how many rows each rank sends to each expert of this rank, int64 (ranks, experts).
+def exchange(load: Integers, comm: Communicator | None) -> Callable[[], Integers]:
+    """Start to tell other ranks what this one sends to their experts; return what waits.
 
+    That returns how many rows each rank sends to each expert of this rank, int64 (ranks, experts).
     `load` are the rows that this rank sends to each expert (`Routing.load`).  All ranks of `comm`
     call this: each sends every other one 8 bytes for each of its experts.
     """
     if comm is None:
-        return load[None]
+        return lambda: load[None]
     owned = even_counts(len(load), comm.size)
-    received = comm.all_to_all(
-        load, counts=SentReceived(owned, (owned[comm.rank],) * comm.size), algorithm=ALGORITHM
-    )
-    return received.reshape(comm.size, owned[comm.rank])
+    shape = comm.size, owned[comm.rank]
+    counts = SentReceived(owned, (owned[comm.rank],) * comm.size)
+    work = comm.all_to_all(load, counts=counts, algorithm=ALGORITHM, async_op=True)
+    return lambda: work.wait().reshape(shape)
 
 
 def dropless(routing: Routing, loads: Integers, rank: int = 0, num_parts: int = 1) -> list[Part]:
     """Return the parts of a dispatch of exactly the rows that are routed.
 
-    `loads` is what `exchange` returned on this `rank`.  The rows of each pair of a source and an
+    `loads` is what `exchange` has found on this `rank`.  The rows of each pair of a source and an
     expert are divided over `num_parts` as evenly as possible.
     """
     kept = np.flatnonzero(~routing.is_dropped)
     by_expert = kept[stable_order(routing.expert[kept], routing.num_experts)]
-    ends = np.cumsum(routing.load)
+    starts, order = np.cumsum(routing.load) - routing.load, own_last(routing, len(loads), rank)
     parts = []
     for i in range(num_parts):
         sent, first = share(routing.load, num_parts, i)
-        firsts = (ends - routing.load + first).tolist()
-        each = [by_expert[a : a + n] for a, n in zip(firsts, sent.tolist(), strict=True)]
-        entry = np.concatenate([by_expert[:0], *each])  # there may be no experts
+        stops = starts + first + sent
+        of_expert = [by_expert[a:b] for a, b in zip(starts + first, stops, strict=True)]
+        entry = np.concatenate([by_expert[:0], *(of_expert[expert] for expert in order)])
         arriving = share(loads, num_parts, i)[0]
         parts.append(_part(routing, rank, entry, np.arange(len(entry)), sent, arriving))
     return parts
+
+
+def own_last(routing: Routing, num_ranks: int, rank: int) -> list[int]:
+    """Return all experts in the order of send buffers: those of this `rank` are the last."""
+    mine = experts_of(routing.num_experts, num_ranks, rank)
+    experts = range(routing.num_experts)
+    return [*experts[: mine.start], *experts[mine.stop :], *experts[mine]]
 
 
 def share(totals: Integers, num_parts: int, i: int) -> tuple[Integers, Integers]:
@@ -168,16 +176,18 @@ def padded(
     """
     kept = np.flatnonzero(~routing.is_dropped)
     mine = experts_of(routing.num_experts, len(groups), rank)
+    position = np.argsort(own_last(routing, len(groups), rank))
     parts = []
     for i in range(num_parts):
         slots = span(capacity, num_parts, i)
         slot = routing.slot[kept]
         entry = kept[(slot >= slots.start) & (slot < slots.stop)]
-        queue = routing.expert[entry] * groups[rank] + routing.group[entry]
+        queue = position[routing.expert[entry]] * groups[rank] + routing.group[entry]
         place = queue * length(slots) + routing.slot[entry] - slots.start
+        order = distinct_order(place)
         sent = np.full(routing.num_experts, groups[rank] * length(slots), np.int64)
         arriving = np.outer(groups, np.full(length(mine), length(slots))).astype(np.int64)
-        parts.append(_part(routing, rank, entry, place, sent, arriving))
+        parts.append(_part(routing, rank, entry[order], place[order], sent, arriving))
     return parts
 
 
@@ -185,23 +195,18 @@ def _part(
     routing: Routing, rank: int, entry: Integers, place: Integers, sent: Integers,
     arriving: Integers,
 ) -> Part:  # fmt: skip
-    """Return a part of these entries, with the rows `sent` to each expert and `arriving` here.
-
-    `place` is by destination in the order of ranks; in the part, this `rank` is the last.
-    """
-    ends = list(accumulate(sent.tolist(), initial=0))
-    num_ranks = len(arriving)
-    owned = [experts_of(routing.num_experts, num_ranks, i) for i in range(num_ranks)]
-    start, stop = ends[owned[rank].start], ends[owned[rank].stop]
-    is_own, is_later = (start <= place) & (place < stop), place >= stop
-    place = place + is_own * (ends[-1] - stop) - is_later * (stop - start)
-    order = distinct_order(place)
-    entry = entry[order]
+    """Return a part of these entries, with the rows `sent` to each expert and `arriving` here."""
     return Part(
-        entry, routing.token[entry], place[order],
-        tuple(ends[experts.stop] - ends[experts.start] for experts in owned),
+        entry, routing.token[entry], place, tuple(_by_rank(sent, len(arriving))),
         tuple(arriving.sum(axis=1).tolist()), _segments(arriving, rank), rank,
     )  # fmt: skip
+
+
+def _by_rank(load: Integers, num_ranks: int) -> list[int]:
+    """Return the sum of a `load`, int64 (experts,), over the experts of each rank."""
+    ends = list(accumulate(load.tolist(), initial=0))
+    owned = (experts_of(len(load), num_ranks, rank) for rank in range(num_ranks))
+    return [ends[experts.stop] - ends[experts.start] for experts in owned]
 
 
 def _segments(arriving: Integers, rank: int) -> tuple[tuple[slice, ...], ...]:
@@ -221,9 +226,4 @@ def tables(loads: Iterable[Integers], num_ranks: int) -> list[list[int]]:
 
     `loads` are int64 (experts,), of each rank.
     """
-    found = []
-    for load in loads:
-        ends = list(accumulate(load.tolist(), initial=0))
-        owned = (experts_of(len(load), num_ranks, rank) for rank in range(num_ranks))
-        found.append([ends[experts.stop] - ends[experts.start] for experts in owned])
-    return found
+    return [_by_rank(load, num_ranks) for load in loads]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,14 +11,14 @@ from collectives import Communicator, SentReceived
 from moe.dispatch import ALGORITHM, Part
 from moe.payload import decode, encode
 from moe.routing import Values
-from moe.rows import Rows, combined, slopes, spread
-from parallel.nn import Array, Step, namespace_of
+from moe.rows import Received, Rows, SendBuffer, combined, slopes
+from parallel.nn import Array, Step, namespace_of, new_array
 
 Finish: TypeAlias = Callable[[], Any]  # waits for a call and returns its result
-Forward: TypeAlias = Callable[[Rows, Rows, Part], Any]
+Forward: TypeAlias = Callable[[Received, Rows, Part], Any]
 """Called with the received rows of a part, and arrays for what experts make of them, which it
 fills; returns what they keep."""
-Backward: TypeAlias = Callable[[Rows, Rows, Part, Any], Any]
+Backward: TypeAlias = Callable[[Received, Rows, Part, Any], Any]
 """Called with the derivatives by what was filled, with arrays for those by the received rows, which
 it fills, and with what was kept; returns what the experts' weights need."""
 
@@ -50,14 +50,14 @@ class Exchange(NamedTuple):
         have ``step.numbers``, these are sent with them.
         """
         numbers = self._start_numbers(parts, step)
-        rows = (spread(tokens, part) for part in parts)
+        buffers = [SendBuffer(tokens, part) for part in parts]
 
-        def numbered(rows: Rows, out: Rows, i: int) -> Any:
+        def numbered(rows: Received, out: Rows, i: int) -> Any:
             with step.numbered(step.wait(numbers[i]) if numbers else None):
                 return compute(rows, out, parts[i])
 
         labels = ("dispatch", "combine")
-        returned, kept = self._there_and_back(tokens, parts, rows, labels, step, numbered)
+        returned, kept = self._there_and_back(buffers, labels, step, numbered)
         y = combined(parts, returned, weights, tokens)
         return y, Sent(parts, None if weights is None else returned, kept)
 
@@ -71,38 +71,35 @@ class Exchange(NamedTuple):
         """
         parts, xp = sent.parts, namespace_of(dy)
         factors = [None if weights is None else xp.asarray(weights[x.entry]) for x in parts]
-        rows = (spread(dy, part, each) for part, each in zip(parts, factors, strict=True))
+        buffers = [SendBuffer(dy, *each) for each in zip(parts, factors, strict=True)]
 
-        def compute_part(drows: Rows, out: Rows, i: int) -> Any:
+        def compute_part(drows: Received, out: Rows, i: int) -> Any:
             return compute(drows, out, parts[i], sent.kept[i])
 
         labels = ("combine", "dispatch")
-        returned, rests = self._there_and_back(dy, parts, rows, labels, step, compute_part)
+        returned, rests = self._there_and_back(buffers, labels, step, compute_part)
         return combined(parts, returned, None, dy), rests
 
     def _there_and_back(
         self,
-        like: Array,
-        parts: list[Part],
-        rows: Iterator[Array],
+        buffers: list[SendBuffer],
         labels: tuple[str, str],
         step: Step,
-        compute: Callable[[Rows, Rows, int], Any],
+        compute: Callable[[Received, Rows, int], Any],
     ) -> tuple[Array, list[Any]]:
-        """Return what comes back, in the places of the parts, and what `compute` has returned.
+        """Return what comes back, in the places of the buffers, and what `compute` has returned.
 
-        The `rows` of a part are collected when those of the parts before are on their way; they are
-        `like` the tokens.
+        The rows of a buffer are collected when those of the buffers before are on their way.
         """
-        pairs = zip(parts, rows, strict=True)
-        arriving = [self._start(each, part, labels[0]) for part, each in pairs]
-        xp, stops = namespace_of(like), list(accumulate(part.num_sent for part in parts))
-        back = xp.empty((stops[-1], like.shape[1]), dtype=like.dtype)
+        arriving = [self._start(buffer, labels[0]) for buffer in buffers]
+        stops, like = list(accumulate(each.part.num_sent for each in buffers)), buffers[0].tokens
+        back = new_array((stops[-1], like.shape[1]), like)
         leaving, kept = [], []
-        for i, (part, arrive) in enumerate(zip(parts, arriving, strict=True)):
-            received: Rows = step.wait(arrive)
+        for i, (buffer, arrive) in enumerate(zip(buffers, arriving, strict=True)):
+            part, received = buffer.part, step.wait(arrive)
             space = back[stops[i] - part.num_sent : stops[i]]
-            out = Rows(xp.empty_like(received.away), space[part.num_away :])
+            away = new_array(received.away.shape, received.away)
+            out = Rows(away, space[part.num_away :])
             kept.append(compute(received, out, i))
             leaving.append(self._start_back(out, space, part, labels[1]))
         for finish in leaving:
@@ -114,14 +111,19 @@ class Exchange(NamedTuple):
         if step.numbers is None:
             return []
         column, plain = step.numbers.reshape(-1, 1), self._replace(payload="same")
-        return [plain._start(spread(column, part), part, "numbers") for part in parts]
+        return [plain._start(SendBuffer(column, part), "numbers") for part in parts]
 
-    def _start(self, rows: Array, part: Part, label: str) -> Finish:
-        """Start to send the buffer of a part; return what waits for the `Rows` received."""
-        away, own = Rows.of(rows, part.num_away)
-        arrive = self._exchanged(away, part.counts, label)
-        mine = self._rounded(own)
-        return lambda: Rows(arrive(), mine)
+    def _start(self, buffer: SendBuffer, label: str) -> Finish:
+        """Start to send a buffer; return what waits for the rows `Received`."""
+        part = buffer.part
+        arrive = self._exchanged(buffer.away(), part.counts, label)
+
+        def own(start: int, out: Array) -> None:
+            buffer.own(start, out)
+            if self.payload != "same":
+                out[...] = self._rounded(out)
+
+        return lambda: Received(arrive(), part.num_sent - part.num_away, own)
 
     def _start_back(self, out: Rows, space: Array, part: Part, label: str) -> Finish:
         """Start to send `out` back to the ranks that it came from, into `space`.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from moe.dispatch import Part
-from moe.rows import Rows, gathered, scatter
+from moe.rows import Received, Rows, scatter
 from parallel.nn import Array, Layer, ParameterSpec, Step
 
 Half: TypeAlias = Callable[[Layer, Array, Any], tuple[Array, Any]]
@@ -55,12 +55,12 @@ class Experts:
         for i, expert in enumerate(self.layers):
             expert.bind(*({key: x[i] for key, x in each.items()} for each in (values, gradients)))
 
-    def forward(self, rows: Rows, out: Rows, part: Part, step: Step) -> list[Any]:
+    def forward(self, rows: Received, out: Rows, part: Part, step: Step) -> list[Any]:
         """Set `out` to what the experts make of the received `rows`; return what each keeps."""
         kept = []
         for i, expert in enumerate(self.layers):
             with step.numbered(self._numbers(i, part, step)):
-                y, saved = expert.forward(gathered(rows.pieces(part, i)), step)
+                y, saved = expert.forward(rows.of_expert(part, i), step)
             scatter(out.pieces(part, i), y)
             kept.append(saved)
         return kept
@@ -69,10 +69,10 @@ class Experts:
         """Return numbers of the rows of expert `i` of this rank, different for each expert."""
         if step.numbers is None:
             return None
-        return gathered(step.numbers.pieces(part, i)) * self.num_experts + self.first + i
+        return step.numbers.of_expert(part, i) * self.num_experts + self.first + i
 
     def backward(
-        self, drows: Rows, out: Rows, part: Part, kept: list[Any], half: Half
+        self, drows: Received, out: Rows, part: Part, kept: list[Any], half: Half
     ) -> list[Any]:
         """Set `out` to the derivatives by the received rows; return what weights need.
 
@@ -80,7 +80,7 @@ class Experts:
         """
         rests = []
         for i, (expert, saved) in enumerate(zip(self.layers, kept, strict=True)):
-            dx, rest = half(expert, gathered(drows.pieces(part, i)), saved)
+            dx, rest = half(expert, drows.of_expert(part, i), saved)
             scatter(out.pieces(part, i), dx)
             rests.append(rest)
         return rests

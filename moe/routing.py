@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -49,14 +50,14 @@ class Routing:
         none = np.empty(0, np.int64)
         return cls(none, none, none, none, 0, num_experts, 0)
 
-    @property
+    @cached_property
     def is_dropped(self) -> Flags:
         """Which entries no expert computes: those past the capacity, and those with slot -1."""
         limit = np.iinfo(np.int64).max if self.capacity is None else self.capacity
         dropped: Flags = (self.slot < 0) | (self.slot >= limit)
         return dropped
 
-    @property
+    @cached_property
     def load(self) -> Integers:
         """The number of entries that each expert computes, int64 (experts,)."""
         kept = self.expert[~self.is_dropped]

@@ -6,7 +6,7 @@ there is one for their dtype: it reads each row once and writes each sum once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,55 +15,30 @@ import numpy as np
 from moe import kernels
 from moe.dispatch import Part, distinct_order, stable_order
 from moe.routing import Integers, Values
-from parallel.nn import Array, cast, namespace_of, on_host
+from parallel.nn import Array, cast, namespace_of, new_array, on_host
 from parallel.nn.functional import upcast
+from parallel.placement import length
 
 CACHED = 2**18  # bytes of a block of rows
 
 
 class Rows(NamedTuple):
-    """Rows that came from other ranks, `away`, and those of this rank itself, `own`.
-
-    Own rows are not sent, and not copied either.
-    """
+    """Rows for other ranks, `away`, and rows of this rank itself, `own`, which are not sent."""
 
     away: Array
     own: Array
 
-    @classmethod
-    def of(cls, rows: Array, num_away: int) -> Rows:
-        """Return the first rows as those of others."""
-        return cls(rows[:num_away], rows[num_away:])
-
-    @classmethod
-    def empty_like(cls, rows: Rows) -> Rows:
-        """Return new arrays of the same shapes."""
-        return cls(*(namespace_of(each).empty_like(each) for each in rows))
-
-    def joined(self) -> Array:
-        """Return one array, the rows of others first; a view if one of them has no rows."""
-        if not self.away.shape[0]:
-            return self.own
-        if not self.own.shape[0]:
-            return self.away
-        return namespace_of(self.own).concat([self.away, self.own], axis=0)
-
     def set(self, values: Array) -> None:
-        """Copy what `joined` would return."""
+        """Copy `values` into the rows, those for others first."""
         num_away = self.away.shape[0]
         self.away[...], self.own[...] = values[:num_away], values[num_away:]
 
     def pieces(self, part: Part, expert: int) -> list[Array]:
-        """Return the rows of an `expert` of this rank, in views, from each source."""
+        """Return the rows of an `expert` of this rank, in views, for each source."""
         return [
             (self.own if source == part.rank else self.away)[segment]
             for source, segment in enumerate(part.segments[expert])
         ]
-
-
-def gathered(pieces: Sequence[Array]) -> Array:
-    """Return arrays one after the other; the array itself if there is one."""
-    return pieces[0] if len(pieces) == 1 else namespace_of(pieces[0]).concat(pieces, axis=0)
 
 
 def scatter(pieces: Sequence[Array], values: Array) -> None:
@@ -78,15 +53,81 @@ def scatter(pieces: Sequence[Array], values: Array) -> None:
 # Of tokens
 
 
-def spread(x: Array, part: Part, weights: Array | None = None) -> Array:
-    """Return the send buffer of a part, (rows, dim): the rows of `x` (tokens, dim) in their places.
+class SendBuffer(NamedTuple):
+    """The rows that a part sends, (rows, dim): those of `tokens` in their places.
 
-    `weights` (n,), if given, are factors of the entries.
+    They are collected from the tokens when and where they are needed.  `weights` (n,) are factors
+    of the entries; None: 1.
     """
-    if weights is None and len(part.entry) == part.num_sent:  # each row is that of a token
+
+    tokens: Array
+    part: Part
+    weights: Array | None = None
+
+    def away(self) -> Array:
+        """Return the rows for other ranks."""
+        out = new_array((self.part.num_away, self.tokens.shape[1]), self.tokens)
+        self.write(0, out)
+        return out
+
+    def own(self, start: int, out: Array) -> None:
+        """Copy the rows of this rank itself, from the one with number `start` on, to `out`."""
+        self.write(self.part.num_away + start, out)
+
+    def write(self, start: int, out: Array) -> None:
+        """Copy as many rows as `out` has, from the one at place `start` on, to `out`."""
+        part, num_rows = self.part, out.shape[0]
+        first, last = np.searchsorted(part.place, [start, start + num_rows])
+        token = part.token[first:last]
+        if self.weights is None and len(token) == num_rows:  # each row is that of a token
+            take(self.tokens, token, out)
+            return
+        weights = None if self.weights is None else self.weights[first:last]
+        add_up(self.tokens, Sums.of(token, part.place[first:last] - start, num_rows), weights, out)
+
+
+class Received(NamedTuple):
+    """Rows that came from other ranks, `away`, and `num_own` rows of this rank itself.
+
+    ``own(start, out)`` copies the latter, from the one with number `start` on, to `out`.
+    """
+
+    away: Array
+    num_own: int
+    own: Callable[[int, Array], None]
+
+    def joined(self) -> Array:
+        """Return all rows, those of others first; a view if this rank itself has none."""
+        num_away = self.away.shape[0]
+        if not self.num_own:
+            return self.away
+        out = new_array((num_away + self.num_own, self.away.shape[1]), self.away)
+        out[:num_away] = self.away
+        self.own(0, out[num_away:])
+        return out
+
+    def of_expert(self, part: Part, expert: int) -> Array:
+        """Return the rows of an `expert` of this rank, source by source."""
+        segments = part.segments[expert]
+        out = new_array((sum(map(length, segments)), self.away.shape[1]), self.away)
+        start = 0
+        for source, segment in enumerate(segments):
+            stop = start + length(segment)
+            if source == part.rank:
+                self.own(segment.start, out[start:stop])
+            else:
+                out[start:stop] = self.away[segment]
+            start = stop
+        return out
+
+
+def take(x: Array, index: Integers, out: Array) -> None:
+    """Copy the rows of `x` with these numbers, which are valid, to `out`."""
+    if type(x) is np.ndarray:
+        np.take(x, index, axis=0, out=out, mode="clip")  # other modes write to a copy first
+    else:
         xp = namespace_of(x)
-        return xp.take(x, xp.asarray(part.token), axis=0)
-    return added_up(x, Sums.of(part.token, part.place, part.num_sent), weights, x.dtype)
+        out[...] = xp.take(x, xp.asarray(index), axis=0)
 
 
 def combined(parts: Sequence[Part], rows: Array, weights: Values | None, like: Array) -> Array:
@@ -101,7 +142,9 @@ def combined(parts: Sequence[Part], rows: Array, weights: Values | None, like: A
     order = order[stable_order(of_all.token[order], num_tokens)]
     factors = None if weights is None else xp.asarray(weights[of_all.entry[order]])
     sums = Sums.of(of_all.place[order], of_all.token[order], num_tokens)
-    return added_up(rows, sums, factors, upcast(like[:0]).dtype)
+    out = new_array(like.shape, like, upcast(like[:0]).dtype)
+    add_up(rows, sums, factors, out)
+    return out
 
 
 def slopes(parts: Sequence[Part], rows: Array, dy: Array, weights: Values) -> Values:
@@ -154,18 +197,16 @@ class Sums(NamedTuple):
         return cls(row, np.concatenate([[0], ends]))
 
 
-def added_up(rows: Array, sums: Sums, factors: Array | None, dtype: Any) -> Array:
-    """Return the `sums` of `rows` (n, dim), each times its factor, (sums, dim) of this `dtype`.
+def add_up(rows: Array, sums: Sums, factors: Array | None, out: Array) -> None:
+    """Set `out` (sums, dim) to the `sums` of `rows` (n, dim), each times its factor.
 
-    Their `factors` are in the order of ``sums.row``; None: 1.
+    The `factors` are in the order of ``sums.row``; None: 1.
     """
-    xp, shape = namespace_of(rows), (len(sums.starts) - 1, rows.shape[1])
-    add = kernel_of(rows, factors, dtype)
+    add = kernel_of(rows, factors, out.dtype)
     if add is None:
-        return added_in_turns(rows, sums, factors, xp.zeros(shape, dtype=dtype))
-    out = xp.empty(shape, dtype=dtype)
-    add(rows, *sums, np.ones(len(sums.row), dtype) if factors is None else factors, out)
-    return out
+        add_in_turns(rows, sums, factors, out)
+        return
+    add(rows, *sums, np.ones(len(sums.row), out.dtype) if factors is None else factors, out)
 
 
 def kernel_of(rows: Array, factors: Array | None, dtype: Any) -> kernels.Adding | None:
@@ -176,12 +217,13 @@ def kernel_of(rows: Array, factors: Array | None, dtype: Any) -> kernels.Adding 
     return kernels.adding(rows.dtype)
 
 
-def added_in_turns(rows: Array, sums: Sums, factors: Array | None, out: Array) -> Array:
-    """Add the first rows of all sums to `out`, then the second ones, and so on; return it.
+def add_in_turns(rows: Array, sums: Sums, factors: Array | None, out: Array) -> None:
+    """Set `out` to the first rows of all sums, then add the second ones, and so on.
 
     In blocks that fit into a cache.
     """
     xp, counts = namespace_of(out), np.diff(sums.starts)
+    out[...] = 0
     for block in blocks(len(counts), out):
         for turn in range(int(counts[block].max(initial=0))):
             number = block.start + np.flatnonzero(counts[block] > turn)
@@ -190,7 +232,6 @@ def added_in_turns(rows: Array, sums: Sums, factors: Array | None, out: Array) -
             if factors is not None:
                 added = upcast(added) * factors[xp.asarray(e)][:, None]
             out[where(number, xp)] += cast(added, out.dtype)
-    return out
 
 
 def blocks(num_rows: int, like: Array) -> Iterator[slice]:

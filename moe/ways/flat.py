@@ -14,7 +14,7 @@ from moe.exchange import Exchange, Sent, slopes_of
 from moe.experts import Experts, Half
 from moe.payload import form_of
 from moe.routing import Integers, Routing, Values
-from moe.rows import Rows
+from moe.rows import Received, Rows
 from moe.ways.options import Options
 from moe.ways.team import Team
 from moe.ways.way import Forecast, Plan, Way
@@ -47,7 +47,7 @@ class Flat(Way):
     def forward(
         self, tokens: Array, routing: Routing, weights: Values, step: Step
     ) -> tuple[Array, Sent]:
-        def compute(rows: Rows, out: Rows, part: Part) -> Any:
+        def compute(rows: Received, out: Rows, part: Part) -> Any:
             return self.experts.forward(rows, out, part, step)
 
         return self.exchange.forward(tokens, weights, self._parts(routing, step), step, compute)
@@ -55,7 +55,7 @@ class Flat(Way):
     def backward(
         self, dy: Array, weights: Values, saved: Any, step: Step, half: Half
     ) -> tuple[Array, Values, Any]:
-        def compute(rows: Rows, out: Rows, part: Part, kept: Any) -> Any:
+        def compute(rows: Received, out: Rows, part: Part, kept: Any) -> Any:
             return self.experts.backward(rows, out, part, kept, half)
 
         dweights = slopes_of(weights, dy, saved)
@@ -70,17 +70,17 @@ class Flat(Way):
         options, team = self.options, self.team
         if options.padding == "none":
             with collectives.phase("counts"):
-                loads = dispatch.exchange(routing.load, team.comm)
-            return dispatch.dropless(routing, loads, team.place(), options.num_parts)
+                told = dispatch.exchange(routing.load, team.comm)
+            return dispatch.dropless(routing, step.wait(told), team.place(), options.num_parts)
         groups = [routing.num_groups]
         if step.batch is not None:  # of several ranks
             rows = step.batch.of_rank
             groups = [options.num_groups(len(rows[rank])) for rank in team.group()]
         return dispatch.padded(
-            routing, self._slots(routing), groups, team.place(), options.num_parts
+            routing, self._slots(routing, step), groups, team.place(), options.num_parts
         )
 
-    def _slots(self, routing: Routing) -> int:
+    def _slots(self, routing: Routing, step: Step) -> int:
         """Return how many rows are sent for each expert and group."""
         if self.options.padding == "capacity":
             assert routing.capacity is not None, "the gate has a rule"
@@ -88,7 +88,10 @@ class Flat(Way):
         most = np.array([routing.most_slots])
         if self.team.comm is not None:
             with collectives.phase("slots"):
-                self.team.comm.all_reduce(most, "max", out=most, algorithm=MOST_ALGORITHM)
+                work = self.team.comm.all_reduce(
+                    most, "max", out=most, algorithm=MOST_ALGORITHM, async_op=True
+                )
+            step.wait(work.wait)
         return int(most[0])
 
     # What will be sent

@@ -22,7 +22,7 @@ from moe.exchange import Exchange, Sent
 from moe.experts import Experts, Half
 from moe.payload import form_of
 from moe.routing import Integers, Routing, Values, slots_of
-from moe.rows import Rows
+from moe.rows import Received, Rows
 from moe.ways.flat import INTEGER, Flat
 from moe.ways.options import Options
 from moe.ways.team import Team
@@ -166,7 +166,8 @@ class Hierarchical(Way):
     ) -> tuple[Array, Saved]:
         comm, leaving = self.between.comm, by_host(routing, self.hosts.of_experts())
         with collectives.phase("counts"):
-            arriving = dispatch.exchange(leaving.counts.ravel(), comm).reshape(-1, 2)
+            told = dispatch.exchange(leaving.counts.ravel(), comm)
+        arriving = step.wait(told).reshape(-1, 2)
         counts = SentReceived(tuple(leaving.counts[:, 1]), tuple(arriving[:, 1]))
         choices = np.stack([leaving.row, leaving.expert], axis=1).astype(np.int32)
         choices = exchanged(choices, counts, comm, "entries")
@@ -174,7 +175,7 @@ class Hierarchical(Way):
         here = self._received(choices, arriving)
         parts = dispatch.dropless(leaving.pairs, arriving[:, :1], self.between.place())
 
-        def compute(rows: Rows, out: Rows, part: Part) -> Any:
+        def compute(rows: Received, out: Rows, part: Part) -> Any:
             numbers = None if step.numbers is None else step.numbers.joined()
             with step.numbered(numbers):
                 y, kept = self.inner.forward(rows.joined(), here, factors, step)
@@ -194,7 +195,7 @@ class Hierarchical(Way):
         num_experts, host = self.inner.team.num_experts, self.between.place()
         first = np.cumsum(rows) - rows
         first[host + 1 :] -= rows[host]
-        first[host] = rows.sum() - rows[host]  # as in `Rows.joined`
+        first[host] = rows.sum() - rows[host]  # as in `Received.joined`
         token = choices[:, 0] + np.repeat(first, entries)
         expert = choices[:, 1].astype(np.int64)
         slot = slots_of(expert, np.ones(len(expert), bool), num_experts)
@@ -206,7 +207,7 @@ class Hierarchical(Way):
     ) -> tuple[Array, Values, Any]:
         of_entries = np.empty_like(saved.weights)
 
-        def compute(rows: Rows, out: Rows, part: Part, kept: Any) -> Any:
+        def compute(rows: Received, out: Rows, part: Part, kept: Any) -> Any:
             dx, of_entries[:], rests = self.inner.backward(
                 rows.joined(), saved.weights, kept, step, half
             )

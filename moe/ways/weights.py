@@ -16,7 +16,7 @@ from moe.dispatch import Part
 from moe.exchange import Exchange, Sent, slopes_of
 from moe.experts import Experts, Half, both_halves
 from moe.routing import Routing, Values
-from moe.rows import Rows
+from moe.rows import Received, Rows
 from moe.ways.options import Options
 from moe.ways.team import Team
 from moe.ways.way import Forecast, Plan, Way
@@ -54,19 +54,20 @@ class GatheredWeights(Way):
     def forward(
         self, tokens: Array, routing: Routing, weights: Values, step: Step
     ) -> tuple[Array, Sent]:
-        def compute(rows: Rows, out: Rows, part: Part) -> Any:
+        def compute(rows: Received, out: Rows, part: Part) -> Any:
             return self.all.forward(rows, out, part, step)
 
         self.all.bind(self._gathered(), {})
         # As many as if tokens were sent: ranks with a communicator in common wait equally often.
-        loads, num_parts = dispatch.exchange(routing.load, None), self.options.num_parts
+        loads = step.wait(dispatch.exchange(routing.load, None))
+        num_parts = self.options.num_parts
         parts = dispatch.dropless(routing, loads, num_parts=num_parts)
         return self.exchange.forward(tokens, weights, parts, step, compute)
 
     def backward(
         self, dy: Array, weights: Values, saved: Any, step: Step, half: Half
     ) -> tuple[Array, Values, Any]:
-        def compute(rows: Rows, out: Rows, part: Part, kept: Any) -> Any:
+        def compute(rows: Received, out: Rows, part: Part, kept: Any) -> Any:
             return self.all.backward(rows, out, part, kept, both_halves)
 
         values = self._gathered()

@@ -7,7 +7,7 @@ from parallel.nn.annotate import annotate
 from parallel.nn.cache import KeyValues
 from parallel.nn.context import RingAttention, UlyssesAttention, context_positions
 from parallel.nn.dropout import Dropout
-from parallel.nn.functional import Array, cast, namespace_of, on_host
+from parallel.nn.functional import Array, cast, namespace_of, new_array, on_host
 from parallel.nn.gpt import gpt
 from parallel.nn.images import (
     Attention,
@@ -46,5 +46,5 @@ __all__ = [
     "LayerTraffic", "Linear", "MeanPool", "MergePatches", "Model", "ParameterSpec",
     "PatchEmbedding", "Residual", "RingAttention", "Sequential", "Shape", "Step",
     "UlyssesAttention", "Unembedding", "WindowAttention", "annotate", "cast", "context_positions",
-    "gpt", "namespace_of", "on_host", "split_flat",
+    "gpt", "namespace_of", "new_array", "on_host", "split_flat",
 ]  # fmt: skip

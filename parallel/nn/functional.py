@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from array_api_compat import array_namespace
 
+import collectives
+
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray; the array API has no type to name
 
 
@@ -23,6 +25,17 @@ def namespace_of(x: Array) -> Any:
     if type(x) not in _namespaces:
         _namespaces[type(x)] = array_namespace(x)
     return _namespaces[type(x)]
+
+
+def new_array(shape: tuple[int, ...], like: Array, dtype: Any = None) -> Array:
+    """Return an array with arbitrary contents, of the kind of `like`, and of its dtype or `dtype`.
+
+    In host memory it is made by `collectives.empty`.
+    """
+    dtype = like.dtype if dtype is None else dtype
+    if type(like) is np.ndarray:
+        return collectives.empty(shape, dtype)
+    return namespace_of(like).empty(shape, dtype=dtype)
 
 
 def upcast(x: Array) -> Array:

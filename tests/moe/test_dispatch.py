@@ -16,7 +16,7 @@ from moe.exchange import Exchange
 from moe.gates import GATES, Gate
 from moe.reference import masks, mixture
 from moe.routing import Routing, joined
-from moe.rows import Rows, Sums, added_up, combined, kernel_of, slopes, spread
+from moe.rows import Received, Rows, SendBuffer, Sums, add_up, combined, kernel_of, scatter, slopes
 from parallel import PredictedCall, TrafficMismatch, TrafficTable
 from parallel.nn import Step
 
@@ -63,7 +63,7 @@ def parts_of(
     form: str, routing: Routing, gate: Gate, groups: list[int], comm: Communicator, num_parts: int
 ) -> list[dispatch.Part]:
     if form == "dropless":
-        loads = dispatch.exchange(routing.load, comm)
+        loads = dispatch.exchange(routing.load, comm)()
         return dispatch.dropless(routing, loads, comm.rank, num_parts)
     return dispatch.padded(routing, capacity_of(gate), groups, comm.rank, num_parts)
 
@@ -84,13 +84,12 @@ def on_ranks(name: str, num_experts: int, size: int, form: str, num_parts: int) 
         owned = dispatch.experts_of(num_experts, size, comm.rank)
         seen: list[tuple[int, int, int]] = []
 
-        def compute(rows: Rows, out: Rows, part: dispatch.Part) -> None:
+        def compute(rows: Received, out: Rows, part: dispatch.Part) -> None:
             assert rows.joined().shape == (sum(part.received), DIM)
             for i, expert in enumerate(range(owned.start, owned.stop)):
-                for each, there in zip(rows.pieces(part, i), out.pieces(part, i), strict=True):
-                    there[...] = each @ matrix(expert)
-                    found = each[each[:, 2] == 1]
-                    seen.extend((expert, int(a), int(b)) for a, b, _ in found)
+                each = rows.of_expert(part, i)
+                scatter(out.pieces(part, i), each @ matrix(expert))
+                seen.extend((expert, int(a), int(b)) for a, b, _ in each[each[:, 2] == 1])
 
         with comm.record() as ledger:
             with collectives.phase("counts"):
@@ -201,9 +200,19 @@ def test_one_token_that_goes_to_another_rank_changes_exactly_its_bytes(form: str
             found.check()
 
 
+def spread(x: Any, part: dispatch.Part, weights: Any = None) -> Any:
+    """The whole send buffer of a part, collected in three pieces."""
+    buffer, out = SendBuffer(x, part, weights), np.empty((part.num_sent, DIM), x.dtype)
+    starts = [0, part.num_sent // 3, part.num_sent // 2]
+    for start, stop in zip(starts, [*starts[1:], part.num_sent], strict=True):
+        buffer.write(start, out[start:stop])
+    np.testing.assert_array_equal(buffer.away(), out[: part.num_away])
+    return out
+
+
 def test_slopes_are_products_of_rows_and_derivatives() -> None:
     routing, weights = route(gate_of("gshard", 3), 2, 5)
-    (part,) = dispatch.dropless(routing, dispatch.exchange(routing.load, None))
+    (part,) = dispatch.dropless(routing, dispatch.exchange(routing.load, None)())
     x, dy = tags(1, 2), np.random.default_rng(2).standard_normal((12, DIM))
     found = slopes([part], spread(x, part), dy, weights)
     kept = ~routing.is_dropped
@@ -221,7 +230,7 @@ def test_spreading_is_the_derivative_of_combining(
     rng = np.random.default_rng(2)
     routing, weights = route(gate_of("gshard", 3), 2, 5)
     for (part,) in (
-        dispatch.dropless(routing, dispatch.exchange(routing.load, None)),
+        dispatch.dropless(routing, dispatch.exchange(routing.load, None)()),
         dispatch.padded(routing, routing.capacity or 0, [2], 0),
     ):
         rows, dy = rng.standard_normal((part.num_sent, DIM)), rng.standard_normal((12, DIM))
@@ -251,7 +260,10 @@ def test_sums_are_the_same_with_and_without_the_kernel(
     given = rng.standard_normal(30).astype(y)
 
     def results() -> list[Any]:
-        return [added_up(rows, sums, factors, y) for factors in (None, given)]
+        found = [np.full((12, 33), np.nan, y) for _ in range(2)]
+        for factors, out in zip((None, given), found, strict=True):
+            add_up(rows, sums, factors, out)
+        return found
 
     assert (kernel_of(rows, None, rows.dtype) is None) == (dtype == "float16")
     compiled = results()
@@ -276,10 +288,10 @@ def test_rows_are_added_in_the_same_order_on_all_ranks_and_in_all_parts(form: st
         gated = gate.forward(logits[mine], num_groups=each)
         first = dispatch.experts_of(8, comm.size, comm.rank).start
 
-        def compute(rows: Rows, out: Rows, part: dispatch.Part) -> None:
+        def compute(rows: Received, out: Rows, part: dispatch.Part) -> None:
             for i in range(len(part.segments)):
-                for row, there in zip(rows.pieces(part, i), out.pieces(part, i), strict=True):
-                    there[...] = row * np.float32(1.1 + first + i)
+                y = rows.of_expert(part, i) * np.float32(1.1 + first + i)
+                scatter(out.pieces(part, i), y)
 
         parts = parts_of(form, gated.routing, gate, [each] * comm.size, comm, num_parts)
         weights = gated.weights.astype("float32")

@@ -237,6 +237,16 @@ def test_without_turns_nothing_is_hidden() -> None:
         assert hidden(second, "F") == hidden(second, "B") == 0
 
 
+def test_layers_that_wait_for_nothing_take_no_turns() -> None:
+    """They could hide nothing, and would only change threads."""
+
+    def dense(mesh: Mesh | None) -> Model:
+        return gpt(num_layers=4, hidden=6, num_heads=2, context=CONTEXT, mesh=mesh)
+
+    trainers = [end.trainer for end in overlapped()._replace(of=dense).run()]
+    assert not any(num_slots(trainer) for trainer in trainers)
+
+
 @pytest.mark.parametrize("direction", ["F", "B"])
 def test_an_error_on_one_side_ends_both(direction: str) -> None:
     """On all ranks, and no thread remains."""
