@@ -15,13 +15,14 @@ A dispatch may be divided into parts, so that the experts compute one of them wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from collectives import Communicator, SentReceived, even_counts
-from moe.routing import Integers, Routing
+from moe.routing import Flags, Integers, Routing
 from parallel.placement import length, span
 
 ALGORITHM = "linear"  # of all exchanges
@@ -108,19 +109,20 @@ def exchange(load: Integers, comm: Communicator | None) -> Callable[[], Integers
 def dropless(routing: Routing, loads: Integers, rank: int = 0, num_parts: int = 1) -> list[Part]:
     """Return the parts of a dispatch of exactly the rows that are routed.
 
-    `loads` is what `exchange` has found on this `rank`.  The rows of each pair of a source and an
-    expert are divided over `num_parts` as evenly as possible.
+    `loads` is what `exchange` has found on this `rank`.  The parts are those of `Division`.
     """
+    mine = experts_of(routing.num_experts, len(loads), rank)
     kept = np.flatnonzero(~routing.is_dropped)
     by_expert = kept[stable_order(routing.expert[kept], routing.num_experts)]
     starts, order = np.cumsum(routing.load) - routing.load, own_last(routing, len(loads), rank)
     parts = []
     for i in range(num_parts):
-        sent, first = share(routing.load, num_parts, i)
+        division = Division(routing.num_experts, len(loads), num_parts, i)
+        sent, first = division.of(routing.load)
         stops = starts + first + sent
         of_expert = [by_expert[a:b] for a, b in zip(starts + first, stops, strict=True)]
         entry = np.concatenate([by_expert[:0], *(of_expert[expert] for expert in order)])
-        arriving = share(loads, num_parts, i)[0]
+        arriving = division.of(loads, mine)[0]
         parts.append(_part(routing, rank, entry, np.arange(len(entry)), sent, arriving))
     return parts
 
@@ -132,10 +134,35 @@ def own_last(routing: Routing, num_ranks: int, rank: int) -> list[int]:
     return [*experts[: mine.start], *experts[mine.stop :], *experts[mine]]
 
 
-def share(totals: Integers, num_parts: int, i: int) -> tuple[Integers, Integers]:
-    """Return the size of part `i` of each of some totals, divided evenly, and where it begins."""
-    each, rest = np.divmod(totals, num_parts)
-    return each + (i < rest), i * each + np.minimum(i, rest)
+class Division(NamedTuple):
+    """What part `i` of `num_parts` has of the rows for each expert.
+
+    If each rank has at least so many experts, a part has all rows of some experts of each rank:
+    products of large matrices take less time than those of several small ones.  Otherwise it has
+    some rows of each expert, divided as evenly as possible.
+    """
+
+    num_experts: int
+    num_ranks: int
+    num_parts: int
+    i: int
+
+    def of(self, totals: Integers, experts: slice = slice(None)) -> tuple[Integers, Integers]:
+        """Return how many of the `totals` (..., experts) this part has, and from which on."""
+        if self.num_parts > self.num_experts // self.num_ranks:
+            each, rest = np.divmod(totals, self.num_parts)
+            return each + (self.i < rest), self.i * each + np.minimum(self.i, rest)
+        return totals * _is_in_part(*self)[experts], np.zeros_like(totals)
+
+
+@lru_cache(maxsize=1024)
+def _is_in_part(num_experts: int, num_ranks: int, num_parts: int, i: int) -> Flags:
+    """Return which experts are in part `i`, if parts have whole experts."""
+    found = np.zeros(num_experts, bool)
+    for rank in range(num_ranks):
+        owned = experts_of(num_experts, num_ranks, rank)
+        found[owned][span(length(owned), num_parts, i)] = True
+    return found
 
 
 def stable_order(keys: Integers, stop: int) -> Integers:
@@ -172,22 +199,25 @@ def padded(
     rank : int
         This rank.
     num_parts : int
-        The slots are divided over so many parts, as evenly as possible.
+        The parts are those of `Division`, of slots in place of rows.
     """
     kept = np.flatnonzero(~routing.is_dropped)
     mine = experts_of(routing.num_experts, len(groups), rank)
-    position = np.argsort(own_last(routing, len(groups), rank))
+    order = own_last(routing, len(groups), rank)
+    slots = np.full(routing.num_experts, capacity, np.int64)
     parts = []
     for i in range(num_parts):
-        slots = span(capacity, num_parts, i)
-        slot = routing.slot[kept]
-        entry = kept[(slot >= slots.start) & (slot < slots.stop)]
-        queue = position[routing.expert[entry]] * groups[rank] + routing.group[entry]
-        place = queue * length(slots) + routing.slot[entry] - slots.start
-        order = distinct_order(place)
-        sent = np.full(routing.num_experts, groups[rank] * length(slots), np.int64)
-        arriving = np.outer(groups, np.full(length(mine), length(slots))).astype(np.int64)
-        parts.append(_part(routing, rank, entry[order], place[order], sent, arriving))
+        size, first = Division(routing.num_experts, len(groups), num_parts, i).of(slots)
+        slot, expert = routing.slot - first[routing.expert], routing.expert
+        entry = kept[((slot >= 0) & (slot < size[expert]))[kept]]
+        slot, expert = slot[entry], expert[entry]
+        sent = groups[rank] * size
+        starts = np.empty_like(sent)
+        starts[order] = np.cumsum(sent[order]) - sent[order]
+        place = starts[expert] + routing.group[entry] * size[expert] + slot
+        by_place = distinct_order(place)
+        arriving = np.outer(groups, size[mine])
+        parts.append(_part(routing, rank, entry[by_place], place[by_place], sent, arriving))
     return parts
 
 

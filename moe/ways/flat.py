@@ -9,7 +9,7 @@ import numpy as np
 
 import collectives
 from moe import dispatch
-from moe.dispatch import Part
+from moe.dispatch import Division, Part
 from moe.exchange import Exchange, Sent, slopes_of
 from moe.experts import Experts, Half
 from moe.payload import form_of
@@ -163,11 +163,13 @@ class Flat(Way):
 
     def shares(self, loads: Sequence[Integers]) -> Loads:
         """Return the `loads` of the ranks, exactly the rows that are routed, by part."""
-        num_parts = self.options.num_parts
-        return [[dispatch.share(load, num_parts, i)[0] for load in loads] for i in range(num_parts)]
+        return [[part.of(load)[0] for load in loads] for part in self._divisions()]
+
+    def _divisions(self) -> list[Division]:
+        team, num_parts = self.team, self.options.num_parts
+        return [Division(team.num_experts, team.size, num_parts, i) for i in range(num_parts)]
 
     def _padded_loads(self, groups: Sequence[int], slots: int) -> Loads:
         """Return the loads if so many slots of each expert and group are sent."""
-        queues = np.full(self.team.num_experts, 1, np.int64)
-        sizes = collectives.even_counts(slots, self.options.num_parts)
-        return [[queues * n * size for n in groups] for size in sizes]
+        of_expert = np.full(self.team.num_experts, slots, np.int64)
+        return [[part.of(of_expert)[0] * n for n in groups] for part in self._divisions()]

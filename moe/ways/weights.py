@@ -120,8 +120,8 @@ class GatheredWeights(Way):
         mine = self.team.owned_by(self.team.place(x.rank))
         sizes = (length(mine) * math.prod(spec.box(mesh, x.rank).shape) for spec in specs)
         n = self.options.num_parts
-        shares = (dispatch.share(load, n, i)[0] for i in range(n))
-        rows = [each.tolist() for each in shares]
+        parts = (dispatch.Division(len(load), 1, n, i) for i in range(n))
+        rows = [part.of(load)[0].tolist() for part in parts]
         return Plan(rows, gathers, gathers + sums, kept, rest=x.width * sum(sizes))
 
     def calls(self, rank: int, width: int, label: str, collective: str) -> list[PredictedCall]:

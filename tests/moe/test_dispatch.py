@@ -159,6 +159,28 @@ def test_the_result_is_that_of_masks_on_one_rank(
         assert found[0].table is not None and found[0].table.check()
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "num_parts"),
+    [(8, 2, 1), (8, 2, 4), (8, 2, 3), (5, 2, 2), (8, 2, 5), (8, 4, 3), (3, 4, 2)],
+)
+def test_parts_have_whole_experts_if_each_rank_has_enough(
+    num_experts: int, num_ranks: int, num_parts: int
+) -> None:
+    """Each row is in one part, and the parts of an expert follow each other."""
+    load = np.random.default_rng(3).integers(0, 20, (num_ranks, num_experts))
+    stop = np.zeros_like(load)
+    for i in range(num_parts):
+        size, first = dispatch.Division(num_experts, num_ranks, num_parts, i).of(load)
+        if num_parts <= num_experts // num_ranks:
+            assert set(np.unique(size[:, size.any(axis=0)] == load[:, size.any(axis=0)])) <= {True}
+            owned = [dispatch.experts_of(num_experts, num_ranks, r) for r in range(num_ranks)]
+            assert all(size[:, experts].any() for experts in owned)
+        else:
+            assert (first == stop).all()
+        stop += size
+    np.testing.assert_array_equal(stop, load)
+
+
 def test_parts_send_the_same_bytes_together() -> None:
     """In more messages."""
     for form in FORMS:
