@@ -61,6 +61,7 @@ def test_both_contenders_add_copies_of_tokens(name: str) -> None:
         assert num_wrong(steps) == SIZE.dim
         with pytest.raises(StopIteration):
             steps()
+    comm.free()
 
 
 def test_each_step_has_another_routing() -> None:
