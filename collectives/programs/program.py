@@ -93,6 +93,14 @@ class CallSpec(NamedTuple):
         """The names of the collective and the algorithm in the ledger."""
         return self.label or self.collective, self.chosen
 
+    @property
+    def is_recurring(self) -> bool:
+        """Whether more calls like this are expected; counts known to one rank may not come again.
+
+        What is made for other calls is not kept at the first one.
+        """
+        return not isinstance(self.counts, OwnCounts)
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -120,10 +128,9 @@ class Program:
 
 
 def compile_call(spec: CallSpec, rank: int, size: int) -> Program:
-    """The program of one rank, from a cache of bounded size unless it is for `OwnCounts`."""
+    """The program of one rank, from a cache of bounded size if the call is recurring."""
     is_average = spec.op is not None and spec.op.is_average
-    is_kept = not isinstance(spec.counts, OwnCounts)
-    return (_compiled if is_kept else _compiled.__wrapped__)(
+    return (_compiled if spec.is_recurring else _compiled.__wrapped__)(
         *(spec.algorithm, rank, size, spec.root, spec.counts, spec.options, spec.aliasing),
         *(spec.segments, spec.dtype.itemsize, is_average),
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from collectives.arrays import HOST, Array, Arrays
 from collectives.engines import Reusable
-from collectives.programs import CallSpec, OwnCounts
+from collectives.programs import CallSpec
 from collectives.runtime.cached_calls import (
     CachedCall,
     CachedPlan,
@@ -38,7 +38,7 @@ def can_cache(session: Session, key: Key, spec: CallSpec, arrays: Arrays) -> boo
     """Whether the execution of this call can serve later calls of the same key.
 
     False if the cache already has one: it could not serve this call, for example because `x` had
-    to be copied first.  False for the first call with these `OwnCounts`.
+    to be copied first.  False for the first call with these counts, unless it is recurring.
     """
     return (
         session.fast_calls is session.call_cache
@@ -46,7 +46,7 @@ def can_cache(session: Session, key: Key, spec: CallSpec, arrays: Arrays) -> boo
         and is_fully_compiled(session.transport, spec, arrays)
         and spec.aliasing != "odd"
         and session.call_cache.find(key) is None
-        and (not isinstance(spec.counts, OwnCounts) or session.call_cache.is_repeated(key))
+        and (spec.is_recurring or session.call_cache.is_repeated(key))
     )
 
 

@@ -18,7 +18,6 @@ from collectives.programs import (
     Lane,
     Lanes,
     Message,
-    OwnCounts,
     Program,
     Step,
     assembled,
@@ -68,7 +67,7 @@ class RunPool:
         self, spec: CallSpec, arrays: Arrays, tag: int, number: int, *, is_ahead: bool = False
     ) -> Run:
         """The run of a call, or of the header or counts that are sent before it."""
-        if isinstance(spec.counts, OwnCounts):  # they may never come again
+        if not spec.is_recurring:
             return self.new_call(spec, arrays, tag, number)
         key = spec, arrays.backend.name, is_ahead
         run = self._reuse(key, arrays, tag, spec.op)
