@@ -3,9 +3,10 @@
     make gpu
     PYTHON=python3 GPU_OUT=results make gpu
 
-The output of each step is written to its own file in the folder, and the result of each step to
-summary.txt.  If a step fails, the others run all the same.  Without an MPI the ranks are threads,
-and steps that need MPI are skipped.  Nothing is installed: all modules must be present.
+The output of each step is written to its own file in the folder, the result of each step to
+summary.txt, and the numbers of all steps to gpu.json, for `make docs ARGS='--gpu FILE'`.  If a step
+fails, the others run all the same.  Without an MPI the ranks are threads, and steps that need MPI
+are skipped.  Nothing is installed: all modules must be present.
 
 The exit status is 1 if a step failed, 2 if there is no GPU or a module is missing.
 """
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MODULES = (
     "array_api_compat", "cupy", "hypothesis", "ml_dtypes", "mpi4py", "numba", "numpy", "pytest",
@@ -27,14 +30,21 @@ MODULES = (
 )  # fmt: skip
 LIMIT = 300  # seconds for a step
 SIZES = "-b 1K -e 16M -f 128 -w 2 -n 5 --seconds 0.3 --call"
-MODEL = "--steps 3 --layers 2 --hidden 64 --context 32 --batch 19 --dtype float32"
+MODEL = "--device cuda --steps 5 --layers 2 --hidden 64 --context 32 --batch 19 --dtype float32"
+LAYOUTS = {
+    "tensor": "--mesh tensor=2 --sequence-parallel",
+    "context": "--mesh context=2",
+    "pipe": "--mesh pipe=2 --batch 16 --micro-batches 4",
+    "expert": "--mesh expert=2 --batch 16 --moe switch --experts 4",
+}
 
 
 class Step(NamedTuple):
-    """A command, and the name of its file."""
+    """A command, and the name of its files; `json`: the option that names its file of numbers."""
 
     name: str
     command: Sequence[str]
+    json: str | None = None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,16 +52,18 @@ def main(arguments: list[str] | None = None) -> int:
     parse = argparse.ArgumentParser("python -m bench.gpu", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     parse.add_argument("--out", type=Path, default="gpu-results", help="folder; %(default)s")
-    parse.add_argument("--only", default="", metavar="WORD",
-        help="steps whose names begin so: tests, train, or a collective")  # fmt: skip
+    parse.add_argument("--only", action="append", metavar="WORD",
+        help="steps whose names begin so, such as tests or train; may be repeated")  # fmt: skip
     options = parse.parse_args(arguments)
     folder = options.out
     if reason := why_unavailable():
         print(f"make gpu: nothing was run: {reason}")
         return 2
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = [step for step in steps(no_mpi()) if step.name.startswith(options.only)]
+    chosen = [step for step in steps(no_mpi()) if step.name.startswith(tuple(options.only or [""]))]
     lines = [ended(step, folder) for step in chosen]
+    numbers = facts() | {step.name: found for step in chosen if (found := numbers_of(step, folder))}
+    (folder / "gpu.json").write_text(json.dumps(numbers, indent=1) + "\n")
     failed = [line for line in lines if not line.startswith("ok")]
     lines.append(f"{len(failed)} of {len(lines)} steps failed; see {folder}/")
     if reason := no_mpi():
@@ -89,25 +101,32 @@ def steps(no_mpi: str | None) -> Iterator[Step]:
     """All steps that can run here, on two ranks, which may share a GPU."""
     from bench.strategies import KINDS  # noqa: PLC0415 - takes the modules
     from collectives import algorithms  # noqa: PLC0415
+    from collectives.diagnostics.mpi_counters import MPIRUN_ARGS  # noqa: PLC0415
+    from collectives.launch.mpirun import find_mpirun  # noqa: PLC0415
 
     yield Step("tests", ["-m", "pytest", "tests/gpu"])
     launch = ["-m", "collectives.launch", "-n", "2", "--timeout", str(LIMIT - 30)]
     for collective in algorithms.collectives():
         if no_mpi is None and collective != "barrier":
             words = ["-m", "bench", collective, "--device", "cuda", *SIZES.split()]
-            yield Step(collective, launch + words)
-    for kind in KINDS:
-        words = ["-m", "parallel.train", *kind.words, "--device", "cuda", *MODEL.split()]
+            yield Step(collective, launch + words, "-J")
+    if no_mpi is None and find_mpirun().vendor == "openmpi":
+        launch += ["--mpi-args", shlex.join(MPIRUN_ARGS)]  # its counters observe
+    layouts = {name: words.split() for name, words in LAYOUTS.items()}
+    for name, options in ({kind.name: kind.words for kind in KINDS} | layouts).items():
+        words = ["-m", "parallel.train", *MODEL.split(), *options]
         prefix = launch + words if no_mpi is None else [*words, "--threads", "2"]
-        yield Step("train " + kind.name.replace(",", ""), prefix)
+        yield Step("train " + name.replace(",", ""), prefix, "--json")
 
 
 def ended(step: Step, folder: Path) -> str:
     """Run a step; return a line with its result, which begins with "ok" if it succeeded."""
     print(f"\n== {step.name}: python {' '.join(step.command)}", flush=True)
-    path, began = folder / f"{step.name.replace(' ', '_')}.txt", time.monotonic()
+    path, began = file_of(step, folder, "txt"), time.monotonic()
     with path.open("w") as file:
         command = [sys.executable, *step.command]
+        if step.json is not None:
+            command += [step.json, str(file_of(step, folder, "json"))]
         try:
             done = subprocess.run(command, stdout=file, stderr=file, timeout=LIMIT, check=False)
             how = f"failed with status {done.returncode}" if done.returncode else "ok"
@@ -115,6 +134,28 @@ def ended(step: Step, folder: Path) -> str:
             how = f"failed: not done after {LIMIT} s"
     print(path.read_text(errors="replace"))
     return f"{how}: {step.name}, {time.monotonic() - began:.0f} s"
+
+
+def file_of(step: Step, folder: Path, suffix: str) -> Path:
+    """A file of a step."""
+    return folder / f"{step.name.replace(' ', '_')}.{suffix}"
+
+
+def numbers_of(step: Step, folder: Path) -> Any:
+    """What a step wrote as numbers, or None."""
+    path = file_of(step, folder, "json")
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def facts() -> dict[str, Any]:
+    """When and on what it ran."""
+    import cupy  # noqa: PLC0415 - only where there is a GPU
+
+    from bench.docs.provenance import provenance  # noqa: PLC0415 - takes the modules
+
+    gpu = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    found = provenance(["collectives", "parallel", "moe"])
+    return {"provenance": found | {"gpu": gpu, "cupy": cupy.__version__}}
 
 
 if __name__ == "__main__":

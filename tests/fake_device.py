@@ -6,7 +6,9 @@ iteration), so a test that passes with it has handed no device buffer to the hos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,22 @@ def _refuse() -> Any:
     raise AttributeError("device memory cannot be read on the host")
 
 
+class FakeStream:
+    """Work in order; it may read host memory until somebody waits for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._reading: list[tuple[Bytes, bytes]] = []
+
+    def read(self, host: Bytes) -> None:
+        self._reading.append((host, host.tobytes()))
+
+    def synchronize(self) -> None:
+        for host, contents in self._reading:
+            assert host.tobytes() == contents, "host memory has changed while it was being copied"
+        self._reading.clear()
+
+
 class FakeBackend:
     """Counts what crosses between host and device; combines on the device."""
 
@@ -51,10 +69,12 @@ class FakeBackend:
     is_host = False
 
     def __init__(self) -> None:
+        self._thread = threading.local()
         self.reset()
 
     def reset(self) -> None:
         self.bytes_to_host = self.bytes_to_device = self.num_combined = 0
+        self.streams_used: set[str] = set()
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> FakeDeviceArray:
         return FakeDeviceArray(np.empty(shape, dtype))
@@ -77,6 +97,7 @@ class FakeBackend:
 
         def combine(left: FakeDeviceArray, right: FakeDeviceArray, out: FakeDeviceArray) -> None:
             self.num_combined += 1
+            self.streams_used.add(self.current_stream().name)
             on_memory(left._memory, right._memory, out._memory)
 
         return combine
@@ -94,14 +115,29 @@ class FakeBackend:
         for device, host in pairs:
             host[...] = device._memory.view(np.uint8)
             self.bytes_to_host += host.size
+        self.streams_used.add(self.current_stream().name)
+        self.synchronize()
 
     def to_device(self, pairs: Sequence[tuple[FakeDeviceArray, Bytes]]) -> None:
         for device, host in pairs:
             device._memory.view(np.uint8)[...] = host
             self.bytes_to_device += host.size
+            self.current_stream().read(host)
+        self.streams_used.add(self.current_stream().name)
 
     def synchronize(self) -> None:
-        """Everything here happens at once."""
+        self.current_stream().synchronize()
+
+    def current_stream(self) -> FakeStream:
+        if not hasattr(self._thread, "stream"):
+            self._thread.stream = FakeStream("default")
+        return self._thread.stream
+
+    @contextmanager
+    def on_stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._thread.stream = self.current_stream(), stream
+        yield
+        self._thread.stream = before
 
 
 BACKEND = FakeBackend()

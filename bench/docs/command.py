@@ -1,9 +1,9 @@
 """Generate the documents: pages of algorithms, API reference, and tables of measurements.
 
 The pages of algorithms come from the registry, the API from signatures and docstrings.  Tables of
-measurements come from files that `bench speed --json FILE`, once under each MPI, and `bench
-strategies --json FILE` wrote.  Without files the tables do not change, but a note says so if the
-measured code has changed since.
+measurements come from files that `bench speed --json FILE`, once under each MPI, `bench strategies
+--json FILE` and `make gpu` wrote.  Without files the tables do not change, but a note says so if
+the measured code has changed since.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what bench speed --json wrote, for each MPI")  # fmt: skip
     parser.add_argument("--strategies", type=measured.strategies_section, metavar="FILE",
         help="what bench strategies --json wrote")  # fmt: skip
+    parser.add_argument("--gpu", type=measured.gpu_section, metavar="FILE",
+        help="gpu.json, which make gpu wrote")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,6 +71,7 @@ def wanted(options: argparse.Namespace) -> Iterator[tuple[Path, str]]:
     sections = {"algorithms": algorithms.overview(), "folders": folders(ROOT / "collectives")}
     sections |= measured.sections(options.speed) if options.speed else {}
     sections |= {"strategies": options.strategies} if options.strategies else {}
+    sections |= {"gpu": options.gpu} if options.gpu else {}
     for path in sorted([*options.root.glob("*.md"), *options.root.glob("docs/*.md")]):
         if path not in dict(generated):
             yield path, document(read(path), sections)

@@ -1,10 +1,10 @@
-"""Tables of measurements, from what `bench speed` and `bench strategies` wrote with --json."""
+"""Tables of measurements, from what `bench speed`, `bench strategies` and `make gpu` wrote."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from bench.docs.sections import table
 from bench.goals import PAIR
 from bench.report import times_faster
 from bench.sizes import text
+from parallel.accounts.table import ALL
 
 Result = dict[str, Any]  # of one run of the speed command
 
@@ -58,6 +59,46 @@ def strategies_section(path: str) -> str:
     rows = [[name, *_numbers(costs)] for name, costs in result["costs"].items()]
     facts = result["provenance"]
     return f"{table(['strategy'], head, rows)}\n\n{note(facts, [facts['mpi']])}"
+
+
+def gpu_section(path: str) -> str:
+    """The tables of collectives and of training on a GPU from what `make gpu` wrote."""
+    result = _read(path)
+    facts = result.pop("provenance", {})
+    measured = {name: found for name, found in result.items() if "summary" in found}
+    trained = {name: found for name, found in result.items() if "traffic" in found}
+    if "gpu" not in facts or not measured:
+        raise argparse.ArgumentTypeError(f"{path} was not written by make gpu with an MPI")
+    first = next(iter(measured.values()))
+    sizes = [text(row["size"]) for row in first["summary"]]
+    heads = [head for size in sizes for head in (f"{size}: best", "call")]
+    rows = [[name, *map(str, gpu_cells(found))] for name, found in measured.items()]
+    heads_trained = ["sent: predicted", "recorded", "observed", "first loss", "last", "ms a step"]
+    rows_trained = [
+        [name.removeprefix("train "), *training_cells(found)] for name, found in trained.items()
+    ]
+    where = f"CuPy {facts['cupy']}, one {facts['gpu']} for {first['ranks']} ranks"
+    said = note(facts, [where, first["mpi"]])
+    tables = table(["collective"], heads, rows), table(["training"], heads_trained, rows_trained)
+    return "\n\n".join([*tables, said])
+
+
+def gpu_cells(found: dict[str, Any]) -> Iterator[str]:
+    """The times of a collective at each size: of the best algorithm, and of the call."""
+    for row in found["summary"]:
+        yield f"{short(row['best_seconds'])} ({row['best']})"
+        yield short(row["call"])
+
+
+def training_cells(found: dict[str, Any]) -> Iterator[str]:
+    """The bytes of a run by all three counts, its losses, and the time of a step."""
+    rows = found["traffic"]["rows"]
+    alone = [row for row in rows if row["collective"] != ALL]
+    for who, counted in (("predicted", alone), ("recorded", alone), ("observed", rows)):
+        counts = [row[who]["bytes"] for row in counted if row[who] is not None]
+        yield f"{sum(counts):,}" if counts else "n/a"
+    yield from (f"{found['losses'][place]:.4f}" for place in (0, -1))
+    yield f"{found['seconds_per_step'] * 1e3:.1f}"
 
 
 def _numbers(costs: Sequence[float]) -> list[str]:

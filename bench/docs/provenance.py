@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from collectives import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 CHANGED = " The code has changed since."
 _NOTE = re.compile(
@@ -34,10 +36,10 @@ def provenance(packages: Sequence[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the checkout, or the version of what is installed."""
+    """The commit of the checkout, or the version where there is none."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or f"version {version('ring-collectives')}"
+    return done.stdout.strip() or f"version {__version__}"
 
 
 def digest(packages: Sequence[str], root: Path = ROOT) -> str:

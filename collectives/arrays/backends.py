@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import array_api_compat
@@ -18,6 +19,7 @@ from collectives.arrays import half_precision
 from collectives.arrays.allocator import LARGE, Bytes, empty
 
 Array = Any  # a NumPy or CuPy array; the two share no base class
+Stream = Any  # of CUDA; None for host memory
 
 _BLOCK = 1 << 16  # elements that are checked together
 
@@ -76,10 +78,16 @@ class Backend(Protocol):
         """Copy flat arrays to host buffers; complete on return."""
 
     def to_device(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
-        """Copy host buffers to flat arrays, in order with the caller's current stream."""
+        """Copy host buffers to flat arrays; they must not change before `synchronize`."""
 
     def synchronize(self) -> None:
-        """Wait until all work on the caller's current stream is done."""
+        """Wait until all work on the current stream is done."""
+
+    def current_stream(self) -> Stream:
+        """The current stream of this thread.  All operations are in order with it."""
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        """A context in which a stream, of this thread or of another, is the current one."""
 
 
 class NumpyBackend:
@@ -134,6 +142,12 @@ class NumpyBackend:
 
     def synchronize(self) -> None:
         """Do nothing: operations on the host are complete on return."""
+
+    def current_stream(self) -> Stream:
+        return None
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 class CupyBackend:
@@ -211,12 +225,18 @@ class CupyBackend:
             for device, host in pairs:
                 if host.size:
                     device.view(np.uint8).set(host, stream=stream)
-            # The host buffer is reused for the next message, so the copy must be complete.
-            stream.synchronize()
 
     def synchronize(self) -> None:
+        self.current_stream().synchronize()
+
+    def current_stream(self) -> Stream:
         with self.device:
-            self.cupy.cuda.get_current_stream().synchronize()
+            return self.cupy.cuda.get_current_stream()
+
+    @contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        with self.device, stream:
+            yield
 
 
 class Arrays(NamedTuple):

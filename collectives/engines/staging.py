@@ -31,7 +31,8 @@ class Staged(Interpreted):
     """An execution on device memory: copies sends to the host, and received data to the device.
 
     Consecutive sends are copied to the host together, and so are the receives of one WAIT to the
-    device.
+    device.  All work is in order with the stream that was current in the thread that began the run,
+    whichever thread continues it.
     """
 
     def __init__(self, program: Program, operands: Operands, messages: Messages) -> None:
@@ -39,10 +40,20 @@ class Staged(Interpreted):
         self._pinned = PinnedMemory(operands.backend)  # kept from run to run of a plan
         self._arriving: dict[int, tuple[Array, Bytes]] = {}
         self._leaving: dict[int, Bytes] = {}
+        self._copying: set[int] = set()  # slots whose host memory the device may still read
 
     def detach(self) -> None:
+        self._finish_copies()
         self._pinned = PinnedMemory(self.memory.backend)
         super().detach()
+
+    def restart(self) -> None:
+        super().restart()
+        self._stream = self.memory.backend.current_stream()
+
+    def advance(self, seconds: float) -> bool:
+        with self.memory.backend.on_stream(self._stream):
+            return super().advance(seconds)
 
     def receive(self, row: Row) -> None:
         array, host = self._pair(row)
@@ -63,15 +74,26 @@ class Staged(Interpreted):
             pairs.append(self._pair(row))
             self._leaving[row.slot] = pairs[-1][1]
         self.memory.backend.to_host(pairs)
+        self._copying.clear()  # it has waited for the stream
 
     def _pair(self, row: Row) -> tuple[Array, Bytes]:
+        if row.slot in self._copying:
+            self._finish_copies()
         array = self.memory.view(row.buffer, row.offset, row.size)
         return array, self._pinned.buffer(row.slot, array)
 
     def arrived(self, row: Row) -> None:
         receives = range(row.slot, row.slot + row.peer)
         self.memory.backend.to_device([self._arriving.pop(slot) for slot in receives])
+        self._copying.update(receives)
 
     def completed(self) -> None:
-        # The caller may use the result on another stream than the current one.
+        # The caller may use the result on another stream.
         self.memory.backend.synchronize()
+        self._copying.clear()
+
+    def _finish_copies(self) -> None:
+        """Wait until the device has read all host memory."""
+        if self._copying:
+            self.memory.backend.synchronize()
+            self._copying.clear()

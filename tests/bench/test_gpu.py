@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import pytest
 
 from bench import gpu
 from bench.__main__ import parsed
+from bench.docs import measured
+from bench.docs.provenance import provenance
 from bench.gpu import Step
 from bench.strategies import KINDS
 from collectives import algorithms
 from collectives.launch.mpirun import MpiNotFound
 from parallel import cli, train
+
+
+@pytest.fixture(autouse=True)
+def facts(monkeypatch):
+    found = provenance(["bench"]) | {"gpu": "a GPU", "cupy": "1.0"}
+    monkeypatch.setattr(gpu, "facts", lambda: {"provenance": found})
 
 
 def test_a_module_that_is_missing_is_named(tmp_path, monkeypatch, capsys):
@@ -81,10 +90,32 @@ def test_without_an_mpi_it_says_what_is_left_out(tmp_path, monkeypatch, capsys):
     assert "collectives.launch" not in said and "parallel.train" in said
 
 
+def test_its_numbers_become_tables_of_the_documents(tmp_path, monkeypatch):
+    """Steps run on the host here; a run without an MPI has no numbers of collectives."""
+    monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
+    all_steps = [
+        Step(step.name, ["cpu" if word == "cuda" else word for word in step.command], step.json)
+        for step in gpu.steps(None)
+    ]
+    monkeypatch.setattr(gpu, "steps", lambda no_mpi: all_steps)
+    assert gpu.main(["--out", str(tmp_path), "--only", "exscan", "--only", "train tensor"]) == 0
+    lines = measured.gpu_section(str(tmp_path / "gpu.json")).splitlines()
+    assert lines[0].startswith("| collective | 1 KiB: best | call |")
+    assert [line.split()[1] for line in lines if line.startswith("| ")].count("exscan") == 1
+    (cells,) = [line.split(" | ") for line in lines if line.startswith("| tensor")]
+    assert cells[1] == cells[2] and float(cells[5]) < float(cells[4])
+    assert "CuPy 1.0, one a GPU for 2 ranks and " in lines[-1]
+    (tmp_path / "exscan.json").unlink()
+    assert gpu.main(["--out", str(tmp_path), "--only", "train tensor"]) == 0
+    with pytest.raises(argparse.ArgumentTypeError, match="was not written by make gpu"):
+        measured.gpu_section(str(tmp_path / "gpu.json"))
+
+
 @pytest.mark.parametrize("no_mpi", [None, "mpi4py finds no MPI library"])
 def test_every_step_is_a_command_that_can_be_run(no_mpi):
     found = {step.name: list(step.command) for step in gpu.steps(no_mpi)}
-    trained = [found.pop(f"train {kind.name.replace(',', '')}") for kind in KINDS]
+    names = [*(kind.name.replace(",", "") for kind in KINDS), *gpu.LAYOUTS]
+    trained = [found.pop(f"train {name}") for name in names]
     assert found.pop("tests")[1:] == ["pytest", "tests/gpu"]
     assert set(found) == (set() if no_mpi else set(algorithms.collectives()) - {"barrier"})
     for words in trained:

@@ -8,7 +8,7 @@ import pytest
 import collectives
 from collectives import Communicator
 from tests import device_scenarios as scenarios
-from tests.fake_device import BACKEND, FakeDeviceArray, on_device, on_host
+from tests.fake_device import BACKEND, FakeDeviceArray, FakeStream, on_device, on_host
 from tests.scenarios import all_jobs
 
 
@@ -50,6 +50,32 @@ def test_staged_bytes_are_the_bytes_sent() -> None:
 def test_device_arrays_are_combined_on_the_device() -> None:
     collectives.run(lambda comm: comm.all_reduce(on_device(np.ones(8)), algorithm="ring"), 4)
     assert BACKEND.num_combined == 4 * 3
+
+
+def test_work_is_on_the_stream_that_was_current_at_the_call_whoever_continues_it() -> None:
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(1000))
+        with BACKEND.on_stream(FakeStream("the caller's")):
+            work = comm.all_reduce(x, async_op=True)
+            plan = comm.plan.all_reduce(x)
+            plan.start()
+        work.wait()
+        plan.wait()
+        plan.free()
+
+    collectives.run(body, 3)
+    assert BACKEND.streams_used == {"the caller's"}
+
+
+def test_host_memory_that_changes_while_it_is_copied_is_noticed() -> None:
+    """The negative control of all tests here."""
+    host = np.zeros(8, np.uint8)
+    BACKEND.to_device([(on_device(np.ones(1)), host)])
+    host[0] = 1
+    with pytest.raises(AssertionError, match="has changed while"):
+        BACKEND.synchronize()
+    host[0] = 0
+    BACKEND.synchronize()
 
 
 @pytest.mark.parametrize("scenario", [scenarios.mixed_program, scenarios.plan_reads_afresh])

@@ -73,6 +73,19 @@ def test_work_on_the_callers_stream_is_waited_for() -> None:
     collectives.run(body, 2)
 
 
+def test_a_call_under_way_stays_on_the_callers_stream() -> None:
+    def body(comm: Communicator) -> None:
+        with cupy.cuda.Stream(non_blocking=True):
+            x = cupy.zeros(1 << 22, cupy.float32)
+            for _ in range(200):
+                x += 1
+            work = comm.all_reduce(x, async_op=True)
+        y = work.wait()  # here another stream is the current one
+        assert float(cupy.abs(y - 200.0 * comm.size).max()) == 0.0
+
+    collectives.run(body, 2)
+
+
 @pytest.mark.skipif(no_mpi() is not None, reason="takes an MPI")
 def test_over_mpi(tmp_path: Path) -> None:
     script = tmp_path / "on_gpu.py"

@@ -16,6 +16,11 @@ from tests.parallel.test_offload import Make, check_predictions, places, serial,
 from tests.parallel.training import ddp, zero1, zero2, zero3
 
 pytestmark = pytest.mark.gpu
+LAYOUTS = (
+    "--mesh tensor=2 --sequence-parallel",
+    "--mesh context=2",
+    "--mesh pipe=2 --micro-batches 4",
+)
 CLOSE = {"float64": 1e-9, "float32": 1e-5, "float16": 1e-3}
 
 
@@ -26,6 +31,18 @@ def test_every_strategy_over_mpi(num_ranks: int) -> None:
     from tests.launch.test_strategies import run_every_strategy  # looks for an MPI
 
     run_every_strategy(num_ranks, "--device", "cuda")
+
+
+@pytest.mark.skipif(no_mpi() is not None, reason="takes an MPI")
+@pytest.mark.parametrize("words", LAYOUTS)
+def test_layouts_over_mpi(words: str, tmp_path: Path) -> None:
+    """Traffic is as predicted, and losses are those of the host."""
+    from tests.launch.test_layouts import EQUAL, train  # looks for an MPI
+
+    _, wanted = train(2, words, tmp_path / "host.json")
+    said, losses = train(2, f"{words} --device cuda", tmp_path / "device.json")
+    assert EQUAL in said and "parameters: equal, to the bit" in said
+    assert losses == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
