@@ -39,6 +39,8 @@ REPORT = """
     sys.stdout.write(json.dumps([*report, *map(os.environ.get, names)]) + "\\n")
 """
 
+ALLOWED = {"NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": ""}
+
 # Every rank leaves its process number in a directory and then works for ever.
 ENDLESS = """
     import os, pathlib, signal, sys
@@ -105,6 +107,26 @@ def test_a_module_runs_and_the_users_environment_wins(
     assert [(row[0], row[3], *row[5:]) for row in reports(job.stdout)] == [
         (rank, ["-n", "5"], "3", "5") for rank in range(2)
     ]
+
+
+@pytest.mark.parametrize(("given", "wanted"), [({}, ["done"]), (ALLOWED, ["done", "restored"])])
+def test_numba_writes_nothing_to_the_terminal_of_a_rank(
+    given: dict[str, str], wanted: list[str], script: Script
+) -> None:
+    """With colorama, an escape sequence at the end.  This colorama writes a word instead."""
+    script(
+        """
+        import atexit
+        __version__ = "1.0"
+        Fore = Style = type("Codes", (), {"__getattr__": lambda self, name: ""})()
+        deinit = reinit = lambda: None
+        init = lambda: atexit.register(print, "restored")
+        """,
+        "colorama.py",
+    )
+    program = script("import numba; numba.njit(lambda: 0)(); print('done')")
+    job = launch(1, [program], env=given, timeout=TOO_LONG, capture=True)
+    assert job.stdout.split() == wanted, job.stderr
 
 
 def test_plain_mpirun_needs_no_launcher(script: Script) -> None:
