@@ -23,8 +23,8 @@ _RANKS = {
     # gives freed memory back to the system: each training step then takes it again page by page.
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),
-    # Under Open MPI the output of a rank is a terminal, wherever the launcher writes it.  If colorama
-    # is installed, numba would end the output on a terminal with an escape sequence.
+    # Under Open MPI the output of a rank is a terminal, wherever the launcher writes it.  Where
+    # colorama is installed, numba would end output on a terminal with an escape sequence.
     "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1",
 }
 _OPEN_MPI = {
