@@ -126,7 +126,8 @@ def ended(step: Step, folder: Path) -> str:
     with path.open("w") as file:
         command = [sys.executable, *step.command]
         if step.json is not None:
-            command += [step.json, str(file_of(step, folder, "json"))]
+            (numbers := file_of(step, folder, "json")).unlink(missing_ok=True)  # of another run
+            command += [step.json, str(numbers)]
         try:
             done = subprocess.run(command, stdout=file, stderr=file, timeout=LIMIT, check=False)
             how = f"failed with status {done.returncode}" if done.returncode else "ok"

@@ -14,7 +14,6 @@ from bench.docs.sections import table
 from bench.goals import PAIR
 from bench.report import times_faster
 from bench.sizes import text
-from parallel.accounts.table import ALL
 
 Result = dict[str, Any]  # of one run of the speed command
 
@@ -93,7 +92,7 @@ def gpu_cells(found: dict[str, Any]) -> Iterator[str]:
 def training_cells(found: dict[str, Any]) -> Iterator[str]:
     """The bytes of a run by all three counts, its losses, and the time of a step."""
     rows = found["traffic"]["rows"]
-    alone = [row for row in rows if row["collective"] != ALL]
+    alone = [row for row in rows if not row["collective"].startswith("(")]  # that is no sum of rows
     for who, counted in (("predicted", alone), ("recorded", alone), ("observed", rows)):
         counts = [row[who]["bytes"] for row in counted if row[who] is not None]
         yield f"{sum(counts):,}" if counts else "n/a"

@@ -95,5 +95,6 @@ class Staged(Interpreted):
     def _finish_copies(self) -> None:
         """Wait until the device has read all host memory."""
         if self._copying:
-            self.memory.backend.synchronize()
+            with self.memory.backend.on_stream(self._stream):
+                self.memory.backend.synchronize()
             self._copying.clear()
