@@ -6,8 +6,8 @@
 
 Every run is on one rank, on the same text, and from the same initial values for the same seed.  The
 scheme "none" chooses the best k of the softmax; it has no loss beside that of the model, and
-experts take all tokens.  Others are compared with "none" of the same k.  A run tells of its last
-steps, on average over steps and blocks:
+experts take all tokens.  Others are compared with "none" of the same k.  A run reports
+averages over its last steps and all blocks:
 
 - imbalance: the largest number of choices of an expert over the mean, dropped choices included; 1
   if all are equal, and the number of experts over k if all tokens choose the same ones;
@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="this one beside none; may be given several times; default: all")  # fmt: skip
     add("--steps", type=at_least(1), default=usual.steps, help="default: %(default)s")
     add("--last", type=at_least(1), default=usual.last, metavar="N",
-        help="steps at the end that are told of; default: %(default)s")  # fmt: skip
+        help="steps at the end that are reported; default: %(default)s")  # fmt: skip
     add("--seeds", type=at_least(1), default=5, metavar="N",
         help="runs of each scheme; default: %(default)s")  # fmt: skip
     add("--experts", type=at_least(2), default=usual.num_experts, metavar="N",

@@ -51,7 +51,7 @@ SCHEMES = (
 
 
 class Settings(NamedTuple):
-    """What all runs have in common; `last` are the steps at the end that are told of."""
+    """What all runs have in common; `last` are the steps at the end that are reported."""
 
     steps: int = 600
     last: int = 100

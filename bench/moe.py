@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         result = {
             "provenance": provenance(["collectives", "parallel", "moe"]),
+            "mpi": mpi_of(jobs.results),
             "goals": [{**goal._asdict(), "met": goal.is_met} for goal in goals],
             "jobs": jobs.results,
         }

@@ -82,7 +82,7 @@ class Found(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """A bound of a ratio, and what was found of it."""
+    """A bound that a ratio must exceed, and what was found of it."""
 
     what: str
     least: float
@@ -90,8 +90,8 @@ class Goal(NamedTuple):
 
     @property
     def is_met(self) -> bool:
-        """Whether the ratio is large enough."""
-        return self.found >= self.least
+        """Whether the ratio is greater than the bound."""
+        return self.found > self.least
 
 
 def goals(found: Iterable[Found]) -> Iterator[Goal]:
@@ -152,7 +152,7 @@ def host_table(found: Iterable[Found]) -> Table:
 
 def goal_table(found: Iterable[Goal]) -> Table:
     """One line for each goal; those missed in red."""
-    table = table_with("goal", numbers=["at least", "found", "verdict"])
+    table = table_with("goal", numbers=["more than", "found", "verdict"])
     for each in found:
         verdict, style = ("met", None) if each.is_met else ("missed", "bold red")
         table.add_row(each.what, f"{each.least:.2f}", f"{each.found:.2f}", verdict, style=style)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
+from typing import Any
 
-from moe.gates import GATES
+from moe.gates import GATES, RULES
 from parallel.cli import at_least
+from parallel.presets import GATE_OPTIONS
+
+DROPLESS = "none"  # as a capacity rule
+CAPACITY_RULES = (*(name for name in RULES if name != "expert-choice"), DROPLESS)
 
 
 def add_expert_options(add: Callable[..., object]) -> None:
@@ -13,7 +19,7 @@ def add_expert_options(add: Callable[..., object]) -> None:
     positive = at_least(1)
     add("--moe", choices=GATES, metavar="GATE",
         help=f"experts in place of MLPs, chosen by {', '.join(GATES)}")  # fmt: skip
-    add("--experts", type=positive, default=8, help="number of experts; default: %(default)s")
+    add_number_of_experts(add)
     add("--top-k", type=positive, metavar="K", help="experts for each token; default: the gate's")
     add("--moe-every", type=positive, metavar="N",
         help="of N consecutive blocks the last has experts; default: 2")  # fmt: skip
@@ -23,3 +29,39 @@ def add_expert_options(add: Callable[..., object]) -> None:
         metavar="N",
         help="MLPs beside the experts; default: 0",
     )
+
+
+def add_number_of_experts(add: Callable[..., object]) -> None:
+    """Add ``--experts``."""
+    add("--experts", type=numbers_of_experts, default=8, metavar="N[,N,...]",
+        help="number of experts, or one for each block with experts; default: %(default)s",
+    )  # fmt: skip
+
+
+def numbers_of_experts(word: str) -> int | tuple[int, ...]:
+    """Return 8 for "8", and (4, 8) for "4,8"; an argument type."""
+    first, *others = (at_least(1)(number) for number in word.split(","))
+    return (first, *others) if others else first
+
+
+def add_capacity_options(add: Callable[..., object]) -> None:
+    """Add the options that say how many tokens an expert takes."""
+    add("--capacity-factor", type=float, metavar="F", help="default: the gate's")
+    add("--capacity-rule", choices=CAPACITY_RULES, metavar="RULE",
+        help=f"one of {', '.join(CAPACITY_RULES)}; {DROPLESS}: experts take all tokens; default:"
+        " the gate's",
+    )  # fmt: skip
+
+
+def gate_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the gate that are on the command line, by their names in `GATES`.
+
+    Raises ValueError for a capacity rule without a gate.
+    """
+    given = vars(options)
+    found = {name: given[key] for key, name in GATE_OPTIONS.items() if given[key]}
+    if options.capacity_rule is None:
+        return found
+    if options.moe is None:
+        raise ValueError("--capacity-rule needs --moe GATE")
+    return found | {"rule": None if options.capacity_rule == DROPLESS else options.capacity_rule}

@@ -17,6 +17,8 @@ from moe.ways import Team
 from parallel.inference import Inference
 from parallel.nn import Activations, Array, ArraySpec, Layer, Step
 
+COUNTED_WAYS = ("flat", "hierarchical")  # in which a rank computes with its own experts only
+
 
 def without_capacity(make: Callable[[int], Gate]) -> Callable[[int], Gate]:
     """Return a function that makes the gates of `make` for the generation of text.
@@ -65,7 +67,17 @@ class Counted(Layer):
 
 
 def count_reads(inference: Inference) -> None:
-    """Let the experts of a model add what they read to ``inference.bytes_read``."""
+    """Let the experts of a model add what they read to ``inference.bytes_read``.
+
+    Raises ValueError for a way to dispatch that gathers the weights of other ranks' experts: reads
+    of gathered weights are not counted.
+    """
+    for layer in mixtures(inference.model):
+        if layer.dispatch not in COUNTED_WAYS:
+            raise ValueError(
+                f"the layer {layer.name} has the dispatch {layer.dispatch}, which gathers weights:"
+                f" the weights that tokens read are counted only for {' and '.join(COUNTED_WAYS)}"
+            )
 
     def count(nbytes: int) -> None:
         inference.bytes_read += nbytes

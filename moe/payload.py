@@ -1,7 +1,8 @@
 """In which form rows are sent between ranks: as they are, in two bytes, or in one.
 
-Rounding depends on the row alone, and a rank rounds the rows that it keeps for itself too: results
-do not depend on the number of ranks.
+Rounding depends on the row alone, and a rank rounds the rows that it keeps for itself too: with the
+flat way to dispatch, results do not depend on the number of ranks.  The hierarchical way rounds
+rows once more within the host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A mixture of students: a smaller model with experts learns from a larger one that is trained.
 
 Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.2: a student with fewer layers imitates the
-probabilities of its teacher, and stops to do so before the end of the training ("staged"), because
+probabilities of its teacher, and stops doing so before the end of the training ("staged"), because
 late in training a small model has to choose between its own loss and that of imitation.
 
     its = moe_gpt(num_layers=8, mesh=mesh)

@@ -39,7 +39,7 @@ import numpy as np
 import collectives
 from collectives import Communicator, Ledger
 from moe import RoutingLog, layout, mixtures, moe_gpt
-from moe.cli import add_expert_options
+from moe.cli import add_capacity_options, add_expert_options, gate_options
 from moe.layouts import LAYOUTS
 from moe.payload import PAYLOADS
 from moe.ways import PADDINGS, WAYS
@@ -153,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = parse.add_argument_group("mixtures of experts").add_argument
     add_expert_options(add)
-    add("--capacity-factor", type=float, metavar="F", help="default: the gate's")
+    add_capacity_options(add)
     add("--rows-per-group", type=positive, metavar="N",
         help="rows of the batch that are routed together; default: 1")  # fmt: skip
     add("--expert-dropout", type=float, metavar="RATE",
@@ -231,10 +231,9 @@ def model_of(options: argparse.Namespace, mesh: Mesh | None, log: RoutingLog) ->
         "recompute": presets.RECOMPUTE[options.recompute], "dropout": options.dropout,
         "sequence_parallel": options.sequence_parallel, "attention": options.attention or "ring",
     }  # fmt: skip
+    of_gate, given = gate_options(options), vars(options)
     if options.moe is None:
         return gpt(**of_gpt)
-    given = vars(options)
-    of_gate = {name: given[key] for key, name in presets.GATE_OPTIONS.items() if given[key]}
     of_layer = {name: given[key] for key, name in presets.MOE_OPTIONS.items() if given[key]}
     return moe_gpt(
         gate=options.moe, gate_options=of_gate, num_experts=options.experts, log=log,

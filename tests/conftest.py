@@ -26,7 +26,11 @@ def has_gpu() -> bool:
         return False
 
 
-WITH_TORCH = ("test_autograd.py", "test_pipeline_torch.py")
+WITH_TORCH = (
+    HERE / "parallel" / "test_autograd.py",
+    HERE / "parallel" / "test_pipeline_torch.py",
+    HERE / "moe" / "test_torch.py",
+)
 
 
 def has_torch() -> bool:
@@ -49,6 +53,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None if config.getoption("--with-mpi", default=False) else True
     if collection_path == HERE / "gpu":
         return None if has_gpu() else True
-    if collection_path.parent == HERE / "parallel" and collection_path.name in WITH_TORCH:
+    if collection_path in WITH_TORCH:
         return None if has_torch() else True
     return None

@@ -1,9 +1,9 @@
 """Generate the documents: pages of algorithms, API reference, and tables of measurements.
 
 The pages of algorithms come from the registry, the API from signatures and docstrings.  Tables of
-measurements come from files that `bench speed --json FILE`, once under each MPI, `bench strategies
---json FILE` and `make gpu` wrote.  Without files the tables do not change, but a note says so if
-the measured code has changed since.
+measurements come from files that `bench speed` and `bench moe`, once under each MPI, `bench
+strategies` and `bench balance` wrote with --json, and `make gpu`.  Without files the tables do not
+change, but a note says so if the measured code has changed since.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.docs import algorithms, api, measured
+from bench.docs import algorithms, api, experts, measured
 from bench.docs.folders import folders
 from bench.docs.provenance import ROOT, aged
 from bench.docs.sections import has_section, read, with_section
@@ -31,6 +31,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what bench speed --json wrote, for each MPI")  # fmt: skip
     parser.add_argument("--strategies", type=measured.strategies_section, metavar="FILE",
         help="what bench strategies --json wrote")  # fmt: skip
+    parser.add_argument("--moe", nargs="+", type=experts.moe_result, default=[], metavar="FILE",
+        help="what bench moe --json wrote, for each MPI")  # fmt: skip
+    parser.add_argument("--balance", type=experts.balance_section, metavar="FILE",
+        help="what bench balance --json wrote")  # fmt: skip
     parser.add_argument("--gpu", type=measured.gpu_section, metavar="FILE",
         help="gpu.json, which make gpu wrote")  # fmt: skip
 
@@ -70,8 +74,9 @@ def wanted(options: argparse.Namespace) -> Iterator[tuple[Path, str]]:
     yield from generated
     sections = {"algorithms": algorithms.overview(), "folders": folders(ROOT / "collectives")}
     sections |= measured.sections(options.speed) if options.speed else {}
-    sections |= {"strategies": options.strategies} if options.strategies else {}
-    sections |= {"gpu": options.gpu} if options.gpu else {}
+    sections |= {"moe": experts.moe_section(options.moe)} if options.moe else {}
+    for name in ("strategies", "balance", "gpu"):
+        sections |= {name: section} if (section := getattr(options, name)) else {}
     for path in sorted([*options.root.glob("*.md"), *options.root.glob("docs/*.md")]):
         if path not in dict(generated):
             yield path, document(read(path), sections)

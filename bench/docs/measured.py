@@ -20,13 +20,14 @@ Result = dict[str, Any]  # of one run of the speed command
 
 def result(path: str) -> Result:
     """An argument's type: what the speed command wrote to a file."""
-    found = _read(path)
+    found = read_json(path)
     if not {"mpi", "goals", "jobs", "provenance"} <= found.keys():
         raise argparse.ArgumentTypeError(f"{path} was not written by python -m bench speed --json")
     return found
 
 
-def _read(path: str) -> Result:
+def read_json(path: str) -> Result:
+    """What a command wrote to a file; nothing if it is no dictionary."""
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
@@ -51,7 +52,7 @@ def speed_note(results: Sequence[Result]) -> str:
 
 def strategies_section(path: str) -> str:
     """The table of strategies from what `python -m bench strategies --json` wrote."""
-    result = _read(path)
+    result = read_json(path)
     if "provenance" not in result or "costs" not in result:
         raise argparse.ArgumentTypeError(f"{path} was not written by bench strategies --json")
     head = ["sent / 2 Psi", "between groups", "kept / 16 Psi", "at most", "ms a step"]
@@ -62,7 +63,7 @@ def strategies_section(path: str) -> str:
 
 def gpu_section(path: str) -> str:
     """The tables of collectives and of training on a GPU from what `make gpu` wrote."""
-    result = _read(path)
+    result = read_json(path)
     facts = result.pop("provenance", {})
     measured = {name: found for name, found in result.items() if "summary" in found}
     trained = {name: found for name, found in result.items() if "traffic" in found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
@@ -10,8 +11,15 @@ import numpy as np
 
 from moe.gates.capacity import RULES
 from moe.gates.losses import GroupOfTokens, Loss
-from moe.gates.scores import SOFTMAX, Scores
-from moe.gates.selections import Ask, Chosen, Selection, top_k
+from moe.gates.scores import SOFTMAX, TINY, Scores
+from moe.gates.selections import (
+    Ask,
+    Chosen,
+    Selection,
+    expert_choice,
+    random_second,
+    top_k,
+)
 from moe.routing import Integers, Routing, Values, joined, slots_of
 
 
@@ -54,12 +62,13 @@ class Gate:
         Of `moe.gates.losses`.
     rule : str, optional
         The capacity rule: a name in `moe.gates.capacity.RULES`; None: experts take all tokens.
+        The rule ``"expert-choice"`` goes with the selection `expert_choice`, and others do not.
     capacity_factor : float
         More than 0.
     is_normalized : bool
         Whether the weights of a token's choices, dropped ones included, add up to `scale`.
     scale : float
-        A factor of all weights.
+        A factor of all weights, more than 0.
     noise : float
         The standard deviation of Gaussian noise on the logits, during training.
     bias_rate : float
@@ -70,11 +79,13 @@ class Gate:
         Whether logits are computed; if not, all weights are 1 / k.
     init_scale : float
         The initial weights of the router have the standard deviation sqrt(init_scale / inputs).
+        Those of experts and of other layers do not depend on it.
 
     Raises
     ------
     ValueError
-        If a number is out of range.
+        If a number is out of range or not finite, if there is no such rule, and if `selection` does
+        not go with `rule` or `k`.
     """
 
     num_experts: int
@@ -98,8 +109,27 @@ class Gate:
             raise ValueError(f"k is {self.k}: it must be from 1 to {self.num_experts} experts")
         if self.rule is not None and self.rule not in RULES:
             raise ValueError(f"there is no capacity rule {self.rule!r}; choose {', '.join(RULES)}")
-        if not self.capacity_factor > 0:
-            raise ValueError(f"capacity_factor is {self.capacity_factor}: it must be more than 0")
+        self._check_numbers()
+        self._check_selection()
+
+    def _check_numbers(self) -> None:
+        """Raise ValueError if one is negative or not finite, or if it is 0 and may not be."""
+        positive = ("capacity_factor", "scale")
+        for name in (*positive, "noise", "bias_rate", "init_scale"):
+            value, least = getattr(self, name), "more than 0" if name in positive else "at least 0"
+            if not math.isfinite(value) or value < 0 or (value == 0 and name in positive):
+                raise ValueError(f"{name} is {value}: it must be {least}, and finite")
+
+    def _check_selection(self) -> None:
+        """Raise ValueError if the selection cannot work with this k or this rule."""
+        if self.selection is random_second and self.k != 2:
+            raise ValueError(f"k is {self.k}: the selection random_second chooses two experts")
+        if (self.selection is expert_choice) != (self.rule == "expert-choice"):
+            name = getattr(self.selection, "__name__", repr(self.selection))
+            raise ValueError(
+                f"the selection {name} does not go with the capacity rule {self.rule}: the rule"
+                " expert-choice is for the selection expert_choice, which takes no other"
+            )
 
     def capacity(self, num_tokens: int) -> int | None:
         """Return how many of `num_tokens` tokens of a group an expert takes; None: all.
@@ -234,10 +264,10 @@ class Gate:
         return result
 
     def _totals(self, routing: Routing, scores: Values) -> Values:
-        """Return the sum of the scores of each token's choices."""
+        """Return the sum of the scores of each token's choices, to divide by."""
         chosen = scores[routing.token, routing.expert]
         found: Values = np.bincount(routing.token, chosen, routing.num_tokens).astype(scores.dtype)
-        return found
+        return found + TINY
 
     def backward(self, gated: Gated, dweights: Values, loss_weight: float = 0.0) -> Values:
         """Return the derivative of the whole loss by the logits, (tokens, experts).
@@ -259,8 +289,7 @@ class Gate:
             totals = self._totals(routing, scores)
             chosen = scores[routing.token, routing.expert]
             along = np.bincount(routing.token, slopes * chosen, routing.num_tokens)
-            with np.errstate(divide="ignore", invalid="ignore"):  # tokens without a choice
-                slopes = slopes / totals[routing.token] - (along / totals**2)[routing.token]
+            slopes = (slopes - (along / totals)[routing.token]) / totals[routing.token]
         dscores = np.zeros_like(scores)
         dscores[routing.token, routing.expert] = slopes  # a pair occurs once
         return dscores

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe.gates.scores import softmax, softmax_backward
+from moe.gates.scores import TINY, softmax, softmax_backward
 from moe.routing import Integers, Values
 
 SQRT_2 = math.sqrt(2)
@@ -47,9 +47,9 @@ class Slope(NamedTuple):
 class Balance:
     """`factor` times the sum of f_e P_e; f_e of first choices, or of `all_choices`.
 
-    With factor alpha E this is Fedus et al. 2021 (Switch); with 1 / E the formula of Lepikhin et
-    al. 2020 (GShard), whose program has alpha E; and with alpha E / k and all choices the
-    sequence-wise loss of DeepSeek-AI 2024.
+    With factor alpha E this is the loss of Fedus et al. 2021 (Switch), and of the program of
+    Lepikhin et al. 2020 (GShard); with alpha / E, the formula in the paper on GShard; with
+    alpha E / k and all choices, the sequence-wise loss of DeepSeek-AI 2024.
     """
 
     factor: float
@@ -59,7 +59,7 @@ class Balance:
         """Return the loss of a `group`."""
         counts = group.choices if self.all_choices else group.firsts
         size = len(group.scores)
-        totals = group.scores.sum(axis=-1, keepdims=True)
+        totals = group.scores.sum(axis=-1, keepdims=True) + TINY
         normalized = group.scores / totals
         weights = self.factor * counts / size**2
         along = normalized @ weights
@@ -94,6 +94,10 @@ class Load:
 
     factor: float
     noise: float
+
+    def __post_init__(self) -> None:
+        if not self.noise > 0:
+            raise ValueError(f"noise is {self.noise}: without any, loads have no derivatives")
 
     def __call__(self, group: GroupOfTokens) -> Slope:
         """Return the loss of a `group`."""

@@ -1,4 +1,12 @@
-"""The gates of the literature, by name."""
+"""The gates of the literature, by name.
+
+Those with a `capacity_factor` limit how many tokens an expert takes.  `rule` is a name in
+`moe.gates.capacity.RULES`, by default that of the paper; None: dropless, experts take all tokens.
+The rule of expert choice is part of it.  `bias`, `sigmoid` and `hash_layer` are dropless.
+
+If the dtype of a model has two bytes, the router of every gate computes logits, scores and weights
+in float32, and the sum of the experts' outputs is cast back to that dtype, as in Fedus et al. 2021.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +24,44 @@ from moe.gates.selections import (
 )
 
 
-def gshard(num_experts: int, *, capacity_factor: float = 1.0, weight: float = 0.01) -> Gate:
+def gshard(
+    num_experts: int,
+    *,
+    capacity_factor: float = 1.0,
+    rule: str | None = "gshard",
+    weight: float = 0.01,
+) -> Gate:
     """Return the gate of Lepikhin et al. 2020 (GShard).
 
     The best two of `num_experts` with weights that add up to 1; the second one is sampled.  An
-    expert takes ceil(2 `capacity_factor` S / E) of the S tokens of a group.  The auxiliary loss
-    E sum_e f_e P_e has this `weight`: that is the (1 / E) sum_e f_e P_e of the paper times the
-    constant E^2 of the authors' program (Lingvo), so that its size does not depend on E.
+    expert takes ceil(2 `capacity_factor` S / E) of the S tokens of a group, or what another `rule`
+    says.  The auxiliary loss E sum_e f_e P_e has this `weight`: it is that of the authors' program
+    (Lingvo), whose size does not depend on E.  The loss of the paper is (1 / E) sum_e f_e P_e,
+    which is 1 / E^2 of it: for the paper's loss with a weight of 0.01, `weight` is 0.01 / E^2.
     """
     return Gate(
         num_experts, 2, selection=random_second, losses=(Balance(weight * num_experts),),
-        rule="gshard", capacity_factor=capacity_factor, is_normalized=True,
+        rule=rule, capacity_factor=capacity_factor, is_normalized=True,
     )  # fmt: skip
 
 
-def switch(num_experts: int, *, capacity_factor: float = 1.25, weight: float = 0.01) -> Gate:
+def switch(
+    num_experts: int,
+    *,
+    capacity_factor: float = 1.25,
+    rule: str | None = "switch",
+    weight: float = 0.01,
+) -> Gate:
     """Return the gate of Fedus et al. 2021 (Switch Transformer).
 
     The best of `num_experts`, which takes ceil(`capacity_factor` S / E) of the S tokens of a group,
-    with its probability as weight.  The auxiliary loss E sum_e f_e P_e has this `weight`.  The
-    router's initial weights are drawn with a tenth of the usual variance.
+    or what another `rule` says, with its probability as weight.  The auxiliary loss
+    E sum_e f_e P_e has this `weight`.  The router's initial weights are drawn with a tenth of the
+    usual variance.  In the paper this is so for all weights of the model; here other layers are as
+    beside any gate.
     """
     return Gate(
-        num_experts, losses=(Balance(weight * num_experts),), rule="switch",
+        num_experts, losses=(Balance(weight * num_experts),), rule=rule,
         capacity_factor=capacity_factor, init_scale=0.1,
     )  # fmt: skip
 
@@ -56,18 +79,24 @@ def choice(num_experts: int, *, capacity_factor: float = 2.0) -> Gate:
 
 
 def v_moe(
-    num_experts: int, *, k: int = 2, capacity_factor: float = 1.05, weight: float = 0.01
+    num_experts: int,
+    *,
+    k: int = 2,
+    capacity_factor: float = 1.05,
+    rule: str | None = "v-moe",
+    weight: float = 0.01,
 ) -> Gate:
     """Return the gate of Riquelme et al. 2021 (V-MoE).
 
     The best `k` of `num_experts` by logits with noise of standard deviation 1 / E; tokens with
     larger scores go first where experts take round(k `capacity_factor` S / E) of them, raised to a
-    multiple of 4.  The mean of the importance and the load loss has this `weight`.
+    multiple of 4, or what another `rule` says.  The mean of the importance and the load loss has
+    this `weight`.
     """
     noise, half = 1 / num_experts, weight / 2
     return Gate(
         num_experts, k, selection=batch_priority, losses=(Importance(half), Load(half, noise)),
-        rule="v-moe", capacity_factor=capacity_factor, noise=noise,
+        rule=rule, capacity_factor=capacity_factor, noise=noise,
     )  # fmt: skip
 
 
@@ -76,17 +105,18 @@ def stable(
     *,
     k: int = 2,
     capacity_factor: float = 1.25,
+    rule: str | None = "gshard",
     weight: float = 0.01,
     z_weight: float = 0.001,
 ) -> Gate:
     """Return the gate of Zoph et al. 2022 (ST-MoE), for stable training and fine-tuning.
 
     The best `k` of `num_experts` with weights that add up to 1; an expert takes
-    ceil(k `capacity_factor` S / E) tokens of a group.  The loss of Switch has this `weight`, and
-    the mean squared log-sum-exp of the logits `z_weight`.
+    ceil(k `capacity_factor` S / E) tokens of a group, or what another `rule` says.  The loss of
+    Switch has this `weight`, and the mean squared log-sum-exp of the logits `z_weight`.
     """
     return Gate(
-        num_experts, k, losses=(Balance(weight * num_experts), RouterZ(z_weight)), rule="gshard",
+        num_experts, k, losses=(Balance(weight * num_experts), RouterZ(z_weight)), rule=rule,
         capacity_factor=capacity_factor, is_normalized=True,
     )  # fmt: skip
 

@@ -9,6 +9,12 @@ import numpy as np
 
 from moe.routing import Values
 
+TINY = 1e-30
+"""Added to sums of scores before dividing by them: all sigmoids of a token may round to 0.
+
+DeepSeek-V3 adds 1e-20.  Sums of sigmoids of logits above -50 do not change in float32.
+"""
+
 
 class Scores(NamedTuple):
     """A function of logits (..., experts), and its derivative.
@@ -37,8 +43,9 @@ def softmax_backward(scores: Values, dscores: Values) -> Values:
 
 
 def sigmoid(logits: Values) -> Values:
-    """Return 1 / (1 + exp(-logits)) of each logit."""
-    result: Values = 0.5 * (1 + np.tanh(0.5 * logits))
+    """Return 1 / (1 + exp(-logits)) of each logit, exact to rounding for negative ones too."""
+    power = np.exp(-np.abs(logits))  # at most 1: it cannot overflow
+    result: Values = np.where(logits < 0, power, 1) / (1 + power)
     return result
 
 

@@ -32,6 +32,7 @@ from typing import Any
 
 from rich.console import Console
 
+from moe.cli import add_capacity_options, add_number_of_experts, gate_options
 from moe.gates import GATES
 from moe.log import RoutingLog
 from moe.payload import PAYLOADS
@@ -95,10 +96,9 @@ def check_mesh(axes: dict[str, int], num_hosts: int) -> None:
 def model_of(options: argparse.Namespace, context: int) -> dict[str, Any]:
     """Return the options of `moe_gpt`."""
     given = vars(options)
-    of_gate = {name: given[key] for key, name in presets.GATE_OPTIONS.items() if given[key]}
     names = {key: name for key, name in presets.MOE_OPTIONS.items() if given.get(key)}
     return {
-        "gate": options.moe, "gate_options": of_gate, "num_experts": options.experts,
+        "gate": options.moe, "gate_options": gate_options(options), "num_experts": options.experts,
         "num_layers": options.layers, "hidden": options.hidden, "num_heads": options.heads,
         "context": context, **{name: given[key] for key, name in names.items()},
     }  # fmt: skip
@@ -140,7 +140,7 @@ def about(options: argparse.Namespace, job: Job, layer: str, per_host: int) -> I
     o, gate = options, next(each.gate for each in job.layers if each.name == layer)
     axes = ",".join(f"{axis}={size}" for axis, size in o.mesh.items())
     yield (
-        f"{o.experts} experts of width {o.hidden}, gate {o.moe} with k = {gate.k};"
+        f"{gate.num_experts} experts of width {o.hidden}, gate {o.moe} with k = {gate.k};"
         f" {axes}, hosts x ranks {o.hosts} x {per_host}"
     )
     yield (
@@ -248,9 +248,9 @@ def parser() -> argparse.ArgumentParser:
     add = parse.add_argument_group("experts").add_argument
     add("--moe", choices=GATES, default="switch", metavar="GATE",
         help=f"one of {', '.join(GATES)}; default: %(default)s")  # fmt: skip
-    add("--experts", type=positive, default=8, help="default: %(default)s")
+    add_number_of_experts(add)
     add("--top-k", type=positive, metavar="K", help="experts for each token; default: the gate's")
-    add("--capacity-factor", type=float, metavar="F", help="default: the gate's")
+    add_capacity_options(add)
     add("--moe-every", type=positive, metavar="N",
         help="of N consecutive blocks the last has experts; default: 2")  # fmt: skip
     add("--rows-per-group", type=positive, metavar="N",

@@ -36,8 +36,8 @@ class Saved(NamedTuple):
 class Cheaper(Way):
     """The ranks of a `team` dispatch tokens (`Flat`) or gather weights (`GatheredWeights`).
 
-    They add up how many rows they would send to each other, and compare bytes that follow from
-    that with those of the weights and their gradients.
+    They add up how many rows they would send to each other.  The bytes of these rows are compared
+    with the bytes of the weights and their gradients.
     """
 
     def __init__(self, options: Options, team: Team, experts: Experts) -> None:

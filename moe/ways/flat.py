@@ -72,13 +72,26 @@ class Flat(Way):
             with collectives.phase("counts"):
                 told = dispatch.exchange(routing.load, team.comm)
             return dispatch.dropless(routing, step.wait(told), team.place(), options.num_parts)
-        groups = [routing.num_groups]
-        if step.batch is not None:  # of several ranks
-            rows = step.batch.of_rank
-            groups = [options.num_groups(len(rows[rank])) for rank in team.group()]
+        groups = self._groups(routing, step)  # first: it raises before anything is sent
         return dispatch.padded(
             routing, self._slots(routing, step), groups, team.place(), options.num_parts
         )
+
+    def _groups(self, routing: Routing, step: Step) -> list[int]:
+        """Return the number of groups of each rank of the team.
+
+        Raises ValueError if this is not known, which needs ``step.batch`` on several ranks.
+        """
+        options, team = self.options, self.team
+        if team.axis is None:
+            return [routing.num_groups]
+        if step.batch is None:
+            raise ValueError(
+                f"the padding {options.padding!r} of the layer {options.name} needs the numbers of"
+                " rows of all ranks, which are in Step.batch"
+            )
+        rows = step.batch.of_rank
+        return [options.num_groups(len(rows[rank])) for rank in team.group()]
 
     def _slots(self, routing: Routing, step: Step) -> int:
         """Return how many rows are sent for each expert and group."""

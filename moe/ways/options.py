@@ -26,9 +26,10 @@ class Options:
         The consecutive rows of the batch that are routed together.  Each micro-batch of each rank
         must have whole groups, so that the routing does not depend on the ranks.
     padding : str
-        ``"none"``: exactly the rows that are routed are sent; ``"capacity"``: as many for each
-        expert and group as its capacity; ``"needed"``: as many as the expert needs that needs most
-        in this micro-batch on all ranks that share the experts (Hwang et al. 2023, Tutel).
+        How many rows are sent for each expert and group.  ``"none"``: exactly those that are
+        routed.  ``"capacity"``: as many as the capacity.  ``"needed"``: as many as the fullest
+        expert of this micro-batch has, on all ranks that share the experts (Hwang et al. 2023,
+        Tutel).
     num_parts : int
         In how many parts rows are sent, so that experts compute one while others are sent.
     payload : str

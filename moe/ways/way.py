@@ -39,7 +39,8 @@ class Plan(NamedTuple):
     rows : list of (list of int)
         The rows that each expert computes, by part of the dispatch.
     forward, backward : list of PredictedCall
-        Those of teams whose first rank it is; without those of the experts themselves.
+        The calls of the teams in which this rank is the first: each call is in the plan of one
+        rank only.  Calls that experts make themselves are not among them.
     kept : int
         The bytes of the numbers kept from forward to backward, without those that experts keep.
     rest : int, optional

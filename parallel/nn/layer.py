@@ -238,7 +238,8 @@ class Layer(ABC):
         keeps, or which random numbers it draws.
     comm_axes : tuple of str
         The communicators that the layer uses, as axes of the mesh, without those along which its
-        parameters are divided.
+        parameters are divided.  Ranks make them together: outside a trainer, get ``mesh[axis]`` for
+        each on all ranks, before the first forward.
     step_counts : array, optional
         What the layer has counted in this step, int64 (n,), if it counts anything.  After the
         update ranks add up what they have counted, and `end_step` gets the sum.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from bench.balance import chosen
 from bench.balance_picture import picture
 from bench.balance_runs import SCHEMES, Course, Run, Scheme, Settings, baseline, train
 from bench.balance_summary import summaries
+from bench.docs import experts
 from moe import GATES, Gate
 from moe.gates import Ask, Chosen
 from moe.gates.selections import by_choice
@@ -102,6 +104,12 @@ def test_the_command_compares_with_none_and_writes_files(
     assert len(runs) == 4
     assert [each.as_dict() for each in summaries(runs)] == result["summaries"]
     assert result["settings"]["last"] == 2  # no more than there are
+    section = experts.balance_section(str(tmp_path / "x.json")).splitlines()
+    assert [line.split(" | ")[0] for line in section[2:4]] == ["| none", "| switch"]
+    assert section[3].endswith(" of 2 |") and section[2].endswith(" |  |")
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(argparse.ArgumentTypeError, match="was not written by bench balance"):
+        experts.balance_section(str(tmp_path / "x.json"))
     root = ElementTree.parse(tmp_path / "x.svg").getroot()
     assert len(root.findall("{*}rect")) == 1 + 2 * 2 * 4  # loads and choices of each expert
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 import collectives
 from collectives import Communicator
 from moe.gates import GATES, Gate
 from moe.layer import MixtureOfExperts
 from moe.log import RoutingLog, digests
+from moe.rows import SendBuffer
 from parallel import MemoryTracker, Mesh, TrafficTable
 from parallel.nn import (
     Activations,
@@ -29,6 +32,7 @@ from parallel.nn import (
 from parallel.nn.layer import BatchRows
 from parallel.optim import dtype_of
 from parallel.placement import span
+from tests.parallel.models import Bound
 from tests.parallel.split_layers import bound_by_name, check_halves
 
 ROWS, CONTEXT, DIM, HIDDEN = 7, 4, 6, 5
@@ -48,7 +52,11 @@ def mlp(dim: int = DIM, hidden: int = HIDDEN, dropout: float = 0.0) -> Layer:
 
 
 class Setup(NamedTuple):
-    """A gate by name, and how its experts are divided; losses have a factor of order 1."""
+    """A gate by name, and how its experts are divided; losses have a factor of order 1.
+
+    With `all_to_one` a token has only one first choice: the gate has a large bias for the last
+    expert, and all tokens of the text are equal.
+    """
 
     gate: str
     num_experts: int = 4
@@ -63,33 +71,59 @@ class Setup(NamedTuple):
     dim: int = DIM
     hidden: int = HIDDEN
     dropout: float = 0.0
+    rows_per_group: int = 1
+    num_rows: int = ROWS
+    all_to_one: bool = False
 
     def make_gate(self) -> Gate:
         options = OPTIONS.get(self.gate, {}) | dict(self.options)
         gate = GATES[self.gate](self.num_experts, **options)
-        return replace(gate, losses=tuple(replace(loss, factor=1.0) for loss in gate.losses))
+        rate = 0.001 if self.all_to_one else gate.bias_rate
+        losses = tuple(replace(loss, factor=1.0) for loss in gate.losses)
+        return replace(gate, losses=losses, bias_rate=rate)
 
-    def make(self, mesh: Mesh | None, log: RoutingLog) -> MixtureOfExperts:
-        return MixtureOfExperts(
-            self.dim, self.make_gate(), partial(mlp, self.dim, self.hidden, self.dropout),
+    def make(
+        self, mesh: Mesh | None, log: RoutingLog, expert: Callable[[], Layer] | None = None
+    ) -> MixtureOfExperts:
+        layer = MixtureOfExperts(
+            self.dim, self.make_gate(), expert or partial(mlp, self.dim, self.hidden, self.dropout),
             mesh=mesh, padding=self.padding, num_parts=self.num_parts, payload=self.payload,
             log=log, dispatch=self.dispatch, ranks_per_host=self.ranks_per_host,
+            rows_per_group=self.rows_per_group,
         )  # fmt: skip
+        layer.bias[-1] += 1000 * self.all_to_one
+        return layer
 
-    def rows(self) -> tuple[range, ...]:
-        parts = (span(ROWS, self.size, rank) for rank in range(self.size))
-        return tuple(range(part.start, part.stop) for part in parts)
+    def bound(
+        self, mesh: Mesh, log: RoutingLog, expert: Callable[[], Layer] | None = None
+    ) -> tuple[MixtureOfExperts, Bound]:
+        """The layer, with parameters, and with communicators: its later calls are only its own."""
+        layer = self.make(mesh, log, expert)
+        for axis in layer.comm_axes:
+            mesh[axis]
+        return layer, bound_by_name(Model({"only": layer}, mesh=mesh), self.dtype)
+
+    def rows(self, part: int = 0, num_parts: int = 1) -> tuple[range, ...]:
+        """Of each rank, the rows of the batch in a micro-batch, which is a part: whole groups."""
+        each, found = self.rows_per_group, []
+        for rank in range(self.size):
+            mine = span(self.num_rows // each, self.size, rank)
+            some = span(mine.stop - mine.start, num_parts, part)
+            found.append(range((mine.start + some.start) * each, (mine.start + some.stop) * each))
+        return tuple(found)
 
     def whole(self, name: str) -> Any:
         seed = {"x": 5, "dy": 6}[name]
         rng = np.random.default_rng(seed)
-        return rng.standard_normal((ROWS, CONTEXT, self.dim)).astype(dtype_of(self.dtype))
+        shape = (self.num_rows, CONTEXT, self.dim)
+        return rng.standard_normal(shape).astype(dtype_of(self.dtype))
 
-    def step(self, rank: int) -> Step:
-        rows = BatchRows(STEP_NUMBER, self.rows(), SEED)
+    def step(self, rank: int, part: int = 0, num_parts: int = 1) -> Step:
+        rows = BatchRows(STEP_NUMBER, self.rows(part, num_parts), SEED)
         mine = slice(rows.of_rank[rank].start, rows.of_rank[rank].stop)
-        tokens = np.random.default_rng(8).integers(0, 256, (ROWS, CONTEXT))[mine]
-        return Step(tokens, total=ROWS * CONTEXT, context=CONTEXT, tokens=tokens, batch=rows,
+        number = 1 if self.all_to_one else 256
+        whole = np.random.default_rng(8).integers(0, number, (self.num_rows, CONTEXT))
+        return Step(whole[mine], total=whole.size, context=CONTEXT, tokens=whole[mine], batch=rows,
                     loss_scale=2.0)  # fmt: skip
 
     def spec(self, rank: int) -> ArraySpec:
@@ -103,11 +137,8 @@ class Setup(NamedTuple):
 
         def fn(comm: Communicator) -> Found:
             mesh, log = Mesh(comm, expert=self.size), RoutingLog()
-            layer = self.make(mesh, log)
-            for axis in layer.comm_axes:
-                mesh[axis]  # now, so that only calls of the layer are recorded
+            layer, made = self.bound(mesh, log)
             layer.expected = expected or log
-            made = bound_by_name(Model({"only": layer}, mesh=mesh), self.dtype)
             part = self.rows()[mesh.rank]
             x, dy = (self.whole(name)[part.start : part.stop].copy() for name in ("x", "dy"))
             step = self.step(mesh.rank)
@@ -136,6 +167,21 @@ class Setup(NamedTuple):
                          made.model, table)  # fmt: skip
 
         found: list[Found] = collectives.run(fn, size=self.size, timeout=60)
+        return found
+
+    def routed(self, num_parts: int) -> list[RoutingLog]:
+        """What each rank routes in forward of so many micro-batches."""
+
+        def fn(comm: Communicator) -> RoutingLog:
+            mesh, log = Mesh(comm, expert=self.size), RoutingLog()
+            layer, _ = self.bound(mesh, log)
+            for part in range(num_parts):
+                step = self.step(mesh.rank, part, num_parts)
+                mine = self.rows(part, num_parts)[mesh.rank]
+                layer.forward(self.whole("x")[mine.start : mine.stop], step)
+            return log
+
+        found: list[RoutingLog] = collectives.run(fn, size=self.size, timeout=60)
         return found
 
 
@@ -200,6 +246,19 @@ def bytes_of(found: list[Found]) -> dict[str, int]:
     for row in found[0].table.rows:
         sent[row.phase.partition("/")[2]] += row.recorded.bytes
     return dict(sent)
+
+
+def spoil_messages(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Let the first row of tokens in each message be zero, or that of the second: "doubled"."""
+    away = SendBuffer.away
+
+    def spoiled(self: SendBuffer) -> Any:
+        rows = away(self)
+        if len(rows) > 1:
+            rows[0] = rows[1] if how == "doubled" else 0
+        return rows
+
+    monkeypatch.setattr(SendBuffer, "away", spoiled)
 
 
 def moved(log: RoutingLog, distance: int) -> RoutingLog:

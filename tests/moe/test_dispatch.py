@@ -19,6 +19,7 @@ from moe.routing import Routing, joined
 from moe.rows import Received, Rows, SendBuffer, Sums, add_up, combined, kernel_of, scatter, slopes
 from parallel import PredictedCall, TrafficMismatch, TrafficTable
 from parallel.nn import Step
+from tests.moe.experts import spoil_messages
 
 TOKENS, DIM = 6, 3  # tokens of a group
 GROUPS = [3, 0, 2, 1, 4, 1, 0, 2]  # of each rank
@@ -37,9 +38,9 @@ def gate_of(name: str, num_experts: int) -> Gate:
 def route(gate: Gate, groups: int, seed: int) -> tuple[Routing, Any]:
     """Routing and weights; rank `seed` has this many groups."""
     rng = np.random.default_rng(seed)
-    gated = gate.forward(
-        rng.standard_normal((groups * TOKENS, gate.num_experts)), num_groups=groups
-    )
+    logits = rng.standard_normal((groups * TOKENS, gate.num_experts))
+    ids = rng.integers(0, 256, groups * TOKENS)  # for hash routing
+    gated = gate.forward(logits, num_groups=groups, token_ids=ids)
     return gated.routing, gated.weights
 
 
@@ -134,10 +135,26 @@ def wanted(name: str, num_experts: int, size: int) -> list[Any]:
     return np.split(y, np.cumsum([n * TOKENS for n in groups])[:-1])
 
 
+def sent_to_experts(name: str, num_experts: int, size: int) -> list[tuple[int, int, int]]:
+    """(expert, rank, token) of all that is not dropped, sorted."""
+    gate, found = gate_of(name, num_experts), []
+    for rank, n in enumerate(GROUPS[:size]):
+        routing, _ = route(gate, n, rank)
+        kept = ~routing.is_dropped
+        both = zip(routing.expert[kept].tolist(), routing.token[kept].tolist(), strict=True)
+        found += [(expert, rank, token) for expert, token in both]
+    return sorted(found)
+
+
+def seen_in(found: list[Found]) -> list[tuple[int, int, int]]:
+    """The same of what experts got."""
+    return sorted(each for rank in found for each in rank.seen)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_experts", [2, 3, 8, 13])
-@pytest.mark.parametrize("name", ["gshard", "switch", "expert-choice", "v-moe", "bias"])
+@pytest.mark.parametrize("name", GATES)
 def test_the_result_is_that_of_masks_on_one_rank(
     name: str, num_experts: int, size: int, form: str
 ) -> None:
@@ -146,17 +163,24 @@ def test_the_result_is_that_of_masks_on_one_rank(
     found = on_ranks(name, num_experts, size, form, num_parts)
     for each, y in zip(found, wanted(name, num_experts, size), strict=True):
         np.testing.assert_allclose(each.y, y, rtol=0, atol=1e-12)
-    gate = gate_of(name, num_experts)
-    sent = sorted(
-        (int(expert), rank, int(token))
-        for rank, n in enumerate(GROUPS[:size])
-        for routing in [route(gate, n, rank)[0]]
-        for expert, token in zip(routing.expert[~routing.is_dropped],
-                                 routing.token[~routing.is_dropped], strict=True)
-    )  # fmt: skip
-    assert sorted(each for rank in found for each in rank.seen) == sent  # none lost or doubled
+    assert seen_in(found) == sent_to_experts(name, num_experts, size)  # none lost or doubled
     if num_parts == 1:
         assert found[0].table is not None and found[0].table.check()
+
+
+@pytest.mark.parametrize("spoil", ["lost", "doubled"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_that_is_lost_or_doubled_is_noticed(
+    form: str, spoil: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control."""
+    name, num_experts, size = "stable", 8, 4
+    wanted = sent_to_experts(name, num_experts, size)
+    assert seen_in(on_ranks(name, num_experts, size, form, 1)) == wanted
+    spoil_messages(monkeypatch, spoil)
+    seen = seen_in(on_ranks(name, num_experts, size, form, 1))
+    assert set(wanted) - set(seen)
+    assert (len(seen) > len(set(seen)) or bool(set(seen) - set(wanted))) == (spoil == "doubled")
 
 
 @pytest.mark.parametrize(

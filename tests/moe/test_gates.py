@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,13 @@ import pytest
 from moe.gates import GATES, RULES, Balance, Gate, Gated
 from moe.gates.losses import GroupOfTokens, Importance, Load, RouterZ, squared_variation
 from moe.gates.scores import SIGMOID, SOFTMAX
+from moe.gates.selections import expert_choice, random_second
+from moe.layer import MixtureOfExperts
+from moe.log import RoutingLog
 from moe.routing import Routing, digest, joined, slots_of
+from parallel import Mesh
+from tests.moe.experts import DIM, STEP_NUMBER, Setup, alone, mlp
+from tests.moe.experts import ROWS as SETUP_ROWS
 
 TOKENS, EXPERTS, ROWS = 24, 4, 6
 OPTIONS: dict[str, dict[str, Any]] = {"sigmoid": {"num_nodes": 2, "most_nodes": 1}}
@@ -130,7 +137,37 @@ def test_no_token_is_lost_or_doubled() -> None:
     ],
 )  # fmt: skip
 def test_capacities(rule: str, given: tuple[int, int, int, float], wanted: int) -> None:
-    assert RULES[rule](*given) == wanted
+    """Also of a factor that is a number of NumPy."""
+    *sizes, factor = given
+    assert RULES[rule](*given) == RULES[rule](*sizes, np.float64(factor)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("rule", "low", "high"),
+    [
+        ("gshard", 3, 6), ("switch", 3, 6), ("deepspeed", 4, 6), ("tutel", 2, 4), ("v-moe", 4, 8),
+        (None, 28, 28),
+    ],
+)  # fmt: skip
+def test_experts_of_a_layer_take_what_the_rule_says(rule: str | None, low: int, high: int) -> None:
+    """Of a group of 28 tokens that all choose the same expert of four, k = 2, with two factors."""
+    for factor, wanted in ((0.2, low), (0.4, high)):
+        options = (("rule", rule), ("capacity_factor", factor))
+        setup = Setup("stable", all_to_one=True, rows_per_group=SETUP_ROWS, options=options)
+        routing = alone(setup).log.whole(STEP_NUMBER, "moe")
+        assert routing.load.max() == wanted
+
+
+def test_named_gates_with_a_capacity_take_every_rule() -> None:
+    """Expert choice and the dropless gates take none."""
+    with_rule = [name for name in GATES if "rule" in inspect.signature(GATES[name]).parameters]
+    assert with_rule == ["gshard", "switch", "v-moe", "stable"]
+    for name in with_rule:
+        assert made(name).rule is not None
+        for rule in {*RULES, None} - {"expert-choice"}:
+            assert made(name, rule=rule).rule == rule
+        with pytest.raises(ValueError, match="does not go with the capacity rule expert-choice"):
+            made(name, rule="expert-choice")
 
 
 def test_an_expert_takes_no_more_than_its_capacity() -> None:
@@ -258,6 +295,22 @@ def test_extreme_numbers_of_experts_and_tokens(name: str) -> None:
         (lambda: Gate(0), "num_experts is 0"),
         (lambda: Gate(4, rule="none"), "no capacity rule"),
         (lambda: Gate(4, rule="switch", capacity_factor=0.0), "capacity_factor is 0.0"),
+        (
+            lambda: Gate(4, rule="switch", capacity_factor=np.inf),
+            "is inf: .*finite",
+        ),
+        (lambda: Gate(4, rule="switch", capacity_factor=np.nan), "capacity_factor is nan"),
+        (lambda: Gate(4, scale=0.0), "scale is 0.0: it must be more than 0"),
+        (lambda: Gate(4, noise=-0.1), "noise is -0.1: it must be at least 0"),
+        (lambda: Gate(4, noise=np.nan), "noise is nan"),
+        (lambda: Gate(4, bias_rate=-0.1), "bias_rate is -0.1: it must be at least 0"),
+        (lambda: Gate(4, init_scale=-1.0), "init_scale is -1.0: it must be at least 0"),
+        (lambda: Load(1.0, 0.0), "noise is 0.0"),
+        (lambda: Gate(4, 1, selection=random_second), "k is 1: the selection random_second"),
+        (lambda: Gate(4, 3, selection=random_second), "k is 3: the selection random_second"),
+        (lambda: Gate(4, selection=expert_choice), "does not go with the capacity rule None"),
+        (lambda: Gate(4, selection=expert_choice, rule="gshard"), "not go with .* rule gshard"),
+        (lambda: Gate(4, rule="expert-choice"), "the selection top_k does not go with"),
         (lambda: Gate(4, rule="tutel", capacity_factor=0.1).capacity(8), "take no token"),
         (lambda: made("gshard", 1), "k is 2"),
         (lambda: made("sigmoid", 8, num_nodes=3), "must divide 8 experts"),
@@ -293,6 +346,16 @@ def test_balance_is_least_for_equal_loads() -> None:
     assert RouterZ(1.0)(even).value == pytest.approx(np.log(4) ** 2)
 
 
+def test_the_loss_of_gshard_is_that_of_its_program_and_with_another_weight_of_its_paper() -> None:
+    logits = inputs()["logits"]
+    shares = SOFTMAX.forward(logits)
+    firsts = np.bincount(shares.argmax(axis=-1), minlength=EXPERTS) / TOKENS
+    both = firsts @ shares.mean(axis=0)
+    for weight, wanted in ((0.5, 0.5 * EXPERTS * both), (0.5 / EXPERTS**2, 0.5 / EXPERTS * both)):
+        gated = made("gshard", weight=weight).forward(logits)
+        assert gated.loss / TOKENS == pytest.approx(wanted, rel=1e-12)
+
+
 def test_squared_variation() -> None:
     value, _ = squared_variation(np.array([1.0, 3.0]))
     assert value == pytest.approx(0.25)
@@ -302,6 +365,59 @@ def test_squared_variation() -> None:
 def test_scores_are_finite_for_large_logits(scores: Any) -> None:
     found = scores.forward(np.array([[1e4, -1e4, 0.0]]))
     assert np.isfinite(found).all() and found[0, 0] == pytest.approx(1)
+
+
+def test_sigmoids_are_exact_to_rounding() -> None:
+    """In float32, down to the smallest numbers; by tanh they would not be (the control)."""
+    logits = np.linspace(-100, 100, 401, dtype=np.float32)
+    wanted = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    close = {"rtol": 1e-6, "atol": np.finfo(np.float32).tiny}
+    found = SIGMOID.forward(logits)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, wanted, **close)
+    assert not np.allclose(0.5 * (1 + np.tanh(0.5 * logits)), wanted, **close)
+
+
+@pytest.mark.parametrize("name", ["bias", "sigmoid"])
+@pytest.mark.parametrize("level", [-30, -95, -200])
+def test_tokens_that_no_expert_wants_have_finite_weights(name: str, level: int) -> None:
+    """Of logits in float32 whose sigmoids are small, and rounded to 0; and derivatives."""
+    given = inputs()
+    gate, logits = made(name), (given["logits"] + level).astype(np.float32)
+    gated = route(gate, {"logits": logits})
+    assert np.isfinite(gated.weights).all() and np.isfinite(gated.loss)
+    assert np.isfinite(gate.backward(gated, gated.weights, 1.0)).all()
+    sums = np.bincount(gated.routing.token, gated.weights)
+    np.testing.assert_allclose(sums, gate.scale if level == -30 else 0, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_router_of_a_two_byte_model_computes_in_float32(dtype: str) -> None:
+    """To the bit as one in float32 of the same numbers; what experts make of them is cast back."""
+    setup = Setup("switch", dtype=dtype)
+    layer, _ = setup.bound(Mesh(None), RoutingLog())
+    x = setup.whole("x")
+    y, saved = layer.forward(x, setup.step(0))
+    assert y.dtype == x.dtype == layer.value["router"].dtype
+    logits = saved.tokens.astype(np.float32) @ layer.value["router"].astype(np.float32)
+    scores, _ = saved.routed.gated.saved
+    assert scores.dtype == saved.routed.weights.dtype == np.float32
+    np.testing.assert_array_equal(scores, SOFTMAX.forward(logits))
+    rounded = logits.astype(x.dtype).astype(np.float32)  # the control: a two-byte router
+    assert (SOFTMAX.forward(rounded) != scores).mean() > 0.5
+
+
+def test_init_scale_is_a_factor_of_the_variance_of_the_router_alone() -> None:
+    def drawn(scale: float) -> dict[str, Any]:
+        specs = MixtureOfExperts(DIM, Gate(EXPERTS, init_scale=scale), mlp).specs()
+        return {name: spec.draw(3, name) for name, spec in specs.items()}
+
+    usual, smaller = drawn(1.0), drawn(0.25)
+    for name, values in usual.items():
+        factor = 0.5 if name == "router" else 1.0
+        np.testing.assert_array_equal(smaller[name], factor * values, err_msg=name)
+    assert usual["router"].any() and usual["experts.up.weight"].any()
+    assert made("switch").init_scale == 0.1
 
 
 def test_parts_of_a_routing() -> None:

@@ -37,20 +37,23 @@ class Found(NamedTuple):
     ledger: collectives.Ledger | None
 
 
-def make(mesh: Mesh | None, gate: str | None, log: RoutingLog | None = None) -> Model:
+def make(
+    mesh: Mesh | None, gate: str | None, log: RoutingLog | None = None, **options: Any
+) -> Model:
     if gate is None:
         return gpt(mesh=mesh, **ORDINARY)
     gates = without_capacity(gate_by_name(gate, {}))
     return moe_gpt(gate=gates, num_experts=EXPERTS, every=1, num_shared=1, mesh=mesh, log=log,
-                   **ORDINARY)  # fmt: skip
+                   **options, **ORDINARY)  # fmt: skip
 
 
 def run(
-    gate: str | None, prompts: list[bytes] = PROMPTS, temperature: float = 0.0, **axes: int
-) -> list[Found]:
+    gate: str | None, prompts: list[bytes] = PROMPTS, temperature: float = 0.0,
+    options: dict[str, Any] | None = None, **axes: int,
+) -> list[Found]:  # fmt: skip
     def on_rank(comm: Communicator) -> Found:
         mesh, log = Mesh(comm, **axes or {"data": 1}), RoutingLog()
-        model = make(mesh, gate, log)
+        model = make(mesh, gate, log, **options or {})
         parameters = {unit: 3 * model.draw(unit, SEED) for unit in model.units}
         inference = Inference(mesh, model, parameters, len(prompts))
         count_reads(inference)
@@ -102,6 +105,13 @@ def test_text_does_not_depend_on_the_mesh(axes: dict[str, int], temperature: flo
 @pytest.mark.parametrize("name", SAMPLED)
 def test_every_gate(name: str) -> None:
     check(run(name, expert=2, tensor=2), alone(name).texts)
+
+
+def test_tokens_that_are_sent_once_to_each_host() -> None:
+    check(
+        run("stable", options={"dispatch": "hierarchical", "ranks_per_host": 2}, expert=4),
+        alone("stable").texts,
+    )
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 3}, {"data": 3}, {"data": 2, "tensor": 2}])
@@ -240,6 +250,12 @@ def test_other_axes_are_refused(axis: str) -> None:
             Inference(mesh, model, {}, 1)
 
     collectives.run(refused, size=2)
+
+
+@pytest.mark.parametrize("dispatch", ["weights", "cheaper"])
+def test_reads_of_gathered_weights_are_not_counted(dispatch: str) -> None:
+    with pytest.raises(ValueError, match=f"the layer block0 has the dispatch {dispatch}, which"):
+        run("switch", options={"dispatch": dispatch}, expert=2)
 
 
 def test_a_model_of_images_generates_no_text() -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
+import collectives
+from collectives import Communicator
 from moe.gates import GATES
 from moe.layer import MixtureOfExperts
-from moe.log import RoutingLog
+from moe.log import RoutingLog, digests
+from moe.ways import Options
 from parallel import Mesh, TrafficMismatch
 from parallel.nn import Model
 from tests.moe.experts import (
     CLOSE,
+    CONTEXT,
     DIM,
+    ROWS,
     SIZES,
+    STEP_NUMBER,
     Setup,
     alone,
     bytes_of,
@@ -29,7 +37,15 @@ from tests.parallel.split_layers import bound_by_name
 PADDED = ["gshard", "switch", "expert-choice", "v-moe", "stable"]
 FORMS = [(name, padding) for name in GATES for padding in ("none", "needed")]
 FORMS += [(name, "capacity") for name in PADDED]
+GROUPS_OF_TWO = Setup("gshard", hidden=2, rows_per_group=2, num_rows=4)
 COUNTS = {"none": {"counts"}, "needed": {"slots"}, "capacity": set()}
+
+
+def label(value: Any) -> str:
+    """Of a parameter of a test."""
+    if isinstance(value, Setup):
+        return value.gate + "-groups" * (value.rows_per_group > 1)
+    return value if isinstance(value, str) else "-".join(map(str, value.values()))
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -41,6 +57,37 @@ def test_all_is_as_on_one_rank(name: str, padding: str, size: int, dtype: str) -
     found = check_all(setup, alone(setup), dtype)
     if size > 1:
         assert set(bytes_of(found)) == {"dispatch", "combine"} | COUNTS[padding]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("padding", COUNTS)
+def test_groups_of_several_rows_are_as_on_one_rank(padding: str, size: int) -> None:
+    """On 8 ranks too, for 4 groups of 2 rows: ranks do not divide a group."""
+    setup = Setup("gshard", size=size, padding=padding, rows_per_group=2, num_rows=8)
+    check_all(setup, alone(setup))
+    of_rows = alone(setup._replace(rows_per_group=1)).log
+    assert digests([of_rows], CONTEXT) != digests([alone(setup).log], CONTEXT)
+
+
+@pytest.mark.parametrize("setup", [*map(Setup, GATES), GROUPS_OF_TWO], ids=label)
+def test_routing_is_the_same_for_all_ranks_and_micro_batches(setup: Setup) -> None:
+    """The SHA-256 of (token, expert, slot, dropped) over the batch, in all 15 combinations."""
+    wanted = digests([alone(setup).log], CONTEXT)
+    for size, num_parts in product(SIZES, [1, 2, 4]):
+        logs = setup._replace(size=size).routed(num_parts)
+        assert digests(logs, CONTEXT) == wanted, (size, num_parts)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_routing_that_depends_on_the_rows_of_a_rank_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: all rows of a rank's micro-batch are routed together."""
+    setup, wanted = Setup(name), []
+    monkeypatch.setattr(Options, "num_groups", lambda self, num_rows: min(1, num_rows))
+    for size, num_parts in [(1, 1), (2, 1), (1, 2)]:
+        wanted.append(digests(setup._replace(size=size).routed(num_parts), CONTEXT))
+    assert wanted[0] != wanted[1] and wanted[0] != wanted[2]
 
 
 @pytest.mark.parametrize("payload", ["bfloat16", "int8"])
@@ -69,18 +116,21 @@ def test_more_and_fewer_experts_than_ranks(num_experts: int) -> None:
     check_equal(setup.run(alone(setup).log), alone(setup), 1e-12)
 
 
-@pytest.mark.parametrize("what", ["router", "experts.up.weight", "x"])
-@pytest.mark.parametrize("name", GATES)
-def test_derivatives_are_those_of_finite_differences(name: str, what: str) -> None:
-    """Of the outputs and of the auxiliary losses together."""
-    setup = Setup(name)
+DERIVATIVES = [
+    (setup, what)
+    for setup in [*(Setup(name, hidden=2, num_rows=3) for name in GATES), GROUPS_OF_TWO]
+    for what in ("router", "experts.up.weight", "x")
+    if what != "router" or setup.gate != "hash"
+]
+
+
+@pytest.mark.parametrize(("setup", "what"), DERIVATIVES, ids=label)
+def test_derivatives_are_those_of_finite_differences(setup: Setup, what: str) -> None:
+    """By every element, of the outputs and of the auxiliary losses together."""
     layer = setup.make(None, RoutingLog())
     made = bound_by_name(Model({"only": layer}))
     step, x, dy = setup.step(0), setup.whole("x"), setup.whole("dy")
-    target = x if what == "x" else layer.value.get(what)
-    if target is None:
-        assert name == "hash"
-        return
+    target = x if what == "x" else layer.value[what]
 
     def loss() -> float:
         step.losses.clear()
@@ -89,30 +139,41 @@ def test_derivatives_are_those_of_finite_differences(name: str, what: str) -> No
 
     dx = layer.backward(dy, layer.forward(x, step)[1])
     found = dx if what == "x" else made.named_gradients()[f"only.{what}"]
-    rng = np.random.default_rng(1)
-    for _ in range(24):
-        index = tuple(rng.integers(0, n) for n in target.shape)
+    wanted = np.empty_like(target)
+    for index in np.ndindex(target.shape):
         before, ends = target[index], []
         for sign in (1, -1):
             target[index] = before + sign * 1e-5
             ends.append(loss())
         target[index] = before
-        assert found[index] == pytest.approx((ends[0] - ends[1]) / 2e-5, abs=1e-6, rel=1e-6)
+        wanted[index] = (ends[0] - ends[1]) / 2e-5
+    assert found == pytest.approx(wanted, abs=1e-6, rel=1e-6)
     assert found.any()
 
 
-def test_without_the_auxiliary_losses_the_derivative_is_another() -> None:
-    """The negative control of the above, by more than 1e-6."""
-    setup = Setup("switch")
-    with_losses, without = setup.step(0), setup.step(0)
-    without.loss_scale = 0.0
-    found = []
-    for step in (with_losses, without):
-        layer = setup.make(None, RoutingLog())
+WITHOUT = [(name, "weights") for name in GATES if name != "hash"]
+WITHOUT += [(name, "losses") for name in GATES if Setup(name).make_gate().losses]
+
+
+@pytest.mark.parametrize(("name", "without"), WITHOUT)
+def test_an_incomplete_derivative_of_the_router_is_another(
+    name: str, without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: without that of the weights or of the losses, by more than 1e-5."""
+    setup = Setup(name)
+
+    def derivative(loss_scale: float) -> Any:
+        step, layer = setup.step(0), setup.make(None, RoutingLog())
+        step.loss_scale = loss_scale
         made = bound_by_name(Model({"only": layer}))
         layer.backward(setup.whole("dy"), layer.forward(setup.whole("x"), step)[1])
-        found.append(made.named_gradients()["only.router"].copy())
-    assert np.abs(found[0] - found[1]).max() > 1e-6
+        return made.named_gradients()["only.router"].copy()
+
+    right = derivative(2.0)
+    if without == "weights":
+        monkeypatch.setattr("moe.ways.flat.slopes_of", lambda weights, *_: np.zeros_like(weights))
+    incomplete = derivative(2.0 if without == "weights" else 0.0)
+    assert np.abs(right - incomplete).max() > 1e-5
 
 
 def test_a_prediction_from_another_routing_fails() -> None:
@@ -124,11 +185,62 @@ def test_a_prediction_from_another_routing_fails() -> None:
         table.check()
 
 
-def test_all_tokens_to_one_expert() -> None:
-    """On another rank than most tokens; the other experts have none."""
-    setup = Setup("hash", 8, size=4)
-    found = setup.run(alone(setup).log)
-    check_equal(found, alone(setup), 1e-12)
+# Extreme routings
+
+WAYS: list[dict[str, Any]] = [
+    {"padding": "none"}, {"padding": "needed"},
+    {"dispatch": "hierarchical", "ranks_per_host": 2},
+]  # fmt: skip
+ALL_TO_ONE = [
+    Setup("switch", 8, options=(("capacity_factor", 8.0),)), Setup("bias", 8, options=(("k", 1),)),
+    Setup("hash", 8), Setup("stable", 8, options=(("k", 2), ("capacity_factor", 8.0))),
+]  # fmt: skip
+
+
+def loads_of(setup: Setup) -> Any:
+    """The rows of each expert, on one rank."""
+    return alone(setup).log.whole(STEP_NUMBER, "moe").load
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize(
+    ("setup", "way"),
+    [(setup, way) for setup in ALL_TO_ONE for way in WAYS]
+    + [(ALL_TO_ONE[0], {"padding": "capacity"})],
+    ids=label,
+)
+def test_all_tokens_to_one_expert(setup: Setup, way: dict[str, Any], size: int) -> None:
+    """With one choice, the other experts have no tokens; with two, they have the second choices.
+
+    On 8 ranks the rank of the last expert has no tokens of its own.
+    """
+    forced, k = setup._replace(all_to_one=True), setup.make_gate().k
+    num_tokens = ROWS * CONTEXT
+    assert loads_of(forced).max() == num_tokens and loads_of(forced).sum() == k * num_tokens
+    assert (loads_of(forced) > 0).sum() == 1 or k > 1
+    assert loads_of(setup).max() < num_tokens, "the negative control"
+    check_all(forced._replace(size=size, **way), alone(forced))
+
+
+ONE = [(name, 1, 1) for name in ("switch", "expert-choice", "v-moe", "stable", "bias", "hash")]
+ALL = [("gshard", 2, 2)] + [(name, 4, 4) for name in ("v-moe", "stable", "bias", "sigmoid", "hash")]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=label)
+@pytest.mark.parametrize(("name", "num_experts", "k"), ONE + ALL)
+def test_one_expert_and_tokens_that_have_all_experts(
+    name: str, num_experts: int, k: int, way: dict[str, Any]
+) -> None:
+    """On 4 ranks, of which 3 have no expert if there is one."""
+    has_k = "k" in inspect.signature(GATES[name]).parameters
+    options: dict[str, Any] = {"k": k} if has_k else {}
+    if name == "sigmoid":
+        options["most_nodes"] = 2
+    setup = Setup(name, num_experts, options=tuple(options.items()))
+    routing = alone(setup).log.whole(STEP_NUMBER, "moe")
+    if name != "expert-choice":  # in which an expert chooses some tokens
+        assert (routing.choices == ROWS * CONTEXT).all()
+    check_all(setup._replace(size=4, **way), alone(setup))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +256,23 @@ def test_what_is_refused(change: dict[str, Any], words: str) -> None:
     gate = Setup(change.pop("gate", "switch")).make_gate()
     with pytest.raises(ValueError, match=words):
         MixtureOfExperts(DIM, gate, mlp, **change)
+
+
+def test_padding_needs_to_know_the_rows_of_all_ranks() -> None:
+    """It is refused before anything is sent."""
+
+    def fn(comm: Communicator) -> Any:
+        mesh, setup = Mesh(comm, expert=2), Setup("switch", size=2, padding="needed")
+        (layer, _), step = setup.bound(mesh, RoutingLog()), setup.step(comm.rank)
+        step.batch = None
+        x = setup.whole("x")[list(setup.rows()[comm.rank])]
+        words = "padding 'needed' of the layer moe needs the numbers of rows"
+        with comm.record() as ledger, pytest.raises(ValueError, match=words):
+            layer.forward(x, step)
+        return ledger.gather()
+
+    ledger, _ = collectives.run(fn, size=2)
+    assert ledger.rows() == []
 
 
 def test_groups_of_several_rows_must_be_whole() -> None:

@@ -42,10 +42,16 @@ def num_slots(trainer: Trainer) -> int:
 # What is computed, sent and kept
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    "axes",
-    [{"expert": 2}, BOTH, {"expert": 2, "tensor": 2}, {"context": 2, "expert": 2}, {"expert": 4}],
+    ("schedule", "axes"),
+    [
+        ("dualpipe", {"expert": 2}),
+        ("dualpipe", BOTH),
+        ("dualpipe", {"expert": 2, "tensor": 2}),
+        ("dualpipe-v", {"expert": 2}),
+        ("dualpipe-v", {"context": 2, "expert": 2}),
+        ("dualpipe-v", {"expert": 4}),
+    ],
 )
 def test_training_equals_one_rank(schedule: str, axes: dict[str, int]) -> None:
     """Losses, parameters, traffic and memory; by turns in some slots of each rank."""

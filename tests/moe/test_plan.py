@@ -340,16 +340,20 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[s
 def test_the_command_predicts_a_run_of_the_training_program(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the log that it writes; and from the same text, of the first step."""
+    """From the log that it writes; and from the same text, of the first step.
+
+    Deeper blocks have more experts, whose capacity is that of another rule.
+    """
     log = tmp_path / "log.npz"
-    common = [*WORDS, "--context", "8", "--batch", "16", "--mesh", "data=2,expert=2",
+    model = [*WORDS, "--experts", "2,4", "--capacity-rule", "tutel"]
+    common = [*model, "--context", "8", "--batch", "16", "--mesh", "data=2,expert=2",
               "--text", __file__]  # fmt: skip
     run = ["--threads", "4", "--steps", "1", "--no-monitor", "--save-routing", str(log)]
     assert train([*common, *run]) == 0
     traffic = capsys.readouterr().out
     from_text = printed(capsys, *common, "--layer", "block1", "--hosts", "2")
     of_file = printed(
-        capsys, *WORDS, "--mesh", "data=2,expert=2", "--routing", str(log), "--layer", "block1",
+        capsys, *model, "--mesh", "data=2,expert=2", "--routing", str(log), "--layer", "block1",
         "--hosts", "2",
     )  # fmt: skip
     assert from_text == of_file
@@ -389,6 +393,9 @@ def test_the_command_compares_ways_and_layouts(capsys: pytest.CaptureFixture[str
         (["--mesh", "expert=4", "--text", "/no/text"], "there is no text in /no/text"),
         (["--mesh", "expert=4", "--rows-per-group", "3"], "are not whole groups of 3"),
         (["--mesh", "expert=4,expert=2"], "is not AXIS=N"),
+        (["--mesh", "expert=4", "--experts", "4,0"], "0 is less than 1"),
+        (["--mesh", "expert=4", "--capacity-rule", "some"], "invalid choice: 'some'"),
+        (["--mesh", "expert=4", "--moe", "hash", "--capacity-rule", "none"], "no option rule"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(
@@ -412,6 +419,8 @@ def test_a_log_of_another_shape_is_refused(
         (["--context", "4"], "--context is 4, but the log is of 8"),
         (["--step", "2"], "the log has no step 2"),
         (["--experts", "8"], "has 8 experts, but the routing in the log has 4"),
+        (["--experts", "4,8"], "block1 has 8 experts, but the routing in the log has 4"),
+        (["--capacity-rule", "tutel"], "has 4 as capacity, but the routing in the log has 5"),
     ):
         with pytest.raises(SystemExit):
             main([*words, *more])

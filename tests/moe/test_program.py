@@ -10,8 +10,8 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from moe import GATES, RoutingLog
-from parallel.train import Training, parser
+from moe import GATES, RoutingLog, mixtures
+from parallel.train import Training, model_of, parser
 from tests.moe.test_training import LOGS, Mixture, setup_of
 from tests.parallel.test_train import SMALL
 
@@ -38,7 +38,8 @@ def test_every_gate_trains(gate: str) -> None:
 @pytest.mark.parametrize("words", [
     ("--strategy", "ddp"), ("--strategy", "zero2"), ("--mesh", "data=2"),
     ("--shared-experts", "1", "--moe-every", "1"), ("--payload", "int8"),
-    ("--padding", "needed", "--dispatch-parts", "2"), ("--capacity-factor", "2.0"),
+    ("--padding", "needed", "--dispatch-parts", "2"),
+    ("--capacity-factor", "2.0", "--capacity-rule", "tutel", "--padding", "capacity"),
     ("--recompute",), ("--dispatch", "weights"), ("--dispatch", "cheaper"),
     ("--dropout", "0.1", "--expert-dropout", "0.4"), ("--rows-per-group", "2", "--batch", "8"),
     ("--dispatch", "hierarchical", "--ranks-per-host", "1"),
@@ -47,6 +48,42 @@ def test_options(words: tuple[str, ...]) -> None:
     """Also without an axis for experts: then each rank has all of them."""
     has_axis = {"--strategy", "--mesh"} & set(words)
     assert run("--moe", "switch", *words, *(() if has_axis else ("--mesh", "expert=2"))) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [((), "gshard"), (("--capacity-rule", "tutel"), "tutel"), (("--capacity-rule", "none"), None)],
+)
+def test_the_capacity_rule_is_that_of_the_command_line(
+    words: tuple[str, ...], rule: str | None
+) -> None:
+    """Or that of the gate; beside another option."""
+    options = parser().parse_args([*MODEL, "--moe", "stable", "--top-k", "1", *words])
+    (layer,) = mixtures(model_of(options, None, RoutingLog()))
+    assert (layer.gate.rule, layer.gate.k) == (rule, 1)
+
+
+def test_deeper_blocks_have_more_experts() -> None:
+    """PR-MoE: two ranks lose what one does, and not what they lose with as many in each block."""
+
+    def losses(experts: str, ranks: int) -> list[float]:
+        words = ("--moe", "stable", "--experts", experts, "--moe-every", "1", "--mesh",
+                 f"expert={ranks}", "--micro-batches", "2")  # fmt: skip
+
+        def fn(comm: Communicator) -> list[float]:
+            training = Training(comm, parser().parse_args([*MODEL, *words]))
+            numbers = [layer.gate.num_experts for layer in mixtures(training.model)]
+            assert numbers == [int(n) for n in experts.split(",")]
+            table = training.run()
+            assert comm.rank or training.report(table) == 0
+            return training.losses
+
+        found: list[list[float]] = collectives.run(fn, size=ranks)
+        return found[0]
+
+    alone = losses("2,5", 1)
+    np.testing.assert_allclose(losses("2,5", 2), alone, rtol=1e-12)
+    assert np.abs(np.subtract(losses("5,2", 1), alone)).max() > 1e-6
 
 
 @pytest.mark.parametrize("name", ["expert-data", "expert-model-data:2"])
@@ -90,6 +127,10 @@ def test_another_routing_gives_another_prediction(tmp_path: Path) -> None:
         (("--moe", "switch", "--layout", "data", "--mesh", "expert=2"), "takes no --mesh"),
         (("--moe", "switch", "--layout", "model-data:3"), "3 ranks for each weight"),
         (("--top-k", "2"), "--top-k needs --moe"),
+        (("--capacity-rule", "tutel"), "--capacity-rule needs --moe"),
+        (("--moe", "bias", "--capacity-rule", "none"), "no option rule, only k"),
+        (("--moe", "switch", "--capacity-rule", "none", "--padding", "capacity"), "capacity rule"),
+        (("--moe", "switch", "--experts", "2,4"), "2 numbers for 1 blocks with experts"),
         (("--moe", "hash", "--capacity-factor", "2"), "no option capacity_factor, only k"),
         (("--moe", "bias", "--padding", "capacity"), "capacity rule"),
         (("--moe", "bias", "--top-k", "5"), "k is 5"),

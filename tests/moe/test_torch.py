@@ -2,17 +2,17 @@
 
 The plain form lets every expert compute every token, and multiplies by a matrix of weights that has
 zeros where an expert does not take a token.  It takes the numbers that are drawn, and nothing else,
-from the library.  Run where torch is installed.
+from the library.  Collected where torch is installed (`conftest.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
+import torch
 
 from moe.gates import Gate, named
 from moe.gates.losses import Balance
@@ -22,13 +22,13 @@ from tests.moe.experts import DIM, mlp
 from tests.parallel.models import Values
 from tests.parallel.split_layers import bound_by_name
 
-torch: Any = pytest.importorskip("torch")
-
-Tensor: TypeAlias = Any
+Tensor: TypeAlias = torch.Tensor
 ROWS, CONTEXT, EXPERTS = 5, 12, 4
 CLOSE = 1e-10
 BIAS = np.array([0.3, -0.4, 0.0, 0.2])
+TOKENS = np.random.default_rng(4).integers(0, 256, (ROWS, CONTEXT))
 WEIGHT = 0.7  # of auxiliary losses, so that they matter
+Z_WEIGHT = 0.3
 
 
 class Plan(NamedTuple):
@@ -40,11 +40,15 @@ class Plan(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What decides it: logits (S, E), a number from 0 to 1 for each token, and biases (E,)."""
+    """What decides it: logits (S, E), noise on them, a number from 0 to 1 for each token, biases
+    (E,), and the tokens of the text (S,).
+    """
 
     logits: Tensor
+    noise: Tensor
     uniform: Tensor
     bias: Tensor
+    tokens: Tensor
 
 
 def queued(wanted: list[Tensor], capacity: int | None) -> list[Tensor]:
@@ -89,14 +93,56 @@ def top_k(group: Group, k: int, capacity: int | None, *, is_normalized: bool) ->
     return plan(scores, choices, kept, is_normalized=is_normalized, loss=loss)
 
 
-def gshard(group: Group, capacity: int) -> Plan:
+def stable(group: Group, capacity: int) -> Plan:
+    """The best two, with the loss of Switch and the squared log-sum-exp of the logits."""
+    found = top_k(group, 2, capacity, is_normalized=True)
+    logs = torch.logsumexp(group.logits, dim=-1)
+    return found._replace(loss=found.loss + Z_WEIGHT * (logs**2).mean())
+
+
+def v_moe(group: Group, capacity: int) -> Plan:
+    """The best two by noisy logits; tokens with a larger best score go first."""
+    noisy = group.logits + group.noise
+    scores = torch.softmax(noisy, dim=-1)
+    choices = [one_hot(index) for index in torch.topk(scores, 2).indices.T]
+    order = torch.argsort(scores.max(dim=-1).values, descending=True, stable=True)
+    kept = queued([each[order] for each in choices], capacity)
+    kept = [each[torch.argsort(order)] for each in kept]
+    importance = torch.softmax(group.logits, dim=-1).sum(dim=0)
+    least = torch.topk(noisy, 2).values[:, 1:]
+    normal = torch.distributions.Normal(0.0, 1 / EXPERTS)
+    load = (1 - normal.cdf(least - group.logits)).sum(dim=0)
+    loss = WEIGHT * (squared_variation(importance) + squared_variation(load)) / 2
+    return plan(scores, choices, kept, is_normalized=False, loss=loss)
+
+
+def squared_variation(x: Tensor) -> Tensor:
+    return x.var(unbiased=False) / x.mean() ** 2
+
+
+def hashed(group: Group, k: int) -> Plan:
+    """The expert of a hash of each token, and the next ones, with equal weights."""
+    first = torch.tensor([splitmix64(int(token)) % EXPERTS for token in group.tokens])
+    chosen = torch.stack([one_hot((first + i) % EXPERTS) for i in range(k)]).sum(dim=0)
+    return Plan(chosen / k, torch.zeros(()), 0)
+
+
+def splitmix64(number: int) -> int:
+    """Steele et al. 2014."""
+    z = (number + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def gshard(group: Group, capacity: int, factor: float) -> Plan:
     """The second of two is used with a probability of twice its share."""
     scores = torch.softmax(group.logits, dim=-1)
     best = torch.topk(scores, 2)
     first, second = (one_hot(index) for index in best.indices.T)
     share = best.values[:, 1] / best.values.sum(dim=-1)
     sampled = second * (2 * share > group.uniform)[:, None]
-    loss = balance(scores, first, WEIGHT / EXPERTS)
+    loss = balance(scores, first, factor)
     kept = queued([first, sampled], capacity)
     return plan(scores, [first, second], kept, is_normalized=True, loss=loss)
 
@@ -135,17 +181,26 @@ CASES = {
         Gate(EXPERTS, 2, losses=SWITCH_LOSS, is_normalized=True),
         lambda g: top_k(g, 2, None, is_normalized=True),
     ),
-    "top-2, capacity": Case(
-        replace(named.stable(EXPERTS, capacity_factor=0.75), losses=SWITCH_LOSS),
-        lambda g: top_k(g, 2, 5, is_normalized=True), drops=True,
+    "stable": Case(
+        named.stable(EXPERTS, capacity_factor=0.75, weight=WEIGHT, z_weight=Z_WEIGHT),
+        lambda g: stable(g, 5), drops=True,
     ),
+    "v-moe": Case(
+        named.v_moe(EXPERTS, capacity_factor=0.75, weight=WEIGHT), lambda g: v_moe(g, 4),
+        drops=True,
+    ),
+    "hash": Case(named.hash_layer(EXPERTS, k=2), lambda g: hashed(g, 2)),
     "switch": Case(
         named.switch(EXPERTS, capacity_factor=0.75, weight=WEIGHT),
         lambda g: top_k(g, 1, 3, is_normalized=False), drops=True,
     ),
     "gshard": Case(
-        named.gshard(EXPERTS, capacity_factor=0.75, weight=WEIGHT), lambda g: gshard(g, 5),
-        drops=True,
+        named.gshard(EXPERTS, capacity_factor=0.75, weight=WEIGHT),
+        lambda g: gshard(g, 5, WEIGHT * EXPERTS), drops=True,
+    ),
+    "gshard, the paper's loss": Case(
+        named.gshard(EXPERTS, capacity_factor=0.75, weight=WEIGHT / EXPERTS**2),
+        lambda g: gshard(g, 5, WEIGHT / EXPERTS), drops=True,
     ),
     "expert-choice": Case(named.choice(EXPERTS), lambda g: expert_choice(g, 6)),
     "sigmoid": Case(
@@ -176,7 +231,7 @@ def of_layer(case: Case) -> tuple[Ends, dict[str, Values]]:
     made = bound_by_name(Model({"only": layer}))
     x, dy = inputs()
     rows, targets = BatchRows(0, (range(ROWS),), seed=3), np.zeros((ROWS, CONTEXT), np.int64)
-    step = Step(targets, total=ROWS * CONTEXT, context=CONTEXT, batch=rows)
+    step = Step(targets, total=ROWS * CONTEXT, context=CONTEXT, tokens=TOKENS, batch=rows)
     y, saved = layer.forward(x, step)
     dx = layer.backward(dy, saved)
     names = {name: name.removeprefix("only.") for name in made.named_gradients()}
@@ -192,9 +247,13 @@ def of_torch(case: Case, values: dict[str, Values]) -> tuple[Ends, int]:
     given["x"] = x.requires_grad_()
     each_row = BatchRows(0, (range(ROWS),), seed=3).random(0, "moe")
     rows, total, dropped = [], torch.zeros((), dtype=torch.float64), 0
-    for row, random in zip(x, each_row, strict=True):
-        uniform = torch.from_numpy(random.random(CONTEXT))
-        found = case.plain(Group(row @ given["router"], uniform, torch.from_numpy(BIAS)))
+    for row, ids, random in zip(x, TOKENS, each_row, strict=True):
+        noise = np.zeros((CONTEXT, EXPERTS))
+        if case.gate.noise:
+            noise = case.gate.noise * random.standard_normal(noise.shape)
+        numbers = noise, random.random(CONTEXT), BIAS, ids
+        logits = row @ given["router"] if "router" in given else torch.zeros(CONTEXT, EXPERTS)
+        found = case.plain(Group(logits, *map(torch.from_numpy, numbers)))
         rows.append(torch.einsum("se,esm->sm", found.weights, experts(row, given)))
         total, dropped = total + found.loss / ROWS, dropped + found.num_dropped
     y = torch.stack(rows)
@@ -255,7 +314,20 @@ NOT_THE_SAME: list[tuple[str, Callable[[Group], Plan], set[str]]] = [
         {"y", "router", "experts.up.weight", "x"},
     ),
     (  # other numbers are drawn
-        "gshard", lambda g: gshard(g._replace(uniform=1 - g.uniform), 5), {"y", "router", "x"}
+        "gshard", lambda g: gshard(g._replace(uniform=1 - g.uniform), 5, WEIGHT * EXPERTS),
+        {"y", "router", "x"},
+    ),
+    (  # another factor of the loss
+        "gshard", lambda g: gshard(g, 5, WEIGHT / EXPERTS), {"loss", "router", "x"}
+    ),
+    (  # without the loss of large logits
+        "stable", lambda g: top_k(g, 2, 5, is_normalized=True), {"loss", "router", "x"}
+    ),
+    (  # without noise
+        "v-moe", lambda g: v_moe(g._replace(noise=0 * g.noise), 4), {"y", "loss", "router", "x"}
+    ),
+    (  # other tokens
+        "hash", lambda g: hashed(g._replace(tokens=g.tokens + 1), 2), {"y", "experts.up.weight"}
     ),
 ]  # fmt: skip
 

@@ -5,25 +5,33 @@ Each way computes what one rank computes, and sends what it plans.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import Any
+
 import numpy as np
 import pytest
 
 import collectives
 from collectives import Communicator
-from moe import MixtureOfExperts
+from moe import MixtureOfExperts, RoutingLog
 from moe.gates import GATES
-from parallel import Mesh, TrafficMismatch
+from parallel import Mesh, TrafficMismatch, TrafficTable
 from parallel.accounts import between_hosts
+from parallel.nn import Activations, ArraySpec, Layer, Step
 from tests.moe.experts import (
     CLOSE,
+    CONTEXT,
     DIM,
+    ROWS,
     SIZES,
+    STEP_NUMBER,
     Setup,
     alone,
     bytes_of,
     check_all,
     mlp,
     moved,
+    spoil_messages,
 )
 
 HOSTS = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 1), (4, 2), (4, 1), (8, 2), (8, 4)]
@@ -39,6 +47,64 @@ def test_hierarchical_is_as_on_one_rank(
     setup = Setup(name, size=size, num_parts=1 + size % 3, dtype=dtype)
     hierarchical = setup._replace(dispatch="hierarchical", ranks_per_host=ranks_per_host)
     check_all(hierarchical, alone(setup), dtype)
+
+
+class Tagged(Layer):
+    """An expert that notes which tokens it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: Any, step: Step) -> tuple[Any, Any]:
+        is_token = x[:, 1] == 1  # and not padding
+        self.seen += np.rint(100 * x[is_token, 0]).astype(int).tolist()
+        return x, None
+
+    def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
+        return dy, None
+
+    def activation_bytes(self, x: ArraySpec) -> Activations:
+        return Activations(0, x)
+
+
+def tags_of(setup: Setup) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(expert, token of the batch) of what experts got, and of what was routed, sorted."""
+
+    def fn(comm: Communicator) -> tuple[list[tuple[int, int]], RoutingLog]:
+        mesh, log = Mesh(comm, expert=setup.size), RoutingLog()
+        layer, _ = setup.bound(mesh, log, Tagged)
+        x, rows = setup.whole("x"), setup.rows()[mesh.rank]
+        x[..., 0], x[..., 1] = np.arange(ROWS * CONTEXT).reshape(ROWS, CONTEXT) / 100, 1
+        layer.forward(x[rows.start : rows.stop], setup.step(mesh.rank))
+        experts = enumerate(layer.experts.layers, layer.experts.first)
+        return [(i, token) for i, each in experts for token in each.seen], log  # type: ignore[attr-defined]
+
+    found = collectives.run(fn, size=setup.size)
+    tables = [table for _, log in found for _, _, table in log.tables(CONTEXT)]
+    routed = [(e, token) for token, e, _, dropped in np.concatenate(tables).tolist() if not dropped]
+    return sorted(pair for seen, _ in found for pair in seen), sorted(routed)
+
+
+@pytest.mark.parametrize(("size", "ranks_per_host"), [(3, 1), (4, 2), (8, 4)])
+@pytest.mark.parametrize("name", GATES)
+def test_no_token_is_lost_or_doubled(name: str, size: int, ranks_per_host: int) -> None:
+    """Each expert gets exactly the tokens that one rank routes to it."""
+    setup = Setup(name)
+    seen, _ = tags_of(hierarchical(setup._replace(size=size), ranks_per_host))
+    assert seen == tags_of(setup)[1]
+    assert len(set(seen)) == len(seen) > 0
+
+
+@pytest.mark.parametrize("how", ["lost", "doubled"])
+def test_a_row_that_is_lost_or_doubled_is_noticed(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control."""
+    spoil_messages(monkeypatch, how)
+    seen, routed = tags_of(hierarchical(Setup("stable", size=4), 2))
+    assert set(routed) - set(seen)
+    assert (len(seen) > len(set(seen)) or bool(set(seen) - set(routed))) == (how == "doubled")
 
 
 @pytest.mark.parametrize("hidden", [1, 40])
@@ -121,14 +187,77 @@ def matrix_of(setup: Setup) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     return table.matrix
 
 
-@pytest.mark.parametrize("distance", [1, 4])
-def test_a_prediction_from_another_routing_fails(distance: int) -> None:
-    """The negative control: one token is said to go to another rank or another host."""
-    setup = hierarchical(Setup("stable", 8, size=8), 4)
-    table = setup.run(moved(alone(setup).log, distance))[0].table
-    assert table is not None
-    with pytest.raises(TrafficMismatch):
-        table.check()
+Sent = dict[str, Any]  # by phase, the bytes from each rank to each
+
+
+def bytes_of_token(source: int, experts: list[int], per_host: int | None) -> Sent:
+    """What one token of a rank sends; 2 experts are on each of 4 ranks."""
+    found: Sent = defaultdict(lambda: np.zeros((4, 4), np.int64))
+
+    def send(phase: str, a: int, b: int, num_bytes: int) -> None:
+        found[phase][a, b] += num_bytes * (a != b)
+
+    def send_row(a: int, b: int) -> None:
+        """There and back, in forward and in backward."""
+        for phase, *ends in (("forward/dispatch", a, b), ("forward/combine", b, a),
+                             ("backward/combine", a, b), ("backward/dispatch", b, a)):  # fmt: skip
+            send(phase, *ends, 8 * DIM)
+
+    if per_host is None:
+        for expert in experts:
+            send_row(source, expert // 2)
+        return found
+    on_host = {
+        source % per_host + rank // per_host * per_host for rank in {e // 2 for e in experts}
+    }
+    for middle in on_host:
+        send_row(source, middle)
+        for expert in experts:
+            if expert // 2 // per_host == middle // per_host:
+                send("forward/entries", source, middle, 8)
+                send("forward/weights", source, middle, 8)
+                send("backward/weights", middle, source, 8)
+                send_row(middle, expert // 2)
+    return found
+
+
+def predicted(table: TrafficTable) -> Sent:
+    found: Sent = defaultdict(lambda: np.zeros((4, 4), np.int64))
+    for each in table.predicted:
+        found[each.phase] += each.matrix[1]
+    return found
+
+
+@pytest.mark.parametrize("per_host", [None, 2])
+@pytest.mark.parametrize("name", ["switch", "stable"])
+def test_moving_one_token_changes_exactly_its_bytes(name: str, per_host: int | None) -> None:
+    """To every other expert: in each exchange of forward and backward; then the check fails."""
+    setup = Setup(name, 8, size=4)
+    if per_host is not None:
+        setup = hierarchical(setup, per_host)
+    log = alone(setup).log
+    routing = log.whole(STEP_NUMBER, "moe")
+    first = np.flatnonzero(~routing.is_dropped)[0]
+    token, expert = routing.token[first], int(routing.expert[first])
+    is_other = (routing.token == token) & ~routing.is_dropped & (routing.expert != expert)
+    others, right = routing.expert[is_other].tolist(), setup.run(log)[0].table
+    assert token == 0 and right is not None and right.check()
+    for distance in range(1, 8):
+        target = (expert + distance) % 8
+        if target in others:
+            continue
+        table = setup.run(moved(log, distance))[0].table
+        assert table is not None
+        before, after = (bytes_of_token(0, [e, *others], per_host) for e in (expert, target))
+        found, old = predicted(table), predicted(right)
+        for phase in {*found, *old, *before, *after}:
+            wanted = old[phase] + after[phase] - before[phase]
+            np.testing.assert_array_equal(found[phase], wanted, err_msg=phase)
+        if target // 2 == expert // 2:
+            assert table.check()
+        else:
+            with pytest.raises(TrafficMismatch):
+                table.check()
 
 
 @pytest.mark.parametrize(("payload", "close"), [("bfloat16", 0.02), ("int8", 0.02)])

@@ -1,0 +1,61 @@
+"""Tables of mixtures of experts, from what `bench moe` and `bench balance` wrote with --json."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bench.docs.measured import Result, name_of, read_json
+from bench.docs.provenance import note
+from bench.docs.sections import table
+
+BALANCE = "imbalance", "computed", "dropped", "loss"
+
+
+def moe_result(path: str) -> Result:
+    """An argument's type: what `bench moe --json` wrote to a file."""
+    found = read_json(path)
+    if "goals" not in found or "moe" not in "".join(found.get("jobs", {})):
+        raise argparse.ArgumentTypeError(f"{path} was not written by python -m bench moe --json")
+    return found
+
+
+def moe_section(results: Sequence[Result]) -> str:
+    """One line for each ratio, with what was found under each MPI.
+
+    ValueError if the runs are not of the same goals or not of the same code.
+    """
+    facts = [result["provenance"] for result in results]
+    goals = [{goal["what"]: goal for goal in result["goals"]} for result in results]
+    if any(each.keys() != goals[0].keys() for each in goals):
+        raise ValueError("the runs of the moe command are not of the same goals")
+    if any(each["code"] != facts[0]["code"] for each in facts):
+        raise ValueError("the runs of the moe command are not of the same code")
+    rows = [
+        [what, f"{goal['least']:.2f}", *(f"{each[what]['found']:.2f}" for each in goals)]
+        for what, goal in goals[0].items()
+    ]
+    said = note(facts[0], [result["mpi"] for result in results])
+    return f"{table(['ratio'], ['goal', *map(name_of, results)], rows)}\n\n{said}"
+
+
+def balance_section(path: str) -> str:
+    """The table of balancing schemes from what `bench balance --json` wrote."""
+    result = read_json(path)
+    if "summaries" not in result:
+        raise argparse.ArgumentTypeError(f"{path} was not written by bench balance --json")
+    rows = [list(balance_cells(summary)) for summary in result["summaries"]]
+    facts = result["provenance"]
+    said = note(facts, [f"{result['seeds']} seeds"])
+    return f"{table(['scheme'], ['k', *BALANCE, 'better than none'], rows)}\n\n{said}"
+
+
+def balance_cells(summary: dict[str, Any]) -> Iterator[str]:
+    """Of a scheme: its name, k, the median and the range of each measure, and how often better."""
+    yield summary["name"].partition(", k=")[0]
+    yield str(summary["k"])
+    for name in BALANCE:
+        least, median, most = summary["measures"][name].values()
+        yield f"{median:.2f} ({least:.2f}-{most:.2f})"
+    yield "" if summary["is_baseline"] else f"{summary['num_better']} of {summary['num_seeds']}"
