@@ -54,14 +54,7 @@ def add_capacity_options(add: Callable[..., object]) -> None:
 
 
 def gate_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the gate that are on the command line, by their names in `GATES`.
-
-    Raises ValueError for a capacity rule without a gate.
-    """
+    """Return the options of the gate that are on the command line, by their names in `GATES`."""
     given = vars(options)
     found = {name: given[key] for key, name in GATE_OPTIONS.items() if given[key]}
-    if options.capacity_rule is None:
-        return found
-    if options.moe is None:
-        raise ValueError("--capacity-rule needs --moe GATE")
-    return found | {"rule": None if options.capacity_rule == DROPLESS else options.capacity_rule}
+    return found | ({"rule": None} if found.get("rule") == DROPLESS else {})

@@ -23,7 +23,7 @@ HOOKS = ("float16", "bfloat16", "int8", "powersgd:RANK")
 RECOMPUTE = {"all": ("block*",), "attention": ("block*.attention.heads",), "none": ()}
 
 # Of --moe: those of the gate, and those of the layer.
-GATE_OPTIONS = {"top_k": "k", "capacity_factor": "capacity_factor"}
+GATE_OPTIONS = {"top_k": "k", "capacity_factor": "capacity_factor", "capacity_rule": "rule"}
 MOE_OPTIONS = {
     "moe_every": "every", "shared_experts": "num_shared", "padding": "padding",
     "dispatch_parts": "num_parts", "payload": "payload", "dispatch": "dispatch",
