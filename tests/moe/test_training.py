@@ -107,16 +107,21 @@ def test_every_layout(axes: dict[str, int], optimizer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "axes",
+    ("dispatch", "axes"),
     [
-        {"expert": 4},
-        {"data": 2, "expert": 4},
-        {"pipe": 2, "expert": 4},
-        {"expert": 4, "tensor": 2},
-        {"context": 2, "expert": 4},
+        ("hierarchical", {"expert": 4}),
+        ("hierarchical", {"data": 2, "expert": 4}),
+        ("hierarchical", {"pipe": 2, "expert": 4}),
+        ("hierarchical", {"expert": 4, "tensor": 2}),
+        ("hierarchical", {"context": 2, "expert": 4}),
+        ("weights", {"data": 2, "expert": 4}),
+        ("weights", {"expert": 4, "tensor": 2}),
+        ("weights", {"context": 2, "expert": 4}),
+        ("cheaper", {"expert": 4}),
+        ("cheaper", {"pipe": 2, "expert": 4}),
+        ("cheaper", {"expert": 4, "tensor": 2}),
     ],
 )
-@pytest.mark.parametrize("dispatch", ["hierarchical", "weights", "cheaper"])
 def test_every_way_to_dispatch(dispatch: str, axes: dict[str, int]) -> None:
     """With two places along expert on each host, of 2 or 4 ranks."""
     on_host = 2 * axes.get("tensor", 1) if dispatch == "hierarchical" else None
