@@ -231,12 +231,12 @@ def model_of(options: argparse.Namespace, mesh: Mesh | None, log: RoutingLog) ->
         "recompute": presets.RECOMPUTE[options.recompute], "dropout": options.dropout,
         "sequence_parallel": options.sequence_parallel, "attention": options.attention or "ring",
     }  # fmt: skip
-    of_gate, given = gate_options(options), vars(options)
     if options.moe is None:
         return gpt(**of_gpt)
+    given = vars(options)
     of_layer = {name: given[key] for key, name in presets.MOE_OPTIONS.items() if given[key]}
     return moe_gpt(
-        gate=options.moe, gate_options=of_gate, num_experts=options.experts, log=log,
+        gate=options.moe, gate_options=gate_options(options), num_experts=options.experts, log=log,
         ranks_per_host=options.ranks_per_host, **of_layer, **of_gpt,
     )  # fmt: skip
 

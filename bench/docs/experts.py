@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.docs.measured import Result, name_of, read_json
+from bench.docs.measured import Result, name_of, note_of_all, read_json
 from bench.docs.provenance import note
 from bench.docs.sections import table
 
@@ -16,7 +16,7 @@ BALANCE = "imbalance", "computed", "dropped", "loss"
 def moe_result(path: str) -> Result:
     """An argument's type: what `bench moe --json` wrote to a file."""
     found = read_json(path)
-    if "goals" not in found or "moe" not in "".join(found.get("jobs", {})):
+    if "goals" not in found or not any(name.startswith("moe ") for name in found["jobs"]):
         raise argparse.ArgumentTypeError(f"{path} was not written by python -m bench moe --json")
     return found
 
@@ -26,18 +26,15 @@ def moe_section(results: Sequence[Result]) -> str:
 
     ValueError if the runs are not of the same goals or not of the same code.
     """
-    facts = [result["provenance"] for result in results]
     goals = [{goal["what"]: goal for goal in result["goals"]} for result in results]
     if any(each.keys() != goals[0].keys() for each in goals):
         raise ValueError("the runs of the moe command are not of the same goals")
-    if any(each["code"] != facts[0]["code"] for each in facts):
-        raise ValueError("the runs of the moe command are not of the same code")
     rows = [
         [what, f"{goal['least']:.2f}", *(f"{each[what]['found']:.2f}" for each in goals)]
         for what, goal in goals[0].items()
     ]
-    said = note(facts[0], [result["mpi"] for result in results])
-    return f"{table(['ratio'], ['goal', *map(name_of, results)], rows)}\n\n{said}"
+    heads = ["goal", *map(name_of, results)]
+    return f"{table(['ratio'], heads, rows)}\n\n{note_of_all(results)}"
 
 
 def balance_section(path: str) -> str:

@@ -38,15 +38,18 @@ def read_json(path: str) -> Result:
 def sections(results: Sequence[Result]) -> dict[str, str]:
     """Each section by its name.  ValueError if the runs are not of the same goals and sizes."""
     measured = {"speed": goals_section(results), "bandwidth": sizes_section(results)}
-    said = speed_note(results)
+    said = note_of_all(results)
     return {name: f"{section}\n\n{said}" for name, section in measured.items()}
 
 
-def speed_note(results: Sequence[Result]) -> str:
-    """When and on what they were measured.  ValueError if that was not the same code."""
+def note_of_all(results: Sequence[Result]) -> str:
+    """When and on what they were measured, each under its MPI.
+
+    ValueError if that was not the same code.
+    """
     facts = [result["provenance"] for result in results]
     if any(each["code"] != facts[0]["code"] for each in facts):
-        raise ValueError("the runs of the speed command are not of the same code")
+        raise ValueError("the runs of the command are not of the same code")
     return note(facts[0], [result["mpi"] for result in results])
 
 
@@ -72,7 +75,7 @@ def gpu_section(path: str) -> str:
     first = next(iter(measured.values()))
     sizes = [text(row["size"]) for row in first["summary"]]
     heads = [head for size in sizes for head in (f"{size}: best", "call")]
-    rows = [[name, *map(str, gpu_cells(found))] for name, found in measured.items()]
+    rows = [[name, *gpu_cells(found)] for name, found in measured.items()]
     heads_trained = ["sent: predicted", "recorded", "observed", "first loss", "last", "ms a step"]
     rows_trained = [
         [name.removeprefix("train "), *training_cells(found)] for name, found in trained.items()
