@@ -16,6 +16,7 @@ ORDER = [
     "diagnostics",
     "arrays",
     "programs",
+    "simulation",
     "selection",
     "engines",
     "runtime",

@@ -1,0 +1,50 @@
+"""A machine: what messages, copies and combining cost on it, by the LogGOPS model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+SAME_HOST, OTHER_HOST = "same_host", "other_host"
+
+
+class Link(NamedTuple):
+    """What a message of up to `up_to_bytes` bytes costs between two ranks.
+
+    The letters are those of the LogGOPS model (Hoefler, Schneider and Lumsdaine 2010):
+
+    - `overhead_seconds`: o, for which the message occupies the processor, at each end.
+    - `overhead_seconds_per_byte`: O, the same for each byte.
+    - `latency_seconds`: L, from one end to the other.
+    - `gap_seconds`: g, the least time between two messages that a rank sends, or receives.
+    - `seconds_per_byte`: G, the time of each further byte on the link.
+    - `is_rendezvous`: whether the sender waits until the receive is posted (messages above S).
+    """
+
+    up_to_bytes: float = math.inf
+    overhead_seconds: float = 0.0
+    overhead_seconds_per_byte: float = 0.0
+    latency_seconds: float = 0.0
+    gap_seconds: float = 0.0
+    seconds_per_byte: float = 0.0
+    is_rendezvous: bool = False
+
+
+class Machine(NamedTuple):
+    """What everything costs.
+
+    `links`: by class ("same_host", "other_host"), the `Link`s in the order of their sizes; the last
+    has no limit.  `call_seconds`: of a call, in addition to its operations.
+    `copy_seconds_per_byte` and `combine_seconds_per_byte`: of a copy and a combination within a
+    rank.
+    """
+
+    links: Mapping[str, tuple[Link, ...]]
+    call_seconds: float = 0.0
+    copy_seconds_per_byte: float = 0.0
+    combine_seconds_per_byte: float = 0.0
+
+    def link(self, link_class: str, num_bytes: float) -> Link:
+        """The link that carries a message of this size."""
+        return next(link for link in self.links[link_class] if num_bytes <= link.up_to_bytes)
