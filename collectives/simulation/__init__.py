@@ -1,5 +1,6 @@
 """Simulation: how long the programs of all ranks take on a machine, and what its links carry."""
 
+from collectives.simulation.engine import Simulation, simulate
 from collectives.simulation.machine import OTHER_HOST, SAME_HOST, Link, Machine
 
-__all__ = ["OTHER_HOST", "SAME_HOST", "Link", "Machine"]
+__all__ = ["OTHER_HOST", "SAME_HOST", "Link", "Machine", "Simulation", "simulate"]
