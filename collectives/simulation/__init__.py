@@ -2,5 +2,18 @@
 
 from collectives.simulation.engine import Simulation, simulate
 from collectives.simulation.machine import OTHER_HOST, SAME_HOST, Link, Machine
+from collectives.simulation.network import Apart, Level, Network, Torus, Tree
 
-__all__ = ["OTHER_HOST", "SAME_HOST", "Link", "Machine", "Simulation", "simulate"]
+__all__ = [
+    "OTHER_HOST",
+    "SAME_HOST",
+    "Apart",
+    "Level",
+    "Link",
+    "Machine",
+    "Network",
+    "Simulation",
+    "Torus",
+    "Tree",
+    "simulate",
+]

@@ -45,6 +45,11 @@ class Machine(NamedTuple):
     copy_seconds_per_byte: float = 0.0
     combine_seconds_per_byte: float = 0.0
 
+    def bytes_per_second(self, link_class: str) -> float:
+        """The rate of the fastest link of a class, as a single large message sees it."""
+        fastest = min(link.seconds_per_byte for link in self.links[link_class])
+        return 1 / fastest if fastest else math.inf
+
     def link(self, link_class: str, num_bytes: float) -> Link:
         """The link that carries a message of this size."""
         return next(link for link in self.links[link_class] if num_bytes <= link.up_to_bytes)

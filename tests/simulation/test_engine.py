@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from collectives import simulation
-from collectives.algorithms import info
 from collectives.arrays import jit
-from collectives.programs import CallSpec, Kind, Program, Row, compile_call
-from collectives.simulation import Link, Machine, simulate
+from collectives.programs import Kind, Program
+from collectives.simulation import Apart, Link, Machine, simulate
+from tests.simulation.rows import copy, program, programs, receive, send, wait
 
 o, O_BYTE, L, G_MESSAGE, G = 3.0, 0.25, 5.0, 4.0, 0.5  # seconds: easy to add up
 COPY, COMBINE = 0.125, 1.0
@@ -31,35 +31,6 @@ def machine(link: Link = EAGER) -> Machine:
         {"same_host": (link,), "other_host": (FAR,)},
         copy_seconds_per_byte=COPY, combine_seconds_per_byte=COMBINE,
     )  # fmt: skip
-
-
-def program(*rows: Row) -> Program:
-    slots = 1 + max((row.slot + row.size * (row.kind == Kind.WAIT) for row in rows), default=0)
-    table = np.array(rows, np.int64).reshape(-1, len(Row._fields))
-    return Program(table, 1, slots, 0, 1, ())
-
-
-def send(peer: int, size: int, slot: int = 0) -> Row:
-    return Row(Kind.SEND, 0, peer, size=size, slot=slot)
-
-
-def receive(peer: int, size: int, slot: int = 0) -> Row:
-    return Row(Kind.RECEIVE, 0, peer, size=size, slot=slot)
-
-
-def wait(count: int = 1, slot: int = 0) -> Row:
-    return Row(Kind.WAIT, 0, 0, size=count, slot=slot)
-
-
-def copy(size: int) -> Row:
-    return Row(Kind.COPY, 0, size=size)
-
-
-def programs(name: str, size: int, num_bytes: int) -> list[Program]:
-    spec = CallSpec(
-        "all_reduce", info("all_reduce", name), (), 1, name, np.dtype(np.int8), num_bytes
-    )
-    return [compile_call(spec, rank, size) for rank in range(size)]
 
 
 def seconds(*tables: Program, link: Link = EAGER, **options: object) -> list[float]:
@@ -119,7 +90,7 @@ def test_recursive_doubling_takes_its_closed_form() -> None:
 def test_the_cost_of_a_call_and_links_of_other_hosts_are_added() -> None:
     found = simulate(
         programs("recursive_doubling", 4, 64), machine()._replace(call_seconds=7.0),
-        hosts=[0, 0, 1, 1],
+        Apart([0, 0, 1, 1]),
     )  # fmt: skip
     assert found.seconds == pytest.approx(7 + exchange(64) + exchange(64, 100.0) + 2 * 64 * COMBINE)
 
