@@ -3,6 +3,8 @@
 from collectives.simulation.engine import Simulation, simulate
 from collectives.simulation.machine import OTHER_HOST, SAME_HOST, Link, Machine
 from collectives.simulation.network import Apart, Level, Network, Torus, Tree
+from collectives.simulation.tables import work_rates
+from collectives.simulation.topology import network_of
 
 __all__ = [
     "OTHER_HOST",
@@ -15,5 +17,7 @@ __all__ = [
     "Simulation",
     "Torus",
     "Tree",
+    "network_of",
     "simulate",
+    "work_rates",
 ]

@@ -38,6 +38,7 @@ def simulate(
     machine: Machine,
     network: Network | None = None,
     *,
+    hosts: Sequence[int] | None = None,
     stragglers: Mapping[int, float] | None = None,
 ) -> Simulation:
     """Run the programs of all ranks in simulated time.
@@ -45,8 +46,8 @@ def simulate(
     - `programs`: those of ranks 0, 1, ....  Those of `network.period` ranks stand for those of all
       ranks: of n programs, rank r + n does what rank r does, with all peers moved on by n.
     - `machine`: what messages, copies and combinations cost.
-    - `network`: where ranks are, and which links they share; None: all are on one host, and share
-      none.
+    - `network`: where ranks are, and which links they share; None: they share none.
+    - `hosts`: without a network, the host of each rank; None: all are on one host.
     - `stragglers`: by rank, a factor by which its processor is slower: its overheads, copies and
       combinations take longer.
 
@@ -63,10 +64,11 @@ def simulate(
       receive begins when the last byte is there.
 
     Returns a `Simulation`.  Raises ValueError if the ranks do not receive what they send each
-    other, or wait for each other forever, or if there are more or fewer programs.
+    other, or wait for each other forever, or if there are more or
+    fewer programs, or if the machine lacks the links between two ranks.
     """
     if network is None:
-        network = Apart([0] * len(programs))
+        network = Apart([0] * len(programs) if hosts is None else hosts)
     _check(len(programs), network, stragglers)
     slowness = np.ones(len(programs))
     for rank, factor in (stragglers or {}).items():

@@ -39,9 +39,11 @@ NUM_CHANGED, NUM_MOVED = range(2)  # of `Flows.counters`
 
 @njit(nogil=True, error_model="numpy")
 def is_before(world: World, a: int, b: int) -> bool:
-    """Whether event `a` precedes `b`; at the same time, messages precede what ranks begin."""
-    time, other = world.events[a].time, world.events[b].time
-    return time < other or (time == other and a > b)
+    """Whether event `a` precedes `b`: it is earlier, or has been known for longer."""
+    first, second = world.events[a], world.events[b]
+    if first.time == second.time:
+        return first.known < second.known
+    return first.time < second.time
 
 
 @njit(nogil=True, error_model="numpy")
@@ -74,13 +76,13 @@ def sink(world: World, place: int, event: int) -> None:
 
 
 @njit(nogil=True, error_model="numpy")
-def schedule(world: World, event: int, time: float) -> None:
+def schedule(world: World, event: int, time: float, known: int) -> None:
     """Let an event happen at a time, instead of when it was to happen before."""
     place = world.events[event].place
     if place < 0:
         place = world.counters[HEAP_SIZE]
         world.counters[HEAP_SIZE] += 1
-    world.events[event].time = time
+    world.events[event].time, world.events[event].known = time, known
     rise(world, place, event)
     sink(world, world.events[event].place, event)
 
@@ -184,7 +186,7 @@ def post_receive(world: World, rank: int, number: int, slot: int) -> None:
     message.is_posted = True
     world.is_done[slot] = message.phase == TAKEN
     if message.phase == TAKEN and world.costs[message.cost].is_rendezvous:
-        message.phase = RELEASING
+        message.phase, message.known = RELEASING, now_known(world)
         happen_at(world, number, world.ranks[rank].clock)
 
 
@@ -361,8 +363,12 @@ def settle(world: World) -> None:
     world.counters[NUM_READY] = 0
     for number in range(world.counters[NUM_TOUCHED]):
         event = world.touched[number]
-        time = choose(world, event)[0] if event < len(world.ranks) else world.events[event].time
-        schedule(world, event, time)
+        if event < len(world.ranks):
+            time, known, _, _ = choose(world, event)
+        else:
+            time = world.events[event].time
+            known = world.messages[event - len(world.ranks)].known
+        schedule(world, event, time, known)
     world.counters[NUM_TOUCHED] = 0
 
 
@@ -374,7 +380,8 @@ def run(world: World, network: Flows) -> bool:
     """
     for number in range(network.counters[NUM_MOVED]):
         flow = network.flows[network.moved[number]]
-        schedule(world, len(world.ranks) + flow.message, flow.end)
+        known = world.messages[flow.message].known
+        schedule(world, len(world.ranks) + flow.message, flow.end, known)
     network.counters[NUM_MOVED] = 0
     settle(world)
     while world.counters[HEAP_SIZE] > 0 and world.events[world.heap[0]].time < math.inf:

@@ -47,7 +47,8 @@ class Machine(NamedTuple):
 
     def bytes_per_second(self, link_class: str) -> float:
         """The rate of the fastest link of a class, as a single large message sees it."""
-        fastest = min(link.seconds_per_byte for link in self.links[link_class])
+        rates = [link.seconds_per_byte for link in self.links.get(link_class, ())]
+        fastest = min(rates, default=0.0)
         return 1 / fastest if fastest else math.inf
 
     def link(self, link_class: str, num_bytes: float) -> Link:

@@ -36,13 +36,18 @@ class _Rows(NamedTuple):
     seconds: NDArray[np.float64]
 
 
-def _rows_of(program: Program, machine: Machine) -> _Rows:
-    """The rows of a program, of which adjacent copies and combinations are one row of work."""
-    kinds, peers, sizes, slots = program.rows[:, [_KIND, _PEER, _SIZE, _SLOT]].T
+def work_rates(machine: Machine) -> NDArray[np.float64]:
+    """The seconds per byte of each `Kind` of row; 0 for those that are not work."""
     rates = np.zeros(len(Kind))
     rates[Kind.COPY] = machine.copy_seconds_per_byte
     rates[[Kind.COMBINE, Kind.DIVIDE]] = machine.combine_seconds_per_byte
-    seconds, kinds = rates[kinds] * sizes, np.minimum(kinds, _WORK)
+    return rates
+
+
+def _rows_of(program: Program, machine: Machine) -> _Rows:
+    """The rows of a program, of which adjacent copies and combinations are one row of work."""
+    kinds, peers, sizes, slots = program.rows[:, [_KIND, _PEER, _SIZE, _SLOT]].T
+    seconds, kinds = work_rates(machine)[kinds] * sizes, np.minimum(kinds, _WORK)
     is_first = np.ones(len(kinds), bool)
     is_first[1:] = (kinds[1:] != _WORK) | (kinds[:-1] != _WORK)
     starts = np.flatnonzero(is_first)
@@ -126,7 +131,10 @@ def _costs(messages: Messages, machine: Machine, network: Network) -> tuple[Reco
     found = network.classify(messages.sources, messages.destinations)
     records = np.zeros(len(found), np.int64)
     for port, name in enumerate(network.classes):
-        mine, limits = found == port, [link.up_to_bytes for link in machine.links[name]]
+        mine, links = found == port, machine.links.get(name, ())
+        if mine.any() and not links:
+            raise ValueError(f"the machine has links {', '.join(machine.links)}, but not {name}")
+        limits = [link.up_to_bytes for link in links]
         records[mine] = len(costs) + np.searchsorted(limits, messages.sizes[mine])
-        costs += [cost_of(link, port) for link in machine.links[name]]
+        costs += [cost_of(link, port) for link in links]
     return np.array(costs, COST).view(np.recarray), records

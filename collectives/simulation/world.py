@@ -50,8 +50,8 @@ COST = np.dtype(
     align=True,
 )  # fmt: skip
 
-# The time of an event, and its place in the heap (-1: none).
-EVENT = np.dtype([("time", "f8"), ("place", "i4")], align=True)
+# The time of an event, since when it is known, and its place in the heap (-1: none).
+EVENT = np.dtype([("time", "f8"), ("known", "i8"), ("place", "i4")], align=True)
 
 # A flow: a message on the network; -1: none.  `left`: its bytes that are left at the time `since`;
 # `limit` and `rate`: bytes a second; `end`: when it will have ended; `entered`: its route.

@@ -116,10 +116,7 @@ def test_routes_on_a_torus_are_as_long_as_distances(extent: int) -> None:
 @pytest.mark.parametrize("name", ["ring", "recursive_doubling", "circulant"])
 def test_without_shared_links_the_network_changes_nothing(name: str) -> None:
     """One message at a time for each rank: the rules of LogGOPSim and of networks agree."""
-    link = Link(
-        overhead_seconds=1, latency_seconds=2, gap_seconds=0.5, seconds_per_byte=0.1,
-        overhead_seconds_per_byte=0.01,
-    )  # fmt: skip
+    link = Link(overhead_seconds=1, latency_seconds=2, gap_seconds=0.5, seconds_per_byte=0.1)
     machine = Machine({"same_host": (link,), "other_host": (link,)}, combine_seconds_per_byte=0.01)
     wide = Tree(machine, 8, (Level("NIC", 1, 1, 1e9),))
     apart = simulate(programs(name, 8, 800), machine, Apart(range(8)))
