@@ -51,7 +51,7 @@ def simulate(
     A rank begins its rows in order, up to the next row that waits, copies or combines.
 
     Returns a `Simulation`.  Raises ValueError if the ranks do not receive what they send each
-    other, or wait for each other forever.
+    other, or wait for each other forever, or if the machine has no link for a message.
     """
     places = None if hosts is None else np.asarray(hosts)
     classes = [SAME_HOST] if places is None else [SAME_HOST, OTHER_HOST]

@@ -150,12 +150,15 @@ def links_of(
     limits, firsts = [], []
     for port, name in enumerate(classes):
         firsts.append(len(costs))
-        limits.append([link.up_to_bytes for link in machine.links[name]])
-        costs += [_costs(link, port) for link in machine.links[name]]
+        links = machine.links.get(name, ())
+        limits.append([link.up_to_bytes for link in links])
+        costs += [_costs(link, port) for link in links]
     found = classify(messages.sources, messages.destinations)
     rows = np.zeros(len(found), np.int8)
-    for each in range(len(classes)):
+    for each, name in enumerate(classes):
         mine = found == each
+        if mine.any() and not limits[each]:
+            raise ValueError(f"a message needs a link {name}, which the machine does not have")
         rows[mine] = firsts[each] + np.searchsorted(limits[each], messages.sizes[mine])
     return np.array(costs), rows
 
