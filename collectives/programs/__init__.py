@@ -15,18 +15,20 @@ from collectives.programs.program import (
     assembled,
     compile_call,
 )
-from collectives.programs.steps import Counts, Lane, Message, OwnCounts, Step
+from collectives.programs.steps import Combine, Counts, Lane, Message, Move, OwnCounts, Step
 
 __all__ = [
     "INPUT",
     "OUTPUT",
     "SCRATCH",
     "CallSpec",
+    "Combine",
     "Counts",
     "Kind",
     "Lane",
     "Lanes",
     "Message",
+    "Move",
     "OwnCounts",
     "Program",
     "Row",

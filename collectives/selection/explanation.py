@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 from collectives import algorithms
 from collectives.arrays import Operator
-from collectives.selection.cost import Machine, price
 from collectives.selection.decisions import Decisions
 from collectives.selection.labels import parse_label
-from collectives.selection.select import choose, preferred, restriction_of
+from collectives.selection.select import choose, predicted, preferred, restriction_of
 
 
 class Candidate(NamedTuple):
@@ -31,8 +30,8 @@ class Explanation(NamedTuple):
 
     `num_bytes`: the n of the formulas.  `chosen`: the algorithm as a caller names it.  `reason`:
     who or what chose it.  `run_by`: what runs the program, and why it is not compiled code if it is
-    not.  `candidates`: all that could run, by predicted time.  The prediction
-    decides nothing: a measured table does, or a built-in rule.
+    not.  `candidates`: all that could run, by predicted time.  The predictions
+    decide only where nothing was measured and a machine was fitted.
     """
 
     collective: str
@@ -66,10 +65,11 @@ def explain(
     num_bytes: int,
     operator: Operator | None = None,
     decisions: Decisions | None = None,
+    hosts: tuple[int, ...] | None = None,
 ) -> Explanation:
     """The explanation of a call.  The arguments and errors are those of `choose`."""
     text = preferred(collective) if algorithm is None else algorithm
-    choice = choose(collective, text, size, num_bytes, operator, decisions)
+    choice = choose(collective, text, size, num_bytes, operator, decisions, hosts)
     is_preferred = algorithm is None and text is not None
     reason = "named by collectives.using" if is_preferred else choice.reason
     labels = dict.fromkeys(
@@ -78,22 +78,12 @@ def explain(
     restrictions = {
         label: restriction_of(parse_label(collective, label), size, operator) for label in labels
     }
-    machine = Machine() if decisions is None else decisions.machine(size)
-    candidates = [
-        Candidate(label, _predicted(collective, label, size, num_bytes, machine))
-        for label, restriction in restrictions.items()
-        if restriction is None
-    ]
-    candidates.sort(key=lambda candidate: candidate.seconds)
+    machine = None if decisions is None else decisions.machine_for(hosts)
+    seconds = predicted(collective, size, num_bytes, machine, hosts, labels=(choice.label,))
+    candidates = [Candidate(*each) for each in seconds if restrictions[each[0]] is None]
     rejected = [
         Rejected(label, words) for label, words in restrictions.items() if words is not None
     ]
     return Explanation(
         collective, size, num_bytes, choice.label, reason, tuple(candidates), tuple(rejected)
     )
-
-
-def _predicted(collective: str, label: str, size: int, num_bytes: int, machine: Machine) -> float:
-    """The predicted seconds, with the options of a call."""
-    choice = choose(collective, label, size, num_bytes)
-    return price(choice.algorithm, size, num_bytes, machine, **choice.options)

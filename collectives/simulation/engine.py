@@ -65,7 +65,7 @@ def simulate(
 
     Returns a `Simulation`.  Raises ValueError if the ranks do not receive what they send each
     other, or wait for each other forever, or if there are more or
-    fewer programs, or if the machine lacks the links between two ranks.
+    fewer programs, or if the machine has no link for a message.
     """
     if network is None:
         network = Apart([0] * len(programs) if hosts is None else hosts)

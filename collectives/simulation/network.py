@@ -12,11 +12,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.simulation.machine import OTHER_HOST, SAME_HOST, Machine
+from collectives.simulation.machine import ISLAND, OTHER_HOST, SAME_HOST, Machine
 
 Ints = NDArray[np.int64]
-
-ISLAND = "island"
 
 
 class Links(NamedTuple):

@@ -133,7 +133,7 @@ def _costs(messages: Messages, machine: Machine, network: Network) -> tuple[Reco
     for port, name in enumerate(network.classes):
         mine, links = found == port, machine.links.get(name, ())
         if mine.any() and not links:
-            raise ValueError(f"the machine has links {', '.join(machine.links)}, but not {name}")
+            raise ValueError(f"a message needs a link {name}, which the machine does not have")
         limits = [link.up_to_bytes for link in links]
         records[mine] = len(costs) + np.searchsorted(limits, messages.sizes[mine])
         costs += [cost_of(link, port) for link in links]
