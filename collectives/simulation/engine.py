@@ -11,21 +11,21 @@ from numpy.typing import NDArray
 from collectives.arrays import jit
 from collectives.programs import Program
 from collectives.simulation.machine import Machine
-from collectives.simulation.network import Apart, Ints, Network
-from collectives.simulation.tables import Messages, world_of
+from collectives.simulation.network import Apart, Network
+from collectives.simulation.tables import Messages, Rows, rows_of, world_of
 from collectives.simulation.world import Flows, World, flows_of
 
 
 class Simulation(NamedTuple):
     """What a simulation finds.
 
-    `rank_seconds`: when each rank has completed its program.  `messages`: what was sent.
-    `link_bytes`: what each link of the network carried.
+    `rank_seconds`: when each simulated rank has completed its program.  `link_bytes`: what each
+    link of the network carried.  `class_bytes`: what all ranks sent by each class of links.
     """
 
     rank_seconds: NDArray[np.float64]
-    messages: Messages
-    link_bytes: Ints
+    link_bytes: NDArray[np.float64]
+    class_bytes: NDArray[np.float64]
 
     @property
     def seconds(self) -> float:
@@ -69,26 +69,50 @@ def simulate(
     """
     if network is None:
         network = Apart([0] * len(programs) if hosts is None else hosts)
-    _check(len(programs), network, stragglers)
-    slowness = np.ones(len(programs))
+    return simulate_rows([rows_of(x, machine) for x in programs], machine, network, stragglers)
+
+
+def simulate_rows(
+    rows: Sequence[Rows],
+    machine: Machine,
+    network: Network,
+    stragglers: Mapping[int, float] | None = None,
+    resolution: float = 0.0,
+) -> Simulation:
+    """`simulate` for the rows of each rank.
+
+    `resolution`: a part of its time for which a message may wait until the links are divided anew,
+    so that this is done once for many messages.
+    """
+    _check(len(rows), network, stragglers)
+    slowness = np.ones(len(rows))
     for rank, factor in (stragglers or {}).items():
         slowness[rank] = factor
-    world, messages = world_of(programs, machine, network, slowness)
-    flows, link_bytes = _empty(world, messages, network)
+    world, messages = world_of(rows, machine, network, slowness)
+    classes = network.classify(messages.sources, messages.destinations)
+    class_bytes = np.bincount(classes, messages.sizes, len(network.classes)).astype(float)
+    flows, link_bytes = _empty(world, messages, network, resolution)
+    del messages, classes
     _run(world, flows)
     _require_end(world)
-    return Simulation(world.ranks.clock, messages, link_bytes)
+    return Simulation(
+        world.ranks.clock.copy(), link_bytes, class_bytes * (network.num_ranks // len(rows))
+    )
 
 
 def _check(num_programs: int, network: Network, stragglers: Mapping[int, float] | None) -> None:
     """Raise ValueError if the network is for another number of programs."""
     if num_programs != network.period:
         raise ValueError(f"there are {num_programs} programs for {network.period} ranks")
+    if wrong := [rank for rank in stragglers or () if not 0 <= rank < network.num_ranks]:
+        raise ValueError(f"there is no rank {wrong[0]} among {network.num_ranks} ranks")
     if stragglers and network.period != network.num_ranks:
         raise ValueError("ranks can be slower than others only if each has its own program")
 
 
-def _empty(world: World, messages: Messages, network: Network) -> tuple[Flows, Ints]:
+def _empty(
+    world: World, messages: Messages, network: Network, resolution: float
+) -> tuple[Flows, NDArray[np.float64]]:
     """The network without messages, and the bytes that each of its links will have carried.
 
     Writes the route of each message into the world.
@@ -102,8 +126,8 @@ def _empty(world: World, messages: Messages, network: Network) -> tuple[Flows, I
     weights = np.where(routes >= 0, pair_bytes[:, None], 0)
     link_bytes = np.bincount(np.maximum(routes, 0).ravel(), weights.ravel(), len(capacities))
     world.messages.route = inverse
-    flows = flows_of(routes.astype(np.int32), capacities, world.ports.size)
-    return flows, link_bytes.astype(np.int64)
+    flows = flows_of(routes.astype(np.int32), capacities, world.ports.size, resolution)
+    return flows, link_bytes.astype(float)
 
 
 def _run(world: World, flows: Flows) -> None:

@@ -35,6 +35,7 @@ assert [Kind.RECEIVE, Kind.SEND, Kind.WAIT, Kind.COPY] == [RECEIVE, SEND, WAIT, 
 POSTED, FLOWING, TRAVELLING, ARRIVED, TAKEN, RELEASING = range(6)
 HEAP_SIZE, LAST_KNOWN, NUM_READY, NUM_TOUCHED = range(4)  # of `World.counters`
 NUM_CHANGED, NUM_MOVED = range(2)  # of `Flows.counters`
+DEADLINE, RESOLUTION = range(2)  # of `Flows.clocks`
 
 
 @njit(nogil=True, error_model="numpy")
@@ -242,12 +243,14 @@ def enter(world: World, network: Flows, number: int, time: float) -> None:
     flow = network.flows[place]
     flow.message, flow.left, flow.since = number, message.further, time
     flow.limit = 1 / cost.gap_per_byte
-    change(network, place)
+    expected = flow.left / (flow.rate if flow.rate > 0 else flow.limit)
+    change(network, place, time + network.clocks[RESOLUTION] * expected)
 
 
 @njit(nogil=True, error_model="numpy")
-def change(network: Flows, place: int) -> None:
-    """Note that a flow began or ended."""
+def change(network: Flows, place: int, deadline: float) -> None:
+    """Note that a flow began or ended, and when the links must be divided anew at the latest."""
+    network.clocks[DEADLINE] = min(network.clocks[DEADLINE], deadline)
     if not network.flows[place].is_changed:
         network.flows[place].is_changed = True
         network.changed[network.counters[NUM_CHANGED]] = place
@@ -261,7 +264,8 @@ def leave(world: World, network: Flows, number: int, time: float) -> None:
     place = message.source * world.ports.shape[1] + world.costs[message.cost].port
     if network.flows[place].message == number:
         network.flows[place].message = -1
-        change(network, place)
+        expected = message.further / network.flows[place].rate
+        change(network, place, time + network.clocks[RESOLUTION] * expected)
     travel(world, number, time)
     touch(world, message.source)
 
@@ -385,11 +389,9 @@ def run(world: World, network: Flows) -> bool:
     network.counters[NUM_MOVED] = 0
     settle(world)
     while world.counters[HEAP_SIZE] > 0 and world.events[world.heap[0]].time < math.inf:
-        has_changed = network.counters[NUM_CHANGED] > 0
-        if has_changed and world.events[world.heap[0]].time > network.now[0]:
+        if world.events[world.heap[0]].time > network.clocks[DEADLINE]:
             return True
         event = take_first(world)
-        network.now[0] = world.events[event].time
         happen(world, network, event)
         settle(world)
     return network.counters[NUM_CHANGED] > 0

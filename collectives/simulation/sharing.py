@@ -23,6 +23,7 @@ else:
 
 
 NUM_CHANGED, NUM_MOVED, NUM_LISTED = range(3)  # of `Flows.counters`, as in `event_loop.py`
+DEADLINE = 0  # of `Flows.clocks`
 EXACTLY = 1 + 1e-9  # sums of rates differ by less in the order in which they are added
 
 
@@ -195,15 +196,16 @@ def decide_rates(network: Flows) -> None:
 @njit(nogil=True, error_model="numpy")
 def share_links(network: Flows, messages: Records) -> None:
     """Decide the rates that change, and when the messages will have ended."""
+    now, network.clocks[DEADLINE] = network.clocks[DEADLINE], math.inf
     list_all(network, messages)
     for number in range(network.counters[NUM_LISTED]):
         link = network.links[network.listed[number]]
         link.is_listed, link.free, link.num_open = False, link.capacity, link.number
     for number in range(network.counters[NUM_MOVED]):
         flow = network.flows[network.moved[number]]
-        flow.left -= flow.rate * (network.now[0] - flow.since)
-        flow.since = network.now[0]
+        flow.left -= flow.rate * (now - flow.since)
+        flow.since = now
     decide_rates(network)
     for number in range(network.counters[NUM_MOVED]):
         flow = network.flows[network.moved[number]]
-        flow.end = network.now[0] + max(0.0, flow.left) / flow.rate
+        flow.end = now + max(0.0, flow.left) / flow.rate

@@ -26,14 +26,28 @@ class Messages(NamedTuple):
     sizes: Ints
 
 
-class _Rows(NamedTuple):
-    """Rows of programs.  `peers`: or how many slots a row waits for."""
+class Rows(NamedTuple):
+    """The rows of a program, of which adjacent copies and combinations are one row of work.
 
-    kinds: Ints
-    peers: Ints
+    `peers`: or how many slots a row waits for.  `num_slots`: of the program.
+    """
+
+    kinds: NDArray[np.int8]
+    peers: NDArray[np.int32]
     sizes: Ints
-    slots: Ints
+    slots: NDArray[np.int32]
     seconds: NDArray[np.float64]
+    num_slots: int
+
+    def moved(self, by: int, num_ranks: int) -> Rows:
+        """The rows of a rank that does the same as this one, with peers moved on."""
+        is_message = self.kinds <= Kind.SEND
+        peers = np.where(is_message, (self.peers + by) % num_ranks, self.peers)
+        return self._replace(peers=peers.astype(np.int32))
+
+    def equals(self, other: Rows) -> bool:
+        """Whether two ranks do the same."""
+        return all(np.array_equal(*each) for each in zip(self, other, strict=True))
 
 
 def work_rates(machine: Machine) -> NDArray[np.float64]:
@@ -44,37 +58,42 @@ def work_rates(machine: Machine) -> NDArray[np.float64]:
     return rates
 
 
-def _rows_of(program: Program, machine: Machine) -> _Rows:
-    """The rows of a program, of which adjacent copies and combinations are one row of work."""
+def rows_of(program: Program, machine: Machine) -> Rows:
+    """The rows of a program on a machine."""
     kinds, peers, sizes, slots = program.rows[:, [_KIND, _PEER, _SIZE, _SLOT]].T
     seconds, kinds = work_rates(machine)[kinds] * sizes, np.minimum(kinds, _WORK)
     is_first = np.ones(len(kinds), bool)
     is_first[1:] = (kinds[1:] != _WORK) | (kinds[:-1] != _WORK)
     starts = np.flatnonzero(is_first)
-    summed = np.add.reduceat(seconds, starts) if len(starts) else seconds
-    peers = np.where(kinds == Kind.WAIT, sizes, peers)
-    return _Rows(kinds[starts], peers[starts], sizes[starts], slots[starts], summed)
+    peers, sizes = np.where(kinds == Kind.WAIT, sizes, peers), np.where(kinds < _WORK, sizes, 0)
+    return Rows(
+        kinds[starts].astype(np.int8),
+        peers[starts].astype(np.int32),
+        sizes[starts],
+        slots[starts].astype(np.int32),
+        np.add.reduceat(seconds, starts) if len(starts) else seconds,
+        program.num_slots,
+    )
 
 
 def world_of(
-    programs: Sequence[Program], machine: Machine, network: Network, slowness: NDArray[np.float64]
+    each: Sequence[Rows], machine: Machine, network: Network, slowness: NDArray[np.float64]
 ) -> tuple[World, Messages]:
-    """The world in which these programs run, and all their messages.
+    """The world in which the rows of each rank run, and all messages.
 
-    The programs of the first ranks stand for those of all ranks: rank r + n does what rank r does,
-    with all peers moved on by n, the number of programs.
+    The first ranks stand for all ranks: rank r + n does what rank r does, with all peers moved on
+    by n, the number of ranks that have rows.
 
     Raises ValueError if sends and receives do not match.
     """
-    each = [_rows_of(program, machine) for program in programs]
     stops = np.cumsum([len(rows.kinds) for rows in each])
     starts = stops - [len(rows.kinds) for rows in each]
-    rows = _Rows(*(np.concatenate(column) for column in zip(*each, strict=True)))
+    rows = _joined(each)
     owners = np.repeat(np.arange(len(each)), stops - starts)
-    num_slots = np.cumsum([0, *(program.num_slots for program in programs)])
+    num_slots = np.cumsum([0, *(rows.num_slots for rows in each)])
     slots = rows.slots + num_slots[owners]
     sends, receives = (np.flatnonzero(rows.kinds == kind) for kind in (Kind.SEND, Kind.RECEIVE))
-    sent = Messages(owners[sends], rows.peers[sends], rows.sizes[sends])
+    sent = Messages(owners[sends], rows.peers[sends].astype(np.int64), rows.sizes[sends])
     matched = _matched(
         sent, _received(rows, owners, receives, len(each), network.num_ranks), network.num_ranks
     )
@@ -97,11 +116,19 @@ def world_of(
     return world, sent
 
 
+def _joined(each: Sequence[Rows]) -> Rows:
+    """The rows of all ranks, one after the other."""
+    kinds, peers, sizes, slots, seconds = (
+        np.concatenate([rows[column] for rows in each]) for column in range(5)
+    )
+    return Rows(kinds, peers, sizes, slots, seconds, sum(rows.num_slots for rows in each))
+
+
 def _received(
-    rows: _Rows, ranks: Ints, receives: Ints, num_programs: int, num_ranks: int
+    rows: Rows, ranks: Ints, receives: Ints, num_programs: int, num_ranks: int
 ) -> Messages:
     """The messages that are received, of which the senders are moved to ranks with a program."""
-    sources = rows.peers[receives]
+    sources = rows.peers[receives].astype(np.int64)
     moved = sources - sources % num_programs
     destinations = (ranks[receives] - moved) % num_ranks
     return Messages(sources - moved, destinations, rows.sizes[receives])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from collectives.simulation.machine import OTHER_HOST, Machine
 from collectives.simulation.network import Level, Network, Torus, Tree
 
-HELP = """\
+TOPOLOGIES = """\
 hosts:NxG             N hosts with G ranks each; options:
   nics=K              of each host, which its ranks divide; default: 1
   nic=BYTES           a second of each; default: of one message between hosts
@@ -40,7 +40,7 @@ def network_of(
 ) -> Network:
     """The network that a text names.
 
-    - `text`: see `HELP`.
+    - `text`: see `TOPOLOGIES`.
     - `machine`: its links give the rates that the text does not.
     - `num_ranks`: how many take part, the first ones; None: all that fit.
     - `is_folded`: whether the ranks of a largest group stand for all ranks.

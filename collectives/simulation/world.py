@@ -99,7 +99,9 @@ class Flows(NamedTuple):
 
     `routes`: the links on the way of messages, filled up with -1.  `nodes`: one for each flow and
     link on its way.  `changed`: flows that began or ended; `moved`: those whose ends changed;
-    `listed`: links whose flows get new rates; `counters`: how many these are.  `now`: the time.
+    `listed`: links whose flows get new rates; `counters`: how many these are.  `clocks`: the time
+    at which the links must be divided anew, and the part of its time for which a message may wait
+    for that.
     """
 
     flows: Records
@@ -110,7 +112,7 @@ class Flows(NamedTuple):
     moved: Ints
     listed: Ints
     counters: NDArray[np.int64]
-    now: NDArray[np.float64]
+    clocks: NDArray[np.float64]
 
 
 def zeros(shape: int | tuple[int, ...], dtype: np.dtype[Any], /, **values: Any) -> Records:
@@ -150,7 +152,9 @@ def world_of(
     )
 
 
-def flows_of(routes: Ints, capacities: NDArray[np.float64], num_flows: int) -> Flows:
+def flows_of(
+    routes: Ints, capacities: NDArray[np.float64], num_flows: int, resolution: float
+) -> Flows:
     """An empty network."""
     return Flows(
         flows=zeros(num_flows, FLOW, message=-1, entered=-1),
@@ -161,5 +165,5 @@ def flows_of(routes: Ints, capacities: NDArray[np.float64], num_flows: int) -> F
         moved=np.zeros(num_flows, np.int32),
         listed=np.zeros(len(capacities), np.int32),
         counters=np.zeros(3, np.int64),
-        now=np.zeros(1),
+        clocks=np.array([np.inf, resolution]),
     )
