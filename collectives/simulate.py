@@ -9,6 +9,7 @@ links; then what the links of the best one carry.  Nothing is sent.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -82,7 +83,7 @@ def _choices(options: argparse.Namespace, network: Network) -> list[Choice]:
     """The algorithms that are compared: those that are named, or all that serve."""
     size, collective = network.num_ranks, options.collective
     if options.algorithm:
-        labels = options.algorithm.replace("),", ")\n").split("\n")
+        labels = re.split(r",(?![^()]*\))", options.algorithm)  # at commas between algorithms
         return [choose(collective, label, size, options.bytes) for label in labels]
     return [
         choose(collective, label, size, options.bytes)

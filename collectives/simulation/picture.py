@@ -24,7 +24,8 @@ def picture(
     """
     capacities, kinds, names = network.links
     share = link_bytes / capacities / max(seconds, 1e-300)
-    top, body = _TOP, []
+    top = _TOP
+    body: list[str] = []
     for kind, name in enumerate(names):
         mine = share[kinds == kind]
         body += _block(name, mine, top)

@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
     def equals(self, other: Rows) -> bool:
         """Whether two ranks do the same."""
-        return all(np.array_equal(*each) for each in zip(self, other, strict=True))
+        return all(np.array_equal(a, b) for a, b in zip(self, other, strict=True))
 
 
 def work_rates(machine: Machine) -> NDArray[np.float64]:
