@@ -167,11 +167,13 @@ class _Assembler:
     def __init__(self, lanes: Lanes, itemsize: int, is_average: bool) -> None:
         self.lanes, self.itemsize, self.is_average = lanes, itemsize, is_average
         self.most_bytes = max(MESSAGE_BYTES // itemsize, 1) * itemsize  # in one message
-        self.slots_each = max(map(self._num_messages, lanes.lanes))
+        distinct = {id(lane): lane for lane in lanes.lanes}  # most lanes are one object
+        self.slots_each = max(map(self._num_messages, distinct.values()))
         self.rows: list[tuple[int, ...]] = []
         self.sent: list[list[tuple[int, int, int, int]]] = [[] for _ in lanes.lanes]
         self.waits: dict[int, tuple[int, ...]] = {}
-        self.is_busy = [_is_busy(lane) for lane in lanes.lanes]
+        is_busy = {number: _is_busy(lane) for number, lane in distinct.items()}
+        self.is_busy = [is_busy[id(lane)] for lane in lanes.lanes]
         scratch_stride = _aligned(lanes.num_scratch * itemsize, itemsize)
         self.num_scratch = scratch_stride * lanes.num_slots
         source = self._source()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,8 @@ class Rows(NamedTuple):
 
     def equals(self, other: Rows) -> bool:
         """Whether two ranks do the same."""
-        return all(np.array_equal(a, b) for a, b in zip(self, other, strict=True))
+        pairs: Iterable[tuple[Any, Any]] = zip(self, other, strict=True)
+        return all(np.array_equal(*pair) for pair in pairs)
 
 
 def work_rates(machine: Machine) -> NDArray[np.float64]:
