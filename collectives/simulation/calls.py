@@ -12,7 +12,7 @@ Where a rank has many messages in a round, rates are computed less often.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -22,7 +22,7 @@ from collectives.programs import CallSpec, compile_call
 from collectives.simulation.engine import Simulation, simulate_rows
 from collectives.simulation.machine import Machine
 from collectives.simulation.network import Network
-from collectives.simulation.tables import Rows, rows_of
+from collectives.simulation.tables import NO_ROWS, Rows, rows_of
 
 FEW_LANES = (6, 12)  # that are simulated for many; multiples of those that run at the same time
 FEWER_LANES = (1, 2)  # where all ranks send to all others
@@ -50,22 +50,30 @@ def simulate_call(
     machine: Machine,
     network: Network,
     *,
+    groups: Sequence[Sequence[int]] | None = None,
     stragglers: Mapping[int, float] | None = None,
 ) -> Call:
-    """Simulate a call of all ranks of a network.
+    """Simulate a call of all ranks of a network, or the same call of several groups of them.
 
     - `spec`: the call.
     - `machine`, `network`, `stragglers`: those of `simulate`.
+    - `groups`: the ranks of each group, which are equally large; other ranks do nothing.  None: all
+      ranks are one group.
 
     Returns a `Call`.  Raises ValueError if the algorithm cannot serve, or if the network is folded
     and the ranks do not all do the same.
     """
 
     def run(lanes: int) -> Simulation:
-        rows = list(_rows(shortened(spec, lanes), machine, network))
+        few = shortened(spec, lanes)
+        if groups is None:
+            rows = list(_rows(few, machine, network))
+        else:
+            rows = _rows_of_groups(few, machine, groups, network.num_ranks)
         return simulate_rows(rows, machine, network, stragglers, RESOLUTION if is_dense else 0.0)
 
-    is_dense = has_many_messages(spec, network.num_ranks)
+    size = network.num_ranks if groups is None else len(groups[0])
+    is_dense = has_many_messages(spec, size)
     few = FEWER_LANES if is_dense else FEW_LANES
     if spec.segments <= few[1]:
         found = run(spec.segments)
@@ -121,6 +129,19 @@ def _rows(spec: CallSpec, machine: Machine, network: Network) -> Iterator[Rows]:
         raise ValueError(f"{spec.algorithm.label}: the ranks do not all do the same")
     for rank in range(num_ranks):
         yield rows_of(compile_call(spec, rank, num_ranks, is_kept=False), machine)
+
+
+def _rows_of_groups(
+    spec: CallSpec, machine: Machine, groups: Sequence[Sequence[int]], num_ranks: int
+) -> list[Rows]:
+    """The rows of each rank, of which there are none outside of groups."""
+    size = len(groups[0])
+    of_group = [rows_of(compile_call(spec, i, size, is_kept=False), machine) for i in range(size)]
+    found = [NO_ROWS] * num_ranks
+    for group in groups:
+        for rank, rows in zip(group, of_group, strict=True):
+            found[rank] = rows.renamed(np.asarray(group))
+    return found
 
 
 def repeated(spec: CallSpec, machine: Machine, size: int) -> Rows | None:

@@ -142,11 +142,60 @@ def fix(network: Flows, place: int, rate: float) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def fair_share(network: Flows, number: int) -> float:
-    """What a link has for each message whose rate is open; no limit if it cannot be full."""
+    """What a link has for each message whose rate is open."""
     link = network.links[number]
-    if link.num_open <= 0 or not is_full(network, number):
-        return math.inf
-    return link.free / link.num_open
+    return link.free / link.num_open if link.num_open > 0 else math.inf
+
+
+@njit(nogil=True, error_model="numpy")
+def sink(network: Flows, place: int, size: int) -> None:
+    """Let a link sink in the heap of listed links, those with the smallest shares on top."""
+    listed, links = network.listed, network.links
+    number = listed[place]
+    while 2 * place + 1 < size:
+        child = 2 * place + 1
+        if child + 1 < size and links[listed[child + 1]].share < links[listed[child]].share:
+            child += 1
+        if links[listed[child]].share >= links[number].share:
+            break
+        listed[place] = listed[child]
+        place = child
+    listed[place] = number
+
+
+@njit(nogil=True, error_model="numpy")
+def make_heap(network: Flows) -> int:
+    """Order the full links among those that are listed by their shares; return their number."""
+    size = 0
+    for place in range(network.counters[NUM_LISTED]):
+        number = network.listed[place]
+        if is_full(network, number) and network.links[number].num_open > 0:
+            network.links[number].share = fair_share(network, number)
+            network.listed[size] = number
+            size += 1
+    for place in range(size // 2 - 1, -1, -1):
+        sink(network, place, size)
+    return size
+
+
+@njit(nogil=True, error_model="numpy")
+def refresh(network: Flows, size: int) -> int:
+    """Bring the link with the smallest share to the top; return the number of links.
+
+    Shares only grow, so that of the top is computed anew until it is still the smallest.
+    """
+    while size > 0:
+        link = network.links[network.listed[0]]
+        share = fair_share(network, network.listed[0])
+        if share <= link.share * EXACTLY:
+            break
+        if link.num_open == 0:
+            size -= 1
+            network.listed[0] = network.listed[size]
+        else:
+            link.share = share
+        sink(network, 0, size)
+    return size
 
 
 @njit(nogil=True, error_model="numpy")
@@ -159,6 +208,17 @@ def fix_limited(network: Flows, level: float) -> int:
             fix(network, network.moved[number], flow.limit)
             count += 1
     return count
+
+
+@njit(nogil=True, error_model="numpy")
+def smallest_limit(network: Flows) -> float:
+    """The smallest limit of the messages whose rates are open."""
+    smallest = math.inf
+    for number in range(network.counters[NUM_MOVED]):
+        flow = network.flows[network.moved[number]]
+        if flow.is_listed:
+            smallest = min(smallest, flow.limit)
+    return smallest
 
 
 @njit(nogil=True, error_model="numpy")
@@ -176,21 +236,21 @@ def fix_on(network: Flows, link: int, level: float) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def decide_rates(network: Flows) -> None:
-    """Decide rates: of messages with the smallest limits, or on the links with the least for each.
+    """Decide rates: of messages with the smallest limits, or on the link with the smallest share.
 
     `is_listed` marks the messages whose rates are open.
     """
-    num_left = network.counters[NUM_MOVED]
+    num_left, size = network.counters[NUM_MOVED], make_heap(network)
+    level, limit = 0.0, smallest_limit(network)
     while num_left > 0:
-        level = math.inf
-        for number in range(network.counters[NUM_LISTED]):
-            level = min(level, fair_share(network, network.listed[number]))
-        num_fixed = fix_limited(network, level)
-        if num_fixed == 0:
-            for number in range(network.counters[NUM_LISTED]):
-                if fair_share(network, network.listed[number]) <= level * EXACTLY:
-                    num_fixed += fix_on(network, network.listed[number], level)
-        num_left -= num_fixed
+        size = refresh(network, size)
+        share = network.links[network.listed[0]].share if size > 0 else math.inf
+        level = level if share <= level * EXACTLY else share
+        if limit <= level * EXACTLY:
+            num_left -= fix_limited(network, level)
+            limit = smallest_limit(network)
+        else:
+            num_left -= fix_on(network, network.listed[0], level)
 
 
 @njit(nogil=True, error_model="numpy")

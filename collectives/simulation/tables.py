@@ -41,14 +41,22 @@ class Rows(NamedTuple):
 
     def moved(self, by: int, num_ranks: int) -> Rows:
         """The rows of a rank that does the same as this one, with peers moved on."""
+        return self.renamed((np.arange(num_ranks) + by) % num_ranks)
+
+    def renamed(self, names: Ints) -> Rows:
+        """The rows with other names of the peers."""
         is_message = self.kinds <= Kind.SEND
-        peers = np.where(is_message, (self.peers + by) % num_ranks, self.peers)
-        return self._replace(peers=peers.astype(np.int32))
+        peers = self.peers.copy()
+        peers[is_message] = names[peers[is_message]]
+        return self._replace(peers=peers)
 
     def equals(self, other: Rows) -> bool:
         """Whether two ranks do the same."""
         pairs: Iterable[tuple[Any, Any]] = zip(self, other, strict=True)
         return all(np.array_equal(*pair) for pair in pairs)
+
+
+NO_ROWS = Rows(*(np.zeros(0, kind) for kind in ("i1", "i4", "i8", "i4", "f8")), 0)
 
 
 def work_rates(machine: Machine) -> NDArray[np.float64]:

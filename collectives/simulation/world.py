@@ -62,10 +62,11 @@ FLOW = np.dtype(
 )  # fmt: skip
 
 # A link.  `demand`: the sum of the limits of the flows on it; `number`: how many these are; `head`:
-# the first of them.  `free` and `num_open`: what is left while rates are decided.
+# the first of them.  While rates are decided: `free`, the bytes a second that are left; `num_open`,
+# the flows whose rates are open; `share`, what each of them could have.
 LINK = np.dtype(
-    [("capacity", "f8"), ("demand", "f8"), ("free", "f8"), ("number", "i4"), ("num_open", "i4"),
-     ("head", "i4"), ("is_listed", "?")],
+    [("capacity", "f8"), ("demand", "f8"), ("free", "f8"), ("share", "f8"), ("number", "i4"),
+     ("num_open", "i4"), ("head", "i4"), ("is_listed", "?")],
     align=True,
 )  # fmt: skip
 

@@ -20,18 +20,11 @@ from parallel.pipeline import SCHEDULES, Times, make
 from parallel.pipeline.formulas import round_size
 from parallel.pipeline.schedule import computations
 from parallel.plan.layouts import RECOMPUTE, Job, Layout, Machine
+from parallel.plan.ranks import Planned
 from parallel.sharding import Sharding
 from parallel.stages import divide
 
 BFLOAT16 = np.dtype(np.float16)  # any two-byte dtype: updates are made in float32
-
-
-class Planned(NamedTuple):
-    """What a mesh asks of a communicator, of ranks that do not exist."""
-
-    size: int
-    rank: int = 0
-    name: str = ""
 
 
 class Cost(NamedTuple):
