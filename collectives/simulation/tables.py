@@ -56,7 +56,10 @@ class Rows(NamedTuple):
         return all(np.array_equal(*pair) for pair in pairs)
 
 
-NO_ROWS = Rows(*(np.zeros(0, kind) for kind in ("i1", "i4", "i8", "i4", "f8")), 0)
+NO_ROWS = Rows(
+    *(np.zeros(0, np.int8), np.zeros(0, np.int32), np.zeros(0, np.int64)),
+    *(np.zeros(0, np.int32), np.zeros(0), 0),
+)
 
 
 def work_rates(machine: Machine) -> NDArray[np.float64]:
