@@ -150,6 +150,33 @@ def swing(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
+    **costs_of(reduce_scatter.bine),
+    scratch_bytes="n / p * ceil(p / 2)",
+    source="De Sensi et al. 2025",
+    use="Use it for small to middle blocks, best on an even number of ranks: few rounds, between "
+    "partners at most p/3 apart, and blocks that are sent together lie together.",
+)
+def bine(rank: int, size: int) -> Iterator[Round]:
+    """Partners at distances 1, 1, 3, 5, 11, ... exchange all blocks that the other has not.
+
+    When p is odd, two ranks act as one.
+    """
+    return dual(reduce_scatter.bine(rank, size), rank, combine=False)
+
+
+@algorithm(
+    **costs_of(reduce_scatter.pat),
+    scratch_bytes="2 * n / p * power(min(A, p - 1), 2) * (A > 1)",
+    source="Jeaugey 2025",
+    use="Use it for blocks of any size on many ranks where memory is short: most messages go to "
+    "near ranks, and few carry less than `aggregation` blocks.",
+)
+def pat(rank: int, size: int, aggregation: int = 4) -> Iterator[Round]:
+    """Each block is broadcast by a binomial tree; the trees advance in turn, some at a time."""
+    return dual(reduce_scatter.pat(rank, size, aggregation), rank, combine=False)
+
+
+@algorithm(
     **costs_of(reduce_scatter.direct),
     scratch_bytes="0",
     source="Chan et al. 2007",

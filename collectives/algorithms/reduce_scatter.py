@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise as pairwise_of
 
 from collectives.algorithms.registry import algorithm, costs_of
-from collectives.schedule import RecvReduce, Round, Send, folded, nested, trees
+from collectives.schedule import RecvReduce, Round, Send, folded, negabinary, nested, trees
 from collectives.schedule import circulant as graph
 
 
@@ -166,7 +166,7 @@ def swing(rank: int, size: int) -> Iterator[Round]:
     """
     num_rounds = trees.ceil_log2(size)
     for step in range(num_rounds):
-        partner = swing_partner(rank, size, step)
+        partner = negabinary.partner(rank, size, step)
         mine = _swing_reach(rank, size, step + 1, num_rounds)
         theirs = _swing_reach(partner, size, step + 1, num_rounds)
         yield (
@@ -175,18 +175,83 @@ def swing(rank: int, size: int) -> Iterator[Round]:
         )
 
 
-def swing_partner(rank: int, size: int, step: int) -> int:
-    """Even ranks go 1 - 2 + 4 - 8 ... ahead, odd ones as far back: a term more in every step."""
-    distance: int = sum((-2) ** power for power in range(step + 1))
-    return (rank + (distance if rank % 2 == 0 else -distance)) % size
-
-
 def _swing_reach(rank: int, size: int, step: int, num_rounds: int) -> set[int]:
     """The ranks that what `rank` holds can reach from this step on."""
     reached = {rank}
     for later in range(step, num_rounds):
-        reached |= {swing_partner(r, size, later) for r in reached}
+        reached |= {negabinary.partner(r, size, later) for r in reached}
     return reached
+
+
+@algorithm(
+    rounds="log(p - p % 2, 2) + 2 * (p % 2)",
+    messages="(p - p % 2) * log(p - p % 2, 2) + 2 * (p % 2)",
+    max_bytes_per_rank="f * n * (1 + p % 2)"
+    " + n / p * (p % 2) * (log(p - 1, 2) - (3 * (p - 1) <= 4 * power(p - 2, 2)))",
+    total_bytes="(p - 1) * n + n / p * (p % 2)",
+    critical_bytes="f * n * (1 + p % 2) + n / p * (p % 2) * (1 + log(p - 1, 2))",
+    reduction_bytes="f * n * (1 + p % 2)"
+    " + n / p * (p % 2) * (log(p - 1, 2) - (3 * (p - 1) <= 4 * power(p - 2, 2)))",
+    scratch_bytes="(5 + 2 * (p % 2)) * n / 4",
+    source="De Sensi et al. 2025",
+    use="Use it for vectors of small to middle size, best on an even number of ranks: few rounds, "
+    "between partners at most p/3 apart, and what is sent lies together.",
+)
+def bine(rank: int, size: int) -> Iterator[Round]:
+    """Partners at distances ..., 11, 5, 3, 1, 1 keep the blocks of the ranks around them.
+
+    When p is odd, two ranks fold into one.
+    """
+    core_size = max(1, size - size % 2)
+    return folded(_bine_core, rank, size, core_size, range(size), blocks_are_ranks=True)
+
+
+def _bine_core(rank: int, size: int) -> Iterator[Round]:
+    for step in reversed(range(trees.ceil_log2(size))):
+        partner = negabinary.partner(rank, size, step)
+        mine, theirs = negabinary.window(rank, step), negabinary.window(partner, step)
+        yield (
+            Send(partner, negabinary.without(theirs, mine, size)),
+            RecvReduce(partner, negabinary.without(mine, theirs, size)),
+        )
+
+
+@algorithm(
+    rounds="log(power(min(A, p - 1), 2), 2) + min(2**q // power(min(A, p - 1), 2), p) - 1",
+    messages="p * (log(power(min(A, p - 1), 2), 2) + min(2**q // power(min(A, p - 1), 2), p) - 1)",
+    max_bytes_per_rank="f * n",
+    total_bytes="(p - 1) * n",
+    reduction_bytes="f * n",
+    scratch_bytes="n / p * power(min(A, p - 1), 2)"
+    " * ((q - log(power(min(A, p - 1), 2), 2) + 2) / 2 + 3 * (A > 1))",
+    options={"aggregation": 4},
+    source="Jeaugey 2025",
+    use="Use it for vectors of any size on many ranks where memory is short: it needs scratch for "
+    "a few blocks only, most messages go to near ranks, and few carry less than `aggregation` "
+    "blocks.",
+)
+def pat(rank: int, size: int, aggregation: int = 4) -> Iterator[Round]:
+    """Each block is reduced by a binomial tree; the trees advance in turn, some at a time.
+
+    A rank i behind the owner of a block, i = a 2**b with an odd a, sends it 2**b ahead.
+    """
+    for distance, ways in _pat_plan(size, aggregation):
+        ahead, behind = (rank + distance) % size, (rank - distance) % size
+        yield (
+            Send(ahead, [(rank + way) % size for way in ways]),
+            RecvReduce(behind, [(behind + way) % size for way in ways]),
+        )
+
+
+def _pat_plan(size: int, aggregation: int) -> Iterator[tuple[int, range]]:
+    """The distance of the messages in each round, and how far from their owners the blocks are."""
+    num_trees = trees.power_within(min(aggregation, size - 1), 2)
+    spacing = (1 << trees.ceil_log2(size)) // num_trees
+    for way in reversed(range(1, min(spacing, size))):
+        yield way & -way, range(way, size, spacing)
+    for distance in trees.powers(size):
+        if distance >= spacing:
+            yield distance, range(distance, size, 2 * distance)
 
 
 @algorithm(
