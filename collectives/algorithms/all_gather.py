@@ -166,13 +166,17 @@ def bine(rank: int, size: int) -> Iterator[Round]:
 
 @algorithm(
     **costs_of(reduce_scatter.pat),
-    scratch_bytes="2 * n / p * power(min(A, p - 1), 2) * (A > 1)",
+    scratch_bytes="2 * n / p * ceil(p / ceil(p / A)) * (A > 1)",
     source="Jeaugey 2025",
-    use="Use it for blocks of any size on many ranks where memory is short: most messages go to "
-    "near ranks, and few carry less than `aggregation` blocks.",
+    use="Use it on many ranks where memory is short: it needs scratch for twice `aggregation` "
+    "blocks. Let `aggregation` be as many blocks as make a long message: the more, the fewer "
+    "rounds, down to q.",
 )
 def pat(rank: int, size: int, aggregation: int = 4) -> Iterator[Round]:
-    """Each block is broadcast by a binomial tree; the trees advance in turn, some at a time."""
+    """Each block is broadcast by a binomial tree; the trees advance in turn, some at a time.
+
+    `aggregation` is the most blocks in a message.
+    """
     return dual(reduce_scatter.pat(rank, size, aggregation), rank, combine=False)
 
 

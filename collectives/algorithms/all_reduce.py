@@ -308,7 +308,7 @@ def swing_latency(rank: int, size: int) -> Iterator[Round]:
     scratch_bytes="n / 2",
     source="De Sensi et al. 2025",
     use="Use it for vectors of middle to large size on networks where far messages share few "
-    "links, best on a power of two of ranks: half of all bytes go to a neighbour.",
+    "links, best on a power of two of ranks: three of four bytes go to neighbours.",
 )
 def bine(rank: int, size: int) -> Iterator[Round]:
     """Halving at distances 1, 1, 3, 5, 11, ..., then doubling backwards; what is sent is together.

@@ -128,7 +128,7 @@ def bine(rank: int, size: int) -> Iterator[Round]:
 
     Blocks from even ranks are routed as those from rank 0, blocks from odd ranks mirrored.
     """
-    routes = [negabinary.route(offset, size) for offset in range(size)]
+    routes = negabinary.routes(size)
     for step in reversed(range(trees.ceil_log2(size))):
 
         def travelling(holder: int, step: int = step) -> Iterator[Block]:

@@ -200,7 +200,7 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     scratch_bytes="0",
     source="De Sensi et al. 2025",
     use="Use it instead of the binomial tree on networks where far messages share few links, such "
-    "as a torus or an oversubscribed fat tree: they go a third less far.",
+    "as a torus or an oversubscribed fat tree: they go up to a third less far.",
 )
 @rooted(blocks_are_ranks=False)
 def bine(rank: int, size: int) -> Iterator[Round]:

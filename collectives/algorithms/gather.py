@@ -60,7 +60,7 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     scratch_bytes="n",
     source="De Sensi et al. 2025",
     use="Use it instead of the binomial tree on networks where far messages share few links: they "
-    "go a third less far.",
+    "go up to a third less far.",
 )
 def bine(rank: int, size: int, root: int) -> Iterator[Round]:
     """Neighbouring ranks merge their blocks, then neighbouring groups, up to the root."""

@@ -123,7 +123,7 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     **costs(broadcast.bine, "2 * n"),
     source="De Sensi et al. 2025",
     use="Use it instead of the binomial tree on networks where far messages share few links: they "
-    "go a third less far.",
+    "go up to a third less far.",
 )
 def bine(rank: int, size: int, root: int) -> Iterator[Round]:
     """Every round halves the number of ranks that hold partial results; the last hop is p/3."""

@@ -217,23 +217,22 @@ def _bine_core(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="log(power(min(A, p - 1), 2), 2) + min(2**q // power(min(A, p - 1), 2), p) - 1",
-    messages="p * (log(power(min(A, p - 1), 2), 2) + min(2**q // power(min(A, p - 1), 2), p) - 1)",
+    rounds="ceil(p / A) - 1 + log(ceil(p / ceil(p / A)), 2)",
+    messages="p * (ceil(p / A) - 1 + log(ceil(p / ceil(p / A)), 2))",
     max_bytes_per_rank="f * n",
     total_bytes="(p - 1) * n",
     reduction_bytes="f * n",
-    scratch_bytes="n / p * power(min(A, p - 1), 2)"
-    " * ((q - log(power(min(A, p - 1), 2), 2) + 2) / 2 + 3 * (A > 1))",
+    scratch_bytes="n / p * ceil(p / ceil(p / A)) * ((log(ceil(p / A), 2) + 2) / 2 + 4 * (A > 1))",
     options={"aggregation": 4},
     source="Jeaugey 2025",
-    use="Use it for vectors of any size on many ranks where memory is short: it needs scratch for "
-    "a few blocks only, most messages go to near ranks, and few carry less than `aggregation` "
-    "blocks.",
+    use="Use it on many ranks where memory is short: scratch grows with `aggregation` and log2 p "
+    "only. Let `aggregation` be as many blocks as make a long message: the more, the fewer rounds, "
+    "down to q.",
 )
 def pat(rank: int, size: int, aggregation: int = 4) -> Iterator[Round]:
     """Each block is reduced by a binomial tree; the trees advance in turn, some at a time.
 
-    A rank i behind the owner of a block, i = a 2**b with an odd a, sends it 2**b ahead.
+    `aggregation` is the most blocks in a message.
     """
     for distance, ways in _pat_plan(size, aggregation):
         ahead, behind = (rank + distance) % size, (rank - distance) % size
@@ -244,14 +243,17 @@ def pat(rank: int, size: int, aggregation: int = 4) -> Iterator[Round]:
 
 
 def _pat_plan(size: int, aggregation: int) -> Iterator[tuple[int, range]]:
-    """The distance of the messages in each round, and how far from their owners the blocks are."""
-    num_trees = trees.power_within(min(aggregation, size - 1), 2)
-    spacing = (1 << trees.ceil_log2(size)) // num_trees
-    for way in reversed(range(1, min(spacing, size))):
+    """The distance of the messages in each round, and how far from their owners the blocks are.
+
+    First partial results go to the next multiple of `spacing`, along one edge of their tree at a
+    time: from w they go as far as the lowest binary digit of w.  A rank needs few of them at once,
+    because a subtree is finished before the next one begins.  Then the multiples are reduced.
+    """
+    spacing = -(-size // aggregation)
+    for way in reversed(range(1, spacing)):
         yield way & -way, range(way, size, spacing)
-    for distance in trees.powers(size):
-        if distance >= spacing:
-            yield distance, range(distance, size, 2 * distance)
+    for power in trees.powers(-(-size // spacing)):
+        yield power * spacing, range(power * spacing, size, 2 * power * spacing)
 
 
 @algorithm(

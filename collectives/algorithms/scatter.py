@@ -81,7 +81,7 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     scratch_bytes="n / 2",
     source="De Sensi et al. 2025",
     use="Use it instead of the binomial tree on networks where far messages share few links: they "
-    "go a third less far.",
+    "go up to a third less far.",
 )
 @rooted(blocks_are_ranks=True)
 def bine(rank: int, size: int) -> Iterator[Round]:

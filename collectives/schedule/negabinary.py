@@ -32,8 +32,10 @@ def tree(vrank: int, size: int) -> Iterator[Edges]:
             yield ()
             continue
         kept, other, child = _halves(line, root)
-        edge = Edge(root % size, child % size, [rank % size for rank in other])
-        yield (edge,) if here in (root, child) else ()
+        if here in (root, child):
+            yield (Edge(root % size, child % size, [rank % size for rank in other]),)
+        else:
+            yield ()
         line, root = (kept, root) if here in kept else (other, child)
 
 
@@ -98,20 +100,23 @@ def place(rank: int, size: int) -> int:
     return sum(bit * size >> number + 1 for number, bit in enumerate(bits)) + rank % 2
 
 
-def route(offset: int, size: int) -> dict[int, int]:
-    """How a block moves from rank 0 to rank `offset`, with the last step of a butterfly first.
+@lru_cache(maxsize=8)
+def routes(size: int) -> tuple[dict[int, int], ...]:
+    """How a block moves from rank 0 to each rank, with the last step of a butterfly first.
 
-    Maps each step in which it moves to the rank where it is before.
+    For each rank, maps each step in which the block moves to the rank that has it before.
     """
-    here, found = 0, {}
-    for step in reversed(range(ceil_log2(size))):
-        if not is_inside(offset, window(here, step), size):
-            found[step] = here
-            here = partner(here, size, step)
-    return found
+    found = []
+    for destination in range(size):
+        holder, moves = 0, {}
+        for step in reversed(range(ceil_log2(size))):
+            if not is_inside(destination, window(holder, step), size):
+                moves[step] = holder
+                holder = partner(holder, size, step)
+        found.append(moves)
+    return tuple(found)
 
 
-@lru_cache(maxsize=64)
 def num_hops(size: int) -> int:
-    """The number of moves of all `size` blocks that leave a rank, one for each rank."""
-    return sum(len(route(offset, size)) for offset in range(size))
+    """The number of moves of the `size` blocks of one rank, one for each rank."""
+    return sum(map(len, routes(size)))
