@@ -157,9 +157,10 @@ def swing(rank: int, size: int) -> Iterator[Round]:
     "partners at most p/3 apart, and blocks that are sent together lie together.",
 )
 def bine(rank: int, size: int) -> Iterator[Round]:
-    """Partners at distances 1, 1, 3, 5, 11, ... exchange all blocks that the other has not.
+    """Partners at distances 1, 1, 3, 5, 11, ... exchange all blocks that the other does not have.
 
-    When p is odd, two ranks act as one.
+    Swing has the opposite order: fewer bytes go far, but the blocks that are sent lie apart.  When
+    p is odd, two ranks act as one.
     """
     return dual(reduce_scatter.bine(rank, size), rank, combine=False)
 
@@ -172,7 +173,7 @@ def bine(rank: int, size: int) -> Iterator[Round]:
     "blocks. Let `aggregation` be as many blocks as make a long message: the more, the fewer "
     "rounds, down to q.",
 )
-def pat(rank: int, size: int, aggregation: int = 4) -> Iterator[Round]:
+def pat(rank: int, size: int, aggregation: int = 8) -> Iterator[Round]:
     """Each block is broadcast by a binomial tree; the trees advance in turn, some at a time.
 
     `aggregation` is the most blocks in a message.

@@ -124,9 +124,9 @@ def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     "few links: partners are a third nearer.",
 )
 def bine(rank: int, size: int) -> Iterator[Round]:
-    """Partners at distances ..., 11, 5, 3, 1, 1 exchange the blocks that are to get further.
+    """Partners at distances ..., 11, 5, 3, 1, 1 exchange the blocks that cannot arrive without it.
 
-    Blocks from even ranks are routed as those from rank 0, blocks from odd ranks mirrored.
+    Blocks of even ranks take the ways of those of rank 0, blocks of odd ranks the mirrored ways.
     """
     routes = negabinary.routes(size)
     for step in reversed(range(trees.ceil_log2(size))):

@@ -200,7 +200,8 @@ def _swing_reach(rank: int, size: int, step: int, num_rounds: int) -> set[int]:
 def bine(rank: int, size: int) -> Iterator[Round]:
     """Partners at distances ..., 11, 5, 3, 1, 1 keep the blocks of the ranks around them.
 
-    When p is odd, two ranks fold into one.
+    Swing has the opposite order: fewer bytes go far, but the blocks that are sent lie apart.  When
+    p is odd, two ranks fold into one.
     """
     core_size = max(1, size - size % 2)
     return folded(_bine_core, rank, size, core_size, range(size), blocks_are_ranks=True)
@@ -223,13 +224,13 @@ def _bine_core(rank: int, size: int) -> Iterator[Round]:
     total_bytes="(p - 1) * n",
     reduction_bytes="f * n",
     scratch_bytes="n / p * ceil(p / ceil(p / A)) * ((log(ceil(p / A), 2) + 2) / 2 + 4 * (A > 1))",
-    options={"aggregation": 4},
+    options={"aggregation": 8},
     source="Jeaugey 2025",
     use="Use it on many ranks where memory is short: scratch grows with `aggregation` and log2 p "
     "only. Let `aggregation` be as many blocks as make a long message: the more, the fewer rounds, "
     "down to q.",
 )
-def pat(rank: int, size: int, aggregation: int = 4) -> Iterator[Round]:
+def pat(rank: int, size: int, aggregation: int = 8) -> Iterator[Round]:
     """Each block is reduced by a binomial tree; the trees advance in turn, some at a time.
 
     `aggregation` is the most blocks in a message.

@@ -13,25 +13,27 @@ SECOND: Block = ("second", 0)  # what arrived in the same round from another ran
 
 
 def windows(rank: int, size: int, plan: Sequence[Sequence[bool]], is_ring: bool) -> Iterator[Round]:
-    """Every rank gets the combination of a growing window of ranks around it.
+    """Every rank gets the combination of a growing window of ranks.
 
-    The plan has a list for each round, and in it an entry for each message of a rank: whether it
-    contains the rank's own part, or the others in its window only.  On a ring (a census) the result
-    is the window and the own part, on a line (an exscan) the window alone.
+    The plan has a list for each round, and in it an entry for each message that a rank sends:
+    whether the message includes the rank's own part, or only the others in its window.  On a ring
+    (a census) the result is the window and the own part, on a line (an exscan) the window alone.
     """
-    reach = 0  # how many others the window has
+    reach = 0  # how many others are in the window
     for number, messages in enumerate(plan):
-        later = [is_whole for later in plan[number + 1 :] for is_whole in later]
+        later = [is_whole for wholes in plan[number + 1 :] for is_whole in wholes]
         needs_whole, needs_others = is_ring or any(later), not is_ring or not all(later)
-        operations: list[Operation] = []
-        arrivals = []
-        for distance, is_whole in _distances(reach, messages, is_two_sided=not needs_others):
-            sent: Block = 0 if is_whole else OTHERS
-            ahead, behind, first = rank + distance, rank - distance, 0 if is_whole else 1
-            if is_ring or (ahead < size and rank >= first):
-                operations.append(Send(ahead % size, [sent]))
-            if is_ring or behind >= first:
-                arrivals.append((behind % size, sent))
+        hops = list(_hops(reach, messages, is_two_sided=not needs_others))
+        operations = [
+            Send((rank + distance) % size, [sent])
+            for distance, sent in hops
+            if is_ring or _is_on_line(rank, rank + distance, sent, size)
+        ]
+        arrivals = [
+            ((rank - distance) % size, sent)
+            for distance, sent in hops
+            if is_ring or _is_on_line(rank - distance, rank, sent, size)
+        ]
         if arrivals:
             operations += _combined(arrivals, reach == 0, needs_whole, needs_others)
         reach += reach * len(messages) + sum(messages)
@@ -40,25 +42,32 @@ def windows(rank: int, size: int, plan: Sequence[Sequence[bool]], is_ring: bool)
         yield tuple(operations)
 
 
-def _distances(
-    reach: int, messages: Sequence[bool], is_two_sided: bool
-) -> Iterator[tuple[int, bool]]:
-    """How far ahead each message of a round goes, and whether it contains the own part.
+def _hops(reach: int, messages: Sequence[bool], is_two_sided: bool) -> Iterator[tuple[int, Block]]:
+    """How far ahead each message of a round goes, and which value it contains.
 
-    Windows lie behind their ranks, each next to the one before.  When only whole windows are needed
-    from now on, these may reach ahead as well, and the second message goes back instead.
+    Windows lie behind their ranks.  A rank receives those that lie behind its own, one behind the
+    other.  Once only whole windows are needed, they may contain ranks ahead as well: then the
+    second message goes back.
     """
-    covered = reach
+    distance = reach
     for number, is_whole in enumerate(messages):
         is_back = is_two_sided and number == 1
-        yield -(reach + 1) if is_back else covered + is_whole, is_whole
-        covered += reach + is_whole
+        yield -(reach + 1) if is_back else distance + is_whole, 0 if is_whole else OTHERS
+        distance += reach + is_whole
+
+
+def _is_on_line(source: int, destination: int, sent: Block, size: int) -> bool:
+    """Whether a rank of this number sends: on a line rank 0 knows no others."""
+    return source >= (1 if sent == OTHERS else 0) and destination < size
 
 
 def _combined(
     arrivals: Sequence[tuple[int, Block]], is_first: bool, needs_whole: bool, needs_others: bool
 ) -> list[Operation]:
-    """Receive windows, and combine them with the values that need them."""
+    """Receive windows, and combine them with the values that need them.
+
+    Where both values need them, windows that arrive together are first combined with each other.
+    """
     if not needs_others or not (needs_whole or is_first):
         into: Block = OTHERS if needs_others else 0
         return [RecvReduce(peer, [sent], into=[into]) for peer, sent in arrivals]

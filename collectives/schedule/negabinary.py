@@ -20,10 +20,11 @@ from collectives.schedule.trees import Edge, Edges, ceil_log2
 def tree(vrank: int, size: int) -> Iterator[Edges]:
     """The Bine tree on virtual ranks (root 0), far children first; yields the edges at `vrank`.
 
-    The line begins such that the root stands one third into it, and goes around the ring.  In each
-    round every line is cut in halves.  The root keeps the half in which it stands.  The subtree
-    below a child is the other half.
+    All ranks are a line around the ring that has the root one third from one of its ends.  In each
+    round every line is cut in halves.  Its root keeps the half in which it stands, and a child gets
+    the other half as its subtree.
     """
+    # From which end does not matter; in this way powers of two have the trees of the paper.
     start = -(size // 3) if ceil_log2(size) % 2 else size // 3 + 1 - size
     line, root = range(start, start + size), 0
     here = line[(vrank - start) % size]
@@ -40,7 +41,7 @@ def tree(vrank: int, size: int) -> Iterator[Edges]:
 
 
 def _halves(line: range, root: int) -> tuple[range, range, int]:
-    """The half of a line that holds its root, the other half, and the root of that one."""
+    """The half of a line with its root, the other half, and the rank that is one third into it."""
     num_kept = (len(line) + 1) // 2
     if root in line[:num_kept]:
         other = line[num_kept:]
@@ -67,7 +68,7 @@ def partner(rank: int, size: int, step: int) -> int:
 
 
 def window(rank: int, num_steps: int) -> range:
-    """The 2**num_steps ranks that `rank` reaches in the first steps: they are consecutive.
+    """The 2**num_steps consecutive ranks that `rank` reaches in the first steps of a butterfly.
 
     An even rank reaches from 2 + 8 + 32 + ... behind it to 1 + 4 + 16 + ... ahead; an odd one is
     mirrored.  Numbers below 0 and from the number of ranks on go around the ring.
@@ -89,22 +90,22 @@ def without(window: range, other: range, size: int) -> list[int]:
 
 
 def place(rank: int, size: int) -> int:
-    """A new number for each rank, for a power of two of ranks.
+    """The number of the piece that belongs to `rank`, for a power of two of ranks.
 
-    After each step of a butterfly, the ranks that `rank` reaches in the steps left have consecutive
-    numbers, of which the number of each rank is one: first all, then a half, then a quarter.
+    The ranks that `rank` can still reach are all before the first step of a butterfly, half of them
+    after it, then a quarter.  Pieces are numbered so that those of such a set are consecutive.
     """
-    num_bits = ceil_log2(size)
-    even = rank if rank % 2 == 0 else partner(rank, size, num_bits - 1)
-    bits = (even // 2 >> bit & 1 for bit in range(num_bits - 1))
-    return sum(bit * size >> number + 1 for number, bit in enumerate(bits)) + rank % 2
+    num_steps = ceil_log2(size)
+    even = rank if rank % 2 == 0 else partner(rank, size, num_steps - 1)
+    bits = (even // 2 >> step & 1 for step in range(num_steps - 1))
+    return sum(bit * size >> step + 1 for step, bit in enumerate(bits)) + rank % 2
 
 
 @lru_cache(maxsize=8)
 def routes(size: int) -> tuple[dict[int, int], ...]:
-    """How a block moves from rank 0 to each rank, with the last step of a butterfly first.
+    """The ways of blocks from rank 0 to each rank, with the last step of a butterfly first.
 
-    For each rank, maps each step in which the block moves to the rank that has it before.
+    The way to a rank maps each step in which its block moves to the rank that sends it.
     """
     found = []
     for destination in range(size):
@@ -118,5 +119,5 @@ def routes(size: int) -> tuple[dict[int, int], ...]:
 
 
 def num_hops(size: int) -> int:
-    """The number of moves of the `size` blocks of one rank, one for each rank."""
+    """How many times the blocks of one rank move, all together, on these ways."""
     return sum(map(len, routes(size)))
