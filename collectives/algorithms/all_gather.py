@@ -153,8 +153,9 @@ def swing(rank: int, size: int) -> Iterator[Round]:
     **costs_of(reduce_scatter.bine),
     scratch_bytes="n / p * ceil(p / 2)",
     source="De Sensi et al. 2025",
-    use="Use it for small to middle blocks, best on an even number of ranks: few rounds, between "
-    "partners at most p/3 apart, and blocks that are sent together lie together.",
+    use="Use it for small to middle blocks on an even number of ranks: the fewest rounds and "
+    "bytes, and what is sent lies together. On a power of two of ranks, partners are about p/3 "
+    "apart at most.",
 )
 def bine(rank: int, size: int) -> Iterator[Round]:
     """Partners at distances 1, 1, 3, 5, 11, ... exchange all blocks that the other does not have.

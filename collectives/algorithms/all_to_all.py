@@ -121,7 +121,7 @@ def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     ranks="even",
     source="De Sensi et al. 2025",
     use="Use it for blocks of a few bytes instead of Bruck's on networks where far messages share "
-    "few links: partners are a third nearer.",
+    "few links, best on a power of two of ranks: partners are a third nearer.",
 )
 def bine(rank: int, size: int) -> Iterator[Round]:
     """Partners at distances ..., 11, 5, 3, 1, 1 exchange the blocks that cannot arrive without it.

@@ -194,8 +194,9 @@ def _swing_reach(rank: int, size: int, step: int, num_rounds: int) -> set[int]:
     " + n / p * (p % 2) * (log(p - 1, 2) - (3 * (p - 1) <= 4 * power(p - 2, 2)))",
     scratch_bytes="(5 + 2 * (p % 2)) * n / 4",
     source="De Sensi et al. 2025",
-    use="Use it for vectors of small to middle size, best on an even number of ranks: few rounds, "
-    "between partners at most p/3 apart, and what is sent lies together.",
+    use="Use it for vectors of small to middle size on an even number of ranks: the fewest rounds "
+    "and bytes, and what is sent lies together. On a power of two of ranks, partners are about p/3 "
+    "apart at most.",
 )
 def bine(rank: int, size: int) -> Iterator[Round]:
     """Partners at distances ..., 11, 5, 3, 1, 1 keep the blocks of the ranks around them.

@@ -45,9 +45,9 @@ def windows(rank: int, size: int, plan: Sequence[Sequence[bool]], is_ring: bool)
 def _hops(reach: int, messages: Sequence[bool], is_two_sided: bool) -> Iterator[tuple[int, Block]]:
     """How far ahead each message of a round goes, and which value it contains.
 
-    Windows lie behind their ranks.  A rank receives those that lie behind its own, one behind the
-    other.  Once only whole windows are needed, they may contain ranks ahead as well: then the
-    second message goes back.
+    Windows lie behind their ranks, and a rank receives those next to its own: the first message
+    fetches the one behind it, the second the one behind that.  Once only whole windows are needed,
+    a window may lie on both sides of its rank, and the second message fetches the one ahead.
     """
     distance = reach
     for number, is_whole in enumerate(messages):
@@ -57,7 +57,7 @@ def _hops(reach: int, messages: Sequence[bool], is_two_sided: bool) -> Iterator[
 
 
 def _is_on_line(source: int, destination: int, sent: Block, size: int) -> bool:
-    """Whether a rank of this number sends: on a line rank 0 knows no others."""
+    """Whether a message exists on a line: rank 0 knows no others, and no rank follows the last."""
     return source >= (1 if sent == OTHERS else 0) and destination < size
 
 
