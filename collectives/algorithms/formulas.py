@@ -20,6 +20,7 @@ from collectives.schedule import (
     count,
     even_sizes,
     floor_log2,
+    negabinary,
     trees,
     two_trees,
 )
@@ -29,17 +30,25 @@ MAX_PIECES = 2**20  # of a vector, or of a block
 MAX_ROUNDS = 2**18  # of a schedule
 
 # The names of the options in formulas.
-SYMBOLS = {"segments": "N", "radix": "r", "outstanding": "m", "chains": "c", "per_host": "g"}
+SYMBOLS = {
+    "segments": "N",
+    "radix": "r",
+    "outstanding": "m",
+    "chains": "c",
+    "per_host": "g",
+    "aggregation": "A",
+}
 
 
 class Formula:
     """A closed formula: `text` is an expression that is evaluated in exact arithmetic.
 
     Variables: p ranks, n bytes, f = (p - 1) / p, q = ceil(log2 p), k = floor(log2 p), P = 2**k, and
-    the options: N segments, radix r, m outstanding messages, c chains, g ranks per host.
-    Functions: sum, range, min, max, ceil, and, as `trees` and `two_trees` define them, log(p, r) =
-    ceil_log, power(p, r) = power_within, children(p, r) = num_children, hops(p, r) = num_hops,
-    depth(m), fill(p), turn(p) = exscan_turn.
+    the options: N segments, radix r, m outstanding messages, c chains, g ranks per host,
+    aggregation A.
+    Functions: sum, range, min, max, ceil; of `trees` log(p, r) = ceil_log, power(p, r) =
+    power_within, children(p, r) = num_children, hops(p, r) = num_hops, depth(m) and turn(p) =
+    exscan_turn; of `two_trees` fill(p); of `negabinary` bine_hops(p) = num_hops.
     `defaults`: the default values of the options.  `is_cost`: whether the value for one rank, which
     sends nothing, is 0 in any case.
     """
@@ -103,6 +112,7 @@ _FUNCTIONS: dict[str, Any] = {
     "depth": trees.depth,
     "turn": trees.exscan_turn,
     "fill": two_trees.fill,
+    "bine_hops": negabinary.num_hops,
 }
 
 

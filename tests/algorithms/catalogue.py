@@ -17,6 +17,7 @@ SETTINGS = {
     "outstanding": (1, 3),
     "chains": (1, 2, 3),
     "per_host": (1, 2, 3, 4, 8),
+    "aggregation": (1, 3, 16),
 }
 
 EVERY = [(c, a) for c in algorithms.collectives() for a in algorithms.names(c)]
