@@ -234,7 +234,7 @@ def jobs_of(collective: str, algorithm: str, size: int) -> list[Job]:
     return jobs
 
 
-OTHER_VALUES = {"segments": 5, "radix": 3, "outstanding": 3, "chains": 3}
+OTHER_VALUES = {"segments": 5, "radix": 3, "outstanding": 3, "chains": 3, "y": 2}
 
 
 def variants(collective: str, algorithm: str, size: int) -> list[str]:
@@ -247,7 +247,7 @@ def variants(collective: str, algorithm: str, size: int) -> list[str]:
 
 def other_value(option: str, default: int, size: int) -> int:
     """A value that is not the default, of ranks per host one that divides `size`."""
-    if option == "per_host":
+    if option in ("per_host", "x"):
         return max((d for d in range(2, size) if size % d == 0 and d != default), default=1)
     value = OTHER_VALUES[option]
     return value if value != default else value + 1

@@ -47,7 +47,7 @@ The formulas hold for two or more ranks; with one rank nothing is sent.
 | p | number of ranks |
 | n | bytes of the whole vector: for scatter and gather of the root's buffer, for all-gather of the result, for all-to-all of one rank's input |
 | q, k, P | q = ⌈log2 p⌉, k = ⌊log2 p⌋, P = 2^k |
-| N, r, m, c, g | the options `segments`, `radix`, `outstanding`, `chains`, `per_host` |
+| N, r, m, c, g, x, y | the options `segments`, `radix`, `outstanding`, `chains`, `per_host`, `x`, `y` |
 | [condition] | 1 if the condition holds, else 0 |
 | log(p, r) | the logarithm of p to the base r, rounded up |
 | power(p, r) | the greatest power of r up to p |
@@ -85,7 +85,7 @@ is combined with what the receiver has.
 {sources}
 """
 
-EXAMPLE = {"segments": 2, "radix": 3, "outstanding": 2, "chains": 2, "per_host": 4}
+EXAMPLE = {"segments": 2, "radix": 3, "outstanding": 2, "chains": 2, "per_host": 4, "x": 2, "y": 2}
 POWERS_OF_TWO = [1 << k for k in range(7)]
 
 

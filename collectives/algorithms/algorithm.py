@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,10 @@ from collectives.schedule import (
     verify_schedules,
 )
 
-Ranks = Literal["any", "even", "power of two", "multiple of per_host"]
+Ranks = Literal["any", "even", "power of two", "multiple of per_host", "multiple of x * y"]
+
+# The options whose product divides the number of ranks.
+DIVISORS = {"multiple of per_host": ("per_host",), "multiple of x * y": ("x", "y")}
 
 MAX_OPTION = 2**16  # the greatest value of an option
 MAX_PROVED = 2**20  # operations and their blocks, of all ranks: some ten seconds of proof
@@ -102,12 +106,14 @@ class Algorithm:
             "even": "an even number of ranks",
             "power of two": "a power of two of ranks",
             "multiple of per_host": "a multiple of per_host ranks",
+            "multiple of x * y": "a multiple of x * y ranks",
         }[self.ranks]
 
     def serves(self, size: int, **options: int) -> bool:
         """Whether the algorithm can run on `size` ranks."""
-        if self.ranks == "multiple of per_host":
-            return size % {**self.options, **options}["per_host"] == 0
+        if self.ranks in DIVISORS:
+            chosen = {**self.options, **options}
+            return size % math.prod(chosen[option] for option in DIVISORS[self.ranks]) == 0
         return {
             "any": True,
             "even": size % 2 == 0,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, get_args
 
-from collectives.algorithms.algorithm import Algorithm, Ranks
+from collectives.algorithms.algorithm import DIVISORS, Algorithm, Ranks
 from collectives.algorithms.formulas import SYMBOLS, Counted, Formula
 from collectives.algorithms.registry import COSTS, REGISTRY, Function, add
 from collectives.schedule import SPECS, Round, ScheduleError, count, even_sizes
@@ -64,8 +64,8 @@ def register(
         raise ValueError(f"there is no option {unknown[0]!r}; known: {', '.join(SYMBOLS)}")
     if ranks not in get_args(Ranks):
         raise ValueError(f"ranks must be one of {', '.join(get_args(Ranks))}, got {ranks!r}")
-    if ranks == "multiple of per_host" and "per_host" not in (options or {}):
-        raise ValueError(f"ranks={ranks!r} needs options with per_host")
+    if missing := sorted(set(DIVISORS.get(ranks, ())) - set(options or {})):
+        raise ValueError(f"ranks={ranks!r} needs options with {missing[0]}")
 
     def decorate(function: Function) -> Function:
         label = getattr(function, "__name__", "") if name is None else name

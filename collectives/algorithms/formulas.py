@@ -29,14 +29,18 @@ MAX_PIECES = 2**20  # of a vector, or of a block
 MAX_ROUNDS = 2**18  # of a schedule
 
 # The names of the options in formulas.
-SYMBOLS = {"segments": "N", "radix": "r", "outstanding": "m", "chains": "c", "per_host": "g"}
+SYMBOLS = {
+    "segments": "N", "radix": "r", "outstanding": "m", "chains": "c", "per_host": "g", "x": "x",
+    "y": "y",
+}  # fmt: skip
 
 
 class Formula:
     """A closed formula: `text` is an expression that is evaluated in exact arithmetic.
 
     Variables: p ranks, n bytes, f = (p - 1) / p, q = ceil(log2 p), k = floor(log2 p), P = 2**k, and
-    the options: N segments, radix r, m outstanding messages, c chains, g ranks per host.
+    the options: N segments, radix r, m outstanding messages, c chains, g ranks per host, x and y
+    ranks in the dimensions of a torus.
     Functions: sum, range, min, max, ceil, and, as `trees` and `two_trees` define them, log(p, r) =
     ceil_log, power(p, r) = power_within, children(p, r) = num_children, hops(p, r) = num_hops,
     depth(m), fill(p), turn(p) = exscan_turn.
