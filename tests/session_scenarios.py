@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -257,6 +258,9 @@ def calls_with_something_ahead(comm: Communicator) -> dict[str, Callable[[float 
         "broadcast": lambda limit: comm.broadcast(whole, timeout=limit),
         "scatter": lambda limit: comm.scatter(whole, timeout=limit),
         "all_to_all": lambda limit: comm.all_to_all(each, counts=counts, timeout=limit),
+        "bruck": lambda limit: comm.all_to_all(
+            each, counts=counts, algorithm="bruck", timeout=limit
+        ),
         "started": lambda limit: comm.broadcast(whole, async_op=True, timeout=limit).wait(),
     }
 
@@ -269,6 +273,7 @@ def what_timed_out_ahead_of_a_call_goes_on_and_nothing_is_mixed_up(comm: Communi
         "broadcast": rows,
         "scatter": rows[comm.rank : comm.rank + 1],
         "all_to_all": 10 * rows + comm.rank,
+        "bruck": 10 * rows + comm.rank,
         "started": rows,
     }
     for name in due:
@@ -420,6 +425,47 @@ def own_counts_are_enough(
                 assert comm.check or kinds <= {"all_to_all"}
 
 
+def counts_travel_ahead_of_blocks_that_are_sent_on(
+    comm: Communicator,
+    to_device: Callable[[np.ndarray], Any] = unchanged,
+    to_host: Callable[[Any], Any] = unchanged,
+) -> None:
+    """A call with own counts sends what one with a table does, and 8 bytes for each block ahead."""
+    p, rank = comm.size, comm.rank
+    table = np.array([[(1 + s + 2 * d) % 3 for d in range(p)] for s in range(p)])
+    own = SentReceived(table[rank].tolist(), table[:, rank].tolist())
+    x = to_device(np.arange(2.0 * sum(own.sent)).reshape(-1, 2) + 100 * rank)
+    out = to_device(np.empty((sum(own.received), 2)))
+    wanted = to_host(comm.all_to_all(x, counts=table, algorithm="linear"))
+    names = ["bruck", "bruck(radix=4)"] + ["hierarchical", "torus"] * (p % 2 == 0)
+    for algorithm in names:
+        with comm.record() as ledger:
+            comm.all_to_all(x, counts=table, algorithm=algorithm)
+        messages = sent_by(ledger)
+        ones = collectives.predict("all_to_all", p, np.ones((p, p), int).tolist(), itemsize=8,
+                                   algorithm=algorithm)  # fmt: skip
+        for call, counts in product(
+            (
+                lambda **how: comm.all_to_all(x, **how),
+                lambda **how: comm.all_to_all(x, out=out, async_op=True, **how).wait(),
+                lambda **how: comm.plan.all_to_all(x, out=out, **how).run(),
+            ),
+            (own.sent, own),
+        ):
+            with comm.record() as ledger:
+                got = call(counts=counts, algorithm=algorithm)
+            assert np.array_equal(to_host(got), wanted)
+            assert sent_by(ledger) == messages
+            if counts is own and comm.check:  # it compares a whole table
+                continue
+            ahead = np.zeros((2, p), np.int64)
+            for row in ledger.rows():
+                if row.collective == "counts":
+                    assert row.algorithm == algorithm
+                    ahead[:, row.dst] += row.segments, row.bytes
+            assert np.array_equal(ahead, [ones.messages[rank], ones.bytes[rank]])
+
+
 def sent_by(ledger: collectives.Ledger) -> list[tuple[Any, ...]]:
     """What an all-to-all has sent, without the number of the call."""
     rows = [row for row in ledger.rows() if row.collective == "all_to_all"]
@@ -515,6 +561,7 @@ SCENARIOS = [
     a_failure_belongs_to_the_call_that_failed,
     arrays_of_different_kinds_travel_as_bytes,
     own_counts_are_enough,
+    counts_travel_ahead_of_blocks_that_are_sent_on,
     header_and_data_never_meet,
     recording_sees_every_rank,
 ]

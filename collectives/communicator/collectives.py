@@ -388,12 +388,18 @@ class Collectives:
           counts first, and an `out` of a wrong number of rows is refused only after that.  A p x p
           table, the same on every rank: `counts[s][d]` rows from rank s to rank d; nothing is
           exchanged.  `collectives.SentReceived`: the counts of this rank only; nothing is exchanged
-          either, except in checked mode, which compares them.  The algorithm is then linear,
-          linear_sync, pairwise or one_factor; the default is linear.
+          either, except in checked mode, which compares them.  The default is then linear.
+
+        A rank needs to know only the counts of blocks that it sends or receives.  By linear,
+        linear_sync, pairwise or one_factor these are its own.  By bruck, hierarchical or torus,
+        blocks of other ranks pass through it.  If such an algorithm is named, and a rank gives only
+        its own counts, the count of every block is first sent the way that the block will take:
+        8 bytes for each block, in as many messages as the call itself has, under "counts" in the
+        ledger (Fan, Domke, Ba and Kumar 2024, arXiv 2411.02581).
 
         Returns the rows that were sent to this rank, in the order of the ranks that they come from.
         """
-        return prepare.all_to_all(self._caller, x, out, counts)
+        return prepare.all_to_all(self._caller, x, out, counts, algorithm)
 
     @overload
     def scan(self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Blocking]) -> A: ...

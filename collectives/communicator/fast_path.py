@@ -74,7 +74,7 @@ def collective(method: Method) -> Method:
                 return result
         counts = named.get("counts")
         options = checked_options(self._maker, name, algorithm, async_op, timeout, counts)
-        prepared = method(self, x, *args, out=out, **named)
+        prepared = method(self, x, *args, out=out, algorithm=options.algorithm, **named)
         return self._maker.make(options, prepared, key)
 
     call.__doc__ = f"{cleandoc(method.__doc__ or '')}\n{_SHARED}"

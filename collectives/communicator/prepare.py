@@ -22,6 +22,7 @@ from collectives.arrays import (
     operator,
     validation,
 )
+from collectives.errors import CollectiveMismatch
 from collectives.programs import Counts, OwnCounts
 from collectives.runtime import (
     CallId,
@@ -33,8 +34,10 @@ from collectives.runtime import (
     broadcast_header,
     fields_with_header,
     gather_table,
+    send_counts_ahead,
 )
 from collectives.schedule import even_counts
+from collectives.selection import sends_counts_ahead
 
 CountTable = tuple[tuple[int, ...], ...]  # rows from every rank to every rank
 
@@ -295,18 +298,23 @@ def _checked_operator(collective: str, op: str | Operator, backend: Backend, x: 
 # All-to-all
 
 
-def all_to_all(caller: Caller, x: object, out: Array | None, counts: object) -> Ready | Deferred:
+def all_to_all(
+    caller: Caller, x: object, out: Array | None, counts: object, algorithm: str | None
+) -> Ready | Deferred:
     """Any rank of an all-to-all; with only the counts of what it sends, ranks exchange them."""
     backend, source = caller.readable(x)
     if out is not None:  # the number of rows may not be known yet
         num_rows = validation.rows(validation.writable(out, "out")[1], "all_to_all")
         validation.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
+    ahead = algorithm if algorithm and sends_counts_ahead("all_to_all", algorithm) else None
     if isinstance(counts, SentReceived):
-        return _with_own_counts(caller, backend, source, out, counts)
+        return _with_own_counts(caller, backend, source, out, counts, ahead)
     table = _count_table(caller, source, counts)
     if table is not None:
         return _exchanged(caller, backend, source, out, table)
     own = validation.total_counts(counts, caller.size, validation.rows(source, "all_to_all"))
+    if ahead is not None:
+        return partial(_after_counts_ahead, caller, backend, source, out, own, ahead)
     return partial(_after_counts, caller, backend, source, out, own)
 
 
@@ -354,10 +362,48 @@ def _after_counts(
     return _exchanged(caller, backend, source, out, table)
 
 
+def _after_counts_ahead(
+    caller: Caller,
+    backend: Backend,
+    source: Array,
+    out: Array | None,
+    own: Sequence[int],
+    algorithm: str,
+    call_id: CallId,
+    expected: Sequence[int] | None = None,
+) -> Generator[Run, None, Ready]:
+    """Send the counts the way of their blocks, then prepare the all-to-all.
+
+    `expected`: the rows that this rank expects from each rank, if it knows them.
+    """
+    fields = {"collective": "all_to_all"}
+    received, passing = yield from send_counts_ahead(
+        caller.session, own, algorithm, call_id, fields
+    )
+    for sender, (sent, wanted) in enumerate(zip(received, expected or received, strict=True)):
+        if sent != wanted:
+            raise CollectiveMismatch(
+                f"all_to_all: rank {sender} sends {sent} rows to rank {caller.rank}, "
+                f"which expects {wanted}"
+            )
+    through = tuple(zip(passing, _elements([*passing.values()], source), strict=True))
+    sent_and_received = _elements(own, source), _elements(received, source)
+    counts = OwnCounts(caller.rank, *sent_and_received, through)
+    return _of_rows(backend, source, out, sum(received), counts)
+
+
 def _with_own_counts(
-    caller: Caller, backend: Backend, source: Array, out: Array | None, counts: SentReceived
+    caller: Caller,
+    backend: Backend,
+    source: Array,
+    out: Array | None,
+    counts: SentReceived,
+    ahead: str | None,
 ) -> Ready | Deferred:
-    """An all-to-all of which this rank knows its own row and column of the table of counts."""
+    """An all-to-all of which this rank knows its own row and column of the table of counts.
+
+    `ahead`: the algorithm, if the counts of blocks that pass through ranks must be sent ahead.
+    """
     size, rank, num_rows = caller.size, caller.rank, validation.rows(source, "all_to_all")
     sent = validation.total_counts(counts.sent, size, num_rows, "counts.sent")
     received = validation.row_counts(counts.received, size, "counts.received")
@@ -369,6 +415,10 @@ def _with_own_counts(
     elements = OwnCounts(rank, _elements(sent, source), _elements(received, source))
     ready = _of_rows(backend, source, out, sum(received), elements)
     checker = caller.session.checker
+    if checker is None and ahead is not None:
+        return partial(
+            _after_counts_ahead, caller, backend, source, out, sent, ahead, expected=received
+        )
     if checker is None:
         return ready
     return partial(_after_comparison, caller.session, checker, source, ready, (*sent, *received))
