@@ -240,7 +240,8 @@ OTHER_VALUES = {"segments": 5, "radix": 3, "outstanding": 3, "chains": 3, "y": 2
 def variants(collective: str, algorithm: str, size: int) -> list[str]:
     """The algorithm as it stands, and with another value of every option; those that serve."""
     info = collectives.algorithms.info(collective, algorithm)
-    other = {name: other_value(name, value, size) for name, value in info.options.items()}
+    options = {name: value for name, value in info.options.items() if name != "shards"}
+    other = {name: other_value(name, value, size) for name, value in options.items()}
     served = [options for options in ({}, other) if info.serves(size, **options)]
     return list(dict.fromkeys(spelled(algorithm, options) for options in served))
 

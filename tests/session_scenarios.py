@@ -472,6 +472,38 @@ def sent_by(ledger: collectives.Ledger) -> list[tuple[Any, ...]]:
     return [(row.algorithm, row.round, row.dst, row.bytes, row.segments) for row in rows]
 
 
+def random_shards(num_shards: int, length: int, dtype: Any) -> np.ndarray:
+    """The same random numbers on every rank, of many sizes."""
+    random = np.random.default_rng(num_shards)
+    values = random.standard_normal((num_shards, length)) * 2.0 ** random.integers(-8, 3, length)
+    return np.asarray(values.astype(dtype))
+
+
+def along_the_tree(shards: list[np.ndarray]) -> np.ndarray:
+    """Their sum along the tree on whose left the greatest power of two of them is."""
+    if len(shards) == 1:
+        return shards[0]
+    half = max(2**k for k in range(20) if 2**k < len(shards))
+    return along_the_tree(shards[:half]) + along_the_tree(shards[half:])
+
+
+def shards_have_the_same_bits_on_any_ranks(
+    comm: Communicator,
+    dtype: Any = "float32",
+    to_device: Callable[[np.ndarray], Any] = unchanged,
+    to_host: Callable[[Any], Any] = unchanged,
+) -> None:
+    for num_shards, length in product((8, 13), (1, 3, 1000)):
+        shards = random_shards(num_shards, length, dtype)
+        want = along_the_tree(list(shards))
+        x = to_device(np.array_split(shards, comm.size)[comm.rank].copy())
+        for algorithm in ("invariant", "invariant_one_shot", None):
+            total = comm.all_reduce(x, shards=num_shards, algorithm=algorithm)
+            assert to_host(total).tobytes() == want.tobytes()
+        mine = to_host(comm.reduce_scatter(x, shards=num_shards))
+        assert mine.tobytes() == np.array_split(want, comm.size)[comm.rank].tobytes()
+
+
 def header_and_data_never_meet(comm: Communicator) -> None:
     # The root announces, the others expect nothing of the kind: 256 bytes all the same.
     x = np.arange(32.0)
@@ -562,6 +594,7 @@ SCENARIOS = [
     arrays_of_different_kinds_travel_as_bytes,
     own_counts_are_enough,
     counts_travel_ahead_of_blocks_that_are_sent_on,
+    shards_have_the_same_bits_on_any_ranks,
     header_and_data_never_meet,
     recording_sees_every_rank,
 ]

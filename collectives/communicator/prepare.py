@@ -261,30 +261,49 @@ def reduction(
     *,
     root: int = 0,
     has_result: bool = True,
+    shards: int | None = None,
 ) -> Ready:
     """A reduction of whole vectors.  `has_result`: whether this rank gets the result."""
     backend, source = caller.readable(x)
+    one = _one_shard(caller, source, shards)
     target = unwritten_out = None
     if has_result or out is not None:
-        target = validation.result(out, backend, tuple(source.shape), source.dtype)
+        target = validation.result(out, backend, tuple(one.shape), source.dtype)
     if not has_result:
         target, unwritten_out = None, target
     combine = _checked_operator(collective, op, backend, source)
     arrays = Arrays(backend, source, target)
-    return Ready(arrays, int(source.size), target, out is not None, root, combine, unwritten_out)
+    return Ready(arrays, int(one.size), target, out is not None, root, combine, unwritten_out)
 
 
 def reduce_scatter(
-    caller: Caller, x: object, op: str | Operator, out: Array | None, counts: object
+    caller: Caller,
+    x: object,
+    op: str | Operator,
+    out: Array | None,
+    counts: object,
+    shards: int | None,
 ) -> Ready:
     """Any rank of a reduce-scatter."""
     backend, source = caller.readable(x)
-    numbers = _divided_rows(caller, source, counts, "reduce_scatter")
-    shape = (numbers[caller.rank], *source.shape[1:])
+    one = _one_shard(caller, source, shards)
+    numbers = _divided_rows(caller, one, counts, "reduce_scatter")
+    shape = (numbers[caller.rank], *one.shape[1:])
     target = validation.result(out, backend, shape, source.dtype)
-    arrays, elements = Arrays(backend, source, target), _elements(numbers, source)
+    arrays, elements = Arrays(backend, source, target), _elements(numbers, one)
     combine = _checked_operator("reduce_scatter", op, backend, source)
     return Ready(arrays, elements, target, out is not None, op=combine)
+
+
+def _one_shard(caller: Caller, x: Array, shards: int | None) -> Array:
+    """The first of this rank's logical shards; all of `x` if there are none."""
+    if shards is None:
+        return x
+    own = even_counts(shards, caller.size)[caller.rank]
+    if x.ndim == 0 or x.shape[0] != own:
+        found = "is 0-d" if x.ndim == 0 else f"has {x.shape[0]}"
+        raise ValueError(f"rank {caller.rank} has {own} of {shards} shards, x {found}")
+    return x[0]
 
 
 def _checked_operator(collective: str, op: str | Operator, backend: Backend, x: Array) -> Operator:

@@ -81,9 +81,10 @@ def _num_divisible(
 ) -> int | None:
     """The number of blocks into which a reduction cuts n, if lanes can cut each block further.
 
-    None if the algorithm has its own segments, or sends several blocks in one message.
+    None if the algorithm has its own segments, sends several blocks in one message, or takes
+    several vectors, which are not adjacent in a lane.
     """
-    if "segments" in algorithm.options or size == 1:
+    if "segments" in algorithm.options or size == 1 or dict(options).get("shards"):
         return None
     num_pieces = algorithm.case(size, **dict(options)).num_pieces
     if SPECS[algorithm.collective].has_pieces:

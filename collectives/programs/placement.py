@@ -96,6 +96,7 @@ def compile_lane(
         sizes = dict.fromkeys([*held, *wanted], counts.num_elements)
     else:
         sizes = block_sizes(algorithm.collective, counts, num_pieces)
+        sizes |= {block: sizes[original(block, sizes)] for block in held}  # also those of shards
     initial, final = consecutive("input", held, sizes), consecutive("output", wanted, sizes)
     if parts is not None:
         sizes = by_rank(parts)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from collectives import algorithms
 from collectives.algorithms import Algorithm, registry
-from collectives.arrays import Operator
+from collectives.arrays import Operator, validation
 from collectives.programs import CountOfEachBlock, Counts, OwnCounts, num_lanes
 from collectives.schedule import SPECS
 from collectives.selection.decisions import Decisions
@@ -176,6 +176,33 @@ def local(collective: str, text: str | None) -> str | None:
 def is_local(collective: str, text: str) -> bool:
     """Whether a rank needs only its own counts for this algorithm."""
     return parse_label(collective, text).algorithm.is_local
+
+
+def with_shards(collective: str, text: str | None, shards: object) -> str | None:
+    """The algorithm of a call with this number of logical shards, which becomes its option.
+
+    None of both: the call has none.  Raises TypeError or ValueError if the number is wrong, or if
+    the algorithm does not combine along the fixed tree.
+    """
+    found = None if text is None else parse_label(collective, text)
+    named = 0 if found is None else found.options.get("shards", 0)
+    if shards is None and named:
+        raise ValueError(f"{collective} by {text} needs shards={named}, and an x with shards")
+    if shards is None:
+        return text
+    number = validation.integer(shards, "shards")
+    if number < 1 or named not in (0, number):
+        raise ValueError(f"shards must be {named or 'at least 1'}, got {number}")
+    serving = [name for name in algorithms.names(collective) if _takes_shards(collective, name)]
+    name = serving[0] if found is None else found.algorithm.name
+    if name not in serving:
+        known = ", ".join(serving)
+        raise ValueError(f"{collective} by {text} takes no shards; those that do: {known}")
+    return f"{name}(shards={number})"
+
+
+def _takes_shards(collective: str, name: str) -> bool:
+    return "shards" in algorithms.info(collective, name).options
 
 
 def sends_counts_ahead(collective: str, text: str) -> bool:
