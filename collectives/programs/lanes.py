@@ -81,10 +81,9 @@ def _num_divisible(
 ) -> int | None:
     """The number of blocks into which a reduction cuts n, if lanes can cut each block further.
 
-    None if the algorithm has its own segments, sends several blocks in one message, or takes
-    several vectors, which are not adjacent in a lane.
+    None if the algorithm has its own segments, or sends several blocks in one message.
     """
-    if "segments" in algorithm.options or size == 1 or dict(options).get("shards"):
+    if "segments" in algorithm.options or (size == 1 and not dict(options).get("shards")):
         return None
     num_pieces = algorithm.case(size, **dict(options)).num_pieces
     if SPECS[algorithm.collective].has_pieces:
@@ -121,8 +120,6 @@ def compile_lanes(
 
     @cache  # most lanes are equal
     def lane(*parts: int) -> Lane:
-        if isinstance(counts, int):
-            return compiled(parts[0], aliasing=aliasing)
         return compiled(counts, aliasing=aliasing, parts=parts)
 
     starts = [number * stride for number in range(num_lanes)]

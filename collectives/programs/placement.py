@@ -85,18 +85,21 @@ def compile_lane(
 
     `counts`: the elements of the vector (broadcast, reduce, all-reduce), or of each rank's block,
     or for all-to-all `OwnCounts`, `CountOfEachBlock`, or the p x p table of elements from source to
-    destination.
-    `aliasing`: the offset in elements of the output from the input in memory; "none" if they do not
-    overlap; "odd" if they overlap in a way that needs a copy of the input.  `parts`: the number of
-    elements of each rank's block, from its beginning, that this lane works on; None: all.
+    destination.  `aliasing`: the offset in elements of the output from the input in memory; "none"
+    if they do not overlap; "odd" if they overlap in a way that needs a copy of the input.  `parts`:
+    the number of elements of the vector, or of each rank's block, from its beginning, that this
+    lane works on; None: all.
     """
     num_pieces, held, wanted, made = _outlined(algorithm, rank, size, root, options)
+    if isinstance(counts, int):
+        sizes = block_sizes(algorithm.collective, parts[0] if parts else counts, num_pieces)
+        initial, final = _vectors(held, sizes, counts), consecutive("output", wanted, sizes)
+        return _Compiler(sizes, initial, final, aliasing).lane(made)
     if isinstance(counts, CountOfEachBlock):
         wanted = [*wanted, *passing_blocks(algorithm, rank, size, options)]
         sizes = dict.fromkeys([*held, *wanted], counts.num_elements)
     else:
         sizes = block_sizes(algorithm.collective, counts, num_pieces)
-        sizes |= {block: sizes[original(block, sizes)] for block in held}  # also those of shards
     initial, final = consecutive("input", held, sizes), consecutive("output", wanted, sizes)
     if parts is not None:
         sizes = by_rank(parts)
@@ -104,10 +107,19 @@ def compile_lane(
     return _Compiler(sizes, initial, final, aliasing).lane(made)
 
 
+def _vectors(held: Sequence[Block], sizes: Mapping[Block, int], stride: int) -> dict[Block, Region]:
+    """The pieces of the vectors of this rank, each of which begins `stride` after the previous."""
+    regions: dict[Block, Region] = {}
+    for number, first in enumerate(range(0, len(held), len(sizes))):
+        pieces = held[first : first + len(sizes)]
+        regions |= consecutive("input", pieces, sizes, start=number * stride)
+    return regions
+
+
 def _beginnings(regions: Mapping[Block, Region], sizes: Mapping[Block, int]) -> dict[Block, Region]:
     """The regions of the first elements of each block, as many as `sizes` says."""
     return {
-        block: region._replace(stop=region.start + sizes[block])
+        block: region._replace(stop=region.start + sizes[original(block, sizes)])
         for block, region in regions.items()
     }
 

@@ -15,7 +15,7 @@ import pytest
 import collectives
 from collectives import CollectiveMismatch, Communicator, Operator, ScheduleError, algorithms
 from collectives.algorithms import register
-from collectives.programs import num_lanes
+from collectives.programs.lanes import compile_lanes, num_lanes
 from collectives.schedule import Copy, CopyReduce, Recv, RecvReduce, Round, Send, even_counts
 from collectives.schedule.contracts import Case
 from collectives.schedule.verify import verify_schedules
@@ -213,6 +213,32 @@ def test_without_shards_bits_do_not_depend_on_sizes_and_segments(name: str) -> N
         assert rows.tobytes() == np.array_split(want, comm.size)[comm.rank].tobytes()
 
     collectives.run(body, 4, timeout=60)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_large_shards_are_cut_into_segments_and_have_the_same_bits(size: int) -> None:
+    shards = random_shards(5, 2**19 + 3, "float32")
+    want = along_the_tree(list(shards))
+
+    def body(comm: Communicator) -> None:
+        x = np.array_split(shards, comm.size)[comm.rank].copy()
+        for collective, name in SHARDED:
+            work = getattr(comm, collective)(x, shards=5, algorithm=name, async_op=True)
+            got = np.array_split(want, comm.size)[comm.rank] if "_s" in collective else want
+            assert work.wait().tobytes() == got.tobytes()
+        in_place = comm.all_reduce(x, shards=5, out=x[0])
+        assert in_place.tobytes() == want.tobytes()
+
+    collectives.run(body, size, timeout=60)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_large_shards_need_at_most_20_mib_of_scratch(size: int) -> None:
+    entry, options = algorithms.info("all_reduce", "invariant"), (("shards", 8),)
+    num_elements = 2**26  # 256 MiB in each shard
+    number = num_lanes(entry, size, 4 * num_elements, options)
+    found = compile_lanes(entry, 0, size, 0, num_elements, options, "none", number)
+    assert 4 * found.num_scratch * found.num_slots <= 20 * 2**20
 
 
 # The call
