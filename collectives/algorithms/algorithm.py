@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,12 @@ from collectives.schedule import (
     verify_schedules,
 )
 
-Ranks = Literal["any", "even", "power of two", "multiple of per_host"]
+Ranks = Literal[
+    "any", "even", "power of two", "multiple of per_host", "multiple of x * y", "at most shards"
+]
+
+# The options whose product divides the number of ranks.
+DIVISORS = {"multiple of per_host": ("per_host",), "multiple of x * y": ("x", "y")}
 
 MAX_OPTION = 2**16  # the greatest value of an option
 MAX_PROVED = 2**20  # operations and their blocks, of all ranks: some ten seconds of proof
@@ -33,12 +39,14 @@ class Algorithm:
 
     `ranks`: the numbers of ranks that it serves.  `is_ordered`: whether it combines in rank order,
     so that the operator need not be commutative.  `is_bitwise`: whether all ranks with the same
-    result get the same bits, even if rounding depends on the order.  `pieces`: the number of pieces
-    of a vector.  `options`: the options of the function, with their defaults.  `source`: the
-    publication.  `use`: when to use it, in a sentence.  `is_local`: in a gather, scatter or
-    all-to-all, whether a rank handles only blocks of its own input and output, so that it needs no
-    other counts.  `is_built_in`: whether the test suite proves it; another algorithm is proved
-    before the first use of each number of ranks, root and options.
+    result get the same bits, even if rounding depends on the order.  `is_invariant`: whether it
+    combines along the fixed tree, so that a result has the same bits by any other algorithm that
+    does, and with `shards` on any number of ranks.  `pieces`: the number of pieces of a vector.
+    `options`: the options of the function, with their defaults.  `source`: the publication.
+    `use`: when to use it, in a sentence.  `is_local`: in a gather, scatter or all-to-all, whether a
+    rank handles only blocks of its own input and output, so that it needs no other counts.
+    `is_built_in`: whether the test suite proves it; another algorithm is proved before the first
+    use of each number of ranks, root and options.
 
     The costs are those of the worst root, with blocks of equal size, and 0 for one rank:
 
@@ -72,6 +80,7 @@ class Algorithm:
     ranks: Ranks = "any"
     is_ordered: bool = False
     is_bitwise: bool = True
+    is_invariant: bool = False
     is_local: bool = False
     source: str = ""
     use: str = ""
@@ -92,6 +101,8 @@ class Algorithm:
             words.append("any operator" if self.is_ordered else "commutative operators")
         if self.collective == "all_reduce":
             words.append("same bits on all ranks" if self.is_bitwise else "last bits may differ")
+        if self.is_invariant:
+            words.append("along the fixed tree")
         return ", ".join(words)
 
     @property
@@ -102,12 +113,17 @@ class Algorithm:
             "even": "an even number of ranks",
             "power of two": "a power of two of ranks",
             "multiple of per_host": "a multiple of per_host ranks",
+            "multiple of x * y": "a multiple of x * y ranks",
+            "at most shards": "a number of ranks up to that of the shards",
         }[self.ranks]
 
     def serves(self, size: int, **options: int) -> bool:
         """Whether the algorithm can run on `size` ranks."""
-        if self.ranks == "multiple of per_host":
-            return size % {**self.options, **options}["per_host"] == 0
+        chosen = {**self.options, **options}
+        if self.ranks == "at most shards":
+            return size <= (chosen["shards"] or size)
+        if self.ranks in DIVISORS:
+            return size % math.prod(chosen[option] for option in DIVISORS[self.ranks]) == 0
         return {
             "any": True,
             "even": size % 2 == 0,
@@ -116,7 +132,8 @@ class Algorithm:
 
     def case(self, size: int, root: int | None = None, **options: int) -> Case:
         """The instance of the collective for `size` ranks, this `root` and these options."""
-        return Case(size, root or 0, checked_num_pieces(self.label, self.pieces, size, options))
+        num_pieces = checked_num_pieces(self.label, self.pieces, size, options)
+        return Case(size, root or 0, num_pieces, {**self.options, **options}.get("shards", 0))
 
     def schedule(self, rank: int, size: int, root: int | None = None, **options: int) -> Schedule:
         """The rounds of one rank of `size` ranks.
@@ -134,8 +151,10 @@ class Algorithm:
         self._check(0, size, root, options)
         case = self.case(size, root, **options)
         schedules = [self._rounds(rank, size, root, options) for rank in range(size)]
-        promises = {"is_ordered": self.is_ordered, "is_bitwise": self.is_bitwise}
-        verify_schedules(self.collective, case, schedules, **promises)
+        verify_schedules(
+            self.collective, case, schedules, is_ordered=self.is_ordered,
+            is_bitwise=self.is_bitwise, is_invariant=self.is_invariant,
+        )  # fmt: skip
 
     def prove(self, size: int, root: int | None = None, **options: int) -> None:
         """Prove it for `size` ranks and `root` as `verify` does, but only once.
@@ -200,7 +219,7 @@ class Algorithm:
             known = dict(self.options)
             raise ValueError(f"{self.label} knows no option {unknown[0]!r}; it has {known}")
         for name, value in options.items():
-            least = 2 if name == "radix" else 1
+            least = {"radix": 2, "shards": 0}.get(name, 1)
             if type(value) is not int:
                 raise ValueError(f"{self.label}: {name} must be an int, not {value!r}")
             if value < least:

@@ -7,6 +7,7 @@ from functools import partial
 
 from collectives.algorithms import all_gather, broadcast, reduce, reduce_scatter
 from collectives.algorithms.registry import algorithm, costs_of
+from collectives.algorithms.shards import along_fixed_tree
 from collectives.algorithms.windows import windows
 from collectives.schedule import (
     Block,
@@ -97,8 +98,10 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     reduction_bytes="q * n",
     scratch_bytes="n",
     is_ordered=True,
+    is_invariant=True,
     source="Thakur, Rabenseifner and Gropp 2005",
-    use="Use it for short vectors, to compare with: it is a reduce and a broadcast.",
+    use="Use it for short vectors on many ranks where the bits of `invariant` are needed, with one "
+    "array from each rank: it is a reduce and a broadcast.",
 )
 def reduce_broadcast(rank: int, size: int) -> Iterator[Round]:
     """A binomial reduce to rank 0, then a binomial broadcast from it."""
@@ -501,3 +504,47 @@ def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
     yield from nested(reduce_scatter.circulant, rank, mine, part)
     yield from nested(circulant, rank, counterparts, lambda other: [part(rank % per_host)[other]])
     yield from nested(all_gather.circulant, rank, mine, part)
+
+
+@algorithm(
+    rounds="1 + (p > 1) + (L > 0)",
+    startups="2 * (p - 1)",
+    messages="2 * p * (p - 1)",
+    max_bytes_per_rank=f"{reduce_scatter.EXCHANGED['part']} + f * n",
+    total_bytes=f"{reduce_scatter.EXCHANGED['total']} + (p - 1) * n",
+    reduction_bytes=reduce_scatter.EXCHANGED["combined"],
+    scratch_bytes=reduce_scatter.EXCHANGED["scratch"],
+    pieces="p",
+    ranks="at most shards",
+    options={"shards": 0},
+    is_ordered=True,
+    is_invariant=True,
+    source="Stelz, Hubner and Stamatakis 2026",
+    use="Use it where results must have the same bits on any number of ranks: pass `shards=`.  It "
+    "sends as little as the ring if the shards of each rank are one subtree.",
+)
+def invariant(rank: int, size: int, shards: int = 0) -> Iterator[Round]:
+    """Every part is combined by one rank along the fixed tree, and sent from there to all ranks."""
+    yield from reduce_scatter.invariant(rank, size, shards)
+    yield from all_gather.direct(rank, size)
+
+
+@algorithm(
+    rounds="1 + (L > 0)",
+    startups="p - 1",
+    messages="p * (p - 1)",
+    max_bytes_per_rank="max((p - 1) * max(parts(p, L)), sum(parts(p, L)) - min(parts(p, L))) * n",
+    total_bytes="(p - 1) * sum(parts(p, L)) * n",
+    reduction_bytes="n * (max(within(p, L)) + sum(parts(p, L)) - 1)",
+    scratch_bytes="n * ((max(within(p, L)) + 1) // 2 + sum(parts(p, L))"
+    " + (p - 1) * max(parts(p, L)) * (max(parts(p, L)) > 1))",
+    ranks="at most shards",
+    options={"shards": 0},
+    is_ordered=True,
+    is_invariant=True,
+    source="Stelz, Hubner and Stamatakis 2026",
+    use="Use it for short vectors on few ranks, with the bits of `invariant` in one exchange.",
+)
+def invariant_one_shot(rank: int, size: int, shards: int = 0) -> Iterator[Round]:
+    """Every rank gets the contributions of all others, and combines them along the fixed tree."""
+    return along_fixed_tree(rank, size, shards, [0], lambda owner: [0])

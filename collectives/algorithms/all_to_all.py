@@ -160,15 +160,37 @@ def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
     A rank sends one message to its counterpart on every other host, with the blocks of all ranks of
     its own host for that rank.
     """
-    mine, counterparts = trees.hosts(rank, size, per_host)
+    return torus(rank, size, x=per_host)
 
-    def to_all_counterparts(pair: tuple[int, int]) -> list[Block]:
-        source, destination = pair
-        return [(mine[source], other) for other in range(destination, size, per_host)]
 
-    def from_whole_host(pair: tuple[int, int]) -> list[Block]:
-        source, destination = pair
-        return [(source * per_host + other, counterparts[destination]) for other in range(per_host)]
+@algorithm(
+    rounds="x + y + p // (x * y) - 3",
+    messages="p * (x + y + p // (x * y) - 3)",
+    max_bytes_per_rank="n * (3 - 1 / x - 1 / y - x * y / p)",
+    total_bytes="p * n * (3 - 1 / x - 1 / y - x * y / p)",
+    scratch_bytes="3 * n",
+    ranks="multiple of x * y",
+    options={"x": 2, "y": 1},
+    source="Thakur and Choudhary 1994",
+    use="Use it on a torus or mesh of two (x) or three (x and y) dimensions for small blocks: "
+    "messages stay in a line of the torus, and there are few of them.",
+)
+def torus(rank: int, size: int, x: int = 2, y: int = 1) -> Iterator[Round]:
+    """Blocks are exchanged along one dimension of a torus after the other.
 
-    yield from nested(pairwise, rank, mine, to_all_counterparts)
-    yield from nested(pairwise, rank, counterparts, from_whole_host)
+    Rank (k * y + j) * x + i is at place i, j, k of a torus of x, y and p / (x * y) ranks.  A block
+    moves in each dimension to the place of its destination; a message has all blocks that go there.
+    """
+    for stride, length in ((1, x), (x, y), (x * y, size // (x * y))):
+        place, period = rank // stride % length, stride * length
+        line = range(rank - place * stride, rank - place * stride + period, stride)
+
+        def passing(
+            pair: tuple[int, int], line: range = line, stride: int = stride, period: int = period
+        ) -> list[Block]:
+            # So far blocks have reached their destination's place in the dimensions before.
+            start, end = line[pair[0]], line[pair[1]]
+            sources = range(start - start % stride, start - start % stride + stride)
+            return [(s, d) for s in sources for d in range(end % period, size, period)]
+
+        yield from nested(pairwise, rank, line, passing)

@@ -19,6 +19,7 @@ from collectives.schedule import (
     ceil_log2,
     count,
     even_sizes,
+    fixed_tree,
     floor_log2,
     negabinary,
     trees,
@@ -31,13 +32,9 @@ MAX_ROUNDS = 2**18  # of a schedule
 
 # The names of the options in formulas.
 SYMBOLS = {
-    "segments": "N",
-    "radix": "r",
-    "outstanding": "m",
-    "chains": "c",
-    "per_host": "g",
-    "aggregation": "A",
-}
+    "segments": "N", "radix": "r", "outstanding": "m", "chains": "c", "per_host": "g",
+    "aggregation": "A", "x": "x", "y": "y", "shards": "L",
+}  # fmt: skip
 
 
 class Formula:
@@ -45,12 +42,14 @@ class Formula:
 
     Variables: p ranks, n bytes, f = (p - 1) / p, q = ceil(log2 p), k = floor(log2 p), P = 2**k, and
     the options: N segments, radix r, m outstanding messages, c chains, g ranks per host,
-    aggregation A.
+    aggregation A, x and y ranks in the dimensions of a torus, L logical shards (0: one on each
+    rank).
     Functions: sum, range, min, max, ceil; of `trees` log(p, r) = ceil_log, power(p, r) =
     power_within, children(p, r) = num_children, hops(p, r) = num_hops, depth(m) and turn(p) =
-    exscan_turn; of `two_trees` fill(p); of `negabinary` bine_hops(p) = num_hops.
+    exscan_turn; of `two_trees` fill(p); of `negabinary` bine_hops(p) = num_hops; of `fixed_tree`,
+    for each rank, parts(p, L) = num_subtrees, within(p, L) = num_within.
     `defaults`: the default values of the options.  `is_cost`: whether the value for one rank, which
-    sends nothing, is 0 in any case.
+    sends nothing, is 0 in any case, unless it combines shards.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Formula:
 
     def __call__(self, p: int, n: int = 0, **options: int) -> int | Fraction:
         """The value for `p` ranks and `n` bytes; an int if it is whole."""
-        if self._is_cost and p == 1:
+        if self._is_cost and p == 1 and not {**self.defaults, **options}.get("shards"):
             return 0
         logs = {"q": ceil_log2(p), "k": floor_log2(p), "P": 1 << floor_log2(p)}
         chosen = {SYMBOLS[name]: value for name, value in {**self.defaults, **options}.items()}
@@ -113,6 +112,8 @@ _FUNCTIONS: dict[str, Any] = {
     "turn": trees.exscan_turn,
     "fill": two_trees.fill,
     "bine_hops": negabinary.num_hops,
+    "parts": fixed_tree.num_subtrees,
+    "within": fixed_tree.num_within,
 }
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise as pairwise_of
 
 from collectives.algorithms.registry import algorithm, costs_of
+from collectives.algorithms.shards import along_fixed_tree
 from collectives.schedule import RecvReduce, Round, Send, folded, negabinary, nested, trees
 from collectives.schedule import circulant as graph
 
@@ -279,3 +280,34 @@ def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
     mine, counterparts = trees.hosts(rank, size, per_host)
     yield from nested(circulant, rank, mine, lambda other: range(other, size, per_host))
     yield from nested(circulant, rank, counterparts, lambda other: [counterparts[other]])
+
+
+# The messages and bytes of an exchange in which the ranks that own a part get it from all others.
+EXCHANGED = {
+    "part": "max((p - 1) * max(parts(p, L)), sum(parts(p, L)) - min(parts(p, L))) * n / p",
+    "total": "(p - 1) * sum(parts(p, L)) * n / p",
+    "combined": "n * max(within(p, L)) + (sum(parts(p, L)) - 1) * n / p",
+    # Pairs of own shards, several subtrees packed in one message, and what arrives.
+    "scratch": "n * ((max(within(p, L)) + 1) // 2 + max(parts(p, L)) * (max(parts(p, L)) > 1)"
+    " + sum(parts(p, L)) / p)",
+}
+
+
+@algorithm(
+    rounds="1 + (L > 0)",
+    startups="p - 1",
+    messages="p * (p - 1)",
+    max_bytes_per_rank=EXCHANGED["part"],
+    total_bytes=EXCHANGED["total"],
+    reduction_bytes=EXCHANGED["combined"],
+    scratch_bytes=EXCHANGED["scratch"],
+    ranks="at most shards",
+    options={"shards": 0},
+    is_ordered=True,
+    is_invariant=True,
+    source="Stelz, Hubner and Stamatakis 2026",
+    use="Use it where results must have the same bits on any number of ranks: pass `shards=`.",
+)
+def invariant(rank: int, size: int, shards: int = 0) -> Iterator[Round]:
+    """Every part is sent directly to its owner, which combines it along the fixed tree."""
+    return along_fixed_tree(rank, size, shards, range(size), lambda owner: [owner])

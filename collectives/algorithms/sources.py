@@ -39,6 +39,9 @@ SOURCES = {
     "Euro-Par.",
     "Sanders, Speck and Traff 2009": "Two-tree algorithms for full bandwidth broadcast, reduction "
     "and scan. Parallel Computing 35(12).",
+    "Stelz, Hubner and Stamatakis 2026": "Bit-reproducible parallel phylogenetic tree inference. "
+    "Bioinformatics 42.",
+    "Thakur and Choudhary 1994": "All-to-all communication on meshes with wormhole routing. IPPS.",
     "Thakur, Rabenseifner and Gropp 2005": "Optimization of collective communication operations in "
     "MPICH. IJHPCA 19(1).",
     "Traff 2005": "An improved algorithm for (non-commutative) reduce-scatter with an application. "

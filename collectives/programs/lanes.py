@@ -83,7 +83,7 @@ def _num_divisible(
 
     None if the algorithm has its own segments, or sends several blocks in one message.
     """
-    if "segments" in algorithm.options or size == 1:
+    if "segments" in algorithm.options or (size == 1 and not dict(options).get("shards")):
         return None
     num_pieces = algorithm.case(size, **dict(options)).num_pieces
     if SPECS[algorithm.collective].has_pieces:
@@ -120,8 +120,6 @@ def compile_lanes(
 
     @cache  # most lanes are equal
     def lane(*parts: int) -> Lane:
-        if isinstance(counts, int):
-            return compiled(parts[0], aliasing=aliasing)
         return compiled(counts, aliasing=aliasing, parts=parts)
 
     starts = [number * stride for number in range(num_lanes)]

@@ -68,9 +68,9 @@ class CallSpec(NamedTuple):
 
     `counts`: elements; see `placement.compile_lane`.  `algorithm`, `options` and `segments`: see
     `select.Choice`.  `chosen`: the algorithm as a caller names it.  `aliasing`: see
-    `placement.compile_lane`.  `shape`: the shape of the caller's array.  `label`: the name in the
-    ledger, if it is not the collective's.  `blocking` and `out`: whether the call blocks, and
-    whether the caller passes `out`; they are only compared in checked mode.
+    `placement.compile_lane`.  `shape`: the shape of the caller's array, or of one of its shards.
+    `label`: the name in the ledger, if it is not the collective's.  `blocking` and `out`: whether
+    the call blocks, and whether the caller passes `out`; they are only compared in checked mode.
     """
 
     collective: str
@@ -92,6 +92,10 @@ class CallSpec(NamedTuple):
     def names(self) -> tuple[str, str]:
         """The names of the collective and the algorithm in the ledger."""
         return self.label or self.collective, self.chosen
+
+    def num_contributions(self, size: int) -> int:
+        """The number of arrays that a reduction on `size` ranks combines."""
+        return dict(self.options).get("shards") or size
 
     @property
     def is_recurring(self) -> bool:

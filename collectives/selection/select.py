@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from collectives import algorithms
 from collectives.algorithms import Algorithm, registry
-from collectives.arrays import Operator
-from collectives.programs import Counts, OwnCounts, num_lanes
+from collectives.arrays import Operator, validation
+from collectives.programs import CountOfEachBlock, Counts, OwnCounts, num_lanes
 from collectives.schedule import SPECS
 from collectives.selection.decisions import Decisions
 from collectives.selection.labels import NamedAlgorithm, parse_label
@@ -83,6 +83,8 @@ def num_bytes_of(counts: Counts, itemsize: int) -> int:
     """The n of the formulas: bytes of the vector, of all blocks, or of one all-to-all input."""
     if isinstance(counts, int):
         return counts * itemsize
+    if isinstance(counts, CountOfEachBlock):
+        return counts.num_elements * itemsize
     if isinstance(counts, OwnCounts):
         return sum(counts.sent) * itemsize
     numbers = [count if isinstance(count, int) else sum(count) for count in counts]
@@ -154,12 +156,16 @@ def check(
 def local(collective: str, text: str | None) -> str | None:
     """The named algorithm, or the default, for ranks that know only their own counts.
 
-    Raises ValueError if the named algorithm needs the counts of other ranks.
+    Raises ValueError if the named algorithm needs the counts of all ranks.
     """
     if text is None:
         return LOCAL_DEFAULTS.get(collective)
-    if not is_local(collective, text):
-        serving = [name for name in algorithms.names(collective) if is_local(collective, name)]
+
+    def serves(name: str) -> bool:
+        return is_local(collective, name) or sends_counts_ahead(collective, name)
+
+    if not serves(text):
+        serving = [name for name in algorithms.names(collective) if serves(name)]
         raise ValueError(
             f"{collective} by {text} needs the counts of all ranks; with this rank's counts alone "
             f"it can be made by {', '.join(serving) or 'no algorithm'}"
@@ -170,6 +176,43 @@ def local(collective: str, text: str | None) -> str | None:
 def is_local(collective: str, text: str) -> bool:
     """Whether a rank needs only its own counts for this algorithm."""
     return parse_label(collective, text).algorithm.is_local
+
+
+def with_shards(collective: str, text: str | None, shards: object) -> str | None:
+    """The algorithm of a call with this number of logical shards, which becomes its option.
+
+    None of both: the call has none.  Raises TypeError or ValueError if the number is wrong, or if
+    the algorithm does not combine along the fixed tree.
+    """
+    found = None if text is None else parse_label(collective, text)
+    named = 0 if found is None else found.options.get("shards", 0)
+    if shards is None and named:
+        raise ValueError(f"{collective} by {text} needs shards={named}, and an x with shards")
+    if shards is None:
+        return text
+    number = validation.integer(shards, "shards")
+    if number < 1 or named not in (0, number):
+        raise ValueError(f"shards must be {named or 'at least 1'}, got {number}")
+    serving = [name for name in algorithms.names(collective) if _takes_shards(collective, name)]
+    name = serving[0] if found is None else found.algorithm.name
+    if name not in serving:
+        known = ", ".join(serving)
+        raise ValueError(f"{collective} by {text} takes no shards; those that do: {known}")
+    return f"{name}(shards={number})"
+
+
+def _takes_shards(collective: str, name: str) -> bool:
+    return "shards" in algorithms.info(collective, name).options
+
+
+def sends_counts_ahead(collective: str, text: str) -> bool:
+    """Whether the counts of blocks can travel ahead of them, the way that the blocks will take.
+
+    That is so in an all-to-all that sends blocks on.  The algorithms of users are not among them,
+    because they may cut blocks, and choose into how many pieces by size.
+    """
+    algorithm = parse_label(collective, text).algorithm
+    return collective == "all_to_all" and algorithm.is_built_in and not algorithm.is_local
 
 
 def restriction_of(

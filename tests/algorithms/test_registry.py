@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 
 from collectives import algorithms
@@ -138,8 +140,20 @@ def test_restrictions_are_enforced() -> None:
         algorithms.schedule("all_gather", "swing", rank=0, size=5)
     with pytest.raises(ValueError, match="serves a multiple of per_host ranks, not 6"):
         algorithms.schedule("all_gather", "hierarchical", rank=0, size=6, per_host=4)
+    with pytest.raises(ValueError, match=r"serves a multiple of x \* y ranks, not 18"):
+        algorithms.schedule("all_to_all", "torus", rank=0, size=18, x=2, y=2)
     with pytest.raises(ValueError, match="has no root"):
         algorithms.schedule("all_gather", "ring", rank=0, size=6, root=0)
+
+
+def test_an_all_to_all_on_a_torus_sends_along_its_lines_only() -> None:
+    sizes = 3, 2, 4
+    for rank, number in product(range(24), range(sum(sizes) - 3)):
+        (send, _) = algorithms.schedule("all_to_all", "torus", rank=rank, size=24, x=3, y=2)[number]
+        assert send.peer is not None
+        places = [np.unravel_index(each, sizes[::-1]) for each in (rank, send.peer)]
+        changed = [axis for axis, pair in enumerate(zip(*places, strict=True)) if len({*pair}) > 1]
+        assert changed == [2 if number < 2 else 1 if number < 3 else 0]
 
 
 def test_an_operation_is_a_named_tuple() -> None:
