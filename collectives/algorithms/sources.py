@@ -25,6 +25,8 @@ SOURCES = {
     "multiport networks. arXiv 2602.17254.",
     "Karonis et al. 2000": "Exploiting hierarchy in parallel computer networks to optimize "
     "collective operation performance. IPDPS.",
+    "Lei et al. 2025": "FAST: an efficient scheduler for all-to-all GPU communication. "
+    "arXiv 2505.09764.",
     "Loch and Koslovski 2021": "Sparbit: a new logarithmic-cost and data locality-aware MPI "
     "allgather algorithm.",
     "Mellor-Crummey and Scott 1991": "Algorithms for scalable synchronization on shared-memory "
@@ -39,6 +41,9 @@ SOURCES = {
     "Euro-Par.",
     "Sanders, Speck and Traff 2009": "Two-tree algorithms for full bandwidth broadcast, reduction "
     "and scan. Parallel Computing 35(12).",
+    "Stelz, Hubner and Stamatakis 2026": "Bit-reproducible parallel phylogenetic tree inference. "
+    "Bioinformatics 42.",
+    "Thakur and Choudhary 1994": "All-to-all communication on meshes with wormhole routing. IPPS.",
     "Thakur, Rabenseifner and Gropp 2005": "Optimization of collective communication operations in "
     "MPICH. IJHPCA 19(1).",
     "Traff 2005": "An improved algorithm for (non-commutative) reduce-scatter with an application. "

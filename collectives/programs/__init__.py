@@ -4,6 +4,7 @@ A schedule says which blocks are sent; a program says which bytes of which buffe
 """
 
 from collectives.programs.lanes import Lanes, num_lanes
+from collectives.programs.placement import passing_blocks
 from collectives.programs.program import (
     INPUT,
     OUTPUT,
@@ -15,13 +16,14 @@ from collectives.programs.program import (
     assembled,
     compile_call,
 )
-from collectives.programs.steps import Counts, Lane, Message, OwnCounts, Step
+from collectives.programs.steps import CountOfEachBlock, Counts, Lane, Message, OwnCounts, Step
 
 __all__ = [
     "INPUT",
     "OUTPUT",
     "SCRATCH",
     "CallSpec",
+    "CountOfEachBlock",
     "Counts",
     "Kind",
     "Lane",
@@ -34,4 +36,5 @@ __all__ = [
     "assembled",
     "compile_call",
     "num_lanes",
+    "passing_blocks",
 ]

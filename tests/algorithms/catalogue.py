@@ -17,7 +17,10 @@ SETTINGS = {
     "outstanding": (1, 3),
     "chains": (1, 2, 3),
     "per_host": (1, 2, 3, 4, 8),
+    "x": (1, 2, 3, 4),
+    "y": (1, 2, 3),
     "aggregation": (1, 3, 16),
+    "shards": (1, 5, 8, 13, 40),
 }
 
 EVERY = [(c, a) for c in algorithms.collectives() for a in algorithms.names(c)]

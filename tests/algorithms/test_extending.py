@@ -20,7 +20,7 @@ from collectives.algorithms.registry import REGISTRY, generation
 from collectives.schedule import Copy, Recv, RecvReduce, Round, Send
 from collectives.selection import select
 from collectives.selection.cost import Machine
-from collectives.selection.decisions import Decisions, Measured
+from collectives.selection.decisions import Decisions, Measured, Ranks
 from collectives.selection.decisions import Row as Best
 
 
@@ -194,7 +194,6 @@ def test_numbers_of_ranks_it_does_not_serve_are_left_out() -> None:
         ("all_reduce", {"rounds": "[1][p]"}, "list index out of range"),
         ("all_reduce", {"pieces": "3 / 2"}, "cuts into 3/2 pieces"),
         ("all_reduce", {"name": "my(line)"}, "identifier, not 'my\\(line\\)'"),
-        ("all_reduce", {"ranks": "multiple of per_host"}, "needs options with per_host"),
         ("all_reduce", {"options": {"segments": 2}}, "cannot be called with rank, size, segments"),
         ("all_reduce", {"options": {"segments": 0}}, "segments is at least 1"),
     ],
@@ -425,7 +424,7 @@ def test_the_generation_grows_with_every_registration() -> None:
 
 def test_measured_decisions_name_the_algorithm_that_was_registered_last() -> None:
     tables = {"all_reduce": (Best(math.inf, ("line",)),)}
-    decisions = Decisions({4: Measured({}, Machine(), tables)})
+    decisions = Decisions({Ranks(4): Measured({}, Machine(), tables)})
     for _ in range(2):
         register_line()
         chosen = select.choose("all_reduce", None, 4, 8, None, decisions)
