@@ -66,7 +66,7 @@ class Topology:
 
     def __str__(self) -> str:
         """As "4x2" (hosts x ranks), "3+2+1", or the host of each rank, such as "hosts 0,1,0"."""
-        if self.host_of != tuple(sorted(self.host_of)):
+        if not self.is_consecutive:
             return f"hosts {','.join(map(str, self.host_of))}"
         if self.is_even:
             return f"{self.num_hosts}x{self.max_per_host}"
@@ -96,6 +96,11 @@ class Topology:
     def is_even(self) -> bool:
         """Whether all hosts have equally many ranks."""
         return len(set(map(len, self.hosts))) == 1
+
+    @cached_property
+    def is_consecutive(self) -> bool:
+        """Whether the ranks of each host have consecutive numbers."""
+        return self.host_of == tuple(sorted(self.host_of))
 
     def mates(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of the host of `rank`, itself included, in their order."""
