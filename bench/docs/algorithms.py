@@ -47,7 +47,8 @@ The formulas hold for two or more ranks; with one rank nothing is sent.
 | p | number of ranks |
 | n | bytes of the whole vector: for scatter and gather of the root's buffer, for all-gather of the result, for all-to-all of one rank's input |
 | q, k, P | q = ⌈log2 p⌉, k = ⌊log2 p⌋, P = 2^k |
-| N, r, m, c, g, x, y, A, L | the options `segments`, `radix`, `outstanding`, `chains`, `per_host`, `x`, `y`, `aggregation`, `shards` |
+| N, r, m, c, x, y, A, L | the options `segments`, `radix`, `outstanding`, `chains`, `x`, `y`, `aggregation`, `shards` |
+| H, g | hosts, and ranks of the largest one: by `per_host`, or those of the communicator |
 | [condition] | 1 if the condition holds, else 0 |
 | log(p, r) | the logarithm of p to the base r, rounded up |
 | power(p, r) | the greatest power of r up to p |

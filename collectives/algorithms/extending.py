@@ -44,7 +44,8 @@ def register(
     - `name`: the algorithm's name; None: the function's.
     - `ranks`, `is_ordered`, `is_bitwise`, `is_invariant`, `pieces`, `source`: what it promises, see
       `Algorithm`.
-    - `options`: the names of its options, with their defaults.
+    - `options`: the names of its options, with their defaults.  With `per_host` the function takes
+      `hosts`, a `collectives.Topology`, instead.
     - `formulas`: texts for `rounds`, `startups`, `messages`, `max_bytes_per_rank`, `total_bytes`,
       `critical_bytes`, `reduction_bytes`, see `Formula`.  A cost without a formula is counted.
 

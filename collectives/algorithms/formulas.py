@@ -6,6 +6,7 @@ import ast
 import math
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from itertools import islice
 from types import CodeType
 from typing import Any, NamedTuple
@@ -169,27 +170,36 @@ class Counted(NamedTuple):
 
     def __call__(self, p: int, n: int = 0, **options: Option) -> int | Fraction:
         """The value for `p` ranks and `n` bytes."""
-        is_rooted, settings = SPECS[self.collective].is_rooted, {**self.defaults, **options}
+        settings = {**self.defaults, **options}
         case = Case(p, 0, checked_num_pieces(self.collective, self.pieces, p, settings))
+        roots = range(p) if SPECS[self.collective].is_rooted else [None]
+        given = tuple(settings.items())
         found: list[int | Fraction] = [
-            getattr(self.at({"root": root} if is_rooted else {}, case, n, settings), self.name)
-            for root in range(p if is_rooted else 1)
+            getattr(_counted(self.collective, self.function, case, n, root, given), self.name)
+            for root in roots
         ]
         return max(found)
 
-    def at(
-        self, where: dict[str, int], case: Case, n: int, settings: Mapping[str, Option]
-    ) -> Counts:
-        """All counts, for one root."""
-        given = arguments(case.size, settings)
-        schedules = [
-            all_rounds(self.collective, self.function(rank, case.size, **where, **given))
-            for rank in range(case.size)
-        ]
-        return count(schedules, even_sizes(self.collective, case, n))
-
     def __str__(self) -> str:
         return "counted"
+
+
+@lru_cache(maxsize=128)  # the costs of an algorithm are asked for one after the other
+def _counted(
+    collective: str,
+    function: Callable[..., Iterator[Round]],
+    case: Case,
+    n: int,
+    root: int | None,
+    settings: tuple[tuple[str, Option], ...],
+) -> Counts:
+    """All costs, for one root."""
+    where = {} if root is None else {"root": root}
+    given = {**where, **arguments(case.size, dict(settings))}
+    schedules = [
+        all_rounds(collective, function(rank, case.size, **given)) for rank in range(case.size)
+    ]
+    return count(schedules, even_sizes(collective, case, n))
 
 
 class ForEvenHosts(NamedTuple):

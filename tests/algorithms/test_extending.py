@@ -13,7 +13,7 @@ import pytest
 
 import collectives
 from bench.__main__ import main
-from collectives import ScheduleError, algorithms
+from collectives import Communicator, ScheduleError, Topology, algorithms
 from collectives.algorithms.algorithm import MAX_OPTION, MAX_PROVED
 from collectives.algorithms.formulas import MAX_PIECES, MAX_ROUNDS
 from collectives.algorithms.registry import REGISTRY, generation
@@ -450,3 +450,36 @@ def test_a_module_that_cannot_be_imported_is_refused(
         main(["--import", "some_module", "docs", "--check"])
     assert stop.value.code == 2
     assert f"cannot import some_module: {sentence}" in capsys.readouterr().err
+
+
+# Hosts
+
+
+def leaders(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
+    """Every rank sends its vector to the first rank of its host, and these to rank 0, and back."""
+    mates, others = hosts.mates(rank), [ranks[0] for ranks in hosts.hosts[1:]]
+    for leader, members in ((mates[0], mates[1:]), (0, others)):
+        receives = tuple(RecvReduce(member, [0], "right") for member in members)
+        yield receives if rank == leader else (Send(leader, [0]),) if rank in members else ()
+    for leader, members in ((0, others), (mates[0], mates[1:])):
+        sends = tuple(Send(member, [0]) for member in members)
+        yield sends if rank == leader else (Recv(leader, [0]),) if rank in members else ()
+
+
+def test_an_algorithm_that_knows_hosts_gets_those_of_the_communicator() -> None:
+    algorithms.register(
+        "all_reduce", options={"per_host": 2}, messages="2 * (p - 1)", is_bitwise=True
+    )(leaders)
+
+    def sent(comm: Communicator) -> Any:
+        x = np.full(3, comm.rank + 1.0)
+        with comm.record() as ledger:
+            assert comm.all_reduce(x, algorithm="leaders").tolist() == [21.0] * 3
+        whole = ledger.gather()
+        return whole and whole.host_matrix().tolist()
+
+    # Each of two other hosts sends its sum to the first one, and gets the result.
+    found = collectives.run(sent, 6, topology=Topology("abbacc"))[0]
+    assert found[0][1:] == [24, 24] and [row[0] for row in found[1:]] == [24, 24]
+    assert found[1][2] == found[2][1] == 0
+    assert collectives.run(sent, 6)[0] == [[10 * 24]]
