@@ -481,7 +481,7 @@ def _combined_in_order(rank: int, size: int) -> list[Operation]:
     max_bytes_per_rank="2 * f * n",
     total_bytes="2 * (p - 1) * n",
     reduction_bytes="f * n",
-    scratch_bytes="2 * n / 3",
+    scratch_bytes="n",
     pieces="g * H",
     options={"per_host": 2},
     for_even_hosts=BY_HOST,

@@ -276,7 +276,7 @@ def _pat_plan(size: int, aggregation: int) -> Iterator[tuple[int, range]]:
     max_bytes_per_rank="f * n",
     total_bytes="(p - 1) * n",
     reduction_bytes="f * n",
-    scratch_bytes="5 * n / 4",
+    scratch_bytes="3 * n / 2",
     options={"per_host": 2},
     for_even_hosts=BY_HOST,
     source="Cho et al. 2019",
