@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] =
         TypeError, "out has dtype", with_counts(*EVEN, out=np.empty(6, np.float32))
     ),
     "a wrong number of ranks": (
-        ValueError, "by hierarchical serves", with_counts(*EVEN, algorithm="hierarchical")
+        ValueError, "by torus serves", with_counts(*EVEN, algorithm="torus")
     ),
     "an unknown algorithm": (
         ValueError, "unknown algorithm", with_counts(*EVEN, algorithm="magic")
@@ -156,7 +156,7 @@ def test_a_registered_algorithm_is_refused() -> None:
         refused = with_counts(*EVEN, algorithm="linear_of_mine")
         sentence = (
             "all_to_all by linear_of_mine needs the counts of all ranks; .* linear_sync, linear, "
-            "pairwise, one_factor, bruck, hierarchical, torus$"
+            "pairwise, one_factor, bruck, bine, hierarchical, torus$"
         )
         with pytest.raises(ValueError, match=sentence):
             collectives.run(refused, P, timeout=20)
