@@ -493,7 +493,7 @@ def shards_have_the_same_bits_on_any_ranks(
     to_device: Callable[[np.ndarray], Any] = unchanged,
     to_host: Callable[[Any], Any] = unchanged,
 ) -> None:
-    for num_shards, length in product((8, 13), (1, 3, 1000)):
+    for num_shards, length in ((8, 3), (13, 1000)):
         shards = random_shards(num_shards, length, dtype)
         want = along_the_tree(list(shards))
         x = to_device(np.array_split(shards, comm.size)[comm.rank].copy())

@@ -173,7 +173,7 @@ DTYPES = ["float16", ml_dtypes.bfloat16, "float32", "float64", "complex64"]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_shards_have_the_same_bits_on_one_to_eight_ranks(dtype: Any) -> None:
-    for size in range(1, 9):
+    for size in range(1, 9) if dtype == "float32" else (1, 3, 8):
         check = partial(shards_have_the_same_bits_on_any_ranks, dtype=dtype)
         collectives.run(check, size, timeout=60, check=size % 2 == 0)
 
