@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, get_args
 
-from collectives.algorithms.algorithm import DIVISORS, Algorithm, Ranks
+from collectives.algorithms.algorithm import OPTIONS_OF_RANKS, Algorithm, Ranks
 from collectives.algorithms.formulas import SYMBOLS, Counted, Formula
 from collectives.algorithms.registry import COSTS, REGISTRY, Function, add
 from collectives.schedule import SPECS, Round, ScheduleError, count, even_sizes
@@ -67,7 +67,7 @@ def register(
         raise ValueError(f"there is no option {unknown[0]!r}; known: {', '.join(OPTIONS)}")
     if ranks not in get_args(Ranks):
         raise ValueError(f"ranks must be one of {', '.join(get_args(Ranks))}, got {ranks!r}")
-    if missing := sorted(set(DIVISORS.get(ranks, ())) - set(options or {})):
+    if missing := sorted(set(OPTIONS_OF_RANKS.get(ranks, ())) - set(options or {})):
         raise ValueError(f"ranks={ranks!r} needs options with {missing[0]}")
 
     def decorate(function: Function) -> Function:

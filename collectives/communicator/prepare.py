@@ -399,16 +399,25 @@ def _after_counts_ahead(
     received, passing = yield from send_counts_ahead(
         caller.session, own, algorithm, call_id, fields
     )
-    for sender, (sent, wanted) in enumerate(zip(received, expected or received, strict=True)):
-        if sent != wanted:
-            raise CollectiveMismatch(
-                f"all_to_all: rank {sender} sends {sent} rows to rank {caller.rank}, "
-                f"which expects {wanted}"
-            )
+    if expected is not None:
+        _compare(caller.rank, received, expected)
     through = tuple(zip(passing, _elements([*passing.values()], source), strict=True))
     sent_and_received = _elements(own, source), _elements(received, source)
     counts = OwnCounts(caller.rank, *sent_and_received, through)
     return _of_rows(backend, source, out, sum(received), counts)
+
+
+def _compare(rank: int, received: Sequence[int], expected: Sequence[int]) -> None:
+    """Raise CollectiveMismatch if other rows than expected will come to `rank`."""
+    for sender, (sent, wanted) in enumerate(zip(received, expected, strict=True)):
+        if sent != wanted:
+            raise CollectiveMismatch(_difference(sender, sent, rank, wanted))
+
+
+def _difference(sender: int, sent: int, receiver: int, expected: int) -> str:
+    """The sentence about counts that differ."""
+    rows = f"rank {sender} sends {sent} rows to rank {receiver}"
+    return f"all_to_all: {rows}, which expects {expected}"
 
 
 def _with_own_counts(
@@ -434,13 +443,13 @@ def _with_own_counts(
     elements = OwnCounts(rank, _elements(sent, source), _elements(received, source))
     ready = _of_rows(backend, source, out, sum(received), elements)
     checker = caller.session.checker
-    if checker is None and ahead is not None:
-        return partial(
-            _after_counts_ahead, caller, backend, source, out, sent, ahead, expected=received
-        )
-    if checker is None:
+    if checker is not None:
+        both = (*sent, *received)
+        return partial(_after_comparison, caller.session, checker, source, ready, both)
+    if ahead is None:
         return ready
-    return partial(_after_comparison, caller.session, checker, source, ready, (*sent, *received))
+    arrays = backend, source, out
+    return partial(_after_counts_ahead, caller, *arrays, sent, ahead, expected=received)
 
 
 def _after_comparison(
@@ -456,10 +465,8 @@ def _after_comparison(
     exchanged = yield from gather_table(session, own, "counts", call_id, fields=fields)
     sent, received = np.hsplit(exchanged, 2)
     for sender, receiver in np.argwhere(sent != received.T).tolist():
-        checker.stop(
-            f"all_to_all: rank {sender} sends {sent[sender, receiver]} rows to rank {receiver}, "
-            f"which expects {received[receiver, sender]}"
-        )
+        differing = sent[sender, receiver], receiver, received[receiver, sender]
+        checker.stop(_difference(sender, *differing))
     return ready._replace(counts=tuple(_elements(row, source) for row in sent.tolist()))
 
 
