@@ -234,7 +234,14 @@ def jobs_of(collective: str, algorithm: str, size: int) -> list[Job]:
     return jobs
 
 
-OTHER_VALUES = {"segments": 5, "radix": 3, "outstanding": 3, "chains": 3, "y": 2}
+OTHER_VALUES = {
+    "segments": 5,
+    "radix": 3,
+    "outstanding": 3,
+    "chains": 3,
+    "aggregation": 1,
+    "y": 2,
+}
 
 
 def variants(collective: str, algorithm: str, size: int) -> list[str]:

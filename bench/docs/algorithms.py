@@ -47,12 +47,13 @@ The formulas hold for two or more ranks; with one rank nothing is sent.
 | p | number of ranks |
 | n | bytes of the whole vector: for scatter and gather of the root's buffer, for all-gather of the result, for all-to-all of one rank's input |
 | q, k, P | q = ⌈log2 p⌉, k = ⌊log2 p⌋, P = 2^k |
-| N, r, m, c, g, x, y, L | the options `segments`, `radix`, `outstanding`, `chains`, `per_host`, `x`, `y`, `shards` |
+| N, r, m, c, g, A, x, y, L | the options `segments`, `radix`, `outstanding`, `chains`, `per_host`, `aggregation`, `x`, `y`, `shards` |
 | [condition] | 1 if the condition holds, else 0 |
 | log(p, r) | the logarithm of p to the base r, rounded up |
 | power(p, r) | the greatest power of r up to p |
 | children(p, r), hops(p, r) | of a k-nomial tree: the children of its root; the edges on the ways from the root to all ranks |
 | depth(m), fill(p) | the rounds in which a first piece reaches all m nodes of a binary tree in which a rank sends one message a round; all ranks in both of two such trees (at most 2q) |
+| bine_hops(p) | the moves of all blocks of a rank in a Bine all-to-all: p/2 log2 p for a power of two |
 | parts(p, L), within(p, L) | for each rank: the subtrees of the fixed tree that lie within its shards; the combinations in them.  With L = 0 every rank has one shard |
 | turn(p) | the least j with (2^j - 1) 2^(q - j) ≥ p - 1 |
 
@@ -92,6 +93,7 @@ EXAMPLE = {
     "outstanding": 2,
     "chains": 2,
     "per_host": 4,
+    "aggregation": 2,
     "x": 2,
     "y": 2,
     "shards": 8,

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import collectives
+import collectives.testing
 import moe.gates.named
 import parallel
 from parallel import pipeline, plan
@@ -53,7 +54,12 @@ PAGES = [
     Page(
         "api.md",
         "API of `collectives`",
-        [collectives, collectives.algorithms, sys.modules["collectives.schedule"]],
+        [
+            collectives,
+            collectives.algorithms,
+            sys.modules["collectives.schedule"],
+            collectives.testing,
+        ],
     ),
     Page(
         "api_parallel.md",

@@ -17,7 +17,9 @@ from collectives.schedule import (
     RecvReduce,
     Round,
     Send,
+    dual,
     folded,
+    negabinary,
     nested,
     relabelled,
     trees,
@@ -299,7 +301,65 @@ def swing(rank: int, size: int) -> Iterator[Round]:
 def swing_latency(rank: int, size: int) -> Iterator[Round]:
     """Partners at distances 1, 1, 3, 5, 11, ... on alternating sides exchange whole vectors."""
     for step in range(trees.ceil_log2(size)):
-        partner = reduce_scatter.swing_partner(rank, size, step)
+        partner = negabinary.partner(rank, size, step)
+        yield Send(partner, [0]), RecvReduce(partner, [0])
+
+
+@algorithm(
+    **costs_of(rabenseifner),
+    reduction_bytes="n * ((P - 1) / P + (p != P))",
+    scratch_bytes="n / 2",
+    source="De Sensi et al. 2025",
+    use="Use it for vectors of middle to large size on networks where far messages share few "
+    "links, best on a power of two of ranks: three of four bytes go to neighbours.",
+)
+def bine(rank: int, size: int) -> Iterator[Round]:
+    """Halving at distances 1, 1, 3, 5, 11, ..., then doubling backwards; what is sent is together.
+
+    When p is not a power of two, some neighbours fold: one takes part for both.
+    """
+    core_size = 1 << trees.floor_log2(size)
+    return folded(_bine_core, rank, size, core_size, range(core_size))
+
+
+def _bine_core(rank: int, size: int) -> Iterator[Round]:
+    halving = list(_bine_halving(rank, size))
+    yield from halving
+    yield from dual(halving, rank, combine=False)
+
+
+def _bine_halving(rank: int, size: int) -> Iterator[Round]:
+    """Partners split their pieces, which are numbered so that those that are kept lie together."""
+    for step in range(trees.ceil_log2(size)):
+        partner, length = negabinary.partner(rank, size, step), size >> step + 1
+        mine, theirs = (
+            range(place // length * length, (place // length + 1) * length)
+            for place in (negabinary.place(rank, size), negabinary.place(partner, size))
+        )
+        yield Send(partner, theirs), RecvReduce(partner, mine)
+
+
+@algorithm(
+    **costs_of(recursive_doubling),
+    reduction_bytes="(k + (p != P)) * n",
+    scratch_bytes="n",
+    source="De Sensi et al. 2025",
+    use="Use it for short vectors on networks where far messages share few links: as many rounds "
+    "as recursive doubling, between partners a third nearer.",
+)
+def bine_latency(rank: int, size: int) -> Iterator[Round]:
+    """Partners at distances ..., 11, 5, 3, 1, 1 on alternating sides exchange whole vectors.
+
+    In this order, groups of ranks that have the same sum exchange it, so that all ranks combine in
+    the same way.  When p is not a power of two, some neighbours fold.
+    """
+    core_size = 1 << trees.floor_log2(size)
+    return folded(_bine_latency_core, rank, size, core_size, [0])
+
+
+def _bine_latency_core(rank: int, size: int) -> Iterator[Round]:
+    for step in reversed(range(trees.ceil_log2(size))):
+        partner = negabinary.partner(rank, size, step)
         yield Send(partner, [0]), RecvReduce(partner, [0])
 
 
@@ -339,9 +399,40 @@ def census(rank: int, size: int) -> Iterator[Round]:
     return windows(rank, size, list(_census_plan(size)), is_ring=True)
 
 
-def _census_plan(size: int) -> Iterator[bool]:
+def _census_plan(size: int) -> Iterator[list[bool]]:
     """Which rounds include the own vector: those where p-1 has a binary digit 1."""
-    return (digit == "1" for digit in f"{size - 1:b}" if size > 1)
+    return ([digit == "1"] for digit in f"{size - 1:b}" if size > 1)
+
+
+@algorithm(
+    rounds="log(p, 3)",
+    startups="2 * log(p, 3) - (p <= 2 * power(p - 1, 3))",
+    messages="p * (2 * log(p, 3) - (p <= 2 * power(p - 1, 3)))",
+    max_bytes_per_rank="n * (2 * log(p, 3) - (p <= 2 * power(p - 1, 3)))",
+    total_bytes="p * n * (2 * log(p, 3) - (p <= 2 * power(p - 1, 3)))",
+    reduction_bytes="n * (2 * log(p, 3) - (p <= 2 * power(p - 1, 3))"
+    " + max(0, log(p, 3) - 2 - sum(p % 3 ** (i + 1) == 0 for i in range(log(p, 3)))))",
+    scratch_bytes="3 * n",
+    is_bitwise=False,
+    source="Juerss, Addanki and Schmid 2026",
+    use="Use it for short vectors where a rank can send and receive two messages at once, such as "
+    "both ways around a ring or a torus: no algorithm with two messages takes fewer rounds.",
+)
+def tripling(rank: int, size: int) -> Iterator[Round]:
+    """Each round triples the window of ranks that a rank combines, in both directions.
+
+    For a power of three of ranks this is Trivance: partners are 1, 3, 9, ... ahead and behind.  For
+    other numbers windows reach backwards until only whole ones are needed, as in the census.
+    """
+    return windows(rank, size, list(_tripling_plan(size)), is_ring=True)
+
+
+def _tripling_plan(size: int) -> Iterator[list[bool]]:
+    """How many of two messages include the own vector: the digits of p-1 to the base 3."""
+    for exponent in reversed(range(trees.ceil_log(size, 3))):
+        whole = (size - 1) // 3**exponent % 3
+        is_first = size - 1 < 3 ** (exponent + 1)  # others are not known yet
+        yield [True] * whole + [False] * (0 if is_first else 2 - whole)
 
 
 @algorithm(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from collectives.algorithms.registry import algorithm
-from collectives.schedule import Block, Recv, Round, Send, nested, trees
+from collectives.schedule import Block, Recv, Round, Send, negabinary, nested, trees
 
 
 @algorithm(
@@ -110,6 +110,36 @@ def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
 
             ahead, behind = (rank + hop) % size, (rank - hop) % size
             yield Send(ahead, travelling(rank)), Recv(behind, travelling(behind))
+
+
+@algorithm(
+    rounds="q",
+    messages="p * q",
+    max_bytes_per_rank="n / p * bine_hops(p)",
+    total_bytes="n * bine_hops(p)",
+    scratch_bytes="3 * n",
+    ranks="even",
+    source="De Sensi et al. 2025",
+    use="Use it for blocks of a few bytes instead of Bruck's on networks where far messages share "
+    "few links, best on a power of two of ranks: partners are a third nearer.",
+)
+def bine(rank: int, size: int) -> Iterator[Round]:
+    """Partners at distances ..., 11, 5, 3, 1, 1 exchange the blocks that cannot arrive without it.
+
+    Blocks of even ranks take the ways of those of rank 0, blocks of odd ranks the mirrored ways.
+    """
+    routes = negabinary.routes(size)
+    for step in reversed(range(trees.ceil_log2(size))):
+
+        def travelling(holder: int, step: int = step) -> Iterator[Block]:
+            for offset, route in enumerate(routes):
+                if step in route:
+                    sign = 1 if (holder - route[step]) % 2 == 0 else -1
+                    source = (holder - sign * route[step]) % size
+                    yield source, (source + sign * offset) % size
+
+        partner = negabinary.partner(rank, size, step)
+        yield Send(partner, travelling(rank)), Recv(partner, travelling(partner))
 
 
 @algorithm(

@@ -21,6 +21,7 @@ from collectives.schedule import (
     even_sizes,
     fixed_tree,
     floor_log2,
+    negabinary,
     trees,
     two_trees,
 )
@@ -31,8 +32,8 @@ MAX_ROUNDS = 2**18  # of a schedule
 
 # The names of the options in formulas.
 SYMBOLS = {
-    "segments": "N", "radix": "r", "outstanding": "m", "chains": "c", "per_host": "g", "x": "x",
-    "y": "y", "shards": "L",
+    "segments": "N", "radix": "r", "outstanding": "m", "chains": "c", "per_host": "g",
+    "aggregation": "A", "x": "x", "y": "y", "shards": "L",
 }  # fmt: skip
 
 
@@ -40,12 +41,13 @@ class Formula:
     """A closed formula: `text` is an expression that is evaluated in exact arithmetic.
 
     Variables: p ranks, n bytes, f = (p - 1) / p, q = ceil(log2 p), k = floor(log2 p), P = 2**k, and
-    the options: N segments, radix r, m outstanding messages, c chains, g ranks per host, x and y
-    ranks in the dimensions of a torus, L logical shards (0: one on each rank).
-    Functions: sum, range, min, max, ceil, and, as `trees` and `two_trees` define them, log(p, r) =
-    ceil_log, power(p, r) = power_within, children(p, r) = num_children, hops(p, r) = num_hops,
-    depth(m), fill(p), turn(p) = exscan_turn; and, as `fixed_tree` defines them, for each rank,
-    parts(p, L) = num_subtrees, within(p, L) = num_within.
+    the options: N segments, radix r, m outstanding messages, c chains, g ranks per host,
+    aggregation A, x and y ranks in the dimensions of a torus, L logical shards (0: one on each
+    rank).
+    Functions: sum, range, min, max, ceil; of `trees` log(p, r) = ceil_log, power(p, r) =
+    power_within, children(p, r) = num_children, hops(p, r) = num_hops, depth(m) and turn(p) =
+    exscan_turn; of `two_trees` fill(p); of `negabinary` bine_hops(p) = num_hops; of `fixed_tree`,
+    for each rank, parts(p, L) = num_subtrees, within(p, L) = num_within.
     `defaults`: the default values of the options.  `is_cost`: whether the value for one rank, which
     sends nothing, is 0 in any case, unless it combines shards.
     """
@@ -109,6 +111,7 @@ _FUNCTIONS: dict[str, Any] = {
     "depth": trees.depth,
     "turn": trees.exscan_turn,
     "fill": two_trees.fill,
+    "bine_hops": negabinary.num_hops,
     "parts": fixed_tree.num_subtrees,
     "within": fixed_tree.num_within,
 }

@@ -120,6 +120,17 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
 
 
 @algorithm(
+    **costs(broadcast.bine, "2 * n"),
+    source="De Sensi et al. 2025",
+    use="Use it instead of the binomial tree on networks where far messages share few links: they "
+    "go up to a third less far.",
+)
+def bine(rank: int, size: int, root: int) -> Iterator[Round]:
+    """Every round halves the number of ranks that hold partial results; the last hop is p/3."""
+    return dual(broadcast.bine(rank, size, root), rank, combine=True)
+
+
+@algorithm(
     **costs(broadcast.double_binary_tree, "n / N"),
     source="Sanders, Speck and Traff 2009",
     use="Use it for large vectors on many ranks: it sends the least bytes in a logarithmic "

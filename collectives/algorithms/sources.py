@@ -14,9 +14,15 @@ SOURCES = {
     "network hierarchy. MLSys.",
     "Cowan et al. 2023": "MSCCLang: Microsoft collective communication language. ASPLOS.",
     "De Sensi et al. 2024": "Swing: short-cutting rings for higher bandwidth allreduce. NSDI.",
+    "De Sensi et al. 2025": "Bine trees: enhancing collective operations by optimizing "
+    "communication locality. SC25.",
     "Hensgen, Finkel and Manber 1988": "Two algorithms for barrier synchronization. International "
     "Journal of Parallel Programming 17.",
     "Hillis and Steele 1986": "Data parallel algorithms. Communications of the ACM 29(12).",
+    "Jeaugey 2025": "PAT: a new algorithm for all-gather and reduce-scatter operations at scale. "
+    "arXiv 2506.20252.",
+    "Juerss, Addanki and Schmid 2026": "Trivance: latency-optimal AllReduce by shortcutting "
+    "multiport networks. arXiv 2602.17254.",
     "Karonis et al. 2000": "Exploiting hierarchy in parallel computer networks to optimize "
     "collective operation performance. IPDPS.",
     "Loch and Koslovski 2021": "Sparbit: a new logarithmic-cost and data locality-aware MPI "

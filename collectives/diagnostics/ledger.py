@@ -85,6 +85,13 @@ class Summary(NamedTuple):
     bytes: int
 
 
+class Difference(NamedTuple):
+    """The totals of one group of rows in two ledgers; all are 0 where a ledger has no such rows."""
+
+    here: Summary
+    there: Summary
+
+
 Sent = tuple[tuple[int, int, int, int], ...]
 
 
@@ -206,6 +213,25 @@ class Ledger:
             )
             for key, rows in groups.items()
         }
+
+    def diff(
+        self, other: Ledger, by: Sequence[str] = ("phase", "collective")
+    ) -> dict[tuple[Any, ...], Difference]:
+        """Return the groups of rows of which this ledger and another have different totals.
+
+            changed = ledger.diff(before)    # {} if the same was sent
+
+        `by`: the names of the columns that define a group, as in `summary`.  The result maps a
+        tuple of their values to a `Difference`, first those of this ledger, then those that only
+        the other has.  Raises ValueError for an unknown column.
+        """
+        here, there = self.summary(by), other.summary(by)
+        nothing = Summary(0, 0, 0)
+        both = {
+            key: Difference(here.get(key, nothing), there.get(key, nothing))
+            for key in (*here, *there)
+        }
+        return {key: found for key, found in both.items() if found.here != found.there}
 
     def matrix(self) -> NDArray[np.int64]:
         """Return the bytes sent from each rank (row) to each rank (column), an int64 array.

@@ -23,6 +23,7 @@ from collectives.schedule.rounds import (
     original,
     outgoing,
 )
+from collectives.schedule.topology import Topology
 from collectives.schedule.transform import (
     RankAlgorithm,
     dual,
@@ -53,6 +54,7 @@ __all__ = [
     "ScheduleError",
     "Send",
     "Stream",
+    "Topology",
     "after",
     "before",
     "by_pair",

@@ -92,7 +92,7 @@ class Edge(NamedTuple):
 
     parent: int
     child: int
-    subtree: range
+    subtree: Sequence[int]
 
 
 Edges = tuple[Edge, ...]

@@ -17,6 +17,7 @@ SETTINGS = {
     "outstanding": (1, 3),
     "chains": (1, 2, 3),
     "per_host": (1, 2, 3, 4, 8),
+    "aggregation": (1, 3, 16),
     "x": (1, 2, 3, 4),
     "y": (1, 2, 3),
     "shards": (1, 5, 8, 13, 40),
