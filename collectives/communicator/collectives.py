@@ -424,7 +424,7 @@ class Collectives:
           either, except in checked mode, which compares them.  The default is then linear.
 
         A rank needs to know only the counts of blocks that it sends or receives.  By linear,
-        linear_sync, pairwise or one_factor these are its own.  By bruck, hierarchical or torus,
+        linear_sync, pairwise or one_factor these are its own.  By bruck, torus and the others,
         blocks of other ranks pass through it.  If such an algorithm is named, and a rank gives only
         its own counts, the count of every block is first sent the way that the block will take:
         8 bytes for each block, in as many messages as the call itself has, under "counts" in the
