@@ -24,12 +24,8 @@ Ranks = Literal[
     "any", "even", "power of two", "multiple of per_host", "multiple of x * y", "at most shards"
 ]
 
-# The options on which it depends whether a number of ranks is served.
-OPTIONS_OF_RANKS = {
-    "multiple of per_host": ("per_host",),
-    "multiple of x * y": ("x", "y"),
-    "at most shards": ("shards",),
-}
+# The options whose product divides the number of ranks.
+DIVISORS = {"multiple of per_host": ("per_host",), "multiple of x * y": ("x", "y")}
 
 MAX_OPTION = 2**16  # the greatest value of an option
 MAX_PROVED = 2**20  # operations and their blocks, of all ranks: some ten seconds of proof
@@ -124,11 +120,10 @@ class Algorithm:
     def serves(self, size: int, **options: int) -> bool:
         """Whether the algorithm can run on `size` ranks."""
         chosen = {**self.options, **options}
-        values = [chosen[option] for option in OPTIONS_OF_RANKS.get(self.ranks, ())]
         if self.ranks == "at most shards":
-            return size <= (values[0] or size)
-        if values:
-            return size % math.prod(values) == 0
+            return size <= (chosen["shards"] or size)
+        if self.ranks in DIVISORS:
+            return size % math.prod(chosen[option] for option in DIVISORS[self.ranks]) == 0
         return {
             "any": True,
             "even": size % 2 == 0,
