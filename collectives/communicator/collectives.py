@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
 
 from collectives.arrays import Array, Operator
-from collectives.communicator import prepare
+from collectives.communicator import exchange, prepare
+from collectives.communicator.exchange import SentReceived
 from collectives.communicator.fast_path import collective
 from collectives.communicator.making import Maker
-from collectives.communicator.prepare import SentReceived
 from collectives.runtime import Session, Work
 
 A = TypeVar("A")  # an array; the result has the same kind
@@ -432,7 +432,7 @@ class Collectives:
 
         Returns the rows that were sent to this rank, in the order of the ranks that they come from.
         """
-        return prepare.all_to_all(self._caller, x, out, counts, algorithm)
+        return exchange.all_to_all(self._caller, x, out, counts, algorithm)
 
     @overload
     def scan(self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Blocking]) -> A: ...
