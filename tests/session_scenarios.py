@@ -437,8 +437,7 @@ def counts_travel_ahead_of_blocks_that_are_sent_on(
     x = to_device(np.arange(2.0 * sum(own.sent)).reshape(-1, 2) + 100 * rank)
     out = to_device(np.empty((sum(own.received), 2)))
     wanted = to_host(comm.all_to_all(x, counts=table, algorithm="linear"))
-    names = ["bruck", "bruck(radix=4)"] + ["hierarchical", "torus"] * (p % 2 == 0)
-    for algorithm in names:
+    for algorithm in ["bruck(radix=4)", *algorithms_that_send_blocks_on(p)]:
         with comm.record() as ledger:
             comm.all_to_all(x, counts=table, algorithm=algorithm)
         messages = sent_by(ledger)
@@ -464,6 +463,13 @@ def counts_travel_ahead_of_blocks_that_are_sent_on(
                     assert row.algorithm == algorithm
                     ahead[:, row.dst] += row.segments, row.bytes
             assert np.array_equal(ahead, [ones.messages[rank], ones.bytes[rank]])
+
+
+def algorithms_that_send_blocks_on(size: int) -> list[str]:
+    """All of an all-to-all that serve this number of ranks."""
+    names = collectives.algorithms.names("all_to_all")
+    every = [collectives.algorithms.info("all_to_all", name) for name in names]
+    return [each.name for each in every if not each.is_local and each.serves(size)]
 
 
 def sent_by(ledger: collectives.Ledger) -> list[tuple[Any, ...]]:
@@ -493,7 +499,7 @@ def shards_have_the_same_bits_on_any_ranks(
     to_device: Callable[[np.ndarray], Any] = unchanged,
     to_host: Callable[[Any], Any] = unchanged,
 ) -> None:
-    for num_shards, length in product((8, 13), (1, 3, 1000)):
+    for num_shards, length in ((8, 3), (13, 1000)):
         shards = random_shards(num_shards, length, dtype)
         want = along_the_tree(list(shards))
         x = to_device(np.array_split(shards, comm.size)[comm.rank].copy())
