@@ -96,7 +96,7 @@ def wrap(
         )
     limit, mode = validation.seconds(timeout), mode_of(check)
     thread = None if progress is None else shared_progress_thread()
-    return adopt(comm.Idup(), timeout=limit, thread=thread, mode=mode)
+    return adopt(MPI.Intracomm(comm).Idup(), timeout=limit, thread=thread, mode=mode)
 
 
 def adopt(
@@ -112,6 +112,17 @@ def adopt(
     transport = duplicated(*duplicate, timeout)
     _enable_dumps(transport.flight)
     return Communicator(Session(transport, timeout, thread=thread, check=mode))
+
+
+def adopt_child(duplicate: tuple[MPI.Intracomm, MPI.Request], parent: Communicator) -> Communicator:
+    """The same for some ranks of `parent`, wherever that is recorded, with its settings."""
+    from collectives.engines.mpi import duplicated  # noqa: PLC0415
+
+    family = parent._session
+    transport = duplicated(*duplicate, family.timeout)
+    ranks = {member: rank for rank, member in enumerate(family.transport.identity[0])}
+    members = [ranks[member] for member in transport.identity[0]]
+    return Communicator(family.child(transport, members))
 
 
 def _enable_dumps(flight: FlightRecorder) -> None:

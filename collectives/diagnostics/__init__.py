@@ -15,13 +15,15 @@ from collectives.diagnostics.ledger import (
     Ancestry,
     Ledger,
     Recorder,
+    Recording,
     Sent,
     current_phase,
     finish,
-    in_phase,
+    inner_phase,
     phase,
 )
 from collectives.diagnostics.mpi_counters import Counters, MonitorUnavailable
+from collectives.diagnostics.totals import Totals
 
 __all__ = [
     "COMPLETE",
@@ -34,10 +36,12 @@ __all__ = [
     "MonitorUnavailable",
     "Position",
     "Recorder",
+    "Recording",
     "Sent",
+    "Totals",
     "Waiting",
     "current_phase",
     "finish",
-    "in_phase",
+    "inner_phase",
     "phase",
 ]
