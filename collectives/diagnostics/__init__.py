@@ -24,6 +24,7 @@ from collectives.diagnostics.ledger import (
 )
 from collectives.diagnostics.mpi_counters import Counters, MonitorUnavailable
 from collectives.diagnostics.totals import Totals
+from collectives.diagnostics.traffic_table import traffic_table
 
 __all__ = [
     "COMPLETE",
@@ -44,4 +45,5 @@ __all__ = [
     "finish",
     "inner_phase",
     "phase",
+    "traffic_table",
 ]

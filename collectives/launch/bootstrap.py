@@ -134,10 +134,10 @@ def leave(status: int = 0) -> None:
         launcher.detach()  # the end of the process closes it
 
 
-def report_mpi_init(then: Callable[[], object] = lambda: None) -> None:
+def report_mpi_init(then: Callable[[ModuleType], object]) -> None:
     """Report when this process has imported mpi4py.MPI, which calls MPI_Init.
 
-    `then`: called after the report, before the importing program continues.
+    `then`: called with the module after the report, before the importing program continues.
     """
     sys.meta_path.insert(0, _MpiImportHook(then))
 
@@ -145,7 +145,7 @@ def report_mpi_init(then: Callable[[], object] = lambda: None) -> None:
 class _MpiImportHook(importlib.abc.MetaPathFinder):
     """Finds mpi4py.MPI as usual, and reports to the launcher when it is loaded."""
 
-    def __init__(self, then: Callable[[], object]) -> None:
+    def __init__(self, then: Callable[[ModuleType], object]) -> None:
         self._then = then
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
@@ -159,7 +159,7 @@ class _MpiImportHook(importlib.abc.MetaPathFinder):
             def execute_and_report(module: ModuleType) -> None:
                 execute(module)
                 _send(IN_MPI)
-                self._then()
+                self._then(module)
 
             spec.loader.exec_module = execute_and_report  # type: ignore[method-assign]
         return spec

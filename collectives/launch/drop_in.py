@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collectives.mpi4py_compat import Intracomm, Traffic
+    from collectives.mpi4py_compat import Traffic
 
 
 class DropIn:
@@ -18,16 +21,23 @@ class DropIn:
         self._is_wanted, self._is_recorded = is_wanted, is_recorded
         self._traffic: Traffic | None = None
 
-    def begin(self) -> None:
-        """Replace COMM_WORLD.  Called when mpi4py.MPI is imported, before the program uses it."""
-        if self._is_wanted:
-            from collectives.mpi4py_compat import replace_world  # noqa: PLC0415 - it imports mpi4py
+    def begin(self, mpi: ModuleType) -> None:
+        """Replace COMM_WORLD now, or when the program has initialized MPI.
 
-            replace_world(self._when_replaced)
+        Called when `mpi`, the module mpi4py.MPI, is imported, before the program uses it.
+        """
+        if not self._is_wanted:
+            return
+        if mpi.Is_initialized():
+            self._replace()
+            return
+        for name in ("Init", "Init_thread"):
+            setattr(mpi, name, _followed(getattr(mpi, name), self._replace))
 
-    def _when_replaced(self, world: Intracomm) -> None:
-        from collectives.mpi4py_compat import Traffic  # noqa: PLC0415
+    def _replace(self) -> None:
+        from collectives.mpi4py_compat import Traffic, replace_world  # noqa: PLC0415 - it needs MPI
 
+        world = replace_world()
         if self._is_recorded:
             self._traffic = Traffic(world)
 
@@ -35,3 +45,15 @@ class DropIn:
         """Print what was sent, once, if that is wanted."""
         if self._traffic is not None:
             self._traffic.report(has_failed)
+
+
+def _followed(initialize: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    """A function that does the same, and then something else."""
+
+    @wraps(initialize)
+    def initialize_and_go_on(*args: Any) -> Any:
+        answer = initialize(*args)
+        then()
+        return answer
+
+    return initialize_and_go_on

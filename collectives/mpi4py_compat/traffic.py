@@ -10,10 +10,9 @@ from functools import cache
 
 from mpi4py import MPI
 
-from collectives.diagnostics import Totals, inner_phase
+from collectives.diagnostics import Totals, inner_phase, traffic_table
 from collectives.engines import deadline_in, poll_until
 from collectives.mpi4py_compat.intracomm import Intracomm
-from collectives.mpi4py_compat.traffic_table import table
 from collectives.runtime import place_of_caller
 
 _SECONDS = 30.0  # that rank 0, when it ends, waits for the others, and they for it
@@ -94,7 +93,7 @@ class Traffic:
 
     def _print(self, parts: dict[int, bytes]) -> None:
         sums = {rank: json.loads(part) for rank, part in parts.items()}
-        sys.stdout.writelines(f"{line}\n" for line in table(sums, self._comm.size))
+        sys.stdout.writelines(f"{line}\n" for line in traffic_table(sums, self._comm.size))
         sys.stdout.flush()
 
 

@@ -29,7 +29,7 @@ class Line(NamedTuple):
 _NUM_WORDS = 3  # columns of words; then come numbers
 
 
-def table(parts: Mapping[int, Sums], size: int) -> Iterator[str]:
+def traffic_table(parts: Mapping[int, Sums], size: int) -> Iterator[str]:
     """The lines of the table.  `parts`: what each rank sent, of those that are known."""
     missing = [rank for rank in range(size) if rank not in parts]
     lines = summed(parts.values())
