@@ -28,6 +28,7 @@ COMMANDS = {
     "combine": "bench.combine",
     "demo": "bench.demo",
     "docs": "bench.docs.command",
+    "fit": "bench.fit.command",
     "moe": "bench.moe",
     "overlap": "bench.overlap",
     "speed": "bench.speed",

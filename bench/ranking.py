@@ -1,4 +1,4 @@
-"""Which algorithms to measure, and the tables and machine parameters that follow from the times."""
+"""Which algorithms to measure, and the tables that follow from the times."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Topology
-from collectives.selection.cost import Machine, price
 from collectives.selection.decisions import Row
 from collectives.selection.explanation import explain
 from collectives.selection.labels import NamedAlgorithm, parse_label
@@ -28,7 +23,7 @@ SIZES = range(1, 130)  # numbers of ranks that stand for all
 def promising(collective: str, hosts: Topology, num_bytes: int) -> list[str]:
     """The algorithms that can run, without those that the cost model finds hopeless.
 
-    It is asked of the built-in machine, and so says the same on all ranks.
+    No machine is asked that was fitted: a wrong one would hide what is fast.
     """
     candidates = explain(collective, None, hosts.size, num_bytes, topology=hosts).candidates
     longest = HOPELESS * candidates[0].seconds
@@ -87,53 +82,3 @@ def _covers(better: NamedAlgorithm, other: NamedAlgorithm) -> bool:
     """Whether the one can run wherever the other can."""
     keeps_order = better.algorithm.is_ordered or not other.algorithm.is_ordered
     return keeps_order and all(better.serves(p) for p in SIZES if other.serves(p))
-
-
-# The machine
-
-
-class Samples(NamedTuple):
-    """What was measured, one row each: what it costs at a rate of 1 each, and seconds."""
-
-    costs: NDArray[np.float64]
-    seconds: NDArray[np.float64]
-
-
-def samples(hosts: Topology, times: Mapping[str, Times]) -> Samples:
-    """Of every collective on the ranks of these hosts."""
-    found = [
-        (_costs(collective, label, hosts, num_bytes), seconds)
-        for collective, by_size in times.items()
-        for num_bytes, by_label in by_size.items()
-        for label, seconds in by_label.items()
-    ]
-    return Samples(*map(np.array, zip(*found, strict=True)))
-
-
-def _costs(collective: str, label: str, hosts: Topology, num_bytes: int) -> list[float]:
-    """Start-ups, bytes through the busiest port, bytes combined."""
-    choice = choose(collective, label, size := hosts.size, num_bytes, topology=hosts)
-    units = (Machine(*row) for row in np.eye(3))
-    return [price(choice.algorithm, size, num_bytes, unit, **choice.options) for unit in units]
-
-
-def fitted(found: Samples, start: Machine) -> Machine:
-    """The machine whose predictions are least wrong, by the squares of the relative errors.
-
-    A rate that comes out negative is taken to be zero, and the others are fitted again.  One that
-    the samples say nothing about stays as at the `start`.
-    """
-    relative = found.costs / found.seconds[:, None]
-    is_free = relative.any(axis=0)
-    rates, ones = np.where(is_free, 0.0, start), np.ones(len(relative))
-    while True:
-        rates[is_free] = np.linalg.lstsq(relative[:, is_free], ones, rcond=None)[0]
-        if (rates >= 0).all():
-            return Machine(*rates.tolist())
-        is_free &= rates > 0
-        rates = np.maximum(rates, 0)
-
-
-def typical_error(found: Samples, machine: Machine) -> float:
-    """The median of the relative errors."""
-    return float(np.median(np.abs(found.costs @ np.array(machine) / found.seconds - 1)))

@@ -6,7 +6,8 @@ Run it under MPI once for each number of ranks; the tables in FILE of other numb
 collectives that are not measured now, are kept.  At every size the algorithms take turns.  Those
 for which the cost model predicts more than four times the shortest time are not measured.  Times
 within a tenth of the fastest count as equal, and among equal ones the choice of the built-in rule
-stays.  The exit status is 2 if FILE or the options are wrong.
+stays.  The machine that `bench fit` has written to FILE is kept.  The exit status is 2 if FILE or
+the options are wrong.
 """
 
 from __future__ import annotations
@@ -74,6 +75,15 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
+def here() -> dict[str, str]:
+    """The MPI, the machine and the date of a measurement."""
+    return {
+        "mpi": mpi_version(),
+        "machine": f"{platform.node()}, {os.cpu_count()} cores",
+        "when": date.today().isoformat(),
+    }
+
+
 def earlier(comm: Communicator, options: argparse.Namespace) -> Decisions:
     """What the file says so far.  ValueError on every rank if it is wrong, or cannot be written."""
     path = options.output
@@ -114,23 +124,13 @@ class Tuner:
         console.print(", ".join(f"{key} {value}" for key, value in facts.items()), markup=False)
         times = dict(self.times(console))
         hosts = self.comm.topology
-        ranks = Ranks(hosts.size, hosts.num_hosts)
-        samples = ranking.samples(hosts, times)
-        machine = ranking.fitted(samples, start=known.machine(*ranks))
-        error = ranking.typical_error(samples, machine)
-        rates = ", ".join(f"{name} {rate:.3g} s" for name, rate in machine._asdict().items())
-        console.print(f"Machine: {rates}; half of the predictions are within {error:.0%}")
         tables = {c: ranking.rows(c, hosts, each) for c, each in times.items()}
-        return known.including(ranks, Measured(facts, machine, tables))
+        ranks = Ranks(hosts.size, hosts.num_hosts)
+        return known.including(ranks, Measured(facts, tables))
 
     def facts(self) -> dict[str, str]:
         """What was measured where and when."""
-        return {
-            "mpi": mpi_version(),
-            "machine": f"{platform.node()}, {os.cpu_count()} cores",
-            "when": date.today().isoformat(),
-            "dtype": self.options.dtype.name,
-        }
+        return here() | {"dtype": self.options.dtype.name}
 
     def times(self, console: Console) -> Iterator[tuple[str, Times]]:
         """Of each collective."""

@@ -63,7 +63,7 @@ def compiled(py_function: Callable[..., Any], signature: str) -> Callable[..., A
     return None if why_unavailable() is not None else function(py_function, signature)
 
 
-def function(py_function: Callable[..., Any], signature: str) -> Callable[..., Any]:
+def function(py_function: Callable[..., Any], signature: object) -> Callable[..., Any]:
     """The compiled function.  It takes arguments of this signature and releases the GIL.
 
     Its closure may contain only numbers and strings.  It is compiled again when its own file or
@@ -102,7 +102,7 @@ def pointer(py_function: Callable[..., Any], signature: str) -> int:
     return address
 
 
-def _once(kind: str, py_function: Any, signature: str, make: Callable[[], Any]) -> Any:
+def _once(kind: str, py_function: Any, signature: object, make: Callable[[], Any]) -> Any:
     """The result of `make`, which is called once for equal functions."""
     name, closure = _name(py_function), _closure(py_function)
     for value in closure:

@@ -16,19 +16,30 @@ from collectives.programs.program import (
     assembled,
     compile_call,
 )
-from collectives.programs.steps import CountOfEachBlock, Counts, Lane, Message, OwnCounts, Step
+from collectives.programs.steps import (
+    Combine,
+    CountOfEachBlock,
+    Counts,
+    Lane,
+    Message,
+    Move,
+    OwnCounts,
+    Step,
+)
 
 __all__ = [
     "INPUT",
     "OUTPUT",
     "SCRATCH",
     "CallSpec",
+    "Combine",
     "CountOfEachBlock",
     "Counts",
     "Kind",
     "Lane",
     "Lanes",
     "Message",
+    "Move",
     "OwnCounts",
     "Program",
     "Row",

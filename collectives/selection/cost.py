@@ -1,46 +1,96 @@
-"""The cost of an algorithm: its predicted time on a machine, and lower bounds for all algorithms.
+"""The cost of calls: predicted times on a machine, and lower bounds for all algorithms.
 
-In the model a rank sends one message and receives one message at a time.  Each bound holds by
+For the bounds a rank sends one message and receives one message at a time.  Each bound holds by
 itself; it is not always possible to meet all bounds of a collective with one algorithm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from collectives.algorithms import Algorithm, Option
+from collectives.algorithms import Algorithm
+from collectives.programs import Program, compile_call
 from collectives.schedule import SPECS, ceil_log2
+from collectives.selection.choice import Choice, even_parts
+from collectives.simulation import OTHER_HOST, SAME_HOST, Link, Machine, simulate
 
 Size = int | Fraction
 
+MAX_SIMULATED = 16  # ranks, up to which a call is priced by simulation
 
-class Machine(NamedTuple):
-    """A machine and its MPI, in three numbers.
+# Two ranks that share the memory of one computer, and hosts on a fast network.
+BUILT_IN = Machine(
+    links={
+        SAME_HOST: (
+            Link(4056, 1e-7, 0, 1e-7, 1e-7, 2e-10),
+            Link(65536, 1e-7, 0, 2.4e-6, 1e-7, 9e-11, is_rendezvous=True),
+            Link(overhead_seconds=1e-7, latency_seconds=2.5e-6, gap_seconds=1e-7,
+                 seconds_per_byte=8e-11, is_rendezvous=True),
+        ),
+        OTHER_HOST: (
+            Link(65536, 1e-6, 0, 8e-6, 1e-6, 2e-10),
+            Link(overhead_seconds=1e-6, latency_seconds=2e-5, gap_seconds=1e-6,
+                 seconds_per_byte=1e-10, is_rendezvous=True),
+        ),
+    },
+    call_seconds=4e-7, copy_seconds_per_byte=2.2e-11, combine_seconds_per_byte=2.4e-11,
+)  # fmt: skip
 
-    `alpha`: seconds for the start-up of a message.  `beta`: seconds per byte that the busiest rank
-    sends or receives.  `gamma`: seconds per byte combined.  The defaults describe two ranks that
-    share the memory of one computer.
+
+def price(
+    programs: Sequence[Program], machine: Machine, hosts: Sequence[int] | None = None
+) -> float:
+    """The predicted seconds of one call, from its programs on all ranks.
+
+    All ranks begin at the same time; the call ends when the last rank has ended.  `hosts`: the host
+    of each rank; None: all are on the same host.
     """
-
-    alpha: float = 2e-6
-    beta: float = 1.7e-10
-    gamma: float = 8e-11
+    return simulate(programs, machine, hosts=hosts).seconds
 
 
-def price(algorithm: Algorithm, p: int, n: int, machine: Machine, **options: Option) -> float:
-    """The predicted seconds of the algorithm on `p` ranks and `n` bytes, by Hockney's model.
+def price_call(
+    choice: Choice,
+    size: int,
+    num_bytes: int,
+    machine: Machine | None,
+    hosts: Sequence[int] | None = None,
+) -> float:
+    """The predicted seconds of a call of `num_bytes` bytes (the n of the formulas) in even parts.
 
-    alpha * start-ups + beta * bytes + gamma * bytes combined (Hockney 1994; with combining, Thakur,
-    Rabenseifner and Gropp 2005).  The model ignores caches, shared links and waiting.  It separates
-    slow algorithms from promising ones, but cannot rank algorithms of similar speed.
+    On a fitted machine it is simulated, up to MAX_SIMULATED ranks; for more ranks that would take
+    too long for a choice inside a call, and the formulas of the algorithm are used.  `machine`:
+    None if none was fitted: formulas, with rough costs.  All ranks compute the same number.
     """
-    startups, num_bytes, num_combined = (
-        float(formula(p=p, n=n, **options))
-        for formula in (algorithm.startups, algorithm.max_bytes_per_rank, algorithm.reduction_bytes)
+    if machine is None or size > MAX_SIMULATED:
+        return price_by_formulas(choice, size, num_bytes, machine or BUILT_IN, hosts)
+    spec = choice.spec(even_parts(choice.algorithm.collective, size, num_bytes))
+    return price([compile_call(spec, rank, size) for rank in range(size)], machine, hosts)
+
+
+def price_by_formulas(
+    choice: Choice,
+    size: int,
+    num_bytes: int,
+    machine: Machine,
+    hosts: Sequence[int] | None = None,
+) -> float:
+    """Start-ups, bytes and bytes combined of the busiest rank, each at what it costs.
+
+    This is Hockney's model (1994; with combining, Thakur, Rabenseifner and Gropp 2005), with the
+    costs of a message of the mean size between hosts, if there are several.  It ignores waiting and
+    what happens at the same time.
+    """
+    of, options = choice.algorithm, dict(choice.options)
+    startups, most_bytes, combined = (
+        float(formula(p=size, n=num_bytes, **options))
+        for formula in (of.startups, of.max_bytes_per_rank, of.reduction_bytes)
     )
-    return machine.alpha * startups + machine.beta * num_bytes + machine.gamma * num_combined
+    name = SAME_HOST if hosts is None or len(set(hosts)) == 1 else OTHER_HOST
+    each = most_bytes / startups if startups else 0.0
+    seconds = startups * machine.link(name, each).seconds(each)
+    return machine.call_seconds + seconds + machine.combine_seconds_per_byte * combined
 
 
 class Bound(NamedTuple):

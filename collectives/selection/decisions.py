@@ -1,13 +1,20 @@
-"""Decision tables: the algorithms that were measured to be fastest, by ranks, hosts and size.
+"""Decisions: what was measured on this machine, and chooses algorithms.
 
-`python -m bench tune` measures them and writes them as JSON:
+`python -m bench tune` measures the algorithms that are fastest, by number of ranks and size, and
+`python -m bench fit` the costs of a machine, from which the times of all algorithms are predicted.
+Both write their part of a file of JSON:
 
-    {"measured": {"4": {
+    {"machine": {
         "facts": {"mpi": "Open MPI 5.0.8", "when": "2025-07-01", ...},
-        "machine": {"alpha": 2e-06, "beta": 1.5e-10, "gamma": 1e-10},
+        "links": {"same_host": [{"up_to_bytes": 4056, "overhead_seconds": 1e-07, ...}, ...], ...},
+        "call_seconds": 4e-07, ...},
+     "measured": {"4": {
+        "facts": {"mpi": "Open MPI 5.0.8", "when": "2025-07-01", ...},
         "tables": {"all_reduce": [{"up_to": 32768, "best": ["recursive_doubling"]},
                                   {"up_to": null, "best": ["ring", "two_shot"]}], ...}},
                   "8 on 4 hosts": {...}, ...}}
+
+The machine is null if none was fitted.
 """
 
 from __future__ import annotations
@@ -15,15 +22,17 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from collectives.schedule import SPECS
-from collectives.selection.cost import Machine
+from collectives.schedule import SPECS, Topology
+from collectives.selection import machine_file
+from collectives.selection.fields import fields, items, texts
 from collectives.selection.labels import parse_label
+from collectives.selection.machine_file import Fitted
+from collectives.simulation import Machine
 
 
 class Row(NamedTuple):
@@ -60,15 +69,18 @@ class Measured(NamedTuple):
     """
 
     facts: Mapping[str, str]
-    machine: Machine
     tables: Mapping[str, tuple[Row, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """Measurements by numbers of ranks and hosts.  Equal only to itself: it can be a cache key."""
+    """Measurements by numbers of ranks and hosts, and the fitted machine, if there is one.
+
+    Equal only to itself, so that it can be a cache key.
+    """
 
     measured: Mapping[Ranks, Measured]
+    fitted: Fitted | None = None
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Decisions:
@@ -77,23 +89,32 @@ class Decisions:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"decisions are not JSON: {error}") from None
-        found = _object(_object(data, "decisions", ("measured",))["measured"], "measured")
-        return cls({_ranks(key): _measured(each, f"measured.{key}") for key, each in found.items()})
+        fields(data, "decisions", ("machine", "measured"))
+        found = fields(data["measured"], "measured")
+        measured = {_ranks(key): _measured(each, f"measured.{key}") for key, each in found.items()}
+        fitted = data["machine"]
+        return cls(measured, None if fitted is None else machine_file.from_json(fitted, "machine"))
 
     def including(self, ranks: Ranks, found: Measured) -> Decisions:
         """These decisions and one more measurement; its tables replace those of as many ranks."""
         older = self.measured[ranks].tables if ranks in self.measured else {}
-        return Decisions({**self.measured, ranks: found._replace(tables={**older, **found.tables})})
+        merged = found._replace(tables={**older, **found.tables})
+        return replace(self, measured={**self.measured, ranks: merged})
+
+    def with_machine(self, fitted: Fitted) -> Decisions:
+        """These decisions with another machine."""
+        return replace(self, fitted=fitted)
 
     def to_json(self) -> str:
         """The decisions as JSON, in the order of the numbers of ranks."""
-        data = {str(ranks): _as_dict(self.measured[ranks]) for ranks in sorted(self.measured)}
-        return json.dumps({"measured": data}, indent=1) + "\n"
+        machine = None if self.fitted is None else machine_file.as_json(self.fitted)
+        measured = {str(ranks): _as_dict(self.measured[ranks]) for ranks in sorted(self.measured)}
+        return json.dumps({"machine": machine, "measured": measured}, indent=1) + "\n"
 
-    def machine(self, size: int, num_hosts: int = 1) -> Machine:
-        """The machine measured on `size` ranks, or on the nearest number of ranks."""
-        nearest = self._nearest(Ranks(size, num_hosts))
-        return self.measured[nearest[0]].machine if nearest else Machine()
+    def machine_for(self, topology: Topology | None) -> Machine | None:
+        """The fitted machine, if it has links between all ranks on these hosts."""
+        machine = None if self.fitted is None else self.fitted.machine
+        return machine if machine is not None and machine.connects(_host_of(topology)) else None
 
     def limits(self, collective: str) -> set[float]:
         """The sizes at which its rows end."""
@@ -101,21 +122,35 @@ class Decisions:
         return {row.largest for rows in tables for row in rows}
 
     def ranked(
-        self, collective: str, size: int, num_bytes: float, num_hosts: int = 1
+        self,
+        collective: str,
+        ranks: Ranks,
+        num_bytes: float,
+        *,
+        instead_of: Ranks | None = None,
     ) -> Iterator[tuple[str, str]]:
-        """Algorithms, best first, each with a text that names its table; some may not serve.
+        """Algorithms measured on `ranks`, best first, with a text that names the table.
 
-        The table of the number of ranks nearest to `size` comes first.  What was measured on one
-        host says nothing about several, and the other way round.
+        Some may not serve.  `instead_of`: the ranks of the call, if they are others.
         """
-        wanted = Ranks(size, num_hosts)
+        found = self.measured.get(ranks)
+        if found is not None and (rows := found.tables.get(collective)):
+            row = next(row for row in rows if num_bytes <= row.largest)
+            nearest = "" if instead_of is None else f", the nearest to {instead_of}"
+            sizes = size_range(row.largest, num_bytes, [row.largest for row in rows])
+            where = f"table measured on {ranks.in_words}{nearest}: {sizes}"
+            yield from ((label, where) for label in row.labels)
+
+    def ranked_nearby(
+        self, collective: str, wanted: Ranks, num_bytes: float
+    ) -> Iterator[tuple[str, str]]:
+        """The same from tables of other numbers of ranks, the nearest first.
+
+        What was measured on one host says nothing about several, and the other way round.
+        """
         for ranks in self._nearest(wanted):
-            if rows := self.measured[ranks].tables.get(collective):
-                row = next(row for row in rows if num_bytes <= row.largest)
-                nearest = "" if ranks == wanted else f", the nearest to {wanted}"
-                sizes = size_range(row.largest, num_bytes, [row.largest for row in rows])
-                where = f"table measured on {ranks.in_words}{nearest}: {sizes}"
-                yield from ((label, where) for label in row.labels)
+            if ranks != wanted:
+                yield from self.ranked(collective, ranks, num_bytes, instead_of=wanted)
 
     def _nearest(self, wanted: Ranks) -> list[Ranks]:
         """The numbers of ranks that were measured, the nearest by ratio first."""
@@ -126,6 +161,10 @@ class Decisions:
 
         alike = [r for r in self.measured if (r.num_hosts > 1) == (wanted.num_hosts > 1)]
         return sorted(alike, key=distance)
+
+
+def _host_of(topology: Topology | None) -> tuple[int, ...] | None:
+    return None if topology is None else topology.host_of
 
 
 def size_range(largest: float, num_bytes: float, limits: Iterable[float]) -> str:
@@ -147,7 +186,7 @@ def _as_dict(measured: Measured) -> dict[str, Any]:
         ]
         for collective, rows in measured.tables.items()
     }
-    return {**measured._asdict(), "machine": measured.machine._asdict(), "tables": tables}
+    return {"facts": dict(measured.facts), "tables": tables}
 
 
 _NUMBER = "([1-9][0-9]{,8})"
@@ -162,29 +201,12 @@ def _ranks(text: str) -> Ranks:
 
 
 def _measured(value: object, place: str) -> Measured:
-    found = _object(value, place, Measured._fields)
-    facts, rates, tables = (_object(found[name], f"{place}.{name}") for name in Measured._fields)
-    _object(rates, f"{place}.machine", Machine._fields)
+    found = fields(value, place, Measured._fields)
+    tables = fields(found["tables"], f"{place}.tables")
     return Measured(
-        {name: _text(fact, f"{place}.facts.{name}") for name, fact in facts.items()},
-        Machine(
-            **{name: _seconds(rate, f"{place}.machine.{name}") for name, rate in rates.items()}
-        ),
+        texts(found["facts"], f"{place}.facts"),
         {name: _table(rows, f"{place}.tables.{name}", name) for name, rows in tables.items()},
     )
-
-
-def _text(value: object, place: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{place} must be a text, not {value!r}")
-    return value
-
-
-def _seconds(value: Any, place: str) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{place} must be a number of seconds, not {value!r}")
-    return float(value)
 
 
 def _table(value: object, place: str, collective: str) -> tuple[Row, ...]:
@@ -192,7 +214,7 @@ def _table(value: object, place: str, collective: str) -> tuple[Row, ...]:
         raise ValueError(f"{place}: there is no such collective; known: {', '.join(SPECS)}")
     rows = [
         _row(each, f"{place}[{number}]", collective)
-        for number, each in enumerate(_list(value, place, "rows"))
+        for number, each in enumerate(items(value, place, "rows"))
     ]
     limits = [row.largest for row in rows]
     if limits != sorted(set(limits)) or limits[-1] != math.inf:
@@ -201,28 +223,13 @@ def _table(value: object, place: str, collective: str) -> tuple[Row, ...]:
 
 
 def _row(value: object, place: str, collective: str) -> Row:
-    found = _object(value, place, ("up_to", "best"))
+    found = fields(value, place, ("up_to", "best"))
     largest = found["up_to"]
     if largest is not None and (type(largest) is not int or largest < 0):
         raise ValueError(f"{place}.up_to must be a number of bytes or null, not {largest!r}")
-    best = _list(found["best"], f"{place}.best", "algorithms")
+    best = items(found["best"], f"{place}.best", "algorithms")
     try:
         labels = tuple(parse_label(collective, label).label for label in best)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place}.best: {error}") from None
     return Row(math.inf if largest is None else largest, labels)
-
-
-def _list(value: object, place: str, what: str) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{place} must be a list of {what}, and not empty")
-    return value
-
-
-def _object(value: object, place: str, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """An object with exactly these fields, or with any fields if `names` is None."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{place} must be an object")
-    if names is not None and set(value) != set(names):
-        raise ValueError(f"{place} must have {', '.join(names)}, and nothing else")
-    return value

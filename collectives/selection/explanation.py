@@ -7,10 +7,9 @@ from typing import NamedTuple
 from collectives import algorithms
 from collectives.arrays import Operator
 from collectives.schedule import Topology
-from collectives.selection.cost import Machine, price
 from collectives.selection.decisions import Decisions
 from collectives.selection.labels import parse_label
-from collectives.selection.select import choose, preferred, restriction_of
+from collectives.selection.select import choose, predicted, preferred, restriction_of
 
 
 class Candidate(NamedTuple):
@@ -32,8 +31,8 @@ class Explanation(NamedTuple):
 
     `num_bytes`: the n of the formulas.  `chosen`: the algorithm as a caller names it.  `reason`:
     who or what chose it.  `run_by`: what runs the program, and why it is not compiled code if it is
-    not.  `candidates`: all that could run, by predicted time.  The prediction
-    decides nothing: a measured table does, or a built-in rule.
+    not.  `candidates`: all that could run, by predicted time.  The predictions
+    decide only where nothing was measured and a machine was fitted.
     """
 
     collective: str
@@ -80,30 +79,12 @@ def explain(
     restrictions = {
         label: restriction_of(parse_label(collective, label), size, operator) for label in labels
     }
-    num_hosts = 1 if topology is None else topology.num_hosts
-    machine = Machine() if decisions is None else decisions.machine(size, num_hosts)
-    candidates = [
-        Candidate(label, _predicted(collective, label, size, num_bytes, machine, topology))
-        for label, restriction in restrictions.items()
-        if restriction is None
-    ]
-    candidates.sort(key=lambda candidate: candidate.seconds)
+    machine = None if decisions is None else decisions.machine_for(topology)
+    seconds = predicted(collective, size, num_bytes, machine, topology, labels=(choice.label,))
+    candidates = [Candidate(*each) for each in seconds if restrictions[each[0]] is None]
     rejected = [
         Rejected(label, words) for label, words in restrictions.items() if words is not None
     ]
     return Explanation(
         collective, size, num_bytes, choice.label, reason, tuple(candidates), tuple(rejected)
     )
-
-
-def _predicted(
-    collective: str,
-    label: str,
-    size: int,
-    num_bytes: int,
-    machine: Machine,
-    topology: Topology | None,
-) -> float:
-    """The predicted seconds, with the options of a call."""
-    choice = choose(collective, label, size, num_bytes, topology=topology)
-    return price(choice.algorithm, size, num_bytes, machine, **choice.options)

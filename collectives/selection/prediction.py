@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.programs import CallSpec, Counts, compile_call
+from collectives.programs import Counts, compile_call
 from collectives.schedule import Topology
 from collectives.selection.select import choose, num_bytes_of
 
@@ -57,10 +57,7 @@ def predict(
     elements = _hashable(counts)
     num_bytes = num_bytes_of(elements, itemsize)
     chosen = choose(collective, algorithm, size, num_bytes, topology=topology)
-    spec = CallSpec(
-        collective, chosen.algorithm, tuple(chosen.options.items()), chosen.segments, chosen.label,
-        np.dtype(f"V{itemsize}"), elements, root,
-    )  # fmt: skip
+    spec = chosen.spec(elements, itemsize, root)
     if in_place:
         specs = [spec._replace(aliasing=_offset(collective, elements, r)) for r in range(size)]
     else:

@@ -8,41 +8,31 @@ never replaced by another: it runs, or the call is refused.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
 
 from collectives import algorithms
 from collectives.algorithms import Algorithm, Option, registry
 from collectives.arrays import Operator, validation
 from collectives.programs import CountOfEachBlock, Counts, OwnCounts, num_lanes
 from collectives.schedule import SPECS, Topology
-from collectives.selection.decisions import Decisions
+from collectives.selection import cost
+from collectives.selection.choice import Choice
+from collectives.selection.decisions import Decisions, Ranks, size_range
 from collectives.selection.labels import NamedAlgorithm, parse_label
 from collectives.selection.rules import Hosts, by_rules, rules
+from collectives.simulation import Machine
 
 SEGMENT_BYTES = 256 * 1024
 _MAX_SEGMENTS = 256
 # The default where a rank knows only its own counts, so that ranks cannot choose by size alike.
 LOCAL_DEFAULTS = {"gather": "linear_bounded", "scatter": "linear_bounded", "all_to_all": "linear"}
+# The sizes for which algorithms are priced; a call is priced as the next one.
+_PRICED = {2**power for power in range(3, 29)}
 _MAX_PROVED = 2**14  # pieces times ranks of a proof inside a call, which takes 0.3 s
-
-
-class Choice(NamedTuple):
-    """An algorithm, its options, and the reason for the choice, as text.
-
-    `label`: the algorithm as a caller names it, with the options that were given.  `segments`: the
-    number of messages into which the engine cuts every message of the algorithm.
-    """
-
-    algorithm: Algorithm
-    options: Mapping[str, Option]
-    label: str
-    reason: str
-    segments: int
 
 
 def choose(
@@ -67,21 +57,28 @@ def choose(
     - `decisions`: what was measured, which counts before the built-in rules; None: only the rules.
     - `topology`: the hosts of the ranks; None: all are on one host.
 
+    What was measured on so many ranks comes first, then the least time predicted on the fitted
+    machine, then what was measured on the nearest number of ranks, then the built-in rules.
+
     Raises TypeError or ValueError if there is no such algorithm, or if it cannot serve.
     """
-    hosts = Hosts(1, size)
     if topology is not None:
-        if len(topology.host_of) != size:
-            topology.check_size(size)
-        hosts = Hosts(topology.num_hosts, topology.max_per_host)
+        topology.check_size(size)
     if text is not None:
         found, reason = check(collective, text, size, operator), "named by the caller"
     else:
         is_free = operator is None or operator.is_commutative
-        limits = _limits(collective, decisions, hosts)
+        limits = _limits(collective, decisions, _hosts(topology, size))
         limit = limits[bisect_left(limits, num_bytes)]
-        generation = registry.generation()
-        found, reason = _default(collective, size, limit, is_free, decisions, hosts, generation)
+        key = collective, size, limit, is_free, decisions, topology
+        found, reason = _default(*key, registry.generation())
+    return _with_options(found, reason, size, num_bytes, topology)
+
+
+def _with_options(
+    found: NamedAlgorithm, reason: str, size: int, num_bytes: int, topology: Topology | None
+) -> Choice:
+    """The choice of an algorithm, with the options and segments that depend on n and the hosts."""
     chosen = {**options(found.algorithm, size, num_bytes, topology), **found.options}
     segments = num_lanes(found.algorithm, size, num_bytes, tuple(chosen.items()))
     return Choice(found.algorithm, chosen, found.label, reason, segments)
@@ -104,7 +101,11 @@ def num_bytes_of(counts: Counts, itemsize: int) -> int:
 def _limits(collective: str, decisions: Decisions | None, hosts: Hosts) -> list[float]:
     """The sizes at which the choice may change, in order; between two of them it is the same."""
     limits = {rule.largest for rule in rules(collective, hosts)}
-    return sorted(limits.union(() if decisions is None else decisions.limits(collective)))
+    if decisions is None:
+        return sorted(limits)
+    if decisions.fitted is not None:
+        limits |= _PRICED
+    return sorted(limits | decisions.limits(collective))
 
 
 @lru_cache(maxsize=1024)
@@ -114,22 +115,68 @@ def _default(
     num_bytes: float,
     is_free: bool,
     decisions: Decisions | None,
-    hosts: Hosts,
+    topology: Topology | None,
     generation: int,
 ) -> tuple[NamedAlgorithm, str]:
-    """The measured algorithm, else that of the rules, and the reason.
+    """The algorithm that comes first and can run, and the reason.
 
     `is_free`: whether the order of combining does not matter.  `generation`: the version of the
     registry, because algorithms can be registered again under their names.
     """
-    measured = (
-        () if decisions is None else decisions.ranked(collective, size, num_bytes, hosts.number)
-    )
-    for label, reason in chain(measured, by_rules(collective, size, num_bytes, hosts)):
-        found = parse_label(collective, label)
-        if found.serves(size) and (is_free or found.algorithm.is_ordered):
-            return found, reason
+    call = collective, size, num_bytes
+    found = () if decisions is None else _found(*call, decisions, topology)
+    for label, reason in chain(found, by_rules(*call, _hosts(topology, size))):
+        named = parse_label(collective, label)
+        if named.serves(size) and (is_free or named.algorithm.is_ordered):
+            return named, reason
     raise AssertionError(f"no rule for {collective} covers {num_bytes} bytes on {size} ranks")
+
+
+def _hosts(topology: Topology | None, size: int) -> Hosts:
+    """The hosts as the rules know them."""
+    return Hosts(1, size) if topology is None else Hosts(topology.num_hosts, topology.max_per_host)
+
+
+def _found(
+    collective: str, size: int, num_bytes: float, decisions: Decisions, topology: Topology | None
+) -> Iterator[tuple[str, str]]:
+    """What measurements say, best first, each with a text for the reason."""
+    ranks = Ranks(size, 1 if topology is None else topology.num_hosts)
+    yield from decisions.ranked(collective, ranks, num_bytes)
+    if (machine := decisions.machine_for(topology)) is not None:
+        largest = int(min(num_bytes, max(_PRICED)))
+        sizes = size_range(num_bytes, num_bytes, _PRICED)
+        for label, _ in predicted(collective, size, largest, machine, topology):
+            yield label, f"least time predicted on the fitted machine: {sizes}"
+    yield from decisions.ranked_nearby(collective, ranks, num_bytes)
+
+
+def predicted(
+    collective: str,
+    size: int,
+    num_bytes: int,
+    machine: Machine | None,
+    topology: Topology | None = None,
+    labels: Iterable[str] = (),
+) -> list[tuple[str, float]]:
+    """The algorithms that can run, and the predicted seconds of each, the least first.
+
+    `labels`: the algorithms with options that are included.
+    """
+    found = {
+        label: named
+        for label in dict.fromkeys((*algorithms.names(collective), *labels))
+        if (named := parse_label(collective, label)).serves(size)
+    }
+    hosts = None if topology is None else topology.host_of
+    choices = {
+        label: _with_options(named, "", size, num_bytes, topology) for label, named in found.items()
+    }
+    seconds = {
+        label: cost.price_call(choice, size, num_bytes, machine, hosts)
+        for label, choice in choices.items()
+    }
+    return sorted(seconds.items(), key=lambda each: each[1])
 
 
 def options(

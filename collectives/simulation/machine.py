@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-SAME_HOST, OTHER_HOST = "same_host", "other_host"
+SAME_HOST, OTHER_HOST, ISLAND = LINK_CLASSES = "same_host", "other_host", "island"
 
 
 class Link(NamedTuple):
@@ -30,14 +30,19 @@ class Link(NamedTuple):
     seconds_per_byte: float = 0.0
     is_rendezvous: bool = False
 
+    def seconds(self, num_bytes: float) -> float:
+        """From the beginning of a send to the end of its receive, if nothing else happens."""
+        per_byte = max(self.seconds_per_byte, self.overhead_seconds_per_byte)
+        return 2 * self.overhead_seconds + self.latency_seconds + per_byte * max(num_bytes - 1, 0)
+
 
 class Machine(NamedTuple):
     """What everything costs.
 
-    `links`: by class ("same_host", "other_host"), the `Link`s in the order of their sizes; the last
-    has no limit.  `call_seconds`: of a call, in addition to its operations.
-    `copy_seconds_per_byte` and `combine_seconds_per_byte`: of a copy and a combination within a
-    rank.
+    `links`: by class ("same_host", "other_host", or "island" for ranks that faster links connect),
+    the `Link`s in the order of their sizes; the last has no limit.  `call_seconds`: of a call, in
+    addition to its operations.  `copy_seconds_per_byte` and `combine_seconds_per_byte`: of a copy
+    and a combination within a rank.
     """
 
     links: Mapping[str, tuple[Link, ...]]
@@ -45,6 +50,42 @@ class Machine(NamedTuple):
     copy_seconds_per_byte: float = 0.0
     combine_seconds_per_byte: float = 0.0
 
+    def bytes_per_second(self, link_class: str) -> float:
+        """The rate of the fastest link of a class, as a single large message sees it."""
+        rates = [link.seconds_per_byte for link in self.links.get(link_class, ())]
+        fastest = min(rates, default=0.0)
+        return 1 / fastest if fastest else math.inf
+
     def link(self, link_class: str, num_bytes: float) -> Link:
         """The link that carries a message of this size."""
         return next(link for link in self.links[link_class] if num_bytes <= link.up_to_bytes)
+
+    def connects(self, hosts: Sequence[int] | None) -> bool:
+        """Whether there are links between all ranks on these hosts (None: one host)."""
+        num_hosts = 1 if hosts is None else len(set(hosts))
+        needed = {OTHER_HOST} if num_hosts > 1 else set()
+        if hosts is None or num_hosts < len(hosts):
+            needed.add(SAME_HOST)
+        return needed <= self.links.keys()
+
+
+def _link(rate: float, latency: float) -> tuple[Link, ...]:
+    """A link on which messages of more than 64 KiB wait for their receives."""
+    eager = Link(
+        up_to_bytes=65536, overhead_seconds=1e-6, latency_seconds=latency, gap_seconds=1e-6,
+        seconds_per_byte=1 / rate,
+    )  # fmt: skip
+    return eager, eager._replace(up_to_bytes=math.inf, is_rendezvous=True)
+
+
+# Not measured: NICs of 400 Gbit/s, PCIe within a host, NVLink within an island.
+DEFAULT = Machine(
+    {
+        SAME_HOST: _link(50e9, 2e-6),
+        OTHER_HOST: _link(50e9, 5e-6),
+        ISLAND: _link(400e9, 2e-6),
+    },
+    call_seconds=5e-6,
+    copy_seconds_per_byte=1 / 1e12,
+    combine_seconds_per_byte=1 / 7e11,
+)

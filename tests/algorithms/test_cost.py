@@ -9,7 +9,17 @@ import pytest
 
 from collectives import algorithms
 from collectives.algorithms import Formula
-from collectives.selection.cost import Bound, Machine, bounds_met, lower_bound, price
+from collectives.selection.cost import (
+    BUILT_IN,
+    MAX_SIMULATED,
+    Bound,
+    bounds_met,
+    lower_bound,
+    price_by_formulas,
+    price_call,
+)
+from collectives.selection.select import choose
+from collectives.simulation import Link, Machine
 from tests.algorithms.catalogue import EVERY, each_algorithm
 
 # What each meets exactly at every number of ranks it serves; the others meet nothing.
@@ -171,15 +181,70 @@ def test_every_entry_of_the_list_is_an_algorithm() -> None:
     assert set(MEETS) <= {".".join(entry) for entry in EVERY}
 
 
-def test_a_price_is_the_sum_of_start_ups_bytes_and_work() -> None:
-    ring = algorithms.info("all_reduce", "ring")  # 2 (p - 1) start-ups, 2 f n bytes, f n combined
-    assert price(ring, 4, 1000, Machine(1, 0, 0)) == 6
-    assert price(ring, 4, 1000, Machine(0, 1, 0)) == 1500
-    assert price(ring, 4, 1000, Machine(0, 0, 1)) == 750
-    assert price(ring, 4, 1000, Machine(100, 10, 2)) == 600 + 15000 + 1500
+LINK = Link(overhead_seconds=1, latency_seconds=10, gap_seconds=3, seconds_per_byte=0.5)
+MACHINE = Machine(
+    {"same_host": (LINK,), "other_host": (LINK._replace(latency_seconds=1000),)},
+    call_seconds=100, combine_seconds_per_byte=2,
+)  # fmt: skip
+
+
+def priced(
+    collective: str, name: str, p: int, n: int, hosts: tuple[int, ...] | None = None
+) -> float:
+    return price_call(choose(collective, name, p, n), p, n, MACHINE, hosts)
+
+
+def test_the_price_of_a_call_is_what_its_rounds_cost_one_after_the_other() -> None:
+    """Ring on 4 ranks: 6 messages of a quarter each, of which 3 are combined."""
+    message = 2 * 1 + 10 + 0.5 * (25 - 1)
+    assert priced("all_reduce", "ring", 4, 100) == 100 + 6 * message + 3 * 25 * 2
+    assert priced("all_reduce", "recursive_doubling", 4, 100) == 100 + 2 * (12 + 0.5 * 99 + 200)
+    assert priced("barrier", "dissemination", 4, 0) == 100 + 2 * 12
+    assert priced("all_reduce", "ring", 1, 100) == 100
+
+
+def test_a_price_depends_on_the_hosts() -> None:
+    near, far = (priced("all_gather", "ring", 2, 100, hosts) for hosts in ((0, 0), (0, 1)))
+    assert far - near == 990
+
+
+def test_many_ranks_are_priced_by_the_formulas_of_the_algorithm() -> None:
+    p, n = MAX_SIMULATED + 1, 17_000  # ring: 2 (p - 1) messages of n / p bytes
+    message = 2 * 1 + 10 + 0.5 * (n / p - 1)
+    assert priced("all_reduce", "ring", p, n) == pytest.approx(
+        100 + 2 * (p - 1) * message + 2 * n * (p - 1) / p
+    )
+    far = priced("all_reduce", "ring", p, n, tuple(range(p)))
+    assert far == pytest.approx(priced("all_reduce", "ring", p, n) + 2 * (p - 1) * 990)
+
+
+def test_simulation_and_formulas_agree_on_what_has_no_waiting() -> None:
+    """The formulas have no gaps and no waiting, and neither has the ring."""
+    for n in (64, 6400):
+        choice = choose("all_reduce", "ring", 8, n)
+        assert price_by_formulas(choice, 8, n, MACHINE) == pytest.approx(
+            price_call(choice, 8, n, MACHINE)
+        )
+    linear = choose("all_reduce", "linear", 8, 64)
+    assert price_call(linear, 8, 64, MACHINE) != price_by_formulas(linear, 8, 64, MACHINE)
 
 
 def test_a_price_depends_on_the_options() -> None:
-    bruck = algorithms.info("all_gather", "bruck")
-    assert price(bruck, 16, 0, Machine(1, 0, 0)) == 4
-    assert price(bruck, 16, 0, Machine(1, 0, 0), radix=4) == 6
+    two, four = (
+        price_by_formulas(choose("all_gather", label, 16, 0), 16, 0, MACHINE) - 100
+        for label in ("bruck", "bruck(radix=4)")
+    )
+    assert (two, four) == (4 * 12, 6 * 12)
+
+
+def test_without_a_fitted_machine_rough_costs_and_formulas_are_used() -> None:
+    choice = choose("all_reduce", "ring", 4, 100)
+    assert price_call(choice, 4, 100, None) == price_by_formulas(choice, 4, 100, BUILT_IN)
+
+
+def test_a_machine_without_the_links_that_are_needed_is_refused() -> None:
+    lonely = Machine({"same_host": (LINK,)})
+    with pytest.raises(
+        ValueError, match="needs a link other_host, which the machine does not have"
+    ):
+        price_call(choose("all_reduce", "ring", 2, 8), 2, 8, lonely, (0, 1))

@@ -19,7 +19,6 @@ from collectives.algorithms.formulas import MAX_PIECES, MAX_ROUNDS
 from collectives.algorithms.registry import REGISTRY, generation
 from collectives.schedule import Copy, Recv, RecvReduce, Round, Send
 from collectives.selection import select
-from collectives.selection.cost import Machine
 from collectives.selection.decisions import Decisions, Measured, Ranks
 from collectives.selection.decisions import Row as Best
 
@@ -424,7 +423,7 @@ def test_the_generation_grows_with_every_registration() -> None:
 
 def test_measured_decisions_name_the_algorithm_that_was_registered_last() -> None:
     tables = {"all_reduce": (Best(math.inf, ("line",)),)}
-    decisions = Decisions({Ranks(4): Measured({}, Machine(), tables)})
+    decisions = Decisions({Ranks(4): Measured({}, tables)})
     for _ in range(2):
         register_line()
         chosen = select.choose("all_reduce", None, 4, 8, None, decisions)

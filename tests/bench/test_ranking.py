@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-import pytest
-
-from bench.ranking import (
-    LEVEL,
-    Samples,
-    fitted,
-    promising,
-    rankings,
-    reachable,
-    rows,
-    samples,
-    typical_error,
-)
+from bench.ranking import LEVEL, promising, rankings, reachable, rows
 from collectives import Topology, algorithms
-from collectives.selection.cost import Machine
 from collectives.selection.decisions import Row
-
-MACHINE = Machine(2e-6, 3e-10, 5e-11)
 
 
 def on(size: int) -> Topology:
@@ -82,49 +66,3 @@ def test_what_is_never_reached_is_left_out():
     ), "what serves even numbers covers even numbers only"
     assert reachable("all_reduce", ["ring", "swing", "linear", "two_shot"]) == ("ring", "linear")
     assert reachable("all_reduce", ["linear", "ring"]) == ("linear",)
-
-
-def predicted(machine: Machine) -> Samples:
-    """What would be measured if the model were true."""
-    names, sizes = ["ring", "linear", "rabenseifner"], [8, 4096, 1 << 20]
-    found = samples(on(4), {"all_reduce": {n: dict.fromkeys(names, 1.0) for n in sizes}})
-    assert len(found.seconds) == 9
-    return found._replace(seconds=found.costs @ np.array(machine))
-
-
-def test_samples_know_what_an_algorithm_costs():
-    found = samples(
-        on(4), {"all_reduce": {1000: {"ring": 0.5}}, "barrier": {0: {"dissemination": 2.0}}}
-    )
-    assert found.costs.tolist() == [[6, 1500, 750], [2, 0, 0]]
-    assert found.seconds.tolist() == [0.5, 2.0]
-
-
-def test_the_machine_is_found_again():
-    found = predicted(MACHINE)
-    machine = fitted(found, start=Machine(1.0, 1.0, 1.0))
-    assert machine == pytest.approx(MACHINE)
-    assert typical_error(found, machine) == pytest.approx(0, abs=1e-9)
-    twice = Machine(*(2 * rate for rate in MACHINE))
-    assert typical_error(found, twice) == pytest.approx(1)
-
-
-def test_small_times_count_as_much_as_large_ones():
-    found = predicted(MACHINE)
-    wrong = found.seconds.copy()
-    wrong[-1] *= 1.2  # by itself this would be a hundred times all the small ones
-    machine = fitted(found._replace(seconds=wrong), start=MACHINE)
-    assert machine.alpha == pytest.approx(MACHINE.alpha, rel=0.05)
-
-
-def test_no_rate_is_negative():
-    found = predicted(Machine(2e-6, 3e-10, -2e-10))
-    plain = np.linalg.lstsq(found.costs / found.seconds[:, None], np.ones(9), rcond=None)[0]
-    assert min(plain) < 0
-    machine = fitted(found, start=MACHINE)
-    assert machine.gamma == 0 and machine.alpha > 0 and machine.beta > 0
-
-
-def test_what_the_samples_say_nothing_about_stays():
-    found = samples(on(4), {"barrier": {0: {"dissemination": 2.0}}})
-    assert fitted(found, start=MACHINE) == (1.0, MACHINE.beta, MACHINE.gamma)

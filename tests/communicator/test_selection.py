@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, Operator
+from collectives import Communicator, Operator, algorithms
 from collectives.schedule.contracts import SPECS
+from collectives.selection.decisions import Decisions, Measured, Row
+from collectives.selection.machine_file import Fitted
+from collectives.simulation import Link, Machine
 
 P = 3
 MATMUL = Operator.from_function(lambda left, right: left @ right, name="matmul")
@@ -200,9 +204,8 @@ def test_what_is_preferred_but_cannot_serve_is_refused_as_if_it_were_named() -> 
 def decisions(**tables: str) -> str:
     """As JSON: each collective is done by one algorithm."""
     rows = {name: [{"up_to": None, "best": [label]}] for name, label in tables.items()}
-    machine = {"alpha": 1.0, "beta": 0.0, "gamma": 0.0}
-    measured = {str(P): {"facts": {}, "machine": machine, "tables": rows}}
-    return json.dumps({"measured": measured})
+    measured = {str(P): {"facts": {}, "tables": rows}}
+    return json.dumps({"machine": None, "measured": measured})
 
 
 @pytest.fixture
@@ -229,7 +232,6 @@ def test_what_was_measured_decides_where_it_was_loaded(path: Path) -> None:
     for found, told in collectives.run(body, P)[1:]:  # rank 0 sends the result in either case
         assert found == ["recursive_doubling", "linear", "recursive_doubling", "linear"]
         assert told.reason == "table measured on 3 ranks: every size"
-        assert dict(told.candidates)["ring"] == 4.0, "seconds on the machine of the file"
 
 
 def test_a_call_and_a_block_override_what_was_measured(path: Path) -> None:
@@ -256,7 +258,7 @@ def test_what_loading_sends_is_in_the_ledger(path: Path) -> None:
     [
         (None, "No such file"),
         ("{", "decisions are not JSON"),
-        ("{}", "decisions must have measured, and nothing else"),
+        ("{}", "decisions must have machine, measured, and nothing else"),
         (decisions(all_reduce="rign"), r"\[0\].best: unknown algorithm 'rign' for all_reduce"),
     ],
 )
@@ -276,3 +278,51 @@ def test_a_file_that_cannot_be_loaded_is_refused_on_every_rank(
     said = collectives.run(body, P, timeout=20)
     assert said.count(said[0]) == P
     assert said[0].startswith(f"cannot load decisions from {path}: ")
+
+
+# A fitted machine
+
+
+def fitted(path: Path, **costs: float) -> Path:
+    """A file with a machine of one link, and nothing measured."""
+    machine = Machine({"same_host": (Link(**costs),)})
+    path.write_text(Decisions({}, Fitted({}, machine)).to_json())
+    return path
+
+
+def test_predictions_choose_where_nothing_was_measured_and_are_the_reason(path: Path) -> None:
+    """Where only start-ups cost time, one round is best; where only bytes do, fewer bytes are."""
+    x = np.zeros(1024)
+
+    def chosen(comm: Communicator, **costs: float) -> Any:
+        comm.load_decisions(fitted(path, **costs) if comm.rank == 0 else "nowhere")
+        told = comm.explain("all_reduce", x)
+        assert labels(comm, "all_reduce", lambda: comm.all_reduce(x)) == [told.chosen]
+        return told.reason, told.candidates[0]
+
+    def body(comm: Communicator) -> Any:
+        return chosen(comm, latency_seconds=1.0), chosen(comm, seconds_per_byte=1.0)
+
+    first, *others = collectives.run(body, P)
+    assert others == [first] * (P - 1), "all ranks choose alike"
+    (reason, quick), (_, frugal) = first
+    assert reason == "least time predicted on the fitted machine: above 4096 and up to 8192 bytes"
+    assert quick.seconds == pytest.approx(1.0), "one message has a latency of a second"
+    quick, frugal = (algorithms.info("all_reduce", each.label) for each in (quick, frugal))
+    assert quick.startups(p=P, n=8192) <= frugal.startups(p=P, n=8192)
+    assert quick.max_bytes_per_rank(p=P, n=8192) > frugal.max_bytes_per_rank(p=P, n=8192)
+
+
+def test_a_table_comes_before_predictions_and_predictions_before_a_table_of_other_ranks(
+    path: Path,
+) -> None:
+    machine = Machine({"same_host": (Link(latency_seconds=1.0),)})
+    rows = {"all_reduce": (Row(math.inf, ("linear",)),)}
+    for ranks, reason in ((P, "table measured on 3 ranks"), (P + 1, "least time predicted on")):
+        path.write_text(Decisions({ranks: Measured({}, rows)}, Fitted({}, machine)).to_json())
+
+        def body(comm: Communicator) -> str:
+            comm.load_decisions(path)
+            return comm.explain("all_reduce", np.zeros(3)).reason
+
+        assert all(said.startswith(reason) for said in collectives.run(body, P))

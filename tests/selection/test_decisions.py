@@ -11,15 +11,15 @@ import pytest
 
 from collectives import Operator, Topology
 from collectives.selection import select
-from collectives.selection.cost import Machine
 from collectives.selection.decisions import Decisions, Measured, Ranks, Row, size_range
+from collectives.selection.machine_file import Fitted
+from collectives.simulation import Link, Machine
 
 MATMUL = Operator.from_function(lambda left, right: left @ right, name="matmul")
-MACHINE = {"alpha": 2e-6, "beta": 1e-10, "gamma": 0}
 
 
 def measured(**tables: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"facts": {"mpi": "MPI 5"}, "machine": dict(MACHINE), "tables": tables}
+    return {"facts": {"mpi": "MPI 5"}, "tables": tables}
 
 
 def row(up_to: int | None, *best: str) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def row(up_to: int | None, *best: str) -> dict[str, Any]:
 
 
 def read(found: dict[str, Any]) -> Decisions:
-    return Decisions.from_json(json.dumps({"measured": found}))
+    return Decisions.from_json(json.dumps({"machine": None, "measured": found}))
 
 
 TABLE = [row(100, "bruck( radix = 4 )"), row(2000, "neighbour_exchange", "ring"), row(None, "ring")]
@@ -40,7 +40,7 @@ def test_what_is_read_is_what_was_written() -> None:
         Row(2000, ("neighbour_exchange", "ring")),
         Row(math.inf, ("ring",)),
     )
-    four = Measured({"mpi": "MPI 5"}, Machine(2e-6, 1e-10, 0.0), {"all_gather": rows})
+    four = Measured({"mpi": "MPI 5"}, {"all_gather": rows})
     assert decisions.measured == {Ranks(4): four, Ranks(2): four._replace(tables={})}
     text = decisions.to_json()
     assert Decisions.from_json(text).measured == decisions.measured
@@ -50,7 +50,7 @@ def test_what_is_read_is_what_was_written() -> None:
 
 def changed(place: str, value: Any) -> str:
     """Good decisions with what is at a place replaced, or put there."""
-    data: Any = {"measured": {"4": measured(all_gather=deepcopy(TABLE))}}
+    data: Any = {"machine": None, "measured": {"4": measured(all_gather=deepcopy(TABLE))}}
     *path, last = [int(key) if key.isdigit() and key != "4" else key for key in place.split(".")]
     found = data
     for key in path:
@@ -62,21 +62,15 @@ def changed(place: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("place", "value", "sentence"),
     [
-        ("more", 1, "decisions must have measured, and nothing else"),
+        ("more", 1, "decisions must have machine, measured, and nothing else"),
         ("measured", [], "measured must be an object"),
         ("measured.four", {}, "measured: 'four' is not a number of ranks"),
         ("measured.0", {}, "measured: '0' is not a number of ranks"),
         ("measured.4 on 1 hosts", {}, "measured: '4 on 1 hosts' is not a number of ranks"),
         ("measured.4 on 0 hosts", {}, "measured: '4 on 0 hosts' is not a number of ranks"),
-        ("measured.4.when", "", "measured.4 must have facts, machine, tables, and nothing else"),
+        ("measured.4.when", "", "measured.4 must have facts, tables, and nothing else"),
         ("measured.4.facts", None, "measured.4.facts must be an object"),
         ("measured.4.facts.mpi", 5, "measured.4.facts.mpi must be a text, not 5"),
-        ("measured.4.machine", {"alpha": 1}, "measured.4.machine must have alpha, beta, gamma"),
-        ("measured.4.machine.beta", -1, "measured.4.machine.beta must be a number of seconds"),
-        ("measured.4.machine.beta", True, "machine.beta must be a number of seconds, not True"),
-        ("measured.4.machine.beta", "1", "machine.beta must be a number of seconds, not '1'"),
-        ("measured.4.machine.beta", math.nan, "machine.beta must be a number of seconds, not nan"),
-        ("measured.4.machine.beta", 10**400, "machine.beta must be a number of seconds"),
         ("measured.4.tables.allgather", TABLE, "measured.4.tables.allgather: there is no such"),
         ("measured.4.tables.all_gather", [], "tables.all_gather must be a list of rows, and not"),
         ("measured.4.tables.all_gather.1", 7, r"all_gather\[1\] must be an object"),
@@ -197,12 +191,13 @@ def test_an_extent_without_limits_is_every_size() -> None:
     assert size_range(math.inf, 9, [8, math.inf]) == "above 8 bytes"
 
 
-def test_the_machine_is_that_of_the_nearest_number_of_ranks() -> None:
-    other = measured() | {"machine": dict.fromkeys(MACHINE, 1.0)}
-    decisions = read({"2": measured(), "8": other})
-    assert decisions.machine(3) == Machine(**MACHINE)
-    assert decisions.machine(5) == Machine(1.0, 1.0, 1.0)
-    assert read({}).machine(5) == Machine()
+def test_a_later_measurement_keeps_the_machine_and_a_machine_the_measurements() -> None:
+    fitted = Fitted({"mpi": "MPI 6"}, Machine({"same_host": (Link(),)}))
+    decisions = read({"4": measured(all_gather=TABLE)}).with_machine(fitted)
+    later = decisions.including(Ranks(2), decisions.measured[Ranks(4)])
+    assert later.fitted == fitted and later.measured[Ranks(4)] == decisions.measured[Ranks(4)]
+    again = Decisions.from_json(later.to_json())
+    assert again.fitted == fitted and again.measured == later.measured
 
 
 def test_a_later_measurement_replaces_its_own_tables_only() -> None:

@@ -1,0 +1,139 @@
+"""Measure what messages, copies and calls cost here, and write the machine to a file.
+
+    mpirun -n 2 python -m bench fit --output decisions.json
+    mpirun -n 4 python -m bench fit --check
+
+Two ranks on the same host, and two on different hosts, exchange messages: a ping-pong, both ways at
+once, several at once.  The size from which a send waits for its receive is found by trying.  A
+machine of the LogGOPS model is fitted to these times by relative error.  `collectives.Communicator.
+load_decisions` reads the file; then predictions choose algorithms where `bench tune` has measured
+nothing.  Tables of `bench tune` in the file are kept.
+
+`--check` then measures every algorithm of every collective on 2 to 8 ranks, at sizes at which
+nothing was fitted, and compares them with predictions.  The exit status is 1 if the median error is
+above 10 %, its 90th percentile above 25 %, or if the algorithms that are predicted to be fastest
+are more than 10 % slower than the fastest (in the geometric mean); 2 if nothing can be fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpi4py import MPI
+from rich.console import Console
+
+import collectives
+from bench.fit import check, showing
+from bench.fit.fitting import fitted_links, rate
+from bench.fit.measuring import Measurement, Pair, pairs
+from bench.fit.patterns import ITEMSIZE, PATTERNS, Sample
+from bench.options import seconds
+from bench.tune import earlier, here
+from collectives import Communicator
+from collectives.selection.machine_file import Fitted
+from collectives.simulation import Machine
+from parallel.cli import at_least, console_of
+
+_SIZES = tuple(8 * 4**power for power in range(10))  # bytes, up to 2 MiB
+_WORK_SIZES = tuple(4096 * 4**power for power in range(6))  # up to 4 MiB
+_BURST_BYTES = 256 << 10  # the largest message of a burst
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.set_defaults(run=run)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("decisions.json"), metavar="FILE",
+        help="default: %(default)s")  # fmt: skip
+    add("--samples", type=at_least(3), default=200, metavar="N",
+        help="of each time; default: %(default)s")  # fmt: skip
+    add("--check", action="store_true", help="compare predictions with collectives")
+    add("--keep", action="store_true", help="do not fit: check the machine that FILE has")
+    add("--seconds", type=seconds, default=120.0, metavar="S",
+        help="about how long the check may take; default: %(default)s")  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure as told.  0, 1 if a goal of the check is not met, 2 if nothing can be fitted."""
+    comm = collectives.world()
+    console = console_of(comm.rank)
+    try:
+        status = _run(comm, options, console)
+    except ValueError as error:
+        console.print(f"bench: {error}", markup=False)
+        status = 2
+    comm.barrier()  # a launcher may end the job at the first failing rank; let rank 0 say why
+    return status
+
+
+def _run(comm: Communicator, options: argparse.Namespace, console: Console) -> int:
+    if comm.size == 1:
+        raise ValueError("one rank sends no messages; run it under mpirun")
+    known, host_of = earlier(comm, options), hosts(MPI.COMM_WORLD)
+    if options.keep:
+        if known.fitted is None:
+            raise ValueError(f"--keep: {options.output} has no fitted machine")
+        machine = known.fitted.machine
+    else:
+        machine = fit(comm, host_of, options.samples, console)
+        written = known.with_machine(Fitted(here() | {"ranks": str(comm.size)}, machine))
+        if comm.rank == 0:
+            options.output.write_text(written.to_json())
+        console.print(f"Written to {options.output}", markup=False)
+    if not options.check:
+        return 0
+    return checked(comm, machine, host_of, options, console)
+
+
+def hosts(world: MPI.Intracomm) -> list[int]:
+    """The number of each rank's host, by what shares memory."""
+    beside = world.Split_type(MPI.COMM_TYPE_SHARED)
+    first = beside.bcast(world.rank)
+    beside.Free()
+    return list(world.allgather(first))
+
+
+def fit(comm: Communicator, host_of: Sequence[int], samples: int, console: Console) -> Machine:
+    """Measure and fit, with what rank 0 shows meanwhile.  ValueError on all ranks alike."""
+    measurement, found, links = Measurement(MPI.COMM_WORLD, samples), list[Sample](), {}
+    for pair in pairs(host_of):
+        limit = measurement.eager_limit(pair)
+        measured = measure_pair(measurement, pair, limit)
+        links[pair.link_class] = fitted_links(measured, limit)
+        found += measured
+    num_busy = host_of.count(host_of[0])
+    work = {kind: measurement.work(kind, _WORK_SIZES, num_busy) for kind in ("copy", "combine")}
+    copy, combine = (rate(_WORK_SIZES, times) for times in work.values())
+    call = measurement.call(comm)
+    measurement.free()
+    machine = Machine(links, call, copy, combine)
+    showing.show_machine(machine, found, console)
+    showing.show_work(_WORK_SIZES, work, machine, console)
+    return machine
+
+
+def measure_pair(measurement: Measurement, pair: Pair, limit: int | None) -> list[Sample]:
+    """The samples of all patterns between two ranks."""
+    around = () if limit is None else (limit, limit + 16 * ITEMSIZE, 2 * limit // 8 * 8)
+    all_sizes = sorted({*_SIZES, *around})
+    found: list[Sample] = []
+    for pattern in PATTERNS:
+        sizes = [size for size in all_sizes if pattern != "burst" or size <= _BURST_BYTES]
+        found += measurement.pair(pair, pattern, sizes)
+    return found
+
+
+def checked(
+    comm: Communicator,
+    machine: Machine,
+    host_of: Sequence[int],
+    options: argparse.Namespace,
+    console: Console,
+) -> int:
+    """The held-out check: 0 if all goals are met, else 1; the same on all ranks."""
+    held = list(check.held_out(comm, machine, host_of, options.seconds, options.samples))
+    is_met = comm.rank == 0 and showing.show_check(held, console)
+    return 0 if MPI.COMM_WORLD.bcast(is_met) else 1

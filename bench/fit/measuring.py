@@ -1,0 +1,224 @@
+"""Measures what a machine is fitted from: patterns between pairs of ranks, local work, and a call.
+
+A time is that of the slowest rank in one sample, and of the samples the 5 % quantile: what it takes
+if nothing else disturbs it.  Ranks that have no part in a pattern sleep.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from bench.fit.patterns import (
+    BURST,
+    ITEMSIZE,
+    Sample,
+    empty_program,
+    late_program,
+    num_repeats,
+    pair_program,
+    work_program,
+)
+from collectives import Communicator
+from collectives.arrays import HOST
+from collectives.arrays.operators import operator
+from collectives.engines.mpi import MpiTransport
+from collectives.engines.transport import Operands
+from collectives.programs import Program
+from collectives.simulation import OTHER_HOST, SAME_HOST
+
+Run = Callable[[], object]
+
+QUANTILE = 0.05
+SAMPLE_SECONDS, MOST_CALLS = 2e-4, 50  # how long a sample should take, and its calls at most
+# Seconds by which a receive comes late, to see whether its send waits, and how often.
+LATE, LATE_TRIES = 4e-3, 10
+LARGEST_EAGER = 4 << 20  # bytes; if a send does not wait even then, none does
+_TURN = 1e-3  # seconds that an advance may take before Python runs
+_TAG = 1
+
+
+class Pair(NamedTuple):
+    """Two ranks with a kind of link between them."""
+
+    link_class: str
+    ranks: tuple[int, int]
+
+
+def pairs(host_of: Sequence[int]) -> list[Pair]:
+    """The first two ranks on the same host, and the first two on different hosts."""
+    found: dict[str, Pair] = {}
+    for second in range(len(host_of)):
+        for first in range(second):
+            name = SAME_HOST if host_of[first] == host_of[second] else OTHER_HOST
+            found.setdefault(name, Pair(name, (first, second)))
+    return list(found.values())
+
+
+def sampled(runs: Sequence[Run], comm: MPI.Comm, samples: int, end: float) -> list[float]:
+    """Seconds of a call of each of `runs`, the same on all ranks.
+
+    They take turns in random order.  A sample is a number of calls one after the other, after one
+    that brings the ranks into step.  No new round of samples begins after the time `end` of the
+    clock of rank 0.
+    """
+    calls = [_num_calls(run, comm) for run in runs]
+    taken: list[list[float]] = [[] for _ in runs]
+    turns, shuffle = list(range(len(runs))), Random(0).shuffle  # the same on every rank
+    for number in range(samples):
+        if number >= 3 and not comm.bcast(time.perf_counter() < end):
+            break
+        shuffle(turns)
+        for turn in turns:
+            taken[turn].append(_sample(runs[turn], comm, calls[turn]))
+    slowest = np.array(taken)
+    comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
+    return list(np.quantile(slowest, QUANTILE, axis=1).tolist())
+
+
+def _num_calls(run: Run, comm: MPI.Comm) -> int:
+    """The calls of a sample."""
+    first = min(_sample(run, comm, 1) for _ in range(2))
+    return int(np.clip(SAMPLE_SECONDS / comm.allreduce(first, op=MPI.MAX), 1, MOST_CALLS))
+
+
+def _sample(run: Run, comm: MPI.Comm, calls: int) -> float:
+    """Seconds of a call, in the mean over some."""
+    comm.Barrier()
+    run()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - begin) / calls
+
+
+class Measurement:
+    """Measures patterns on the ranks of `world`; all ranks call the same methods alike."""
+
+    def __init__(self, world: MPI.Intracomm, samples: int) -> None:
+        self._world, self._samples = world, samples
+        self._transport = MpiTransport(world.Dup())
+        nothing = self._run(empty_program(), 0)
+        # What it takes to run a program from Python, without any row.
+        (self._overhead,) = sampled([nothing], world, samples, np.inf)
+
+    def free(self) -> None:
+        """Free the communicator."""
+        self._transport.free()
+
+    def pair(self, pair: Pair, pattern: str, sizes: Sequence[int]) -> list[Sample]:
+        """The times of a pattern between two ranks, for messages of these sizes in bytes."""
+
+        def measured(number: int, peer: int, comm: MPI.Intracomm) -> list[float]:
+            runs = [
+                self._run(pair_program(pattern, number, peer, size), BURST * size) for size in sizes
+            ]
+            return sampled(runs, comm, self._samples, np.inf)
+
+        times = self._per_repeat(sizes, self._between(pair, measured))
+        return [Sample(pattern, pair.link_class, *each) for each in zip(sizes, times, strict=True)]
+
+    def waits_for_receive(self, pair: Pair, num_bytes: int) -> bool:
+        """Whether a send of so many bytes waits until its receive is posted."""
+
+        def measured(number: int, peer: int, comm: MPI.Intracomm) -> list[float]:
+            run = self._run(late_program(number, peer, num_bytes), BURST * num_bytes)
+            for _ in range(LATE_TRIES):
+                seconds = float(comm.bcast(_late(run, comm)))
+                if seconds < LATE:  # a busy machine makes some sends late that do not wait
+                    break
+            return [seconds]
+
+        return self._between(pair, measured)[0] >= LATE
+
+    def eager_limit(self, pair: Pair) -> int | None:
+        """The largest message that is sent before its receive is posted; None: any."""
+        low, high = 0, LARGEST_EAGER
+        if not self.waits_for_receive(pair, high):
+            return None
+        while high - low > ITEMSIZE:
+            middle = (low + high) // 2 // ITEMSIZE * ITEMSIZE
+            low, high = (low, middle) if self.waits_for_receive(pair, middle) else (middle, high)
+        return low
+
+    def _between(self, pair: Pair, measure: Callable[..., list[float]]) -> list[float]:
+        """What two ranks measure, on all ranks; the others sleep meanwhile."""
+        rank, times = self._world.rank, list[float]()
+        is_member = rank in pair.ranks
+        comm = self._world.Split(0 if is_member else MPI.UNDEFINED, rank)
+        if is_member:
+            times = measure(comm.rank, pair.ranks[1 - comm.rank], comm)
+            comm.Free()
+        sleep_until_all(self._world)
+        return list(self._world.bcast(times, pair.ranks[0]))
+
+    def work(self, kind: str, sizes: Sequence[int], num_busy: int) -> list[float]:
+        """Seconds of a copy or a combination of so many bytes, on `num_busy` ranks at once."""
+        is_busy = self._world.rank < num_busy
+        comm = self._world.Split(0 if is_busy else MPI.UNDEFINED)
+        times: list[float] = []
+        if is_busy:
+            runs = [self._run(work_program(kind, size), size) for size in sizes]
+            times = sampled(runs, comm, self._samples, np.inf)
+            comm.Free()
+        sleep_until_all(self._world)
+        return self._per_repeat(sizes, self._world.bcast(times))
+
+    def call(self, comm: Communicator) -> float:
+        """Seconds of a call that does nothing: a barrier of one rank, as a plan."""
+        alone = comm.split(comm.rank)
+        assert alone is not None
+        plan = alone.plan.barrier()
+        (seconds,) = sampled([plan.run], self._world, self._samples, np.inf)
+        plan.free()
+        alone.free()
+        return seconds
+
+    def _per_repeat(self, sizes: Sequence[int], times: Sequence[float]) -> list[float]:
+        """The times of single repetitions, from those of programs that repeat a pattern."""
+        return [
+            (each - self._overhead) / num_repeats(size)
+            for size, each in zip(sizes, times, strict=True)
+        ]
+
+    def _run(self, program: Program, num_bytes: int) -> Run:
+        """Runs a program on arrays of float32."""
+        count = max(num_bytes // ITEMSIZE, 1)
+        x, y = (np.full(count, 0, np.float32) for _ in range(2))  # written, so that memory is there
+        nothing, function = np.empty(0, np.float32), operator("sum", "all_reduce").function
+        operands = Operands(HOST, x, y, nothing, function, 1)
+        return partial(_complete, self._transport.execution(program, operands, _TAG))
+
+
+def _complete(execution: Any) -> None:
+    execution.restart()
+    while not execution.advance(_TURN):
+        pass
+
+
+def _late(run: Run, comm: MPI.Intracomm) -> float:
+    """Seconds of a send, by rank 0, whose receive is posted `LATE` seconds after it began.
+
+    They are at least `LATE` if the send waits for the receive, however busy the machine is.
+    """
+    if comm.rank == 1:
+        comm.recv()
+        time.sleep(LATE)
+    begin = time.perf_counter()
+    if comm.rank == 0:
+        comm.send(None, 1)
+    run()
+    return time.perf_counter() - begin
+
+
+def sleep_until_all(world: MPI.Intracomm) -> None:
+    """Wait for all ranks, without keeping a processor busy."""
+    request = world.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)

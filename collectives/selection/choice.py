@@ -1,0 +1,41 @@
+"""What was chosen for a call, and the call of even parts that it describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from collectives.algorithms import Algorithm, Option
+from collectives.programs import CallSpec, Counts
+from collectives.schedule import SPECS, even_counts
+
+
+class Choice(NamedTuple):
+    """An algorithm, its options, and the reason for the choice, as text.
+
+    `label`: the algorithm as a caller names it, with the options that were given.  `segments`: the
+    number of messages into which the engine cuts every message of the algorithm.
+    """
+
+    algorithm: Algorithm
+    options: Mapping[str, Option]
+    label: str
+    reason: str
+    segments: int
+
+    def spec(self, counts: Counts, itemsize: int = 1, root: int = 0) -> CallSpec:
+        """The description of a call with so many elements of `itemsize` bytes."""
+        return CallSpec(
+            self.algorithm.collective, self.algorithm, tuple(self.options.items()), self.segments,
+            self.label, np.dtype(f"V{itemsize}"), counts, root,
+        )  # fmt: skip
+
+
+def even_parts(collective: str, size: int, num_bytes: int) -> Counts:
+    """The bytes of each part, if all are even; `num_bytes` is the n of the formulas."""
+    if SPECS[collective].has_pieces:
+        return num_bytes
+    parts = even_counts(0 if collective == "barrier" else num_bytes, size)
+    return (parts,) * size if collective == "all_to_all" else parts

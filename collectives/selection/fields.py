@@ -1,0 +1,40 @@
+"""Checks of values read from JSON.  `place` is the path of a value, for error messages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def fields(value: object, place: str, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """An object with exactly these fields, or with any fields if `names` is None."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} must be an object")
+    if names is not None and set(value) != set(names):
+        raise ValueError(f"{place} must have {', '.join(names)}, and nothing else")
+    return value
+
+
+def items(value: object, place: str, what: str) -> list[Any]:
+    """A list that is not empty."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{place} must be a list of {what}, and not empty")
+    return value
+
+
+def texts(value: object, place: str) -> dict[str, str]:
+    """An object whose values are texts."""
+    found = fields(value, place)
+    for name, each in found.items():
+        if not isinstance(each, str):
+            raise ValueError(f"{place}.{name} must be a text, not {each!r}")
+    return found
+
+
+def seconds(value: Any, place: str) -> float:
+    """A number of seconds, at least 0."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{place} must be a number of seconds, not {value!r}")
+    return float(value)

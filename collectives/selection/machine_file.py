@@ -1,0 +1,72 @@
+"""A machine in JSON: the `Machine` that `python -m bench fit` has measured, and facts about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from collectives.selection.fields import fields, items, seconds, texts
+from collectives.simulation import LINK_CLASSES, Link, Machine
+
+_LIMIT, _IS_RENDEZVOUS = "up_to_bytes", "is_rendezvous"
+
+
+class Fitted(NamedTuple):
+    """A machine, and `facts`: texts that describe its measurement."""
+
+    facts: Mapping[str, str]
+    machine: Machine
+
+
+def as_json(fitted: Fitted) -> dict[str, Any]:
+    """A fitted machine as values of JSON."""
+    facts, machine = fitted
+    links = {
+        name: [link._asdict() | {_LIMIT: _finite(link.up_to_bytes)} for link in found]
+        for name, found in machine.links.items()
+    }
+    return {"facts": dict(facts), **machine._asdict(), "links": links}
+
+
+def _finite(limit: float) -> int | None:
+    return None if limit == math.inf else int(limit)
+
+
+def from_json(value: object, place: str) -> Fitted:
+    """The machine in values of `as_json`.  Raises ValueError, with the place of an error."""
+    found = fields(value, place, ("facts", *Machine._fields))
+    links = fields(found["links"], f"{place}.links")
+    if not links or not set(links) <= set(LINK_CLASSES):
+        raise ValueError(f"{place}.links must have some of {', '.join(LINK_CLASSES)}")
+    rates = {
+        name: seconds(found[name], f"{place}.{name}") for name in Machine._fields if name != "links"
+    }
+    by_class = {name: _links(each, f"{place}.links.{name}") for name, each in links.items()}
+    return Fitted(texts(found["facts"], f"{place}.facts"), Machine(by_class, **rates))
+
+
+def _links(value: object, place: str) -> tuple[Link, ...]:
+    links = tuple(
+        _link(each, f"{place}[{number}]")
+        for number, each in enumerate(items(value, place, "links"))
+    )
+    limits = [link.up_to_bytes for link in links]
+    if limits != sorted(set(limits)) or limits[-1] != math.inf:
+        raise ValueError(f"{place}: {_LIMIT} must grow from link to link, and be null in the last")
+    return links
+
+
+def _link(value: object, place: str) -> Link:
+    found = fields(value, place, Link._fields)
+    limit, is_rendezvous = found[_LIMIT], found[_IS_RENDEZVOUS]
+    if limit is not None and (type(limit) is not int or limit < 0):
+        raise ValueError(f"{place}.{_LIMIT} must be a number of bytes or null, not {limit!r}")
+    if not isinstance(is_rendezvous, bool):
+        raise ValueError(f"{place}.{_IS_RENDEZVOUS} must be true or false, not {is_rendezvous!r}")
+    rates = {
+        name: seconds(each, f"{place}.{name}")
+        for name, each in found.items()
+        if name not in (_LIMIT, _IS_RENDEZVOUS)
+    }
+    return Link(math.inf if limit is None else limit, is_rendezvous=is_rendezvous, **rates)

@@ -1,0 +1,180 @@
+"""A machine is found again from its own times, bad times are refused, and goals are judged."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from bench.fit.check import Held, Verdict, regrets, verdict
+from bench.fit.fitting import divided, fitted_links, line, link_errors, rate
+from bench.fit.measuring import Pair, pairs
+from bench.fit.patterns import PATTERNS, Sample, predicted
+from collectives.launch import launch
+from collectives.selection.decisions import Decisions
+from collectives.simulation import OTHER_HOST, SAME_HOST, Link, Machine
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 4096
+EAGER = Link(LIMIT, 2e-7, 2e-11, 5e-7, 3e-7, 4e-10)
+REST = Link(math.inf, 3e-7, 2e-11, 3e-6, 4e-7, 6e-11, is_rendezvous=True)
+MACHINE = Machine({SAME_HOST: (EAGER, REST)})
+SIZES = [8, 128, 512, 2048, 4096, 4160, 8192, 32768, 131072, 1 << 20]
+
+
+@cache
+def true_samples() -> list[Sample]:
+    """What would be measured if the model were true."""
+    blank = [Sample(pattern, SAME_HOST, size, 1.0) for pattern in PATTERNS for size in SIZES]
+    seconds = predicted(blank, MACHINE)
+    return [each._replace(seconds=time) for each, time in zip(blank, seconds.tolist(), strict=True)]
+
+
+def samples(noise: float = 0.0) -> list[Sample]:
+    """The same with noise that only takes longer."""
+    draw = Random(1).random
+    return [each._replace(seconds=each.seconds * (1 + noise * draw())) for each in true_samples()]
+
+
+def test_a_machine_is_found_again_from_its_own_times() -> None:
+    links = fitted_links(samples(), LIMIT)
+    assert [link.up_to_bytes for link in links] == [LIMIT, math.inf]
+    assert [link.is_rendezvous for link in links] == [False, True]
+    for found, true in zip(links, (EAGER, REST), strict=True):
+        of_link = [each for each in samples() if (each.num_bytes <= LIMIT) == (true is EAGER)]
+        assert np.abs(link_errors(of_link, found)).max() < 0.02
+        assert found.seconds_per_byte == pytest.approx(true.seconds_per_byte, rel=0.05)
+        start_up, truth = (
+            2 * link.overhead_seconds + link.latency_seconds for link in (found, true)
+        )
+        assert start_up == pytest.approx(truth, rel=0.05)
+        assert found.gap_seconds == pytest.approx(true.gap_seconds, rel=0.2)
+
+
+def test_noise_moves_a_machine_by_no_more_than_the_noise() -> None:
+    links = fitted_links(samples(noise=0.1), LIMIT)
+    for found, true in zip(links, (EAGER, REST), strict=True):
+        for size in (8, 4096, 1 << 20):
+            assert 0.98 < found.seconds(size) / true.seconds(size) < 1.12
+
+
+def test_one_time_that_was_disturbed_decides_little() -> None:
+    disturbed = samples()
+    at = disturbed.index(next(each for each in disturbed if each.num_bytes == 8192))
+    disturbed[at] = disturbed[at]._replace(seconds=5 * disturbed[at].seconds)
+    rest = fitted_links(disturbed, LIMIT)[-1]
+    assert rest.seconds(1 << 20) == pytest.approx(REST.seconds(1 << 20), rel=0.05)
+    assert rest.seconds(32768) == pytest.approx(REST.seconds(32768), rel=0.2)
+
+
+def test_sizes_are_divided_where_times_bend() -> None:
+    straight = {size: 1e-6 + 1e-9 * size for size in SIZES}
+    assert divided(straight) == [SIZES]
+    bent = {size: time if size < 5000 else 10 * time for size, time in straight.items()}
+    assert divided(bent) == [SIZES[:6], SIZES[6:]]
+    assert divided({}) == []
+
+
+def test_a_line_is_fitted_by_relative_errors_and_has_no_negative_costs() -> None:
+    assert line([8, 800], [1.0, 100.0]) == pytest.approx((0, 1 / 8))
+    assert line([10, 20], [5.0, 6.0]) == pytest.approx((4, 0.1))
+    assert line([10, 20], [6.0, 5.0])[1] == 0.0, "it does not fall"
+    assert line([10, 20], [1.0, 9.0])[0] == 0.0
+
+
+def test_the_rate_of_work_is_the_median_over_sizes() -> None:
+    assert rate([10, 20, 40], [10.0, 20.0, 4000.0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("at", "seconds", "sentence"),
+    [
+        (0, 0.0, "ping-pong of 8 bytes took 0.0 seconds, which is no time"),
+        (0, math.nan, "ping-pong of 8 bytes took nan seconds"),
+        (9, 1e-9, "ping-pong of 1048576 bytes took no longer than of 8 bytes on same_host"),
+    ],
+)
+def test_times_of_no_machine_are_refused(at: int, seconds: float, sentence: str) -> None:
+    wrong = samples()
+    wrong[at] = wrong[at]._replace(seconds=seconds)
+    with pytest.raises(ValueError, match=sentence):
+        fitted_links(wrong, LIMIT)
+
+
+def test_times_without_any_order_are_refused() -> None:
+    random = Random(2)
+    wrong = [
+        each._replace(seconds=each.seconds * 10 ** random.uniform(-3, 3)) for each in samples()
+    ]
+    with pytest.raises(ValueError, match=r"no link has the times measured .* repeat|disturbed"):
+        fitted_links(wrong, LIMIT)
+
+
+def test_a_link_of_each_class_is_measured_between_the_first_two_ranks_that_have_it() -> None:
+    assert pairs([0, 0, 1, 1]) == [Pair(SAME_HOST, (0, 1)), Pair(OTHER_HOST, (0, 2))]
+    assert pairs([0, 1, 1]) == [Pair(OTHER_HOST, (0, 1)), Pair(SAME_HOST, (1, 2))]
+    assert pairs([0]) == []
+
+
+def held(label: str, seconds: float, predicted_seconds: float, num_bytes: int = 8) -> Held:
+    return Held("all_reduce", label, 2, num_bytes, seconds, predicted_seconds)
+
+
+def test_goals_are_judged_by_errors_and_by_what_would_be_picked() -> None:
+    right = [held("ring", 1.0, 1.05), held("linear", 2.0, 1.9)]
+    assert verdict(right) == Verdict(2, pytest.approx(0.05), pytest.approx(0.05), 1.0, 1.0)
+    assert verdict(right).is_met
+    inexact = [held("ring", 1.0, 1.2), held("linear", 2.0, 2.4)]
+    assert verdict(inexact).regret == 1.0 and not verdict(inexact).is_met
+    misled = [held("ring", 1.0, 1.06), held("linear", 1.15, 1.05)]
+    assert verdict(misled).regret == pytest.approx(1.15) and not verdict(misled).is_met
+    outlier = [held("ring", 1.0, 1.0)] * 5 + [held("linear", 2.0, 4.0)]
+    assert verdict(outlier).tail > 0.25 and not verdict(outlier).is_met
+
+
+def test_picks_are_compared_size_by_size() -> None:
+    found = [held("ring", 1.0, 1.0), held("linear", 2.0, 2.0)]
+    found += [held("ring", 4.0, 3.0, 64), held("linear", 2.0, 5.0, 64)]
+    assert regrets(found) == [1.0, 2.0]
+    assert verdict(found).regret == pytest.approx(math.sqrt(2)) and verdict(found).worst == 2.0
+
+
+# On real ranks
+
+
+def fit(output: Path, *more: str, num_ranks: int = 2) -> tuple[int, str]:
+    command = ["-m", "bench", "fit", "--samples", "5", "--output", str(output), *more]
+    done = launch(num_ranks, command, env={"PYTHONPATH": str(ROOT)}, timeout=100, capture=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_what_is_fitted_is_written_checked_and_can_be_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.json"
+    tables = {"2": {"facts": {}, "tables": {"barrier": [{"up_to": None, "best": ["tree"]}]}}}
+    path.write_text(json.dumps({"machine": None, "measured": tables}))
+    status, said = fit(path, "--check", "--seconds", "3")
+    assert status in (0, 1), said
+    assert said.splitlines()[-1] == (
+        "All goals are met." if status == 0 else "Not all goals are met."
+    )
+    found = Decisions.from_json(path.read_text())
+    assert found.fitted is not None and list(found.fitted.machine.links) == [SAME_HOST]
+    links = found.fitted.machine.links[SAME_HOST]
+    assert links[-1].is_rendezvous and not links[0].is_rendezvous
+    assert 0 < links[0].seconds(8) < links[-1].seconds(1 << 20) < 1
+    assert found.fitted.facts["ranks"] == "2"
+    assert json.loads(path.read_text())["measured"] == tables, "what was measured is kept"
+
+
+def test_what_cannot_be_fitted_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.json"
+    status, said = fit(path, num_ranks=1)
+    assert status == 2 and "one rank sends no messages; run it under mpirun" in said
+    status, said = fit(path, "--keep", "--check")
+    assert status == 2 and f"--keep: {path} has no fitted machine" in said
+    assert not path.exists()
