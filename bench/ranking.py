@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives import Topology
 from collectives.selection.cost import Machine, price
 from collectives.selection.decisions import Row
 from collectives.selection.explanation import explain
@@ -24,12 +25,12 @@ LEVEL = 1.1  # times the least time: who needs no more is as fast
 SIZES = range(1, 130)  # numbers of ranks that stand for all
 
 
-def promising(collective: str, size: int, num_bytes: int) -> list[str]:
+def promising(collective: str, hosts: Topology, num_bytes: int) -> list[str]:
     """The algorithms that can run, without those that the cost model finds hopeless.
 
     It is asked of the built-in machine, and so says the same on all ranks.
     """
-    candidates = explain(collective, None, size, num_bytes).candidates
+    candidates = explain(collective, None, hosts.size, num_bytes, topology=hosts).candidates
     longest = HOPELESS * candidates[0].seconds
     return [candidate.label for candidate in candidates if candidate.seconds <= longest]
 
@@ -37,10 +38,10 @@ def promising(collective: str, size: int, num_bytes: int) -> list[str]:
 # Tables
 
 
-def rows(collective: str, size: int, times: Times) -> tuple[Row, ...]:
+def rows(collective: str, hosts: Topology, times: Times) -> tuple[Row, ...]:
     """The table of a collective.  Between two sizes measured the limit is their geometric mean."""
     limits = [math.isqrt(low * high) for low, high in pairwise(times)]
-    best = [reachable(collective, each) for each in rankings(collective, size, times)]
+    best = [reachable(collective, each) for each in rankings(collective, hosts, times)]
     both = zip([*limits, math.inf], best, strict=True)
     return tuple(
         Row(max(limit for limit, _ in group), labels)
@@ -48,7 +49,7 @@ def rows(collective: str, size: int, times: Times) -> tuple[Row, ...]:
     )
 
 
-def rankings(collective: str, size: int, times: Times) -> list[list[str]]:
+def rankings(collective: str, hosts: Topology, times: Times) -> list[list[str]]:
     """The algorithms at every size, best first.
 
     Among those that are as fast as the fastest not luck decides: first comes what the built-in
@@ -58,7 +59,7 @@ def rankings(collective: str, size: int, times: Times) -> list[list[str]]:
     num_sizes = Counter(label for labels in fast.values() for label in labels)
 
     def ranked(num_bytes: int) -> list[str]:
-        ruled = choose(collective, None, size, num_bytes).label
+        ruled = choose(collective, None, hosts.size, num_bytes, topology=hosts).label
         level, each = fast[num_bytes], times[num_bytes]
         level.sort(key=lambda label: (label != ruled, -num_sizes[label]))
         return level + sorted(set(each) - set(level), key=each.__getitem__)
@@ -98,10 +99,10 @@ class Samples(NamedTuple):
     seconds: NDArray[np.float64]
 
 
-def samples(size: int, times: Mapping[str, Times]) -> Samples:
-    """Of every collective on `size` ranks."""
+def samples(hosts: Topology, times: Mapping[str, Times]) -> Samples:
+    """Of every collective on the ranks of these hosts."""
     found = [
-        (_costs(collective, label, size, num_bytes), seconds)
+        (_costs(collective, label, hosts, num_bytes), seconds)
         for collective, by_size in times.items()
         for num_bytes, by_label in by_size.items()
         for label, seconds in by_label.items()
@@ -109,9 +110,9 @@ def samples(size: int, times: Mapping[str, Times]) -> Samples:
     return Samples(*map(np.array, zip(*found, strict=True)))
 
 
-def _costs(collective: str, label: str, size: int, num_bytes: int) -> list[float]:
+def _costs(collective: str, label: str, hosts: Topology, num_bytes: int) -> list[float]:
     """Start-ups, bytes through the busiest port, bytes combined."""
-    choice = choose(collective, label, size, num_bytes)
+    choice = choose(collective, label, size := hosts.size, num_bytes, topology=hosts)
     units = (Machine(*row) for row in np.eye(3))
     return [price(choice.algorithm, size, num_bytes, unit, **choice.options) for unit in units]
 

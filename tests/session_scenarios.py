@@ -15,6 +15,7 @@ from collectives import Communicator, SentReceived
 from collectives.arrays.backends import HOST, Arrays
 from collectives.runtime import header
 from collectives.runtime.header import Header
+from collectives.selection import sends_counts_ahead
 from tests.operator_scenarios import failing
 from tests.scenarios import unchanged
 
@@ -466,10 +467,10 @@ def counts_travel_ahead_of_blocks_that_are_sent_on(
 
 
 def algorithms_that_send_blocks_on(size: int) -> list[str]:
-    """All of an all-to-all that serve this number of ranks."""
+    """All of an all-to-all that send whole blocks on and serve this number of ranks."""
     names = collectives.algorithms.names("all_to_all")
-    every = [collectives.algorithms.info("all_to_all", name) for name in names]
-    return [each.name for each in every if not each.is_local and each.serves(size)]
+    serving = [n for n in names if collectives.algorithms.info("all_to_all", n).serves(size)]
+    return [name for name in serving if sends_counts_ahead("all_to_all", name)]
 
 
 def sent_by(ledger: collectives.Ledger) -> list[tuple[Any, ...]]:

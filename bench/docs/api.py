@@ -30,7 +30,7 @@ HEAD = """\
 NAMES = {
     "collectives.schedule": [
         *("Send", "Recv", "RecvReduce", "Copy", "CopyReduce", "Operation", "Piece", "grid"),
-        *("rooted", "dual", "folded", "nested", "relabelled"),
+        *("rooted", "dual", "folded", "nested", "relabelled", "within_hosts", "among_hosts"),
     ],
     "parallel.pipeline": [  # without the table of formulas, which is functions
         *("Schedule", "make", "read_csv", "write_csv", "parse", "with_messages"),

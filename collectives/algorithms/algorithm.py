@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from collectives.algorithms.formulas import Cost, Formula, all_rounds, checked_num_pieces
+from collectives.algorithms.formulas import (
+    Cost,
+    Formula,
+    Option,
+    all_rounds,
+    arguments,
+    checked_num_pieces,
+    topology_of,
+)
 from collectives.schedule import (
     SPECS,
     Case,
@@ -16,16 +24,15 @@ from collectives.schedule import (
     Round,
     Schedule,
     ScheduleError,
+    Topology,
     floor_log2,
     verify_schedules,
 )
 
-Ranks = Literal[
-    "any", "even", "power of two", "multiple of per_host", "multiple of x * y", "at most shards"
-]
+Ranks = Literal["any", "even", "power of two", "multiple of x * y", "at most shards"]
 
 # The options whose product divides the number of ranks.
-DIVISORS = {"multiple of per_host": ("per_host",), "multiple of x * y": ("x", "y")}
+DIVISORS = {"multiple of x * y": ("x", "y")}
 
 MAX_OPTION = 2**16  # the greatest value of an option
 MAX_PROVED = 2**20  # operations and their blocks, of all ranks: some ten seconds of proof
@@ -84,7 +91,7 @@ class Algorithm:
     is_local: bool = False
     source: str = ""
     use: str = ""
-    options: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
     is_built_in: bool = True
     _proved: set[tuple[Any, ...]] = field(default_factory=set, init=False, repr=False)
 
@@ -112,30 +119,41 @@ class Algorithm:
             "any": "any number of ranks",
             "even": "an even number of ranks",
             "power of two": "a power of two of ranks",
-            "multiple of per_host": "a multiple of per_host ranks",
             "multiple of x * y": "a multiple of x * y ranks",
             "at most shards": "a number of ranks up to that of the shards",
         }[self.ranks]
 
-    def serves(self, size: int, **options: int) -> bool:
+    def serves(self, size: int, **options: Option) -> bool:
         """Whether the algorithm can run on `size` ranks."""
-        chosen = {**self.options, **options}
+        chosen: dict[str, Any] = {**self.options, **options}
         if self.ranks == "at most shards":
-            return size <= (chosen["shards"] or size)
+            most: int = chosen["shards"] or size
+            return size <= most
         if self.ranks in DIVISORS:
-            return size % math.prod(chosen[option] for option in DIVISORS[self.ranks]) == 0
+            parts: list[int] = [chosen[option] for option in DIVISORS[self.ranks]]
+            return size % math.prod(parts) == 0
         return {
             "any": True,
             "even": size % 2 == 0,
             "power of two": size == 1 << floor_log2(size),
         }[self.ranks]
 
-    def case(self, size: int, root: int | None = None, **options: int) -> Case:
+    def hosts(self, size: int, **options: Option) -> Topology:
+        """The hosts of `size` ranks; only one if the algorithm does not know hosts.
+
+        Raises ValueError if `per_host` is a topology of another number of ranks.
+        """
+        return topology_of(size, {"per_host": size, **self.options, **options}["per_host"])
+
+    def case(self, size: int, root: int | None = None, **options: Option) -> Case:
         """The instance of the collective for `size` ranks, this `root` and these options."""
         num_pieces = checked_num_pieces(self.label, self.pieces, size, options)
-        return Case(size, root or 0, num_pieces, {**self.options, **options}.get("shards", 0))
+        chosen: dict[str, Any] = {**self.options, **options}
+        return Case(size, root or 0, num_pieces, chosen.get("shards", 0))
 
-    def schedule(self, rank: int, size: int, root: int | None = None, **options: int) -> Schedule:
+    def schedule(
+        self, rank: int, size: int, root: int | None = None, **options: Option
+    ) -> Schedule:
         """The rounds of one rank of `size` ranks.
 
         Raises ValueError if the algorithm does not serve this number of ranks, this `root` or
@@ -146,7 +164,7 @@ class Algorithm:
             self._require_proof(size, root, options)
         return self._rounds(rank, size, root, options)
 
-    def verify(self, size: int, root: int | None = None, **options: int) -> None:
+    def verify(self, size: int, root: int | None = None, **options: Option) -> None:
         """Prove it for `size` ranks and `root`, or raise `ScheduleError` with the grid."""
         self._check(0, size, root, options)
         case = self.case(size, root, **options)
@@ -156,7 +174,7 @@ class Algorithm:
             is_bitwise=self.is_bitwise, is_invariant=self.is_invariant,
         )  # fmt: skip
 
-    def prove(self, size: int, root: int | None = None, **options: int) -> None:
+    def prove(self, size: int, root: int | None = None, **options: Option) -> None:
         """Prove it for `size` ranks and `root` as `verify` does, but only once.
 
         Raises ValueError if the proof would take too long.
@@ -173,7 +191,7 @@ class Algorithm:
                 self.verify(size, root, **options)
                 self._proved.add(key)
 
-    def _require_proof(self, size: int, root: int | None, options: Mapping[str, int]) -> None:
+    def _require_proof(self, size: int, root: int | None, options: Mapping[str, Option]) -> None:
         """Prove it; if it is wrong, raise an error that names the ranks, root and options."""
         try:
             self.prove(size, root, **options)
@@ -182,7 +200,9 @@ class Algorithm:
             at_root = "" if root is None else f", root {root}"
             raise ScheduleError(f"{self.label}, {size} ranks{at_root}{given}: {error}") from error
 
-    def _refuse_long_proof(self, size: int, root: int | None, options: Mapping[str, int]) -> None:
+    def _refuse_long_proof(
+        self, size: int, root: int | None, options: Mapping[str, Option]
+    ) -> None:
         """Raise ValueError for schedules of too many operations."""
         num_steps = size * self.case(size, root, **options).num_pieces
         for rank in range(size):
@@ -195,14 +215,14 @@ class Algorithm:
             )
 
     def _rounds(
-        self, rank: int, size: int, root: int | None, options: Mapping[str, int]
+        self, rank: int, size: int, root: int | None, options: Mapping[str, Option]
     ) -> Schedule:
         """The rounds of the function, without a proof."""
         where = {"root": root or 0} if SPECS[self.collective].is_rooted else {}
-        settings = {**self.options, **options}
+        settings = arguments(size, {**self.options, **options})
         return all_rounds(self.label, self.function(rank, size, **where, **settings))
 
-    def _check(self, rank: int, size: int, root: int | None, options: Mapping[str, int]) -> None:
+    def _check(self, rank: int, size: int, root: int | None, options: Mapping[str, Option]) -> None:
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"{self.label}: there is no rank {rank} among {size} ranks")
         if root is not None and not SPECS[self.collective].is_rooted:
@@ -210,15 +230,18 @@ class Algorithm:
         if root is not None and not 0 <= root < size:
             raise ValueError(f"{self.label}: there is no root {root} among {size} ranks")
         self.check_options(options)
+        self.hosts(size, **options)
         if not self.serves(size, **options):
             raise ValueError(f"{self.label} serves {self.ranks_in_words}, not {size}")
 
-    def check_options(self, options: Mapping[str, int]) -> None:
+    def check_options(self, options: Mapping[str, Option]) -> None:
         """Raise ValueError for `options` that the algorithm does not have, or for wrong values."""
         if unknown := sorted(set(options) - set(self.options)):
             known = dict(self.options)
             raise ValueError(f"{self.label} knows no option {unknown[0]!r}; it has {known}")
         for name, value in options.items():
+            if name == "per_host" and isinstance(value, Topology):
+                continue
             least = {"radix": 2, "shards": 0}.get(name, 1)
             if type(value) is not int:
                 raise ValueError(f"{self.label}: {name} must be an int, not {value!r}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from collectives.algorithms import gather, reduce_scatter
 from collectives.algorithms.registry import algorithm, costs_of
-from collectives.schedule import Block, Piece, Recv, Round, Send, dual, trees
+from collectives.schedule import Block, Piece, Recv, Round, Send, Topology, dual, trees
 from collectives.schedule import circulant as graph
 
 
@@ -247,12 +247,12 @@ def all_broadcast(rank: int, size: int, segments: int = 4) -> Iterator[Round]:
     **costs_of(reduce_scatter.hierarchical),
     scratch_bytes="n",
     source="Traff and Hunold 2020",
-    use="Use it on several hosts with equally many ranks each: hosts send each other the "
-    "least possible.",
+    use="Use it on several hosts: hosts receive from each other the least possible.",
 )
-def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+def hierarchical(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
     """All-gather among ranks with the same place on their hosts, then within every host.
 
-    Of n bytes a host sends n (H-1)/H to other hosts, if there are H of them: the least possible.
+    A host receives each block of other hosts once: the least possible, n (H-1)/H bytes if H hosts
+    have equally many ranks.
     """
-    return dual(reduce_scatter.hierarchical(rank, size, per_host), rank, combine=False)
+    return dual(reduce_scatter.hierarchical(rank, size, hosts), rank, combine=False)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from collectives.algorithms import all_gather, broadcast, reduce, reduce_scatter
-from collectives.algorithms.registry import algorithm, costs_of
+from collectives.algorithms.registry import BY_HOST, algorithm, costs_of
 from collectives.algorithms.shards import along_fixed_tree
 from collectives.algorithms.windows import windows
 from collectives.schedule import (
@@ -17,12 +17,15 @@ from collectives.schedule import (
     RecvReduce,
     Round,
     Send,
+    Topology,
+    among_hosts,
     dual,
     folded,
     negabinary,
     nested,
     relabelled,
     trees,
+    within_hosts,
 )
 
 
@@ -251,25 +254,21 @@ def circulant(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
-    **costs_of(circulant, ranks="multiple of per_host", options={"per_host": 2}),
+    **costs_of(circulant, options={"per_host": 2}),
     reduction_bytes="f * n",
     scratch_bytes="2 * n / 3",
     source="Traff 2024b",
-    use="Use it on several hosts with equally many ranks each: most bytes stay within a host.",
+    use="Use it on several hosts whose ranks are the same power of two: most bytes stay within a "
+    "host.",
 )
-def circulant_strided(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+def circulant_strided(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
     """The circulant all-reduce with another order of ranks, so that far hops stay within a host.
 
-    If the ranks of a host are a power of two, of n bytes a host sends 2n (H-1)/H to other hosts,
-    if there are H of them: the least possible.
+    If each of H hosts has the same power of two of ranks, it sends 2n (H-1)/H bytes to other hosts:
+    the least possible.
     """
-    num_hosts = size // per_host
-    host, place = divmod(rank, per_host)
-
-    def real(vrank: int) -> int:
-        return vrank % num_hosts * per_host + vrank // num_hosts
-
-    return relabelled(circulant(place * num_hosts + host, size), real)
+    order = sorted(range(size), key=lambda r: (hosts.place(r), hosts.host_of[r]))
+    return nested(circulant, rank, order)
 
 
 @algorithm(
@@ -477,33 +476,35 @@ def _combined_in_order(rank: int, size: int) -> list[Operation]:
 
 
 @algorithm(
-    rounds="2 * (log(g, 2) + log(p // g, 2))",
-    messages="2 * p * (log(g, 2) + log(p // g, 2))",
+    rounds="2 * (log(g, 2) + log(H, 2))",
+    messages="2 * p * (log(g, 2) + log(H, 2))",
     max_bytes_per_rank="2 * f * n",
     total_bytes="2 * (p - 1) * n",
     reduction_bytes="f * n",
-    scratch_bytes="2 * n / 3",
-    pieces="p",
-    ranks="multiple of per_host",
+    scratch_bytes="n",
+    pieces="g * H",
     options={"per_host": 2},
+    for_even_hosts=BY_HOST,
     source="Cho et al. 2019",
-    use="Use it for large vectors on several hosts with equally many ranks each: hosts send "
-    "each other the least possible.",
+    use="Use it for large vectors on several hosts: hosts send each other the least possible.",
 )
-def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+def hierarchical(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
     """Reduce-scatter within each host, all-reduce between hosts, all-gather within each host.
 
-    Of n bytes a host sends 2n (H-1)/H to other hosts, if there are H of them: the least possible.
+    Each of H hosts sends 2n (H-1)/H bytes to other hosts, the least possible.  The vector has as
+    many columns as the largest host has ranks; smaller hosts divide them among fewer ranks.
     """
-    mine, counterparts = trees.hosts(rank, size, per_host)
-    num_hosts = len(counterparts)
+    host, num_hosts = hosts.host_of[rank], hosts.num_hosts
+    pieces = range(hosts.max_per_host * num_hosts)
 
-    def part(other: int) -> range:
-        return range(other * num_hosts, (other + 1) * num_hosts)
+    def holder(piece: int, host: int) -> int:
+        return hosts.in_column(piece // num_hosts, host)
 
-    yield from nested(reduce_scatter.circulant, rank, mine, part)
-    yield from nested(circulant, rank, counterparts, lambda other: [part(rank % per_host)[other]])
-    yield from nested(all_gather.circulant, rank, mine, part)
+    parts = [[i for i in pieces if holder(i, host) == mate] for mate in hosts.mates(rank)]
+    between = circulant(host, num_hosts)
+    yield from within_hosts(reduce_scatter.circulant, rank, hosts, parts.__getitem__)
+    yield from among_hosts(between, rank, hosts, lambda i: pieces[i::num_hosts], holder)
+    yield from within_hosts(all_gather.circulant, rank, hosts, parts.__getitem__)
 
 
 @algorithm(

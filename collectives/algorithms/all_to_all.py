@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
 
-from collectives.algorithms.registry import algorithm
-from collectives.schedule import Block, Recv, Round, Send, negabinary, nested, trees
+from collectives.algorithms.registry import BY_HOST, algorithm
+from collectives.schedule import (
+    Block,
+    Piece,
+    Recv,
+    Round,
+    Send,
+    Topology,
+    among_hosts,
+    negabinary,
+    nested,
+    trees,
+    within_hosts,
+)
 
 
 @algorithm(
@@ -143,24 +158,106 @@ def bine(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="g - 1 + p // g - 1",
-    messages="p * (g - 1 + p // g - 1)",
-    max_bytes_per_rank="n / p * ((g - 1) * (p // g) + (p // g - 1) * g)",
-    total_bytes="n * ((g - 1) * (p // g) + (p // g - 1) * g)",
-    scratch_bytes="2 * n",
-    ranks="multiple of per_host",
+    rounds="g - 1 + H - 1",
+    messages="p * (g - 1 + H - 1)",
+    max_bytes_per_rank="n / p * ((g - 1) * H + (H - 1) * g)",
+    total_bytes="n * ((g - 1) * H + (H - 1) * g)",
+    scratch_bytes="3 * n",
     options={"per_host": 2},
+    for_even_hosts=(*BY_HOST, "total_bytes"),
     source="Traff and Rougier 2014",
     use="Use it on several hosts with many ranks each, for small blocks: one message between "
     "two hosts instead of many.",
 )
-def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+def hierarchical(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
     """Blocks are exchanged within each host first, then between hosts.
 
-    A rank sends one message to its counterpart on every other host, with the blocks of all ranks of
-    its own host for that rank.
+    A rank sends one message to each of its counterparts on other hosts, with the blocks of all
+    ranks of its own host for that rank.
     """
-    return torus(rank, size, x=per_host)
+    host, mates = hosts.host_of[rank], hosts.mates(rank)
+
+    def holder(block: tuple[int, int], host: int) -> int:
+        return hosts.counterpart(block[1], host)
+
+    parts = [[r for r in range(size) if hosts.counterpart(r, host) == mate] for mate in mates]
+    yield from within_hosts(
+        pairwise, rank, hosts, lambda pair: [(mates[pair[0]], r) for r in parts[pair[1]]]
+    )
+    between = pairwise(host, hosts.num_hosts)
+    yield from among_hosts(between, rank, hosts, partial(_between, hosts), holder)
+
+
+def _between(hosts: Topology, pair: tuple[int, int]) -> Iterator[tuple[int, ...]]:
+    """All blocks from the ranks of one host to those of another."""
+    return product(*(hosts.hosts[host] for host in pair))
+
+
+@algorithm(
+    rounds="2 * (g - 1) + H - 1 if H > 1 else g - 1",
+    messages="p * (2 * (g - 1) + H - 1) if H > 1 else p * (g - 1)",
+    max_bytes_per_rank="n / p * (g - 1 + (p - g) * (3 - 2 / g))",
+    total_bytes="n * (g - 1 + (p - g) * (3 - 2 / g))",
+    scratch_bytes="4 * n",
+    pieces="g",
+    options={"per_host": 2},
+    for_even_hosts=(*BY_HOST, "total_bytes"),
+    source="Lei et al. 2025",
+    use="Use it on several hosts where ranks send unequal amounts and each rank has a network "
+    "adapter of its own: the ranks of a host share what it sends to each other host.",
+)
+def fast(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
+    """The ranks of a host first balance what each of them sends to every other host.
+
+    A block between hosts is cut into as many pieces as the largest host has ranks.  Each piece has
+    a column, and is sent by the rank of its host that has the column to the one that has it on the
+    other host, which passes it on.
+    """
+    mates = hosts.mates(rank)
+    others = [r for r in range(size) if r not in mates]
+
+    def balanced(pair: tuple[int, int]) -> Iterator[Block]:
+        source, target = (mates[place] for place in pair)
+        yield from _pieces(hosts, [source], [target], range(hosts.max_per_host))
+        yield from _pieces(hosts, [source], others, hosts.columns(target))
+
+    def of_hosts(pair: tuple[int, int]) -> Iterator[Block]:
+        sources, destinations = (hosts.hosts[host] for host in pair)
+        return _pieces(hosts, sources, destinations, hosts.columns(rank))
+
+    def passed_on(pair: tuple[int, int]) -> Iterator[Block]:
+        source, target = (mates[place] for place in pair)
+        return _pieces(hosts, others, [target], hosts.columns(source))
+
+    between = pairwise(hosts.host_of[rank], hosts.num_hosts)
+    yield from within_hosts(pairwise, rank, hosts, balanced)
+    yield from among_hosts(between, rank, hosts, of_hosts, partial(_carrier, hosts))
+    if others:
+        yield from within_hosts(pairwise, rank, hosts, passed_on)
+
+
+def _pieces(
+    hosts: Topology, sources: Iterable[int], destinations: Iterable[int], columns: Iterable[int]
+) -> Iterator[Block]:
+    """The pieces in some columns of all blocks from some ranks to some ranks.
+
+    If a block is not a multiple of the number of columns, its first pieces are larger.  Those of
+    different blocks have different columns.
+    """
+    num_pieces = hosts.max_per_host
+    for block in product(sources, destinations):
+        first = hosts.place(block[0]) + hosts.place(block[1])
+        for column in columns:
+            yield block if num_pieces == 1 else Piece(block, (column - first) % num_pieces)
+
+
+def _carrier(hosts: Topology, piece: Any, host: int) -> int:
+    """The rank of a host that sends or receives a piece between hosts."""
+    if hosts.max_per_host == 1:
+        return hosts.hosts[host][0]
+    (source, destination), number = piece
+    column = number + hosts.place(source) + hosts.place(destination)
+    return hosts.in_column(column % hosts.max_per_host, host)
 
 
 @algorithm(

@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any, get_args
 
 from collectives.algorithms.algorithm import DIVISORS, Algorithm, Ranks
-from collectives.algorithms.formulas import SYMBOLS, Counted, Formula
+from collectives.algorithms.formulas import SYMBOLS, Counted, Formula, Option, arguments
 from collectives.algorithms.registry import COSTS, REGISTRY, Function, add
 from collectives.schedule import SPECS, Round, ScheduleError, count, even_sizes
 
@@ -46,7 +46,8 @@ def register(
     - `name`: the algorithm's name; None: the function's.
     - `ranks`, `is_ordered`, `is_bitwise`, `is_invariant`, `pieces`, `source`: what it promises, see
       `Algorithm`.
-    - `options`: the names of its options, with their defaults.
+    - `options`: the names of its options, with their defaults.  With `per_host` the function takes
+      `hosts`, a `collectives.Topology`, instead.
     - `formulas`: texts for `rounds`, `startups`, `messages`, `max_bytes_per_rank`, `total_bytes`,
       `critical_bytes`, `reduction_bytes`, see `Formula`.  A cost without a formula is counted.
 
@@ -115,7 +116,7 @@ def _telling_its_rank(function: Callable[..., Iterator[Round]]) -> Callable[...,
     """The same function, whose errors become a ScheduleError that names the rank."""
 
     @wraps(function)
-    def rounds(rank: int, size: int, *others: int, **options: int) -> Iterator[Round]:
+    def rounds(rank: int, size: int, *others: int, **options: Option) -> Iterator[Round]:
         try:
             yield from function(rank, size, *others, **options)
         except Exception as error:
@@ -133,11 +134,11 @@ def _check_names(entry: Algorithm) -> None:
     root = {"root": 0} if SPECS[entry.collective].is_rooted else {}
     signature = inspect.signature(entry.function, follow_wrapped=False)
     try:
-        signature.bind(0, 1, **root, **entry.options)
+        signature.bind(0, 1, **root, **arguments(1, entry.options))
     except TypeError as error:
         raise ValueError(
             f"{entry.name}{signature} cannot be called with rank, size"
-            f"{''.join(f', {each}' for each in (*root, *entry.options))}: {error}"
+            f"{''.join(f', {each}' for each in (*root, *arguments(1, entry.options)))}: {error}"
         ) from None
     taken = REGISTRY[entry.collective].get(entry.name)
     if taken is not None and taken.is_built_in:
@@ -152,7 +153,8 @@ def prove(entry: Algorithm) -> None:
 
     By its default options, and with each of them one and two higher.
     """
-    higher = [{name: value + i} for name, value in entry.options.items() for i in (1, 2)]
+    given = {name: value for name, value in entry.options.items() if isinstance(value, int)}
+    higher = [{name: value + i} for name, value in given.items() for i in (1, 2)]
     for options in [{}, *higher]:
         sizes = [size for size in PROVED_SIZES if entry.serves(size, **options)]
         if len(sizes) < 2:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain
 from itertools import pairwise as pairwise_of
 
-from collectives.algorithms.registry import algorithm, costs_of
+from collectives.algorithms.registry import BY_HOST, algorithm, costs_of
 from collectives.algorithms.shards import along_fixed_tree
-from collectives.schedule import RecvReduce, Round, Send, folded, negabinary, nested, trees
+from collectives.schedule import (
+    RecvReduce,
+    Round,
+    Send,
+    Topology,
+    among_hosts,
+    folded,
+    negabinary,
+    trees,
+    within_hosts,
+)
 from collectives.schedule import circulant as graph
 
 
@@ -260,26 +271,28 @@ def _pat_plan(size: int, aggregation: int) -> Iterator[tuple[int, range]]:
 
 
 @algorithm(
-    rounds="log(g, 2) + log(p // g, 2)",
-    messages="p * (log(g, 2) + log(p // g, 2))",
+    rounds="log(g, 2) + log(H, 2)",
+    messages="p * (log(g, 2) + log(H, 2))",
     max_bytes_per_rank="f * n",
     total_bytes="(p - 1) * n",
     reduction_bytes="f * n",
-    scratch_bytes="5 * n / 4",
-    ranks="multiple of per_host",
+    scratch_bytes="3 * n / 2",
     options={"per_host": 2},
+    for_even_hosts=BY_HOST,
     source="Cho et al. 2019",
-    use="Use it on several hosts with equally many ranks each: hosts send each other the "
-    "least possible.",
+    use="Use it on several hosts: hosts send each other the least possible.",
 )
-def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+def hierarchical(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
     """Reduce-scatter within every host, then among ranks with the same place on their hosts.
 
-    Of n bytes a host sends n (H-1)/H to other hosts, if there are H of them: the least possible.
+    A host sends each block of other hosts once: the least possible, n (H-1)/H bytes if H hosts have
+    equally many ranks.
     """
-    mine, counterparts = trees.hosts(rank, size, per_host)
-    yield from nested(circulant, rank, mine, lambda other: range(other, size, per_host))
-    yield from nested(circulant, rank, counterparts, lambda other: [counterparts[other]])
+    host, ranks = hosts.host_of[rank], list(chain(*hosts.hosts))
+    parts = [[r for r in ranks if hosts.counterpart(r, host) == mate] for mate in hosts.mates(rank)]
+    between = circulant(host, hosts.num_hosts)
+    yield from within_hosts(circulant, rank, hosts, parts.__getitem__)
+    yield from among_hosts(between, rank, hosts, hosts.hosts.__getitem__, hosts.counterpart)
 
 
 # The messages and bytes of an exchange in which the ranks that own a part get it from all others.

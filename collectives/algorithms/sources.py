@@ -25,6 +25,8 @@ SOURCES = {
     "multiport networks. arXiv 2602.17254.",
     "Karonis et al. 2000": "Exploiting hierarchy in parallel computer networks to optimize "
     "collective operation performance. IPDPS.",
+    "Lei et al. 2025": "FAST: an efficient scheduler for all-to-all GPU communication. "
+    "arXiv 2505.09764.",
     "Loch and Koslovski 2021": "Sparbit: a new logarithmic-cost and data locality-aware MPI "
     "allgather algorithm.",
     "Mellor-Crummey and Scott 1991": "Algorithms for scalable synchronization on shared-memory "

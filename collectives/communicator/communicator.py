@@ -244,8 +244,9 @@ class Communicator(Collectives, PointToPoint):
             if SPECS[collective].is_reduction:
                 combine = operator(op, collective)
                 combine.check(array.dtype)
-        decisions = self._session.decisions
-        found = explain(collective, algorithm, self.size, num_bytes, combine, decisions)
+        found = explain(
+            collective, algorithm, self.size, num_bytes, combine, self.decisions, self.topology
+        )
         return found._replace(run_by=runs_by(self._session.transport, backend, combine, dtype))
 
     @property
@@ -287,7 +288,7 @@ class Communicator(Collectives, PointToPoint):
         Yields the `Ledger` of this rank.  Other ranks need not record.
         """
         collect = partial(gather_bytes, self._session, label="ledger")
-        ledger = Ledger(self.rank, self.size, collect=collect)
+        ledger = Ledger(self.rank, self.topology, collect=collect)
         with self._session.recording(ledger):
             yield ledger
 

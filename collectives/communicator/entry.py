@@ -101,7 +101,7 @@ def wrap(
     limit, mode = validation.seconds(timeout), mode_of(check)
     thread = None if progress is None else shared_progress_thread()
     if topology is not None:
-        _check_size(topology, comm.size)
+        topology.check_size(comm.size)
     return adopt(comm.Idup(), timeout=limit, thread=thread, mode=mode, topology=topology)
 
 
@@ -120,11 +120,6 @@ def adopt(
     _enable_dumps(transport.flight)
     hosts = Topology(hosts_of(transport, timeout)) if topology is None else topology
     return Communicator(Session(transport, timeout, thread=thread, check=mode, topology=hosts))
-
-
-def _check_size(topology: Topology, size: int) -> None:
-    if topology.size != size:
-        raise ValueError(f"a topology of {topology.size} ranks does not fit {size} ranks")
 
 
 def _enable_dumps(flight: FlightRecorder) -> None:
@@ -162,7 +157,7 @@ def run(
     if not callable(fn):
         raise TypeError(f"fn must be a function of a communicator, not {fn!r}")
     if topology is not None:
-        _check_size(topology, num_ranks)
+        topology.check_size(num_ranks)
 
     def body(transport: ThreadTransport) -> Result:
         return fn(Communicator(Session(transport, check=mode, topology=topology)))

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from collectives.algorithms import Algorithm
+from collectives.algorithms import Algorithm, Option
 from collectives.programs.lifetimes import Arena, Outline, outline
 from collectives.programs.steps import (
     Aliasing,
@@ -50,7 +50,7 @@ from collectives.schedule import (
 
 @lru_cache(maxsize=256)
 def _outlined(
-    algorithm: Algorithm, rank: int, size: int, root: int, options: tuple[tuple[str, int], ...]
+    algorithm: Algorithm, rank: int, size: int, root: int, options: tuple[tuple[str, Option], ...]
 ) -> tuple[int, Sequence[Block], Sequence[Block], Outline]:
     """The number of pieces, the blocks of `rank` before and after, and its schedule's outline."""
     collective, given = algorithm.collective, dict(options)
@@ -62,12 +62,12 @@ def _outlined(
 
 @lru_cache(maxsize=256)
 def passing_blocks(
-    algorithm: Algorithm, rank: int, size: int, options: tuple[tuple[str, int], ...] = ()
+    algorithm: Algorithm, rank: int, size: int, options: tuple[tuple[str, Option], ...] = ()
 ) -> tuple[Block, ...]:
     """The blocks of an all-to-all that come to `rank` only to be sent on, in this order."""
-    schedule = algorithm.schedule(rank, size, **dict(options))
+    schedule = algorithm.schedule(rank, size, None, **dict(options))
     arriving = (block for each in schedule for op in incoming(each) for block in op.targets)
-    home = frozenset(after(algorithm.collective, rank, algorithm.case(size, **dict(options))))
+    home = frozenset(after(algorithm.collective, rank, algorithm.case(size, None, **dict(options))))
     return tuple(block for block in dict.fromkeys(arriving) if block not in home)
 
 
@@ -77,7 +77,7 @@ def compile_lane(
     size: int,
     root: int,
     counts: Counts,
-    options: tuple[tuple[str, int], ...] = (),
+    options: tuple[tuple[str, Option], ...] = (),
     aliasing: Aliasing = "none",
     parts: tuple[int, ...] | None = None,
 ) -> Lane:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.algorithms import Algorithm
+from collectives.algorithms import Algorithm, Option
 from collectives.arrays import Operator
 from collectives.diagnostics import Sent
 from collectives.programs.lanes import Lanes, compile_lanes
@@ -75,7 +75,7 @@ class CallSpec(NamedTuple):
 
     collective: str
     algorithm: Algorithm
-    options: tuple[tuple[str, int], ...]
+    options: tuple[tuple[str, Option], ...]
     segments: int
     chosen: str
     dtype: np.dtype[Any]
@@ -95,7 +95,9 @@ class CallSpec(NamedTuple):
 
     def num_contributions(self, size: int) -> int:
         """The number of arrays that a reduction on `size` ranks combines."""
-        return dict(self.options).get("shards") or size
+        options: dict[str, Any] = dict(self.options)
+        number: int = options.get("shards") or size
+        return number
 
     @property
     def is_recurring(self) -> bool:
@@ -147,7 +149,7 @@ def _compiled(
     size: int,
     root: int,
     counts: Counts,
-    options: tuple[tuple[str, int], ...],
+    options: tuple[tuple[str, Option], ...],
     aliasing: Aliasing,
     num_lanes: int,
     itemsize: int,

@@ -79,7 +79,7 @@ def send_counts_ahead(
     each rank, as a list, and a dict of those of the blocks that pass through this rank.
     """
     rank, size = session.transport.rank, session.transport.size
-    choice = select.choose("all_to_all", algorithm, size, 0)
+    choice = select.choose("all_to_all", algorithm, size, 0, topology=session.topology)
     passing = passing_blocks(choice.algorithm, rank, size, tuple(choice.options.items()))
     known = np.empty(size + len(passing), np.int64)
     arrays = Arrays(HOST, np.array(counts, np.int64), known)

@@ -249,7 +249,9 @@ class Session:
         dtype, size = arrays.dtype, self.transport.size
         num_bytes = select.num_bytes_of(counts, dtype.itemsize)
         like = arrays.target if arrays.source is None else arrays.source
-        choice = select.choose(collective, algorithm, size, num_bytes, op, self.decisions)
+        choice = select.choose(
+            collective, algorithm, size, num_bytes, op, self.decisions, self.topology
+        )
         shape = None if like is None else tuple(like.shape)
         if shape is not None and choice.options.get("shards"):
             shape = shape[1:]  # ranks may have different numbers of shards

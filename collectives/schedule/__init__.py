@@ -34,6 +34,7 @@ from collectives.schedule.transform import (
     rooted,
 )
 from collectives.schedule.trees import Stream, ceil_log2, floor_log2
+from collectives.schedule.two_level import among_hosts, within_hosts
 from collectives.schedule.verify import verify_schedules
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "Stream",
     "Topology",
     "after",
+    "among_hosts",
     "before",
     "by_pair",
     "by_rank",
@@ -77,4 +79,5 @@ __all__ = [
     "relabelled",
     "rooted",
     "verify_schedules",
+    "within_hosts",
 ]

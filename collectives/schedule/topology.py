@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, repeat
 
+from collectives.schedule.layout import even_counts
+
 
 @dataclass(frozen=True, init=False)
 class Topology:
@@ -53,13 +55,18 @@ class Topology:
             raise ValueError(f"hosts of {tuple(per_host)} ranks are not hosts of {size} ranks")
         return cls(chain(*(repeat(host, count) for host, count in enumerate(per_host))))
 
+    def check_size(self, size: int) -> None:
+        """Raise ValueError unless this is a topology of `size` ranks."""
+        if self.size != size:
+            raise ValueError(f"a topology of {self.size} ranks does not fit {size} ranks")
+
     def among(self, ranks: Iterable[int]) -> Topology:
         """Return the topology of some of the ranks, numbered in the order given."""
         return Topology(self.host_of[rank] for rank in ranks)
 
     def __str__(self) -> str:
         """As "4x2" (hosts x ranks), "3+2+1", or the host of each rank, such as "hosts 0,1,0"."""
-        if self.host_of != tuple(sorted(self.host_of)):
+        if not self.is_consecutive:
             return f"hosts {','.join(map(str, self.host_of))}"
         if self.is_even:
             return f"{self.num_hosts}x{self.max_per_host}"
@@ -70,25 +77,30 @@ class Topology:
         """The number of ranks."""
         return len(self.host_of)
 
-    @property
+    @cached_property
     def num_hosts(self) -> int:
         """The number of hosts."""
         return len(self.hosts)
 
-    @property
+    @cached_property
     def ranks_per_host(self) -> tuple[int, ...]:
         """The number of ranks of each host."""
         return tuple(map(len, self.hosts))
 
-    @property
+    @cached_property
     def max_per_host(self) -> int:
         """The number of ranks of the largest host."""
         return max(map(len, self.hosts))
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether all hosts have equally many ranks."""
         return len(set(map(len, self.hosts))) == 1
+
+    @cached_property
+    def is_consecutive(self) -> bool:
+        """Whether the ranks of each host have consecutive numbers."""
+        return self.host_of == tuple(sorted(self.host_of))
 
     def mates(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of the host of `rank`, itself included, in their order."""
@@ -107,6 +119,27 @@ class Topology:
         """
         ranks = self.hosts[host]
         return ranks[(self._order[rank] - self._starts[host]) % len(ranks)]
+
+    def in_column(self, column: int, host: int) -> int:
+        """Return the rank of `host` that has this column, of `max_per_host` columns.
+
+        Each host divides all columns among its ranks, equally to within one.
+        """
+        return self._columns[host][column]
+
+    def columns(self, rank: int) -> list[int]:
+        """Return the columns of a rank; see `in_column`."""
+        holders = self._columns[self.host_of[rank]]
+        return [column for column, holder in enumerate(holders) if holder == rank]
+
+    @cached_property
+    def _columns(self) -> list[list[int]]:
+        """For each host, the rank that has each column."""
+        shares = [
+            zip(ranks, even_counts(self.max_per_host, len(ranks)), strict=True)
+            for ranks in self.hosts
+        ]
+        return [[rank for rank, count in each for _ in range(count)] for each in shares]
 
     @cached_property
     def _order(self) -> dict[int, int]:

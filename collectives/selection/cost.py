@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple
 
-from collectives.algorithms import Algorithm
+from collectives.algorithms import Algorithm, Option
 from collectives.schedule import SPECS, ceil_log2
 
 Size = int | Fraction
@@ -29,7 +29,7 @@ class Machine(NamedTuple):
     gamma: float = 8e-11
 
 
-def price(algorithm: Algorithm, p: int, n: int, machine: Machine, **options: int) -> float:
+def price(algorithm: Algorithm, p: int, n: int, machine: Machine, **options: Option) -> float:
     """The predicted seconds of the algorithm on `p` ranks and `n` bytes, by Hockney's model.
 
     alpha * start-ups + beta * bytes + gamma * bytes combined (Hockney 1994; with combining, Thakur,
@@ -85,8 +85,8 @@ def lower_bound(collective: str, p: int, n: int, pieces: int = 1) -> Bound:
 def bounds_met(algorithm: Algorithm, sizes: Iterable[int] = range(1, 65)) -> list[str]:
     """The bounds ("rounds", "bytes", "work") that the algorithm meets exactly at all `sizes`.
 
-    Sizes that it does not serve are skipped, and it has its default options.  A round in which a
-    rank sends several messages counts several times.
+    Sizes that it does not serve are skipped, and it has its default options, with equally many
+    ranks on each host.  A round in which a rank sends several messages counts several times.
     """
     met = {"rounds": "startups", "bytes": "max_bytes_per_rank", "work": "reduction_bytes"}
     if not SPECS[algorithm.collective].is_reduction:
@@ -94,6 +94,8 @@ def bounds_met(algorithm: Algorithm, sizes: Iterable[int] = range(1, 65)) -> lis
     if algorithm.collective == "barrier":
         del met["bytes"]
     for p in filter(algorithm.serves, sizes):
+        if not algorithm.hosts(p).is_even:
+            continue
         n = 5040 * p
         bound = lower_bound(algorithm.collective, p, n)
         met = {

@@ -1,4 +1,4 @@
-"""Decision tables: the algorithms that were measured to be fastest, by number of ranks and size.
+"""Decision tables: the algorithms that were measured to be fastest, by ranks, hosts and size.
 
 `python -m bench tune` measures them and writes them as JSON:
 
@@ -6,7 +6,8 @@
         "facts": {"mpi": "Open MPI 5.0.8", "when": "2025-07-01", ...},
         "machine": {"alpha": 2e-06, "beta": 1.5e-10, "gamma": 1e-10},
         "tables": {"all_reduce": [{"up_to": 32768, "best": ["recursive_doubling"]},
-                                  {"up_to": null, "best": ["ring", "two_shot"]}], ...}}, ...}}
+                                  {"up_to": null, "best": ["ring", "two_shot"]}], ...}},
+                  "8 on 4 hosts": {...}, ...}}
 """
 
 from __future__ import annotations
@@ -32,6 +33,25 @@ class Row(NamedTuple):
     labels: tuple[str, ...]
 
 
+class Ranks(NamedTuple):
+    """How many ranks were measured, on how many hosts."""
+
+    number: int
+    num_hosts: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number}{self._on_hosts}"
+
+    @property
+    def in_words(self) -> str:
+        """As text, with its unit."""
+        return f"{self.number} ranks{self._on_hosts}"
+
+    @property
+    def _on_hosts(self) -> str:
+        return f" on {self.num_hosts} hosts" if self.num_hosts > 1 else ""
+
+
 class Measured(NamedTuple):
     """A measurement on one number of ranks.
 
@@ -46,9 +66,9 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """Measurements by number of ranks.  Equal only to itself, so that it can be a cache key."""
+    """Measurements by numbers of ranks and hosts.  Equal only to itself: it can be a cache key."""
 
-    measured: Mapping[int, Measured]
+    measured: Mapping[Ranks, Measured]
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Decisions:
@@ -60,7 +80,7 @@ class Decisions:
         found = _object(_object(data, "decisions", ("measured",))["measured"], "measured")
         return cls({_ranks(key): _measured(each, f"measured.{key}") for key, each in found.items()})
 
-    def including(self, ranks: int, found: Measured) -> Decisions:
+    def including(self, ranks: Ranks, found: Measured) -> Decisions:
         """These decisions and one more measurement; its tables replace those of as many ranks."""
         older = self.measured[ranks].tables if ranks in self.measured else {}
         return Decisions({**self.measured, ranks: found._replace(tables={**older, **found.tables})})
@@ -70,9 +90,9 @@ class Decisions:
         data = {str(ranks): _as_dict(self.measured[ranks]) for ranks in sorted(self.measured)}
         return json.dumps({"measured": data}, indent=1) + "\n"
 
-    def machine(self, size: int) -> Machine:
+    def machine(self, size: int, num_hosts: int = 1) -> Machine:
         """The machine measured on `size` ranks, or on the nearest number of ranks."""
-        nearest = self._nearest(size)
+        nearest = self._nearest(Ranks(size, num_hosts))
         return self.measured[nearest[0]].machine if nearest else Machine()
 
     def limits(self, collective: str) -> set[float]:
@@ -80,26 +100,32 @@ class Decisions:
         tables = [found.tables.get(collective, ()) for found in self.measured.values()]
         return {row.largest for rows in tables for row in rows}
 
-    def ranked(self, collective: str, size: int, num_bytes: float) -> Iterator[tuple[str, str]]:
+    def ranked(
+        self, collective: str, size: int, num_bytes: float, num_hosts: int = 1
+    ) -> Iterator[tuple[str, str]]:
         """Algorithms, best first, each with a text that names its table; some may not serve.
 
-        The table of the number of ranks nearest to `size` comes first.
+        The table of the number of ranks nearest to `size` comes first.  What was measured on one
+        host says nothing about several, and the other way round.
         """
-        for ranks in self._nearest(size):
+        wanted = Ranks(size, num_hosts)
+        for ranks in self._nearest(wanted):
             if rows := self.measured[ranks].tables.get(collective):
                 row = next(row for row in rows if num_bytes <= row.largest)
-                nearest = "" if ranks == size else f", the nearest to {size}"
+                nearest = "" if ranks == wanted else f", the nearest to {wanted}"
                 sizes = size_range(row.largest, num_bytes, [row.largest for row in rows])
-                where = f"table measured on {ranks} ranks{nearest}: {sizes}"
+                where = f"table measured on {ranks.in_words}{nearest}: {sizes}"
                 yield from ((label, where) for label in row.labels)
 
-    def _nearest(self, size: int) -> list[int]:
-        """The numbers of ranks that were measured, the nearest to `size` by ratio first."""
+    def _nearest(self, wanted: Ranks) -> list[Ranks]:
+        """The numbers of ranks that were measured, the nearest by ratio first."""
 
-        def distance(ranks: int) -> tuple[Fraction, int]:
-            return Fraction(max(ranks, size), min(ranks, size)), ranks
+        def distance(ranks: Ranks) -> tuple[list[Fraction], Ranks]:
+            pairs = zip(ranks, wanted, strict=True)
+            return [Fraction(max(pair), min(pair)) for pair in pairs], ranks
 
-        return sorted(self.measured, key=distance)
+        alike = [r for r in self.measured if (r.num_hosts > 1) == (wanted.num_hosts > 1)]
+        return sorted(alike, key=distance)
 
 
 def size_range(largest: float, num_bytes: float, limits: Iterable[float]) -> str:
@@ -124,10 +150,15 @@ def _as_dict(measured: Measured) -> dict[str, Any]:
     return {**measured._asdict(), "machine": measured.machine._asdict(), "tables": tables}
 
 
-def _ranks(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]{,8}", text):
-        raise ValueError(f"measured: {text!r} is not a number of ranks")
-    return int(text)
+_NUMBER = "([1-9][0-9]{,8})"
+_RANKS = re.compile(f"{_NUMBER}(?: on {_NUMBER} hosts)?")
+
+
+def _ranks(text: str) -> Ranks:
+    found = _RANKS.fullmatch(text)
+    if found is None or found[2] == "1":
+        raise ValueError(f"measured: {text!r} is not a number of ranks, like '8' or '8 on 4 hosts'")
+    return Ranks(int(found[1]), int(found[2] or 1))
 
 
 def _measured(value: object, place: str) -> Measured:

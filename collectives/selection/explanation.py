@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from collectives import algorithms
 from collectives.arrays import Operator
+from collectives.schedule import Topology
 from collectives.selection.cost import Machine, price
 from collectives.selection.decisions import Decisions
 from collectives.selection.labels import parse_label
@@ -66,10 +67,11 @@ def explain(
     num_bytes: int,
     operator: Operator | None = None,
     decisions: Decisions | None = None,
+    topology: Topology | None = None,
 ) -> Explanation:
     """The explanation of a call.  The arguments and errors are those of `choose`."""
     text = preferred(collective) if algorithm is None else algorithm
-    choice = choose(collective, text, size, num_bytes, operator, decisions)
+    choice = choose(collective, text, size, num_bytes, operator, decisions, topology)
     is_preferred = algorithm is None and text is not None
     reason = "named by collectives.using" if is_preferred else choice.reason
     labels = dict.fromkeys(
@@ -78,9 +80,10 @@ def explain(
     restrictions = {
         label: restriction_of(parse_label(collective, label), size, operator) for label in labels
     }
-    machine = Machine() if decisions is None else decisions.machine(size)
+    num_hosts = 1 if topology is None else topology.num_hosts
+    machine = Machine() if decisions is None else decisions.machine(size, num_hosts)
     candidates = [
-        Candidate(label, _predicted(collective, label, size, num_bytes, machine))
+        Candidate(label, _predicted(collective, label, size, num_bytes, machine, topology))
         for label, restriction in restrictions.items()
         if restriction is None
     ]
@@ -93,7 +96,14 @@ def explain(
     )
 
 
-def _predicted(collective: str, label: str, size: int, num_bytes: int, machine: Machine) -> float:
+def _predicted(
+    collective: str,
+    label: str,
+    size: int,
+    num_bytes: int,
+    machine: Machine,
+    topology: Topology | None,
+) -> float:
     """The predicted seconds, with the options of a call."""
-    choice = choose(collective, label, size, num_bytes)
+    choice = choose(collective, label, size, num_bytes, topology=topology)
     return price(choice.algorithm, size, num_bytes, machine, **choice.options)

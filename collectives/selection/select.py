@@ -16,13 +16,13 @@ from itertools import chain
 from typing import NamedTuple
 
 from collectives import algorithms
-from collectives.algorithms import Algorithm, registry
+from collectives.algorithms import Algorithm, Option, registry
 from collectives.arrays import Operator, validation
 from collectives.programs import CountOfEachBlock, Counts, OwnCounts, num_lanes
-from collectives.schedule import SPECS
+from collectives.schedule import SPECS, Topology
 from collectives.selection.decisions import Decisions
 from collectives.selection.labels import NamedAlgorithm, parse_label
-from collectives.selection.rules import RULES, by_rules
+from collectives.selection.rules import Hosts, by_rules, rules
 
 SEGMENT_BYTES = 256 * 1024
 _MAX_SEGMENTS = 256
@@ -39,7 +39,7 @@ class Choice(NamedTuple):
     """
 
     algorithm: Algorithm
-    options: Mapping[str, int]
+    options: Mapping[str, Option]
     label: str
     reason: str
     segments: int
@@ -52,6 +52,7 @@ def choose(
     num_bytes: int,
     operator: Operator | None = None,
     decisions: Decisions | None = None,
+    topology: Topology | None = None,
 ) -> Choice:
     """Return the `Choice` of a call: its algorithm and options, and the reason.
 
@@ -64,17 +65,24 @@ def choose(
     - `num_bytes`: the n of the formulas: bytes of the whole vector.
     - `operator`: of a reduction; one that does not commute needs an algorithm that keeps the order.
     - `decisions`: what was measured, which counts before the built-in rules; None: only the rules.
+    - `topology`: the hosts of the ranks; None: all are on one host.
 
     Raises TypeError or ValueError if there is no such algorithm, or if it cannot serve.
     """
+    hosts = Hosts(1, size)
+    if topology is not None:
+        if len(topology.host_of) != size:
+            topology.check_size(size)
+        hosts = Hosts(topology.num_hosts, topology.max_per_host)
     if text is not None:
         found, reason = check(collective, text, size, operator), "named by the caller"
     else:
         is_free = operator is None or operator.is_commutative
-        limits = _limits(collective, decisions)
+        limits = _limits(collective, decisions, hosts)
         limit = limits[bisect_left(limits, num_bytes)]
-        found, reason = _default(collective, size, limit, is_free, decisions, registry.generation())
-    chosen = {**options(found.algorithm, size, num_bytes), **found.options}
+        generation = registry.generation()
+        found, reason = _default(collective, size, limit, is_free, decisions, hosts, generation)
+    chosen = {**options(found.algorithm, size, num_bytes, topology), **found.options}
     segments = num_lanes(found.algorithm, size, num_bytes, tuple(chosen.items()))
     return Choice(found.algorithm, chosen, found.label, reason, segments)
 
@@ -93,9 +101,9 @@ def num_bytes_of(counts: Counts, itemsize: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _limits(collective: str, decisions: Decisions | None) -> list[float]:
+def _limits(collective: str, decisions: Decisions | None, hosts: Hosts) -> list[float]:
     """The sizes at which the choice may change, in order; between two of them it is the same."""
-    limits = {rule.largest for rule in RULES[collective]}
+    limits = {rule.largest for rule in rules(collective, hosts)}
     return sorted(limits.union(() if decisions is None else decisions.limits(collective)))
 
 
@@ -106,6 +114,7 @@ def _default(
     num_bytes: float,
     is_free: bool,
     decisions: Decisions | None,
+    hosts: Hosts,
     generation: int,
 ) -> tuple[NamedAlgorithm, str]:
     """The measured algorithm, else that of the rules, and the reason.
@@ -113,31 +122,43 @@ def _default(
     `is_free`: whether the order of combining does not matter.  `generation`: the version of the
     registry, because algorithms can be registered again under their names.
     """
-    measured = () if decisions is None else decisions.ranked(collective, size, num_bytes)
-    for label, reason in chain(measured, by_rules(collective, size, num_bytes)):
+    measured = (
+        () if decisions is None else decisions.ranked(collective, size, num_bytes, hosts.number)
+    )
+    for label, reason in chain(measured, by_rules(collective, size, num_bytes, hosts)):
         found = parse_label(collective, label)
         if found.serves(size) and (is_free or found.algorithm.is_ordered):
             return found, reason
     raise AssertionError(f"no rule for {collective} covers {num_bytes} bytes on {size} ranks")
 
 
-def options(algorithm: Algorithm, size: int, num_bytes: int) -> dict[str, int]:
-    """The options that depend on n: a number of segments that fit in the cache.
+def options(
+    algorithm: Algorithm, size: int, num_bytes: int, topology: Topology | None = None
+) -> dict[str, Option]:
+    """The options that are not given: the hosts, and a number of segments that fit in the cache."""
+    found: dict[str, Option] = {}
+    if "per_host" in algorithm.options:
+        found["per_host"] = topology or Topology.consecutive(size, size)
+    if "segments" in algorithm.options:
+        found["segments"] = _num_segments(algorithm, size, num_bytes)
+    return found
+
+
+def _num_segments(algorithm: Algorithm, size: int, num_bytes: int) -> int:
+    """The number of segments of a size that fits in the cache.
 
     Every number of segments of a registered algorithm must be proved when it is first used, so
     only a few numbers are used, and none for which the proof takes long.
     """
-    if "segments" not in algorithm.options:
-        return {}
     num_parts = algorithm.case(size, segments=1).num_pieces  # before they are cut into segments
     if not SPECS[algorithm.collective].has_pieces:
         num_parts *= size
     segments = max(1, -(-num_bytes // (SEGMENT_BYTES * num_parts)))
     if algorithm.is_built_in:
-        return {"segments": min(segments, _MAX_SEGMENTS)}
+        return min(segments, _MAX_SEGMENTS)
     power_of_two = 1 << (segments - 1).bit_length()
     most = min(_MAX_PROVED // (size * num_parts), _MAX_SEGMENTS)
-    return {"segments": max(1, min(power_of_two, most))}
+    return max(1, min(power_of_two, most))
 
 
 # A named algorithm
@@ -208,11 +229,12 @@ def _takes_shards(collective: str, name: str) -> bool:
 def sends_counts_ahead(collective: str, text: str) -> bool:
     """Whether the counts of blocks can travel ahead of them, the way that the blocks will take.
 
-    That is so in an all-to-all that sends blocks on.  The algorithms of users are not among them,
-    because they may cut blocks, and choose into how many pieces by size.
+    That is so in an all-to-all that sends whole blocks on.  The algorithms of users are not among
+    them, because they may cut blocks, and choose into how many pieces by size.
     """
     algorithm = parse_label(collective, text).algorithm
-    return collective == "all_to_all" and algorithm.is_built_in and not algorithm.is_local
+    is_whole = algorithm.is_built_in and algorithm.pieces.text == "1"
+    return collective == "all_to_all" and is_whole and not algorithm.is_local
 
 
 def restriction_of(

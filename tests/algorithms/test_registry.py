@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import algorithms
+from collectives import Topology, algorithms
 from collectives.algorithms import Formula
 from collectives.algorithms.extending import compare
 from collectives.algorithms.registry import COSTS
@@ -138,8 +138,9 @@ def test_restrictions_are_enforced() -> None:
         algorithms.schedule("all_reduce", "swing_latency", rank=0, size=6)
     with pytest.raises(ValueError, match="serves an even number of ranks, not 5"):
         algorithms.schedule("all_gather", "swing", rank=0, size=5)
-    with pytest.raises(ValueError, match="serves a multiple of per_host ranks, not 6"):
-        algorithms.schedule("all_gather", "hierarchical", rank=0, size=6, per_host=4)
+    hosts = Topology.consecutive(5, 2)
+    with pytest.raises(ValueError, match="a topology of 5 ranks does not fit 6 ranks"):
+        algorithms.schedule("all_gather", "hierarchical", rank=0, size=6, per_host=hosts)
     with pytest.raises(ValueError, match=r"serves a multiple of x \* y ranks, not 18"):
         algorithms.schedule("all_to_all", "torus", rank=0, size=18, x=2, y=2)
     with pytest.raises(ValueError, match="has no root"):

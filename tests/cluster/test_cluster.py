@@ -31,10 +31,11 @@ def agree(recorded: list[int], observed: list[int]) -> bool:
 
 
 def traffic(made: Cluster, share: float = 1.0) -> tuple[list[int], list[int]]:
-    words = ["-m", "tests.cluster.traffic_program", str(made.per_host), str(share)]
+    words = ["-m", "tests.cluster.traffic_program", str(share)]
     done = made.run(words, env=ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
+    assert found["hosts"] == f"{made.num_hosts}x{made.per_host}", "as MPI sees them"
     return found["recorded"], found["observed"]
 
 

@@ -1,6 +1,6 @@
 """Run by test_cluster.py: what the ledger records between hosts, and what their interfaces count.
 
-Prints, as JSON, the bytes that each host sent to others, both ways.
+Prints, as JSON, the hosts that were found, and the bytes that each sent to others, both ways.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sent_by_interface() -> int:
     return int(found.split(":")[1].split()[8])
 
 
-def main(per_host: int, recorded_share: float) -> None:
+def main(recorded_share: float) -> None:
     """`recorded_share`: of the calls, how many are recorded; less than all is a wrong ledger."""
     comm = collectives.world()
     comm.barrier()
@@ -44,15 +44,14 @@ def main(per_host: int, recorded_share: float) -> None:
         call(comm)
     comm.barrier()
     counted = sent_by_interface() - before
-    host = np.arange(comm.size) // per_host
-    away = int(ledger.matrix()[comm.rank, host != host[comm.rank]].sum())
-    found = comm.gather(np.array([[away, counted]]), root=0)
-    if comm.rank == 0:
-        assert found is not None
-        hosts = found.reshape(-1, per_host, 2)
-        recorded, observed = hosts[:, :, 0].sum(axis=1), hosts[:, 0, 1]
-        print(json.dumps({"recorded": recorded.tolist(), "observed": observed.tolist()}))
+    counts, whole = comm.gather(np.array([counted]), root=0), ledger.gather()
+    if counts is not None and whole is not None:
+        sent = whole.host_matrix()
+        recorded = (sent.sum(axis=1) - sent.diagonal()).tolist()
+        observed = [int(counts[ranks[0]]) for ranks in comm.topology.hosts]
+        hosts = str(comm.topology)
+        print(json.dumps({"recorded": recorded, "observed": observed, "hosts": hosts}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))
+    main(float(sys.argv[1]))

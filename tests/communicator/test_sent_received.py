@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] =
         TypeError, "out has dtype", with_counts(*EVEN, out=np.empty(6, np.float32))
     ),
     "a wrong number of ranks": (
-        ValueError, "by hierarchical serves", with_counts(*EVEN, algorithm="hierarchical")
+        ValueError, "by torus serves", with_counts(*EVEN, algorithm="torus")
     ),
     "an unknown algorithm": (
         ValueError, "unknown algorithm", with_counts(*EVEN, algorithm="magic")
