@@ -15,6 +15,7 @@ from collectives import Communicator, SentReceived
 from collectives.arrays.backends import HOST, Arrays
 from collectives.runtime import header
 from collectives.runtime.header import Header
+from collectives.selection import choose, sends_counts_ahead
 from tests.operator_scenarios import failing
 from tests.scenarios import unchanged
 
@@ -437,12 +438,15 @@ def counts_travel_ahead_of_blocks_that_are_sent_on(
     x = to_device(np.arange(2.0 * sum(own.sent)).reshape(-1, 2) + 100 * rank)
     out = to_device(np.empty((sum(own.received), 2)))
     wanted = to_host(comm.all_to_all(x, counts=table, algorithm="linear"))
-    for algorithm in ["bruck(radix=4)", *algorithms_that_send_blocks_on(p)]:
+    on_hosts = "fast(per_host=2)", "hierarchical(per_host=2)"
+    for algorithm in ("bruck(radix=4)", *on_hosts, *algorithms_that_send_blocks_on(p)):
         with comm.record() as ledger:
             comm.all_to_all(x, counts=table, algorithm=algorithm)
         messages = sent_by(ledger)
-        ones = collectives.predict("all_to_all", p, np.ones((p, p), int).tolist(), itemsize=8,
-                                   algorithm=algorithm)  # fmt: skip
+        choice = choose("all_to_all", algorithm, p, 0, topology=comm.topology)
+        num_pieces = choice.algorithm.case(p, None, **choice.options).num_pieces
+        ones = collectives.predict("all_to_all", p, np.full((p, p), num_pieces).tolist(),
+                                   itemsize=8, algorithm=algorithm)  # fmt: skip
         for call, counts in product(
             (
                 lambda **how: comm.all_to_all(x, **how),
@@ -466,10 +470,10 @@ def counts_travel_ahead_of_blocks_that_are_sent_on(
 
 
 def algorithms_that_send_blocks_on(size: int) -> list[str]:
-    """All of an all-to-all that serve this number of ranks."""
+    """All of an all-to-all that send blocks on and serve this number of ranks."""
     names = collectives.algorithms.names("all_to_all")
-    every = [collectives.algorithms.info("all_to_all", name) for name in names]
-    return [each.name for each in every if not each.is_local and each.serves(size)]
+    serving = [n for n in names if collectives.algorithms.info("all_to_all", n).serves(size)]
+    return [name for name in serving if sends_counts_ahead("all_to_all", name)]
 
 
 def sent_by(ledger: collectives.Ledger) -> list[tuple[Any, ...]]:

@@ -427,8 +427,8 @@ class Collectives:
         linear_sync, pairwise or one_factor these are its own.  By bruck, torus and the others,
         blocks of other ranks pass through it.  If such an algorithm is named, and a rank gives only
         its own counts, the count of every block is first sent the way that the block will take:
-        8 bytes for each block, in as many messages as the call itself has, under "counts" in the
-        ledger (Fan, Domke, Ba and Kumar 2024, arXiv 2411.02581).
+        8 bytes for each block (or piece of a block), in as many messages as the call itself has,
+        under "counts" in the ledger (Fan, Domke, Ba and Kumar 2024, arXiv 2411.02581).
 
         Returns the rows that were sent to this rank, in the order of the ranks that they come from.
         """

@@ -276,12 +276,11 @@ def _takes_shards(collective: str, name: str) -> bool:
 def sends_counts_ahead(collective: str, text: str) -> bool:
     """Whether the counts of blocks can travel ahead of them, the way that the blocks will take.
 
-    That is so in an all-to-all that sends whole blocks on.  The algorithms of users are not among
-    them, because they may cut blocks, and choose into how many pieces by size.
+    That is so in an all-to-all that sends blocks on.  The algorithms of users are not among them,
+    because they may choose by size into how many pieces they cut blocks.
     """
     algorithm = parse_label(collective, text).algorithm
-    is_whole = algorithm.is_built_in and algorithm.pieces.text == "1"
-    return collective == "all_to_all" and is_whole and not algorithm.is_local
+    return collective == "all_to_all" and algorithm.is_built_in and not algorithm.is_local
 
 
 def restriction_of(
