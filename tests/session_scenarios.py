@@ -437,13 +437,12 @@ def counts_travel_ahead_of_blocks_that_are_sent_on(
     x = to_device(np.arange(2.0 * sum(own.sent)).reshape(-1, 2) + 100 * rank)
     out = to_device(np.empty((sum(own.received), 2)))
     wanted = to_host(comm.all_to_all(x, counts=table, algorithm="linear"))
-    names = ["bruck", "bruck(radix=4)"] + ["hierarchical", "torus"] * (p % 2 == 0)
-    for algorithm in names:
+    for algorithm in ["bruck(radix=4)", *algorithms_that_send_blocks_on(p)]:
         with comm.record() as ledger:
             comm.all_to_all(x, counts=table, algorithm=algorithm)
         messages = sent_by(ledger)
         ones = collectives.predict("all_to_all", p, np.ones((p, p), int).tolist(), itemsize=8,
-                                   algorithm=algorithm)  # fmt: skip
+                                   algorithm=algorithm, topology=comm.topology)  # fmt: skip
         for call, counts in product(
             (
                 lambda **how: comm.all_to_all(x, **how),
@@ -464,6 +463,14 @@ def counts_travel_ahead_of_blocks_that_are_sent_on(
                     assert row.algorithm == algorithm
                     ahead[:, row.dst] += row.segments, row.bytes
             assert np.array_equal(ahead, [ones.messages[rank], ones.bytes[rank]])
+
+
+def algorithms_that_send_blocks_on(size: int) -> list[str]:
+    """Those of an all-to-all that send whole blocks on, and serve this number of ranks."""
+    names = collectives.algorithms.names("all_to_all")
+    every = [collectives.algorithms.info("all_to_all", name) for name in names]
+    whole = [each for each in every if each.pieces.text == "1"]  # others need all counts
+    return [each.name for each in whole if not each.is_local and each.serves(size)]
 
 
 def sent_by(ledger: collectives.Ledger) -> list[tuple[Any, ...]]:
@@ -493,7 +500,7 @@ def shards_have_the_same_bits_on_any_ranks(
     to_device: Callable[[np.ndarray], Any] = unchanged,
     to_host: Callable[[Any], Any] = unchanged,
 ) -> None:
-    for num_shards, length in product((8, 13), (1, 3, 1000)):
+    for num_shards, length in ((8, 3), (13, 1000)):
         shards = random_shards(num_shards, length, dtype)
         want = along_the_tree(list(shards))
         x = to_device(np.array_split(shards, comm.size)[comm.rank].copy())
