@@ -532,7 +532,7 @@ def header_left_over(comm: Communicator) -> Header:
     run = session.runs.call(
         spec, arrays, session.numbering.header_tag(session.numbering.num_calls), 0
     )
-    run.begin()
+    run.begin(phase="")
     while not run.execution.advance(0.01):
         pass
     run.complete()
