@@ -27,9 +27,10 @@ from rich.table import Table
 import collectives
 from bench import ranking, sizes
 from bench.case import Case, in_place, out_of_place
+from bench.cases import cases
 from bench.contenders import contender
-from bench.options import add_sizes, seconds
-from bench.perf import cases, check_output, check_schedule, every_algorithm, mpi_version
+from bench.options import add_dtype, add_sizes, seconds
+from bench.perf import check_output, check_schedule, every_algorithm, mpi_version
 from bench.ranking import HOPELESS, Times
 from bench.report import times_faster, us
 from bench.side_by_side import outcomes
@@ -44,10 +45,11 @@ WARMUP, SAMPLES = 3, 50
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.set_defaults(run=run, op="sum", root=0)
+    parser.set_defaults(run=run, op="sum", root="0", counts=None)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add_sizes(parser, last="16M")
+    add_sizes(parser)
+    add_dtype(parser)
     add("--seconds", type=seconds, default=120.0, metavar="S",
         help="about how long it may take in all; default: %(default)s")  # fmt: skip
     add("--collective", dest="collectives", action="append", choices=algorithms.collectives(),
@@ -107,8 +109,9 @@ class Tuner:
         if comm.size == 1:
             raise ValueError("on one rank there is nothing to choose; run it under mpirun")
         self.comm, self.options = comm, options
+        options.dtypes = [options.dtype]
         self.cases = {
-            collective: cases(comm, argparse.Namespace(**vars(options), collective=collective))
+            collective: cases(comm, collective, options)
             for collective in options.collectives or algorithms.collectives()
         }
         for case in (each for its_cases in self.cases.values() for each in its_cases):
@@ -151,7 +154,7 @@ class Tuner:
         made = [contender(self.comm, case, buffers, name) for name in names]
         share = (self._end - time.perf_counter()) / self._num_left
         self._num_left -= 1
-        found = outcomes(case, buffers, made, Effort(WARMUP, SAMPLES, share), is_checked=False)
+        found = outcomes(case, buffers, made, Effort(WARMUP, SAMPLES, share), checks=0)
         return {name: outcome.seconds for name, outcome in zip(names, found, strict=True)}
 
 

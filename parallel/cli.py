@@ -92,11 +92,14 @@ def device_namespace(device: str, rank: int) -> Any:
 # Output
 
 
-def console_of(rank: int) -> Console:
-    """Return a console that prints on rank 0 only, in plain text if that is not a terminal."""
+def console_of(rank: int, *, is_terminal: bool = False) -> Console:
+    """Return a console that prints on rank 0 only, in plain text if that is not a terminal.
+
+    `is_terminal`: that it is one, which a rank of a job cannot find out.
+    """
     # Open MPI makes standard output a terminal on every rank, wherever the launcher writes to;
     # standard error is a terminal only if the launcher's is.
-    is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    is_terminal = is_terminal or (sys.stdout.isatty() and sys.stderr.isatty())
     return Console(quiet=rank != 0, highlight=False, soft_wrap=True, force_terminal=is_terminal)
 
 

@@ -445,8 +445,9 @@ def counts_travel_ahead_of_blocks_that_are_sent_on(
         messages = sent_by(ledger)
         choice = choose("all_to_all", algorithm, p, 0, topology=comm.topology)
         num_pieces = choice.algorithm.case(p, None, **choice.options).num_pieces
-        ones = collectives.predict("all_to_all", p, np.full((p, p), num_pieces).tolist(),
-                                   itemsize=8, algorithm=algorithm, topology=comm.topology)  # fmt: skip
+        one_each = np.full((p, p), num_pieces).tolist()
+        ones = collectives.predict("all_to_all", p, one_each, itemsize=8, algorithm=algorithm,
+                                   topology=comm.topology)  # fmt: skip
         for call, counts in product(
             (
                 lambda **how: comm.all_to_all(x, **how),

@@ -206,7 +206,7 @@ def unknown_commands(text: str) -> set[str]:
     """Modules and commands of bench that a document names and that do not exist."""
     modules = set(re.findall(r"-m\s+((?:collectives|parallel|moe|bench)[\w.]*)", text))
     named = set(re.findall(r"-m\s+bench (\w+)", text))
-    known = {*BENCH_COMMANDS, *algorithms.collectives()}
+    known = {*BENCH_COMMANDS, *algorithms.collectives(), "all"}
     return {name for name in modules if find_spec(name) is None} | (named - known)
 
 
