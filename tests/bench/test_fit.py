@@ -13,7 +13,7 @@ import pytest
 
 from bench.fit.check import Held, Verdict, regrets, verdict
 from bench.fit.fitting import divided, fitted_links, line, link_errors, rate
-from bench.fit.measuring import Pair, pairs
+from bench.fit.measuring import pairs_of
 from bench.fit.patterns import PATTERNS, Sample, predicted
 from collectives.launch import launch
 from collectives.selection.decisions import Decisions
@@ -115,10 +115,16 @@ def test_times_without_any_order_are_refused() -> None:
         fitted_links(wrong, LIMIT)
 
 
-def test_a_link_of_each_class_is_measured_between_the_first_two_ranks_that_have_it() -> None:
-    assert pairs([0, 0, 1, 1]) == [Pair(SAME_HOST, (0, 1)), Pair(OTHER_HOST, (0, 2))]
-    assert pairs([0, 1, 1]) == [Pair(OTHER_HOST, (0, 1)), Pair(SAME_HOST, (1, 2))]
-    assert pairs([0]) == []
+def test_a_link_of_each_class_is_measured_between_the_first_ranks_that_have_it() -> None:
+    def found(*host_of: int, at_once: bool = False) -> dict[str, tuple[tuple[int, int], ...]]:
+        return dict(pairs_of(host_of, at_once=at_once))
+
+    assert found(0, 0, 1, 1) == {SAME_HOST: ((0, 1),), OTHER_HOST: ((0, 2),)}
+    assert found(0, 1, 1) == {OTHER_HOST: ((0, 1),), SAME_HOST: ((1, 2),)}
+    assert found(0) == {}
+    at_once = {SAME_HOST: ((0, 1), (2, 3)), OTHER_HOST: ((0, 2), (1, 3))}
+    assert found(0, 0, 1, 1, at_once=True) == at_once
+    assert found(0, 0, 0, at_once=True) == {SAME_HOST: ((0, 1),)}, "one is left over"
 
 
 def held(label: str, seconds: float, predicted_seconds: float, num_bytes: int = 8) -> Held:
