@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.oracle import Array, expected
 from collectives.arrays.backends import HOST, Backend
-from collectives.schedule import contracts
+from collectives.schedule import Topology, contracts
 from collectives.schedule.contracts import SPECS
 
 SPLITS = frozenset({"scatter", "reduce_scatter", "all_to_all"})  # p blocks in the input
@@ -35,7 +35,10 @@ POISON = 99  # no input holds it
 
 
 class Case(NamedTuple):
-    """A case to measure, on one rank.  `num_elements`: of the whole vector."""
+    """A case to measure, on one rank.  `num_elements`: of the whole vector.
+
+    `topology`: the hosts of the ranks; None: all are on one host.
+    """
 
     collective: str
     rank: int
@@ -45,6 +48,7 @@ class Case(NamedTuple):
     op: str = "sum"
     root: int = 0
     backend: Backend = HOST  # where its arrays are
+    topology: Topology | None = None
 
     @property
     def block(self) -> int:

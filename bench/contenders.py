@@ -57,7 +57,10 @@ def algorithm_of(case: Case, name: str) -> str | None:
     if name not in (PLAN, CALL, FRESH):
         return name
     op = operator(case.op, case.collective) if SPECS[case.collective].is_reduction else None
-    return select.choose(case.collective, None, case.size, case.num_bytes, op).label
+    chosen = select.choose(
+        case.collective, None, case.size, case.num_bytes, op, topology=case.topology
+    )
+    return chosen.label
 
 
 def _method(

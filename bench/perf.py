@@ -156,7 +156,7 @@ def cases(comm: Communicator, options: argparse.Namespace, backend: Backend = HO
         operator(options.op, collective).check(dtype)
     make = partial(
         Case, collective, comm.rank, comm.size,
-        dtype=dtype, op=options.op, root=root, backend=backend,
+        dtype=dtype, op=options.op, root=root, backend=backend, topology=comm.topology,
     )  # fmt: skip
     if collective == "barrier":
         return [make(0)]
@@ -168,7 +168,9 @@ def cases(comm: Communicator, options: argparse.Namespace, backend: Backend = HO
 
 def check_schedule(case: Case, name: str) -> None:
     """Raise ValueError or ScheduleError if an algorithm cannot run this case after all."""
-    algorithm, options, *_ = select.choose(case.collective, name, case.size, case.num_bytes)
+    algorithm, options, *_ = select.choose(
+        case.collective, name, case.size, case.num_bytes, topology=case.topology
+    )
     root = case.root if SPECS[case.collective].is_rooted else None
     algorithm.schedule(case.rank, case.size, root, **options)
 

@@ -67,7 +67,9 @@ def _port_bandwidth(case: Case, algorithm: str | None, seconds: float) -> float 
     """Bandwidth of the busiest port, at the volume that this algorithm really moves."""
     if algorithm is None:
         return None
-    chosen = select.choose(case.collective, algorithm, case.size, case.num_bytes)
+    chosen = select.choose(
+        case.collective, algorithm, case.size, case.num_bytes, topology=case.topology
+    )
     busiest = chosen.algorithm.max_bytes_per_rank(p=case.size, n=case.num_bytes, **chosen.options)
     return float(busiest) / seconds / 1e9
 

@@ -34,8 +34,8 @@ from bench.ranking import HOPELESS, Times
 from bench.report import times_faster, us
 from bench.side_by_side import outcomes
 from bench.timing import Effort
-from collectives import Communicator, ScheduleError, algorithms
-from collectives.selection.decisions import Decisions, Measured
+from collectives import Communicator, ScheduleError, Topology, algorithms
+from collectives.selection.decisions import Decisions, Measured, Ranks
 from collectives.selection.select import choose
 from parallel.cli import console_of, print_table, table_with
 
@@ -123,8 +123,9 @@ class Tuner:
         facts = self.facts()
         console.print(", ".join(f"{key} {value}" for key, value in facts.items()), markup=False)
         times = dict(self.times(console))
-        tables = {c: ranking.rows(c, self.comm.size, each) for c, each in times.items()}
-        return known.including(self.comm.size, Measured(facts, tables))
+        hosts = self.comm.topology
+        tables = {c: ranking.rows(c, hosts, each) for c, each in times.items()}
+        return known.including(Ranks(hosts.size, hosts.num_hosts), Measured(facts, tables))
 
     def facts(self) -> dict[str, str]:
         """What was measured where and when."""
@@ -135,7 +136,7 @@ class Tuner:
         for collective, its_cases in self.cases.items():
             times = {case.num_bytes: self.times_of(case) for case in its_cases}
             console.print(f"\n{collective} on {self.comm.size} ranks")
-            print_table(winners(collective, self.comm.size, times), console)
+            print_table(winners(collective, self.comm.topology, times), console)
             if names := left_out(collective, self.comm.size, times):
                 console.print(f"Not measured where predicted to take over {HOPELESS} times the "
                     f"least: {', '.join(names)}")  # fmt: skip
@@ -143,7 +144,7 @@ class Tuner:
 
     def times_of(self, case: Case) -> dict[str, float]:
         """Seconds of every promising algorithm, out of place where there is such a form."""
-        names = ranking.promising(case.collective, case.size, case.num_bytes)
+        names = ranking.promising(case.collective, self.comm.topology, case.num_bytes)
         buffers = out_of_place(case) or in_place(case)
         assert buffers is not None, "every collective has one form or the other"
         made = [contender(self.comm, case, buffers, name) for name in names]
@@ -153,12 +154,12 @@ class Tuner:
         return {name: outcome.seconds for name, outcome in zip(names, found, strict=True)}
 
 
-def winners(collective: str, size: int, times: Times) -> Table:
+def winners(collective: str, hosts: Topology, times: Times) -> Table:
     """Size by size what is best, and how many times slower the built-in rule's choice is."""
     table = table_with("best", "built-in", numbers=["size", "us", "built-in us", "times slower"])
-    rankings = ranking.rankings(collective, size, times)
+    rankings = ranking.rankings(collective, hosts, times)
     for (num_bytes, found), (best, *_) in zip(times.items(), rankings, strict=True):
-        rule = choose(collective, None, size, num_bytes).label
+        rule = choose(collective, None, hosts.size, num_bytes, topology=hosts).label
         slower = found[rule] / found[best] if rule in found else None
         numbers = [us(found[best]), us(found.get(rule)), times_faster(slower)]
         table.add_row(best, rule, sizes.text(num_bytes) if num_bytes else "-", *numbers)

@@ -15,6 +15,7 @@ COMMANDS = {
     "collectives.launch": "-n 4 script.py",
     "collectives.flight": "DIRECTORY",
     "collectives.warm": "",
+    "collectives.doctor": "",
     "parallel.train": "--strategy zero2",
     "parallel.memory": "--params 7.5e9 --ranks 64",
     "parallel.pipeline": "compare --stages 4 --micro-batches 8",

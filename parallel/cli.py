@@ -17,6 +17,7 @@ from rich.measure import Measurement
 from rich.progress import Progress
 from rich.table import Table
 
+from collectives import Topology
 from parallel.accounts import RankTimes, TrafficTable, between_hosts, renumbered
 from parallel.runtime import ProgressCallback
 
@@ -167,14 +168,14 @@ def print_axes(traffic: TrafficTable, console: Console) -> None:
 
 
 def print_hosts(
-    traffic: TrafficTable, axes: Mapping[str, int], ranks_per_host: int, console: Console
+    traffic: TrafficTable, axes: Mapping[str, int], topology: Topology, console: Console
 ) -> None:
     """Print the bytes between hosts, with the axes in this order and in the opposite one."""
     for order in (list(axes), list(axes)[::-1]):
         matrix = renumbered(traffic.matrix, axes, order)
         console.print(
-            f"between hosts of {ranks_per_host} ranks, axes in the order {', '.join(order)}:"
-            f" {between_hosts(matrix, ranks_per_host)} bytes"
+            f"between hosts ({topology}), axes in the order {', '.join(order)}:"
+            f" {between_hosts(matrix, topology)} bytes"
         )
 
 

@@ -1,18 +1,21 @@
 """Which tiers are collected: MPI's under mpirun only, the GPU's where there is a GPU.
 
-The comparison with PyTorch is collected where it is installed (the `torch` extra).
+The cluster's is collected where network namespaces can be made.  The comparison with PyTorch is
+collected where it is installed (the `torch` extra).
 
 In all of them nothing of the library's is left after a test (`hygiene.py`).
 """
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests import hygiene
+from tests.cluster.network import why_not
 
 HERE = Path(__file__).parent
 
@@ -37,12 +40,19 @@ def has_torch() -> bool:
     return find_spec("torch") is not None
 
 
+@functools.cache
+def missing_for_a_cluster() -> str:
+    return why_not()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(hygiene)
 
 
 def pytest_report_header() -> list[str]:
+    missing = missing_for_a_cluster()
     return [
+        f"cluster tier: {f'NOT RUN, {missing}' if missing else 'run'}",
         f"GPU tier: {'run' if has_gpu() else 'NOT RUN, no CuPy with a CUDA device here'}",
         f"against PyTorch: {'run' if has_torch() else 'NOT RUN, torch is not installed here'}",
     ]
@@ -53,6 +63,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None if config.getoption("--with-mpi", default=False) else True
     if collection_path == HERE / "gpu":
         return None if has_gpu() else True
+    if collection_path == HERE / "cluster":
+        return True if missing_for_a_cluster() else None
     if collection_path in WITH_TORCH:
         return None if has_torch() else True
     return None

@@ -23,7 +23,10 @@ IMPORTED_LATE = {"engines.mpi", "engines.mpi_errors", "engines.compiled", "engin
 PACKAGES = ["collectives", "parallel", "moe", "bench"]
 MAY_USE = {"collectives": set(), "parallel": {"collectives"}, "moe": {"collectives", "parallel"}}
 PROGRAMS = {"parallel.train": {"moe"}}  # commands, which may use what is built on their package
-USERS_OF_MPI = {"engines.mpi", "engines.mpi_errors", "engines.compiled", "communicator.entry"}
+USERS_OF_MPI = {
+    *("engines.mpi", "engines.mpi_errors", "engines.compiled"),
+    *("communicator.entry", "doctor.job"),
+}
 
 
 def name_of(path: Path, root: Path = ROOT) -> str:

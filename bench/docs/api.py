@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import collectives
+import collectives.testing
 import moe.gates.named
 import parallel
 from parallel import pipeline, plan
@@ -29,7 +30,7 @@ HEAD = """\
 NAMES = {
     "collectives.schedule": [
         *("Send", "Recv", "RecvReduce", "Copy", "CopyReduce", "Operation", "Piece", "grid"),
-        *("rooted", "dual", "folded", "nested", "relabelled"),
+        *("rooted", "dual", "folded", "nested", "relabelled", "within_hosts", "among_hosts"),
     ],
     "parallel.pipeline": [  # without the table of formulas, which is functions
         *("Schedule", "make", "read_csv", "write_csv", "parse", "with_messages"),
@@ -53,7 +54,12 @@ PAGES = [
     Page(
         "api.md",
         "API of `collectives`",
-        [collectives, collectives.algorithms, sys.modules["collectives.schedule"]],
+        [
+            collectives,
+            collectives.algorithms,
+            sys.modules["collectives.schedule"],
+            collectives.testing,
+        ],
     ),
     Page(
         "api_parallel.md",

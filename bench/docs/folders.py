@@ -23,6 +23,7 @@ ORDER = [
     "communicator",
     "launch",
     "mpi4py_compat",
+    "doctor",
 ]
 
 

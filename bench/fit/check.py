@@ -20,7 +20,7 @@ from bench.case import JOINS, SPLITS, Case, in_place, out_of_place
 from bench.contenders import contender
 from bench.fit.measuring import sampled, sleep_until_all
 from bench.perf import every_algorithm
-from collectives import Communicator, algorithms
+from collectives import Communicator, Topology, algorithms
 from collectives.programs import Kind, Program, Row, compile_call
 from collectives.selection import select
 from collectives.selection.choice import even_parts
@@ -49,9 +49,7 @@ class Held(NamedTuple):
         return abs(self.predicted / self.seconds - 1)
 
 
-def held_out(
-    comm: Communicator, machine: Machine, host_of: Sequence[int], seconds: float, samples: int
-) -> Iterator[Held]:
+def held_out(comm: Communicator, machine: Machine, seconds: float, samples: int) -> Iterator[Held]:
     """Measure and predict, in about so many seconds.  All ranks call it; rank 0 has the results."""
     cases = [
         (size, collective, num_bytes)
@@ -65,7 +63,7 @@ def held_out(
         now = time.perf_counter()
         until = now + (end - now) / (len(cases) - number)
         if (group := groups[size]) is not None:
-            yield from _measured(group, collective, num_bytes, machine, host_of, until, samples)
+            yield from _measured(group, collective, num_bytes, machine, until, samples)
         sleep_until_all(MPI.COMM_WORLD)
     for group in filter(None, groups.values()):
         group.free()
@@ -76,7 +74,6 @@ def _measured(
     collective: str,
     num_bytes: int,
     machine: Machine,
-    host_of: Sequence[int],
     until: float,
     samples: int,
 ) -> list[Held]:
@@ -95,25 +92,24 @@ def _measured(
         each.free()
     if comm.rank:
         return []
-    hosts = host_of[: comm.size]
     return [
         Held(
             *(collective, name, case.size, case.num_bytes),
             each,
-            repeated(case, name, machine, hosts),
+            repeated(case, name, machine, comm.topology),
         )
         for name, each in zip(names, times, strict=True)
     ]
 
 
-def repeated(case: Case, name: str, machine: Machine, hosts: Sequence[int]) -> float:
+def repeated(case: Case, name: str, machine: Machine, topology: Topology) -> float:
     """The predicted seconds of a call, in the mean over some that follow each other."""
-    choice = select.choose(case.collective, name, case.size, case.num_bytes)
+    choice = select.choose(case.collective, name, case.size, case.num_bytes, topology=topology)
     counts = even_parts(case.collective, case.size, case.num_elements)
     spec = choice.spec(counts, case.dtype.itemsize)
     programs = [compile_call(spec, rank, case.size) for rank in range(case.size)]
     tiled = [_repeated(program, machine) for program in programs]
-    return simulate(tiled, machine, hosts=hosts).seconds / CALLS
+    return simulate(tiled, machine, hosts=topology.host_of).seconds / CALLS
 
 
 def _repeated(program: Program, machine: Machine) -> Program:

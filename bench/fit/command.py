@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from mpi4py import MPI
@@ -75,38 +74,27 @@ def run(options: argparse.Namespace) -> int:
 def _run(comm: Communicator, options: argparse.Namespace, console: Console) -> int:
     if comm.size == 1:
         raise ValueError("one rank sends no messages; run it under mpirun")
-    known, host_of = earlier(comm, options), hosts(MPI.COMM_WORLD)
+    known = earlier(comm, options)
     if options.keep:
         if known.fitted is None:
             raise ValueError(f"--keep: {options.output} has no fitted machine")
         machine = known.fitted.machine
     else:
-        machine = fit(comm, host_of, options, console)
+        machine = fit(comm, options, console)
         written = known.with_machine(Fitted(here() | {"ranks": str(comm.size)}, machine))
         if comm.rank == 0:
             options.output.write_text(written.to_json())
         console.print(f"Written to {options.output}", markup=False)
     if not options.check:
         return 0
-    return checked(comm, machine, host_of, options, console)
+    return checked(comm, machine, options, console)
 
 
-def hosts(world: MPI.Intracomm) -> list[int]:
-    """The number of each rank's host, by what shares memory."""
-    beside = world.Split_type(MPI.COMM_TYPE_SHARED)
-    first = beside.bcast(world.rank)
-    beside.Free()
-    return list(world.allgather(first))
-
-
-def fit(
-    comm: Communicator, host_of: Sequence[int], options: argparse.Namespace, console: Console
-) -> Machine:
+def fit(comm: Communicator, options: argparse.Namespace, console: Console) -> Machine:
     """Measure and fit, with what rank 0 shows meanwhile.  ValueError on all ranks alike."""
     measurement, found, links = Measurement(MPI.COMM_WORLD, options.samples), list[Sample](), {}
-    num_beside = max(map(host_of.count, host_of))
-    at_once = options.at_once or num_beside > len(os.sched_getaffinity(0))
-    for pairs in pairs_of(host_of, at_once=at_once):
+    at_once = options.at_once or comm.topology.max_per_host > len(os.sched_getaffinity(0))
+    for pairs in pairs_of(comm.topology.host_of, at_once=at_once):
         limit = measurement.eager_limit(pairs)
         measured = measure_links(measurement, pairs, limit)
         links[pairs.link_class] = fitted_links(measured, limit)
@@ -135,11 +123,10 @@ def measure_links(measurement: Measurement, pairs: Pairs, limit: int | None) -> 
 def checked(
     comm: Communicator,
     machine: Machine,
-    host_of: Sequence[int],
     options: argparse.Namespace,
     console: Console,
 ) -> int:
     """The held-out check: 0 if all goals are met, else 1; the same on all ranks."""
-    held = list(check.held_out(comm, machine, host_of, options.seconds, options.samples))
+    held = list(check.held_out(comm, machine, options.seconds, options.samples))
     is_met = comm.rank == 0 and showing.show_check(held, console)
     return 0 if MPI.COMM_WORLD.bcast(is_met) else 1

@@ -22,6 +22,7 @@ from collectives.arrays import (
     operator,
     validation,
 )
+from collectives.errors import CollectiveMismatch
 from collectives.programs import Counts, OwnCounts
 from collectives.runtime import (
     CallId,
@@ -33,8 +34,10 @@ from collectives.runtime import (
     broadcast_header,
     fields_with_header,
     gather_table,
+    send_counts_ahead,
 )
 from collectives.schedule import even_counts
+from collectives.selection import sends_counts_ahead
 
 CountTable = tuple[tuple[int, ...], ...]  # rows from every rank to every rank
 
@@ -258,30 +261,49 @@ def reduction(
     *,
     root: int = 0,
     has_result: bool = True,
+    shards: int | None = None,
 ) -> Ready:
     """A reduction of whole vectors.  `has_result`: whether this rank gets the result."""
     backend, source = caller.readable(x)
+    one = _one_shard(caller, source, shards)
     target = unwritten_out = None
     if has_result or out is not None:
-        target = validation.result(out, backend, tuple(source.shape), source.dtype)
+        target = validation.result(out, backend, tuple(one.shape), source.dtype)
     if not has_result:
         target, unwritten_out = None, target
     combine = _checked_operator(collective, op, backend, source)
     arrays = Arrays(backend, source, target)
-    return Ready(arrays, int(source.size), target, out is not None, root, combine, unwritten_out)
+    return Ready(arrays, int(one.size), target, out is not None, root, combine, unwritten_out)
 
 
 def reduce_scatter(
-    caller: Caller, x: object, op: str | Operator, out: Array | None, counts: object
+    caller: Caller,
+    x: object,
+    op: str | Operator,
+    out: Array | None,
+    counts: object,
+    shards: int | None,
 ) -> Ready:
     """Any rank of a reduce-scatter."""
     backend, source = caller.readable(x)
-    numbers = _divided_rows(caller, source, counts, "reduce_scatter")
-    shape = (numbers[caller.rank], *source.shape[1:])
+    one = _one_shard(caller, source, shards)
+    numbers = _divided_rows(caller, one, counts, "reduce_scatter")
+    shape = (numbers[caller.rank], *one.shape[1:])
     target = validation.result(out, backend, shape, source.dtype)
-    arrays, elements = Arrays(backend, source, target), _elements(numbers, source)
+    arrays, elements = Arrays(backend, source, target), _elements(numbers, one)
     combine = _checked_operator("reduce_scatter", op, backend, source)
     return Ready(arrays, elements, target, out is not None, op=combine)
+
+
+def _one_shard(caller: Caller, x: Array, shards: int | None) -> Array:
+    """The first of this rank's logical shards; all of `x` if there are none."""
+    if shards is None:
+        return x
+    own = even_counts(shards, caller.size)[caller.rank]
+    if x.ndim == 0 or x.shape[0] != own:
+        found = "is 0-d" if x.ndim == 0 else f"has {x.shape[0]}"
+        raise ValueError(f"rank {caller.rank} has {own} of {shards} shards, x {found}")
+    return x[0]
 
 
 def _checked_operator(collective: str, op: str | Operator, backend: Backend, x: Array) -> Operator:
@@ -295,18 +317,23 @@ def _checked_operator(collective: str, op: str | Operator, backend: Backend, x: 
 # All-to-all
 
 
-def all_to_all(caller: Caller, x: object, out: Array | None, counts: object) -> Ready | Deferred:
+def all_to_all(
+    caller: Caller, x: object, out: Array | None, counts: object, algorithm: str | None
+) -> Ready | Deferred:
     """Any rank of an all-to-all; with only the counts of what it sends, ranks exchange them."""
     backend, source = caller.readable(x)
     if out is not None:  # the number of rows may not be known yet
         num_rows = validation.rows(validation.writable(out, "out")[1], "all_to_all")
         validation.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
+    ahead = algorithm if algorithm and sends_counts_ahead("all_to_all", algorithm) else None
     if isinstance(counts, SentReceived):
-        return _with_own_counts(caller, backend, source, out, counts)
+        return _with_own_counts(caller, backend, source, out, counts, ahead)
     table = _count_table(caller, source, counts)
     if table is not None:
         return _exchanged(caller, backend, source, out, table)
     own = validation.total_counts(counts, caller.size, validation.rows(source, "all_to_all"))
+    if ahead is not None:
+        return partial(_after_counts_ahead, caller, backend, source, out, own, ahead)
     return partial(_after_counts, caller, backend, source, out, own)
 
 
@@ -354,10 +381,48 @@ def _after_counts(
     return _exchanged(caller, backend, source, out, table)
 
 
+def _after_counts_ahead(
+    caller: Caller,
+    backend: Backend,
+    source: Array,
+    out: Array | None,
+    own: Sequence[int],
+    algorithm: str,
+    call_id: CallId,
+    expected: Sequence[int] | None = None,
+) -> Generator[Run, None, Ready]:
+    """Send the counts the way of their blocks, then prepare the all-to-all.
+
+    `expected`: the rows that this rank expects from each rank, if it knows them.
+    """
+    fields = {"collective": "all_to_all"}
+    received, passing = yield from send_counts_ahead(
+        caller.session, own, algorithm, call_id, fields
+    )
+    for sender, (sent, wanted) in enumerate(zip(received, expected or received, strict=True)):
+        if sent != wanted:
+            raise CollectiveMismatch(
+                f"all_to_all: rank {sender} sends {sent} rows to rank {caller.rank}, "
+                f"which expects {wanted}"
+            )
+    through = tuple(zip(passing, _elements([*passing.values()], source), strict=True))
+    sent_and_received = _elements(own, source), _elements(received, source)
+    counts = OwnCounts(caller.rank, *sent_and_received, through)
+    return _of_rows(backend, source, out, sum(received), counts)
+
+
 def _with_own_counts(
-    caller: Caller, backend: Backend, source: Array, out: Array | None, counts: SentReceived
+    caller: Caller,
+    backend: Backend,
+    source: Array,
+    out: Array | None,
+    counts: SentReceived,
+    ahead: str | None,
 ) -> Ready | Deferred:
-    """An all-to-all of which this rank knows its own row and column of the table of counts."""
+    """An all-to-all of which this rank knows its own row and column of the table of counts.
+
+    `ahead`: the algorithm, if the counts of blocks that pass through ranks must be sent ahead.
+    """
     size, rank, num_rows = caller.size, caller.rank, validation.rows(source, "all_to_all")
     sent = validation.total_counts(counts.sent, size, num_rows, "counts.sent")
     received = validation.row_counts(counts.received, size, "counts.received")
@@ -369,6 +434,10 @@ def _with_own_counts(
     elements = OwnCounts(rank, _elements(sent, source), _elements(received, source))
     ready = _of_rows(backend, source, out, sum(received), elements)
     checker = caller.session.checker
+    if checker is None and ahead is not None:
+        return partial(
+            _after_counts_ahead, caller, backend, source, out, sent, ahead, expected=received
+        )
     if checker is None:
         return ready
     return partial(_after_comparison, caller.session, checker, source, ready, (*sent, *received))

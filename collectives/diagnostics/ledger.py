@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.schedule import Topology
+
 Collect = Callable[[bytes], "list[bytes] | None"]
 
 _phase: ContextVar[str] = ContextVar("phase", default="")
@@ -59,7 +61,8 @@ class Row(NamedTuple):
 
     `call`: the number of the call on its communicator, such as "7"; its header or counts have "7a".
     `src` and `dst`: ranks of the communicator that records.  `axis`: the name of the communicator
-    that sent it (see `Communicator.split`), "" if it has none.
+    that sent it (see `Communicator.split`), "" if it has none.  `off_host`: whether these ranks are
+    on different hosts.
     """
 
     phase: str
@@ -72,6 +75,7 @@ class Row(NamedTuple):
     bytes: int
     segments: int
     axis: str = ""
+    off_host: bool = False
 
 
 class Summary(NamedTuple):
@@ -83,6 +87,13 @@ class Summary(NamedTuple):
     calls: int
     messages: int
     bytes: int
+
+
+class Difference(NamedTuple):
+    """The totals of one group of rows in two ledgers; all are 0 where a ledger has no such rows."""
+
+    here: Summary
+    there: Summary
 
 
 Sent = tuple[tuple[int, int, int, int], ...]
@@ -117,8 +128,8 @@ class Entry(NamedTuple):
     started: float
     finished: float
 
-    def rows(self) -> Iterator[Row]:
-        """One row per message."""
+    def rows(self, host_of: Sequence[int]) -> Iterator[Row]:
+        """One row per message.  `host_of`: the host of each rank of the recording communicator."""
         call, ranks = self.call, self.call.ranks
         name = call.numbered(self.number)
         for number, dst, num_bytes, segments in call.sent:
@@ -134,6 +145,7 @@ class Entry(NamedTuple):
                 num_bytes,
                 segments,
                 call.axis,
+                host_of[call.src] != host_of[dst],
             )
 
     def to_json(self) -> list[Any]:
@@ -165,12 +177,12 @@ def finish(entered: list[list[Any]], finished: float) -> None:
 class Ledger:
     """A record of what one rank sends while it is open.  `Communicator.record` makes one.
 
-    `rank` and `size` are those of the recording communicator.  `gather` joins the ledgers of all
-    ranks.
+    `rank`, `size` and `topology` are those of the recording communicator.  `gather` joins the
+    ledgers of all ranks.
     """
 
-    def __init__(self, rank: int, size: int, collect: Collect | None = None) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, topology: Topology, collect: Collect | None = None) -> None:
+        self.rank, self.size, self.topology = rank, topology.size, topology
         self._collect = collect
         self.entered: list[list[Any]] = []
 
@@ -181,12 +193,15 @@ class Ledger:
 
     def rows(self) -> list[Row]:
         """Return one `Row` for each message sent, in the order of the calls."""
-        return [row for entry in self.entries for row in entry.rows()]
+        host_of = self.topology.host_of
+        return [row for entry in self.entries for row in entry.rows(host_of)]
 
     def summary(
         self, by: Sequence[str] = ("phase", "collective")
     ) -> dict[tuple[Any, ...], Summary]:
         """Return numbers of calls, messages and bytes, grouped by columns of the rows.
+
+            ledger.summary(by=("collective", "off_host"))     # within and between hosts
 
         `by`: the names of the columns.  The result maps a tuple of their values to a `Summary`, in
         the order in which the values first appear.
@@ -207,6 +222,25 @@ class Ledger:
             for key, rows in groups.items()
         }
 
+    def diff(
+        self, other: Ledger, by: Sequence[str] = ("phase", "collective")
+    ) -> dict[tuple[Any, ...], Difference]:
+        """Return the groups of rows of which this ledger and another have different totals.
+
+            changed = ledger.diff(before)    # {} if the same was sent
+
+        `by`: the names of the columns that define a group, as in `summary`.  The result maps a
+        tuple of their values to a `Difference`, first those of this ledger, then those that only
+        the other has.  Raises ValueError for an unknown column.
+        """
+        here, there = self.summary(by), other.summary(by)
+        nothing = Summary(0, 0, 0)
+        both = {
+            key: Difference(here.get(key, nothing), there.get(key, nothing))
+            for key in (*here, *there)
+        }
+        return {key: found for key, found in both.items() if found.here != found.there}
+
     def matrix(self) -> NDArray[np.int64]:
         """Return the bytes sent from each rank (row) to each rank (column), an int64 array.
 
@@ -215,6 +249,17 @@ class Ledger:
         matrix = np.zeros((self.size, self.size), np.int64)
         for row in self.rows():
             matrix[row.src, row.dst] += row.bytes
+        return matrix
+
+    def host_matrix(self) -> NDArray[np.int64]:
+        """Return the bytes sent from each host (row) to each host (column), an int64 array.
+
+        The hosts are those of `topology`, in its order; on the diagonal is what stays on a host.
+        Before `gather` only the row of this rank's host is filled, with what this rank sent.
+        """
+        host, num_hosts = np.array(self.topology.host_of), self.topology.num_hosts
+        matrix = np.zeros((num_hosts, num_hosts), np.int64)
+        np.add.at(matrix, (host[:, None], host[None, :]), self.matrix())
         return matrix
 
     def gather(self) -> Ledger | None:
@@ -229,7 +274,7 @@ class Ledger:
         parts = self._collect(json.dumps([entry.to_json() for entry in self.entries]).encode())
         if parts is None:
             return None
-        whole = Ledger(self.rank, self.size)
+        whole = Ledger(self.rank, self.topology)
         whole.entered = [_from_json(*entry) for part in parts for entry in json.loads(part)]
         return whole
 
@@ -252,7 +297,8 @@ class Ledger:
         """Write the calls to the file `path`: a timeline for chrome://tracing or Perfetto.
 
         It has one process per rank, and one bar per call, from its start until it was found to be
-        complete.  Times of ranks on the same host are comparable.
+        complete, with its messages and bytes, and of these the bytes to other hosts.  Times of
+        ranks on the same host are comparable.
         """
         events = [
             {
@@ -268,6 +314,9 @@ class Ledger:
                     "call": entry.call.numbered(entry.number),
                     "messages": sum(segments for *_, segments in entry.call.sent),
                     "bytes": sum(num_bytes for _, _, num_bytes, _ in entry.call.sent),
+                    "off_host_bytes": sum(
+                        row.bytes for row in entry.rows(self.topology.host_of) if row.off_host
+                    ),
                 },
             }
             for entry in self.entries

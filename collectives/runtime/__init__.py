@@ -22,6 +22,7 @@ from collectives.runtime.library_calls import (
     broadcast_integers,
     gather_bytes,
     gather_table,
+    send_counts_ahead,
     subgroup_barrier,
 )
 from collectives.runtime.numbering import CallId
@@ -56,5 +57,6 @@ __all__ = [
     "make_message_plan",
     "make_plan",
     "runs_by",
+    "send_counts_ahead",
     "subgroup_barrier",
 ]

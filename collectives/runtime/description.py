@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from collectives.arrays import OPERATORS, Array, Arrays, Operator, num_elements
-from collectives.programs import CallSpec, Counts, OwnCounts
+from collectives.programs import CallSpec, CountOfEachBlock, Counts, OwnCounts
 from collectives.runtime.fingerprint import Fingerprint
 from collectives.runtime.run import Run
 from collectives.schedule import SPECS
@@ -68,7 +68,7 @@ def describe(spec: CallSpec, has_both: bool) -> Fingerprint:
 
 def _rows(counts: Counts | None, per_row: int) -> str:
     """Counts of elements as text, in rows."""
-    if counts is None or isinstance(counts, int | OwnCounts) or not per_row:
+    if counts is None or isinstance(counts, int | OwnCounts | CountOfEachBlock) or not per_row:
         return ""
     if not isinstance(counts[0], int):
         return str([[count // per_row for count in row] for row in counts])

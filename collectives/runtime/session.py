@@ -20,6 +20,7 @@ from collectives.runtime.numbering import CallId, ConcurrentCall, Numbering
 from collectives.runtime.run import Run
 from collectives.runtime.run_pool import RunPool
 from collectives.runtime.work import Steps, Work
+from collectives.schedule import Topology
 from collectives.selection import Decisions, select
 
 FREED = "this communicator was freed"
@@ -40,7 +41,9 @@ class Session:
         thread: ProgressThread | None = None,
         check: Mode | None = None,
         axis: str = "",
+        topology: Topology | None = None,
     ) -> None:
+        self.topology = topology or Topology.consecutive(transport.size, transport.size)
         self.transport, self.timeout, self.name, self.axis = transport, timeout, name, axis
         self.thread, self.thread_delay = thread, 0.0
         self.numbering = Numbering(transport.num_tags)
@@ -70,7 +73,10 @@ class Session:
             for ledgers, ranks in self.ancestry
         ]
         check = None if self.checker is None else self.checker.mode
-        child = Session(transport, self.timeout, name, self, ancestry, self.thread, check, axis)
+        child = Session(
+            transport, self.timeout, name, self, ancestry, self.thread, check, axis,
+            self.topology.among(members),
+        )  # fmt: skip
         child.decisions = self.decisions
         return child
 
@@ -243,7 +249,12 @@ class Session:
         dtype, size = arrays.dtype, self.transport.size
         num_bytes = select.num_bytes_of(counts, dtype.itemsize)
         like = arrays.target if arrays.source is None else arrays.source
-        choice = select.choose(collective, algorithm, size, num_bytes, op, self.decisions)
+        choice = select.choose(
+            collective, algorithm, size, num_bytes, op, self.decisions, self.topology
+        )
+        shape = None if like is None else tuple(like.shape)
+        if shape is not None and choice.options.get("shards"):
+            shape = shape[1:]  # ranks may have different numbers of shards
         return CallSpec(
             collective,
             choice.algorithm,
@@ -255,7 +266,7 @@ class Session:
             root,
             op,
             validation.aliasing(*arrays),
-            None if like is None else tuple(like.shape),
+            shape,
             label,
             {None: "", True: "yes", False: "no"}[is_blocking],
             out,

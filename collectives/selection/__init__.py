@@ -14,6 +14,7 @@ from collectives.selection.select import (
     is_local,
     preferences,
     preferred,
+    sends_counts_ahead,
     using,
 )
 
@@ -30,5 +31,6 @@ __all__ = [
     "predict",
     "preferences",
     "preferred",
+    "sends_counts_ahead",
     "using",
 ]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.programs import Counts, compile_call
+from collectives.schedule import Topology
 from collectives.selection.select import choose, num_bytes_of
 
 
@@ -33,6 +34,7 @@ def predict(
     algorithm: str | None = None,
     root: int = 0,
     in_place: bool = False,
+    topology: Topology | None = None,
 ) -> Prediction:
     """Return what the ranks will send in a call, without sending anything.
 
@@ -47,12 +49,14 @@ def predict(
     - `root`: of a rooted collective.
     - `in_place`: whether each rank's input and output share memory: they are the same vector, or
       one is this rank's part of the other.  It changes the scratch memory, and no message.
+    - `topology`: the hosts of the ranks; None: all are on one host.
 
     Returns the `Prediction`, which is exact for any algorithm and for uneven parts.  Raises
     TypeError or ValueError if the algorithm does not exist or cannot serve.
     """
     elements = _hashable(counts)
-    chosen = choose(collective, algorithm, size, num_bytes_of(elements, itemsize))
+    num_bytes = num_bytes_of(elements, itemsize)
+    chosen = choose(collective, algorithm, size, num_bytes, topology=topology)
     spec = chosen.spec(elements, itemsize, root)
     if in_place:
         specs = [spec._replace(aliasing=_offset(collective, elements, r)) for r in range(size)]

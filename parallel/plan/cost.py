@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from collectives import Communicator, even_counts
+from collectives import Communicator, Topology, even_counts
 from parallel.accounts import PredictedCall
 from parallel.actions import Action
 from parallel.mesh import Mesh
@@ -32,6 +32,11 @@ class Planned(NamedTuple):
     size: int
     rank: int = 0
     name: str = ""
+
+    @property
+    def topology(self) -> Topology:
+        """One host."""
+        return Topology.consecutive(self.size, self.size)
 
 
 class Cost(NamedTuple):
