@@ -7,6 +7,7 @@ waiting, and so do the simulated ones.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -49,21 +50,21 @@ class Held(NamedTuple):
         return abs(self.predicted / self.seconds - 1)
 
 
-def held_out(comm: Communicator, machine: Machine, seconds: float, samples: int) -> Iterator[Held]:
-    """Measure and predict, in about so many seconds.  All ranks call it; rank 0 has the results."""
+def held_out(comm: Communicator, machine: Machine, options: argparse.Namespace) -> Iterator[Held]:
+    """Measure and predict as told.  All ranks call it; rank 0 has the results."""
     cases = [
         (size, collective, num_bytes)
         for size in range(2, min(comm.size, LARGEST_RANKS) + 1)
-        for collective in algorithms.collectives()
+        for collective in options.collectives or algorithms.collectives()
         for num_bytes in (HELD_OUT if collective != "barrier" else (0,))
     ]
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + options.seconds
     groups = {size: comm.subgroup(range(size)) if comm.rank < size else None for size, *_ in cases}
     for number, (size, collective, num_bytes) in enumerate(cases):
         now = time.perf_counter()
         until = now + (end - now) / (len(cases) - number)
         if (group := groups[size]) is not None:
-            yield from _measured(group, collective, num_bytes, machine, until, samples)
+            yield from _measured(group, collective, num_bytes, machine, until, options.samples)
         sleep_until_all(MPI.COMM_WORLD)
     for group in filter(None, groups.values()):
         group.free()

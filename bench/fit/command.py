@@ -31,7 +31,7 @@ from bench.fit.measuring import Measurement, Pairs, pairs_of
 from bench.fit.patterns import ITEMSIZE, PATTERNS, Sample
 from bench.options import seconds
 from bench.tune import earlier, here
-from collectives import Communicator
+from collectives import Communicator, algorithms
 from collectives.selection.machine_file import Fitted
 from collectives.simulation import Machine
 from parallel.cli import at_least, console_of
@@ -53,6 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--at-once", action="store_true", help="all ranks exchange in pairs at once, as they do in "
         "collectives; always so if ranks outnumber the cores of a host")  # fmt: skip
     add("--check", action="store_true", help="compare predictions with collectives")
+    add("--collective", dest="collectives", action="append", choices=algorithms.collectives(),
+        metavar="NAME", help="check this one; may be repeated; default: all")  # fmt: skip
     add("--keep", action="store_true", help="do not fit: check the machine that FILE has")
     add("--seconds", type=seconds, default=120.0, metavar="S",
         help="about how long the check may take; default: %(default)s")  # fmt: skip
@@ -127,6 +129,6 @@ def checked(
     console: Console,
 ) -> int:
     """The held-out check: 0 if all goals are met, else 1; the same on all ranks."""
-    held = list(check.held_out(comm, machine, options.seconds, options.samples))
+    held = list(check.held_out(comm, machine, options))
     is_met = comm.rank == 0 and showing.show_check(held, console)
     return 0 if MPI.COMM_WORLD.bcast(is_met) else 1

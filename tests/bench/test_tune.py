@@ -13,7 +13,7 @@ import pytest
 import collectives
 from bench.__main__ import main
 from collectives.launch import launch
-from collectives.selection.decisions import Decisions
+from collectives.selection.decisions import Decisions, Ranks
 from collectives.selection.machine_file import Fitted, as_json
 from collectives.simulation import Link, Machine
 
@@ -62,10 +62,12 @@ def test_what_is_not_measured_again_stays(tmp_path):
     assert job.returncode == 0, job.stdout + job.stderr
     after = Decisions.from_json(path.read_text()).measured
     assert json.loads(path.read_text())["machine"] == fitted
-    assert after[7] == before[7]
-    assert after[2].tables["scan"] == before[2].tables["scan"]
-    assert after[2].tables["barrier"] != before[2].tables["barrier"], "one is never reached"
-    assert after[2].facts["mpi"] != "an older one"
+    assert after[Ranks(7)] == before[Ranks(7)]
+    assert after[Ranks(2)].tables["scan"] == before[Ranks(2)].tables["scan"]
+    assert after[Ranks(2)].tables["barrier"] != before[Ranks(2)].tables["barrier"], (
+        "one is never reached"
+    )
+    assert after[Ranks(2)].facts["mpi"] != "an older one"
 
 
 REFUSED = {
