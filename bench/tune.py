@@ -125,7 +125,8 @@ class Tuner:
         times = dict(self.times(console))
         hosts = self.comm.topology
         tables = {c: ranking.rows(c, hosts, each) for c, each in times.items()}
-        return known.including(Ranks(hosts.size, hosts.num_hosts), Measured(facts, tables))
+        ranks = Ranks(hosts.size, hosts.num_hosts)
+        return known.including(ranks, Measured(facts, tables))
 
     def facts(self) -> dict[str, str]:
         """What was measured where and when."""

@@ -161,9 +161,10 @@ class Mesh:
         return axis if len(places) == size else f"{axis}[{','.join(map(str, sorted(places)))}]"
 
     def hosts(self, ranks_per_host: int | None = None) -> Topology:
-        """Return the hosts of the ranks: of so many consecutive ranks each, or those of `comm`.
+        """Return the hosts of the ranks.
 
-        Raises ValueError for less than one rank per host.
+        With `ranks_per_host`, consecutive ranks are on a host, so many on each; by default hosts
+        are those of `comm`.  Raises ValueError for less than one rank per host.
         """
         if ranks_per_host is not None:
             return Topology.consecutive(self.size, ranks_per_host)

@@ -21,8 +21,8 @@ ORDER = [
     "engines",
     "runtime",
     "communicator",
-    "launch",
     "mpi4py_compat",
+    "launch",
     "doctor",
 ]
 

@@ -14,7 +14,9 @@ from collectives.algorithms.registry import COSTS, REGISTRY, Function, add
 from collectives.schedule import SPECS, Round, ScheduleError, count, even_sizes
 
 PROVED_SIZES = range(1, 18)
-OPTIONS = [option for option in SYMBOLS if option != "shards"]  # which would change the input
+# Shards would change the input.
+OPTIONS = [option for option in SYMBOLS if option != "shards"]
+RANKS = [ranks for ranks in get_args(Ranks) if ranks != "at most shards"]
 IN_BYTES = ("max_bytes_per_rank", "total_bytes", "critical_bytes", "reduction_bytes")
 
 
@@ -66,8 +68,8 @@ def register(
         raise ValueError(f"there is no formula {unknown[0]!r}; known: {', '.join(COSTS)}")
     if unknown := sorted(set(options or {}) - set(OPTIONS)):
         raise ValueError(f"there is no option {unknown[0]!r}; known: {', '.join(OPTIONS)}")
-    if ranks not in get_args(Ranks):
-        raise ValueError(f"ranks must be one of {', '.join(get_args(Ranks))}, got {ranks!r}")
+    if ranks not in RANKS:
+        raise ValueError(f"ranks must be one of {', '.join(RANKS)}, got {ranks!r}")
     if missing := sorted(set(DIVISORS.get(ranks, ())) - set(options or {})):
         raise ValueError(f"ranks={ranks!r} needs options with {missing[0]}")
 

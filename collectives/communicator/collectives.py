@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
 
 from collectives.arrays import Array, Operator
-from collectives.communicator import prepare
+from collectives.communicator import exchange, prepare
+from collectives.communicator.exchange import SentReceived
 from collectives.communicator.fast_path import collective
 from collectives.communicator.making import Maker
-from collectives.communicator.prepare import SentReceived
 from collectives.runtime import Session, Work
 
 A = TypeVar("A")  # an array; the result has the same kind
@@ -424,15 +424,15 @@ class Collectives:
           either, except in checked mode, which compares them.  The default is then linear.
 
         A rank needs to know only the counts of blocks that it sends or receives.  By linear,
-        linear_sync, pairwise or one_factor these are its own.  By bruck, hierarchical or torus,
+        linear_sync, pairwise or one_factor these are its own.  By bruck, torus and the others,
         blocks of other ranks pass through it.  If such an algorithm is named, and a rank gives only
         its own counts, the count of every block is first sent the way that the block will take:
-        8 bytes for each block, in as many messages as the call itself has, under "counts" in the
-        ledger (Fan, Domke, Ba and Kumar 2024, arXiv 2411.02581).
+        8 bytes for each block (or piece of a block), in as many messages as the call itself has,
+        under "counts" in the ledger (Fan, Domke, Ba and Kumar 2024, arXiv 2411.02581).
 
         Returns the rows that were sent to this rank, in the order of the ranks that they come from.
         """
-        return prepare.all_to_all(self._caller, x, out, counts, algorithm)
+        return exchange.all_to_all(self._caller, x, out, counts, algorithm)
 
     @overload
     def scan(self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Blocking]) -> A: ...

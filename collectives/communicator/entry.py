@@ -102,7 +102,9 @@ def wrap(
     thread = None if progress is None else shared_progress_thread()
     if topology is not None:
         topology.check_size(comm.size)
-    return adopt(comm.Idup(), timeout=limit, thread=thread, mode=mode, topology=topology)
+    return adopt(
+        MPI.Intracomm(comm).Idup(), timeout=limit, thread=thread, mode=mode, topology=topology
+    )
 
 
 def adopt(
@@ -120,6 +122,17 @@ def adopt(
     _enable_dumps(transport.flight)
     hosts = Topology(hosts_of(transport, timeout)) if topology is None else topology
     return Communicator(Session(transport, timeout, thread=thread, check=mode, topology=hosts))
+
+
+def adopt_child(duplicate: tuple[MPI.Intracomm, MPI.Request], parent: Communicator) -> Communicator:
+    """The same for some ranks of `parent`, wherever that is recorded, with its settings."""
+    from collectives.engines.mpi import duplicated  # noqa: PLC0415
+
+    family = parent._session
+    transport = duplicated(*duplicate, family.timeout)
+    ranks = {member: rank for rank, member in enumerate(family.transport.identity[0])}
+    members = [ranks[member] for member in transport.identity[0]]
+    return Communicator(family.child(transport, members))
 
 
 def _enable_dumps(flight: FlightRecorder) -> None:

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from collectives.arrays import Arrays, validation
-from collectives.communicator.prepare import Caller, Deferred, Ready, SentReceived
+from collectives.communicator.exchange import SentReceived
+from collectives.communicator.prepare import Caller, Deferred, Ready
 from collectives.programs import CallSpec
 from collectives.runtime import (
     CallId,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,19 +41,19 @@ def phase(label: str) -> AbstractContextManager[None]:
     return _labelled(label)
 
 
-def _labelled(label: str) -> AbstractContextManager[None]:
-    outer = _phase.get()
-    return in_phase(f"{outer}/{label}" if outer else label)
-
-
 @contextmanager
-def in_phase(label: str) -> Iterator[None]:
-    """Label what is sent inside a `with` block with exactly this label."""
-    token = _phase.set(label)
+def _labelled(label: str) -> Iterator[None]:
+    token = _phase.set(inner_phase(label))
     try:
         yield
     finally:
         _phase.reset(token)
+
+
+def inner_phase(label: str) -> str:
+    """The name of a phase with this label inside the current one."""
+    outer = _phase.get()
+    return f"{outer}/{label}" if outer else label
 
 
 class Row(NamedTuple):
@@ -185,6 +185,10 @@ class Ledger:
         self.rank, self.size, self.topology = rank, topology.size, topology
         self._collect = collect
         self.entered: list[list[Any]] = []
+
+    def enter(self, entry: list[Any]) -> None:
+        """Record a call: an `Entry` as a list."""
+        self.entered.append(entry)
 
     @property
     def entries(self) -> list[Entry]:
@@ -339,8 +343,15 @@ def _write(path: str | Path, text: str) -> None:
         raise
 
 
-# The ledgers that record a communicator, with its ranks in their numbering (None: the same).
-Ancestry = list[tuple[list[Ledger], Sequence[int] | None]]
+class Recording(Protocol):
+    """What calls are recorded in: a `Ledger`, or what only adds them up."""
+
+    def enter(self, entry: list[Any]) -> None:
+        """Record a call: an `Entry` as a list."""
+
+
+# What records a communicator, with its ranks as numbered by the recording one (None: the same).
+Ancestry = list[tuple[list[Recording], Sequence[int] | None]]
 
 
 class Recorder:
@@ -361,7 +372,7 @@ class Recorder:
     ) -> None:
         self.names, self._numbered, self._sent = names, numbered, sent
         self._ancestry, self._rank, self._axis = ancestry, rank, axis
-        self._calls: list[tuple[list[Ledger], Call]] = []
+        self._calls: list[tuple[list[Recording], Call]] = []
 
     def renumbered(self, numbered: Callable[[int], str]) -> Recorder:
         """A recorder of the same program, whose runs have other numbers."""
@@ -371,16 +382,17 @@ class Recorder:
         """The number of a run as text."""
         return self._numbered(number)
 
-    def record(self, number: int, started: float, finished: float = 0.0) -> list[list[Any]]:
+    def record(
+        self, number: int, phase: str, started: float, finished: float = 0.0
+    ) -> list[list[Any]]:
         """Record a run in the open ledgers, as quickly as possible; return the new entries."""
         if not any(ledgers for ledgers, _ in self._ancestry):
             return []
-        phase = current_phase()
         entered = []
         for ledgers, call in self._calls or self._made_calls():
             for ledger in ledgers:
                 entry = [call, number, phase, started, finished]
-                ledger.entered.append(entry)
+                ledger.enter(entry)
                 entered.append(entry)
         return entered
 
@@ -394,7 +406,7 @@ class Recorder:
             "bytes": sum(num_bytes for _, _, num_bytes, _ in self._sent),
         }
 
-    def _made_calls(self) -> list[tuple[list[Ledger], Call]]:
+    def _made_calls(self) -> list[tuple[list[Recording], Call]]:
         for ledgers, ranks in self._ancestry:
             src = self._rank if ranks is None else ranks[self._rank]
             call = Call(*self.names, self._sent, src, ranks, self._numbered, self._axis)

@@ -39,7 +39,7 @@ class Lanes:
         self.num_rounds = len(lanes[0].steps)
         self.num_slots = min(WIDTH, len(lanes))
         self.num_scratch = max(lane.num_scratch for lane in lanes)
-        self.events = list(order(len(lanes), self.num_rounds))
+        self.events = _events(len(lanes), self.num_rounds)
 
 
 class Event(NamedTuple):
@@ -63,6 +63,12 @@ def order(num_lanes: int, num_rounds: int) -> Iterator[Event]:
         yield Event(lane, number, is_start=False)
         if number + 1 < num_rounds:
             waiting.appendleft((lane, number + 1))
+
+
+@lru_cache(maxsize=2)
+def _events(num_lanes: int, num_rounds: int) -> list[Event]:
+    """The order as a list; all ranks of a call have the same."""
+    return list(order(num_lanes, num_rounds))
 
 
 def num_lanes(

@@ -263,7 +263,7 @@ class _Compiler:
         packing: list[Move] = []
         finishing: list[Move | Combine] = []
         sends = [self.send(op, packing) for op in sending]
-        sent = self.in_outputs_memory(message.region for message in sends)
+        sent = self.in_outputs_memory({message.region for message in sends})
         receives = [self.receive(op, sent, finishing) for op in receiving]
         for op in staying:
             move = self.copy if op.kind == "copy" else self.copy_and_combine

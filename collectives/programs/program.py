@@ -133,10 +133,13 @@ class Program:
         return [Row(*row) for row in self.rows.tolist()]
 
 
-def compile_call(spec: CallSpec, rank: int, size: int) -> Program:
-    """The program of one rank, from a cache of bounded size if the call is recurring."""
+def compile_call(spec: CallSpec, rank: int, size: int, *, is_kept: bool = True) -> Program:
+    """The program of one rank, from a cache of bounded size if the call is recurring.
+
+    `is_kept`: False: it is compiled, and not kept.
+    """
     is_average = spec.op is not None and spec.op.is_average
-    return (_compiled if spec.is_recurring else _compiled.__wrapped__)(
+    return (_compiled if spec.is_recurring and is_kept else _compiled.__wrapped__)(
         *(spec.algorithm, rank, size, spec.root, spec.counts, spec.options, spec.aliasing),
         *(spec.segments, spec.dtype.itemsize, is_average),
     )
@@ -170,10 +173,13 @@ class _Assembler:
     def __init__(self, lanes: Lanes, itemsize: int, is_average: bool) -> None:
         self.lanes, self.itemsize, self.is_average = lanes, itemsize, is_average
         self.most_bytes = max(MESSAGE_BYTES // itemsize, 1) * itemsize  # in one message
-        self.slots_each = max(map(self._num_messages, lanes.lanes))
+        distinct = {id(lane): lane for lane in lanes.lanes}  # most lanes are one object
+        self.slots_each = max(map(self._num_messages, distinct.values()))
         self.rows: list[tuple[int, ...]] = []
         self.sent: list[list[tuple[int, int, int, int]]] = [[] for _ in lanes.lanes]
         self.waits: dict[int, tuple[int, ...]] = {}
+        is_busy = {number: _is_busy(lane) for number, lane in distinct.items()}
+        self.is_busy = [is_busy[id(lane)] for lane in lanes.lanes]
         scratch_stride = _aligned(lanes.num_scratch * itemsize, itemsize)
         self.num_scratch = scratch_stride * lanes.num_slots
         source = self._source()
@@ -204,6 +210,8 @@ class _Assembler:
                 self._work(number, 0, lane.staying)
                 self._close(number, 0)
         for event in lanes.events:
+            if not self.is_busy[event.lane][event.round]:
+                continue
             if event.is_start:
                 self._start(event.lane, event.round)
             else:
@@ -323,6 +331,12 @@ def _num_written(lane: Lane) -> int:
     regions = [action[-1] for action in _actions(lane)]
     regions += (message.region for step in lane.steps for message in step.receives)
     return max((region.stop for region in regions if region.buffer == "output"), default=0)
+
+
+def _is_busy(lane: Lane) -> list[bool]:
+    """Whether a lane does anything in each round; before the first and after the last it may."""
+    last = len(lane.steps) - 1
+    return [any(step) or number in (0, last) for number, step in enumerate(lane.steps)]
 
 
 def _actions(lane: Lane) -> list[Move | Combine]:

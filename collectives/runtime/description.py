@@ -114,9 +114,15 @@ def _in_place(spec: CallSpec, has_both: bool) -> str:
     return "no" if spec.aliasing == "none" else "yes"
 
 
-def line_of_caller() -> str:
-    """The file and line of the caller: the innermost frame outside this package."""
+def place_of_caller() -> tuple[str, int]:
+    """The path and the line of the caller: the innermost frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def line_of_caller() -> str:
+    """The file, without its folder, and the line of the caller."""
+    path, line = place_of_caller()
+    return f"{os.path.basename(path)}:{line}"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from collectives.arrays import Arrays, Operator, validation
-from collectives.diagnostics import Ancestry, Ledger
+from collectives.diagnostics import Ancestry, Recording, current_phase
 from collectives.engines import ProgressThread, Transport
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
 from collectives.programs import CallSpec, Counts
@@ -49,7 +49,8 @@ class Session:
         self.numbering = Numbering(transport.num_tags)
         self.checker = None if check is None else Checker(self, check)
         self.decisions: Decisions | None = None
-        self.ledgers: list[Ledger] = []
+        self.ledgers: list[Recording] = []
+        self.phase_of_call: Callable[[], str] = current_phase
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
         self._family: WeakSet[Session] = WeakSet() if parent is None else parent._family
         self._family.add(self)
@@ -77,7 +78,7 @@ class Session:
             transport, self.timeout, name, self, ancestry, self.thread, check, axis,
             self.topology.among(members),
         )  # fmt: skip
-        child.decisions = self.decisions
+        child.decisions, child.phase_of_call = self.decisions, self.phase_of_call
         return child
 
     # Calls in order
@@ -213,7 +214,7 @@ class Session:
         self.plan_cache.forget()
 
     @contextmanager
-    def recording(self, ledger: Ledger) -> Iterator[None]:
+    def recording(self, ledger: Recording) -> Iterator[None]:
         """Record the calls of this communicator, and of all communicators made from it."""
         self.ledgers.append(ledger)
         self._refresh_family()

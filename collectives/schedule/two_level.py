@@ -15,9 +15,14 @@ Holder = Callable[[Any, int], int]
 def within_hosts(
     algorithm: RankAlgorithm, rank: int, topology: Topology, expand: Expand = one
 ) -> Iterator[Round]:
-    """Return the rounds of `algorithm(rank, size)` among the ranks of this rank's host.
+    """Return the rounds of an algorithm that runs on every host, among the ranks of that host.
 
-    What it calls a block stands for all of `expand(block)`; an operation on no block is left out.
+    - `algorithm`: a function that yields the rounds of `algorithm(place, size)`.
+    - `rank`: this rank.
+    - `topology`: the hosts of all ranks.
+    - `expand`: a function that returns the blocks for which a block of the algorithm stands, on
+      this host; an operation on no block is left out.
+
     Smaller hosts have idle rounds at the end, so that all hosts have equally many.
     """
     mates, most = topology.mates(rank), topology.max_per_host
@@ -30,11 +35,16 @@ def within_hosts(
 def among_hosts(
     rounds: Iterable[Round], rank: int, topology: Topology, expand: Expand, holder: Holder
 ) -> Iterator[Round]:
-    """Return the rounds of `rank` if its host has these `rounds`, in which hosts are the ranks.
+    """Return the rounds of an algorithm that runs among hosts, whose ranks divide its blocks.
 
-    What they call a block stands for all of `expand(block)`.  These are divided among the ranks of
-    a host: `holder(block, host)` is the one that sends and receives the block.  All blocks for the
-    same rank are one message.
+    - `rounds`: those of this rank's host, in which hosts are the ranks.
+    - `rank`: this rank.
+    - `topology`: the hosts of all ranks.
+    - `expand`: a function that returns the blocks for which a block of the algorithm stands.
+    - `holder`: a function of such a block and a host: the rank of the host that sends and receives
+      it.
+
+    All blocks for the same rank are one message.
     """
     host = topology.host_of[rank]
 

@@ -3,6 +3,7 @@
 All ranks choose the same algorithm, because the choice depends only on what all of them know.
 """
 
+from collectives.selection.choice import Choice, even_parts
 from collectives.selection.cost import bounds_met
 from collectives.selection.decisions import Decisions
 from collectives.selection.explanation import Explanation, explain
@@ -20,11 +21,13 @@ from collectives.selection.select import (
 
 __all__ = [
     "LOCAL_DEFAULTS",
+    "Choice",
     "Decisions",
     "Explanation",
     "Prediction",
     "bounds_met",
     "choose",
+    "even_parts",
     "explain",
     "is_local",
     "parse_label",

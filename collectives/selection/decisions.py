@@ -114,8 +114,7 @@ class Decisions:
     def machine_for(self, topology: Topology | None) -> Machine | None:
         """The fitted machine, if it has links between all ranks on these hosts."""
         machine = None if self.fitted is None else self.fitted.machine
-        hosts = None if topology is None else topology.host_of
-        return machine if machine is not None and machine.connects(hosts) else None
+        return machine if machine is not None and machine.connects(_host_of(topology)) else None
 
     def limits(self, collective: str) -> set[float]:
         """The sizes at which its rows end."""
@@ -123,9 +122,14 @@ class Decisions:
         return {row.largest for rows in tables for row in rows}
 
     def ranked(
-        self, collective: str, ranks: Ranks, num_bytes: float, *, instead_of: Ranks | None = None
+        self,
+        collective: str,
+        ranks: Ranks,
+        num_bytes: float,
+        *,
+        instead_of: Ranks | None = None,
     ) -> Iterator[tuple[str, str]]:
-        """Algorithms measured on `ranks`, best first, each with a text that names the table.
+        """Algorithms measured on `ranks`, best first, with a text that names the table.
 
         Some may not serve.  `instead_of`: the ranks of the call, if they are others.
         """
@@ -157,6 +161,10 @@ class Decisions:
 
         alike = [r for r in self.measured if (r.num_hosts > 1) == (wanted.num_hosts > 1)]
         return sorted(alike, key=distance)
+
+
+def _host_of(topology: Topology | None) -> tuple[int, ...] | None:
+    return None if topology is None else topology.host_of
 
 
 def size_range(largest: float, num_bytes: float, limits: Iterable[float]) -> str:

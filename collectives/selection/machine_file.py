@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from collectives.selection.fields import fields, items, seconds, texts
-from collectives.simulation import OTHER_HOST, SAME_HOST, Link, Machine
+from collectives.simulation import LINK_CLASSES, Link, Machine
 
-LINK_CLASSES = (SAME_HOST, OTHER_HOST)
 _LIMIT, _IS_RENDEZVOUS = "up_to_bytes", "is_rendezvous"
 
 
@@ -39,7 +38,7 @@ def from_json(value: object, place: str) -> Fitted:
     found = fields(value, place, ("facts", *Machine._fields))
     links = fields(found["links"], f"{place}.links")
     if not links or not set(links) <= set(LINK_CLASSES):
-        raise ValueError(f"{place}.links must have one or both of {', '.join(LINK_CLASSES)}")
+        raise ValueError(f"{place}.links must have some of {', '.join(LINK_CLASSES)}")
     rates = {
         name: seconds(found[name], f"{place}.{name}") for name in Machine._fields if name != "links"
     }

@@ -62,19 +62,15 @@ def choose(
 
     Raises TypeError or ValueError if there is no such algorithm, or if it cannot serve.
     """
-    hosts = Hosts(1, size)
     if topology is not None:
-        if len(topology.host_of) != size:
-            topology.check_size(size)
-        hosts = Hosts(topology.num_hosts, topology.max_per_host)
+        topology.check_size(size)
     if text is not None:
         found, reason = check(collective, text, size, operator), "named by the caller"
     else:
         is_free = operator is None or operator.is_commutative
-        limits = _limits(collective, decisions, hosts)
+        limits = _limits(collective, decisions, _hosts(topology, size))
         limit = limits[bisect_left(limits, num_bytes)]
-        is_fitted = decisions is not None and decisions.fitted is not None
-        key = collective, size, limit, is_free, decisions, hosts, topology if is_fitted else None
+        key = collective, size, limit, is_free, decisions, topology
         found, reason = _default(*key, registry.generation())
     return _with_options(found, reason, size, num_bytes, topology)
 
@@ -119,7 +115,6 @@ def _default(
     num_bytes: float,
     is_free: bool,
     decisions: Decisions | None,
-    hosts: Hosts,
     topology: Topology | None,
     generation: int,
 ) -> tuple[NamedAlgorithm, str]:
@@ -129,24 +124,24 @@ def _default(
     registry, because algorithms can be registered again under their names.
     """
     call = collective, size, num_bytes
-    found = () if decisions is None else _found(*call, decisions, hosts, topology)
-    for label, reason in chain(found, by_rules(*call, hosts)):
+    found = () if decisions is None else _found(*call, decisions, topology)
+    for label, reason in chain(found, by_rules(*call, _hosts(topology, size))):
         named = parse_label(collective, label)
         if named.serves(size) and (is_free or named.algorithm.is_ordered):
             return named, reason
     raise AssertionError(f"no rule for {collective} covers {num_bytes} bytes on {size} ranks")
 
 
+def _hosts(topology: Topology | None, size: int) -> Hosts:
+    """The hosts as the rules know them."""
+    return Hosts(1, size) if topology is None else Hosts(topology.num_hosts, topology.max_per_host)
+
+
 def _found(
-    collective: str,
-    size: int,
-    num_bytes: float,
-    decisions: Decisions,
-    hosts: Hosts,
-    topology: Topology | None,
+    collective: str, size: int, num_bytes: float, decisions: Decisions, topology: Topology | None
 ) -> Iterator[tuple[str, str]]:
     """What measurements say, best first, each with a text for the reason."""
-    ranks = Ranks(size, hosts.number)
+    ranks = Ranks(size, 1 if topology is None else topology.num_hosts)
     yield from decisions.ranked(collective, ranks, num_bytes)
     if (machine := decisions.machine_for(topology)) is not None:
         largest = int(min(num_bytes, max(_PRICED)))
@@ -173,10 +168,10 @@ def predicted(
         for label in dict.fromkeys((*algorithms.names(collective), *labels))
         if (named := parse_label(collective, label)).serves(size)
     }
+    hosts = None if topology is None else topology.host_of
     choices = {
         label: _with_options(named, "", size, num_bytes, topology) for label, named in found.items()
     }
-    hosts = None if topology is None else topology.host_of
     seconds = {
         label: cost.price_call(choice, size, num_bytes, machine, hosts)
         for label, choice in choices.items()
@@ -281,12 +276,11 @@ def _takes_shards(collective: str, name: str) -> bool:
 def sends_counts_ahead(collective: str, text: str) -> bool:
     """Whether the counts of blocks can travel ahead of them, the way that the blocks will take.
 
-    That is so in an all-to-all that sends whole blocks on.  The algorithms of users are not among
-    them, because they may cut blocks, and choose into how many pieces by size.
+    That is so in an all-to-all that sends blocks on.  The algorithms of users are not among them,
+    because they may choose by size into how many pieces they cut blocks.
     """
     algorithm = parse_label(collective, text).algorithm
-    is_whole = algorithm.is_built_in and algorithm.pieces.text == "1"
-    return collective == "all_to_all" and is_whole and not algorithm.is_local
+    return collective == "all_to_all" and algorithm.is_built_in and not algorithm.is_local
 
 
 def restriction_of(

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays import jit
 from collectives.programs import Program
-from collectives.simulation.machine import OTHER_HOST, SAME_HOST, Machine
-from collectives.simulation.tables import Ints, Messages, Tables, tables_of
-
-if TYPE_CHECKING:
-    from collectives.simulation.event_loop import State
+from collectives.simulation.machine import Machine
+from collectives.simulation.network import Apart, Network
+from collectives.simulation.tables import Messages, Rows, rows_of, world_of
+from collectives.simulation.world import Flows, World, flows_of
 
 
 class Simulation(NamedTuple):
-    """`rank_seconds`: when each rank has completed its program.  `messages`: what was sent."""
+    """What a simulation finds.
+
+    `rank_seconds`: when each simulated rank has completed its program.  `link_bytes`: what each
+    link of the network carried.  `class_bytes`: what all ranks sent by each class of links.
+    """
 
     rank_seconds: NDArray[np.float64]
-    messages: Messages
+    link_bytes: NDArray[np.float64]
+    class_bytes: NDArray[np.float64]
 
     @property
     def seconds(self) -> float:
@@ -30,96 +34,125 @@ class Simulation(NamedTuple):
 
 
 def simulate(
-    programs: Iterable[Program],
+    programs: Sequence[Program],
     machine: Machine,
+    network: Network | None = None,
     *,
     hosts: Sequence[int] | None = None,
     stragglers: Mapping[int, float] | None = None,
 ) -> Simulation:
     """Run the programs of all ranks in simulated time.
 
-    - `programs`: those of ranks 0, 1, ....
+    - `programs`: those of ranks 0, 1, ....  Those of `network.period` ranks stand for those of all
+      ranks: of n programs, rank r + n does what rank r does, with all peers moved on by n.
     - `machine`: what messages, copies and combinations cost.
-    - `hosts`: the host of each rank; None: all are on the same host.
+    - `network`: where ranks are, and which links they share; None: they share none.
+    - `hosts`: without a network, the host of each rank; None: all are on one host.
     - `stragglers`: by rank, a factor by which its processor is slower: its overheads, copies and
       combinations take longer.
 
-    Messages cost what they do in LogGOPSim (Hoefler, Schneider and Lumsdaine 2010), with one
-    processor per rank, and one port per rank and class of link.  Of s bytes, the send occupies the
-    sender's processor for o + (s - 1) O, and the receive occupies the receiver's, from the arrival
-    of the first byte, for o + max((s - 1) O, (s - 1) G).  A port is free again after g + (s - 1) G.
-    A rank begins its rows in order, up to the next row that waits, copies or combines.
+    Every rank has one processor, and one port for each class of links.  A rank begins its rows in
+    order, up to the next row that waits, copies or combines.  Messages cost what they do in the
+    LogGOPS model (Hoefler, Schneider and Lumsdaine 2010):
+
+    - Of s bytes, the send occupies the sender's processor for o + (s - 1) O, and its port for
+      g + (s - 1) G.
+    - If no links are shared, as in LogGOPSim, the receive occupies the receiver's processor from
+      the arrival of the first byte, for o + max((s - 1) O, (s - 1) G), and its port for
+      g + (s - 1) G.
+    - On links that are shared, the sender's port is busy until the message has left it, and the
+      receive begins when the last byte is there.
 
     Returns a `Simulation`.  Raises ValueError if the ranks do not receive what they send each
-    other, or wait for each other forever, or if the machine has no link for a message.
+    other, or wait for each other forever, or if there are more or
+    fewer programs, or if the machine has no link for a message.
     """
-    places = None if hosts is None else np.asarray(hosts)
-    classes = [SAME_HOST] if places is None else [SAME_HOST, OTHER_HOST]
+    if network is None:
+        network = Apart([0] * len(programs) if hosts is None else hosts)
+    return simulate_rows([rows_of(x, machine) for x in programs], machine, network, stragglers)
 
-    def classify(sources: Ints, destinations: Ints) -> Ints:
-        if places is None:
-            return np.zeros_like(sources)
-        return np.asarray(places[sources] != places[destinations], np.int64)
 
-    tables, messages = tables_of(programs, machine, classes, classify)
-    num_ranks = len(tables.first_rows) - 1
-    slowness = np.ones(num_ranks)
+def simulate_rows(
+    rows: Sequence[Rows],
+    machine: Machine,
+    network: Network,
+    stragglers: Mapping[int, float] | None = None,
+    resolution: float = 0.0,
+) -> Simulation:
+    """`simulate` for the rows of each rank.
+
+    `resolution`: a part of its time for which a message may wait until the links are divided anew,
+    so that this is done once for many messages.
+    """
+    _check(len(rows), network, stragglers)
+    slowness = np.ones(len(rows))
     for rank, factor in (stragglers or {}).items():
         slowness[rank] = factor
-    state = _start(tables, len(classes), machine.call_seconds, slowness)
-    _loop(tables, state)(tables, state)
-    _require_end(tables, state)
-    return Simulation(state.clocks, messages)
-
-
-def _loop(*arguments: tuple[NDArray[Any], ...]) -> Callable[..., Any]:
-    """The compiled loop for these arguments; the interpreted one where numba is missing."""
-    from collectives.simulation import event_loop  # noqa: PLC0415 - imports numba
-
-    if jit.why_unavailable() is not None:
-        return event_loop.run  # type: ignore[no-any-return]
-    import numba  # noqa: PLC0415
-
-    return jit.function(event_loop.run.py_func, tuple(map(numba.typeof, arguments)))
-
-
-def _start(
-    tables: Tables, num_ports: int, call_seconds: float, slowness: NDArray[np.float64]
-) -> State:
-    """The state in which all ranks make their calls at time 0."""
-    from collectives.simulation.event_loop import State  # noqa: PLC0415 - imports numba
-
-    num_ranks, num_messages = len(slowness), len(tables.sources)
-    num_slots = 1 + max(tables.send_slots.max(initial=0), tables.receive_slots.max(initial=0))
-    queues = np.full((2, num_ranks, num_ports, 2), -1, np.int32)
-    heap = np.full((2, num_ranks + num_messages), -1, np.int32)
-    return State(
-        rows=tables.first_rows[:-1].copy(),
-        clocks=call_seconds * slowness,
-        slowness=slowness,
-        send_free=np.zeros((num_ranks, num_ports)),
-        receive_free=np.zeros((num_ranks, num_ports)),
-        work=np.zeros(num_ranks),
-        work_known=np.full(num_ranks, -1),
-        waits=np.zeros((num_ranks, 3), np.int64),
-        to_send=queues[0],
-        arrived=queues[1],
-        following=np.full(num_messages, -1, np.int32),
-        phases=np.zeros(num_messages, np.int8),
-        known=np.zeros(num_messages, np.int64),
-        is_posted=np.zeros(num_messages, bool),
-        is_done=np.zeros(num_slots, bool),
-        times=np.zeros(num_ranks + num_messages),
-        places=heap[0],
-        heap=heap[1],
-        counters=np.zeros(2, np.int64),
+    world, messages = world_of(rows, machine, network, slowness)
+    classes = network.classify(messages.sources, messages.destinations)
+    class_bytes = np.bincount(classes, messages.sizes, len(network.classes)).astype(float)
+    flows, link_bytes = _empty(world, messages, network, resolution)
+    del messages, classes
+    _run(world, flows)
+    _require_end(world)
+    return Simulation(
+        world.ranks.clock.copy(), link_bytes, class_bytes * (network.num_ranks // len(rows))
     )
 
 
-def _require_end(tables: Tables, state: State) -> None:
+def _check(num_programs: int, network: Network, stragglers: Mapping[int, float] | None) -> None:
+    """Raise ValueError if the network is for another number of programs."""
+    if num_programs != network.period:
+        raise ValueError(f"there are {num_programs} programs for {network.period} ranks")
+    if wrong := [rank for rank in stragglers or () if not 0 <= rank < network.num_ranks]:
+        raise ValueError(f"there is no rank {wrong[0]} among {network.num_ranks} ranks")
+    if stragglers and network.period != network.num_ranks:
+        raise ValueError("ranks can be slower than others only if each has its own program")
+
+
+def _empty(
+    world: World, messages: Messages, network: Network, resolution: float
+) -> tuple[Flows, NDArray[np.float64]]:
+    """The network without messages, and the bytes that each of its links will have carried.
+
+    Writes the route of each message into the world.
+    """
+    pairs, inverse = np.unique(
+        messages.sources * network.num_ranks + messages.destinations, return_inverse=True
+    )
+    routes = network.routes(*np.divmod(pairs, network.num_ranks))
+    capacities = network.links.capacities
+    pair_bytes = np.bincount(inverse, messages.sizes, len(pairs))
+    weights = np.where(routes >= 0, pair_bytes[:, None], 0)
+    link_bytes = np.bincount(np.maximum(routes, 0).ravel(), weights.ravel(), len(capacities))
+    world.messages.route = inverse
+    flows = flows_of(routes.astype(np.int32), capacities, world.ports.size, resolution)
+    return flows, link_bytes.astype(float)
+
+
+def _run(world: World, flows: Flows) -> None:
+    """Let the event loop run, and divide the links anew whenever messages begin or end."""
+    from collectives.simulation import event_loop, sharing  # noqa: PLC0415 - they import numba
+
+    run = _compiled(event_loop.run, world, flows)
+    share_links = _compiled(sharing.share_links, flows, world.messages)
+    while run(world, flows):
+        share_links(flows, world.messages)
+
+
+def _compiled(function: Any, *arguments: Any) -> Callable[..., Any]:
+    """The function compiled for these arguments; the function itself where numba is missing."""
+    if jit.why_unavailable() is not None:
+        return function  # type: ignore[no-any-return]
+    import numba  # noqa: PLC0415
+
+    return jit.function(function.py_func, tuple(map(numba.typeof, arguments)))
+
+
+def _require_end(world: World) -> None:
     """Raise ValueError if a rank has not completed its program."""
-    is_busy = (state.rows < tables.first_rows[1:]) | (state.waits[:, -1] > 0)
+    ranks = world.ranks
+    is_busy = (ranks.row < ranks.stop) | (ranks.num_open > 0)
     if is_busy.any():
         rank = int(np.flatnonzero(is_busy)[0])
-        row = int(state.rows[rank] - tables.first_rows[rank])
-        raise ValueError(f"the ranks wait for each other forever: rank {rank} before row {row}")
+        raise ValueError(f"the ranks wait for each other forever: rank {rank} among others")

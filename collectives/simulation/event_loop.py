@@ -1,25 +1,22 @@
 """The loop that runs the programs of all ranks in simulated time, by the rules of LogGOPSim.
 
-Numba compiles it; where numba is missing, Python interprets the same functions.  Every rank has one
-processor.  It executes rows in order until it must wait.  Then three things compete for it: the
-first of the messages to be sent, the first of the messages that have arrived, and local work.  What
-can begin first begins; of several, the one that has been known for longest.
+Every rank has one processor.  It executes rows in order until it must wait.  Then three things
+compete for it: the first message that is to be sent, the first that has arrived, and local work.
+What can begin first begins; of several, the one that has been known for longest.
 
-An event is the number of a rank, whose processor may begin something, or `num_ranks` + the number
-of a message, which arrives or releases its sender.
+An event is the number of a rank, whose processor may begin something, or the number of ranks plus
+the number of a message, which leaves the network, arrives, or releases its sender.
+
+Numba compiles this file; where it is missing, Python interprets it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from collectives.arrays import jit
 from collectives.programs import Kind
-from collectives.simulation.tables import LinkCosts, Tables
+from collectives.simulation.world import Flows, World
 
 if jit.why_unavailable() is None:
     from numba import njit
@@ -29,291 +26,372 @@ else:
         return lambda function: function
 
 
-Floats = NDArray[np.float64]
-Longs = NDArray[np.int64]
-Ints = NDArray[np.int32]
-Bytes = NDArray[np.int8]
-Flags = NDArray[np.bool_]
-
 # Compiled code is cached until this file changes, so constants of other files are repeated here.
 RECEIVE, SEND, WAIT, WORK = range(4)
-OVERHEAD, OVERHEAD_PER_BYTE, LATENCY, GAP, GAP_PER_BYTE, IS_RENDEZVOUS, PORT = range(7)
 assert [Kind.RECEIVE, Kind.SEND, Kind.WAIT, Kind.COPY] == [RECEIVE, SEND, WAIT, WORK]
-assert [globals()[name.upper()] for name in LinkCosts._fields] == [*range(7)]
 
-# What a message is doing: to be sent, on its way, at the receiver before or after it was received,
-# waiting for the end of the receiver's call that releases the sender.
-POSTED, TRAVELLING, ARRIVED, TAKEN, RELEASING = range(5)
-FIRST, STOP, LEFT = range(3)  # columns of `State.waits`
-HEAD, TAIL = range(2)
-HEAP_SIZE, NEXT_ORDER = range(2)  # of `State.counters`
-
-
-class State(NamedTuple):
-    """Where everything stands.
-
-    Of each rank: its next row; `clocks`, when its processor is free; `slowness`, by which its own
-    work takes longer; `send_free` and `receive_free`, when each port is; `work` and since when it
-    is known, and the slots it waits for.  Of each rank and port: queues of messages to send, and of
-    arrived ones, linked by `following`.  Of each message: `phases`, `known` (the larger, the
-    later), whether a receive `is_posted`.  Of each slot: whether it `is_done`.  Of each event: its
-    time, and its place in the heap.
-    """
-
-    rows: Longs
-    clocks: Floats
-    slowness: Floats
-    send_free: Floats
-    receive_free: Floats
-    work: Floats
-    work_known: Longs
-    waits: Longs
-    to_send: Ints
-    arrived: Ints
-    following: Ints
-    phases: Bytes
-    known: Longs
-    is_posted: Flags
-    is_done: Flags
-    times: Floats
-    places: Ints
-    heap: Ints
-    counters: Longs
+# What a message is doing: to be sent, on the network, on its way, at the receiver before or after
+# it was received, waiting for the end of the receiver's call that releases the sender.
+POSTED, FLOWING, TRAVELLING, ARRIVED, TAKEN, RELEASING = range(6)
+HEAP_SIZE, LAST_KNOWN, NUM_READY, NUM_TOUCHED = range(4)  # of `World.counters`
+NUM_CHANGED, NUM_MOVED = range(2)  # of `Flows.counters`
+DEADLINE, RESOLUTION = range(2)  # of `Flows.clocks`
 
 
 @njit(nogil=True, error_model="numpy")
-def is_before(state: State, a: int, b: int) -> bool:
-    """Whether event `a` precedes `b`; at the same time, messages precede what ranks begin."""
-    return state.times[a] < state.times[b] or (state.times[a] == state.times[b] and a > b)
+def is_before(world: World, a: int, b: int) -> bool:
+    """Whether event `a` precedes `b`: it is earlier, or has been known for longer."""
+    first, second = world.events[a], world.events[b]
+    if first.time == second.time:
+        return first.known < second.known
+    return first.time < second.time
 
 
 @njit(nogil=True, error_model="numpy")
-def rise(state: State, place: int, event: int) -> None:
+def rise(world: World, place: int, event: int) -> None:
     """Put an event at a place of the heap or above."""
-    heap = state.heap
-    while place > 0 and is_before(state, event, heap[(place - 1) // 2]):
+    heap, events = world.heap, world.events
+    while place > 0 and is_before(world, event, heap[(place - 1) // 2]):
         heap[place] = heap[(place - 1) // 2]
-        state.places[heap[place]] = place
+        events[heap[place]].place = place
         place = (place - 1) // 2
     heap[place] = event
-    state.places[event] = place
+    events[event].place = place
 
 
 @njit(nogil=True, error_model="numpy")
-def sink(state: State, place: int, event: int) -> None:
+def sink(world: World, place: int, event: int) -> None:
     """Put an event at a place of the heap or below."""
-    heap, size = state.heap, state.counters[HEAP_SIZE]
+    heap, events, size = world.heap, world.events, world.counters[HEAP_SIZE]
     while 2 * place + 1 < size:
         child = 2 * place + 1
-        if child + 1 < size and is_before(state, heap[child + 1], heap[child]):
+        if child + 1 < size and is_before(world, heap[child + 1], heap[child]):
             child += 1
-        if not is_before(state, heap[child], event):
+        if not is_before(world, heap[child], event):
             break
         heap[place] = heap[child]
-        state.places[heap[place]] = place
+        events[heap[place]].place = place
         place = child
     heap[place] = event
-    state.places[event] = place
+    events[event].place = place
 
 
 @njit(nogil=True, error_model="numpy")
-def schedule(state: State, event: int, time: float) -> None:
+def schedule(world: World, event: int, time: float, known: int) -> None:
     """Let an event happen at a time, instead of when it was to happen before."""
-    place = state.places[event]
+    place = world.events[event].place
     if place < 0:
-        place = state.counters[HEAP_SIZE]
-        state.counters[HEAP_SIZE] += 1
-    state.times[event] = time
-    rise(state, place, event)
-    sink(state, state.places[event], event)
+        place = world.counters[HEAP_SIZE]
+        world.counters[HEAP_SIZE] += 1
+    world.events[event].time, world.events[event].known = time, known
+    rise(world, place, event)
+    sink(world, world.events[event].place, event)
 
 
 @njit(nogil=True, error_model="numpy")
-def take_first(state: State) -> int:
+def take_first(world: World) -> int:
     """Remove the first event of the heap."""
-    first = state.heap[0]
-    state.counters[HEAP_SIZE] -= 1
-    size = state.counters[HEAP_SIZE]
-    state.places[first] = -1
+    first = world.heap[0]
+    world.counters[HEAP_SIZE] -= 1
+    size = world.counters[HEAP_SIZE]
+    world.events[first].place = -1
     if size > 0:
-        sink(state, 0, state.heap[size])
+        sink(world, 0, world.heap[size])
     return first
 
 
 @njit(nogil=True, error_model="numpy")
-def now_known(state: State) -> int:
+def touch(world: World, event: int) -> None:
+    """Note that the time of an event must be decided."""
+    world.touched[world.counters[NUM_TOUCHED]] = event
+    world.counters[NUM_TOUCHED] += 1
+
+
+@njit(nogil=True, error_model="numpy")
+def happen_at(world: World, message: int, time: float) -> None:
+    """Let the next event of a message happen at a time."""
+    event = len(world.ranks) + message
+    world.events[event].time = time
+    touch(world, event)
+
+
+@njit(nogil=True, error_model="numpy")
+def now_known(world: World) -> int:
     """A number larger than all before."""
-    state.counters[NEXT_ORDER] += 1
-    return state.counters[NEXT_ORDER]
+    world.counters[LAST_KNOWN] += 1
+    return world.counters[LAST_KNOWN]
 
 
 @njit(nogil=True, error_model="numpy")
-def append(state: State, queues: Ints, rank: int, port: int, message: int) -> None:
-    """Add a message to the end of a queue."""
-    if queues[rank, port, HEAD] < 0:
-        queues[rank, port, HEAD] = message
-    else:
-        state.following[queues[rank, port, TAIL]] = message
-    queues[rank, port, TAIL] = message
-    state.following[message] = -1
-
-
-@njit(nogil=True, error_model="numpy")
-def choose(state: State, rank: int) -> tuple[float, int, int, int]:
+def choose(world: World, rank: int) -> tuple[float, int, int, int]:
     """What the processor can begin first: when, since when it is known, its kind, its port."""
-    clock = state.clocks[rank]
+    clock, messages = world.ranks[rank].clock, world.messages
     time, known, kind, port = math.inf, 0, WAIT, 0
-    if state.work_known[rank] >= 0:
-        time, known, kind = clock, state.work_known[rank], WORK
-    for each in range(state.to_send.shape[1]):
-        first = state.to_send[rank, each, HEAD]
-        if first >= 0:
-            begin = max(clock, state.send_free[rank, each])
-            if begin < time or (begin == time and state.known[first] < known):
-                time, known, kind, port = begin, state.known[first], SEND, each
-        first = state.arrived[rank, each, HEAD]
-        if first >= 0:
-            arrival = state.times[len(state.rows) + first]
-            begin = max(clock, state.receive_free[rank, each], arrival)
-            if begin < time or (begin == time and state.known[first] < known):
-                time, known, kind, port = begin, state.known[first], RECEIVE, each
+    if world.ranks[rank].work_known >= 0:
+        time, known, kind = clock, world.ranks[rank].work_known, WORK
+    for each in range(world.ports.shape[1]):
+        at = world.ports[rank, each]
+        if at.first_to_send >= 0:
+            begin, since = max(clock, at.send_free), messages[at.first_to_send].known
+            if begin < time or (begin == time and since < known):
+                time, known, kind, port = begin, since, SEND, each
+        if at.first_arrived >= 0:
+            arrival = world.events[len(world.ranks) + at.first_arrived].time
+            begin = max(clock, at.receive_free, arrival)
+            since = messages[at.first_arrived].known
+            if begin < time or (begin == time and since < known):
+                time, known, kind, port = begin, since, RECEIVE, each
     return time, known, kind, port
 
 
 @njit(nogil=True, error_model="numpy")
-def proceed(tables: Tables, state: State, rank: int) -> None:
+def proceed(world: World, rank: int) -> None:
     """Execute the rows of a rank until it has to wait."""
-    row, stop = state.rows[rank], tables.first_rows[rank + 1]
-    while row < stop:
-        kind, slot, number = tables.kinds[row], tables.slots[row], tables.numbers[row]
-        row += 1
-        if kind == RECEIVE:
-            post_receive(tables, state, rank, number, slot)
-        elif kind == SEND:
-            state.is_done[slot] = False
-            state.known[number] = now_known(state)
-            port = int(tables.link_costs[tables.links[number], PORT])
-            append(state, state.to_send, rank, port, number)
-        elif kind == WORK:
-            state.work[rank], state.work_known[rank] = tables.seconds[row - 1], now_known(state)
-            break
+    mine = world.ranks[rank]
+    while mine.row < mine.stop:
+        row = world.rows[mine.row]
+        mine.row += 1
+        if row.kind == RECEIVE:
+            post_receive(world, rank, row.number, row.slot)
+        elif row.kind == SEND:
+            post_send(world, rank, row.number, row.slot)
+        elif row.kind == WORK:
+            mine.work, mine.work_known = row.seconds, now_known(world)
+            return
         else:
-            state.waits[rank, FIRST], state.waits[rank, STOP] = slot, slot + number
-            state.waits[rank, LEFT] = num_open(state, slot, slot + number)
-            if state.waits[rank, LEFT] > 0:
-                break
-    state.rows[rank] = row
+            mine.wait_first, mine.wait_stop, mine.num_open = row.slot, row.slot + row.number, 0
+            for slot in range(row.slot, row.slot + row.number):
+                mine.num_open += not world.is_done[slot]
+            if mine.num_open > 0:
+                return
 
 
 @njit(nogil=True, error_model="numpy")
-def num_open(state: State, slot: int, stop: int) -> int:
-    """The number of slots whose messages are not complete."""
-    count = 0
-    for each in range(slot, stop):
-        count += not state.is_done[each]
-    return count
+def post_send(world: World, rank: int, number: int, slot: int) -> None:
+    """Add a message to the queue of a port."""
+    message = world.messages[number]
+    world.is_done[slot] = False
+    message.known, message.following = now_known(world), -1
+    port = world.ports[rank, world.costs[message.cost].port]
+    if port.first_to_send < 0:
+        port.first_to_send = number
+    else:
+        world.messages[port.last_to_send].following = number
+    port.last_to_send = number
 
 
 @njit(nogil=True, error_model="numpy")
-def post_receive(tables: Tables, state: State, rank: int, message: int, slot: int) -> None:
+def post_receive(world: World, rank: int, number: int, slot: int) -> None:
     """Post a receive; if the message is there, it is complete, and a sender that waits is freed."""
-    state.is_posted[message] = True
-    state.is_done[slot] = state.phases[message] == TAKEN
-    if state.is_done[slot] and tables.link_costs[tables.links[message], IS_RENDEZVOUS] > 0:
-        state.phases[message] = RELEASING
-        schedule(state, len(state.rows) + message, state.clocks[rank])
+    message = world.messages[number]
+    message.is_posted = True
+    world.is_done[slot] = message.phase == TAKEN
+    if message.phase == TAKEN and world.costs[message.cost].is_rendezvous:
+        message.phase, message.known = RELEASING, now_known(world)
+        happen_at(world, number, world.ranks[rank].clock)
 
 
 @njit(nogil=True, error_model="numpy")
-def complete(tables: Tables, state: State, rank: int, slot: int) -> None:
+def let_proceed(world: World, rank: int) -> None:
+    """Note that a rank need not wait any more."""
+    world.ready[world.counters[NUM_READY]] = rank
+    world.counters[NUM_READY] += 1
+
+
+@njit(nogil=True, error_model="numpy")
+def complete(world: World, rank: int, slot: int) -> None:
     """Complete a message at one end; a rank that waited for it as the last one proceeds."""
-    state.is_done[slot] = True
-    if state.waits[rank, LEFT] > 0 and state.waits[rank, FIRST] <= slot < state.waits[rank, STOP]:
-        state.waits[rank, LEFT] -= 1
-        if state.waits[rank, LEFT] == 0:
-            proceed(tables, state, rank)
+    mine = world.ranks[rank]
+    world.is_done[slot] = True
+    if mine.num_open > 0 and mine.wait_first <= slot < mine.wait_stop:
+        mine.num_open -= 1
+        if mine.num_open == 0:
+            let_proceed(world, rank)
 
 
 @njit(nogil=True, error_model="numpy")
-def release(tables: Tables, state: State, message: int, time: float) -> None:
-    """Complete a send whose receiver has taken the message."""
-    rank, port = tables.sources[message], int(tables.link_costs[tables.links[message], PORT])
-    state.clocks[rank] = max(state.clocks[rank], time)
-    state.send_free[rank, port] = max(state.send_free[rank, port], time)
-    complete(tables, state, rank, tables.send_slots[message])
-    schedule(state, rank, choose(state, rank)[0])
-
-
-@njit(nogil=True, error_model="numpy")
-def send(tables: Tables, state: State, rank: int, port: int, time: float) -> None:
+def send(world: World, network: Flows, rank: int, port: int, time: float) -> None:
     """Begin to send the first message of a queue."""
-    message = state.to_send[rank, port, HEAD]
-    state.to_send[rank, port, HEAD] = state.following[message]
-    costs, further = tables.link_costs[tables.links[message]], tables.further[message]
-    busy = costs[OVERHEAD] + further * costs[OVERHEAD_PER_BYTE]
-    state.clocks[rank] = time + state.slowness[rank] * busy
-    state.send_free[rank, port] = time + costs[GAP] + further * costs[GAP_PER_BYTE]
-    state.known[message], state.phases[message] = now_known(state), TRAVELLING
-    arrival = time + state.slowness[rank] * costs[OVERHEAD] + costs[LATENCY]
-    schedule(state, len(state.rows) + message, arrival)
-    if costs[IS_RENDEZVOUS] == 0:
-        complete(tables, state, rank, tables.send_slots[message])
+    at = world.ports[rank, port]
+    number = at.first_to_send
+    message, mine = world.messages[number], world.ranks[rank]
+    cost = world.costs[message.cost]
+    at.first_to_send = message.following
+    busy = cost.overhead + message.further * cost.overhead_per_byte
+    mine.clock = time + mine.slowness * busy
+    message.known = now_known(world)
+    if len(network.links) > 0:
+        enter(world, network, number, time)
+    else:
+        travel(world, number, time)
+        at.send_free += message.further * cost.gap_per_byte
+    if not cost.is_rendezvous:
+        complete(world, rank, message.send_slot)
 
 
 @njit(nogil=True, error_model="numpy")
-def receive(tables: Tables, state: State, rank: int, port: int, time: float) -> None:
-    """Receive the first message of a queue; the processor is busy until its last byte is there."""
-    message = state.arrived[rank, port, HEAD]
-    state.arrived[rank, port, HEAD] = state.following[message]
-    costs, further = tables.link_costs[tables.links[message]], tables.further[message]
-    slowness, on_link = state.slowness[rank], further * costs[GAP_PER_BYTE]
-    busy = slowness * further * costs[OVERHEAD_PER_BYTE]
-    state.clocks[rank] = time + slowness * costs[OVERHEAD] + max(busy, on_link)
-    state.receive_free[rank, port] = time + costs[GAP] + on_link
-    state.phases[message] = TAKEN
-    if state.is_posted[message]:
-        if costs[IS_RENDEZVOUS] > 0:
-            release(tables, state, message, time)
-        complete(tables, state, rank, tables.receive_slots[message])
+def enter(world: World, network: Flows, number: int, time: float) -> None:
+    """Let a message enter the network; its port is busy until it has left."""
+    message = world.messages[number]
+    cost = world.costs[message.cost]
+    message.phase = FLOWING
+    world.ports[message.source, cost.port].send_free = math.inf
+    if message.further == 0 or cost.gap_per_byte == 0:
+        happen_at(world, number, time)
+        return
+    place = message.source * world.ports.shape[1] + cost.port
+    flow = network.flows[place]
+    flow.message, flow.left, flow.since = number, message.further, time
+    flow.limit = 1 / cost.gap_per_byte
+    expected = flow.left / (flow.rate if flow.rate > 0 else flow.limit)
+    change(network, place, time + network.clocks[RESOLUTION] * expected)
 
 
 @njit(nogil=True, error_model="numpy")
-def begin(tables: Tables, state: State, rank: int) -> None:
-    """Begin what a rank can begin at the time of its event, and schedule the next."""
-    time, _, kind, port = choose(state, rank)
-    if time <= state.times[rank]:
+def change(network: Flows, place: int, deadline: float) -> None:
+    """Note that a flow began or ended, and when the links must be divided anew at the latest."""
+    network.clocks[DEADLINE] = min(network.clocks[DEADLINE], deadline)
+    if not network.flows[place].is_changed:
+        network.flows[place].is_changed = True
+        network.changed[network.counters[NUM_CHANGED]] = place
+        network.counters[NUM_CHANGED] += 1
+
+
+@njit(nogil=True, error_model="numpy")
+def leave(world: World, network: Flows, number: int, time: float) -> None:
+    """Let a message leave the network, so that the next can enter."""
+    message = world.messages[number]
+    place = message.source * world.ports.shape[1] + world.costs[message.cost].port
+    if network.flows[place].message == number:
+        network.flows[place].message = -1
+        expected = message.further / network.flows[place].rate
+        change(network, place, time + network.clocks[RESOLUTION] * expected)
+    travel(world, number, time)
+    touch(world, message.source)
+
+
+@njit(nogil=True, error_model="numpy")
+def travel(world: World, number: int, time: float) -> None:
+    """Schedule the arrival of a message, all of which is on its way."""
+    message = world.messages[number]
+    cost = world.costs[message.cost]
+    message.phase = TRAVELLING
+    world.ports[message.source, cost.port].send_free = time + cost.gap
+    overhead = world.ranks[message.source].slowness * cost.overhead
+    happen_at(world, number, time + overhead + cost.latency)
+
+
+@njit(nogil=True, error_model="numpy")
+def arrive(world: World, number: int) -> None:
+    """Let the first byte of a message arrive, or on a network the last."""
+    message = world.messages[number]
+    message.phase, message.following = ARRIVED, -1
+    port = world.ports[message.destination, world.costs[message.cost].port]
+    if port.first_arrived < 0:
+        port.first_arrived = number
+    else:
+        world.messages[port.last_arrived].following = number
+    port.last_arrived = number
+    touch(world, message.destination)
+
+
+@njit(nogil=True, error_model="numpy")
+def receive(world: World, network: Flows, rank: int, port: int, time: float) -> None:
+    """Receive the first message of a queue; the processor is busy until its last byte is there.
+
+    On a network it is there.
+    """
+    at = world.ports[rank, port]
+    number = at.first_arrived
+    message, mine = world.messages[number], world.ranks[rank]
+    cost = world.costs[message.cost]
+    at.first_arrived = message.following
+    on_link = message.further * cost.gap_per_byte
+    busy = max(mine.slowness * message.further * cost.overhead_per_byte, on_link)
+    elapsed = on_link if len(network.links) > 0 else 0.0
+    mine.clock = time + mine.slowness * cost.overhead + busy - elapsed
+    at.receive_free = time + cost.gap + on_link - elapsed
+    message.phase = TAKEN
+    if message.is_posted:
+        if cost.is_rendezvous:
+            release(world, number, time)
+        complete(world, rank, message.receive_slot)
+
+
+@njit(nogil=True, error_model="numpy")
+def release(world: World, number: int, time: float) -> None:
+    """Complete a send whose receiver has taken the message."""
+    message = world.messages[number]
+    sender = world.ranks[message.source]
+    port = world.ports[message.source, world.costs[message.cost].port]
+    sender.clock, port.send_free = max(sender.clock, time), max(port.send_free, time)
+    complete(world, message.source, message.send_slot)
+    touch(world, message.source)
+
+
+@njit(nogil=True, error_model="numpy")
+def begin(world: World, network: Flows, rank: int) -> None:
+    """Begin what a rank can begin at the time of its event."""
+    time, _, kind, port = choose(world, rank)
+    if time <= world.events[rank].time:
         if kind == SEND:
-            send(tables, state, rank, port, time)
+            send(world, network, rank, port, time)
         elif kind == RECEIVE:
-            receive(tables, state, rank, port, time)
+            receive(world, network, rank, port, time)
         else:
-            state.clocks[rank] = time + state.slowness[rank] * state.work[rank]
-            state.work_known[rank] = -1
-            proceed(tables, state, rank)
-    schedule(state, rank, choose(state, rank)[0])
+            mine = world.ranks[rank]
+            mine.clock, mine.work_known = time + mine.slowness * mine.work, -1
+            let_proceed(world, rank)
+    touch(world, rank)
 
 
 @njit(nogil=True, error_model="numpy")
-def arrive(tables: Tables, state: State, message: int) -> None:
-    """Let the first byte of a message arrive."""
-    rank, port = tables.destinations[message], int(tables.link_costs[tables.links[message], PORT])
-    state.phases[message] = ARRIVED
-    append(state, state.arrived, rank, port, message)
-    schedule(state, rank, choose(state, rank)[0])
+def happen(world: World, network: Flows, event: int) -> None:
+    """Let an event happen."""
+    number, time = event - len(world.ranks), world.events[event].time
+    if number < 0:
+        begin(world, network, event)
+    elif world.messages[number].phase == FLOWING:
+        leave(world, network, number, time)
+    elif world.messages[number].phase == TRAVELLING:
+        arrive(world, number)
+    else:
+        release(world, number, time)
 
 
 @njit(nogil=True, error_model="numpy")
-def run(tables: Tables, state: State) -> None:
-    """Run all ranks from their first rows until nothing can happen any more."""
-    num_ranks = len(state.rows)
-    for rank in range(num_ranks):
-        proceed(tables, state, rank)
-        schedule(state, rank, choose(state, rank)[0])
-    while state.counters[HEAP_SIZE] > 0 and state.times[state.heap[0]] < math.inf:
-        event = take_first(state)
-        if event < num_ranks:
-            begin(tables, state, event)
-        elif state.phases[event - num_ranks] == TRAVELLING:
-            arrive(tables, state, event - num_ranks)
+def settle(world: World) -> None:
+    """Let ranks proceed that need not wait any more, and schedule the events that follow."""
+    for number in range(world.counters[NUM_READY]):
+        proceed(world, world.ready[number])
+    world.counters[NUM_READY] = 0
+    for number in range(world.counters[NUM_TOUCHED]):
+        event = world.touched[number]
+        if event < len(world.ranks):
+            time, known, _, _ = choose(world, event)
         else:
-            release(tables, state, event - num_ranks, state.times[event])
+            time = world.events[event].time
+            known = world.messages[event - len(world.ranks)].known
+        schedule(world, event, time, known)
+    world.counters[NUM_TOUCHED] = 0
+
+
+@njit(nogil=True, error_model="numpy")
+def run(world: World, network: Flows) -> bool:
+    """Continue until nothing can happen any more, or until the links must be divided anew.
+
+    Returns whether they must.
+    """
+    for number in range(network.counters[NUM_MOVED]):
+        flow = network.flows[network.moved[number]]
+        known = world.messages[flow.message].known
+        schedule(world, len(world.ranks) + flow.message, flow.end, known)
+    network.counters[NUM_MOVED] = 0
+    settle(world)
+    while world.counters[HEAP_SIZE] > 0 and world.events[world.heap[0]].time < math.inf:
+        if world.events[world.heap[0]].time > network.clocks[DEADLINE]:
+            return True
+        event = take_first(world)
+        happen(world, network, event)
+        settle(world)
+    return network.counters[NUM_CHANGED] > 0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-SAME_HOST, OTHER_HOST = "same_host", "other_host"
+SAME_HOST, OTHER_HOST, ISLAND = LINK_CLASSES = "same_host", "other_host", "island"
 
 
 class Link(NamedTuple):
@@ -39,16 +39,22 @@ class Link(NamedTuple):
 class Machine(NamedTuple):
     """What everything costs.
 
-    `links`: by class ("same_host", "other_host"), the `Link`s in the order of their sizes; the last
-    has no limit.  `call_seconds`: of a call, in addition to its operations.
-    `copy_seconds_per_byte` and `combine_seconds_per_byte`: of a copy and a combination within a
-    rank.
+    `links`: by class ("same_host", "other_host", or "island" for ranks that faster links connect),
+    the `Link`s in the order of their sizes; the last has no limit.  `call_seconds`: of a call, in
+    addition to its operations.  `copy_seconds_per_byte` and `combine_seconds_per_byte`: of a copy
+    and a combination within a rank.
     """
 
     links: Mapping[str, tuple[Link, ...]]
     call_seconds: float = 0.0
     copy_seconds_per_byte: float = 0.0
     combine_seconds_per_byte: float = 0.0
+
+    def bytes_per_second(self, link_class: str) -> float:
+        """The rate of the fastest link of a class, as a single large message sees it."""
+        rates = [link.seconds_per_byte for link in self.links.get(link_class, ())]
+        fastest = min(rates, default=0.0)
+        return 1 / fastest if fastest else math.inf
 
     def link(self, link_class: str, num_bytes: float) -> Link:
         """The link that carries a message of this size."""
@@ -61,3 +67,25 @@ class Machine(NamedTuple):
         if hosts is None or num_hosts < len(hosts):
             needed.add(SAME_HOST)
         return needed <= self.links.keys()
+
+
+def _link(rate: float, latency: float) -> tuple[Link, ...]:
+    """A link on which messages of more than 64 KiB wait for their receives."""
+    eager = Link(
+        up_to_bytes=65536, overhead_seconds=1e-6, latency_seconds=latency, gap_seconds=1e-6,
+        seconds_per_byte=1 / rate,
+    )  # fmt: skip
+    return eager, eager._replace(up_to_bytes=math.inf, is_rendezvous=True)
+
+
+# Not measured: NICs of 400 Gbit/s, PCIe within a host, NVLink within an island.
+DEFAULT = Machine(
+    {
+        SAME_HOST: _link(50e9, 2e-6),
+        OTHER_HOST: _link(50e9, 5e-6),
+        ISLAND: _link(400e9, 2e-6),
+    },
+    call_seconds=5e-6,
+    copy_seconds_per_byte=1 / 1e12,
+    combine_seconds_per_byte=1 / 7e11,
+)

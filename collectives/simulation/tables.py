@@ -1,67 +1,21 @@
-"""The programs of all ranks as one set of arrays, with every message matched to its receive."""
+"""The programs of all ranks as one table, with every message matched to its receive."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.programs import Kind, Program, Row
-from collectives.simulation.machine import Link, Machine
+from collectives.simulation.machine import Machine
+from collectives.simulation.network import Ints, Network
+from collectives.simulation.world import COST, MESSAGE, RANK, ROW, Records, World, cost_of, zeros
+from collectives.simulation.world import world_of as assembled
 
-Ints = NDArray[np.int64]
-# The class of the link between each source and destination, as an index into a list of classes.
-Classify = Callable[[Ints, Ints], Ints]
-
-_COLUMNS = [Row._fields.index(name) for name in ("kind", "peer", "size", "slot")]
-RECEIVE, SEND, WAIT, WORK = Kind.RECEIVE, Kind.SEND, Kind.WAIT, Kind.COPY  # the kinds in a table
-
-
-class LinkCosts(NamedTuple):
-    """A row of `Tables.link_costs`: the letters of a `Link`, and the port of its class."""
-
-    overhead: float
-    overhead_per_byte: float
-    latency: float
-    gap: float
-    gap_per_byte: float
-    is_rendezvous: float
-    port: float
-
-
-class Tables(NamedTuple):
-    """The programs of all ranks, one after the other.
-
-    `first_rows`: where the rows of each rank begin, and the end.  Of each row: `kinds`; `slots`,
-    the (first) slot; `numbers`, the message, or how many slots a row waits for; `seconds` of work
-    (copies and combinations).  Of each message: `sources`, `destinations`, `send_slots`,
-    `receive_slots`, `further`, its bytes without the first, and `links`, its row of `link_costs`.
-    """
-
-    first_rows: Ints
-    kinds: NDArray[np.int8]
-    slots: NDArray[np.int32]
-    numbers: NDArray[np.int32]
-    seconds: NDArray[np.float64]
-    sources: NDArray[np.int32]
-    destinations: NDArray[np.int32]
-    send_slots: NDArray[np.int32]
-    receive_slots: NDArray[np.int32]
-    further: Ints
-    links: NDArray[np.int8]
-    link_costs: NDArray[np.float64]
-
-
-class Rows(NamedTuple):
-    """The rows of one rank.  `peers`: or how many slots a row waits for.  `sizes`: in bytes."""
-
-    kinds: NDArray[np.int8]
-    peers: Ints
-    sizes: Ints
-    slots: Ints
-    seconds: NDArray[np.float64]
+_WORK = Kind.COPY  # the kind of all rows that copy, combine or divide
+_KIND, _PEER, _SIZE, _SLOT = (Row._fields.index(x) for x in ("kind", "peer", "size", "slot"))
 
 
 class Messages(NamedTuple):
@@ -72,63 +26,135 @@ class Messages(NamedTuple):
     sizes: Ints
 
 
-def rows_of(program: Program, machine: Machine) -> Rows:
-    """The rows of a program, with adjacent copies and combinations joined into one row of work."""
-    kinds, peers, sizes, slots = program.rows[:, _COLUMNS].T
+class Rows(NamedTuple):
+    """The rows of a program, of which adjacent copies and combinations are one row of work.
+
+    `peers`: or how many slots a row waits for.  `num_slots`: of the program.
+    """
+
+    kinds: NDArray[np.int8]
+    peers: NDArray[np.int32]
+    sizes: Ints
+    slots: NDArray[np.int32]
+    seconds: NDArray[np.float64]
+    num_slots: int
+
+    def moved(self, by: int, num_ranks: int) -> Rows:
+        """The rows of a rank that does the same as this one, with peers moved on."""
+        return self.renamed((np.arange(num_ranks) + by) % num_ranks)
+
+    def renamed(self, names: Ints) -> Rows:
+        """The rows with other names of the peers."""
+        is_message = self.kinds <= Kind.SEND
+        peers = self.peers.copy()
+        peers[is_message] = names[peers[is_message]]
+        return self._replace(peers=peers)
+
+    def equals(self, other: Rows) -> bool:
+        """Whether two ranks do the same."""
+        pairs: Iterable[tuple[Any, Any]] = zip(self, other, strict=True)
+        return all(np.array_equal(*pair) for pair in pairs)
+
+
+NO_ROWS = Rows(
+    np.zeros(0, np.int8),
+    np.zeros(0, np.int32),
+    np.zeros(0, np.int64),
+    np.zeros(0, np.int32),
+    np.zeros(0, np.float64),
+    0,
+)
+
+
+def work_rates(machine: Machine) -> NDArray[np.float64]:
+    """The seconds per byte of each `Kind` of row; 0 for those that are not work."""
     rates = np.zeros(len(Kind))
     rates[Kind.COPY] = machine.copy_seconds_per_byte
     rates[[Kind.COMBINE, Kind.DIVIDE]] = machine.combine_seconds_per_byte
-    seconds, kind = rates[kinds] * sizes, np.minimum(kinds, WORK).astype(np.int8)
-    is_first = np.ones(len(kind), bool)
-    is_first[1:] = (kind[1:] != WORK) | (kind[:-1] != WORK)
+    return rates
+
+
+def rows_of(program: Program, machine: Machine) -> Rows:
+    """The rows of a program on a machine."""
+    kinds, peers, sizes, slots = program.rows[:, [_KIND, _PEER, _SIZE, _SLOT]].T
+    seconds, kinds = work_rates(machine)[kinds] * sizes, np.minimum(kinds, _WORK)
+    is_first = np.ones(len(kinds), bool)
+    is_first[1:] = (kinds[1:] != _WORK) | (kinds[:-1] != _WORK)
     starts = np.flatnonzero(is_first)
-    summed = np.add.reduceat(seconds, starts) if len(starts) else seconds
-    numbers = np.where(kind == WAIT, sizes, peers)[starts]
-    return Rows(kind[starts], numbers, sizes[starts], slots[starts], summed)
-
-
-def tables_of(
-    programs: Iterable[Program], machine: Machine, classes: list[str], classify: Classify
-) -> tuple[Tables, Messages]:
-    """The tables of all ranks' programs.  Raises ValueError if sends and receives do not match."""
-    num_slots, all_rows = [0], []
-    for program in programs:
-        all_rows.append(rows_of(program, machine))
-        num_slots.append(program.num_slots)
-    first_rows = np.cumsum([0, *(len(rows.kinds) for rows in all_rows)])
-    ranks = np.repeat(np.arange(len(all_rows)), np.diff(first_rows))
-    rows = Rows(*(np.concatenate(each) for each in zip(*all_rows, strict=True)))
-    slots = rows.slots + np.cumsum(num_slots)[ranks]
-    sends, receives = np.flatnonzero(rows.kinds == SEND), np.flatnonzero(rows.kinds == RECEIVE)
-    sent = Messages(ranks[sends], rows.peers[sends], rows.sizes[sends])
-    matched = _matched(sent, Messages(rows.peers[receives], ranks[receives], rows.sizes[receives]))
-    numbers, receive_slots = rows.peers.copy(), np.empty(len(sends), np.int32)
-    numbers[sends], numbers[receives] = np.arange(len(sends)), matched
-    receive_slots[matched] = slots[receives]
-    costs, links = links_of(sent, machine, classes, classify)
-    tables = Tables(
-        first_rows=first_rows,
-        kinds=rows.kinds,
-        slots=slots.astype(np.int32),
-        numbers=numbers.astype(np.int32),
-        seconds=rows.seconds,
-        sources=sent.sources.astype(np.int32),
-        destinations=sent.destinations.astype(np.int32),
-        send_slots=slots[sends].astype(np.int32),
-        receive_slots=receive_slots,
-        further=np.maximum(sent.sizes - 1, 0),
-        links=links,
-        link_costs=costs,
+    peers, sizes = np.where(kinds == Kind.WAIT, sizes, peers), np.where(kinds < _WORK, sizes, 0)
+    return Rows(
+        kinds[starts].astype(np.int8),
+        peers[starts].astype(np.int32),
+        sizes[starts],
+        slots[starts].astype(np.int32),
+        np.add.reduceat(seconds, starts) if len(starts) else seconds,
+        program.num_slots,
     )
-    return tables, sent
 
 
-def _matched(sent: Messages, received: Messages) -> Ints:
+def world_of(
+    each: Sequence[Rows], machine: Machine, network: Network, slowness: NDArray[np.float64]
+) -> tuple[World, Messages]:
+    """The world in which the rows of each rank run, and all messages.
+
+    The first ranks stand for all ranks: rank r + n does what rank r does, with all peers moved on
+    by n, the number of ranks that have rows.
+
+    Raises ValueError if sends and receives do not match.
+    """
+    stops = np.cumsum([len(rows.kinds) for rows in each])
+    starts = stops - [len(rows.kinds) for rows in each]
+    rows = _joined(each)
+    owners = np.repeat(np.arange(len(each)), stops - starts)
+    num_slots = np.cumsum([0, *(rows.num_slots for rows in each)])
+    slots = rows.slots + num_slots[owners]
+    sends, receives = (np.flatnonzero(rows.kinds == kind) for kind in (Kind.SEND, Kind.RECEIVE))
+    sent = Messages(owners[sends], rows.peers[sends].astype(np.int64), rows.sizes[sends])
+    matched = _matched(
+        sent, _received(rows, owners, receives, len(each), network.num_ranks), network.num_ranks
+    )
+    numbers = rows.peers.copy()
+    numbers[sends], numbers[receives] = np.arange(len(sends)), matched
+    table = zeros(
+        len(numbers), ROW, kind=rows.kinds, slot=slots, number=numbers, seconds=rows.seconds
+    )
+    costs, links = _costs(sent, machine, network)
+    messages = zeros(
+        len(sends), MESSAGE, further=np.maximum(sent.sizes - 1, 0), source=sent.sources,
+        destination=sent.destinations % len(each), send_slot=slots[sends], cost=links,
+    )  # fmt: skip
+    messages.receive_slot[matched] = slots[receives]
+    ranks = zeros(
+        len(each), RANK, row=starts, stop=stops, work_known=-1, slowness=slowness,
+        clock=slowness * machine.call_seconds,
+    )  # fmt: skip
+    world = assembled(table, messages, costs, ranks, len(network.classes), num_slots[-1])
+    return world, sent
+
+
+def _joined(each: Sequence[Rows]) -> Rows:
+    """The rows of all ranks, one after the other."""
+    kinds, peers, sizes, slots, seconds = (
+        np.concatenate([rows[column] for rows in each]) for column in range(5)
+    )
+    return Rows(kinds, peers, sizes, slots, seconds, sum(rows.num_slots for rows in each))
+
+
+def _received(
+    rows: Rows, ranks: Ints, receives: Ints, num_programs: int, num_ranks: int
+) -> Messages:
+    """The messages that are received, of which the senders are moved to ranks with a program."""
+    sources = rows.peers[receives].astype(np.int64)
+    moved = sources - sources % num_programs
+    destinations = (ranks[receives] - moved) % num_ranks
+    return Messages(sources - moved, destinations, rows.sizes[receives])
+
+
+def _matched(sent: Messages, received: Messages, num_ranks: int) -> Ints:
     """The message of each receive: between two ranks, messages arrive in the order of their sends.
 
     Raises ValueError if there is none, or one of another size.
     """
-    num_ranks = 1 + max(int(each.max(initial=0)) for each in (*sent[:2], *received[:2]))
     sends, receives = (
         np.argsort(sources * num_ranks + destinations, kind="stable")
         for sources, destinations, _ in (sent, received)
@@ -142,29 +168,16 @@ def _matched(sent: Messages, received: Messages) -> Ints:
     return matched
 
 
-def links_of(
-    messages: Messages, machine: Machine, classes: list[str], classify: Classify
-) -> tuple[NDArray[np.float64], NDArray[np.int8]]:
-    """What messages cost, one row for each link of the machine, and the row of each message."""
-    costs: list[LinkCosts] = []
-    limits, firsts = [], []
-    for port, name in enumerate(classes):
-        firsts.append(len(costs))
-        links = machine.links.get(name, ())
-        limits.append([link.up_to_bytes for link in links])
-        costs += [_costs(link, port) for link in links]
-    found = classify(messages.sources, messages.destinations)
-    rows = np.zeros(len(found), np.int8)
-    for each, name in enumerate(classes):
-        mine = found == each
-        if mine.any() and not limits[each]:
+def _costs(messages: Messages, machine: Machine, network: Network) -> tuple[Records, Ints]:
+    """What messages cost, a record for each link of the machine, and the record of each message."""
+    costs: list[tuple[float, ...]] = []
+    found = network.classify(messages.sources, messages.destinations)
+    records = np.zeros(len(found), np.int64)
+    for port, name in enumerate(network.classes):
+        mine, links = found == port, machine.links.get(name, ())
+        if mine.any() and not links:
             raise ValueError(f"a message needs a link {name}, which the machine does not have")
-        rows[mine] = firsts[each] + np.searchsorted(limits[each], messages.sizes[mine])
-    return np.array(costs), rows
-
-
-def _costs(link: Link, port: int) -> LinkCosts:
-    return LinkCosts(
-        *(link.overhead_seconds, link.overhead_seconds_per_byte, link.latency_seconds),
-        *(link.gap_seconds, link.seconds_per_byte, link.is_rendezvous, port),
-    )
+        limits = [link.up_to_bytes for link in links]
+        records[mine] = len(costs) + np.searchsorted(limits, messages.sizes[mine])
+        costs += [cost_of(link, port) for link in links]
+    return np.array(costs, COST).view(np.recarray), records

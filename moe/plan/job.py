@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-from collectives import Communicator
 from moe.gpt import moe_gpt
 from moe.layer import MixtureOfExperts, mixtures
 from moe.log import RoutingLog
-from parallel import Mesh, Model, PredictedCall, Recipe, Sharding, Trainer
-from parallel.plan.cost import Planned
+from parallel import Mesh, Model, PredictedCall, Recipe, Sharding
+from parallel.plan.ranks import PlannedMesh, PlannedTrainer
 from parallel.presets import ROW_AXES
 from parallel.runtime.prediction import RunSize
 
@@ -92,33 +90,6 @@ class Job:
 def on_one_rank(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a `model` for one rank, whose routing is the same: it sends nothing."""
     return {**model, "dispatch": "flat"}
-
-
-class PlannedMesh(Mesh):
-    """The mesh of the first of some ranks that do not exist, with these `axes`.
-
-    Raises ValueError for axes that `parallel.Mesh` refuses.
-    """
-
-    def __init__(self, **axes: int) -> None:
-        size = max(1, math.prod(axes.values()))
-        super().__init__(cast(Communicator, Planned(size)), **axes)
-
-    def _make(self, whole: Communicator, names: tuple[str, ...]) -> Communicator:
-        return cast(Communicator, Planned(self.size_of(names), name=",".join(names)))
-
-
-class PlannedTrainer(Trainer):
-    """A training run on ranks that do not exist: it has no arrays, and only predicts."""
-
-    def _allocate_parameters(self) -> None:
-        self.parameters, self.full_parameters, self.parameter_shards = {}, {}, {}
-
-    def _allocate_gradients(self) -> None:
-        self.gradients, self.full_gradients, self.gradient_shards = {}, {}, {}
-
-    def _make_communicators(self) -> None:
-        pass
 
 
 def predicted(

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from collectives import Communicator, Topology, even_counts
+from collectives import Communicator, even_counts
 from parallel.accounts import PredictedCall
 from parallel.actions import Action
 from parallel.mesh import Mesh
@@ -20,23 +20,11 @@ from parallel.pipeline import SCHEDULES, Times, make
 from parallel.pipeline.formulas import round_size
 from parallel.pipeline.schedule import computations
 from parallel.plan.layouts import RECOMPUTE, Job, Layout, Machine
+from parallel.plan.ranks import Planned
 from parallel.sharding import Sharding
 from parallel.stages import divide
 
 BFLOAT16 = np.dtype(np.float16)  # any two-byte dtype: updates are made in float32
-
-
-class Planned(NamedTuple):
-    """What a mesh asks of a communicator, of ranks that do not exist."""
-
-    size: int
-    rank: int = 0
-    name: str = ""
-
-    @property
-    def topology(self) -> Topology:
-        """One host."""
-        return Topology.consecutive(self.size, self.size)
 
 
 class Cost(NamedTuple):

@@ -6,6 +6,7 @@ import pytest
 
 import collectives
 from collectives import Communicator, Topology
+from tests.session_scenarios import counts_travel_ahead_of_blocks_that_are_sent_on
 
 
 def test_threads_are_on_one_host_unless_others_are_given() -> None:
@@ -31,3 +32,8 @@ def test_a_group_has_the_hosts_of_its_ranks_and_sends_nothing_to_know_them() -> 
 def test_a_topology_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="a topology of 2 ranks does not fit 3 ranks"):
         collectives.run(lambda comm: None, size=3, topology=Topology("ab"))
+
+
+def test_counts_travel_ahead_to_the_ranks_that_stand_for_others() -> None:
+    hosts = Topology("aabac")
+    collectives.run(counts_travel_ahead_of_blocks_that_are_sent_on, size=5, topology=hosts)
