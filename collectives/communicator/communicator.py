@@ -259,8 +259,8 @@ class Communicator(Collectives, PointToPoint):
 
             comm.load_decisions("decisions.json")
 
-        - `path`: a file that `python -m bench tune` wrote.  Rank 0 reads it and sends it to the
-          others.
+        - `path`: a file that `python -m bench tune` or `python -m bench fit` wrote.  Rank 0 reads
+          it and sends it to the others.
 
         They apply to this communicator, and to those made from it later.  Raises the same
         ValueError on every rank if the file cannot be read or is invalid.
