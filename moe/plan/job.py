@@ -92,6 +92,27 @@ def on_one_rank(model: Mapping[str, Any]) -> dict[str, Any]:
     return {**model, "dispatch": "flat"}
 
 
+def trainer_of(
+    job: Job, axes: Mapping[str, int], *, layer: str | None = None, **changes: Any
+) -> PlannedTrainer:
+    """Return the run of a job on ranks that do not exist; for the rest, see `predicted`."""
+    axes = dict(axes) if "data" in axes else {"data": 1, **axes}
+    mesh = PlannedMesh(**axes)
+    model = moe_gpt(**{**job.model, **changes}, mesh=mesh)
+    found = {each.name: each for each in mixtures(model)}
+    for each in found.values():
+        each.expected = job.log
+    if layer is not None:
+        if layer not in found:
+            raise ValueError(f"no experts are in {layer!r}: choose from {', '.join(found)}")
+        model = Model({layer: found[layer]}, mesh=mesh)
+    recipe = Recipe(dtype=job.dtype, num_micro_batches=job.num_micro_batches)
+    sharding = Sharding.ddp(axes=tuple(axis for axis in ROW_AXES if axis in axes))
+    trainer = PlannedTrainer(mesh, model, recipe, sharding=sharding)
+    _check_rows(job, mesh, sharding)
+    return trainer
+
+
 def predicted(
     job: Job, axes: Mapping[str, int], *, layer: str | None = None, **changes: Any
 ) -> list[PredictedCall]:
@@ -113,21 +134,8 @@ def predicted(
     ValueError
         If the job cannot be trained on such a mesh, or if there is no such layer.
     """
-    axes = dict(axes) if "data" in axes else {"data": 1, **axes}
-    mesh = PlannedMesh(**axes)
-    model = moe_gpt(**{**job.model, **changes}, mesh=mesh)
-    found = {each.name: each for each in mixtures(model)}
-    for each in found.values():
-        each.expected = job.log
-    if layer is not None:
-        if layer not in found:
-            raise ValueError(f"no experts are in {layer!r}: choose from {', '.join(found)}")
-        model = Model({layer: found[layer]}, mesh=mesh)
-    recipe = Recipe(dtype=job.dtype, num_micro_batches=job.num_micro_batches)
-    sharding = Sharding.ddp(axes=tuple(axis for axis in ROW_AXES if axis in axes))
-    trainer = PlannedTrainer(mesh, model, recipe, sharding=sharding)
+    trainer = trainer_of(job, axes, layer=layer, **changes)
     shape = job.rows, job.model["context"]
-    _check_rows(job, mesh, sharding)
     return trainer.step_traffic(RunSize(1, 1, shape, job.step))
 
 

@@ -1,0 +1,122 @@
+"""Simulate a training step of a GPT on ranks and a network that need not exist.
+
+    python -m parallel.simulate --mesh pipe=8,data=16,tensor=8 --layers 96 --hidden 12288 \
+        --heads 96 --topology hosts:128x8,nics=8,island=8
+
+Prints, for each place along ``pipe``, for how long it computes and waits for each axis.  Nothing is
+sent or computed.  The machine is that of `collectives.simulate` without ``--machine``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.table import Table
+
+from collectives.simulation import DEFAULT, TOPOLOGIES, network_of
+from parallel import cli
+from parallel.nn import gpt
+from parallel.pipeline import SCHEDULES
+from parallel.plan import Job, Layout
+from parallel.plan.__main__ import number
+from parallel.plan.cost import forward_flops
+from parallel.plan.ranks import PlannedMesh, PlannedTrainer
+from parallel.plan.step import Prices, Step, simulate_step
+from parallel.plan.step_picture import picture
+from parallel.runtime import Recipe, Trainer
+from parallel.sharding import Sharding
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print what the command line asks for; return the exit status."""
+    parse = parser()
+    options = parse.parse_args(arguments)
+    try:
+        step, trainer = simulated(options)
+    except ValueError as error:
+        parse.exit(2, f"{parse.prog}: {error}\n")
+    mesh = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.axes.items())
+    title = f"{trainer.mesh.size} ranks, {mesh}, {options.topology}: {step.seconds:.4g} s a step"
+    console = cli.console_of(0)
+    console.print(title)
+    cli.print_table(table(step, trainer), console)
+    if options.picture:
+        options.picture.write_text(picture(step, title))
+        console.print(f"the step in time: {options.picture}")
+    return 0
+
+
+def simulated(options: argparse.Namespace) -> tuple[Step, Trainer]:
+    """Return the step that the command line asks for, and its run."""
+    mesh = PlannedMesh(
+        **{"data": 1, **options.mesh} if "data" not in options.mesh else options.mesh
+    )
+    pipe, data, tensor = (mesh.axes.get(axis, 1) for axis in ("pipe", "data", "tensor"))
+    if pipe * data * tensor != mesh.size:
+        raise ValueError("a mesh has the axes pipe, data and tensor")
+    batch = options.micro_batch * options.micro_batches * data
+    job = Job(
+        options.layers, options.hidden, options.heads, options.context, options.vocab_size, batch
+    )
+    layout = Layout(pipe, data, tensor, options.zero, options.micro_batch)
+    model = gpt(
+        num_layers=job.num_layers, hidden=job.hidden, num_heads=job.num_heads,
+        context=job.context, vocab_size=job.vocab_size, mesh=mesh,
+        recompute=("block*",) if options.recompute else (), sequence_parallel="gather" if tensor > 1 else None,
+    )  # fmt: skip
+    recipe = Recipe("float16", num_micro_batches=options.micro_batches)
+    trainer = PlannedTrainer(
+        mesh, model, recipe, sharding=Sharding.zero(options.zero), schedule=options.schedule,
+        algorithm=options.algorithm,
+    )  # fmt: skip
+    prices = Prices(DEFAULT, network_of(options.topology, DEFAULT, mesh.size))
+
+    def forward_seconds(layer: str) -> float:
+        return float(sum(forward_flops(job, layout, model, layer)) / options.flops)
+
+    return simulate_step(trainer, (job.batch, job.context), forward_seconds, prices), trainer
+
+
+def table(step: Step, trainer: Trainer) -> Table:
+    """Return a row for each place along ``pipe``."""
+    axes = list(dict.fromkeys(axis for i in range(len(step.spans)) for axis in step.exposed(i)))
+    heads = ("computes s", *(f"{axis} s" for axis in axes), "of the step")
+    found = cli.table_with("place", numbers=heads)
+    for place in range(len(step.spans)):
+        busy, exposed = step.computing(place), step.exposed(place)
+        cells = (f"{exposed.get(axis, 0.0):.4g}" for axis in axes)
+        found.add_row(str(place), f"{busy:.4g}", *cells, f"{busy / step.seconds:.0%}")
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parse = argparse.ArgumentParser("python -m parallel.simulate", description=__doc__)
+    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+    parse.epilog = f"topologies:\n\n{TOPOLOGIES}"
+    add, positive = parse.add_argument, cli.at_least(1)
+    add("--mesh", type=cli.mesh_axes, required=True, metavar="AXIS=N,...",
+        help="of pipe, data and tensor")  # fmt: skip
+    add("--topology", required=True, metavar="TEXT", help="see below")
+    add("--layers", type=positive, required=True, help="number of blocks")
+    add("--hidden", type=positive, required=True, help="width")
+    add("--heads", type=positive, required=True, help="attention heads")
+    add("--context", type=positive, default=2048, help="tokens of a row; default: %(default)s")
+    add("--vocab-size", type=positive, default=51200, help="default: %(default)s")
+    add("--micro-batch", type=positive, default=1, help="rows of one; default: %(default)s")
+    add("--micro-batches", type=positive, default=16, metavar="K",
+        help="of a rank in a step; default: %(default)s")  # fmt: skip
+    add("--zero", type=int, choices=range(4), default=1, help="stage; default: %(default)s")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
+    add("--recompute", action="store_true", help="compute blocks again in backward")
+    add("--algorithm", default="ring", help="of what layers do not name; default: %(default)s")
+    add("--flops", type=number, default=150e12, metavar="N",
+        help="operations a second that a GPU reaches; default: 150T")  # fmt: skip
+    add("--picture", type=Path, metavar="FILE.svg", help="write the step in time")
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())
