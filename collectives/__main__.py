@@ -16,6 +16,7 @@ COMMANDS = {
     "collectives.flight": "DIRECTORY",
     "collectives.warm": "",
     "collectives.simulate": "all_reduce --bytes 256M --topology hosts:16x8",
+    "collectives.export": "all_reduce ring --ranks 64 --bytes 1M --format goal",
     "parallel.train": "--strategy zero2",
     "parallel.memory": "--params 7.5e9 --ranks 64",
     "parallel.pipeline": "compare --stages 4 --micro-batches 8",

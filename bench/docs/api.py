@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import collectives
+import collectives.export
 import moe.gates.named
 import parallel
 from parallel import pipeline, plan
@@ -31,6 +32,7 @@ NAMES = {
         *("Send", "Recv", "RecvReduce", "Copy", "CopyReduce", "Operation", "Piece", "grid"),
         *("rooted", "dual", "folded", "nested", "relabelled"),
     ],
+    "collectives.export": ["Call", "Task", "machine_in", "platform", "write"],
     "parallel.pipeline": [  # without the table of formulas, which is functions
         *("Schedule", "make", "read_csv", "write_csv", "parse", "with_messages"),
         *("InvalidSchedule", "validate", "Times", "Simulation", "simulate"),
@@ -53,7 +55,12 @@ PAGES = [
     Page(
         "api.md",
         "API of `collectives`",
-        [collectives, collectives.algorithms, sys.modules["collectives.schedule"]],
+        [
+            collectives,
+            collectives.algorithms,
+            sys.modules["collectives.schedule"],
+            collectives.export,
+        ],
     ),
     Page(
         "api_parallel.md",
