@@ -22,6 +22,7 @@ COMMANDS = {
     "parallel.pipeline": "compare --stages 4 --micro-batches 8",
     "parallel.plan": "--layers 96 --hidden 12288 --heads 96",
     "parallel.show": "zero3 --ranks 4 --micro-batches 2",
+    "parallel.export": "--ranks 8 --mesh data=2,pipe=2,tensor=2 --format goal",
     "moe.plan": "--mesh data=2,expert=4 --hosts 2",
     "moe.generate": "--mesh expert=2,tensor=2 --moe switch --checkpoint FOLDER",
     "moe.images": "--model swin --mesh data=2,expert=2 --threads 4",
