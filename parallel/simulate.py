@@ -64,7 +64,8 @@ def simulated(options: argparse.Namespace) -> tuple[Step, Trainer]:
     model = gpt(
         num_layers=job.num_layers, hidden=job.hidden, num_heads=job.num_heads,
         context=job.context, vocab_size=job.vocab_size, mesh=mesh,
-        recompute=("block*",) if options.recompute else (), sequence_parallel="gather" if tensor > 1 else None,
+        recompute=("block*",) if options.recompute else (),
+        sequence_parallel="gather" if tensor > 1 else None,
     )  # fmt: skip
     recipe = Recipe("float16", num_micro_batches=options.micro_batches)
     trainer = PlannedTrainer(

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import collectives
+import collectives.export
 import collectives.testing
 import moe.gates.named
 import parallel
@@ -32,6 +33,7 @@ NAMES = {
         *("Send", "Recv", "RecvReduce", "Copy", "CopyReduce", "Operation", "Piece", "grid"),
         *("rooted", "dual", "folded", "nested", "relabelled", "within_hosts", "among_hosts"),
     ],
+    "collectives.export": ["Call", "Task", "machine_in", "platform", "write"],
     "parallel.pipeline": [  # without the table of formulas, which is functions
         *("Schedule", "make", "read_csv", "write_csv", "parse", "with_messages"),
         *("InvalidSchedule", "validate", "Times", "Simulation", "simulate"),
@@ -58,6 +60,7 @@ PAGES = [
             collectives,
             collectives.algorithms,
             sys.modules["collectives.schedule"],
+            collectives.export,
             collectives.testing,
         ],
     ),

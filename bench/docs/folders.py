@@ -18,6 +18,7 @@ ORDER = [
     "programs",
     "simulation",
     "selection",
+    "export",
     "engines",
     "runtime",
     "communicator",

@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from collectives.schedule import SPECS, Topology
@@ -32,7 +33,7 @@ from collectives.selection import machine_file
 from collectives.selection.fields import fields, items, texts
 from collectives.selection.labels import parse_label
 from collectives.selection.machine_file import Fitted
-from collectives.simulation import Machine
+from collectives.simulation import DEFAULT, Machine
 
 
 class Row(NamedTuple):
@@ -173,6 +174,21 @@ def size_range(largest: float, num_bytes: float, limits: Iterable[float]) -> str
     words = [] if below is None else [f"above {below}"]
     words += [] if largest == math.inf else [f"up to {largest}"]
     return f"{' and '.join(words)} bytes" if words else "every size"
+
+
+def machine_in(path: Path | None) -> Machine:
+    """Return the `Machine` in a file of ``python -m bench fit``.
+
+    - `path`: of the file; None: a machine that does not exist, with fast links.
+
+    Raises ValueError if the file has none, and OSError if it cannot be read.
+    """
+    if path is None:
+        return DEFAULT
+    fitted = Decisions.from_json(path.read_bytes()).fitted
+    if fitted is None:
+        raise ValueError(f"{path} has no machine; `python -m bench fit` writes one")
+    return fitted.machine
 
 
 # To and from JSON.  `place` is the path of a value, for error messages.
