@@ -2,27 +2,30 @@
 
 With equal blocks all collectives have the same form: a buffer is a matrix with one row for each of
 its p blocks, or one row, and every column is treated in the same way.  So input and check use a
-window of columns at a time, and need little memory for buffers of any size.
+window of columns at a time, and need little memory for buffers of any size.  With uneven blocks
+they use the whole buffers of all ranks at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench.oracle import Array, expected
 from collectives.arrays.backends import HOST, Backend
-from collectives.schedule import contracts
+from collectives.schedule import Topology, contracts
 from collectives.schedule.contracts import SPECS
 
 SPLITS = frozenset({"scatter", "reduce_scatter", "all_to_all"})  # p blocks in the input
 JOINS = frozenset({"gather", "all_gather", "all_to_all"})  # p blocks in the output
+Counts = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 # Who is measured besides the algorithms.
 PLAN, CALL = "plan", "call"  # ours, with the algorithm that is selected
 NATIVE, MEMCPY, GLOO = "native", "memcpy", "gloo"  # others
+BOUND = "bound"  # the least exchange of messages that the collective needs
 FRESH, NATIVE_FRESH = "fresh call", "fresh native"  # on arrays that no call has seen before
 ASYNC, CHECKED = "async_op=True and wait", "checked call"  # other ways to make our call
 # The drop-in's blocking, asynchronous and persistent all-reduce.
@@ -35,7 +38,12 @@ POISON = 99  # no input holds it
 
 
 class Case(NamedTuple):
-    """A case to measure, on one rank.  `num_elements`: of the whole vector."""
+    """A case to measure, on one rank.
+
+    `num_elements`: of the whole vector (of an all-to-all: of the mean input).  `topology`: the
+    hosts of the ranks; None: all are on one host.  `counts`: the elements of the block of each
+    rank, or a table from rank (row) to rank (column) for an all-to-all; None: all are equal.
+    """
 
     collective: str
     rank: int
@@ -45,6 +53,8 @@ class Case(NamedTuple):
     op: str = "sum"
     root: int = 0
     backend: Backend = HOST  # where its arrays are
+    topology: Topology | None = None
+    counts: Counts | None = None
 
     @property
     def block(self) -> int:
@@ -72,6 +82,22 @@ class Case(NamedTuple):
         return self.size if self.collective in JOINS else 1
 
     @property
+    def in_counts(self) -> list[int]:
+        """Elements of each block of this rank's input."""
+        if self.counts is None:
+            return [self.block] * self.num_in
+        sent = self.counts[self.rank]
+        return _blocks(self.num_in, self.counts if isinstance(sent, int) else sent, self.rank)
+
+    @property
+    def out_counts(self) -> list[int]:
+        """Elements of each block of this rank's result."""
+        if self.counts is None:
+            return [self.block] * self.num_out
+        columns = [c if isinstance(c, int) else c[self.rank] for c in self.counts]
+        return _blocks(self.num_out, columns, self.rank)
+
+    @property
     def _instance(self) -> contracts.Case:
         return contracts.Case(self.size, self.root)
 
@@ -79,8 +105,14 @@ class Case(NamedTuple):
     def settings(self) -> dict[str, Any]:
         """The arguments of the collective besides its arrays."""
         promise = SPECS[self.collective]
-        root = {"root": self.root} if promise.is_rooted else {}
-        return root | ({"op": self.op} if promise.is_reduction else {})
+        found: dict[str, Any] = {"root": self.root} if promise.is_rooted else {}
+        found |= {"op": self.op} if promise.is_reduction else {}
+        return found if self.counts is None else found | {"counts": self.counts}
+
+
+def _blocks(number: int, counts: Any, rank: int) -> list[int]:
+    """The elements of all blocks of a buffer, of its only block, or of none."""
+    return [counts[rank]] if number == 1 else list(counts) if number else []
 
 
 class Buffers(NamedTuple):
@@ -95,17 +127,18 @@ def out_of_place(case: Case) -> Buffers | None:
     """Input and output in separate memory; None for a broadcast, which MPI does in place only."""
     if case.collective == "broadcast":
         return None
-    return Buffers(_empty(case, case.num_in), _empty(case, case.num_out), is_in_place=False)
+    return Buffers(_empty(case, case.in_counts), _empty(case, case.out_counts), is_in_place=False)
 
 
 def in_place(case: Case) -> Buffers | None:
     """Input and output in the same memory: the smaller is this rank's block of the larger.
 
-    None for a barrier, which has neither.
+    None for a barrier, which has neither, and for an all-to-all of uneven blocks.
     """
-    if case.collective == "barrier":
+    is_uneven = case.counts is not None
+    if case.collective == "barrier" or (case.collective == "all_to_all" and is_uneven):
         return None
-    whole = _empty(case, max(case.num_in, case.num_out))
+    whole = _empty(case, max(case.in_counts, case.out_counts, key=len))
     own = _own_block(case, whole)
     x, y = (
         None if num_blocks == 0 else own if num_blocks == 1 else whole
@@ -114,15 +147,16 @@ def in_place(case: Case) -> Buffers | None:
     return Buffers(x, y, is_in_place=True)
 
 
-def _empty(case: Case, num_blocks: int) -> Array | None:
-    return case.backend.empty((num_blocks * case.block,), case.dtype) if num_blocks else None
+def _empty(case: Case, counts: Sequence[int]) -> Array | None:
+    return case.backend.empty((sum(counts),), case.dtype) if counts else None
 
 
 def _own_block(case: Case, whole: Array | None) -> Array | None:
     """The block named after this rank, or all of a buffer that is one block."""
-    if whole is None or whole.size == case.block:
+    counts = max(case.in_counts, case.out_counts, key=len)
+    if whole is None or len(counts) == 1:
         return whole
-    return whole[case.rank * case.block :][: case.block]
+    return whole[sum(counts[: case.rank]) :][: counts[case.rank]]
 
 
 def prepare(case: Case, buffers: Buffers) -> None:
@@ -132,9 +166,8 @@ def prepare(case: Case, buffers: Buffers) -> None:
     if buffers.x is None:
         return
     x = buffers.x if case.backend.is_host else np.empty(buffers.x.shape, case.dtype)
-    for columns in _windows(case):
-        window = x.reshape(case.num_in, case.block)[:, columns]
-        window[...] = _input(case, columns).reshape(window.shape)
+    for values, columns in _windows(x, case, case.num_in):
+        values[...] = _input(case, columns).reshape(values.shape)
     if not case.backend.is_host:
         case.backend.to_device([(buffers.x, HOST.host_buffer(x))])
 
@@ -148,15 +181,20 @@ def num_wrong(case: Case, result: Array | None) -> int:
         case.backend.to_host([(result, HOST.host_buffer(on_host))])
         result = on_host
     wrong = 0
-    for columns in _windows(case):
-        got = result.reshape(case.num_out, case.block)[:, columns]
+    for got, columns in _windows(result, case, case.num_out):
         wrong += int(np.count_nonzero(got != _result(case, columns).reshape(got.shape)))
     return wrong
 
 
-def _windows(case: Case) -> Iterator[slice]:
+def _windows(x: Array, case: Case, num_blocks: int) -> Iterator[tuple[Array, slice]]:
+    """Columns of a buffer, and their numbers; all of it at once if blocks are uneven."""
+    if case.counts is not None:
+        yield x, slice(0, x.size)
+        return
+    matrix = x.reshape(num_blocks, case.block)
     for start in range(0, case.block, WINDOW):
-        yield slice(start, min(start + WINDOW, case.block))
+        columns = slice(start, min(start + WINDOW, case.block))
+        yield matrix[:, columns], columns
 
 
 def _input(case: Case, columns: slice) -> Array:
@@ -166,8 +204,9 @@ def _input(case: Case, columns: slice) -> Array:
     """
     low, high = _range(case)
     random = np.random.default_rng((case.rank, columns.start))
-    shape = (case.num_in, columns.stop - columns.start)
-    return random.integers(low, high, shape, np.int8).astype(case.dtype)
+    width = columns.stop - columns.start
+    size = case.num_in * width if case.counts is None else sum(case.in_counts)
+    return random.integers(low, high, size, np.int8).astype(case.dtype)
 
 
 def _range(case: Case) -> tuple[int, int]:
@@ -181,7 +220,8 @@ def _range(case: Case) -> tuple[int, int]:
 def _result(case: Case, columns: slice) -> Array:
     """This rank's result in these columns, from the oracle, which gets every rank's input."""
     cases = [case._replace(rank=rank) for rank in range(case.size)]
-    inputs = [_input(other, columns).ravel() for other in cases]
-    result = expected(case.collective, inputs, op=case.op, root=case.root)[case.rank]
+    inputs = [_input(other, columns) for other in cases]
+    every = expected(case.collective, inputs, op=case.op, root=case.root, counts=case.counts)
+    result = every[case.rank]
     assert result is not None, "only ranks that get a result are asked for it"
     return result

@@ -18,12 +18,12 @@ import numpy as np
 from rich.table import Table
 
 import collectives
-from bench import sizes
-from bench.options import add_sizes
+from bench.options import add_dtype, add_samples, add_sizes
 from bench.perf import mpi_version
+from bench.sizes import sizes_of
 from bench.timing import SMALL, Effort, times
 from collectives.arrays.operators import operator
-from parallel.cli import at_least, console_of, print_table, table_with
+from parallel.cli import console_of, print_table, table_with
 
 SECONDS = 20.0  # after which fewer samples must do
 MODES = {"off": False, "checked": True, "finite": "finite"}
@@ -32,12 +32,9 @@ MODES = {"off": False, "checked": True, "finite": "finite"}
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.set_defaults(run=run)
-    add_sizes(parser, last="4M")
-    add = parser.add_argument
-    add("-n", dest="samples", type=at_least(1), default=20, metavar="N",
-        help="samples of each; default: %(default)s")  # fmt: skip
-    add("-w", dest="warmup", type=at_least(0), default=5, metavar="N",
-        help="calls before them; default: %(default)s")  # fmt: skip
+    add_sizes(parser, last="2M")
+    add_dtype(parser)
+    add_samples(parser.add_argument)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     console = console_of(comm.rank)
     try:
         operator("sum", "all_reduce").check(options.dtype)
-        series = sizes.series(options.first, options.last, options.factor)
+        series = sizes_of(options)
     except (TypeError, ValueError) as error:
         console.print(f"bench: {error}", markup=False)
         comm.barrier()  # let rank 0 say it before the launcher ends the job

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import sizes
-from bench.options import dtype_of
+from bench.names import dtype_of
 from bench.oracle import Array
 from collectives.arrays import kernels
 from collectives.arrays.half_precision import COMBINE
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("-b", dest="first", type=sizes.parse, default="64K", metavar="MIN",
         help="least size in bytes; default: %(default)s")  # fmt: skip
     add("-e", dest="last", type=sizes.parse, default="512K", metavar="MAX",
-        help="greatest size, always included; default: %(default)s")  # fmt: skip
+        help="no size is greater; default: %(default)s")  # fmt: skip
     add("-n", dest="samples", type=at_least(1), default=30, metavar="N",
         help="samples of each function; default: %(default)s")  # fmt: skip
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print; return 0, or 2 for invalid sizes."""
     console = Console()
     try:
-        series = sizes.series(options.first, options.last, 2)
+        series = sizes.series(options.first, options.last, factor=2)
     except ValueError as error:
         console.print(f"bench: {error}", markup=False)
         return 2

@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from bench.case import (
+    BOUND,
     CALL,
     FRESH,
     GLOO,
@@ -21,17 +22,15 @@ from bench.case import (
     Case,
 )
 from bench.fresh import Fresh
+from bench.least import bound, memcpy
+from bench.native import native
 from bench.oracle import Array
 from bench.ways import WAYS, Contender, nothing
 from collectives import Communicator
-from collectives.arrays.kernels import is_bfloat16
 from collectives.arrays.operators import operator
 from collectives.communicator.planner import Planner
-from collectives.mpi4py_compat.ops import OPERATIONS
 from collectives.schedule.contracts import SPECS
 from collectives.selection import select
-
-_OPS_OF_BOOL = {"min": MPI.LAND, "max": MPI.LOR, "and": MPI.LAND, "or": MPI.LOR, "xor": MPI.LXOR}
 
 
 def contender(comm: Communicator, case: Case, buffers: Buffers, name: str) -> Contender:
@@ -40,6 +39,8 @@ def contender(comm: Communicator, case: Case, buffers: Buffers, name: str) -> Co
         return _OTHERS[name](case, buffers)
     if name in WAYS:
         return WAYS[name](comm, buffers)
+    if name == BOUND:
+        return bound(comm, case)
     if name == FRESH:
         return _fresh(comm.all_reduce, case, buffers)
     if name == CALL:
@@ -52,12 +53,15 @@ def contender(comm: Communicator, case: Case, buffers: Buffers, name: str) -> Co
 
 def algorithm_of(case: Case, name: str) -> str | None:
     """The algorithm behind a contender's name; None where others choose their own."""
-    if name in _OTHERS or name in WAYS:
+    if name == BOUND or name in _OTHERS or name in WAYS:
         return None
     if name not in (PLAN, CALL, FRESH):
         return name
     op = operator(case.op, case.collective) if SPECS[case.collective].is_reduction else None
-    return select.choose(case.collective, None, case.size, case.num_bytes, op).label
+    chosen = select.choose(
+        case.collective, None, case.size, case.num_bytes, op, topology=case.topology
+    )
+    return chosen.label
 
 
 def _method(
@@ -66,7 +70,7 @@ def _method(
     """The collective's method with its arrays, and no argument that has its default."""
     method = getattr(comm, case.collective)
     defaults = {"op": "sum", "root": 0}
-    more |= {name: value for name, value in case.settings.items() if value != defaults[name]}
+    more |= {name: value for name, value in case.settings.items() if value != defaults.get(name)}
     if case.collective == "barrier":
         return partial(method, **more)
     x, y = buffers[:2]
@@ -94,12 +98,6 @@ def _native_fresh(case: Case, buffers: Buffers) -> Contender:
     return _fresh(call, case, buffers)
 
 
-def _memcpy(case: Case, buffers: Buffers) -> Contender:
-    """A copy of the buffer on every rank at once: the least possible work, without a result."""
-    assert buffers.x is not None and buffers.y is not None
-    return Contender(partial(np.copyto, buffers.y, buffers.x), nothing, None)
-
-
 def _gloo(case: Case, buffers: Buffers) -> Contender:
     """PyTorch's all-reduce, which works in place only.
 
@@ -113,63 +111,9 @@ def _gloo(case: Case, buffers: Buffers) -> Contender:
     return Contender(gloo.all_reduce(buffers.x), gloo.leave, buffers.x)
 
 
-def native_lacks(case: Case) -> str | None:
-    """What MPI lacks for this case, as text, or None."""
-    if not SPECS[case.collective].is_reduction:
-        return None
-    if is_bfloat16(case.dtype):
-        return "bfloat16"
-    return None if case.op in _ops(case) else f"op {case.op}"
-
-
-def _ops(case: Case) -> dict[str, MPI.Op]:
-    return _OPS_OF_BOOL if case.dtype.kind == "b" else OPERATIONS
-
-
-def _native(case: Case, buffers: Buffers) -> Contender:
-    """The MPI library's own call; its reduce_scatter in place leaves the result at the front."""
-    result = buffers.y
-    if case.collective == "reduce_scatter" and buffers.is_in_place and buffers.x is not None:
-        result = buffers.x[: case.block]
-    run = _native_call(case, *_native_buffers(case, buffers))
-    return Contender(run, nothing, result)
-
-
-def _native_buffers(case: Case, buffers: Buffers) -> tuple[Any, Any]:
-    """Send and receive buffer, MPI_IN_PLACE for one of them where MPI wants it."""
-    send, receive = map(_described, buffers[:2])
-    if case.collective == "exscan" and receive is None:
-        return send, np.empty_like(send)  # mpi4py wants one on rank 0 too; MPI leaves it as it is
-    if not buffers.is_in_place or send is None or receive is None:
-        return send, receive
-    if case.collective == "scatter":
-        return send, MPI.IN_PLACE
-    return MPI.IN_PLACE, send if case.collective == "reduce_scatter" else receive
-
-
-def _described(x: Array | None) -> Any:
-    """An array as mpi4py takes it: itself, or its bytes where MPI does not know the dtype."""
-    if x is None or not is_bfloat16(x.dtype):
-        return x
-    return [x.view(np.uint8), MPI.BYTE]
-
-
-def _native_call(case: Case, send: Any, receive: Any) -> Callable[[], None]:
-    world, root, op = MPI.COMM_WORLD, case.root, _ops(case).get(case.op, MPI.OP_NULL)
-    calls: dict[str, Callable[[], None]] = {
-        "broadcast": partial(world.Bcast, receive, root),
-        "scatter": partial(world.Scatter, send, receive, root),
-        "gather": partial(world.Gather, send, receive, root),
-        "reduce": partial(world.Reduce, send, receive, op, root),
-        "reduce_scatter": partial(world.Reduce_scatter_block, send, receive, op),
-        "all_gather": partial(world.Allgather, send, receive),
-        "all_reduce": partial(world.Allreduce, send, receive, op),
-        "all_to_all": partial(world.Alltoall, send, receive),
-        "scan": partial(world.Scan, send, receive, op),
-        "exscan": partial(world.Exscan, send, receive, op),
-        "barrier": world.Barrier,
-    }
-    return calls[case.collective]
-
-
-_OTHERS = {NATIVE: _native, NATIVE_FRESH: _native_fresh, MEMCPY: _memcpy, GLOO: _gloo}
+_OTHERS = {
+    NATIVE: native,
+    NATIVE_FRESH: _native_fresh,
+    MEMCPY: memcpy,
+    GLOO: _gloo,
+}

@@ -235,4 +235,5 @@ def _quick(goal: Goal) -> Goal:
 
 def _series(first: str, last: str, factor: int = 4) -> list[int]:
     """`first` multiplied by the factor again and again, and the last."""
-    return sizes.series(sizes.parse(first), sizes.parse(last), factor=factor)
+    least, greatest = sizes.parse(first), sizes.parse(last)
+    return sorted({*sizes.series(least, greatest, factor=factor), greatest})

@@ -29,7 +29,7 @@ MODULES = (
     "pytest_timeout", "rich",
 )  # fmt: skip
 LIMIT = 300  # seconds for a step
-SIZES = "-b 1K -e 16M -f 128 -w 2 -n 5 --seconds 0.3 --call"
+SIZES = "-b 1K -e 16M -f 128 -w 2 -n 5 --seconds 0.3 --algorithm all --call"
 MODEL = "--device cuda --steps 5 --layers 2 --hidden 64 --context 32 --batch 19 --dtype float32"
 LAYOUTS = {
     "tensor": "--mesh tensor=2 --sequence-parallel",

@@ -1,18 +1,22 @@
-"""The microbenchmark: every algorithm of a collective at each size, beside MPI's own call.
+"""The microbenchmark: contenders of a collective at each size, beside MPI's own call.
 
-The time of a rank is the median of its samples, and the time of the slowest rank is reported.
-Below 64 KiB a sample is a block of many calls.  From 64 KiB on a sample is one call, after a
-barrier, on an input that was just overwritten.  Afterwards one run of every contender is checked:
-the inputs are small integers, so that results are exact, and the exit status is 1 if any element is
-wrong.
+The time of a rank is the median of its samples, and by default that of the slowest rank is
+reported.  Below 64 KiB a sample is a block of many calls.  From 64 KiB on a sample is one call,
+after a barrier, on an input that was just overwritten.  The first contender is measured twice in
+each case: how much it differs from itself is the noise.  Afterwards one run of every contender is
+checked: the inputs are small integers, so that results are exact, and the exit status is 1 if any
+element is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from functools import partial
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +24,20 @@ from mpi4py import MPI
 from rich.console import Console
 
 import collectives
-from bench import report, sizes
-from bench.case import CALL, JOINS, NATIVE, SPLITS, Buffers, Case, in_place, out_of_place
-from bench.contenders import algorithm_of, contender, native_lacks
-from bench.report import Measurement, Row
+from bench import report, sizes, summary
+from bench.case import BOUND, CALL, MEMCPY, NATIVE, PLAN, Buffers, Case, in_place, out_of_place
+from bench.cases import every_case
+from bench.contenders import algorithm_of, contender
+from bench.formats import FORMATS, Format
+from bench.live import Show, live
+from bench.names import ALL
+from bench.native import native_lacks
+from bench.report import REFERENCES, Measurement, Row
+from bench.samples import AVERAGES
 from bench.side_by_side import outcomes
-from bench.timing import Effort
-from collectives import Communicator, ScheduleError, algorithms
-from collectives.arrays import validation
-from collectives.arrays.backends import HOST, Backend, backend_of_kind
-from collectives.arrays.operators import operator
+from bench.timing import BLOCK_CALLS, Effort
+from collectives import CollectiveError, Communicator, ScheduleError, algorithms
+from collectives.arrays.backends import Backend, backend_of_kind
 from collectives.schedule.contracts import SPECS
 from collectives.selection import select
 from parallel import raise_on_all_ranks
@@ -38,10 +46,28 @@ from parallel.cli import can_be_written, console_of, device_namespace, print_tab
 
 def run(options: argparse.Namespace) -> int:
     """Measure as told.  0, 1 if any element is wrong, 2 if it cannot be measured."""
-    comm = collectives.world()
-    status = measured(comm, options, console_of(comm.rank))
+    comm = communicator(options.timeout)
+    with ending_the_job():
+        status = measured(comm, options, console_of(comm.rank, is_terminal=options.live))
     comm.barrier()  # a launcher may end the job at the first failing rank; let rank 0 say why
     return status
+
+
+def communicator(timeout: float | None) -> Communicator:
+    """All ranks of the job, with a time limit of each of their calls."""
+    if timeout is None:
+        return collectives.world()
+    return collectives.wrap(MPI.COMM_WORLD, timeout=timeout)
+
+
+@contextmanager
+def ending_the_job() -> Iterator[None]:
+    """Let an error of a call end the job, because the other ranks would wait for ever."""
+    try:
+        yield
+    except CollectiveError as error:
+        print(f"bench: {error}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(1)
 
 
 def measured(comm: Communicator, options: argparse.Namespace, console: Console) -> int:
@@ -53,13 +79,13 @@ def measured(comm: Communicator, options: argparse.Namespace, console: Console) 
         return 2
     rows = benchmark.report(console)
     if options.json is not None and comm.rank == 0:
-        found = benchmark.facts() | report.as_dict(rows)
+        found = benchmark.facts() | summary.as_dict(rows)
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if any(row.wrong for row in rows) else 0
 
 
 class Benchmark:
-    """One collective at every size.
+    """All cases of a command line.
 
     TypeError or ValueError if the options do not go together, and ScheduleError if an algorithm
     that was registered is wrong on so many ranks.
@@ -67,77 +93,138 @@ class Benchmark:
 
     def __init__(self, comm: Communicator, options: argparse.Namespace) -> None:
         self.comm, self.options = comm, options
-        if options.native and options.device != "cpu":
-            raise ValueError("--native: the MPI library's own call gets no arrays of a GPU")
-        self.cases = cases(comm, options, backend(comm, options.device))
-        wanted = options.names or every_algorithm(options.collective, comm.size)
-        self.names = list(dict.fromkeys(wanted))
-        for name in self.names:
-            select.check(options.collective, name, comm.size)
-            for case in self.cases:
-                check_schedule(case, name)
+        refuse(options)
+        every = every_case(comm, options, backend(comm, options.device))
+        self.names = {case: chosen for case in every if (chosen := names(case, options))}
+        self.cases = list(self.names)
+        for case, chosen in self.names.items():
+            check_schedules(case, chosen)
         check_output(options.json)
-        if options.native and not options.dtype.isnative:
-            raise ValueError(
-                f"--native: MPI has no numbers of another byte order ({options.dtype.str})"
-            )
-        self.lacking = native_lacks(self.cases[0]) if options.native else None
-        self.names += [CALL] * options.call
-        self.names += [NATIVE] * (options.native and self.lacking is None)
 
     def facts(self) -> dict[str, Any]:
         """What was measured, for JSON and the first line."""
-        case = self.cases[0]
+        options, effort = self.options, self.effort
         return {
-            "collective": case.collective,
-            "ranks": case.size,
+            "collective": options.collective,
+            "ranks": self.comm.size,
+            "hosts": str(self.comm.topology),
             "mpi": mpi_version(),
-            "dtype": case.dtype.name,
-            "arrays": case.backend.kind,
-            **case.settings,
-            "samples": self.options.samples,
-            "warmup": self.options.warmup,
+            "arrays": self.cases[0].backend.kind,
+            "samples": effort.samples,
+            "warmup": effort.warmup,
+            "calls": [effort.calls, effort.large_calls],
+            "average": AVERAGES[options.average],
         }
+
+    @property
+    def lacking(self) -> list[str]:
+        """What MPI lacks for some of the cases, as texts."""
+        found = map(native_lacks, self.cases) if self.options.native else ()
+        return list(dict.fromkeys(lack for lack in found if lack is not None))
+
+    @property
+    def effort(self) -> Effort:
+        """How many samples of how many calls."""
+        options, given = self.options, self.options.calls
+        calls = (BLOCK_CALLS, 1) if given is None else (given, given)
+        return Effort(options.warmup, options.samples, options.seconds, *calls)
 
     def report(self, console: Console) -> list[Row]:
         """Measure, and print as it goes; the rows."""
-
-        def say(text: str) -> None:
-            console.print(text, markup=False)
-
-        say("# " + ", ".join(f"{key} {value}" for key, value in self.facts().items()))
-        if self.lacking is not None:
-            say(f"# native: not measured, MPI has no {self.lacking}")
-        say(report.HEADER)
-        rows: list[Row] = []
-        for case in self.cases:
-            rows += (found := self.rows(case))
-            say("\n".join(map(report.line, found)))
-        form = "in place" if rows[0].out_of_place is None else "out of place"
-        say(f"\nBest algorithm and one-shot call against the MPI library's own, {form}:")
-        print_table(report.summary_table(report.summaries(rows)), console)
+        form, rows = format_of(self.options), list[Row]()
+        say(console, form.head(self.facts()))
+        for lacking in self.lacking:
+            say(console, form.comment(f"native: not measured, MPI has no {lacking}"))
+        with live(console, 2 * len(self.cases)) as show:
+            for collective, group in groupby(self.cases, attrgetter("collective")):
+                if self.options.collective == ALL:
+                    say(console, form.comment(collective))
+                for case in group:
+                    rows += (found := self.rows(case, self.names[case], show))
+                    say(console, form.lines(found))
+        say(console, form.tail(rows))
+        if self.options.format == "nccl" and len({row.name for row in rows} - {*REFERENCES}) > 1:
+            say(console, ["", "Best algorithm and one-shot call against the MPI library's own:"])
+            print_table(summary.summary_table(summary.summaries(rows)), console)
         return rows
 
-    def rows(self, case: Case) -> list[Row]:
+    def rows(self, case: Case, chosen: Sequence[str], show: Show) -> list[Row]:
         """Every contender at one size."""
-        apart, inside = (self.form(case, buffers_of) for buffers_of in (out_of_place, in_place))
+        apart, inside = (
+            self.form(case, chosen, buffers_of, show) for buffers_of in (out_of_place, in_place)
+        )
         return [
             Row(case, name, algorithm_of(case, name), *found)
-            for name, *found in zip(self.names, apart, inside, strict=True)
+            for name, *found in zip(chosen, apart, inside, strict=True)
         ]
 
     def form(
-        self, case: Case, buffers_of: Callable[[Case], Buffers | None]
-    ) -> list[Measurement | None]:
+        self,
+        case: Case,
+        chosen: Sequence[str],
+        buffers_of: Callable[[Case], Buffers | None],
+        show: Show,
+    ) -> Sequence[Measurement | None]:
         """Every contender, timed side by side on the same buffers and then checked."""
+        show(f"{case.collective}, {sizes.text(case.num_bytes)}, {buffers_of.__name__}")
         if (buffers := buffers_of(case)) is None:
-            return [None] * len(self.names)
-        made = [contender(self.comm, case, buffers, name) for name in self.names]
-        effort = Effort(self.options.warmup, self.options.samples, self.options.seconds)
-        found = outcomes(case, buffers, made, effort, is_checked=bool(self.options.check))
-        algorithms_run = [algorithm_of(case, name) for name in self.names]
-        both = zip(algorithms_run, found, strict=True)
-        return [report.measurement(case, algorithm, *outcome) for algorithm, outcome in both]
+            return [None] * len(chosen)
+        made = [contender(self.comm, case, buffers, name) for name in (*chosen, chosen[0])]
+        found = outcomes(case, buffers, made, self.effort, checks=self.options.checks)
+        *kept, again = found
+        noise = abs(again.seconds - kept[0].seconds) / min(again.seconds, kept[0].seconds)
+        return [
+            report.measurement(case, name, algorithm_of(case, name), *outcome,
+                               average=self.options.average, noise=noise)
+            for name, outcome in zip(chosen, kept, strict=True)
+        ]  # fmt: skip
+
+
+def say(console: Console, lines: Sequence[str]) -> None:
+    """Print lines as they are."""
+    for text in lines:
+        console.print(text, markup=False)
+
+
+def format_of(options: argparse.Namespace) -> Format:
+    """How lines are printed."""
+    return FORMATS[f"{options.format} --full" if options.full else options.format]
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that do not go together."""
+    if options.native and options.device != "cpu":
+        raise ValueError("--native: the MPI library's own call gets no arrays of a GPU")
+    if options.full and options.format != "osu":
+        raise ValueError("--full adds columns to --format osu, and has no meaning without it")
+    for dtype in options.dtypes:
+        if options.native and not dtype.isnative:
+            raise ValueError(f"--native: MPI has no numbers of another byte order ({dtype.str})")
+
+
+def names(case: Case, options: argparse.Namespace) -> list[str]:
+    """The contenders of a case; the library's own choice, if the user names none of ours."""
+    wanted = list(dict.fromkeys(options.names or []))
+    if ALL in wanted:
+        wanted = every_algorithm(case.collective, case.size)
+    elif options.collective == ALL:
+        known = set(algorithms.names(case.collective))
+        wanted = [name for name in wanted if name.partition("(")[0] in known]
+    others = {
+        PLAN: options.plan or not (options.names or options.call),
+        CALL: options.call,
+        NATIVE: options.native and native_lacks(case) is None,
+        MEMCPY: options.limits and case.collective != "barrier",
+        BOUND: options.limits,
+    }
+    return wanted + [name for name, is_wanted in others.items() if is_wanted]
+
+
+def check_schedules(case: Case, chosen: Sequence[str]) -> None:
+    """Raise ValueError or ScheduleError if an algorithm among them cannot run this case."""
+    for name in set(chosen) - {PLAN, CALL, NATIVE, MEMCPY, BOUND}:
+        select.check(case.collective, name, case.size)
+        check_schedule(case, name)
 
 
 def backend(comm: Communicator, device: str) -> Backend:
@@ -148,27 +235,11 @@ def backend(comm: Communicator, device: str) -> Backend:
         return backend_of_kind({"cpu": "numpy", "cuda": "cupy"}[device])
 
 
-def cases(comm: Communicator, options: argparse.Namespace, backend: Backend = HOST) -> list[Case]:
-    """What to measure, by size.  Sizes are rounded up to equal blocks, so some may coincide."""
-    collective, dtype = options.collective, options.dtype
-    root = validation.rank(options.root, comm.size, "root")
-    if SPECS[collective].is_reduction:
-        operator(options.op, collective).check(dtype)
-    make = partial(
-        Case, collective, comm.rank, comm.size,
-        dtype=dtype, op=options.op, root=root, backend=backend,
-    )  # fmt: skip
-    if collective == "barrier":
-        return [make(0)]
-    num_blocks = comm.size if collective in SPLITS | JOINS else 1
-    wanted = sizes.series(options.first, options.last, options.factor)
-    counts = (sizes.whole_blocks(size, dtype.itemsize, num_blocks) for size in wanted)
-    return [make(count) for count in dict.fromkeys(counts)]
-
-
 def check_schedule(case: Case, name: str) -> None:
     """Raise ValueError or ScheduleError if an algorithm cannot run this case after all."""
-    algorithm, options, *_ = select.choose(case.collective, name, case.size, case.num_bytes)
+    algorithm, options, *_ = select.choose(
+        case.collective, name, case.size, case.num_bytes, topology=case.topology
+    )
     root = case.root if SPECS[case.collective].is_rooted else None
     algorithm.schedule(case.rank, case.size, root, **options)
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 
+from collectives import Topology
 from collectives.selection.decisions import Row
 from collectives.selection.explanation import explain
 from collectives.selection.labels import NamedAlgorithm, parse_label
@@ -19,12 +20,12 @@ LEVEL = 1.1  # times the least time: who needs no more is as fast
 SIZES = range(1, 130)  # numbers of ranks that stand for all
 
 
-def promising(collective: str, size: int, num_bytes: int) -> list[str]:
+def promising(collective: str, hosts: Topology, num_bytes: int) -> list[str]:
     """The algorithms that can run, without those that the cost model finds hopeless.
 
     No machine is asked that was fitted: a wrong one would hide what is fast.
     """
-    candidates = explain(collective, None, size, num_bytes).candidates
+    candidates = explain(collective, None, hosts.size, num_bytes, topology=hosts).candidates
     longest = HOPELESS * candidates[0].seconds
     return [candidate.label for candidate in candidates if candidate.seconds <= longest]
 
@@ -32,10 +33,10 @@ def promising(collective: str, size: int, num_bytes: int) -> list[str]:
 # Tables
 
 
-def rows(collective: str, size: int, times: Times) -> tuple[Row, ...]:
+def rows(collective: str, hosts: Topology, times: Times) -> tuple[Row, ...]:
     """The table of a collective.  Between two sizes measured the limit is their geometric mean."""
     limits = [math.isqrt(low * high) for low, high in pairwise(times)]
-    best = [reachable(collective, each) for each in rankings(collective, size, times)]
+    best = [reachable(collective, each) for each in rankings(collective, hosts, times)]
     both = zip([*limits, math.inf], best, strict=True)
     return tuple(
         Row(max(limit for limit, _ in group), labels)
@@ -43,7 +44,7 @@ def rows(collective: str, size: int, times: Times) -> tuple[Row, ...]:
     )
 
 
-def rankings(collective: str, size: int, times: Times) -> list[list[str]]:
+def rankings(collective: str, hosts: Topology, times: Times) -> list[list[str]]:
     """The algorithms at every size, best first.
 
     Among those that are as fast as the fastest not luck decides: first comes what the built-in
@@ -53,7 +54,7 @@ def rankings(collective: str, size: int, times: Times) -> list[list[str]]:
     num_sizes = Counter(label for labels in fast.values() for label in labels)
 
     def ranked(num_bytes: int) -> list[str]:
-        ruled = choose(collective, None, size, num_bytes).label
+        ruled = choose(collective, None, hosts.size, num_bytes, topology=hosts).label
         level, each = fast[num_bytes], times[num_bytes]
         level.sort(key=lambda label: (label != ruled, -num_sizes[label]))
         return level + sorted(set(each) - set(level), key=each.__getitem__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+FACTOR = 8  # between two sizes, unless the user says otherwise
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -30,19 +31,30 @@ def memory() -> int:
 
 def text(num_bytes: int) -> str:
     """As people write it, in the largest unit of which it is a whole number: 64 MiB."""
-    prefix = max((unit for unit in _UNITS if num_bytes % _UNITS[unit] == 0), key=_UNITS.__getitem__)
+    whole = (unit for unit, size in _UNITS.items() if num_bytes >= size and num_bytes % size == 0)
+    prefix = max(whole, key=_UNITS.__getitem__, default="")
     return f"{num_bytes // _UNITS[prefix]} {prefix and prefix + 'i'}B"
 
 
-def series(first: int, last: int, factor: int) -> list[int]:
-    """`first`, multiplied by `factor` again and again, and then `last` itself."""
+def series(first: int, last: int, factor: int | None = None, step: int | None = None) -> list[int]:
+    """The sizes from `first` to at most `last`, each `factor` times the one before, or `step` more.
+
+    Raises ValueError if there are none.
+    """
     if first > last:
         raise ValueError(f"the least size, {first}, is greater than the greatest, {last}")
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= factor
-    return [*sizes, last]
+    if step is not None:
+        return list(range(first, last + 1, step))
+    sizes = [first]
+    while (size := sizes[-1] * (factor or FACTOR)) <= last:
+        sizes.append(size)
+    return sizes
+
+
+def sizes_of(options: argparse.Namespace) -> list[int]:
+    """The series that `options.add_sizes` has read.  ValueError if it is empty."""
+    first, last = options.usual
+    return series(options.first or first, options.last or last, options.factor, options.step)
 
 
 def whole_blocks(num_bytes: int, itemsize: int, num_blocks: int) -> int:

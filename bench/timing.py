@@ -1,11 +1,10 @@
-"""Times calls: contenders side by side in random order, medians of samples, of the slowest rank."""
+"""Times calls: contenders side by side in random order, medians and quartiles of samples."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from mpi4py import MPI
 
 from bench.fresh import Fresh
 from bench.oracle import Array
+from bench.samples import Quartiles, Samples
 from collectives.arrays.backends import backend_of
 
 SMALL = 64 << 10  # bytes below which the calls are too short to be timed one by one
@@ -25,17 +25,29 @@ Run = Callable[[], Any]
 class Effort(NamedTuple):
     """Calls before, samples of each contender, and seconds after which fewer samples must do.
 
-    `calls`: those that make one sample where the calls are small.
+    `calls`: those that make one sample where the calls are small; `large_calls`: where they are
+    large.
     """
 
     warmup: int
     samples: int
     seconds: float
     calls: int = BLOCK_CALLS
+    large_calls: int = 1
 
 
 def times(runs: Sequence[Run], x: Array | None, *, is_small: bool, effort: Effort) -> list[float]:
-    """Seconds per call of each of `runs`, which all read `x`: the same on every rank.
+    """Seconds per call of each of `runs`: the median of the slowest rank, the same on every rank.
+
+    See `sampled`.
+    """
+    return [each.slowest for each in sampled(runs, x, is_small=is_small, effort=effort)]
+
+
+def sampled(
+    runs: Sequence[Run], x: Array | None, *, is_small: bool, effort: Effort
+) -> list[Samples]:
+    """What each of `runs` took, which all read `x`: the same on every rank.
 
     The contenders take turns, so that whatever else the machine does meets all of them, and in
     another order every time, because each finds the caches as the one before has left them.
@@ -43,16 +55,26 @@ def times(runs: Sequence[Run], x: Array | None, *, is_small: bool, effort: Effor
     for _ in range(effort.warmup):
         for run in runs:
             _single(run, x)
-    calls = effort.calls if is_small else 1
+    calls = effort.calls if is_small else effort.large_calls
     taken: list[list[float]] = [[] for _ in runs]
     turns, shuffle = list(range(len(runs))), Random(0).shuffle  # the same on every rank
     for _ in _rounds(effort):
         shuffle(turns)
         for turn in turns:
             taken[turn].append(_sample(runs[turn], x, calls))
-    mine = np.array([median(each) for each in taken])
-    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, mine, MPI.MAX)
-    return list(mine.tolist())
+    return _gathered(taken)
+
+
+def _gathered(taken: Sequence[Sequence[float]]) -> list[Samples]:
+    """The quartiles of all ranks, from the samples of this one of each contender."""
+    mine = np.percentile(np.array(taken), [25, 50, 75], axis=1).T
+    ranks = np.empty((MPI.COMM_WORLD.size, *mine.shape))
+    MPI.COMM_WORLD.Allgather(np.ascontiguousarray(mine), ranks)
+    number = len(taken[0])
+    return [
+        Samples(tuple(Quartiles(*map(float, rank)) for rank in each), number)
+        for each in ranks.transpose(1, 0, 2)
+    ]
 
 
 def _rounds(effort: Effort) -> Iterator[int]:

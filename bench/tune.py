@@ -27,15 +27,16 @@ from rich.table import Table
 import collectives
 from bench import ranking, sizes
 from bench.case import Case, in_place, out_of_place
+from bench.cases import cases
 from bench.contenders import contender
-from bench.options import add_sizes, seconds
-from bench.perf import cases, check_output, check_schedule, every_algorithm, mpi_version
+from bench.options import add_dtype, add_sizes, seconds
+from bench.perf import check_output, check_schedule, every_algorithm, mpi_version
 from bench.ranking import HOPELESS, Times
 from bench.report import times_faster, us
 from bench.side_by_side import outcomes
 from bench.timing import Effort
-from collectives import Communicator, ScheduleError, algorithms
-from collectives.selection.decisions import Decisions, Measured
+from collectives import Communicator, ScheduleError, Topology, algorithms
+from collectives.selection.decisions import Decisions, Measured, Ranks
 from collectives.selection.select import choose
 from parallel.cli import console_of, print_table, table_with
 
@@ -44,10 +45,11 @@ WARMUP, SAMPLES = 3, 50
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.set_defaults(run=run, op="sum", root=0)
+    parser.set_defaults(run=run, op="sum", root="0", counts=None)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add_sizes(parser, last="16M")
+    add_sizes(parser)
+    add_dtype(parser)
     add("--seconds", type=seconds, default=120.0, metavar="S",
         help="about how long it may take in all; default: %(default)s")  # fmt: skip
     add("--collective", dest="collectives", action="append", choices=algorithms.collectives(),
@@ -107,8 +109,9 @@ class Tuner:
         if comm.size == 1:
             raise ValueError("on one rank there is nothing to choose; run it under mpirun")
         self.comm, self.options = comm, options
+        options.dtypes = [options.dtype]
         self.cases = {
-            collective: cases(comm, argparse.Namespace(**vars(options), collective=collective))
+            collective: cases(comm, collective, options)
             for collective in options.collectives or algorithms.collectives()
         }
         for case in (each for its_cases in self.cases.values() for each in its_cases):
@@ -123,8 +126,10 @@ class Tuner:
         facts = self.facts()
         console.print(", ".join(f"{key} {value}" for key, value in facts.items()), markup=False)
         times = dict(self.times(console))
-        tables = {c: ranking.rows(c, self.comm.size, each) for c, each in times.items()}
-        return known.including(self.comm.size, Measured(facts, tables))
+        hosts = self.comm.topology
+        tables = {c: ranking.rows(c, hosts, each) for c, each in times.items()}
+        ranks = Ranks(hosts.size, hosts.num_hosts)
+        return known.including(ranks, Measured(facts, tables))
 
     def facts(self) -> dict[str, str]:
         """What was measured where and when."""
@@ -135,7 +140,7 @@ class Tuner:
         for collective, its_cases in self.cases.items():
             times = {case.num_bytes: self.times_of(case) for case in its_cases}
             console.print(f"\n{collective} on {self.comm.size} ranks")
-            print_table(winners(collective, self.comm.size, times), console)
+            print_table(winners(collective, self.comm.topology, times), console)
             if names := left_out(collective, self.comm.size, times):
                 console.print(f"Not measured where predicted to take over {HOPELESS} times the "
                     f"least: {', '.join(names)}")  # fmt: skip
@@ -143,22 +148,22 @@ class Tuner:
 
     def times_of(self, case: Case) -> dict[str, float]:
         """Seconds of every promising algorithm, out of place where there is such a form."""
-        names = ranking.promising(case.collective, case.size, case.num_bytes)
+        names = ranking.promising(case.collective, self.comm.topology, case.num_bytes)
         buffers = out_of_place(case) or in_place(case)
         assert buffers is not None, "every collective has one form or the other"
         made = [contender(self.comm, case, buffers, name) for name in names]
         share = (self._end - time.perf_counter()) / self._num_left
         self._num_left -= 1
-        found = outcomes(case, buffers, made, Effort(WARMUP, SAMPLES, share), is_checked=False)
+        found = outcomes(case, buffers, made, Effort(WARMUP, SAMPLES, share), checks=0)
         return {name: outcome.seconds for name, outcome in zip(names, found, strict=True)}
 
 
-def winners(collective: str, size: int, times: Times) -> Table:
+def winners(collective: str, hosts: Topology, times: Times) -> Table:
     """Size by size what is best, and how many times slower the built-in rule's choice is."""
     table = table_with("best", "built-in", numbers=["size", "us", "built-in us", "times slower"])
-    rankings = ranking.rankings(collective, size, times)
+    rankings = ranking.rankings(collective, hosts, times)
     for (num_bytes, found), (best, *_) in zip(times.items(), rankings, strict=True):
-        rule = choose(collective, None, size, num_bytes).label
+        rule = choose(collective, None, hosts.size, num_bytes, topology=hosts).label
         slower = found[rule] / found[best] if rule in found else None
         numbers = [us(found[best]), us(found.get(rule)), times_faster(slower)]
         table.add_row(best, rule, sizes.text(num_bytes) if num_bytes else "-", *numbers)

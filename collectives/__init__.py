@@ -28,7 +28,7 @@ from collectives.errors import (
     PeerFailed,
 )
 from collectives.runtime import Plan, Work
-from collectives.schedule import ScheduleError, even_counts
+from collectives.schedule import ScheduleError, Topology, even_counts
 from collectives.selection import choose, predict, using
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ __all__ = [
     "Plan",
     "ScheduleError",
     "SentReceived",
+    "Topology",
     "Work",
     "algorithms",
     "choose",

@@ -15,7 +15,9 @@ COMMANDS = {
     "collectives.launch": "-n 4 script.py",
     "collectives.flight": "DIRECTORY",
     "collectives.warm": "",
+    "collectives.doctor": "",
     "collectives.simulate": "all_reduce --bytes 256M --topology hosts:16x8",
+    "collectives.export": "all_reduce ring --ranks 64 --bytes 1M --format goal",
     "parallel.train": "--strategy zero2",
     "parallel.memory": "--params 7.5e9 --ranks 64",
     "parallel.pipeline": "compare --stages 4 --micro-batches 8",
@@ -23,6 +25,7 @@ COMMANDS = {
     "parallel.simulate": "--mesh pipe=2,data=2,tensor=2 --layers 4 --hidden 512 --heads 8 "
     "--topology hosts:1x8",
     "parallel.show": "zero3 --ranks 4 --micro-batches 2",
+    "parallel.export": "--ranks 8 --mesh data=2,pipe=2,tensor=2 --format goal",
     "moe.plan": "--mesh data=2,expert=4 --hosts 2",
     "moe.generate": "--mesh expert=2,tensor=2 --moe switch --checkpoint FOLDER",
     "moe.images": "--model swin --mesh data=2,expert=2 --threads 4",

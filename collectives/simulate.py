@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from collectives import algorithms
 from collectives.schedule import SPECS
-from collectives.selection import Choice, Decisions, choose, even_parts
+from collectives.selection import Choice, choose, even_parts, machine_in
 from collectives.simulation import (
-    DEFAULT,
     TOPOLOGIES,
     Call,
     Machine,
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parse = parser()
     options = parse.parse_args(arguments)
     try:
-        machine = _machine(options.machine)
+        machine = machine_in(options.machine)
         topology = options.topology or f"hosts:{options.ranks or 8}x1"
         network = network_of(topology, machine, options.ranks, is_folded=options.folded)
         choices = _choices(options, network)
@@ -67,16 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.picture.write_text(picture(title, label, best.seconds, best.link_bytes, network))
         sys.stdout.write(f"the links of {found[0].label}: {options.picture}\n")
     return 0
-
-
-def _machine(path: Path | None) -> Machine:
-    """The machine of a file of `bench fit`, or one that does not exist."""
-    if path is None:
-        return DEFAULT
-    fitted = Decisions.from_json(path.read_bytes()).fitted
-    if fitted is None:
-        raise ValueError(f"{path} has no machine; `python -m bench fit` writes one")
-    return fitted.machine
 
 
 def _choices(options: argparse.Namespace, network: Network) -> list[Choice]:

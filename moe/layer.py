@@ -80,7 +80,8 @@ class MixtureOfExperts(Layer):
         host, and there to them; ``"weights"``: tokens stay, and the experts' weights are gathered;
         ``"cheaper"``: in each micro-batch, the first or the last, whichever sends fewer bytes.
     ranks_per_host : int, optional
-        How many consecutive ranks of the mesh are on a host, for ``"hierarchical"``.
+        How many consecutive ranks of the mesh are on a host, for ``"hierarchical"``; by default,
+        the hosts are those that the mesh's communicator knows.
     options
         `rows_per_group`, `padding`, `num_parts`, `payload` and `name`: see `moe.Options`.
 

@@ -42,6 +42,7 @@ from parallel.sharding import (
     Sharding,
     choose_group_size,
 )
+from parallel.tasks import step_tasks
 
 __all__ = [
     "SGD", "Action", "Adam", "AdamW", "AllReduce", "AsyncParameterServer", "CommHook", "Disk",
@@ -49,5 +50,6 @@ __all__ = [
     "MissingGradient", "Model", "ModelMismatch", "Optimizer", "OuterMomentum", "Placement",
     "PowerSGD", "PredictedCall", "Recipe", "ReplicaMismatch", "Sharding", "SyncParameterServer",
     "TrafficMismatch", "TrafficMonitor", "TrafficTable", "Trainer", "annotate", "checkpoint",
-    "choose_group_size", "cli", "gpt", "nn", "pipeline", "plan", "raise_on_all_ranks", "text",
+    "choose_group_size", "cli", "gpt", "nn", "pipeline", "plan", "raise_on_all_ranks",
+    "step_tasks", "text",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from rich.measure import Measurement
 from rich.progress import Progress
 from rich.table import Table
 
+from collectives import Topology
 from parallel.accounts import RankTimes, TrafficTable, between_hosts, renumbered
 from parallel.runtime import ProgressCallback
 
@@ -91,11 +92,14 @@ def device_namespace(device: str, rank: int) -> Any:
 # Output
 
 
-def console_of(rank: int) -> Console:
-    """Return a console that prints on rank 0 only, in plain text if that is not a terminal."""
+def console_of(rank: int, *, is_terminal: bool = False) -> Console:
+    """Return a console that prints on rank 0 only, in plain text if that is not a terminal.
+
+    `is_terminal`: that it is one, which a rank of a job cannot find out.
+    """
     # Open MPI makes standard output a terminal on every rank, wherever the launcher writes to;
     # standard error is a terminal only if the launcher's is.
-    is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    is_terminal = is_terminal or (sys.stdout.isatty() and sys.stderr.isatty())
     return Console(quiet=rank != 0, highlight=False, soft_wrap=True, force_terminal=is_terminal)
 
 
@@ -167,14 +171,14 @@ def print_axes(traffic: TrafficTable, console: Console) -> None:
 
 
 def print_hosts(
-    traffic: TrafficTable, axes: Mapping[str, int], ranks_per_host: int, console: Console
+    traffic: TrafficTable, axes: Mapping[str, int], topology: Topology, console: Console
 ) -> None:
     """Print the bytes between hosts, with the axes in this order and in the opposite one."""
     for order in (list(axes), list(axes)[::-1]):
         matrix = renumbered(traffic.matrix, axes, order)
         console.print(
-            f"between hosts of {ranks_per_host} ranks, axes in the order {', '.join(order)}:"
-            f" {between_hosts(matrix, ranks_per_host)} bytes"
+            f"between hosts ({topology}), axes in the order {', '.join(order)}:"
+            f" {between_hosts(matrix, topology)} bytes"
         )
 
 

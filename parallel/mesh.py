@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from collectives import Communicator
+from collectives import Communicator, Topology
 
 AXES = ("pipe", "replicate", "shard", "data", "context", "expert", "tensor")
 
@@ -159,6 +159,16 @@ class Mesh:
         if len(set(places)) < len(places) or not all(0 <= place < size for place in places):
             raise ValueError(f"{tuple(places)} are not places along {axis!r}, of {size} ranks")
         return axis if len(places) == size else f"{axis}[{','.join(map(str, sorted(places)))}]"
+
+    def hosts(self, ranks_per_host: int | None = None) -> Topology:
+        """Return the hosts of the ranks.
+
+        With `ranks_per_host`, consecutive ranks are on a host, so many on each; by default hosts
+        are those of `comm`.  Raises ValueError for less than one rank per host.
+        """
+        if ranks_per_host is not None:
+            return Topology.consecutive(self.size, ranks_per_host)
+        return Topology([0]) if self.comm is None else self.comm.topology
 
     def free(self) -> None:
         """Free the communicators of all axes, but not `comm`.  All ranks call this."""

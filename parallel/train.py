@@ -138,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
         help="also divide rows along tensor; keep what is gathered, or gather again")  # fmt: skip
     add("--attention", choices=ATTENTION, help="of the ranks along context; default: ring")
     add("--ranks-per-host", type=positive, metavar="N",
-        help="print the bytes between hosts of N consecutive ranks")  # fmt: skip
+        help="hosts of N consecutive ranks; default: as MPI reports them")  # fmt: skip
     add("--seed", type=natural, default=0, help="default: %(default)s")
     add("--threads", type=positive, metavar="N", help="run N ranks as threads, without MPI")
     add("--progress", choices=("auto", "thread", "none"), default="auto",
@@ -159,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
     add("--expert-dropout", type=float, metavar="RATE",
         help="in the middle of each expert; default: none")  # fmt: skip
     add("--dispatch", choices=WAYS[1:],
-        help="send tokens once to each host (--ranks-per-host), or gather experts' weights, or"
+        help="send tokens once to each host, or gather experts' weights, or"
         " whichever sends less; default: tokens, directly to the ranks of their experts",
     )  # fmt: skip
     add("--padding", choices=PADDINGS[1:],
@@ -509,9 +509,10 @@ class Training:
         kept = [report.memory | report.moved for report in self.reports]
         cli.print_rank_reports(kept, self.console)
         cli.print_traffic(table, self.console)
-        if self.options.ranks_per_host is not None:
-            mesh = self.strategy.mesh.axes
-            cli.print_hosts(table, mesh, self.options.ranks_per_host, self.console)
+        mesh = self.strategy.mesh
+        hosts = mesh.hosts(self.options.ranks_per_host)
+        if hosts.num_hosts > 1:
+            cli.print_hosts(table, mesh.axes, hosts, self.console)
         if self.rank_times:
             bubble = simulate(self.strategy.stages.schedule).fractions[0]
             cli.print_pipeline(self.rank_times, float(bubble), self.console)

@@ -1,18 +1,23 @@
 """Which tiers are collected: MPI's under mpirun only, the GPU's where there is a GPU.
 
-The comparison with PyTorch is collected where it is installed (the `torch` extra).
+The cluster's is collected where network namespaces can be made.  The comparison with PyTorch is
+collected where it is installed (the `torch` extra), and those with other simulators where these are
+on the path.
 
 In all of them nothing of the library's is left after a test (`hygiene.py`).
 """
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 import pytest
 
 from tests import hygiene
+from tests.cluster.network import why_not
 
 HERE = Path(__file__).parent
 
@@ -33,8 +38,29 @@ WITH_TORCH = (
 )
 
 
+CHAKRA = HERE / "export" / "test_chakra.py"
+# Tests that run other simulators, and the programs that they need.
+SIMULATORS = {
+    HERE / "export" / "test_run_loggopsim.py": ("txt2bin", "LogGOPSim"),
+    HERE / "export" / "test_run_simgrid.py": ("smpirun",),
+}
+
+
+def has_protobuf() -> bool:
+    return find_spec("google") is not None and find_spec("google.protobuf") is not None
+
+
+def has_programs(names: tuple[str, ...]) -> bool:
+    return all(map(which, names))
+
+
 def has_torch() -> bool:
     return find_spec("torch") is not None
+
+
+@functools.cache
+def missing_for_a_cluster() -> str:
+    return why_not()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,9 +68,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> list[str]:
+    missing = missing_for_a_cluster()
     return [
+        f"cluster tier: {f'NOT RUN, {missing}' if missing else 'run'}",
         f"GPU tier: {'run' if has_gpu() else 'NOT RUN, no CuPy with a CUDA device here'}",
         f"against PyTorch: {'run' if has_torch() else 'NOT RUN, torch is not installed here'}",
+        f"Chakra traces: {'run' if has_protobuf() else 'NOT RUN, protobuf is not installed here'}",
+        *(
+            f"against {names[-1]}: "
+            + ("run" if has_programs(names) else f"NOT RUN, no {' and '.join(names)} on the path")
+            for names in SIMULATORS.values()
+        ),
     ]
 
 
@@ -53,6 +87,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None if config.getoption("--with-mpi", default=False) else True
     if collection_path == HERE / "gpu":
         return None if has_gpu() else True
+    if collection_path == HERE / "cluster":
+        return True if missing_for_a_cluster() else None
     if collection_path in WITH_TORCH:
         return None if has_torch() else True
+    if collection_path == CHAKRA:
+        return None if has_protobuf() else True
+    if collection_path in SIMULATORS:
+        return None if has_programs(SIMULATORS[collection_path]) else True
     return None

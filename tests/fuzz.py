@@ -202,6 +202,8 @@ def _pools(collective: str) -> dict[str, Pool]:
     pools = _X | _COLLECTIVE | _PLAIN
     if collective in REDUCTIONS:
         pools["op"] = values(*OPS), values(*NO_OPS)
+    if collective in ("all_reduce", "reduce_scatter"):
+        pools["shards"] = values("None"), values("0", "-1", "2.0", "'8'", "[8]", "True", "2**70")
     if collective in ROOTED:
         pools["root"] = values(*RANKS), values(*NO_RANKS)
     if collective not in WHOLE:

@@ -234,20 +234,24 @@ def jobs_of(collective: str, algorithm: str, size: int) -> list[Job]:
     return jobs
 
 
-OTHER_VALUES = {"segments": 5, "radix": 3, "outstanding": 3, "chains": 3}
+OTHER_VALUES = {
+    "segments": 5, "radix": 3, "outstanding": 3, "chains": 3, "per_host": 3, "y": 2,
+    "aggregation": 1,
+}  # fmt: skip
 
 
 def variants(collective: str, algorithm: str, size: int) -> list[str]:
-    """The algorithm as it stands, and with another value of every option; those that serve."""
+    """The algorithm as it stands, and with another value of every option, if it serves `size`."""
     info = collectives.algorithms.info(collective, algorithm)
-    other = {name: other_value(name, value, size) for name, value in info.options.items()}
+    options = {name: value for name, value in info.options.items() if name != "shards"}
+    other = {name: other_value(name, value, size) for name, value in options.items()}
     served = [options for options in ({}, other) if info.serves(size, **options)]
     return list(dict.fromkeys(spelled(algorithm, options) for options in served))
 
 
 def other_value(option: str, default: int, size: int) -> int:
-    """A value that is not the default, of ranks per host one that divides `size`."""
-    if option == "per_host":
+    """A value that is not the default, of a dimension of a torus one that divides `size`."""
+    if option == "x":
         return max((d for d in range(2, size) if size % d == 0 and d != default), default=1)
     value = OTHER_VALUES[option]
     return value if value != default else value + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from collectives import Communicator, SentReceived
 from collectives.arrays.backends import HOST, Arrays
 from collectives.runtime import header
 from collectives.runtime.header import Header
+from collectives.selection import choose, sends_counts_ahead
 from tests.operator_scenarios import failing
 from tests.scenarios import unchanged
 
@@ -257,6 +259,9 @@ def calls_with_something_ahead(comm: Communicator) -> dict[str, Callable[[float 
         "broadcast": lambda limit: comm.broadcast(whole, timeout=limit),
         "scatter": lambda limit: comm.scatter(whole, timeout=limit),
         "all_to_all": lambda limit: comm.all_to_all(each, counts=counts, timeout=limit),
+        "bruck": lambda limit: comm.all_to_all(
+            each, counts=counts, algorithm="bruck", timeout=limit
+        ),
         "started": lambda limit: comm.broadcast(whole, async_op=True, timeout=limit).wait(),
     }
 
@@ -269,6 +274,7 @@ def what_timed_out_ahead_of_a_call_goes_on_and_nothing_is_mixed_up(comm: Communi
         "broadcast": rows,
         "scatter": rows[comm.rank : comm.rank + 1],
         "all_to_all": 10 * rows + comm.rank,
+        "bruck": 10 * rows + comm.rank,
         "started": rows,
     }
     for name in due:
@@ -420,10 +426,93 @@ def own_counts_are_enough(
                 assert comm.check or kinds <= {"all_to_all"}
 
 
+def counts_travel_ahead_of_blocks_that_are_sent_on(
+    comm: Communicator,
+    to_device: Callable[[np.ndarray], Any] = unchanged,
+    to_host: Callable[[Any], Any] = unchanged,
+) -> None:
+    """A call with own counts sends what one with a table does, and 8 bytes for each block ahead."""
+    p, rank = comm.size, comm.rank
+    table = np.array([[(1 + s + 2 * d) % 3 for d in range(p)] for s in range(p)])
+    own = SentReceived(table[rank].tolist(), table[:, rank].tolist())
+    x = to_device(np.arange(2.0 * sum(own.sent)).reshape(-1, 2) + 100 * rank)
+    out = to_device(np.empty((sum(own.received), 2)))
+    wanted = to_host(comm.all_to_all(x, counts=table, algorithm="linear"))
+    on_hosts = "fast(per_host=2)", "hierarchical(per_host=2)"
+    for algorithm in ("bruck(radix=4)", *on_hosts, *algorithms_that_send_blocks_on(p)):
+        with comm.record() as ledger:
+            comm.all_to_all(x, counts=table, algorithm=algorithm)
+        messages = sent_by(ledger)
+        choice = choose("all_to_all", algorithm, p, 0, topology=comm.topology)
+        num_pieces = choice.algorithm.case(p, None, **choice.options).num_pieces
+        one_each = np.full((p, p), num_pieces).tolist()
+        ones = collectives.predict("all_to_all", p, one_each, itemsize=8, algorithm=algorithm,
+                                   topology=comm.topology)  # fmt: skip
+        for call, counts in product(
+            (
+                lambda **how: comm.all_to_all(x, **how),
+                lambda **how: comm.all_to_all(x, out=out, async_op=True, **how).wait(),
+                lambda **how: comm.plan.all_to_all(x, out=out, **how).run(),
+            ),
+            (own.sent, own),
+        ):
+            with comm.record() as ledger:
+                got = call(counts=counts, algorithm=algorithm)
+            assert np.array_equal(to_host(got), wanted)
+            assert sent_by(ledger) == messages
+            if counts is own and comm.check:  # it compares a whole table
+                continue
+            ahead = np.zeros((2, p), np.int64)
+            for row in ledger.rows():
+                if row.collective == "counts":
+                    assert row.algorithm == algorithm
+                    ahead[:, row.dst] += row.segments, row.bytes
+            assert np.array_equal(ahead, [ones.messages[rank], ones.bytes[rank]])
+
+
+def algorithms_that_send_blocks_on(size: int) -> list[str]:
+    """All of an all-to-all that send blocks on and serve this number of ranks."""
+    names = collectives.algorithms.names("all_to_all")
+    serving = [n for n in names if collectives.algorithms.info("all_to_all", n).serves(size)]
+    return [name for name in serving if sends_counts_ahead("all_to_all", name)]
+
+
 def sent_by(ledger: collectives.Ledger) -> list[tuple[Any, ...]]:
     """What an all-to-all has sent, without the number of the call."""
     rows = [row for row in ledger.rows() if row.collective == "all_to_all"]
     return [(row.algorithm, row.round, row.dst, row.bytes, row.segments) for row in rows]
+
+
+def random_shards(num_shards: int, length: int, dtype: Any) -> np.ndarray:
+    """The same random numbers on every rank, of many sizes."""
+    random = np.random.default_rng(num_shards)
+    values = random.standard_normal((num_shards, length)) * 2.0 ** random.integers(-8, 3, length)
+    return np.asarray(values.astype(dtype))
+
+
+def along_the_tree(shards: list[np.ndarray]) -> np.ndarray:
+    """Their sum along the tree on whose left the greatest power of two of them is."""
+    if len(shards) == 1:
+        return shards[0]
+    half = max(2**k for k in range(20) if 2**k < len(shards))
+    return along_the_tree(shards[:half]) + along_the_tree(shards[half:])
+
+
+def shards_have_the_same_bits_on_any_ranks(
+    comm: Communicator,
+    dtype: Any = "float32",
+    to_device: Callable[[np.ndarray], Any] = unchanged,
+    to_host: Callable[[Any], Any] = unchanged,
+) -> None:
+    for num_shards, length in ((8, 3), (13, 1000)):
+        shards = random_shards(num_shards, length, dtype)
+        want = along_the_tree(list(shards))
+        x = to_device(np.array_split(shards, comm.size)[comm.rank].copy())
+        for algorithm in ("invariant", "invariant_one_shot", None):
+            total = comm.all_reduce(x, shards=num_shards, algorithm=algorithm)
+            assert to_host(total).tobytes() == want.tobytes()
+        mine = to_host(comm.reduce_scatter(x, shards=num_shards))
+        assert mine.tobytes() == np.array_split(want, comm.size)[comm.rank].tobytes()
 
 
 def header_and_data_never_meet(comm: Communicator) -> None:
@@ -447,7 +536,7 @@ def header_left_over(comm: Communicator) -> Header:
     run = session.runs.call(
         spec, arrays, session.numbering.header_tag(session.numbering.num_calls), 0
     )
-    run.begin()
+    run.begin(phase="")
     while not run.execution.advance(0.01):
         pass
     run.complete()
@@ -515,6 +604,8 @@ SCENARIOS = [
     a_failure_belongs_to_the_call_that_failed,
     arrays_of_different_kinds_travel_as_bytes,
     own_counts_are_enough,
+    counts_travel_ahead_of_blocks_that_are_sent_on,
+    shards_have_the_same_bits_on_any_ranks,
     header_and_data_never_meet,
     recording_sees_every_rank,
 ]

@@ -10,10 +10,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import numpy as np
 import pytest
 
+import collectives
 from bench.__main__ import COMMANDS as BENCH_COMMANDS
 from collectives import algorithms
 from collectives.launch import launch
@@ -59,6 +61,21 @@ def test_an_algorithm_of_ones_own_takes_fifteen_lines(tmp_path: Path) -> None:
     assert len(EXTENSION.strip().splitlines()) <= 15
     grid, *_ = blocks(ROOT / "README.md", "text")
     assert done.stdout.count(grid) >= 1 and done.stdout.count("[3. 3.]") == 3
+
+
+def test_a_test_of_traffic_passes_and_fails_as_shown() -> None:
+    path = ROOT / "docs" / "testing.md"
+    example, comparison = blocks(path)
+    (refusal,) = blocks(path, "text")
+    names: dict[str, Any] = {}
+    exec(example, names)
+    collectives.run(names["test_a_step_sends_its_gradients_once"], size=4)
+    call = next(line for line in example.splitlines() if "comm.all_reduce" in line)
+    exec(example.replace(call, f"{call}\n{call}"), names)
+    with pytest.raises(AssertionError) as raised:
+        collectives.run(names["test_a_step_sends_its_gradients_once"], size=4)
+    assert f"AssertionError: {raised.value}" == refusal.strip()
+    exec(comparison, names)
 
 
 def test_without_its_second_half_it_is_refused_as_shown(tmp_path: Path) -> None:
@@ -130,6 +147,7 @@ def test_other_pages_have_no_examples_that_nobody_runs() -> None:
     assert with_python - generated == {
         "README.md",
         "training.md",
+        "testing.md",
         "architecture.md",
         "CONTRIBUTING.md",
     }
@@ -188,7 +206,7 @@ def unknown_commands(text: str) -> set[str]:
     """Modules and commands of bench that a document names and that do not exist."""
     modules = set(re.findall(r"-m\s+((?:collectives|parallel|moe|bench)[\w.]*)", text))
     named = set(re.findall(r"-m\s+bench (\w+)", text))
-    known = {*BENCH_COMMANDS, *algorithms.collectives()}
+    known = {*BENCH_COMMANDS, *algorithms.collectives(), "all"}
     return {name for name in modules if find_spec(name) is None} | (named - known)
 
 

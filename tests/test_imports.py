@@ -22,9 +22,13 @@ ROOT = Path(__file__).parent.parent
 IMPORTED_LATE = {"engines.mpi", "engines.mpi_errors", "engines.compiled", "engines.executor"}
 PACKAGES = ["collectives", "parallel", "moe", "bench"]
 MAY_USE = {"collectives": set(), "parallel": {"collectives"}, "moe": {"collectives", "parallel"}}
-PUBLIC = {"collectives", "collectives.simulation"}  # of `collectives`, for the other packages
+# Of `collectives`, for the other packages.
+PUBLIC = {"collectives", "collectives.export", "collectives.simulation"}
 PROGRAMS = {"parallel.train": {"moe"}}  # commands, which may use what is built on their package
-USERS_OF_MPI = {"engines.mpi", "engines.mpi_errors", "engines.compiled", "communicator.entry"}
+USERS_OF_MPI = {
+    *("engines.mpi", "engines.mpi_errors", "engines.compiled"),
+    *("communicator.entry", "doctor.job"),
+}
 
 
 def name_of(path: Path, root: Path = ROOT) -> str:

@@ -47,12 +47,15 @@ The formulas hold for two or more ranks; with one rank nothing is sent.
 | p | number of ranks |
 | n | bytes of the whole vector: for scatter and gather of the root's buffer, for all-gather of the result, for all-to-all of one rank's input |
 | q, k, P | q = ⌈log2 p⌉, k = ⌊log2 p⌋, P = 2^k |
-| N, r, m, c, g | the options `segments`, `radix`, `outstanding`, `chains`, `per_host` |
+| N, r, m, c, x, y, A, L | the options `segments`, `radix`, `outstanding`, `chains`, `x`, `y`, `aggregation`, `shards` |
+| H, g | hosts, and ranks of the largest one: by `per_host`, or those of the communicator |
 | [condition] | 1 if the condition holds, else 0 |
 | log(p, r) | the logarithm of p to the base r, rounded up |
 | power(p, r) | the greatest power of r up to p |
 | children(p, r), hops(p, r) | of a k-nomial tree: the children of its root; the edges on the ways from the root to all ranks |
 | depth(m), fill(p) | the rounds in which a first piece reaches all m nodes of a binary tree in which a rank sends one message a round; all ranks in both of two such trees (at most 2q) |
+| bine_hops(p) | the moves of all blocks of a rank in a Bine all-to-all: p/2 log2 p for a power of two |
+| parts(p, L), within(p, L) | for each rank: the subtrees of the fixed tree that lie within its shards; the combinations in them.  With L = 0 every rank has one shard |
 | turn(p) | the least j with (2^j - 1) 2^(q - j) ≥ p - 1 |
 
 - **Bytes**: the most bytes that one rank sends or receives.
@@ -63,7 +66,8 @@ The formulas hold for two or more ranks; with one rank nothing is sent.
   round. It is named where it differs from the bytes.
 - **Scratch**: a bound of the memory that a rank needs besides input and output, out of place.
 - **Lower bounds**: those of `collectives.selection.cost`. An algorithm is said to meet one if it
-  does so with its default options for every number of ranks that it serves.
+  does so with its default options for every number of ranks that it serves, with equally many ranks
+  on each host.
 
 Bytes are those of blocks of equal size. A large reduction runs in lanes, which are pieces of the
 vector whose messages have half a MiB; then the n of the scratch is what three lanes have, and a
@@ -85,7 +89,17 @@ is combined with what the receiver has.
 {sources}
 """
 
-EXAMPLE = {"segments": 2, "radix": 3, "outstanding": 2, "chains": 2, "per_host": 4}
+EXAMPLE = {
+    "segments": 2,
+    "radix": 3,
+    "outstanding": 2,
+    "chains": 2,
+    "per_host": 4,
+    "x": 2,
+    "y": 2,
+    "aggregation": 2,
+    "shards": 8,
+}
 POWERS_OF_TWO = [1 << k for k in range(7)]
 
 
@@ -207,7 +221,7 @@ def bounds(entry: Algorithm) -> str:
 def example(entry: Algorithm) -> tuple[int, int | None, dict[str, int]]:
     """The ranks, root and options of its grid and its picture."""
     options = {name: EXAMPLE[name] for name in entry.options}
-    size = 5 if entry.serves(5, **options) else 8
+    size = 5 if entry.serves(5, **options) and "per_host" not in options else 8
     return size, 1 if SPECS[entry.collective].is_rooted else None, options
 
 

@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import collectives
+import collectives.export
+import collectives.testing
 import moe.gates.named
 import parallel
 from parallel import pipeline, plan
@@ -29,8 +31,9 @@ HEAD = """\
 NAMES = {
     "collectives.schedule": [
         *("Send", "Recv", "RecvReduce", "Copy", "CopyReduce", "Operation", "Piece", "grid"),
-        *("rooted", "dual", "folded", "nested", "relabelled"),
+        *("rooted", "dual", "folded", "nested", "relabelled", "within_hosts", "among_hosts"),
     ],
+    "collectives.export": ["Call", "Task", "machine_in", "platform", "write"],
     "parallel.pipeline": [  # without the table of formulas, which is functions
         *("Schedule", "make", "read_csv", "write_csv", "parse", "with_messages"),
         *("InvalidSchedule", "validate", "Times", "Simulation", "simulate"),
@@ -53,7 +56,13 @@ PAGES = [
     Page(
         "api.md",
         "API of `collectives`",
-        [collectives, collectives.algorithms, sys.modules["collectives.schedule"]],
+        [
+            collectives,
+            collectives.algorithms,
+            sys.modules["collectives.schedule"],
+            collectives.export,
+            collectives.testing,
+        ],
     ),
     Page(
         "api_parallel.md",

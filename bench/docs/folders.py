@@ -18,11 +18,13 @@ ORDER = [
     "programs",
     "simulation",
     "selection",
+    "export",
     "engines",
     "runtime",
     "communicator",
-    "launch",
     "mpi4py_compat",
+    "launch",
+    "doctor",
 ]
 
 

@@ -7,6 +7,7 @@ waiting, and so do the simulated ones.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from bench.case import JOINS, SPLITS, Case, in_place, out_of_place
 from bench.contenders import contender
 from bench.fit.measuring import sampled, sleep_until_all
 from bench.perf import every_algorithm
-from collectives import Communicator, algorithms
+from collectives import Communicator, Topology, algorithms
 from collectives.programs import Kind, Program, Row, compile_call
 from collectives.selection import select
 from collectives.selection.choice import even_parts
@@ -49,23 +50,21 @@ class Held(NamedTuple):
         return abs(self.predicted / self.seconds - 1)
 
 
-def held_out(
-    comm: Communicator, machine: Machine, host_of: Sequence[int], seconds: float, samples: int
-) -> Iterator[Held]:
-    """Measure and predict, in about so many seconds.  All ranks call it; rank 0 has the results."""
+def held_out(comm: Communicator, machine: Machine, options: argparse.Namespace) -> Iterator[Held]:
+    """Measure and predict as told.  All ranks call it; rank 0 has the results."""
     cases = [
         (size, collective, num_bytes)
         for size in range(2, min(comm.size, LARGEST_RANKS) + 1)
-        for collective in algorithms.collectives()
+        for collective in options.collectives or algorithms.collectives()
         for num_bytes in (HELD_OUT if collective != "barrier" else (0,))
     ]
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + options.seconds
     groups = {size: comm.subgroup(range(size)) if comm.rank < size else None for size, *_ in cases}
     for number, (size, collective, num_bytes) in enumerate(cases):
         now = time.perf_counter()
         until = now + (end - now) / (len(cases) - number)
         if (group := groups[size]) is not None:
-            yield from _measured(group, collective, num_bytes, machine, host_of, until, samples)
+            yield from _measured(group, collective, num_bytes, machine, until, options.samples)
         sleep_until_all(MPI.COMM_WORLD)
     for group in filter(None, groups.values()):
         group.free()
@@ -76,7 +75,6 @@ def _measured(
     collective: str,
     num_bytes: int,
     machine: Machine,
-    host_of: Sequence[int],
     until: float,
     samples: int,
 ) -> list[Held]:
@@ -95,25 +93,24 @@ def _measured(
         each.free()
     if comm.rank:
         return []
-    hosts = host_of[: comm.size]
     return [
         Held(
             *(collective, name, case.size, case.num_bytes),
             each,
-            repeated(case, name, machine, hosts),
+            repeated(case, name, machine, comm.topology),
         )
         for name, each in zip(names, times, strict=True)
     ]
 
 
-def repeated(case: Case, name: str, machine: Machine, hosts: Sequence[int]) -> float:
+def repeated(case: Case, name: str, machine: Machine, topology: Topology) -> float:
     """The predicted seconds of a call, in the mean over some that follow each other."""
-    choice = select.choose(case.collective, name, case.size, case.num_bytes)
+    choice = select.choose(case.collective, name, case.size, case.num_bytes, topology=topology)
     counts = even_parts(case.collective, case.size, case.num_elements)
     spec = choice.spec(counts, case.dtype.itemsize)
     programs = [compile_call(spec, rank, case.size) for rank in range(case.size)]
     tiled = [_repeated(program, machine) for program in programs]
-    return simulate(tiled, machine, hosts=hosts).seconds / CALLS
+    return simulate(tiled, machine, hosts=topology.host_of).seconds / CALLS
 
 
 def _repeated(program: Program, machine: Machine) -> Program:

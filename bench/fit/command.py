@@ -4,10 +4,10 @@
     mpirun -n 4 python -m bench fit --check
 
 Two ranks on the same host, and two on different hosts, exchange messages: a ping-pong, both ways at
-once, several at once.  The size from which a send waits for its receive is found by trying.  A
-machine of the LogGOPS model is fitted to these times by relative error.  `collectives.Communicator.
-load_decisions` reads the file; then predictions choose algorithms where `bench tune` has measured
-nothing.  Tables of `bench tune` in the file are kept.
+once, several at once.  If ranks outnumber the cores of a host, all ranks do so in pairs.  The size
+from which a send waits for its receive is found by trying.  A machine of the LogGOPS model is
+fitted to the times by relative error.  `Communicator.load_decisions` reads FILE; then predictions
+choose algorithms where `bench tune` has measured nothing.  Tables of `bench tune` in FILE are kept.
 
 `--check` then measures every algorithm of every collective on 2 to 8 ranks, at sizes at which
 nothing was fitted, and compares them with predictions.  The exit status is 1 if the median error is
@@ -18,7 +18,7 @@ are more than 10 % slower than the fastest (in the geometric mean); 2 if nothing
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
 from pathlib import Path
 
 from mpi4py import MPI
@@ -27,11 +27,11 @@ from rich.console import Console
 import collectives
 from bench.fit import check, showing
 from bench.fit.fitting import fitted_links, rate
-from bench.fit.measuring import Measurement, Pair, pairs
+from bench.fit.measuring import Measurement, Pairs, pairs_of
 from bench.fit.patterns import ITEMSIZE, PATTERNS, Sample
 from bench.options import seconds
 from bench.tune import earlier, here
-from collectives import Communicator
+from collectives import Communicator, algorithms
 from collectives.selection.machine_file import Fitted
 from collectives.simulation import Machine
 from parallel.cli import at_least, console_of
@@ -48,9 +48,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", type=Path, default=Path("decisions.json"), metavar="FILE",
         help="default: %(default)s")  # fmt: skip
-    add("--samples", type=at_least(3), default=200, metavar="N",
+    add("--samples", type=at_least(3), default=400, metavar="N",
         help="of each time; default: %(default)s")  # fmt: skip
+    add("--at-once", action="store_true", help="all ranks exchange in pairs at once, as they do in "
+        "collectives; always so if ranks outnumber the cores of a host")  # fmt: skip
     add("--check", action="store_true", help="compare predictions with collectives")
+    add("--collective", dest="collectives", action="append", choices=algorithms.collectives(),
+        metavar="NAME", help="check this one; may be repeated; default: all")  # fmt: skip
     add("--keep", action="store_true", help="do not fit: check the machine that FILE has")
     add("--seconds", type=seconds, default=120.0, metavar="S",
         help="about how long the check may take; default: %(default)s")  # fmt: skip
@@ -72,40 +76,32 @@ def run(options: argparse.Namespace) -> int:
 def _run(comm: Communicator, options: argparse.Namespace, console: Console) -> int:
     if comm.size == 1:
         raise ValueError("one rank sends no messages; run it under mpirun")
-    known, host_of = earlier(comm, options), hosts(MPI.COMM_WORLD)
+    known = earlier(comm, options)
     if options.keep:
         if known.fitted is None:
             raise ValueError(f"--keep: {options.output} has no fitted machine")
         machine = known.fitted.machine
     else:
-        machine = fit(comm, host_of, options.samples, console)
+        machine = fit(comm, options, console)
         written = known.with_machine(Fitted(here() | {"ranks": str(comm.size)}, machine))
         if comm.rank == 0:
             options.output.write_text(written.to_json())
         console.print(f"Written to {options.output}", markup=False)
     if not options.check:
         return 0
-    return checked(comm, machine, host_of, options, console)
+    return checked(comm, machine, options, console)
 
 
-def hosts(world: MPI.Intracomm) -> list[int]:
-    """The number of each rank's host, by what shares memory."""
-    beside = world.Split_type(MPI.COMM_TYPE_SHARED)
-    first = beside.bcast(world.rank)
-    beside.Free()
-    return list(world.allgather(first))
-
-
-def fit(comm: Communicator, host_of: Sequence[int], samples: int, console: Console) -> Machine:
+def fit(comm: Communicator, options: argparse.Namespace, console: Console) -> Machine:
     """Measure and fit, with what rank 0 shows meanwhile.  ValueError on all ranks alike."""
-    measurement, found, links = Measurement(MPI.COMM_WORLD, samples), list[Sample](), {}
-    for pair in pairs(host_of):
-        limit = measurement.eager_limit(pair)
-        measured = measure_pair(measurement, pair, limit)
-        links[pair.link_class] = fitted_links(measured, limit)
+    measurement, found, links = Measurement(MPI.COMM_WORLD, options.samples), list[Sample](), {}
+    at_once = options.at_once or comm.topology.max_per_host > len(os.sched_getaffinity(0))
+    for pairs in pairs_of(comm.topology.host_of, at_once=at_once):
+        limit = measurement.eager_limit(pairs)
+        measured = measure_links(measurement, pairs, limit)
+        links[pairs.link_class] = fitted_links(measured, limit)
         found += measured
-    num_busy = host_of.count(host_of[0])
-    work = {kind: measurement.work(kind, _WORK_SIZES, num_busy) for kind in ("copy", "combine")}
+    work = {kind: measurement.work(kind, _WORK_SIZES) for kind in ("copy", "combine")}
     copy, combine = (rate(_WORK_SIZES, times) for times in work.values())
     call = measurement.call(comm)
     measurement.free()
@@ -115,25 +111,24 @@ def fit(comm: Communicator, host_of: Sequence[int], samples: int, console: Conso
     return machine
 
 
-def measure_pair(measurement: Measurement, pair: Pair, limit: int | None) -> list[Sample]:
-    """The samples of all patterns between two ranks."""
+def measure_links(measurement: Measurement, pairs: Pairs, limit: int | None) -> list[Sample]:
+    """The samples of all patterns in pairs of ranks."""
     around = () if limit is None else (limit, limit + 16 * ITEMSIZE, 2 * limit // 8 * 8)
     all_sizes = sorted({*_SIZES, *around})
     found: list[Sample] = []
     for pattern in PATTERNS:
         sizes = [size for size in all_sizes if pattern != "burst" or size <= _BURST_BYTES]
-        found += measurement.pair(pair, pattern, sizes)
+        found += measurement.pattern(pairs, pattern, sizes)
     return found
 
 
 def checked(
     comm: Communicator,
     machine: Machine,
-    host_of: Sequence[int],
     options: argparse.Namespace,
     console: Console,
 ) -> int:
     """The held-out check: 0 if all goals are met, else 1; the same on all ranks."""
-    held = list(check.held_out(comm, machine, host_of, options.seconds, options.samples))
+    held = list(check.held_out(comm, machine, options))
     is_met = comm.rank == 0 and showing.show_check(held, console)
     return 0 if MPI.COMM_WORLD.bcast(is_met) else 1

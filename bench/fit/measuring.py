@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, combinations, pairwise
 from random import Random
 from typing import Any, NamedTuple
 
@@ -36,47 +37,50 @@ from collectives.simulation import OTHER_HOST, SAME_HOST
 Run = Callable[[], object]
 
 QUANTILE = 0.05
-SAMPLE_SECONDS, MOST_CALLS = 2e-4, 50  # how long a sample should take, and its calls at most
+SAMPLE_SECONDS, MOST_CALLS = 1e-4, 50  # how long a sample should take, and its calls at most
+BLOCKS = 8  # samples of a turn
 # Seconds by which a receive comes late, to see whether its send waits, and how often.
 LATE, LATE_TRIES = 4e-3, 10
 LARGEST_EAGER = 4 << 20  # bytes; if a send does not wait even then, none does
+REST = 1e-3  # seconds of sleep, after which the system gives a process its processor at once
 _TURN = 1e-3  # seconds that an advance may take before Python runs
 _TAG = 1
 
 
-class Pair(NamedTuple):
-    """Two ranks with a kind of link between them."""
+class Pairs(NamedTuple):
+    """Pairs of ranks with the same kind of link between them, which exchange at the same time."""
 
     link_class: str
-    ranks: tuple[int, int]
+    pairs: tuple[tuple[int, int], ...]
 
 
-def pairs(host_of: Sequence[int]) -> list[Pair]:
-    """The first two ranks on the same host, and the first two on different hosts."""
-    found: dict[str, Pair] = {}
-    for second in range(len(host_of)):
-        for first in range(second):
-            name = SAME_HOST if host_of[first] == host_of[second] else OTHER_HOST
-            found.setdefault(name, Pair(name, (first, second)))
-    return list(found.values())
+def pairs_of(host_of: Sequence[int], *, at_once: bool) -> list[Pairs]:
+    """Pairs on the same host, and pairs on different hosts; one pair of each, or all `at_once`."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for first, second in combinations(range(len(host_of)), 2):
+        name = SAME_HOST if host_of[first] == host_of[second] else OTHER_HOST
+        chosen = found.setdefault(name, [])
+        if not {first, second} & set(chain(*chosen)):
+            chosen.append((first, second))
+    return [Pairs(name, tuple(chosen if at_once else chosen[:1])) for name, chosen in found.items()]
 
 
 def sampled(runs: Sequence[Run], comm: MPI.Comm, samples: int, end: float) -> list[float]:
     """Seconds of a call of each of `runs`, the same on all ranks.
 
-    They take turns in random order.  A sample is a number of calls one after the other, after one
-    that brings the ranks into step.  No new round of samples begins after the time `end` of the
-    clock of rank 0.
+    They take turns in random order.  A turn is a call that brings the ranks into step, and then
+    some samples, each of a number of calls.  No new turns begin after the time `end` of the clock
+    of rank 0.
     """
     calls = [_num_calls(run, comm) for run in runs]
     taken: list[list[float]] = [[] for _ in runs]
     turns, shuffle = list(range(len(runs))), Random(0).shuffle  # the same on every rank
-    for number in range(samples):
-        if number >= 3 and not comm.bcast(time.perf_counter() < end):
+    for number in range(-(-samples // BLOCKS)):
+        if number > 0 and not comm.bcast(time.perf_counter() < end):
             break
         shuffle(turns)
         for turn in turns:
-            taken[turn].append(_sample(runs[turn], comm, calls[turn]))
+            taken[turn] += _samples(runs[turn], comm, calls[turn], BLOCKS)
     slowest = np.array(taken)
     comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
     return list(np.quantile(slowest, QUANTILE, axis=1).tolist())
@@ -84,18 +88,21 @@ def sampled(runs: Sequence[Run], comm: MPI.Comm, samples: int, end: float) -> li
 
 def _num_calls(run: Run, comm: MPI.Comm) -> int:
     """The calls of a sample."""
-    first = min(_sample(run, comm, 1) for _ in range(2))
+    first = min(_samples(run, comm, 1, 2))
     return int(np.clip(SAMPLE_SECONDS / comm.allreduce(first, op=MPI.MAX), 1, MOST_CALLS))
 
 
-def _sample(run: Run, comm: MPI.Comm, calls: int) -> float:
-    """Seconds of a call, in the mean over some."""
+def _samples(run: Run, comm: MPI.Comm, calls: int, blocks: int) -> list[float]:
+    """Some times of a call, each the mean over some calls, all one after the other."""
+    time.sleep(REST)
     comm.Barrier()
     run()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - begin) / calls
+    times = [time.perf_counter()]
+    for _ in range(blocks):
+        for _ in range(calls):
+            run()
+        times.append(time.perf_counter())
+    return [(end - begin) / calls for begin, end in pairwise(times)]
 
 
 class Measurement:
@@ -112,8 +119,8 @@ class Measurement:
         """Free the communicator."""
         self._transport.free()
 
-    def pair(self, pair: Pair, pattern: str, sizes: Sequence[int]) -> list[Sample]:
-        """The times of a pattern between two ranks, for messages of these sizes in bytes."""
+    def pattern(self, pairs: Pairs, pattern: str, sizes: Sequence[int]) -> list[Sample]:
+        """The times of a pattern in the first pair, for messages of these sizes in bytes."""
 
         def measured(number: int, peer: int, comm: MPI.Intracomm) -> list[float]:
             runs = [
@@ -121,10 +128,10 @@ class Measurement:
             ]
             return sampled(runs, comm, self._samples, np.inf)
 
-        times = self._per_repeat(sizes, self._between(pair, measured))
-        return [Sample(pattern, pair.link_class, *each) for each in zip(sizes, times, strict=True)]
+        times = self._per_repeat(sizes, self._between(pairs, measured))
+        return [Sample(pattern, pairs.link_class, *each) for each in zip(sizes, times, strict=True)]
 
-    def waits_for_receive(self, pair: Pair, num_bytes: int) -> bool:
+    def waits_for_receive(self, pairs: Pairs, num_bytes: int) -> bool:
         """Whether a send of so many bytes waits until its receive is posted."""
 
         def measured(number: int, peer: int, comm: MPI.Intracomm) -> list[float]:
@@ -135,40 +142,33 @@ class Measurement:
                     break
             return [seconds]
 
-        return self._between(pair, measured)[0] >= LATE
+        return self._between(pairs, measured)[0] >= LATE
 
-    def eager_limit(self, pair: Pair) -> int | None:
+    def eager_limit(self, pairs: Pairs) -> int | None:
         """The largest message that is sent before its receive is posted; None: any."""
-        low, high = 0, LARGEST_EAGER
-        if not self.waits_for_receive(pair, high):
+        low, high, alone = 0, LARGEST_EAGER, pairs._replace(pairs=pairs.pairs[:1])
+        if not self.waits_for_receive(alone, high):
             return None
         while high - low > ITEMSIZE:
             middle = (low + high) // 2 // ITEMSIZE * ITEMSIZE
-            low, high = (low, middle) if self.waits_for_receive(pair, middle) else (middle, high)
+            low, high = (low, middle) if self.waits_for_receive(alone, middle) else (middle, high)
         return low
 
-    def _between(self, pair: Pair, measure: Callable[..., list[float]]) -> list[float]:
-        """What two ranks measure, on all ranks; the others sleep meanwhile."""
-        rank, times = self._world.rank, list[float]()
-        is_member = rank in pair.ranks
-        comm = self._world.Split(0 if is_member else MPI.UNDEFINED, rank)
-        if is_member:
-            times = measure(comm.rank, pair.ranks[1 - comm.rank], comm)
-            comm.Free()
-        sleep_until_all(self._world)
-        return list(self._world.bcast(times, pair.ranks[0]))
-
-    def work(self, kind: str, sizes: Sequence[int], num_busy: int) -> list[float]:
-        """Seconds of a copy or a combination of so many bytes, on `num_busy` ranks at once."""
-        is_busy = self._world.rank < num_busy
-        comm = self._world.Split(0 if is_busy else MPI.UNDEFINED)
+    def _between(self, pairs: Pairs, measure: Callable[..., list[float]]) -> list[float]:
+        """What the first pair measures, on all ranks; ranks of no pair sleep meanwhile."""
         times: list[float] = []
-        if is_busy:
-            runs = [self._run(work_program(kind, size), size) for size in sizes]
-            times = sampled(runs, comm, self._samples, np.inf)
+        mine = next((pair for pair in pairs.pairs if self._world.rank in pair), None)
+        comm = self._world.Split(MPI.UNDEFINED if mine is None else mine[0], self._world.rank)
+        if mine is not None:
+            times = measure(comm.rank, mine[1 - comm.rank], comm)
             comm.Free()
         sleep_until_all(self._world)
-        return self._per_repeat(sizes, self._world.bcast(times))
+        return list(self._world.bcast(times, pairs.pairs[0][0]))
+
+    def work(self, kind: str, sizes: Sequence[int]) -> list[float]:
+        """Seconds of a copy or a combination of so many bytes, on all ranks at once."""
+        runs = [self._run(work_program(kind, size), size) for size in sizes]
+        return self._per_repeat(sizes, sampled(runs, self._world, self._samples, np.inf))
 
     def call(self, comm: Communicator) -> float:
         """Seconds of a call that does nothing: a barrier of one rank, as a plan."""
@@ -209,7 +209,7 @@ def _late(run: Run, comm: MPI.Intracomm) -> float:
     """
     if comm.rank == 1:
         comm.recv()
-        time.sleep(LATE)
+    time.sleep(REST if comm.rank == 0 else LATE)
     begin = time.perf_counter()
     if comm.rank == 0:
         comm.send(None, 1)

@@ -27,7 +27,7 @@ from collectives.algorithms import (  # noqa: F401 - importing a file registers 
 )
 from collectives.algorithms.algorithm import Algorithm
 from collectives.algorithms.extending import register
-from collectives.algorithms.formulas import Formula
+from collectives.algorithms.formulas import Formula, Option
 from collectives.algorithms.registry import REGISTRY
 from collectives.schedule import SPECS, Schedule
 from collectives.schedule import rounds as vocabulary
@@ -35,6 +35,7 @@ from collectives.schedule import rounds as vocabulary
 __all__ = [
     "Algorithm",
     "Formula",
+    "Option",
     "collectives",
     "grid",
     "info",
@@ -75,7 +76,7 @@ def schedule(
     rank: int,
     size: int,
     root: int | None = None,
-    **options: int,
+    **options: Option,
 ) -> Schedule:
     """Return the rounds of one rank, as a list of tuples of `collectives.schedule.Operation`.
 
@@ -88,7 +89,7 @@ def schedule(
     return info(collective, name).schedule(rank, size, root, **options)
 
 
-def grid(collective: str, name: str, size: int, root: int | None = None, **options: int) -> str:
+def grid(collective: str, name: str, size: int, root: int | None = None, **options: Option) -> str:
     """Return the rounds of all ranks as text: a row for each rank, a column for each round.
 
     The arguments `collective`, `name`, `size`, `root` and `options` are those of `schedule`.
@@ -97,7 +98,9 @@ def grid(collective: str, name: str, size: int, root: int | None = None, **optio
     return vocabulary.grid([entry.schedule(rank, size, root, **options) for rank in range(size)])
 
 
-def verify(collective: str, name: str, size: int, root: int | None = None, **options: int) -> None:
+def verify(
+    collective: str, name: str, size: int, root: int | None = None, **options: Option
+) -> None:
     """Prove an algorithm for `size` ranks and `root`; raise `ScheduleError` if it is wrong.
 
     The message of the error ends with the grid, in which the wrong cell is marked.  The arguments

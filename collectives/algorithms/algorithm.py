@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from collectives.algorithms.formulas import Cost, Formula, all_rounds, checked_num_pieces
+from collectives.algorithms.formulas import (
+    Cost,
+    Formula,
+    Option,
+    all_rounds,
+    arguments,
+    checked_num_pieces,
+    topology_of,
+)
 from collectives.schedule import (
     SPECS,
     Case,
@@ -15,11 +24,15 @@ from collectives.schedule import (
     Round,
     Schedule,
     ScheduleError,
+    Topology,
     floor_log2,
     verify_schedules,
 )
 
-Ranks = Literal["any", "even", "power of two", "multiple of per_host"]
+Ranks = Literal["any", "even", "power of two", "multiple of x * y", "at most shards"]
+
+# The options whose product divides the number of ranks.
+DIVISORS = {"multiple of x * y": ("x", "y")}
 
 MAX_OPTION = 2**16  # the greatest value of an option
 MAX_PROVED = 2**20  # operations and their blocks, of all ranks: some ten seconds of proof
@@ -33,12 +46,14 @@ class Algorithm:
 
     `ranks`: the numbers of ranks that it serves.  `is_ordered`: whether it combines in rank order,
     so that the operator need not be commutative.  `is_bitwise`: whether all ranks with the same
-    result get the same bits, even if rounding depends on the order.  `pieces`: the number of pieces
-    of a vector.  `options`: the options of the function, with their defaults.  `source`: the
-    publication.  `use`: when to use it, in a sentence.  `is_local`: in a gather, scatter or
-    all-to-all, whether a rank handles only blocks of its own input and output, so that it needs no
-    other counts.  `is_built_in`: whether the test suite proves it; another algorithm is proved
-    before the first use of each number of ranks, root and options.
+    result get the same bits, even if rounding depends on the order.  `is_invariant`: whether it
+    combines along the fixed tree, so that a result has the same bits by any other algorithm that
+    does, and with `shards` on any number of ranks.  `pieces`: the number of pieces of a vector.
+    `options`: the options of the function, with their defaults.  `source`: the publication.
+    `use`: when to use it, in a sentence.  `is_local`: in a gather, scatter or all-to-all, whether a
+    rank handles only blocks of its own input and output, so that it needs no other counts.
+    `is_built_in`: whether the test suite proves it; another algorithm is proved before the first
+    use of each number of ranks, root and options.
 
     The costs are those of the worst root, with blocks of equal size, and 0 for one rank:
 
@@ -72,10 +87,11 @@ class Algorithm:
     ranks: Ranks = "any"
     is_ordered: bool = False
     is_bitwise: bool = True
+    is_invariant: bool = False
     is_local: bool = False
     source: str = ""
     use: str = ""
-    options: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
     is_built_in: bool = True
     _proved: set[tuple[Any, ...]] = field(default_factory=set, init=False, repr=False)
 
@@ -92,6 +108,8 @@ class Algorithm:
             words.append("any operator" if self.is_ordered else "commutative operators")
         if self.collective == "all_reduce":
             words.append("same bits on all ranks" if self.is_bitwise else "last bits may differ")
+        if self.is_invariant:
+            words.append("along the fixed tree")
         return ", ".join(words)
 
     @property
@@ -101,24 +119,41 @@ class Algorithm:
             "any": "any number of ranks",
             "even": "an even number of ranks",
             "power of two": "a power of two of ranks",
-            "multiple of per_host": "a multiple of per_host ranks",
+            "multiple of x * y": "a multiple of x * y ranks",
+            "at most shards": "a number of ranks up to that of the shards",
         }[self.ranks]
 
-    def serves(self, size: int, **options: int) -> bool:
+    def serves(self, size: int, **options: Option) -> bool:
         """Whether the algorithm can run on `size` ranks."""
-        if self.ranks == "multiple of per_host":
-            return size % {**self.options, **options}["per_host"] == 0
+        chosen: dict[str, Any] = {**self.options, **options}
+        if self.ranks == "at most shards":
+            most: int = chosen["shards"] or size
+            return size <= most
+        if self.ranks in DIVISORS:
+            parts: list[int] = [chosen[option] for option in DIVISORS[self.ranks]]
+            return size % math.prod(parts) == 0
         return {
             "any": True,
             "even": size % 2 == 0,
             "power of two": size == 1 << floor_log2(size),
         }[self.ranks]
 
-    def case(self, size: int, root: int | None = None, **options: int) -> Case:
-        """The instance of the collective for `size` ranks, this `root` and these options."""
-        return Case(size, root or 0, checked_num_pieces(self.label, self.pieces, size, options))
+    def hosts(self, size: int, **options: Option) -> Topology:
+        """The hosts of `size` ranks; only one if the algorithm does not know hosts.
 
-    def schedule(self, rank: int, size: int, root: int | None = None, **options: int) -> Schedule:
+        Raises ValueError if `per_host` is a topology of another number of ranks.
+        """
+        return topology_of(size, {"per_host": size, **self.options, **options}["per_host"])
+
+    def case(self, size: int, root: int | None = None, **options: Option) -> Case:
+        """The instance of the collective for `size` ranks, this `root` and these options."""
+        num_pieces = checked_num_pieces(self.label, self.pieces, size, options)
+        chosen: dict[str, Any] = {**self.options, **options}
+        return Case(size, root or 0, num_pieces, chosen.get("shards", 0))
+
+    def schedule(
+        self, rank: int, size: int, root: int | None = None, **options: Option
+    ) -> Schedule:
         """The rounds of one rank of `size` ranks.
 
         Raises ValueError if the algorithm does not serve this number of ranks, this `root` or
@@ -129,15 +164,17 @@ class Algorithm:
             self._require_proof(size, root, options)
         return self._rounds(rank, size, root, options)
 
-    def verify(self, size: int, root: int | None = None, **options: int) -> None:
+    def verify(self, size: int, root: int | None = None, **options: Option) -> None:
         """Prove it for `size` ranks and `root`, or raise `ScheduleError` with the grid."""
         self._check(0, size, root, options)
         case = self.case(size, root, **options)
         schedules = [self._rounds(rank, size, root, options) for rank in range(size)]
-        promises = {"is_ordered": self.is_ordered, "is_bitwise": self.is_bitwise}
-        verify_schedules(self.collective, case, schedules, **promises)
+        verify_schedules(
+            self.collective, case, schedules, is_ordered=self.is_ordered,
+            is_bitwise=self.is_bitwise, is_invariant=self.is_invariant,
+        )  # fmt: skip
 
-    def prove(self, size: int, root: int | None = None, **options: int) -> None:
+    def prove(self, size: int, root: int | None = None, **options: Option) -> None:
         """Prove it for `size` ranks and `root` as `verify` does, but only once.
 
         Raises ValueError if the proof would take too long.
@@ -154,7 +191,7 @@ class Algorithm:
                 self.verify(size, root, **options)
                 self._proved.add(key)
 
-    def _require_proof(self, size: int, root: int | None, options: Mapping[str, int]) -> None:
+    def _require_proof(self, size: int, root: int | None, options: Mapping[str, Option]) -> None:
         """Prove it; if it is wrong, raise an error that names the ranks, root and options."""
         try:
             self.prove(size, root, **options)
@@ -163,7 +200,9 @@ class Algorithm:
             at_root = "" if root is None else f", root {root}"
             raise ScheduleError(f"{self.label}, {size} ranks{at_root}{given}: {error}") from error
 
-    def _refuse_long_proof(self, size: int, root: int | None, options: Mapping[str, int]) -> None:
+    def _refuse_long_proof(
+        self, size: int, root: int | None, options: Mapping[str, Option]
+    ) -> None:
         """Raise ValueError for schedules of too many operations."""
         num_steps = size * self.case(size, root, **options).num_pieces
         for rank in range(size):
@@ -176,14 +215,14 @@ class Algorithm:
             )
 
     def _rounds(
-        self, rank: int, size: int, root: int | None, options: Mapping[str, int]
+        self, rank: int, size: int, root: int | None, options: Mapping[str, Option]
     ) -> Schedule:
         """The rounds of the function, without a proof."""
         where = {"root": root or 0} if SPECS[self.collective].is_rooted else {}
-        settings = {**self.options, **options}
+        settings = arguments(size, {**self.options, **options})
         return all_rounds(self.label, self.function(rank, size, **where, **settings))
 
-    def _check(self, rank: int, size: int, root: int | None, options: Mapping[str, int]) -> None:
+    def _check(self, rank: int, size: int, root: int | None, options: Mapping[str, Option]) -> None:
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"{self.label}: there is no rank {rank} among {size} ranks")
         if root is not None and not SPECS[self.collective].is_rooted:
@@ -191,16 +230,19 @@ class Algorithm:
         if root is not None and not 0 <= root < size:
             raise ValueError(f"{self.label}: there is no root {root} among {size} ranks")
         self.check_options(options)
+        self.hosts(size, **options)
         if not self.serves(size, **options):
             raise ValueError(f"{self.label} serves {self.ranks_in_words}, not {size}")
 
-    def check_options(self, options: Mapping[str, int]) -> None:
+    def check_options(self, options: Mapping[str, Option]) -> None:
         """Raise ValueError for `options` that the algorithm does not have, or for wrong values."""
         if unknown := sorted(set(options) - set(self.options)):
             known = dict(self.options)
             raise ValueError(f"{self.label} knows no option {unknown[0]!r}; it has {known}")
         for name, value in options.items():
-            least = 2 if name == "radix" else 1
+            if name == "per_host" and isinstance(value, Topology):
+                continue
+            least = {"radix": 2, "shards": 0}.get(name, 1)
             if type(value) is not int:
                 raise ValueError(f"{self.label}: {name} must be an int, not {value!r}")
             if value < least:

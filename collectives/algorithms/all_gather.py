@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from collectives.algorithms import gather, reduce_scatter
 from collectives.algorithms.registry import algorithm, costs_of
-from collectives.schedule import Block, Piece, Recv, Round, Send, dual, trees
+from collectives.schedule import Block, Piece, Recv, Round, Send, Topology, dual, trees
 from collectives.schedule import circulant as graph
 
 
@@ -150,6 +150,39 @@ def swing(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
+    **costs_of(reduce_scatter.bine),
+    scratch_bytes="n / p * ceil(p / 2)",
+    source="De Sensi et al. 2025",
+    use="Use it for small to middle blocks on an even number of ranks: the fewest rounds and "
+    "bytes, and what is sent lies together. On a power of two of ranks, partners are about p/3 "
+    "apart at most.",
+)
+def bine(rank: int, size: int) -> Iterator[Round]:
+    """Partners at distances 1, 1, 3, 5, 11, ... exchange all blocks that the other does not have.
+
+    Swing has the opposite order: fewer bytes go far, but the blocks that are sent lie apart.  When
+    p is odd, two ranks act as one.
+    """
+    return dual(reduce_scatter.bine(rank, size), rank, combine=False)
+
+
+@algorithm(
+    **costs_of(reduce_scatter.pat),
+    scratch_bytes="2 * n / p * ceil(p / ceil(p / A)) * (A > 1)",
+    source="Jeaugey 2025",
+    use="Use it on many ranks where memory is short: it needs scratch for twice `aggregation` "
+    "blocks. Let `aggregation` be as many blocks as make a long message: the more, the fewer "
+    "rounds, down to q.",
+)
+def pat(rank: int, size: int, aggregation: int = 8) -> Iterator[Round]:
+    """Each block is broadcast by a binomial tree; the trees advance in turn, some at a time.
+
+    `aggregation` is the most blocks in a message.
+    """
+    return dual(reduce_scatter.pat(rank, size, aggregation), rank, combine=False)
+
+
+@algorithm(
     **costs_of(reduce_scatter.direct),
     scratch_bytes="0",
     source="Chan et al. 2007",
@@ -214,12 +247,12 @@ def all_broadcast(rank: int, size: int, segments: int = 4) -> Iterator[Round]:
     **costs_of(reduce_scatter.hierarchical),
     scratch_bytes="n",
     source="Traff and Hunold 2020",
-    use="Use it on several hosts with equally many ranks each: hosts send each other the "
-    "least possible.",
+    use="Use it on several hosts: hosts receive from each other the least possible.",
 )
-def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+def hierarchical(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
     """All-gather among ranks with the same place on their hosts, then within every host.
 
-    Of n bytes a host sends n (H-1)/H to other hosts, if there are H of them: the least possible.
+    A host receives each block of other hosts once: the least possible, n (H-1)/H bytes if H hosts
+    have equally many ranks.
     """
-    return dual(reduce_scatter.hierarchical(rank, size, per_host), rank, combine=False)
+    return dual(reduce_scatter.hierarchical(rank, size, hosts), rank, combine=False)

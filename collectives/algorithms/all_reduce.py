@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from collectives.algorithms import all_gather, broadcast, reduce, reduce_scatter
-from collectives.algorithms.registry import algorithm, costs_of
+from collectives.algorithms.registry import BY_HOST, algorithm, costs_of
+from collectives.algorithms.shards import along_fixed_tree
 from collectives.algorithms.windows import windows
 from collectives.schedule import (
     Block,
@@ -16,10 +17,15 @@ from collectives.schedule import (
     RecvReduce,
     Round,
     Send,
+    Topology,
+    among_hosts,
+    dual,
     folded,
+    negabinary,
     nested,
     relabelled,
     trees,
+    within_hosts,
 )
 
 
@@ -95,8 +101,10 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     reduction_bytes="q * n",
     scratch_bytes="n",
     is_ordered=True,
+    is_invariant=True,
     source="Thakur, Rabenseifner and Gropp 2005",
-    use="Use it for short vectors, to compare with: it is a reduce and a broadcast.",
+    use="Use it for short vectors on many ranks where the bits of `invariant` are needed, with one "
+    "array from each rank: it is a reduce and a broadcast.",
 )
 def reduce_broadcast(rank: int, size: int) -> Iterator[Round]:
     """A binomial reduce to rank 0, then a binomial broadcast from it."""
@@ -246,25 +254,21 @@ def circulant(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
-    **costs_of(circulant, ranks="multiple of per_host", options={"per_host": 2}),
+    **costs_of(circulant, options={"per_host": 2}),
     reduction_bytes="f * n",
     scratch_bytes="2 * n / 3",
     source="Traff 2024b",
-    use="Use it on several hosts with equally many ranks each: most bytes stay within a host.",
+    use="Use it on several hosts whose ranks are the same power of two: most bytes stay within a "
+    "host.",
 )
-def circulant_strided(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+def circulant_strided(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
     """The circulant all-reduce with another order of ranks, so that far hops stay within a host.
 
-    If the ranks of a host are a power of two, of n bytes a host sends 2n (H-1)/H to other hosts,
-    if there are H of them: the least possible.
+    If each of H hosts has the same power of two of ranks, it sends 2n (H-1)/H bytes to other hosts:
+    the least possible.
     """
-    num_hosts = size // per_host
-    host, place = divmod(rank, per_host)
-
-    def real(vrank: int) -> int:
-        return vrank % num_hosts * per_host + vrank // num_hosts
-
-    return relabelled(circulant(place * num_hosts + host, size), real)
+    order = sorted(range(size), key=lambda r: (hosts.place(r), hosts.host_of[r]))
+    return nested(circulant, rank, order)
 
 
 @algorithm(
@@ -296,7 +300,65 @@ def swing(rank: int, size: int) -> Iterator[Round]:
 def swing_latency(rank: int, size: int) -> Iterator[Round]:
     """Partners at distances 1, 1, 3, 5, 11, ... on alternating sides exchange whole vectors."""
     for step in range(trees.ceil_log2(size)):
-        partner = reduce_scatter.swing_partner(rank, size, step)
+        partner = negabinary.partner(rank, size, step)
+        yield Send(partner, [0]), RecvReduce(partner, [0])
+
+
+@algorithm(
+    **costs_of(rabenseifner),
+    reduction_bytes="n * ((P - 1) / P + (p != P))",
+    scratch_bytes="n / 2",
+    source="De Sensi et al. 2025",
+    use="Use it for vectors of middle to large size on networks where far messages share few "
+    "links, best on a power of two of ranks: three of four bytes go to neighbours.",
+)
+def bine(rank: int, size: int) -> Iterator[Round]:
+    """Halving at distances 1, 1, 3, 5, 11, ..., then doubling backwards; what is sent is together.
+
+    When p is not a power of two, some neighbours fold: one takes part for both.
+    """
+    core_size = 1 << trees.floor_log2(size)
+    return folded(_bine_core, rank, size, core_size, range(core_size))
+
+
+def _bine_core(rank: int, size: int) -> Iterator[Round]:
+    halving = list(_bine_halving(rank, size))
+    yield from halving
+    yield from dual(halving, rank, combine=False)
+
+
+def _bine_halving(rank: int, size: int) -> Iterator[Round]:
+    """Partners split their pieces, which are numbered so that those that are kept lie together."""
+    for step in range(trees.ceil_log2(size)):
+        partner, length = negabinary.partner(rank, size, step), size >> step + 1
+        mine, theirs = (
+            range(place // length * length, (place // length + 1) * length)
+            for place in (negabinary.place(rank, size), negabinary.place(partner, size))
+        )
+        yield Send(partner, theirs), RecvReduce(partner, mine)
+
+
+@algorithm(
+    **costs_of(recursive_doubling),
+    reduction_bytes="(k + (p != P)) * n",
+    scratch_bytes="n",
+    source="De Sensi et al. 2025",
+    use="Use it for short vectors on networks where far messages share few links: as many rounds "
+    "as recursive doubling, between partners a third nearer.",
+)
+def bine_latency(rank: int, size: int) -> Iterator[Round]:
+    """Partners at distances ..., 11, 5, 3, 1, 1 on alternating sides exchange whole vectors.
+
+    In this order, groups of ranks that have the same sum exchange it, so that all ranks combine in
+    the same way.  When p is not a power of two, some neighbours fold.
+    """
+    core_size = 1 << trees.floor_log2(size)
+    return folded(_bine_latency_core, rank, size, core_size, [0])
+
+
+def _bine_latency_core(rank: int, size: int) -> Iterator[Round]:
+    for step in reversed(range(trees.ceil_log2(size))):
+        partner = negabinary.partner(rank, size, step)
         yield Send(partner, [0]), RecvReduce(partner, [0])
 
 
@@ -336,9 +398,40 @@ def census(rank: int, size: int) -> Iterator[Round]:
     return windows(rank, size, list(_census_plan(size)), is_ring=True)
 
 
-def _census_plan(size: int) -> Iterator[bool]:
+def _census_plan(size: int) -> Iterator[list[bool]]:
     """Which rounds include the own vector: those where p-1 has a binary digit 1."""
-    return (digit == "1" for digit in f"{size - 1:b}" if size > 1)
+    return ([digit == "1"] for digit in f"{size - 1:b}" if size > 1)
+
+
+@algorithm(
+    rounds="log(p, 3)",
+    startups="2 * log(p, 3) - (p <= 2 * power(p - 1, 3))",
+    messages="p * (2 * log(p, 3) - (p <= 2 * power(p - 1, 3)))",
+    max_bytes_per_rank="n * (2 * log(p, 3) - (p <= 2 * power(p - 1, 3)))",
+    total_bytes="p * n * (2 * log(p, 3) - (p <= 2 * power(p - 1, 3)))",
+    reduction_bytes="n * (2 * log(p, 3) - (p <= 2 * power(p - 1, 3))"
+    " + max(0, log(p, 3) - 2 - sum(p % 3 ** (i + 1) == 0 for i in range(log(p, 3)))))",
+    scratch_bytes="3 * n",
+    is_bitwise=False,
+    source="Juerss, Addanki and Schmid 2026",
+    use="Use it for short vectors where a rank can send and receive two messages at once, such as "
+    "both ways around a ring or a torus: no algorithm with two messages takes fewer rounds.",
+)
+def tripling(rank: int, size: int) -> Iterator[Round]:
+    """Each round triples the window of ranks that a rank combines, in both directions.
+
+    For a power of three of ranks this is Trivance: partners are 1, 3, 9, ... ahead and behind.  For
+    other numbers windows reach backwards until only whole ones are needed, as in the census.
+    """
+    return windows(rank, size, list(_tripling_plan(size)), is_ring=True)
+
+
+def _tripling_plan(size: int) -> Iterator[list[bool]]:
+    """How many of two messages include the own vector: the digits of p-1 to the base 3."""
+    for exponent in reversed(range(trees.ceil_log(size, 3))):
+        whole = (size - 1) // 3**exponent % 3
+        is_first = size - 1 < 3 ** (exponent + 1)  # others are not known yet
+        yield [True] * whole + [False] * (0 if is_first else 2 - whole)
 
 
 @algorithm(
@@ -383,30 +476,76 @@ def _combined_in_order(rank: int, size: int) -> list[Operation]:
 
 
 @algorithm(
-    rounds="2 * (log(g, 2) + log(p // g, 2))",
-    messages="2 * p * (log(g, 2) + log(p // g, 2))",
+    rounds="2 * (log(g, 2) + log(H, 2))",
+    messages="2 * p * (log(g, 2) + log(H, 2))",
     max_bytes_per_rank="2 * f * n",
     total_bytes="2 * (p - 1) * n",
     reduction_bytes="f * n",
-    scratch_bytes="2 * n / 3",
-    pieces="p",
-    ranks="multiple of per_host",
+    scratch_bytes="n",
+    pieces="g * H",
     options={"per_host": 2},
+    for_even_hosts=BY_HOST,
     source="Cho et al. 2019",
-    use="Use it for large vectors on several hosts with equally many ranks each: hosts send "
-    "each other the least possible.",
+    use="Use it for large vectors on several hosts: hosts send each other the least possible.",
 )
-def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+def hierarchical(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
     """Reduce-scatter within each host, all-reduce between hosts, all-gather within each host.
 
-    Of n bytes a host sends 2n (H-1)/H to other hosts, if there are H of them: the least possible.
+    Each of H hosts sends 2n (H-1)/H bytes to other hosts, the least possible.  The vector has as
+    many columns as the largest host has ranks; smaller hosts divide them among fewer ranks.
     """
-    mine, counterparts = trees.hosts(rank, size, per_host)
-    num_hosts = len(counterparts)
+    host, num_hosts = hosts.host_of[rank], hosts.num_hosts
+    pieces = range(hosts.max_per_host * num_hosts)
 
-    def part(other: int) -> range:
-        return range(other * num_hosts, (other + 1) * num_hosts)
+    def holder(piece: int, host: int) -> int:
+        return hosts.in_column(piece // num_hosts, host)
 
-    yield from nested(reduce_scatter.circulant, rank, mine, part)
-    yield from nested(circulant, rank, counterparts, lambda other: [part(rank % per_host)[other]])
-    yield from nested(all_gather.circulant, rank, mine, part)
+    parts = [[i for i in pieces if holder(i, host) == mate] for mate in hosts.mates(rank)]
+    between = circulant(host, num_hosts)
+    yield from within_hosts(reduce_scatter.circulant, rank, hosts, parts.__getitem__)
+    yield from among_hosts(between, rank, hosts, lambda i: pieces[i::num_hosts], holder)
+    yield from within_hosts(all_gather.circulant, rank, hosts, parts.__getitem__)
+
+
+@algorithm(
+    rounds="1 + (p > 1) + (L > 0)",
+    startups="2 * (p - 1)",
+    messages="2 * p * (p - 1)",
+    max_bytes_per_rank=f"{reduce_scatter.EXCHANGED['part']} + f * n",
+    total_bytes=f"{reduce_scatter.EXCHANGED['total']} + (p - 1) * n",
+    reduction_bytes=reduce_scatter.EXCHANGED["combined"],
+    scratch_bytes=reduce_scatter.EXCHANGED["scratch"],
+    pieces="p",
+    ranks="at most shards",
+    options={"shards": 0},
+    is_ordered=True,
+    is_invariant=True,
+    source="Stelz, Hubner and Stamatakis 2026",
+    use="Use it where results must have the same bits on any number of ranks: pass `shards=`.  It "
+    "sends as little as the ring if the shards of each rank are one subtree.",
+)
+def invariant(rank: int, size: int, shards: int = 0) -> Iterator[Round]:
+    """Every part is combined by one rank along the fixed tree, and sent from there to all ranks."""
+    yield from reduce_scatter.invariant(rank, size, shards)
+    yield from all_gather.direct(rank, size)
+
+
+@algorithm(
+    rounds="1 + (L > 0)",
+    startups="p - 1",
+    messages="p * (p - 1)",
+    max_bytes_per_rank="max((p - 1) * max(parts(p, L)), sum(parts(p, L)) - min(parts(p, L))) * n",
+    total_bytes="(p - 1) * sum(parts(p, L)) * n",
+    reduction_bytes="n * (max(within(p, L)) + sum(parts(p, L)) - 1)",
+    scratch_bytes="n * ((max(within(p, L)) + 1) // 2 + sum(parts(p, L))"
+    " + (p - 1) * max(parts(p, L)) * (max(parts(p, L)) > 1))",
+    ranks="at most shards",
+    options={"shards": 0},
+    is_ordered=True,
+    is_invariant=True,
+    source="Stelz, Hubner and Stamatakis 2026",
+    use="Use it for short vectors on few ranks, with the bits of `invariant` in one exchange.",
+)
+def invariant_one_shot(rank: int, size: int, shards: int = 0) -> Iterator[Round]:
+    """Every rank gets the contributions of all others, and combines them along the fixed tree."""
+    return along_fixed_tree(rank, size, shards, [0], lambda owner: [0])

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
 
-from collectives.algorithms.registry import algorithm
-from collectives.schedule import Block, Recv, Round, Send, nested, trees
+from collectives.algorithms.registry import BY_HOST, algorithm
+from collectives.schedule import (
+    Block,
+    Piece,
+    Recv,
+    Round,
+    Send,
+    Topology,
+    among_hosts,
+    negabinary,
+    nested,
+    trees,
+    within_hosts,
+)
 
 
 @algorithm(
@@ -113,32 +128,166 @@ def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="g - 1 + p // g - 1",
-    messages="p * (g - 1 + p // g - 1)",
-    max_bytes_per_rank="n / p * ((g - 1) * (p // g) + (p // g - 1) * g)",
-    total_bytes="n * ((g - 1) * (p // g) + (p // g - 1) * g)",
-    scratch_bytes="2 * n",
-    ranks="multiple of per_host",
+    rounds="q",
+    messages="p * q",
+    max_bytes_per_rank="n / p * bine_hops(p)",
+    total_bytes="n * bine_hops(p)",
+    scratch_bytes="3 * n",
+    ranks="even",
+    source="De Sensi et al. 2025",
+    use="Use it for blocks of a few bytes instead of Bruck's on networks where far messages share "
+    "few links, best on a power of two of ranks: partners are a third nearer.",
+)
+def bine(rank: int, size: int) -> Iterator[Round]:
+    """Partners at distances ..., 11, 5, 3, 1, 1 exchange the blocks that cannot arrive without it.
+
+    Blocks of even ranks take the ways of those of rank 0, blocks of odd ranks the mirrored ways.
+    """
+    routes = negabinary.routes(size)
+    for step in reversed(range(trees.ceil_log2(size))):
+
+        def travelling(holder: int, step: int = step) -> Iterator[Block]:
+            for offset, route in enumerate(routes):
+                if step in route:
+                    sign = 1 if (holder - route[step]) % 2 == 0 else -1
+                    source = (holder - sign * route[step]) % size
+                    yield source, (source + sign * offset) % size
+
+        partner = negabinary.partner(rank, size, step)
+        yield Send(partner, travelling(rank)), Recv(partner, travelling(partner))
+
+
+@algorithm(
+    rounds="g - 1 + H - 1",
+    messages="p * (g - 1 + H - 1)",
+    max_bytes_per_rank="n / p * ((g - 1) * H + (H - 1) * g)",
+    total_bytes="n * ((g - 1) * H + (H - 1) * g)",
+    scratch_bytes="3 * n",
     options={"per_host": 2},
+    for_even_hosts=(*BY_HOST, "total_bytes"),
     source="Traff and Rougier 2014",
     use="Use it on several hosts with many ranks each, for small blocks: one message between "
     "two hosts instead of many.",
 )
-def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+def hierarchical(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
     """Blocks are exchanged within each host first, then between hosts.
 
-    A rank sends one message to its counterpart on every other host, with the blocks of all ranks of
-    its own host for that rank.
+    A rank sends one message to each of its counterparts on other hosts, with the blocks of all
+    ranks of its own host for that rank.
     """
-    mine, counterparts = trees.hosts(rank, size, per_host)
+    host, mates = hosts.host_of[rank], hosts.mates(rank)
 
-    def to_all_counterparts(pair: tuple[int, int]) -> list[Block]:
-        source, destination = pair
-        return [(mine[source], other) for other in range(destination, size, per_host)]
+    def holder(block: tuple[int, int], host: int) -> int:
+        return hosts.counterpart(block[1], host)
 
-    def from_whole_host(pair: tuple[int, int]) -> list[Block]:
-        source, destination = pair
-        return [(source * per_host + other, counterparts[destination]) for other in range(per_host)]
+    parts = [[r for r in range(size) if hosts.counterpart(r, host) == mate] for mate in mates]
+    yield from within_hosts(
+        pairwise, rank, hosts, lambda pair: [(mates[pair[0]], r) for r in parts[pair[1]]]
+    )
+    between = pairwise(host, hosts.num_hosts)
+    yield from among_hosts(between, rank, hosts, partial(_between, hosts), holder)
 
-    yield from nested(pairwise, rank, mine, to_all_counterparts)
-    yield from nested(pairwise, rank, counterparts, from_whole_host)
+
+def _between(hosts: Topology, pair: tuple[int, int]) -> Iterator[tuple[int, ...]]:
+    """All blocks from the ranks of one host to those of another."""
+    return product(*(hosts.hosts[host] for host in pair))
+
+
+@algorithm(
+    rounds="2 * (g - 1) + H - 1 if H > 1 else g - 1",
+    messages="p * (2 * (g - 1) + H - 1) if H > 1 else p * (g - 1)",
+    max_bytes_per_rank="n / p * (g - 1 + (p - g) * (3 - 2 / g))",
+    total_bytes="n * (g - 1 + (p - g) * (3 - 2 / g))",
+    scratch_bytes="4 * n",
+    pieces="g",
+    options={"per_host": 2},
+    for_even_hosts=(*BY_HOST, "total_bytes"),
+    source="Lei et al. 2025",
+    use="Use it on several hosts where ranks send unequal amounts and each rank has a network "
+    "adapter of its own: the ranks of a host share what it sends to each other host.",
+)
+def fast(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
+    """The ranks of a host first balance what each of them sends to every other host.
+
+    A block between hosts is cut into as many pieces as the largest host has ranks.  Each piece has
+    a column, and is sent by the rank of its host that has the column to the one that has it on the
+    other host, which passes it on.
+    """
+    mates = hosts.mates(rank)
+    others = [r for r in range(size) if r not in mates]
+
+    def balanced(pair: tuple[int, int]) -> Iterator[Block]:
+        source, target = (mates[place] for place in pair)
+        yield from _pieces(hosts, [source], [target], range(hosts.max_per_host))
+        yield from _pieces(hosts, [source], others, hosts.columns(target))
+
+    def of_hosts(pair: tuple[int, int]) -> Iterator[Block]:
+        sources, destinations = (hosts.hosts[host] for host in pair)
+        return _pieces(hosts, sources, destinations, hosts.columns(rank))
+
+    def passed_on(pair: tuple[int, int]) -> Iterator[Block]:
+        source, target = (mates[place] for place in pair)
+        return _pieces(hosts, others, [target], hosts.columns(source))
+
+    between = pairwise(hosts.host_of[rank], hosts.num_hosts)
+    yield from within_hosts(pairwise, rank, hosts, balanced)
+    yield from among_hosts(between, rank, hosts, of_hosts, partial(_carrier, hosts))
+    if others:
+        yield from within_hosts(pairwise, rank, hosts, passed_on)
+
+
+def _pieces(
+    hosts: Topology, sources: Iterable[int], destinations: Iterable[int], columns: Iterable[int]
+) -> Iterator[Block]:
+    """The pieces in some columns of all blocks from some ranks to some ranks.
+
+    If a block is not a multiple of the number of columns, its first pieces are larger.  Those of
+    different blocks have different columns.
+    """
+    num_pieces = hosts.max_per_host
+    for block in product(sources, destinations):
+        first = hosts.place(block[0]) + hosts.place(block[1])
+        for column in columns:
+            yield block if num_pieces == 1 else Piece(block, (column - first) % num_pieces)
+
+
+def _carrier(hosts: Topology, piece: Any, host: int) -> int:
+    """The rank of a host that sends or receives a piece between hosts."""
+    if hosts.max_per_host == 1:
+        return hosts.hosts[host][0]
+    (source, destination), number = piece
+    column = number + hosts.place(source) + hosts.place(destination)
+    return hosts.in_column(column % hosts.max_per_host, host)
+
+
+@algorithm(
+    rounds="x + y + p // (x * y) - 3",
+    messages="p * (x + y + p // (x * y) - 3)",
+    max_bytes_per_rank="n * (3 - 1 / x - 1 / y - x * y / p)",
+    total_bytes="p * n * (3 - 1 / x - 1 / y - x * y / p)",
+    scratch_bytes="3 * n",
+    ranks="multiple of x * y",
+    options={"x": 2, "y": 1},
+    source="Thakur and Choudhary 1994",
+    use="Use it on a torus or mesh of two (x) or three (x and y) dimensions for small blocks: "
+    "messages stay in a line of the torus, and there are few of them.",
+)
+def torus(rank: int, size: int, x: int = 2, y: int = 1) -> Iterator[Round]:
+    """Blocks are exchanged along one dimension of a torus after the other.
+
+    Rank (k * y + j) * x + i is at place i, j, k of a torus of x, y and p / (x * y) ranks.  A block
+    moves in each dimension to the place of its destination; a message has all blocks that go there.
+    """
+    for stride, length in ((1, x), (x, y), (x * y, size // (x * y))):
+        place, period = rank // stride % length, stride * length
+        line = range(rank - place * stride, rank - place * stride + period, stride)
+
+        def passing(
+            pair: tuple[int, int], line: range = line, stride: int = stride, period: int = period
+        ) -> list[Block]:
+            # So far blocks have reached their destination's place in the dimensions before.
+            start, end = line[pair[0]], line[pair[1]]
+            sources = range(start - start % stride, start - start % stride + stride)
+            return [(s, d) for s in sources for d in range(end % period, size, period)]
+
+        yield from nested(pairwise, rank, line, passing)

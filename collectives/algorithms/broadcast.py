@@ -7,7 +7,19 @@ from itertools import pairwise
 
 from collectives.algorithms import all_gather, scatter
 from collectives.algorithms.registry import algorithm
-from collectives.schedule import Recv, Round, Send, Stream, idle, nested, rooted, trees
+from collectives.schedule import (
+    Recv,
+    Round,
+    Send,
+    Stream,
+    Topology,
+    idle,
+    negabinary,
+    nested,
+    rooted,
+    trees,
+    within_hosts,
+)
 from collectives.schedule import circulant as graph
 from collectives.schedule import two_trees as pair
 
@@ -193,6 +205,23 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
 
 
 @algorithm(
+    rounds="q",
+    messages="p - 1",
+    max_bytes_per_rank="q * n",
+    total_bytes="(p - 1) * n",
+    scratch_bytes="0",
+    source="De Sensi et al. 2025",
+    use="Use it instead of the binomial tree on networks where far messages share few links, such "
+    "as a torus or an oversubscribed fat tree: they go up to a third less far.",
+)
+@rooted(blocks_are_ranks=False)
+def bine(rank: int, size: int) -> Iterator[Round]:
+    """Every round doubles the number of ranks that have the vector, at distances p/3, p/6, ..."""
+    for edges in negabinary.tree(rank, size):
+        yield tuple(trees.down(rank, edge, [0]) for edge in edges)
+
+
+@algorithm(
     rounds="fill(p) + 2 * (N - 1)",
     messages="2 * (p - 1) * N",
     max_bytes_per_rank="n",
@@ -275,21 +304,22 @@ def circulant(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
 
 
 @algorithm(
-    rounds="log(p // g, 2) + log(g, 2)",
+    rounds="log(H, 2) + log(g, 2)",
     messages="p - 1",
-    max_bytes_per_rank="(log(p // g, 2) + log(g, 2)) * n",
+    max_bytes_per_rank="(log(H, 2) + log(g, 2)) * n",
     total_bytes="(p - 1) * n",
     scratch_bytes="0",
-    ranks="multiple of per_host",
     options={"per_host": 2},
     source="Karonis et al. 2000",
     use="Use it for short vectors on several hosts: each host receives the vector once from "
     "another host.",
 )
-def hierarchical(rank: int, size: int, root: int, per_host: int = 2) -> Iterator[Round]:
+def hierarchical(rank: int, size: int, root: int, hosts: Topology) -> Iterator[Round]:
     """A binomial tree to one rank of every host, then a binomial tree within every host."""
-    root_host, root_place = divmod(root, per_host)
-    mine, counterparts = trees.hosts(rank, size, per_host)
-    across = nested(lambda r, p: binomial(r, p, root_host), rank, counterparts)
-    yield from across if root in counterparts else idle(across)
-    yield from nested(lambda r, p: binomial(r, p, root_place), rank, mine)
+    root_host = hosts.host_of[root]
+    leaders = [hosts.counterpart(root, host) for host in range(hosts.num_hosts)]
+    leader = leaders[hosts.host_of[rank]]
+    across = nested(lambda r, p: binomial(r, p, root_host), leader, leaders)
+    yield from across if rank == leader else idle(across)
+    place = hosts.place(leader)
+    yield from within_hosts(lambda r, p: binomial(r, p, place), rank, hosts)

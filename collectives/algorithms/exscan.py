@@ -91,8 +91,8 @@ def _on_a_line(rank: int, size: int, num_whole: int) -> Iterator[Round]:
     In these rounds the window of every rank doubles and grows by one; in the others it doubles.
     """
     num_whole = min(num_whole, trees.ceil_log2(size))
-    plan, reach = [True] * num_whole, 2**num_whole - 1
+    plan, reach = [[True]] * num_whole, 2**num_whole - 1
     while reach < size - 1:
-        plan.append(False)
+        plan.append([False])
         reach *= 2
     return windows(rank, size, plan, is_ring=False)

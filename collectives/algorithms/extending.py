@@ -8,12 +8,15 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, get_args
 
-from collectives.algorithms.algorithm import Algorithm, Ranks
-from collectives.algorithms.formulas import SYMBOLS, Counted, Formula
+from collectives.algorithms.algorithm import DIVISORS, Algorithm, Ranks
+from collectives.algorithms.formulas import SYMBOLS, Counted, Formula, Option, arguments
 from collectives.algorithms.registry import COSTS, REGISTRY, Function, add
 from collectives.schedule import SPECS, Round, ScheduleError, count, even_sizes
 
 PROVED_SIZES = range(1, 18)
+# Shards would change the input.
+OPTIONS = [option for option in SYMBOLS if option != "shards"]
+RANKS = [ranks for ranks in get_args(Ranks) if ranks != "at most shards"]
 IN_BYTES = ("max_bytes_per_rank", "total_bytes", "critical_bytes", "reduction_bytes")
 
 
@@ -24,6 +27,7 @@ def register(
     ranks: Ranks = "any",
     is_ordered: bool = False,
     is_bitwise: bool = False,
+    is_invariant: bool = False,
     options: Mapping[str, int] | None = None,
     pieces: str = "1",
     source: str = "registered by the user",
@@ -40,8 +44,10 @@ def register(
 
     - `collective`: its name.
     - `name`: the algorithm's name; None: the function's.
-    - `ranks`, `is_ordered`, `is_bitwise`, `pieces`, `source`: what it promises, see `Algorithm`.
-    - `options`: the names of its options, with their defaults.
+    - `ranks`, `is_ordered`, `is_bitwise`, `is_invariant`, `pieces`, `source`: what it promises, see
+      `Algorithm`.
+    - `options`: the names of its options, with their defaults.  With `per_host` the function takes
+      `hosts`, a `collectives.Topology`, instead.
     - `formulas`: texts for `rounds`, `startups`, `messages`, `max_bytes_per_rank`, `total_bytes`,
       `critical_bytes`, `reduction_bytes`, see `Formula`.  A cost without a formula is counted.
 
@@ -60,18 +66,19 @@ def register(
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(REGISTRY)}")
     if unknown := sorted(set(formulas) - set(COSTS)):
         raise ValueError(f"there is no formula {unknown[0]!r}; known: {', '.join(COSTS)}")
-    if unknown := sorted(set(options or {}) - set(SYMBOLS)):
-        raise ValueError(f"there is no option {unknown[0]!r}; known: {', '.join(SYMBOLS)}")
-    if ranks not in get_args(Ranks):
-        raise ValueError(f"ranks must be one of {', '.join(get_args(Ranks))}, got {ranks!r}")
-    if ranks == "multiple of per_host" and "per_host" not in (options or {}):
-        raise ValueError(f"ranks={ranks!r} needs options with per_host")
+    if unknown := sorted(set(options or {}) - set(OPTIONS)):
+        raise ValueError(f"there is no option {unknown[0]!r}; known: {', '.join(OPTIONS)}")
+    if ranks not in RANKS:
+        raise ValueError(f"ranks must be one of {', '.join(RANKS)}, got {ranks!r}")
+    if missing := sorted(set(DIVISORS.get(ranks, ())) - set(options or {})):
+        raise ValueError(f"ranks={ranks!r} needs options with {missing[0]}")
 
     def decorate(function: Function) -> Function:
         label = getattr(function, "__name__", "") if name is None else name
         entry = _made(
             collective, label, function, dict(options or {}), pieces, formulas,
-            ranks=ranks, is_ordered=is_ordered, is_bitwise=is_bitwise, source=source,
+            ranks=ranks, is_ordered=is_ordered, is_bitwise=is_bitwise, is_invariant=is_invariant,
+            source=source,
         )  # fmt: skip
         _check_names(entry)
         entry = replace(entry, function=_telling_its_rank(function))
@@ -109,7 +116,7 @@ def _telling_its_rank(function: Callable[..., Iterator[Round]]) -> Callable[...,
     """The same function, whose errors become a ScheduleError that names the rank."""
 
     @wraps(function)
-    def rounds(rank: int, size: int, *others: int, **options: int) -> Iterator[Round]:
+    def rounds(rank: int, size: int, *others: int, **options: Option) -> Iterator[Round]:
         try:
             yield from function(rank, size, *others, **options)
         except Exception as error:
@@ -127,11 +134,11 @@ def _check_names(entry: Algorithm) -> None:
     root = {"root": 0} if SPECS[entry.collective].is_rooted else {}
     signature = inspect.signature(entry.function, follow_wrapped=False)
     try:
-        signature.bind(0, 1, **root, **entry.options)
+        signature.bind(0, 1, **root, **arguments(1, entry.options))
     except TypeError as error:
         raise ValueError(
             f"{entry.name}{signature} cannot be called with rank, size"
-            f"{''.join(f', {each}' for each in (*root, *entry.options))}: {error}"
+            f"{''.join(f', {each}' for each in (*root, *arguments(1, entry.options)))}: {error}"
         ) from None
     taken = REGISTRY[entry.collective].get(entry.name)
     if taken is not None and taken.is_built_in:
@@ -146,7 +153,8 @@ def prove(entry: Algorithm) -> None:
 
     By its default options, and with each of them one and two higher.
     """
-    higher = [{name: value + i} for name, value in entry.options.items() for i in (1, 2)]
+    given = {name: value for name, value in entry.options.items() if isinstance(value, int)}
+    higher = [{name: value + i} for name, value in given.items() for i in (1, 2)]
     for options in [{}, *higher]:
         sizes = [size for size in PROVED_SIZES if entry.serves(size, **options)]
         if len(sizes) < 2:

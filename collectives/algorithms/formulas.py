@@ -6,6 +6,7 @@ import ast
 import math
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from itertools import islice
 from types import CodeType
 from typing import Any, NamedTuple
@@ -16,10 +17,13 @@ from collectives.schedule import (
     Counts,
     Round,
     Schedule,
+    Topology,
     ceil_log2,
     count,
     even_sizes,
+    fixed_tree,
     floor_log2,
+    negabinary,
     trees,
     two_trees,
 )
@@ -29,23 +33,56 @@ MAX_PIECES = 2**20  # of a vector, or of a block
 MAX_ROUNDS = 2**18  # of a schedule
 
 # The names of the options in formulas.
-SYMBOLS = {"segments": "N", "radix": "r", "outstanding": "m", "chains": "c", "per_host": "g"}
+SYMBOLS = {
+    "segments": "N",
+    "radix": "r",
+    "outstanding": "m",
+    "chains": "c",
+    "per_host": "g",
+    "x": "x",
+    "y": "y",
+    "aggregation": "A",
+    "shards": "L",
+}
+
+# The value of an option.  `per_host` is the number of consecutive ranks on each host, of which the
+# last has what is left, or any other topology.
+Option = int | Topology
+
+
+def topology_of(size: int, per_host: Option) -> Topology:
+    """The topology that the option `per_host` stands for.  Raises ValueError if it does not fit."""
+    if isinstance(per_host, int):
+        return Topology.consecutive(size, per_host)
+    per_host.check_size(size)
+    return per_host
+
+
+def arguments(size: int, options: Mapping[str, Option]) -> dict[str, Any]:
+    """The options as the function of an algorithm takes them: `per_host` is passed as `hosts`."""
+    if "per_host" not in options:
+        return dict(options)
+    others = {name: value for name, value in options.items() if name != "per_host"}
+    return {"hosts": topology_of(size, options["per_host"]), **others}
 
 
 class Formula:
     """A closed formula: `text` is an expression that is evaluated in exact arithmetic.
 
     Variables: p ranks, n bytes, f = (p - 1) / p, q = ceil(log2 p), k = floor(log2 p), P = 2**k, and
-    the options: N segments, radix r, m outstanding messages, c chains, g ranks per host.
-    Functions: sum, range, min, max, ceil, and, as `trees` and `two_trees` define them, log(p, r) =
-    ceil_log, power(p, r) = power_within, children(p, r) = num_children, hops(p, r) = num_hops,
-    depth(m), fill(p), turn(p) = exscan_turn.
+    the options: N segments, radix r, m outstanding messages, c chains, x and y ranks in the
+    dimensions of a torus, aggregation A, L logical shards (0: one on each rank), and, if the
+    algorithm knows hosts, H hosts, of which the largest has g ranks.
+    Functions: sum, range, min, max, ceil; of `trees` log(p, r) = ceil_log, power(p, r) =
+    power_within, children(p, r) = num_children, hops(p, r) = num_hops, depth(m) and turn(p) =
+    exscan_turn; of `two_trees` fill(p); of `negabinary` bine_hops(p) = num_hops; of `fixed_tree`,
+    for each rank, parts(p, L) = num_subtrees and within(p, L) = num_within.
     `defaults`: the default values of the options.  `is_cost`: whether the value for one rank, which
-    sends nothing, is 0 in any case.
+    sends nothing, is 0 in any case, unless it combines shards.
     """
 
     def __init__(
-        self, text: str, defaults: Mapping[str, int] | None = None, *, is_cost: bool = False
+        self, text: str, defaults: Mapping[str, Option] | None = None, *, is_cost: bool = False
     ) -> None:
         self.text, self.defaults, self._is_cost = text, dict(defaults or {}), is_cost
         try:
@@ -55,12 +92,12 @@ class Formula:
         except (SyntaxError, NameError, TypeError, LookupError, ArithmeticError) as error:
             raise ValueError(f"formula {text!r}: {error}") from None
 
-    def __call__(self, p: int, n: int = 0, **options: int) -> int | Fraction:
+    def __call__(self, p: int, n: int = 0, **options: Option) -> int | Fraction:
         """The value for `p` ranks and `n` bytes; an int if it is whole."""
-        if self._is_cost and p == 1:
+        if self._is_cost and p == 1 and not {**self.defaults, **options}.get("shards"):
             return 0
         logs = {"q": ceil_log2(p), "k": floor_log2(p), "P": 1 << floor_log2(p)}
-        chosen = {SYMBOLS[name]: value for name, value in {**self.defaults, **options}.items()}
+        chosen = dict(_symbols(p, {**self.defaults, **options}))
         values = {"p": p, "n": Fraction(n), "f": Fraction(p - 1, p), **logs, **chosen}
         value = eval(self._code, {**_FUNCTIONS, **values})
         if not isinstance(value, (int, Fraction)):
@@ -73,6 +110,16 @@ class Formula:
 
     def __repr__(self) -> str:
         return f"Formula({self.text!r})"
+
+
+def _symbols(p: int, options: Mapping[str, Option]) -> Iterator[tuple[str, int]]:
+    """The variables of the options."""
+    for name, value in arguments(p, options).items():
+        if isinstance(value, Topology):
+            yield "g", value.max_per_host
+            yield "H", value.num_hosts
+        else:
+            yield SYMBOLS[name], value
 
 
 class _Exact(ast.NodeTransformer):
@@ -103,6 +150,9 @@ _FUNCTIONS: dict[str, Any] = {
     "depth": trees.depth,
     "turn": trees.exscan_turn,
     "fill": two_trees.fill,
+    "bine_hops": negabinary.num_hops,
+    "parts": fixed_tree.num_subtrees,
+    "within": fixed_tree.num_within,
 }
 
 
@@ -115,35 +165,63 @@ class Counted(NamedTuple):
     name: str
     collective: str
     function: Callable[..., Iterator[Round]]
-    defaults: Mapping[str, int]
+    defaults: Mapping[str, Option]
     pieces: Formula
 
-    def __call__(self, p: int, n: int = 0, **options: int) -> int | Fraction:
+    def __call__(self, p: int, n: int = 0, **options: Option) -> int | Fraction:
         """The value for `p` ranks and `n` bytes."""
-        is_rooted, settings = SPECS[self.collective].is_rooted, {**self.defaults, **options}
+        settings = {**self.defaults, **options}
         case = Case(p, 0, checked_num_pieces(self.collective, self.pieces, p, settings))
+        roots = range(p) if SPECS[self.collective].is_rooted else [None]
+        given = tuple(settings.items())
         found: list[int | Fraction] = [
-            getattr(self.at({"root": root} if is_rooted else {}, case, n, settings), self.name)
-            for root in range(p if is_rooted else 1)
+            getattr(_counted(self.collective, self.function, case, n, root, given), self.name)
+            for root in roots
         ]
         return max(found)
-
-    def at(self, where: dict[str, int], case: Case, n: int, settings: Mapping[str, int]) -> Counts:
-        """All counts, for one root."""
-        schedules = [
-            all_rounds(self.collective, self.function(rank, case.size, **where, **settings))
-            for rank in range(case.size)
-        ]
-        return count(schedules, even_sizes(self.collective, case, n))
 
     def __str__(self) -> str:
         return "counted"
 
 
-Cost = Formula | Counted
+@lru_cache(maxsize=128)  # the costs of an algorithm are asked for one after the other
+def _counted(
+    collective: str,
+    function: Callable[..., Iterator[Round]],
+    case: Case,
+    n: int,
+    root: int | None,
+    settings: tuple[tuple[str, Option], ...],
+) -> Counts:
+    """All costs, for one root."""
+    where = {} if root is None else {"root": root}
+    given = {**where, **arguments(case.size, dict(settings))}
+    schedules = [
+        all_rounds(collective, function(rank, case.size, **given)) for rank in range(case.size)
+    ]
+    return count(schedules, even_sizes(collective, case, n))
 
 
-def checked_num_pieces(label: str, pieces: Formula, size: int, options: Mapping[str, int]) -> int:
+class ForEvenHosts(NamedTuple):
+    """A cost with a formula for hosts of equally many ranks; for other hosts it is counted."""
+
+    formula: Formula
+    counted: Counted
+
+    def __call__(self, p: int, n: int = 0, **options: Option) -> int | Fraction:
+        """The value for `p` ranks and `n` bytes."""
+        hosts = topology_of(p, {**self.formula.defaults, **options}["per_host"])
+        cost = self.formula if hosts.is_even else self.counted
+        return cost(p, n, **options)
+
+    def __str__(self) -> str:
+        return str(self.formula)
+
+
+Cost = Formula | Counted | ForEvenHosts
+
+
+def checked_num_pieces(label: str, pieces: Formula, size: int, options: Mapping[str, Any]) -> int:
     """The number of pieces for `size` ranks.  Raises ValueError if it is not valid."""
     number = pieces(p=size, **options)
     if not isinstance(number, int) or number < 1:

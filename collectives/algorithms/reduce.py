@@ -7,7 +7,7 @@ from typing import Any
 
 from collectives.algorithms import broadcast, gather, reduce_scatter
 from collectives.algorithms.registry import algorithm, costs_of
-from collectives.schedule import RankAlgorithm, Round, Stream, dual, trees
+from collectives.schedule import RankAlgorithm, Round, Stream, Topology, dual, trees
 
 
 def costs(down: RankAlgorithm, scratch: str) -> dict[str, Any]:
@@ -120,6 +120,17 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
 
 
 @algorithm(
+    **costs(broadcast.bine, "2 * n"),
+    source="De Sensi et al. 2025",
+    use="Use it instead of the binomial tree on networks where far messages share few links: they "
+    "go up to a third less far.",
+)
+def bine(rank: int, size: int, root: int) -> Iterator[Round]:
+    """Every round halves the number of ranks that hold partial results; the last hop is p/3."""
+    return dual(broadcast.bine(rank, size, root), rank, combine=True)
+
+
+@algorithm(
     **costs(broadcast.double_binary_tree, "n / N"),
     source="Sanders, Speck and Traff 2009",
     use="Use it for large vectors on many ranks: it sends the least bytes in a logarithmic "
@@ -175,6 +186,6 @@ def circulant(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Ro
     use="Use it for short vectors on several hosts: each host sends its partial result once "
     "to another host.",
 )
-def hierarchical(rank: int, size: int, root: int, per_host: int = 2) -> Iterator[Round]:
+def hierarchical(rank: int, size: int, root: int, hosts: Topology) -> Iterator[Round]:
     """A binomial tree to one rank of every host, then a binomial tree between hosts to the root."""
-    return dual(broadcast.hierarchical(rank, size, root, per_host), rank, combine=True)
+    return dual(broadcast.hierarchical(rank, size, root, hosts), rank, combine=True)

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain
 from itertools import pairwise as pairwise_of
 
-from collectives.algorithms.registry import algorithm, costs_of
-from collectives.schedule import RecvReduce, Round, Send, folded, nested, trees
+from collectives.algorithms.registry import BY_HOST, algorithm, costs_of
+from collectives.algorithms.shards import along_fixed_tree
+from collectives.schedule import (
+    RecvReduce,
+    Round,
+    Send,
+    Topology,
+    among_hosts,
+    folded,
+    negabinary,
+    trees,
+    within_hosts,
+)
 from collectives.schedule import circulant as graph
 
 
@@ -166,7 +178,7 @@ def swing(rank: int, size: int) -> Iterator[Round]:
     """
     num_rounds = trees.ceil_log2(size)
     for step in range(num_rounds):
-        partner = swing_partner(rank, size, step)
+        partner = negabinary.partner(rank, size, step)
         mine = _swing_reach(rank, size, step + 1, num_rounds)
         theirs = _swing_reach(partner, size, step + 1, num_rounds)
         yield (
@@ -175,38 +187,140 @@ def swing(rank: int, size: int) -> Iterator[Round]:
         )
 
 
-def swing_partner(rank: int, size: int, step: int) -> int:
-    """Even ranks go 1 - 2 + 4 - 8 ... ahead, odd ones as far back: a term more in every step."""
-    distance: int = sum((-2) ** power for power in range(step + 1))
-    return (rank + (distance if rank % 2 == 0 else -distance)) % size
-
-
 def _swing_reach(rank: int, size: int, step: int, num_rounds: int) -> set[int]:
     """The ranks that what `rank` holds can reach from this step on."""
     reached = {rank}
     for later in range(step, num_rounds):
-        reached |= {swing_partner(r, size, later) for r in reached}
+        reached |= {negabinary.partner(r, size, later) for r in reached}
     return reached
 
 
 @algorithm(
-    rounds="log(g, 2) + log(p // g, 2)",
-    messages="p * (log(g, 2) + log(p // g, 2))",
+    rounds="log(p - p % 2, 2) + 2 * (p % 2)",
+    messages="(p - p % 2) * log(p - p % 2, 2) + 2 * (p % 2)",
+    max_bytes_per_rank="f * n * (1 + p % 2)"
+    " + n / p * (p % 2) * (log(p - 1, 2) - (3 * (p - 1) <= 4 * power(p - 2, 2)))",
+    total_bytes="(p - 1) * n + n / p * (p % 2)",
+    critical_bytes="f * n * (1 + p % 2) + n / p * (p % 2) * (1 + log(p - 1, 2))",
+    reduction_bytes="f * n * (1 + p % 2)"
+    " + n / p * (p % 2) * (log(p - 1, 2) - (3 * (p - 1) <= 4 * power(p - 2, 2)))",
+    scratch_bytes="(5 + 2 * (p % 2)) * n / 4",
+    source="De Sensi et al. 2025",
+    use="Use it for vectors of small to middle size on an even number of ranks: the fewest rounds "
+    "and bytes, and what is sent lies together. On a power of two of ranks, partners are about p/3 "
+    "apart at most.",
+)
+def bine(rank: int, size: int) -> Iterator[Round]:
+    """Partners at distances ..., 11, 5, 3, 1, 1 keep the blocks of the ranks around them.
+
+    Swing has the opposite order: fewer bytes go far, but the blocks that are sent lie apart.  When
+    p is odd, two ranks fold into one.
+    """
+    core_size = max(1, size - size % 2)
+    return folded(_bine_core, rank, size, core_size, range(size), blocks_are_ranks=True)
+
+
+def _bine_core(rank: int, size: int) -> Iterator[Round]:
+    for step in reversed(range(trees.ceil_log2(size))):
+        partner = negabinary.partner(rank, size, step)
+        mine, theirs = negabinary.window(rank, step), negabinary.window(partner, step)
+        yield (
+            Send(partner, negabinary.without(theirs, mine, size)),
+            RecvReduce(partner, negabinary.without(mine, theirs, size)),
+        )
+
+
+@algorithm(
+    rounds="ceil(p / A) - 1 + log(ceil(p / ceil(p / A)), 2)",
+    messages="p * (ceil(p / A) - 1 + log(ceil(p / ceil(p / A)), 2))",
     max_bytes_per_rank="f * n",
     total_bytes="(p - 1) * n",
     reduction_bytes="f * n",
-    scratch_bytes="5 * n / 4",
-    ranks="multiple of per_host",
-    options={"per_host": 2},
-    source="Cho et al. 2019",
-    use="Use it on several hosts with equally many ranks each: hosts send each other the "
-    "least possible.",
+    scratch_bytes="n / p * ceil(p / ceil(p / A)) * ((log(ceil(p / A), 2) + 2) / 2 + 4 * (A > 1))",
+    options={"aggregation": 8},
+    source="Jeaugey 2025",
+    use="Use it on many ranks where memory is short: scratch grows with `aggregation` and log2 p "
+    "only. Let `aggregation` be as many blocks as make a long message: the more, the fewer rounds, "
+    "down to q.",
 )
-def hierarchical(rank: int, size: int, per_host: int = 2) -> Iterator[Round]:
+def pat(rank: int, size: int, aggregation: int = 8) -> Iterator[Round]:
+    """Each block is reduced by a binomial tree; the trees advance in turn, some at a time.
+
+    `aggregation` is the most blocks in a message.
+    """
+    for distance, ways in _pat_plan(size, aggregation):
+        ahead, behind = (rank + distance) % size, (rank - distance) % size
+        yield (
+            Send(ahead, [(rank + way) % size for way in ways]),
+            RecvReduce(behind, [(behind + way) % size for way in ways]),
+        )
+
+
+def _pat_plan(size: int, aggregation: int) -> Iterator[tuple[int, range]]:
+    """The distance of the messages in each round, and how far from their owners the blocks are.
+
+    First partial results go to the next multiple of `spacing`, along one edge of their tree at a
+    time: from w they go as far as the lowest binary digit of w.  A rank needs few of them at once,
+    because a subtree is finished before the next one begins.  Then the multiples are reduced.
+    """
+    spacing = -(-size // aggregation)
+    for way in reversed(range(1, spacing)):
+        yield way & -way, range(way, size, spacing)
+    for power in trees.powers(-(-size // spacing)):
+        yield power * spacing, range(power * spacing, size, 2 * power * spacing)
+
+
+@algorithm(
+    rounds="log(g, 2) + log(H, 2)",
+    messages="p * (log(g, 2) + log(H, 2))",
+    max_bytes_per_rank="f * n",
+    total_bytes="(p - 1) * n",
+    reduction_bytes="f * n",
+    scratch_bytes="3 * n / 2",
+    options={"per_host": 2},
+    for_even_hosts=BY_HOST,
+    source="Cho et al. 2019",
+    use="Use it on several hosts: hosts send each other the least possible.",
+)
+def hierarchical(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
     """Reduce-scatter within every host, then among ranks with the same place on their hosts.
 
-    Of n bytes a host sends n (H-1)/H to other hosts, if there are H of them: the least possible.
+    A host sends each block of other hosts once: the least possible, n (H-1)/H bytes if H hosts have
+    equally many ranks.
     """
-    mine, counterparts = trees.hosts(rank, size, per_host)
-    yield from nested(circulant, rank, mine, lambda other: range(other, size, per_host))
-    yield from nested(circulant, rank, counterparts, lambda other: [counterparts[other]])
+    host, ranks = hosts.host_of[rank], list(chain(*hosts.hosts))
+    parts = [[r for r in ranks if hosts.counterpart(r, host) == mate] for mate in hosts.mates(rank)]
+    between = circulant(host, hosts.num_hosts)
+    yield from within_hosts(circulant, rank, hosts, parts.__getitem__)
+    yield from among_hosts(between, rank, hosts, hosts.hosts.__getitem__, hosts.counterpart)
+
+
+# The messages and bytes of an exchange in which the ranks that own a part get it from all others.
+EXCHANGED = {
+    "part": "max((p - 1) * max(parts(p, L)), sum(parts(p, L)) - min(parts(p, L))) * n / p",
+    "total": "(p - 1) * sum(parts(p, L)) * n / p",
+    "combined": "n * max(within(p, L)) + (sum(parts(p, L)) - 1) * n / p",
+    # Pairs of own shards, several subtrees packed in one message, and what arrives.
+    "scratch": "n * ((max(within(p, L)) + 1) // 2 + max(parts(p, L)) * (max(parts(p, L)) > 1)"
+    " + sum(parts(p, L)) / p)",
+}
+
+
+@algorithm(
+    rounds="1 + (L > 0)",
+    startups="p - 1",
+    messages="p * (p - 1)",
+    max_bytes_per_rank=EXCHANGED["part"],
+    total_bytes=EXCHANGED["total"],
+    reduction_bytes=EXCHANGED["combined"],
+    scratch_bytes=EXCHANGED["scratch"],
+    ranks="at most shards",
+    options={"shards": 0},
+    is_ordered=True,
+    is_invariant=True,
+    source="Stelz, Hubner and Stamatakis 2026",
+    use="Use it where results must have the same bits on any number of ranks: pass `shards=`.",
+)
+def invariant(rank: int, size: int, shards: int = 0) -> Iterator[Round]:
+    """Every part is sent directly to its owner, which combines it along the fixed tree."""
+    return along_fixed_tree(rank, size, shards, range(size), lambda owner: [owner])

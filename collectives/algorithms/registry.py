@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 from collectives.algorithms.algorithm import Algorithm
-from collectives.algorithms.formulas import Formula
+from collectives.algorithms.formulas import Counted, ForEvenHosts, Formula
 from collectives.schedule import SPECS, Round
 
 Function = TypeVar("Function", bound=Callable[..., Iterator[Round]])
@@ -27,18 +27,24 @@ COSTS = (
 )
 
 
+# Those that depend on how the ranks of unequal hosts divide their work.
+BY_HOST = ("startups", "messages", "max_bytes_per_rank", "critical_bytes", "reduction_bytes")
+
+
 def algorithm(
     *,
     rounds: str,
     max_bytes_per_rank: str,
     reduction_bytes: str = "0",
     pieces: str = "1",
+    for_even_hosts: Sequence[str] = (),
     **more: Any,
 ) -> Callable[[Function], Function]:
     """Add a function to the registry, under the collective of its file and its own name.
 
     Takes every formula as text, and the other promises of an `Algorithm`.  By default, a rank sends
     and receives one message in each round, and the same rank is the busiest in all rounds.
+    `for_even_hosts`: the costs that are counted if hosts have different numbers of ranks.
     """
     options = more.get("options", {})
     costs = {"rounds": rounds, "startups": rounds, "reduction_bytes": reduction_bytes}
@@ -52,6 +58,9 @@ def algorithm(
 
     def decorate(function: Function) -> Function:
         collective = _collective_of(function)
+        for name in for_even_hosts:
+            counted = Counted(name, collective, function, options, formulas["pieces"])
+            formulas[name] = ForEvenHosts(formulas[name], counted)
         add(Algorithm(collective, function.__name__, function, **formulas, **more))
         return function
 
@@ -108,4 +117,6 @@ def costs_of(function: Callable[..., Iterator[Round]], **other: Any) -> dict[str
     entry = REGISTRY[_collective_of(function)][function.__name__]
     shared = (*(name for name in COSTS if name != "reduction_bytes"), "pieces")
     texts = {key: str(getattr(entry, key)) for key in shared}
-    return {**texts, "ranks": entry.ranks, "options": entry.options, **other}
+    by_host = [key for key in COSTS if isinstance(getattr(entry, key), ForEvenHosts)]
+    promises = {"ranks": entry.ranks, "options": entry.options, "for_even_hosts": by_host}
+    return {**texts, **promises, **other}

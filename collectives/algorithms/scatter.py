@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from collectives.algorithms.registry import algorithm
-from collectives.schedule import Round, rooted, trees
+from collectives.schedule import Round, negabinary, rooted, trees
 
 
 @algorithm(
@@ -71,3 +71,20 @@ def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     """Each rank sends the far half of its blocks to the rank in the middle."""
     return knomial(rank, size, root, radix=2)
+
+
+@algorithm(
+    rounds="q",
+    messages="p - 1",
+    max_bytes_per_rank="f * n",
+    total_bytes="n / p * hops(p, 2)",
+    scratch_bytes="n / 2",
+    source="De Sensi et al. 2025",
+    use="Use it instead of the binomial tree on networks where far messages share few links: they "
+    "go up to a third less far.",
+)
+@rooted(blocks_are_ranks=True)
+def bine(rank: int, size: int) -> Iterator[Round]:
+    """Each rank sends the far half of its blocks to a rank inside that half: at p/3, p/6, ..."""
+    for edges in negabinary.tree(rank, size):
+        yield tuple(trees.down(rank, edge, edge.subtree) for edge in edges)

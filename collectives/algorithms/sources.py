@@ -14,11 +14,19 @@ SOURCES = {
     "network hierarchy. MLSys.",
     "Cowan et al. 2023": "MSCCLang: Microsoft collective communication language. ASPLOS.",
     "De Sensi et al. 2024": "Swing: short-cutting rings for higher bandwidth allreduce. NSDI.",
+    "De Sensi et al. 2025": "Bine trees: enhancing collective operations by optimizing "
+    "communication locality. SC25.",
     "Hensgen, Finkel and Manber 1988": "Two algorithms for barrier synchronization. International "
     "Journal of Parallel Programming 17.",
     "Hillis and Steele 1986": "Data parallel algorithms. Communications of the ACM 29(12).",
+    "Jeaugey 2025": "PAT: a new algorithm for all-gather and reduce-scatter operations at scale. "
+    "arXiv 2506.20252.",
+    "Juerss, Addanki and Schmid 2026": "Trivance: latency-optimal AllReduce by shortcutting "
+    "multiport networks. arXiv 2602.17254.",
     "Karonis et al. 2000": "Exploiting hierarchy in parallel computer networks to optimize "
     "collective operation performance. IPDPS.",
+    "Lei et al. 2025": "FAST: an efficient scheduler for all-to-all GPU communication. "
+    "arXiv 2505.09764.",
     "Loch and Koslovski 2021": "Sparbit: a new logarithmic-cost and data locality-aware MPI "
     "allgather algorithm.",
     "Mellor-Crummey and Scott 1991": "Algorithms for scalable synchronization on shared-memory "
@@ -33,6 +41,9 @@ SOURCES = {
     "Euro-Par.",
     "Sanders, Speck and Traff 2009": "Two-tree algorithms for full bandwidth broadcast, reduction "
     "and scan. Parallel Computing 35(12).",
+    "Stelz, Hubner and Stamatakis 2026": "Bit-reproducible parallel phylogenetic tree inference. "
+    "Bioinformatics 42.",
+    "Thakur and Choudhary 1994": "All-to-all communication on meshes with wormhole routing. IPPS.",
     "Thakur, Rabenseifner and Gropp 2005": "Optimization of collective communication operations in "
     "MPICH. IJHPCA 19(1).",
     "Traff 2005": "An improved algorithm for (non-commutative) reduce-scatter with an application. "

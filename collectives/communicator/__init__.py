@@ -4,7 +4,16 @@ It checks the arguments of a call, and describes the call for the runtime.
 """
 
 from collectives.communicator.communicator import Communicator
-from collectives.communicator.entry import adopt, mode_of, run, world, wrap
-from collectives.communicator.prepare import SentReceived
+from collectives.communicator.entry import adopt, adopt_child, mode_of, run, world, wrap
+from collectives.communicator.exchange import SentReceived
 
-__all__ = ["Communicator", "SentReceived", "adopt", "mode_of", "run", "world", "wrap"]
+__all__ = [
+    "Communicator",
+    "SentReceived",
+    "adopt",
+    "adopt_child",
+    "mode_of",
+    "run",
+    "world",
+    "wrap",
+]

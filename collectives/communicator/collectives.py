@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
 
 from collectives.arrays import Array, Operator
-from collectives.communicator import prepare
+from collectives.communicator import exchange, prepare
+from collectives.communicator.exchange import SentReceived
 from collectives.communicator.fast_path import collective
 from collectives.communicator.making import Maker
-from collectives.communicator.prepare import SentReceived
 from collectives.runtime import Session, Work
 
 A = TypeVar("A")  # an array; the result has the same kind
@@ -234,11 +234,23 @@ class Collectives:
 
     @overload
     def all_reduce(
-        self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Blocking]
+        self,
+        x: A,
+        op: Op = ...,
+        *,
+        out: A | None = ...,
+        shards: int | None = ...,
+        **how: Unpack[Blocking],
     ) -> A: ...
     @overload
     def all_reduce(
-        self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Asynchronous]
+        self,
+        x: A,
+        op: Op = ...,
+        *,
+        out: A | None = ...,
+        shards: int | None = ...,
+        **how: Unpack[Asynchronous],
     ) -> Work[A]: ...
     @collective
     def all_reduce(
@@ -247,6 +259,7 @@ class Collectives:
         op: Op = "sum",
         *,
         out: Array | None = None,
+        shards: int | None = None,
         algorithm: str | None = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -261,11 +274,26 @@ class Collectives:
         - `op`: sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator`; the same on all
           ranks.
         - `out`: the array for the result; it may be `x`.
+        - `shards`: None, or the number of logical shards of all ranks together, for a result whose
+          bits do not depend on the number of ranks.  `x` then has the shape (own, ...): the shards
+          of this rank, one after the other.  The ranks have consecutive shards, as
+          `collectives.even_counts(shards, size)` divides them, and at least one each.
 
-        Returns the combination, of the shape and dtype of `x`: the same values on every rank, to
-        the last bit unless the algorithm's `is_bitwise` is False.
+        Returns the combination, of the shape and dtype of `x` (of one shard): the same values on
+        every rank, to the last bit unless the algorithm's `is_bitwise` is False.
+
+        Floating-point sums depend on the order of their operands.  Algorithms with `is_invariant`
+        combine along one tree, which is fixed by the number of contributions alone: its left side
+        has the greatest power of two below that number.  The contributions are the arrays of the
+        ranks, or the shards.  So a sum of 8 shards has the same bits on 1 to 8 ranks:
+
+            gradients = np.stack([gradient(part) for part in parts])    # this rank's parts of 8
+            total = comm.all_reduce(gradients, shards=8)
+
+        The algorithm is then `invariant` (the default) or `invariant_one_shot`; `avg` divides by
+        the number of shards.
         """
-        return prepare.reduction(self._caller, "all_reduce", x, op, out)
+        return prepare.reduction(self._caller, "all_reduce", x, op, out, shards=shards)
 
     @overload
     def reduce_scatter(
@@ -275,6 +303,7 @@ class Collectives:
         *,
         out: A | None = ...,
         counts: Counts | None = ...,
+        shards: int | None = ...,
         **how: Unpack[Blocking],
     ) -> A: ...
     @overload
@@ -285,6 +314,7 @@ class Collectives:
         *,
         out: A | None = ...,
         counts: Counts | None = ...,
+        shards: int | None = ...,
         **how: Unpack[Asynchronous],
     ) -> Work[A]: ...
     @collective
@@ -295,6 +325,7 @@ class Collectives:
         *,
         out: Array | None = None,
         counts: Counts | None = None,
+        shards: int | None = None,
         algorithm: str | None = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -309,10 +340,12 @@ class Collectives:
         - `out`: the array for this rank's rows.
         - `counts`: `counts[r]` rows go to rank r; the same list on every rank.  None: as evenly as
           possible, larger parts first.
+        - `shards`: None, or the number of logical shards of all ranks together, as in `all_reduce`;
+          `x` then has the shape (own, rows, ...).
 
         Returns this rank's rows of the combination, an array of shape (counts[rank], ...).
         """
-        return prepare.reduce_scatter(self._caller, x, op, out, counts)
+        return prepare.reduce_scatter(self._caller, x, op, out, counts, shards)
 
     @overload
     def all_gather(
@@ -388,12 +421,18 @@ class Collectives:
           counts first, and an `out` of a wrong number of rows is refused only after that.  A p x p
           table, the same on every rank: `counts[s][d]` rows from rank s to rank d; nothing is
           exchanged.  `collectives.SentReceived`: the counts of this rank only; nothing is exchanged
-          either, except in checked mode, which compares them.  The algorithm is then linear,
-          linear_sync, pairwise or one_factor; the default is linear.
+          either, except in checked mode, which compares them.  The default is then linear.
+
+        A rank needs to know only the counts of blocks that it sends or receives.  By linear,
+        linear_sync, pairwise or one_factor these are its own.  By bruck, torus and the others,
+        blocks of other ranks pass through it.  If such an algorithm is named, and a rank gives only
+        its own counts, the count of every block is first sent the way that the block will take:
+        8 bytes for each block (or piece of a block), in as many messages as the call itself has,
+        under "counts" in the ledger (Fan, Domke, Ba and Kumar 2024, arXiv 2411.02581).
 
         Returns the rows that were sent to this rank, in the order of the ranks that they come from.
         """
-        return prepare.all_to_all(self._caller, x, out, counts)
+        return exchange.all_to_all(self._caller, x, out, counts, algorithm)
 
     @overload
     def scan(self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Blocking]) -> A: ...

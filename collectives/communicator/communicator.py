@@ -27,7 +27,7 @@ from collectives.runtime import (
     runs_by,
     subgroup_barrier,
 )
-from collectives.schedule import SPECS
+from collectives.schedule import SPECS, Topology
 from collectives.selection import Decisions, Explanation, explain
 
 
@@ -68,6 +68,17 @@ class Communicator(Collectives, PointToPoint):
         """Whether calls are checked: False, True or "finite", as given to `collectives.wrap`."""
         checker = self._session.checker
         return checker is not None and (checker.mode == "calls" or checker.mode)
+
+    @property
+    def topology(self) -> Topology:
+        """The hosts of the ranks, which the MPI library reported when the communicator was made.
+
+            comm.topology.num_hosts, comm.topology.mates(comm.rank)
+
+        In a communicator made from another one it is that of its ranks.  Ranks that are threads
+        have one host, unless `collectives.run` was given others.
+        """
+        return self._session.topology
 
     @property
     def plan(self) -> Planner:
@@ -233,8 +244,9 @@ class Communicator(Collectives, PointToPoint):
             if SPECS[collective].is_reduction:
                 combine = operator(op, collective)
                 combine.check(array.dtype)
-        decisions = self._session.decisions
-        found = explain(collective, algorithm, self.size, num_bytes, combine, decisions)
+        found = explain(
+            collective, algorithm, self.size, num_bytes, combine, self.decisions, self.topology
+        )
         return found._replace(run_by=runs_by(self._session.transport, backend, combine, dtype))
 
     @property
@@ -247,8 +259,8 @@ class Communicator(Collectives, PointToPoint):
 
             comm.load_decisions("decisions.json")
 
-        - `path`: a file that `python -m bench tune` wrote.  Rank 0 reads it and sends it to the
-          others.
+        - `path`: a file that `python -m bench tune` or `python -m bench fit` wrote.  Rank 0 reads
+          it and sends it to the others.
 
         They apply to this communicator, and to those made from it later.  Raises the same
         ValueError on every rank if the file cannot be read or is invalid.
@@ -276,7 +288,7 @@ class Communicator(Collectives, PointToPoint):
         Yields the `Ledger` of this rank.  Other ranks need not record.
         """
         collect = partial(gather_bytes, self._session, label="ledger")
-        ledger = Ledger(self.rank, self.size, collect=collect)
+        ledger = Ledger(self.rank, self.topology, collect=collect)
         with self._session.recording(ledger):
             yield ledger
 

@@ -13,6 +13,7 @@ from collectives.communicator.communicator import Communicator
 from collectives.diagnostics import FlightRecorder
 from collectives.engines import ProgressThread, ThreadTransport, run_threads, shared_progress_thread
 from collectives.runtime import Mode, Session
+from collectives.schedule import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -62,6 +63,7 @@ def wrap(
     timeout: float | None = None,
     progress: str | None = None,
     check: Check = None,
+    topology: Topology | None = None,
 ) -> Communicator:
     """Make a communicator over a duplicate of an mpi4py communicator.  All its ranks call it.
 
@@ -79,6 +81,8 @@ def wrap(
       of a reduction has a NaN or an infinity.  With False nothing is checked.  With None the
       environment variable COLLECTIVES_CHECK decides: 0, 1 or finite; the default is 0.  All ranks
       must pass the same.  Communicators made from this one are checked in the same way.
+    - `topology`: the hosts of the ranks, the same on all ranks.  None: ranks that can share memory
+      according to MPI are on the same host.
 
     Returns a `Communicator`.  Raises TypeError or ValueError for an invalid argument, RuntimeError
     if `progress="thread"` and MPI was started without MPI_THREAD_MULTIPLE, and `CollectiveTimeout`
@@ -96,7 +100,11 @@ def wrap(
         )
     limit, mode = validation.seconds(timeout), mode_of(check)
     thread = None if progress is None else shared_progress_thread()
-    return adopt(comm.Idup(), timeout=limit, thread=thread, mode=mode)
+    if topology is not None:
+        topology.check_size(comm.size)
+    return adopt(
+        MPI.Intracomm(comm).Idup(), timeout=limit, thread=thread, mode=mode, topology=topology
+    )
 
 
 def adopt(
@@ -105,13 +113,26 @@ def adopt(
     timeout: float | None = None,
     thread: ProgressThread | None = None,
     mode: Mode | None,
+    topology: Topology | None = None,
 ) -> Communicator:
     """A communicator over a duplicate that `Idup` makes for the library."""
-    from collectives.engines.mpi import duplicated  # noqa: PLC0415
+    from collectives.engines.mpi import duplicated, hosts_of  # noqa: PLC0415
 
     transport = duplicated(*duplicate, timeout)
     _enable_dumps(transport.flight)
-    return Communicator(Session(transport, timeout, thread=thread, check=mode))
+    hosts = Topology(hosts_of(transport, timeout)) if topology is None else topology
+    return Communicator(Session(transport, timeout, thread=thread, check=mode, topology=hosts))
+
+
+def adopt_child(duplicate: tuple[MPI.Intracomm, MPI.Request], parent: Communicator) -> Communicator:
+    """The same for some ranks of `parent`, wherever that is recorded, with its settings."""
+    from collectives.engines.mpi import duplicated  # noqa: PLC0415
+
+    family = parent._session
+    transport = duplicated(*duplicate, family.timeout)
+    ranks = {member: rank for rank, member in enumerate(family.transport.identity[0])}
+    members = [ranks[member] for member in transport.identity[0]]
+    return Communicator(family.child(transport, members))
 
 
 def _enable_dumps(flight: FlightRecorder) -> None:
@@ -129,6 +150,7 @@ def run(
     *,
     timeout: float | None = 300.0,
     check: Check = None,
+    topology: Topology | None = None,
 ) -> list[Result]:
     """Call a function on several threads, which are the ranks of a communicator without MPI.
 
@@ -138,6 +160,7 @@ def run(
     - `size`: the number of ranks, at least 1.
     - `timeout`: seconds for all of it; None: no limit.
     - `check`: None, False, True or "finite", see `wrap`.
+    - `topology`: the hosts on which the ranks are supposed to be; None: all are on one host.
 
     Returns a list of each rank's result, in the order of the ranks.  Raises the error of the rank
     that failed first, `CollectiveMismatch` as soon as the ranks are deadlocked, and
@@ -146,9 +169,11 @@ def run(
     mode, limit, num_ranks = mode_of(check), validation.seconds(timeout), _num_ranks(size)
     if not callable(fn):
         raise TypeError(f"fn must be a function of a communicator, not {fn!r}")
+    if topology is not None:
+        topology.check_size(num_ranks)
 
     def body(transport: ThreadTransport) -> Result:
-        return fn(Communicator(Session(transport, check=mode)))
+        return fn(Communicator(Session(transport, check=mode, topology=topology)))
 
     return run_threads(body, num_ranks, limit)
 

@@ -72,9 +72,9 @@ def collective(method: Method) -> Method:
             result = other(x, out, timeout)
             if result is not MISFIT:
                 return result
-        counts = named.get("counts")
-        options = checked_options(self._maker, name, algorithm, async_op, timeout, counts)
-        prepared = method(self, x, *args, out=out, **named)
+        restricting = named.get("counts"), named.get("shards")
+        options = checked_options(self._maker, name, algorithm, async_op, timeout, *restricting)
+        prepared = method(self, x, *args, out=out, algorithm=options.algorithm, **named)
         return self._maker.make(options, prepared, key)
 
     call.__doc__ = f"{cleandoc(method.__doc__ or '')}\n{_SHARED}"

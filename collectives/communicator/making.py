@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from collectives.arrays import Arrays, validation
-from collectives.communicator.prepare import Caller, Deferred, Ready, SentReceived
+from collectives.communicator.exchange import SentReceived
+from collectives.communicator.prepare import Caller, Deferred, Ready
 from collectives.programs import CallSpec
 from collectives.runtime import (
     CallId,
@@ -151,16 +152,18 @@ def checked_options(
     async_op: object,
     timeout: object,
     counts: object = None,
+    shards: object = None,
 ) -> Options:
     """Check the options that every call has, before any message is sent.
 
-    `counts`: those of the call, which can restrict its algorithm.
+    `counts` and `shards`: those of the call, which can restrict its algorithm.
     """
     maker.check(async_op, timeout)
     if algorithm is None:
         algorithm = preferred(collective)
     if isinstance(counts, SentReceived):
         algorithm = select.local(collective, algorithm)
+    algorithm = select.with_shards(collective, algorithm, shards)
     if algorithm is not None:
         select.check(collective, algorithm, maker.caller.size)
     return Options(collective, algorithm, bool(async_op), validation.seconds(timeout))

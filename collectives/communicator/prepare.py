@@ -6,10 +6,7 @@ An invalid argument raises TypeError or ValueError here, before any message is s
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from typing import NamedTuple
-
-import numpy as np
 
 from collectives.arrays import (
     HOST,
@@ -22,33 +19,17 @@ from collectives.arrays import (
     operator,
     validation,
 )
-from collectives.programs import Counts, OwnCounts
+from collectives.programs import Counts
 from collectives.runtime import (
     CallId,
-    Checker,
     Header,
     Run,
     Session,
     Steps,
     broadcast_header,
     fields_with_header,
-    gather_table,
 )
 from collectives.schedule import even_counts
-
-CountTable = tuple[tuple[int, ...], ...]  # rows from every rank to every rank
-
-
-class SentReceived(NamedTuple):
-    """The counts of one rank in an all-to-all, with which ranks exchange no counts.
-
-        counts = collectives.SentReceived(sent=[2, 0, 5], received=[2, 1, 1])    # on rank 0 of 3
-
-    `sent`: the rows from here to each rank.  `received`: the rows from each rank to here.
-    """
-
-    sent: Sequence[int]
-    received: Sequence[int]
 
 
 class Ready(NamedTuple):
@@ -171,7 +152,7 @@ def _scatter_root(
         )
     shape = (numbers[caller.rank], *source.shape[1:])
     target = validation.result(out, backend, shape, source.dtype)
-    arrays, elements = Arrays(backend, source, target), _elements(numbers, source)
+    arrays, elements = Arrays(backend, source, target), in_elements(numbers, source)
     ready = Ready(arrays, elements, target, out is not None, root)
     if out is not None:
         return ready
@@ -194,7 +175,7 @@ def _scatter_other(
         numbers = (own,) * caller.size if counts is None else counts
         if numbers[caller.rank] != own:
             raise ValueError(f"out has {own} rows, counts gives {numbers[caller.rank]}")
-        elements = _elements(numbers, target)
+        elements = in_elements(numbers, target)
         return Ready(Arrays(backend, None, target), elements, target, True, root)
 
     def after_header(call_id: CallId) -> Generator[Run, None, Ready]:
@@ -202,7 +183,7 @@ def _scatter_other(
         if counts is not None and counts != head.counts:
             raise ValueError(f"counts is {counts} here and {head.counts} at the root")
         arrays = _new(head, (head.counts[caller.rank], *head.shape[1:]))
-        elements = _elements(head.counts, arrays.target)
+        elements = in_elements(head.counts, arrays.target)
         return Ready(arrays, elements, arrays.target, False, root)
 
     return after_header
@@ -229,7 +210,7 @@ def _gathered(
     backend, source = caller.readable(x)
     numbers, shape = _joined_rows(caller, source, counts)
     target = validation.result(out, backend, shape, source.dtype) if has_result else None
-    arrays, elements = Arrays(backend, source, target), _elements(numbers, source)
+    arrays, elements = Arrays(backend, source, target), in_elements(numbers, source)
     return Ready(arrays, elements, target, out is not None, root)
 
 
@@ -258,30 +239,49 @@ def reduction(
     *,
     root: int = 0,
     has_result: bool = True,
+    shards: int | None = None,
 ) -> Ready:
     """A reduction of whole vectors.  `has_result`: whether this rank gets the result."""
     backend, source = caller.readable(x)
+    one = _one_shard(caller, source, shards)
     target = unwritten_out = None
     if has_result or out is not None:
-        target = validation.result(out, backend, tuple(source.shape), source.dtype)
+        target = validation.result(out, backend, tuple(one.shape), source.dtype)
     if not has_result:
         target, unwritten_out = None, target
     combine = _checked_operator(collective, op, backend, source)
     arrays = Arrays(backend, source, target)
-    return Ready(arrays, int(source.size), target, out is not None, root, combine, unwritten_out)
+    return Ready(arrays, int(one.size), target, out is not None, root, combine, unwritten_out)
 
 
 def reduce_scatter(
-    caller: Caller, x: object, op: str | Operator, out: Array | None, counts: object
+    caller: Caller,
+    x: object,
+    op: str | Operator,
+    out: Array | None,
+    counts: object,
+    shards: int | None,
 ) -> Ready:
     """Any rank of a reduce-scatter."""
     backend, source = caller.readable(x)
-    numbers = _divided_rows(caller, source, counts, "reduce_scatter")
-    shape = (numbers[caller.rank], *source.shape[1:])
+    one = _one_shard(caller, source, shards)
+    numbers = _divided_rows(caller, one, counts, "reduce_scatter")
+    shape = (numbers[caller.rank], *one.shape[1:])
     target = validation.result(out, backend, shape, source.dtype)
-    arrays, elements = Arrays(backend, source, target), _elements(numbers, source)
+    arrays, elements = Arrays(backend, source, target), in_elements(numbers, one)
     combine = _checked_operator("reduce_scatter", op, backend, source)
     return Ready(arrays, elements, target, out is not None, op=combine)
+
+
+def _one_shard(caller: Caller, x: Array, shards: int | None) -> Array:
+    """The first of this rank's logical shards; all of `x` if there are none."""
+    if shards is None:
+        return x
+    own = even_counts(shards, caller.size)[caller.rank]
+    if x.ndim == 0 or x.shape[0] != own:
+        found = "is 0-d" if x.ndim == 0 else f"has {x.shape[0]}"
+        raise ValueError(f"rank {caller.rank} has {own} of {shards} shards, x {found}")
+    return x[0]
 
 
 def _checked_operator(collective: str, op: str | Operator, backend: Backend, x: Array) -> Operator:
@@ -290,108 +290,6 @@ def _checked_operator(collective: str, op: str | Operator, backend: Backend, x: 
     chosen.check(x.dtype)
     chosen.rehearse(backend, x)
     return chosen
-
-
-# All-to-all
-
-
-def all_to_all(caller: Caller, x: object, out: Array | None, counts: object) -> Ready | Deferred:
-    """Any rank of an all-to-all; with only the counts of what it sends, ranks exchange them."""
-    backend, source = caller.readable(x)
-    if out is not None:  # the number of rows may not be known yet
-        num_rows = validation.rows(validation.writable(out, "out")[1], "all_to_all")
-        validation.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
-    if isinstance(counts, SentReceived):
-        return _with_own_counts(caller, backend, source, out, counts)
-    table = _count_table(caller, source, counts)
-    if table is not None:
-        return _exchanged(caller, backend, source, out, table)
-    own = validation.total_counts(counts, caller.size, validation.rows(source, "all_to_all"))
-    return partial(_after_counts, caller, backend, source, out, own)
-
-
-def _count_table(caller: Caller, x: Array, counts: object) -> CountTable | None:
-    """The rows from every rank to every rank; None if only this rank's counts are given."""
-    num_rows = validation.rows(x, "all_to_all")
-    if counts is None:
-        return (even_counts(num_rows, caller.size),) * caller.size
-    if not validation.is_table(counts):
-        return None
-    table = validation.count_table(counts, caller.size)
-    validation.total_counts(table[caller.rank], caller.size, num_rows)
-    return table
-
-
-def _exchanged(
-    caller: Caller, backend: Backend, source: Array, out: Array | None, table: CountTable
-) -> Ready:
-    """An all-to-all with a full table of counts."""
-    num_rows = sum(row[caller.rank] for row in table)
-    elements = tuple(_elements(row, source) for row in table)
-    return _of_rows(backend, source, out, num_rows, elements)
-
-
-def _of_rows(
-    backend: Backend, source: Array, out: Array | None, num_rows: int, counts: Counts
-) -> Ready:
-    """An all-to-all by which this rank gets `num_rows`."""
-    target = validation.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
-    return Ready(Arrays(backend, source, target), counts, target, out is not None)
-
-
-def _after_counts(
-    caller: Caller,
-    backend: Backend,
-    source: Array,
-    out: Array | None,
-    own: Sequence[int],
-    call_id: CallId,
-) -> Generator[Run, None, Ready]:
-    """Exchange the counts, then prepare the all-to-all."""
-    fields = {"collective": "all_to_all"}
-    exchanged = yield from gather_table(caller.session, own, "counts", call_id, fields=fields)
-    table = tuple(tuple(row) for row in exchanged.tolist())
-    return _exchanged(caller, backend, source, out, table)
-
-
-def _with_own_counts(
-    caller: Caller, backend: Backend, source: Array, out: Array | None, counts: SentReceived
-) -> Ready | Deferred:
-    """An all-to-all of which this rank knows its own row and column of the table of counts."""
-    size, rank, num_rows = caller.size, caller.rank, validation.rows(source, "all_to_all")
-    sent = validation.total_counts(counts.sent, size, num_rows, "counts.sent")
-    received = validation.row_counts(counts.received, size, "counts.received")
-    if sent[rank] != received[rank]:
-        raise ValueError(
-            f"rank {rank} sends itself {sent[rank]} rows by counts.sent, "
-            f"and {received[rank]} by counts.received"
-        )
-    elements = OwnCounts(rank, _elements(sent, source), _elements(received, source))
-    ready = _of_rows(backend, source, out, sum(received), elements)
-    checker = caller.session.checker
-    if checker is None:
-        return ready
-    return partial(_after_comparison, caller.session, checker, source, ready, (*sent, *received))
-
-
-def _after_comparison(
-    session: Session,
-    checker: Checker,
-    source: Array,
-    ready: Ready,
-    own: Sequence[int],
-    call_id: CallId,
-) -> Generator[Run, None, Ready]:
-    """In checked mode: exchange the counts, and refuse the call on all ranks if they differ."""
-    fields = {"collective": "all_to_all", "counts": "sent and received"}
-    exchanged = yield from gather_table(session, own, "counts", call_id, fields=fields)
-    sent, received = np.hsplit(exchanged, 2)
-    for sender, receiver in np.argwhere(sent != received.T).tolist():
-        checker.stop(
-            f"all_to_all: rank {sender} sends {sent[sender, receiver]} rows to rank {receiver}, "
-            f"which expects {received[receiver, sender]}"
-        )
-    return ready._replace(counts=tuple(_elements(row, source) for row in sent.tolist()))
 
 
 # Barrier
@@ -428,7 +326,7 @@ def _joined_rows(
     return numbers, (sum(numbers), *x.shape[1:])
 
 
-def _elements(counts: Sequence[int], x: Array) -> tuple[int, ...]:
+def in_elements(counts: Sequence[int], x: Array) -> tuple[int, ...]:
     """Counts of elements from counts of rows of arrays like `x`."""
     per_row = num_elements(x.shape[1:])
     return tuple(count * per_row for count in counts)

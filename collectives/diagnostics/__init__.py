@@ -15,13 +15,16 @@ from collectives.diagnostics.ledger import (
     Ancestry,
     Ledger,
     Recorder,
+    Recording,
     Sent,
     current_phase,
     finish,
-    in_phase,
+    inner_phase,
     phase,
 )
 from collectives.diagnostics.mpi_counters import Counters, MonitorUnavailable
+from collectives.diagnostics.totals import Totals
+from collectives.diagnostics.traffic_table import traffic_table
 
 __all__ = [
     "COMPLETE",
@@ -34,10 +37,13 @@ __all__ = [
     "MonitorUnavailable",
     "Position",
     "Recorder",
+    "Recording",
     "Sent",
+    "Totals",
     "Waiting",
     "current_phase",
     "finish",
-    "in_phase",
+    "inner_phase",
     "phase",
+    "traffic_table",
 ]

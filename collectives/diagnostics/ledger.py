@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from collectives.schedule import Topology
 
 Collect = Callable[[bytes], "list[bytes] | None"]
 
@@ -39,19 +41,19 @@ def phase(label: str) -> AbstractContextManager[None]:
     return _labelled(label)
 
 
-def _labelled(label: str) -> AbstractContextManager[None]:
-    outer = _phase.get()
-    return in_phase(f"{outer}/{label}" if outer else label)
-
-
 @contextmanager
-def in_phase(label: str) -> Iterator[None]:
-    """Label what is sent inside a `with` block with exactly this label."""
-    token = _phase.set(label)
+def _labelled(label: str) -> Iterator[None]:
+    token = _phase.set(inner_phase(label))
     try:
         yield
     finally:
         _phase.reset(token)
+
+
+def inner_phase(label: str) -> str:
+    """The name of a phase with this label inside the current one."""
+    outer = _phase.get()
+    return f"{outer}/{label}" if outer else label
 
 
 class Row(NamedTuple):
@@ -59,7 +61,8 @@ class Row(NamedTuple):
 
     `call`: the number of the call on its communicator, such as "7"; its header or counts have "7a".
     `src` and `dst`: ranks of the communicator that records.  `axis`: the name of the communicator
-    that sent it (see `Communicator.split`), "" if it has none.
+    that sent it (see `Communicator.split`), "" if it has none.  `off_host`: whether these ranks are
+    on different hosts.
     """
 
     phase: str
@@ -72,6 +75,7 @@ class Row(NamedTuple):
     bytes: int
     segments: int
     axis: str = ""
+    off_host: bool = False
 
 
 class Summary(NamedTuple):
@@ -83,6 +87,13 @@ class Summary(NamedTuple):
     calls: int
     messages: int
     bytes: int
+
+
+class Difference(NamedTuple):
+    """The totals of one group of rows in two ledgers; all are 0 where a ledger has no such rows."""
+
+    here: Summary
+    there: Summary
 
 
 Sent = tuple[tuple[int, int, int, int], ...]
@@ -117,8 +128,8 @@ class Entry(NamedTuple):
     started: float
     finished: float
 
-    def rows(self) -> Iterator[Row]:
-        """One row per message."""
+    def rows(self, host_of: Sequence[int]) -> Iterator[Row]:
+        """One row per message.  `host_of`: the host of each rank of the recording communicator."""
         call, ranks = self.call, self.call.ranks
         name = call.numbered(self.number)
         for number, dst, num_bytes, segments in call.sent:
@@ -134,6 +145,7 @@ class Entry(NamedTuple):
                 num_bytes,
                 segments,
                 call.axis,
+                host_of[call.src] != host_of[dst],
             )
 
     def to_json(self) -> list[Any]:
@@ -165,14 +177,18 @@ def finish(entered: list[list[Any]], finished: float) -> None:
 class Ledger:
     """A record of what one rank sends while it is open.  `Communicator.record` makes one.
 
-    `rank` and `size` are those of the recording communicator.  `gather` joins the ledgers of all
-    ranks.
+    `rank`, `size` and `topology` are those of the recording communicator.  `gather` joins the
+    ledgers of all ranks.
     """
 
-    def __init__(self, rank: int, size: int, collect: Collect | None = None) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, topology: Topology, collect: Collect | None = None) -> None:
+        self.rank, self.size, self.topology = rank, topology.size, topology
         self._collect = collect
         self.entered: list[list[Any]] = []
+
+    def enter(self, entry: list[Any]) -> None:
+        """Record a call: an `Entry` as a list."""
+        self.entered.append(entry)
 
     @property
     def entries(self) -> list[Entry]:
@@ -181,12 +197,15 @@ class Ledger:
 
     def rows(self) -> list[Row]:
         """Return one `Row` for each message sent, in the order of the calls."""
-        return [row for entry in self.entries for row in entry.rows()]
+        host_of = self.topology.host_of
+        return [row for entry in self.entries for row in entry.rows(host_of)]
 
     def summary(
         self, by: Sequence[str] = ("phase", "collective")
     ) -> dict[tuple[Any, ...], Summary]:
         """Return numbers of calls, messages and bytes, grouped by columns of the rows.
+
+            ledger.summary(by=("collective", "off_host"))     # within and between hosts
 
         `by`: the names of the columns.  The result maps a tuple of their values to a `Summary`, in
         the order in which the values first appear.
@@ -207,6 +226,25 @@ class Ledger:
             for key, rows in groups.items()
         }
 
+    def diff(
+        self, other: Ledger, by: Sequence[str] = ("phase", "collective")
+    ) -> dict[tuple[Any, ...], Difference]:
+        """Return the groups of rows of which this ledger and another have different totals.
+
+            changed = ledger.diff(before)    # {} if the same was sent
+
+        `by`: the names of the columns that define a group, as in `summary`.  The result maps a
+        tuple of their values to a `Difference`, first those of this ledger, then those that only
+        the other has.  Raises ValueError for an unknown column.
+        """
+        here, there = self.summary(by), other.summary(by)
+        nothing = Summary(0, 0, 0)
+        both = {
+            key: Difference(here.get(key, nothing), there.get(key, nothing))
+            for key in (*here, *there)
+        }
+        return {key: found for key, found in both.items() if found.here != found.there}
+
     def matrix(self) -> NDArray[np.int64]:
         """Return the bytes sent from each rank (row) to each rank (column), an int64 array.
 
@@ -215,6 +253,17 @@ class Ledger:
         matrix = np.zeros((self.size, self.size), np.int64)
         for row in self.rows():
             matrix[row.src, row.dst] += row.bytes
+        return matrix
+
+    def host_matrix(self) -> NDArray[np.int64]:
+        """Return the bytes sent from each host (row) to each host (column), an int64 array.
+
+        The hosts are those of `topology`, in its order; on the diagonal is what stays on a host.
+        Before `gather` only the row of this rank's host is filled, with what this rank sent.
+        """
+        host, num_hosts = np.array(self.topology.host_of), self.topology.num_hosts
+        matrix = np.zeros((num_hosts, num_hosts), np.int64)
+        np.add.at(matrix, (host[:, None], host[None, :]), self.matrix())
         return matrix
 
     def gather(self) -> Ledger | None:
@@ -229,7 +278,7 @@ class Ledger:
         parts = self._collect(json.dumps([entry.to_json() for entry in self.entries]).encode())
         if parts is None:
             return None
-        whole = Ledger(self.rank, self.size)
+        whole = Ledger(self.rank, self.topology)
         whole.entered = [_from_json(*entry) for part in parts for entry in json.loads(part)]
         return whole
 
@@ -252,7 +301,8 @@ class Ledger:
         """Write the calls to the file `path`: a timeline for chrome://tracing or Perfetto.
 
         It has one process per rank, and one bar per call, from its start until it was found to be
-        complete.  Times of ranks on the same host are comparable.
+        complete, with its messages and bytes, and of these the bytes to other hosts.  Times of
+        ranks on the same host are comparable.
         """
         events = [
             {
@@ -268,6 +318,9 @@ class Ledger:
                     "call": entry.call.numbered(entry.number),
                     "messages": sum(segments for *_, segments in entry.call.sent),
                     "bytes": sum(num_bytes for _, _, num_bytes, _ in entry.call.sent),
+                    "off_host_bytes": sum(
+                        row.bytes for row in entry.rows(self.topology.host_of) if row.off_host
+                    ),
                 },
             }
             for entry in self.entries
@@ -290,8 +343,15 @@ def _write(path: str | Path, text: str) -> None:
         raise
 
 
-# The ledgers that record a communicator, with its ranks in their numbering (None: the same).
-Ancestry = list[tuple[list[Ledger], Sequence[int] | None]]
+class Recording(Protocol):
+    """What calls are recorded in: a `Ledger`, or what only adds them up."""
+
+    def enter(self, entry: list[Any]) -> None:
+        """Record a call: an `Entry` as a list."""
+
+
+# What records a communicator, with its ranks as numbered by the recording one (None: the same).
+Ancestry = list[tuple[list[Recording], Sequence[int] | None]]
 
 
 class Recorder:
@@ -312,7 +372,7 @@ class Recorder:
     ) -> None:
         self.names, self._numbered, self._sent = names, numbered, sent
         self._ancestry, self._rank, self._axis = ancestry, rank, axis
-        self._calls: list[tuple[list[Ledger], Call]] = []
+        self._calls: list[tuple[list[Recording], Call]] = []
 
     def renumbered(self, numbered: Callable[[int], str]) -> Recorder:
         """A recorder of the same program, whose runs have other numbers."""
@@ -322,16 +382,17 @@ class Recorder:
         """The number of a run as text."""
         return self._numbered(number)
 
-    def record(self, number: int, started: float, finished: float = 0.0) -> list[list[Any]]:
+    def record(
+        self, number: int, phase: str, started: float, finished: float = 0.0
+    ) -> list[list[Any]]:
         """Record a run in the open ledgers, as quickly as possible; return the new entries."""
         if not any(ledgers for ledgers, _ in self._ancestry):
             return []
-        phase = current_phase()
         entered = []
         for ledgers, call in self._calls or self._made_calls():
             for ledger in ledgers:
                 entry = [call, number, phase, started, finished]
-                ledger.entered.append(entry)
+                ledger.enter(entry)
                 entered.append(entry)
         return entered
 
@@ -345,7 +406,7 @@ class Recorder:
             "bytes": sum(num_bytes for _, _, num_bytes, _ in self._sent),
         }
 
-    def _made_calls(self) -> list[tuple[list[Ledger], Call]]:
+    def _made_calls(self) -> list[tuple[list[Recording], Call]]:
         for ledgers, ranks in self._ancestry:
             src = self._rank if ranks is None else ranks[self._rank]
             call = Call(*self.names, self._sent, src, ranks, self._numbered, self._axis)

@@ -14,6 +14,7 @@ from collectives.engines.transport import (
     Transport,
     call_all,
     deadline_in,
+    poll_until,
 )
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Transport",
     "call_all",
     "deadline_in",
+    "poll_until",
     "run_threads",
     "shared_progress_thread",
 ]

@@ -188,6 +188,36 @@ def duplicated(
     return MpiTransport(duplicate)
 
 
+_hosts_of_world: list[int] = []  # for each rank of COMM_WORLD, once they have been found together
+
+
+def hosts_of(transport: MpiTransport, timeout: float | None) -> list[int]:
+    """For each rank, a number that is equal for the ranks that can share memory.  All call it.
+
+    MPI is asked once if the first communicator has all ranks of the job.  What it sends is its own.
+    """
+    members, _ = transport.identity
+    if transport.size == 1:
+        return [0]
+    if _hosts_of_world and MPI.UNDEFINED not in members:
+        return [_hosts_of_world[rank] for rank in members]
+    ask = partial(_lowest_ranks, transport.comm)
+    found: list[int] = _call_by_deadline("topology", ask, deadline_in(timeout))
+    if sorted(members) == list(range(MPI.COMM_WORLD.size)):
+        _hosts_of_world[:] = [found[members.index(rank)] for rank in range(transport.size)]
+    return found
+
+
+def _lowest_ranks(comm: MPI.Intracomm) -> list[int]:
+    """For each rank, the lowest rank that shares memory with it."""
+    host: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    lowest = np.array(_ranks_in(comm, host)[:1], np.intc)
+    host.Free()
+    found = np.empty(comm.size, np.intc)
+    comm.Allgather(lowest, found)
+    return list(map(int, found))
+
+
 def _call_by_deadline(what: str, call: Callable[[], Any], deadline: float | None) -> Any:
     """Make a blocking call of MPI, which has no time limit and blocks signals.
 

@@ -4,5 +4,6 @@ Only `python -m collectives.launch` needs it; a plain mpirun works too.
 """
 
 from collectives.launch.job import TIMED_OUT, launch
+from collectives.launch.mpirun import MpiNotFound, Mpirun, find_mpirun
 
-__all__ = ["TIMED_OUT", "launch"]
+__all__ = ["TIMED_OUT", "MpiNotFound", "Mpirun", "find_mpirun", "launch"]

@@ -20,7 +20,7 @@ import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import NoReturn
 from urllib.parse import quote_from_bytes, unquote_to_bytes
@@ -134,13 +134,19 @@ def leave(status: int = 0) -> None:
         launcher.detach()  # the end of the process closes it
 
 
-def report_mpi_init() -> None:
-    """Report when this process has imported mpi4py.MPI, which calls MPI_Init."""
-    sys.meta_path.insert(0, _MpiImportHook())
+def report_mpi_init(then: Callable[[ModuleType], object]) -> None:
+    """Report when this process has imported mpi4py.MPI, which calls MPI_Init.
+
+    `then`: called with the module after the report, before the importing program continues.
+    """
+    sys.meta_path.insert(0, _MpiImportHook(then))
 
 
 class _MpiImportHook(importlib.abc.MetaPathFinder):
     """Finds mpi4py.MPI as usual, and reports to the launcher when it is loaded."""
+
+    def __init__(self, then: Callable[[ModuleType], object]) -> None:
+        self._then = then
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
         if name != "mpi4py.MPI":
@@ -153,6 +159,7 @@ class _MpiImportHook(importlib.abc.MetaPathFinder):
             def execute_and_report(module: ModuleType) -> None:
                 execute(module)
                 _send(IN_MPI)
+                self._then(module)
 
             spec.loader.exec_module = execute_and_report  # type: ignore[method-assign]
         return spec

@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("a script, or -m and a module, is needed")
     if command[0] != "-m" and not Path(command[0]).exists():
         parser.error(f"there is no script {command[0]}")
+    if arguments.traffic and not arguments.drop_in:
+        parser.error("--traffic needs --drop-in")
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         _handle(signum)
     try:
@@ -35,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             timeout=arguments.timeout,
             fault_tolerant=arguments.fault_tolerant,
             flight=arguments.flight,
+            drop_in=arguments.drop_in,
+            traffic=arguments.traffic,
+            check=arguments.check,
         )
     except MpiNotFound as error:
         parser.exit(2, f"{error}\n")
@@ -45,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m collectives.launch",
         usage="%(prog)s -n N [--timeout S] [--flight DIR] [--fault-tolerant] "
-        "[--mpi-args ARGS] "
+        "[--mpi-args ARGS] [--check] [--drop-in [--traffic]] "
         "(SCRIPT | -m MODULE) [ARGS ...]",
         description="Run a Python script or module on N ranks under this environment's MPI.",
         epilog="Exit status: the job's own (not zero if any rank failed), 124 at the time limit, "
@@ -67,6 +72,21 @@ def _parser() -> argparse.ArgumentParser:
         "--fault-tolerant",
         action="store_true",
         help="when a rank dies, the others continue and get an error (Open MPI only)",
+    )
+    parser.add_argument(
+        "--drop-in",
+        action="store_true",
+        help="let MPI.COMM_WORLD of an mpi4py program use the collectives of this library",
+    )
+    parser.add_argument(
+        "--traffic",
+        action="store_true",
+        help="print at the end what the collectives of --drop-in sent, by call site",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare the calls of the ranks before each collective, and raise if they differ",
     )
     return parser
 

@@ -25,6 +25,7 @@ from typing import IO
 from collectives.diagnostics import hang_report
 from collectives.launch import bootstrap, process_monitor
 from collectives.launch.mpirun import defaults, fault_tolerance_args, find_mpirun
+from collectives.launch.rank_program import DROP_IN, TRAFFIC
 
 TIMED_OUT = 124
 """The exit status of a job that was stopped at its time limit, as with coreutils' ``timeout``."""
@@ -69,6 +70,9 @@ def launch(
     capture: bool = False,
     fault_tolerant: bool = False,
     flight: str | Path | None = None,
+    drop_in: bool = False,
+    traffic: bool = False,
+    check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python *command`` on ``size`` ranks and wait until the job ends.
 
@@ -86,17 +90,24 @@ def launch(
     At the time limit, standard error also says who waits for whom, as
     ``python -m collectives.flight`` does.
 
+    With ``drop_in``, ``MPI.COMM_WORLD`` is a ``collectives.Intracomm`` from the beginning of the
+    program on.  With ``traffic`` too, rank 0 prints what was sent on it and on communicators made
+    from it when the program ends.  ``check`` switches on checked mode, as COLLECTIVES_CHECK=1 does.
+
     Raises MpiNotFound if no MPI is found, or none that supports the options.
     """
-    _check(size, command, timeout)
+    _check(size, command, timeout, drop_in, traffic)
     directory = None if flight is None else made_directory(flight)
     mpirun = find_mpirun()
     options = fault_tolerance_args(mpirun) if fault_tolerant else ()
+    command = [*[DROP_IN] * drop_in, *[TRAFFIC] * traffic, *command]
     words = [mpirun.path, "-n", str(size), *options, *mpi_args, *bootstrap.command(command)]
     notes: list[str] = []
     extra = dict(env or {})
     if directory is not None:
         extra["COLLECTIVES_FLIGHT"] = str(directory)
+    if check:
+        extra["COLLECTIVES_CHECK"] = "1"
     with contextlib.ExitStack() as stack:
         home = stack.enter_context(tempfile.TemporaryDirectory(prefix="collectives-job-"))
         monitor = stack.enter_context(process_monitor.ProcessMonitor(home))
@@ -131,13 +142,17 @@ def launch(
         return subprocess.CompletedProcess(words, status, _text(out), _text(err, "".join(notes)))
 
 
-def _check(size: int, command: Sequence[str], timeout: float | None) -> None:
+def _check(
+    size: int, command: Sequence[str], timeout: float | None, drop_in: bool, traffic: bool
+) -> None:
     if isinstance(command, str):
         raise TypeError(f"command is a list of words, not the text {command!r}")
     if operator.index(size) < 1 or not command:
         raise ValueError("a job needs at least one rank and a script or a module to run")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout} s; it must be positive, or None for no limit")
+    if traffic and not drop_in:
+        raise ValueError("traffic needs drop_in: it is recorded on the COMM_WORLD of that")
 
 
 def made_directory(flight: str | Path) -> Path:

@@ -28,7 +28,7 @@ _RANKS = {
     "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1",
 }
 _OPEN_MPI = {
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     # No binding: otherwise two jobs on one machine bind to the same first cores, and all threads of
     # a rank to one core.  For two ranks on two cores the latency is the same.
     "PRTE_MCA_hwloc_default_binding_policy": "none",

@@ -8,9 +8,13 @@ import os
 import runpy
 import signal
 import sys
+from itertools import takewhile
 from typing import NoReturn
 
 from collectives.launch import bootstrap
+from collectives.launch.drop_in import DropIn
+
+DROP_IN, TRAFFIC = "--drop-in", "--traffic"  # may precede the program
 
 
 def run_rank(command: list[str]) -> None:
@@ -19,18 +23,30 @@ def run_rank(command: list[str]) -> None:
     This does not work before MPI_Init: with MPICH the other ranks then wait in MPI_Init for ever,
     and Open MPI 5's mpirun hangs if it has to end a rank that is just connecting.  Therefore a
     failing rank also reports to the launcher, which ends the job if mpirun does not.
+
+    `command`: the program, after the options of this file.
     """
+    drop_in, command = _drop_in(command)
     _line_buffer_stdout()
     atexit.register(bootstrap.leave)
+    atexit.register(drop_in.end)
     _report_successful_exits()
-    bootstrap.report_mpi_init()
+    bootstrap.report_mpi_init(drop_in.begin)
     sys.argv = ["mpi4py", *command]
     try:
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     except BaseException as error:
         if status := _status(error):
+            drop_in.end(has_failed=True)
             bootstrap.leave(status)
         raise
+
+
+def _drop_in(command: list[str]) -> tuple[DropIn, list[str]]:
+    """What the options in front of the program ask for, and the program."""
+    options = list(takewhile({DROP_IN, TRAFFIC}.__contains__, command))
+    drop_in = DropIn(is_wanted=DROP_IN in options, is_recorded=TRAFFIC in options)
+    return drop_in, command[len(options) :]
 
 
 def _report_successful_exits() -> None:

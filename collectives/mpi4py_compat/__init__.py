@@ -4,5 +4,7 @@ It converts mpi4py's buffers, operations and requests to the library's arrays, o
 """
 
 from collectives.mpi4py_compat.intracomm import Intracomm
+from collectives.mpi4py_compat.traffic import Traffic
+from collectives.mpi4py_compat.world import replace_world
 
-__all__ = ["Intracomm"]
+__all__ = ["Intracomm", "Traffic", "replace_world"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.communicator import Communicator, adopt, mode_of
+from collectives.communicator import Communicator, adopt, adopt_child, mode_of
 from collectives.diagnostics import Ledger
 from collectives.mpi4py_compat.objects import ObjectCalls
 from collectives.mpi4py_compat.requests import (
@@ -28,18 +28,29 @@ def _converting(method: Callable[..., Any]) -> Any:
 
     @wraps(method)
     def converting(self: Any, *args: Any, **named: Any) -> Any:
-        return converted(method(self, *args, **named))
+        return converted(method(self, *args, **named), parent=self)
 
     return converting
+
+
+def _constant(method: Callable[..., MPI.Comm]) -> Any:
+    """A class method that returns COMM_WORLD itself, replaced or not, for its handle."""
+
+    @wraps(method)
+    def of_handle(_: type, handle: int) -> MPI.Comm:
+        comm = method(handle)
+        return MPI.COMM_WORLD if comm == MPI.COMM_WORLD else comm
+
+    return classmethod(of_handle)
 
 
 class DropInCollectives(ObjectCalls):
     """The collectives of this library, under mpi4py's names, for an MPI intracommunicator."""
 
-    _communicator: Communicator | None = None
-    _duplicate: tuple[MPI.Intracomm, MPI.Request] | None = (
-        None  # for the library, once `Idup` is called
-    )
+    _communicator: Communicator | None = None  # None also after `Revoke`
+    _made: Communicator | None = None  # the same, until it is freed
+    _parent: Communicator | None = None  # of the communicator from which this one was made
+    _duplicate: tuple[MPI.Intracomm, MPI.Request] | None = None  # for the library
     _is_freed = False
 
     @property
@@ -55,9 +66,15 @@ class DropInCollectives(ObjectCalls):
         assert isinstance(self, MPI.Intracomm)
         if not self or self._is_freed:
             raise MPI.Exception(MPI.ERR_COMM)
-        duplicate = self._duplicate or MPI.Intracomm(self).Idup()
-        made = adopt(duplicate, thread=progress_thread(), mode=mode_of(None))
-        self._communicator, self.pending_operations = made, set[Operation]()
+        if self._made is not None:
+            raise MPI.Exception(MPI.ERR_REVOKED)
+        self._duplicate = self._duplicate or MPI.Intracomm(self).Idup()
+        if self._parent is None:
+            made = adopt(self._duplicate, thread=progress_thread(), mode=mode_of(None))
+        else:
+            made = adopt_child(self._duplicate, self._parent)
+        self._communicator = self._made = made
+        self.pending_operations = set[Operation]()
         session = made._session
         session.thread_delay = THREAD_DELAY
         if session.checker is not None:
@@ -66,7 +83,10 @@ class DropInCollectives(ObjectCalls):
 
     @contextmanager
     def record(self) -> Iterator[Ledger]:
-        """Record what the collectives of this communicator send inside the block."""
+        """Record what this communicator's collectives send inside the block.
+
+        It also records what the communicators made from this one send.
+        """
         with self.communicator.record() as ledger:
             yield ledger
 
@@ -76,7 +96,9 @@ class Intracomm(DropInCollectives, MPI.Intracomm):
 
     It is `comm` with another type: it has the same handle and the same point-to-point calls.
     Making one is a collective call, because `comm` is duplicated for the library's own messages.
-    `Free` frees both; of COMM_WORLD and COMM_SELF it frees only the duplicate.
+    `Free` frees both; of COMM_WORLD and COMM_SELF it frees only the duplicate.  Where
+    `python -m collectives.launch --drop-in` has replaced `MPI.COMM_WORLD`, that is a constant: it
+    cannot be freed, and it pickles.
 
     It has all collectives of mpi4py, with mpi4py's buffer specifications, operations and errors:
     blocking, non-blocking (`Iallreduce`) and persistent ones (`Allreduce_init`), and the lower-case
@@ -119,7 +141,7 @@ class Intracomm(DropInCollectives, MPI.Intracomm):
     def Idup(self, info: MPI.Info | None = None) -> tuple[Intracomm, MPI.Request]:
         """A duplicate that can be used when the request is complete."""
         made, request = super().Idup(info)
-        made._duplicate = MPI.Intracomm(self).Idup()
+        made._parent, made._duplicate = self._made, MPI.Intracomm(self).Idup()
         return made, request
 
     def Idup_with_info(self, info: MPI.Info) -> tuple[Intracomm, MPI.Request]:
@@ -131,6 +153,24 @@ class Intracomm(DropInCollectives, MPI.Intracomm):
         """A communicator of a group, as `MPI.Intracomm.Create_from_group` makes it."""
         return converted(MPI.Intracomm.Create_from_group(*args, **named))
 
+    # The constant, if it was replaced: see `replace_world`
+
+    def __reduce__(self) -> Any:
+        return "COMM_WORLD" if self is MPI.COMM_WORLD else super().__reduce__()
+
+    fromhandle = _constant(MPI.Comm.fromhandle)
+    fromint = _constant(MPI.Comm.fromint)
+    f2py = _constant(MPI.Comm.f2py)
+
+    # Their end
+
+    def Revoke(self) -> None:
+        """Let all calls on this communicator fail, on all its ranks."""
+        super().Revoke()
+        if self._duplicate is not None:
+            self._duplicate[0].Revoke()
+        self._communicator = None
+
     def Free(self) -> None:
         """Free the communicator.  All its ranks call this."""
         self._free_duplicate()
@@ -138,9 +178,11 @@ class Intracomm(DropInCollectives, MPI.Intracomm):
             super().Free()
 
     def free(self) -> None:
-        """Call `Free` if not null."""
-        if self and not self._is_freed:
-            self.Free()
+        """Call `Free` if not null or a constant."""
+        if self is not MPI.COMM_WORLD:
+            if self and not self._is_freed:
+                self.Free()
+            super().free()  # the handles of COMM_WORLD and COMM_SELF become null
 
     def Disconnect(self) -> None:
         """Free the communicator when its messages are complete.  All its ranks call this."""
@@ -148,13 +190,13 @@ class Intracomm(DropInCollectives, MPI.Intracomm):
         super().Disconnect()
 
     def _free_duplicate(self) -> None:
-        if not self or self._is_freed:
+        if not self or self._is_freed or self is MPI.COMM_WORLD:
             raise MPI.Exception(MPI.ERR_COMM)
-        if self._duplicate is not None:
+        if self._duplicate is not None and self._made is None:
             _ = self.communicator  # made, so that it can be freed
-        if self._communicator is not None:  # as in MPI, pending operations are completed first
-            when_all_done(list(self.pending_operations), self._communicator.free)
-        self._communicator, self._is_freed = None, True
+        if self._made is not None:  # as in MPI, pending operations are completed first
+            when_all_done(list(self.pending_operations), self._made.free)
+        self._communicator, self._made, self._is_freed = None, None, True
 
 
 class Cartcomm(Intracomm, MPI.Cartcomm):
@@ -179,16 +221,18 @@ _TYPES: tuple[tuple[type[MPI.Comm], Any], ...] = (
 )
 
 
-def converted(comm: MPI.Comm) -> Any:
+def converted(comm: MPI.Comm, parent: DropInCollectives | None = None) -> Any:
     """The communicator as a drop-in; COMM_NULL and intercommunicators are returned unchanged.
 
-    A collective call.
+    A collective call.  `parent`: the communicator from which it was made, if it has the same ranks
+    or fewer.
     """
-    if isinstance(comm, DropInCollectives) and comm:
+    if comm and not isinstance(comm, DropInCollectives):
+        kind = next((ours for theirs, ours in _TYPES if isinstance(comm, theirs)), None)
+        if kind is None:
+            return comm
+        comm = MPI.Intracomm.__new__(kind, comm)  # `__init__` does not know the parent
+    if comm and isinstance(comm, DropInCollectives):
+        comm._parent = None if parent is None else parent._made
         _ = comm.communicator
-    if not comm or isinstance(comm, DropInCollectives):
-        return comm
-    for theirs, ours in _TYPES:
-        if isinstance(comm, theirs):
-            return ours(comm)
     return comm

@@ -4,6 +4,7 @@ A schedule says which blocks are sent; a program says which bytes of which buffe
 """
 
 from collectives.programs.lanes import Lanes, num_lanes
+from collectives.programs.placement import passing_blocks
 from collectives.programs.program import (
     INPUT,
     OUTPUT,
@@ -15,7 +16,16 @@ from collectives.programs.program import (
     assembled,
     compile_call,
 )
-from collectives.programs.steps import Combine, Counts, Lane, Message, Move, OwnCounts, Step
+from collectives.programs.steps import (
+    Combine,
+    CountOfEachBlock,
+    Counts,
+    Lane,
+    Message,
+    Move,
+    OwnCounts,
+    Step,
+)
 
 __all__ = [
     "INPUT",
@@ -23,6 +33,7 @@ __all__ = [
     "SCRATCH",
     "CallSpec",
     "Combine",
+    "CountOfEachBlock",
     "Counts",
     "Kind",
     "Lane",
@@ -36,4 +47,5 @@ __all__ = [
     "assembled",
     "compile_call",
     "num_lanes",
+    "passing_blocks",
 ]

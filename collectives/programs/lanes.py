@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
 from typing import NamedTuple, cast
 
-from collectives.algorithms import Algorithm
+from collectives.algorithms import Algorithm, Option
 from collectives.programs.placement import compile_lane
 from collectives.programs.steps import Aliasing, Counts, Lane
 from collectives.schedule import SPECS, outgoing
@@ -72,7 +72,7 @@ def _events(num_lanes: int, num_rounds: int) -> list[Event]:
 
 
 def num_lanes(
-    algorithm: Algorithm, size: int, num_bytes: int, options: tuple[tuple[str, int], ...] = ()
+    algorithm: Algorithm, size: int, num_bytes: int, options: tuple[tuple[str, Option], ...] = ()
 ) -> int:
     """The number of lanes into which all ranks cut `num_bytes` (the n of the formulas)."""
     if num_bytes <= SEGMENT_BYTES or not SPECS[algorithm.collective].is_reduction:
@@ -83,15 +83,15 @@ def num_lanes(
 
 @lru_cache(maxsize=256)
 def _num_divisible(
-    algorithm: Algorithm, size: int, options: tuple[tuple[str, int], ...]
+    algorithm: Algorithm, size: int, options: tuple[tuple[str, Option], ...]
 ) -> int | None:
     """The number of blocks into which a reduction cuts n, if lanes can cut each block further.
 
     None if the algorithm has its own segments, or sends several blocks in one message.
     """
-    if "segments" in algorithm.options or size == 1:
+    if "segments" in algorithm.options or (size == 1 and not dict(options).get("shards")):
         return None
-    num_pieces = algorithm.case(size, **dict(options)).num_pieces
+    num_pieces = algorithm.case(size, None, **dict(options)).num_pieces
     if SPECS[algorithm.collective].has_pieces:
         return num_pieces
     sends_single_blocks = num_pieces == 1 and all(
@@ -109,7 +109,7 @@ def compile_lanes(
     size: int,
     root: int,
     counts: Counts,
-    options: tuple[tuple[str, int], ...],
+    options: tuple[tuple[str, Option], ...],
     aliasing: Aliasing,
     num_lanes: int,
 ) -> Lanes:
@@ -126,8 +126,6 @@ def compile_lanes(
 
     @cache  # most lanes are equal
     def lane(*parts: int) -> Lane:
-        if isinstance(counts, int):
-            return compiled(parts[0], aliasing=aliasing)
         return compiled(counts, aliasing=aliasing, parts=parts)
 
     starts = [number * stride for number in range(num_lanes)]

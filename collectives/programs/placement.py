@@ -18,11 +18,12 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from collectives.algorithms import Algorithm
+from collectives.algorithms import Algorithm, Option
 from collectives.programs.lifetimes import Arena, Outline, outline
 from collectives.programs.steps import (
     Aliasing,
     Combine,
+    CountOfEachBlock,
     Counts,
     Lane,
     Message,
@@ -42,13 +43,14 @@ from collectives.schedule import (
     by_rank,
     consecutive,
     even_counts,
+    incoming,
     original,
 )
 
 
 @lru_cache(maxsize=256)
 def _outlined(
-    algorithm: Algorithm, rank: int, size: int, root: int, options: tuple[tuple[str, int], ...]
+    algorithm: Algorithm, rank: int, size: int, root: int, options: tuple[tuple[str, Option], ...]
 ) -> tuple[int, Sequence[Block], Sequence[Block], Outline]:
     """The number of pieces, the blocks of `rank` before and after, and its schedule's outline."""
     collective, given = algorithm.collective, dict(options)
@@ -58,26 +60,46 @@ def _outlined(
     return case.num_pieces, before(collective, rank, case), after(collective, rank, case), made
 
 
+@lru_cache(maxsize=256)
+def passing_blocks(
+    algorithm: Algorithm, rank: int, size: int, options: tuple[tuple[str, Option], ...] = ()
+) -> tuple[Block, ...]:
+    """The blocks of an all-to-all that come to `rank` only to be sent on, in this order."""
+    schedule = algorithm.schedule(rank, size, None, **dict(options))
+    arriving = (block for each in schedule for op in incoming(each) for block in op.targets)
+    home = frozenset(after(algorithm.collective, rank, algorithm.case(size, None, **dict(options))))
+    return tuple(block for block in dict.fromkeys(arriving) if block not in home)
+
+
 def compile_lane(
     algorithm: Algorithm,
     rank: int,
     size: int,
     root: int,
     counts: Counts,
-    options: tuple[tuple[str, int], ...] = (),
+    options: tuple[tuple[str, Option], ...] = (),
     aliasing: Aliasing = "none",
     parts: tuple[int, ...] | None = None,
 ) -> Lane:
     """The steps of one rank.
 
     `counts`: the elements of the vector (broadcast, reduce, all-reduce), or of each rank's block,
-    or for all-to-all `OwnCounts`, or the p x p table of elements from source to destination.
-    `aliasing`: the offset in elements of the output from the input in memory; "none" if they do not
-    overlap; "odd" if they overlap in a way that needs a copy of the input.  `parts`: the number of
-    elements of each rank's block, from its beginning, that this lane works on; None: all.
+    or for all-to-all `OwnCounts`, `CountOfEachBlock`, or the p x p table of elements from source to
+    destination.  `aliasing`: the offset in elements of the output from the input in memory; "none"
+    if they do not overlap; "odd" if they overlap in a way that needs a copy of the input.  `parts`:
+    the number of elements of the vector, or of each rank's block, from its beginning, that this
+    lane works on; None: all.
     """
     num_pieces, held, wanted, made = _outlined(algorithm, rank, size, root, options)
-    sizes = block_sizes(algorithm.collective, counts, num_pieces)
+    if isinstance(counts, int):
+        sizes = block_sizes(algorithm.collective, parts[0] if parts else counts, num_pieces)
+        initial, final = _vectors(held, sizes, counts), consecutive("output", wanted, sizes)
+        return _Compiler(sizes, initial, final, aliasing).lane(made)
+    if isinstance(counts, CountOfEachBlock):
+        wanted = [*wanted, *passing_blocks(algorithm, rank, size, options)]
+        sizes = dict.fromkeys([*held, *wanted], counts.num_elements)
+    else:
+        sizes = block_sizes(algorithm.collective, counts, num_pieces)
     initial, final = consecutive("input", held, sizes), consecutive("output", wanted, sizes)
     if parts is not None:
         sizes = by_rank(parts)
@@ -85,10 +107,19 @@ def compile_lane(
     return _Compiler(sizes, initial, final, aliasing).lane(made)
 
 
+def _vectors(held: Sequence[Block], sizes: Mapping[Block, int], stride: int) -> dict[Block, Region]:
+    """The pieces of the vectors of this rank, each of which begins `stride` after the previous."""
+    regions: dict[Block, Region] = {}
+    for number, first in enumerate(range(0, len(held), len(sizes))):
+        pieces = held[first : first + len(sizes)]
+        regions |= consecutive("input", pieces, sizes, start=number * stride)
+    return regions
+
+
 def _beginnings(regions: Mapping[Block, Region], sizes: Mapping[Block, int]) -> dict[Block, Region]:
     """The regions of the first elements of each block, as many as `sizes` says."""
     return {
-        block: region._replace(stop=region.start + sizes[block])
+        block: region._replace(stop=region.start + sizes[original(block, sizes)])
         for block, region in regions.items()
     }
 
@@ -110,10 +141,10 @@ def block_sizes(collective: str, counts: Counts, num_pieces: int) -> dict[Block,
 def _sizes(collective: str, counts: tuple[Any, ...]) -> dict[Block, int]:
     """The number of elements of every block, or of those that one rank knows."""
     if isinstance(counts, OwnCounts):
-        me, sent, received = counts
+        me, sent, received, passing = counts
         sizes: dict[Block, int] = {(me, rank): size for rank, size in enumerate(sent)}
         sizes.update({(rank, me): size for rank, size in enumerate(received)})
-        return sizes
+        return {**sizes, **dict(passing)}
     return by_pair(counts) if collective == "all_to_all" else by_rank(counts)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.algorithms import Algorithm
+from collectives.algorithms import Algorithm, Option
 from collectives.arrays import Operator
 from collectives.diagnostics import Sent
 from collectives.programs.lanes import Lanes, compile_lanes
@@ -68,14 +68,14 @@ class CallSpec(NamedTuple):
 
     `counts`: elements; see `placement.compile_lane`.  `algorithm`, `options` and `segments`: see
     `select.Choice`.  `chosen`: the algorithm as a caller names it.  `aliasing`: see
-    `placement.compile_lane`.  `shape`: the shape of the caller's array.  `label`: the name in the
-    ledger, if it is not the collective's.  `blocking` and `out`: whether the call blocks, and
-    whether the caller passes `out`; they are only compared in checked mode.
+    `placement.compile_lane`.  `shape`: the shape of the caller's array, or of one of its shards.
+    `label`: the name in the ledger, if it is not the collective's.  `blocking` and `out`: whether
+    the call blocks, and whether the caller passes `out`; they are only compared in checked mode.
     """
 
     collective: str
     algorithm: Algorithm
-    options: tuple[tuple[str, int], ...]
+    options: tuple[tuple[str, Option], ...]
     segments: int
     chosen: str
     dtype: np.dtype[Any]
@@ -92,6 +92,12 @@ class CallSpec(NamedTuple):
     def names(self) -> tuple[str, str]:
         """The names of the collective and the algorithm in the ledger."""
         return self.label or self.collective, self.chosen
+
+    def num_contributions(self, size: int) -> int:
+        """The number of arrays that a reduction on `size` ranks combines."""
+        options: dict[str, Any] = dict(self.options)
+        number: int = options.get("shards") or size
+        return number
 
     @property
     def is_recurring(self) -> bool:
@@ -146,7 +152,7 @@ def _compiled(
     size: int,
     root: int,
     counts: Counts,
-    options: tuple[tuple[str, int], ...],
+    options: tuple[tuple[str, Option], ...],
     aliasing: Aliasing,
     num_lanes: int,
     itemsize: int,

@@ -5,20 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from collectives.schedule import Region
+from collectives.schedule import Block, Region
 
 Aliasing = int | Literal["none", "odd"]
 
 
 class OwnCounts(NamedTuple):
-    """What one rank knows of an all-to-all: the elements to each rank, and from each rank."""
+    """What one rank knows of an all-to-all: the elements to each rank, and from each rank.
+
+    `passing`: the blocks of other ranks that pass through this rank, and their elements.
+    """
 
     rank: int
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    passing: tuple[tuple[Block, int], ...] = ()
 
 
-Counts = int | tuple[int, ...] | tuple[tuple[int, ...], ...] | OwnCounts
+class CountOfEachBlock(NamedTuple):
+    """An all-to-all of the counts of blocks, `num_elements` for each block.
+
+    A rank keeps not only what is for it, but also what passes through it: its output has the blocks
+    from each rank, then those of `passing_blocks`.
+    """
+
+    num_elements: int = 1
+
+
+Counts = int | tuple[int, ...] | tuple[tuple[int, ...], ...] | OwnCounts | CountOfEachBlock
 
 
 class Message(NamedTuple):

@@ -13,7 +13,7 @@ from collectives.runtime.caching import (
 from collectives.runtime.call_cache import MISFIT
 from collectives.runtime.checked import Checker, Mode
 from collectives.runtime.compiled_support import runs_by
-from collectives.runtime.description import fields_with_header
+from collectives.runtime.description import fields_with_header, place_of_caller
 from collectives.runtime.header import Header
 from collectives.runtime.library_calls import (
     all_gather_integers,
@@ -22,6 +22,7 @@ from collectives.runtime.library_calls import (
     broadcast_integers,
     gather_bytes,
     gather_table,
+    send_counts_ahead,
     subgroup_barrier,
 )
 from collectives.runtime.numbering import CallId
@@ -55,6 +56,8 @@ __all__ = [
     "gather_table",
     "make_message_plan",
     "make_plan",
+    "place_of_caller",
     "runs_by",
+    "send_counts_ahead",
     "subgroup_barrier",
 ]

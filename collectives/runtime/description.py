@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from collectives.arrays import OPERATORS, Array, Arrays, Operator, num_elements
-from collectives.programs import CallSpec, Counts, OwnCounts
+from collectives.programs import CallSpec, CountOfEachBlock, Counts, OwnCounts
 from collectives.runtime.fingerprint import Fingerprint
 from collectives.runtime.run import Run
 from collectives.schedule import SPECS
@@ -68,7 +68,7 @@ def describe(spec: CallSpec, has_both: bool) -> Fingerprint:
 
 def _rows(counts: Counts | None, per_row: int) -> str:
     """Counts of elements as text, in rows."""
-    if counts is None or isinstance(counts, int | OwnCounts) or not per_row:
+    if counts is None or isinstance(counts, int | OwnCounts | CountOfEachBlock) or not per_row:
         return ""
     if not isinstance(counts[0], int):
         return str([[count // per_row for count in row] for row in counts])
@@ -114,9 +114,15 @@ def _in_place(spec: CallSpec, has_both: bool) -> str:
     return "no" if spec.aliasing == "none" else "yes"
 
 
-def line_of_caller() -> str:
-    """The file and line of the caller: the innermost frame outside this package."""
+def place_of_caller() -> tuple[str, int]:
+    """The path and the line of the caller: the innermost frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def line_of_caller() -> str:
+    """The file, without its folder, and the line of the caller."""
+    path, line = place_of_caller()
+    return f"{os.path.basename(path)}:{line}"

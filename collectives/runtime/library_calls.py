@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from collectives import algorithms
 from collectives.arrays import HOST, Arrays, Bytes
-from collectives.programs import Message, Step
+from collectives.programs import CountOfEachBlock, Message, Step, passing_blocks
 from collectives.runtime import header
 from collectives.runtime.header import Header
 from collectives.runtime.numbering import CallId
 from collectives.runtime.session import Session
 from collectives.runtime.work import Steps
-from collectives.schedule import Region, Round, incoming, outgoing
+from collectives.schedule import Piece, Region, Round, incoming, outgoing
+from collectives.selection import select
 
 _NOTHING = Region("input", 0, 0)
 
@@ -63,6 +64,33 @@ def gather_table(
     spec = session.spec("all_gather", arrays, (mine.size,) * size, label=label)
     yield from session.perform(spec, arrays, call_id, is_ahead=is_ahead, fields=fields)
     return table
+
+
+def send_counts_ahead(
+    session: Session,
+    counts: Sequence[int],
+    algorithm: str,
+    call_id: CallId,
+    fields: Mapping[str, str],
+) -> Steps:
+    """Send the count of every block the way that an all-to-all by `algorithm` sends the block.
+
+    If the algorithm cuts blocks, each piece has the count of its block.  `counts`: those of this
+    rank's blocks, for each rank.  Returns the counts of the blocks from each rank, as a list, and a
+    dict of those of the blocks that pass through this rank.
+    """
+    rank, size = session.transport.rank, session.transport.size
+    choice = select.choose("all_to_all", algorithm, size, 0, topology=session.topology)
+    num_pieces = choice.algorithm.case(size, None, **choice.options).num_pieces
+    passing = passing_blocks(choice.algorithm, rank, size, tuple(choice.options.items()))
+    known = np.empty(size * num_pieces + len(passing), np.int64)
+    arrays = Arrays(HOST, np.repeat(np.array(counts, np.int64), num_pieces), known)
+    named: dict[str, Any] = {"algorithm": algorithm, "label": "counts"}
+    spec = session.spec("all_to_all", arrays, CountOfEachBlock(), **named)
+    yield from session.perform(spec, arrays, call_id, is_ahead=True, fields=fields)
+    received, others = np.split(known, [size * num_pieces])
+    blocks = [each.block if isinstance(each, Piece) else each for each in passing]
+    return received[::num_pieces].tolist(), dict(zip(blocks, others.tolist(), strict=True))
 
 
 # Complete calls

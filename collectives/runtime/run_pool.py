@@ -70,7 +70,7 @@ class RunPool:
         if not spec.is_recurring:
             return self.new_call(spec, arrays, tag, number)
         key = spec, arrays.backend.name, is_ahead
-        run = self._reuse(key, arrays, tag, spec.op)
+        run = self._reuse(key, arrays, tag, spec)
         if run is None:
             numbered = self._number_ahead if is_ahead else self._number
             run = self._of_call(spec, arrays, tag, numbered, is_ahead=is_ahead)
@@ -122,14 +122,14 @@ class RunPool:
     # Those that are kept
 
     def _reuse(
-        self, key: Hashable, arrays: Arrays, tag: int, op: Operator | None = None
+        self, key: Hashable, arrays: Arrays, tag: int, spec: CallSpec | None = None
     ) -> Run | None:
         """An idle run with new arrays, or None."""
         idle = self._idle.get(key)
         if not idle:
             return None
         run = idle.pop()
-        run.execution.attach(self._operands(arrays, run.program, op), tag)
+        run.execution.attach(self._operands(arrays, run.program, spec), tag)
         return run
 
     def _lend(self, run: Run, key: Hashable, number: int) -> Run:
@@ -158,7 +158,7 @@ class RunPool:
     ) -> Run:
         rank, size = self._transport.rank, self._transport.size
         program = compile_call(spec, rank, size)
-        operands = self._operands(arrays, program, spec.op)
+        operands = self._operands(arrays, program, spec)
         run = self._run(spec.names, program, operands, tag, numbered)
         run.is_ahead, run.show_position = is_ahead, partial(_schedule_grid, spec, rank, size)
         return run
@@ -187,13 +187,16 @@ class RunPool:
         )
         return Run(transport, program, execution, recorder, log)
 
-    def _operands(self, arrays: Arrays, program: Program, op: Operator | None) -> Operands:
-        """The operands of a program, with scratch memory."""
+    def _operands(self, arrays: Arrays, program: Program, spec: CallSpec | None) -> Operands:
+        """The operands of a program, with scratch memory.  `spec`: of a collective."""
         dtype, num_bytes = arrays.dtype, program.num_scratch
         scratch = None
         if num_bytes:
             scratch = arrays.backend.empty((num_bytes // dtype.itemsize,), dtype)
-        return operands_of(arrays, scratch, op, self._transport.size)
+        if spec is None:
+            return operands_of(arrays, scratch)
+        divisor = spec.num_contributions(self._transport.size)
+        return operands_of(arrays, scratch, spec.op, divisor)
 
 
 def operands_of(

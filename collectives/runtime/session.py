@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from collectives.arrays import Arrays, Operator, validation
-from collectives.diagnostics import Ancestry, Ledger
+from collectives.diagnostics import Ancestry, Recording, current_phase
 from collectives.engines import ProgressThread, Transport
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
 from collectives.programs import CallSpec, Counts
@@ -20,6 +20,7 @@ from collectives.runtime.numbering import CallId, ConcurrentCall, Numbering
 from collectives.runtime.run import Run
 from collectives.runtime.run_pool import RunPool
 from collectives.runtime.work import Steps, Work
+from collectives.schedule import Topology
 from collectives.selection import Decisions, select
 
 FREED = "this communicator was freed"
@@ -40,13 +41,16 @@ class Session:
         thread: ProgressThread | None = None,
         check: Mode | None = None,
         axis: str = "",
+        topology: Topology | None = None,
     ) -> None:
+        self.topology = topology or Topology.consecutive(transport.size, transport.size)
         self.transport, self.timeout, self.name, self.axis = transport, timeout, name, axis
         self.thread, self.thread_delay = thread, 0.0
         self.numbering = Numbering(transport.num_tags)
         self.checker = None if check is None else Checker(self, check)
         self.decisions: Decisions | None = None
-        self.ledgers: list[Ledger] = []
+        self.ledgers: list[Recording] = []
+        self.phase_of_call: Callable[[], str] = current_phase
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
         self._family: WeakSet[Session] = WeakSet() if parent is None else parent._family
         self._family.add(self)
@@ -70,8 +74,11 @@ class Session:
             for ledgers, ranks in self.ancestry
         ]
         check = None if self.checker is None else self.checker.mode
-        child = Session(transport, self.timeout, name, self, ancestry, self.thread, check, axis)
-        child.decisions = self.decisions
+        child = Session(
+            transport, self.timeout, name, self, ancestry, self.thread, check, axis,
+            self.topology.among(members),
+        )  # fmt: skip
+        child.decisions, child.phase_of_call = self.decisions, self.phase_of_call
         return child
 
     # Calls in order
@@ -207,7 +214,7 @@ class Session:
         self.plan_cache.forget()
 
     @contextmanager
-    def recording(self, ledger: Ledger) -> Iterator[None]:
+    def recording(self, ledger: Recording) -> Iterator[None]:
         """Record the calls of this communicator, and of all communicators made from it."""
         self.ledgers.append(ledger)
         self._refresh_family()
@@ -243,7 +250,12 @@ class Session:
         dtype, size = arrays.dtype, self.transport.size
         num_bytes = select.num_bytes_of(counts, dtype.itemsize)
         like = arrays.target if arrays.source is None else arrays.source
-        choice = select.choose(collective, algorithm, size, num_bytes, op, self.decisions)
+        choice = select.choose(
+            collective, algorithm, size, num_bytes, op, self.decisions, self.topology
+        )
+        shape = None if like is None else tuple(like.shape)
+        if shape is not None and choice.options.get("shards"):
+            shape = shape[1:]  # ranks may have different numbers of shards
         return CallSpec(
             collective,
             choice.algorithm,
@@ -255,7 +267,7 @@ class Session:
             root,
             op,
             validation.aliasing(*arrays),
-            None if like is None else tuple(like.shape),
+            shape,
             label,
             {None: "", True: "yes", False: "no"}[is_blocking],
             out,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Generic, Protocol, TypeVar
 
 from collectives.arrays import validation
-from collectives.diagnostics import current_phase, in_phase
 from collectives.engines import Action, ProgressThread, Transport, deadline_in
 from collectives.errors import CollectiveTimeout
 from collectives.runtime.run import Run
@@ -23,9 +22,13 @@ header, which determines the rest of the call.
 
 
 class Owner(Protocol):
-    """What makes calls: a session."""
+    """What makes calls: a session.
+
+    `phase_of_call`: returns the phase under which a call that begins now is recorded.
+    """
 
     transport: Transport
+    phase_of_call: Callable[[], str]
 
     def when_failed(self, work: Work[Any], error: BaseException) -> None:
         """`work` has failed with `error`."""
@@ -64,7 +67,7 @@ class Work(Generic[Result]):
         self._in_flight = owner.transport.in_flight
         self._lock = threading.Lock()
         self._done_callbacks: list[Action] = []
-        self._phase = current_phase()  # of all its runs, whoever advances it, and where
+        self._phase = owner.phase_of_call()  # of all its runs, whoever advances it, and where
 
     @classmethod
     def blocking(cls, owner: Owner, steps: Steps) -> Work[Any]:
@@ -230,7 +233,7 @@ class Work(Generic[Result]):
             self._end()
         else:
             self.scratch_bytes = max(self.scratch_bytes, self._run.scratch_bytes)
-            self._run.begin()
+            self._run.begin(self._phase)
 
     def _advance(self, seconds: float) -> bool:
         """Advance it for at most `seconds`; return whether it is done.  A failure is kept."""
@@ -243,8 +246,7 @@ class Work(Generic[Result]):
                 if self._steps is None:
                     self._end()
                 else:
-                    with in_phase(self._phase):
-                        self._begin_next()
+                    self._begin_next()
                 run.give_back()
         except BaseException as error:
             self._fail(error)

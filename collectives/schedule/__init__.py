@@ -23,6 +23,7 @@ from collectives.schedule.rounds import (
     original,
     outgoing,
 )
+from collectives.schedule.topology import Topology
 from collectives.schedule.transform import (
     RankAlgorithm,
     dual,
@@ -33,6 +34,7 @@ from collectives.schedule.transform import (
     rooted,
 )
 from collectives.schedule.trees import Stream, ceil_log2, floor_log2
+from collectives.schedule.two_level import among_hosts, within_hosts
 from collectives.schedule.verify import verify_schedules
 
 __all__ = [
@@ -53,7 +55,9 @@ __all__ = [
     "ScheduleError",
     "Send",
     "Stream",
+    "Topology",
     "after",
+    "among_hosts",
     "before",
     "by_pair",
     "by_rank",
@@ -75,4 +79,5 @@ __all__ = [
     "relabelled",
     "rooted",
     "verify_schedules",
+    "within_hosts",
 ]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+from collectives.schedule import trees
 from collectives.schedule.rounds import Block
 
 
@@ -19,11 +20,14 @@ class Case(NamedTuple):
     """One instance of a collective: number of ranks, root (0 if it has none), number of pieces.
 
     The pieces are those of the vector, or of every block where there is one for each rank.
+    `num_shards`: the number of logical shards of a reduction, of which each rank brings several;
+    0: each rank brings one contribution.
     """
 
     size: int
     root: int = 0
     num_pieces: int = 1
+    num_shards: int = 0
 
 
 class Piece(NamedTuple):
@@ -98,8 +102,15 @@ SPECS: dict[str, Spec] = {
 
 
 def before(collective: str, rank: int, case: Case) -> Sequence[Block]:
-    """The blocks, in order, that `rank` holds before the collective."""
-    return _cut(SPECS[collective], SPECS[collective].before(rank, case), case)
+    """The blocks, in order, that `rank` holds before the collective.
+
+    The blocks of a logical shard have its number as their label.
+    """
+    blocks = _cut(SPECS[collective], SPECS[collective].before(rank, case), case)
+    if not case.num_shards:
+        return blocks
+    own = trees.groups(case.num_shards, case.size)[rank]
+    return [(shard, block) for shard in own for block in blocks]
 
 
 def after(collective: str, rank: int, case: Case) -> Sequence[Block]:
@@ -113,16 +124,27 @@ def _cut(spec: Spec, blocks: Sequence[Block], case: Case) -> Sequence[Block]:
     return [Piece(block, number) for block in blocks for number in range(case.num_pieces)]
 
 
+def brought(collective: str, rank: int, case: Case) -> dict[Block, tuple[int, Block]]:
+    """What `rank` brings under each name: the contribution (source, block).
+
+    The source is the rank, or the logical shard.
+    """
+    names = before(collective, rank, case)
+    if case.num_shards:
+        return {name: cast("tuple[int, Block]", name) for name in names}
+    return {name: (rank, name) for name in names}
+
+
 def holders(collective: str, case: Case) -> dict[Block, list[int]]:
-    """For each block, the ranks that hold it before the collective, in rank order."""
+    """For each block, the ranks (or shards) that have it before the collective, in order."""
     held: dict[Block, list[int]] = {}
     for rank in range(case.size):
-        for block in before(collective, rank, case):
-            held.setdefault(block, []).append(rank)
+        for source, block in brought(collective, rank, case).values():
+            held.setdefault(block, []).append(source)
     return held
 
 
 def contributions(collective: str, rank: int, sources: Sequence[int]) -> Sequence[int]:
-    """Those of the ranks that hold a block before, in rank order, which `rank`'s result takes."""
+    """Those of the sources of a block, in order, which `rank`'s result takes."""
     takes = SPECS[collective].takes
     return sources if takes is None else [source for source in sources if takes(source, rank)]

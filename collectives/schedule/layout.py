@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, product
 from typing import Literal, NamedTuple
 
-from collectives.schedule.rounds import Block
+from collectives.schedule.rounds import Block, original
 
 Buffer = Literal["input", "output", "scratch"]
 
@@ -40,12 +40,12 @@ def even_counts(num_elements: int, num_parts: int) -> tuple[int, ...]:
 
 
 def consecutive(
-    buffer: Buffer, blocks: Iterable[Block], sizes: Mapping[Block, int]
+    buffer: Buffer, blocks: Iterable[Block], sizes: Mapping[Block, int], start: int = 0
 ) -> dict[Block, Region]:
-    """The regions of consecutive blocks in a buffer, in the order given."""
-    regions, start = {}, 0
+    """The regions of consecutive blocks in a buffer from `start` on, in the order given."""
+    regions = {}
     for block in blocks:
-        stop = start + sizes[block]
+        stop = start + sizes[original(block, sizes)]
         regions[block] = Region(buffer, start, stop)
         start = stop
     return regions

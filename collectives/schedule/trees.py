@@ -78,12 +78,6 @@ def groups(size: int, num_groups: int) -> list[range]:
     return found
 
 
-def hosts(rank: int, size: int, per_host: int) -> tuple[range, range]:
-    """The ranks of this rank's host, and its counterparts: those with its place on each host."""
-    host, place = divmod(rank, per_host)
-    return range(host * per_host, (host + 1) * per_host), range(place, size, per_host)
-
-
 # Trees in which a message serves the whole subtree of the rank that gets it
 
 
@@ -92,7 +86,7 @@ class Edge(NamedTuple):
 
     parent: int
     child: int
-    subtree: range
+    subtree: Sequence[int]
 
 
 Edges = tuple[Edge, ...]

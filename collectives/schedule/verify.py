@@ -2,8 +2,9 @@
 
 The value of a block is the sequence of contributions (rank, block) it was combined from, and the
 way in which they were put together.  What is demanded is the specification's: every contribution
-exactly once, in rank order if the algorithm promises order, and put together alike on all ranks if
-it promises the same bits.  Messages must match one to one.  Anything else raises `ScheduleError`.
+exactly once, in rank order if the algorithm promises order, put together alike on all ranks if it
+promises the same bits, and along the fixed tree if it promises that.  Messages must match one to
+one.  Anything else raises `ScheduleError`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple, NoReturn
 
-from collectives.schedule.contracts import Case, after, before, contributions, holders
+from collectives.schedule import fixed_tree
+from collectives.schedule.contracts import Case, after, brought, contributions, holders
 from collectives.schedule.rounds import (
     Block,
     Operation,
@@ -47,6 +49,7 @@ def verify_schedules(
     *,
     is_ordered: bool = True,
     is_bitwise: bool = True,
+    is_invariant: bool = False,
 ) -> None:
     """Prove the schedules of all ranks of one collective, or raise `ScheduleError`."""
     run = _Run(collective, case, schedules)
@@ -55,6 +58,8 @@ def verify_schedules(
     run.demand_promise(is_ordered)
     if is_bitwise:
         run.demand_same_bits()
+    if is_invariant:
+        run.demand_fixed_tree()
 
 
 def invalid_operation(op: Operation) -> str | None:
@@ -96,8 +101,8 @@ class _Run:
         self.check_operations()
         self.state: list[dict[Block, Value]] = [
             {
-                block: Value(((rank, block),), self.form((rank, block)))
-                for block in before(collective, rank, case)
+                name: Value((each,), self.form(each))
+                for name, each in brought(collective, rank, case).items()
             }
             for rank in range(case.size)
         ]
@@ -215,7 +220,10 @@ class _Run:
 
     def combine(self, coming: Value, own: Value, side: Side) -> Value:
         parts = coming.parts + own.parts if side == "left" else own.parts + coming.parts
-        return Value(parts, self.form((min(coming.form, own.form), max(coming.form, own.form))))
+        return Value(parts, self.form_of_both(coming.form, own.form))
+
+    def form_of_both(self, one: int, other: int) -> int:
+        return self.form((min(one, other), max(one, other)))
 
     def original(self, rank: int, number: int, block: Block) -> Block:
         try:
@@ -253,3 +261,23 @@ class _Run:
                 if state[block].form != self.state[other][block].form:
                     what = f"combines block {block} in another way than rank {other}"
                     self.fail_at_end(rank, block, f"{what}: their last bits may differ")
+
+    def demand_fixed_tree(self) -> None:
+        """Every block due was combined along the fixed tree over the contributions to it."""
+        forms: dict[object, int] = {}
+        for rank, state in enumerate(self.state):
+            for block in after(self.collective, rank, self.case):
+                sources = contributions(self.collective, rank, self.holders[block])
+                due = block, len(sources)
+                if due not in forms:
+                    forms[due] = self.fixed_form(sources, block)
+                if state[block].form != forms[due]:
+                    what = f"combines block {block} in another way than along the fixed tree"
+                    self.fail_at_end(rank, block, what)
+
+    def fixed_form(self, sources: Sequence[int], block: Block) -> int:
+        if len(sources) == 1:
+            return self.form((sources[0], block))
+        middle = fixed_tree.middle(0, len(sources))
+        halves = sources[:middle], sources[middle:]
+        return self.form_of_both(*(self.fixed_form(half, block) for half in halves))

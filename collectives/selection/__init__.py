@@ -5,16 +5,17 @@ All ranks choose the same algorithm, because the choice depends only on what all
 
 from collectives.selection.choice import Choice, even_parts
 from collectives.selection.cost import bounds_met
-from collectives.selection.decisions import Decisions
+from collectives.selection.decisions import Decisions, machine_in
 from collectives.selection.explanation import Explanation, explain
 from collectives.selection.labels import parse_label
-from collectives.selection.prediction import Prediction, predict
+from collectives.selection.prediction import Prediction, predict, programs
 from collectives.selection.select import (
     LOCAL_DEFAULTS,
     choose,
     is_local,
     preferences,
     preferred,
+    sends_counts_ahead,
     using,
 )
 
@@ -29,9 +30,12 @@ __all__ = [
     "even_parts",
     "explain",
     "is_local",
+    "machine_in",
     "parse_label",
     "predict",
     "preferences",
     "preferred",
+    "programs",
+    "sends_counts_ahead",
     "using",
 ]

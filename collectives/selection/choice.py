@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives.algorithms import Algorithm
+from collectives.algorithms import Algorithm, Option
 from collectives.programs import CallSpec, Counts
 from collectives.schedule import SPECS, even_counts
 
@@ -20,7 +20,7 @@ class Choice(NamedTuple):
     """
 
     algorithm: Algorithm
-    options: Mapping[str, int]
+    options: Mapping[str, Option]
     label: str
     reason: str
     segments: int

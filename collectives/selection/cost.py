@@ -135,8 +135,8 @@ def lower_bound(collective: str, p: int, n: int, pieces: int = 1) -> Bound:
 def bounds_met(algorithm: Algorithm, sizes: Iterable[int] = range(1, 65)) -> list[str]:
     """The bounds ("rounds", "bytes", "work") that the algorithm meets exactly at all `sizes`.
 
-    Sizes that it does not serve are skipped, and it has its default options.  A round in which a
-    rank sends several messages counts several times.
+    Sizes that it does not serve are skipped, and it has its default options, with equally many
+    ranks on each host.  A round in which a rank sends several messages counts several times.
     """
     met = {"rounds": "startups", "bytes": "max_bytes_per_rank", "work": "reduction_bytes"}
     if not SPECS[algorithm.collective].is_reduction:
@@ -144,6 +144,8 @@ def bounds_met(algorithm: Algorithm, sizes: Iterable[int] = range(1, 65)) -> lis
     if algorithm.collective == "barrier":
         del met["bytes"]
     for p in filter(algorithm.serves, sizes):
+        if not algorithm.hosts(p).is_even:
+            continue
         n = 5040 * p
         bound = lower_bound(algorithm.collective, p, n)
         met = {

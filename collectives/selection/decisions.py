@@ -11,7 +11,8 @@ Both write their part of a file of JSON:
      "measured": {"4": {
         "facts": {"mpi": "Open MPI 5.0.8", "when": "2025-07-01", ...},
         "tables": {"all_reduce": [{"up_to": 32768, "best": ["recursive_doubling"]},
-                                  {"up_to": null, "best": ["ring", "two_shot"]}], ...}}, ...}}
+                                  {"up_to": null, "best": ["ring", "two_shot"]}], ...}},
+                  "8 on 4 hosts": {...}, ...}}
 
 The machine is null if none was fitted.
 """
@@ -21,17 +22,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives.schedule import SPECS
+from collectives.schedule import SPECS, Topology
 from collectives.selection import machine_file
 from collectives.selection.fields import fields, items, texts
 from collectives.selection.labels import parse_label
 from collectives.selection.machine_file import Fitted
-from collectives.simulation import Machine
+from collectives.simulation import DEFAULT, Machine
 
 
 class Row(NamedTuple):
@@ -39,6 +41,25 @@ class Row(NamedTuple):
 
     largest: float
     labels: tuple[str, ...]
+
+
+class Ranks(NamedTuple):
+    """How many ranks were measured, on how many hosts."""
+
+    number: int
+    num_hosts: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number}{self._on_hosts}"
+
+    @property
+    def in_words(self) -> str:
+        """As text, with its unit."""
+        return f"{self.number} ranks{self._on_hosts}"
+
+    @property
+    def _on_hosts(self) -> str:
+        return f" on {self.num_hosts} hosts" if self.num_hosts > 1 else ""
 
 
 class Measured(NamedTuple):
@@ -54,12 +75,12 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """Measurements by number of ranks, and the fitted machine, if there is one.
+    """Measurements by numbers of ranks and hosts, and the fitted machine, if there is one.
 
     Equal only to itself, so that it can be a cache key.
     """
 
-    measured: Mapping[int, Measured]
+    measured: Mapping[Ranks, Measured]
     fitted: Fitted | None = None
 
     @classmethod
@@ -75,7 +96,7 @@ class Decisions:
         fitted = data["machine"]
         return cls(measured, None if fitted is None else machine_file.from_json(fitted, "machine"))
 
-    def including(self, ranks: int, found: Measured) -> Decisions:
+    def including(self, ranks: Ranks, found: Measured) -> Decisions:
         """These decisions and one more measurement; its tables replace those of as many ranks."""
         older = self.measured[ranks].tables if ranks in self.measured else {}
         merged = found._replace(tables={**older, **found.tables})
@@ -91,10 +112,10 @@ class Decisions:
         measured = {str(ranks): _as_dict(self.measured[ranks]) for ranks in sorted(self.measured)}
         return json.dumps({"machine": machine, "measured": measured}, indent=1) + "\n"
 
-    def machine_for(self, hosts: Sequence[int] | None) -> Machine | None:
+    def machine_for(self, topology: Topology | None) -> Machine | None:
         """The fitted machine, if it has links between all ranks on these hosts."""
         machine = None if self.fitted is None else self.fitted.machine
-        return machine if machine is not None and machine.connects(hosts) else None
+        return machine if machine is not None and machine.connects(_host_of(topology)) else None
 
     def limits(self, collective: str) -> set[float]:
         """The sizes at which its rows end."""
@@ -102,35 +123,49 @@ class Decisions:
         return {row.largest for rows in tables for row in rows}
 
     def ranked(
-        self, collective: str, ranks: int, num_bytes: float, *, instead_of: int | None = None
+        self,
+        collective: str,
+        ranks: Ranks,
+        num_bytes: float,
+        *,
+        instead_of: Ranks | None = None,
     ) -> Iterator[tuple[str, str]]:
-        """Algorithms measured on `ranks` ranks, best first, with a text that names the table.
+        """Algorithms measured on `ranks`, best first, with a text that names the table.
 
-        Some may not serve.  `instead_of`: the number of ranks of the call, if it is another.
+        Some may not serve.  `instead_of`: the ranks of the call, if they are others.
         """
         found = self.measured.get(ranks)
         if found is not None and (rows := found.tables.get(collective)):
             row = next(row for row in rows if num_bytes <= row.largest)
             nearest = "" if instead_of is None else f", the nearest to {instead_of}"
             sizes = size_range(row.largest, num_bytes, [row.largest for row in rows])
-            where = f"table measured on {ranks} ranks{nearest}: {sizes}"
+            where = f"table measured on {ranks.in_words}{nearest}: {sizes}"
             yield from ((label, where) for label in row.labels)
 
     def ranked_nearby(
-        self, collective: str, size: int, num_bytes: float
+        self, collective: str, wanted: Ranks, num_bytes: float
     ) -> Iterator[tuple[str, str]]:
-        """The same from tables of other numbers of ranks, those of the nearest to `size` first."""
-        for ranks in self._nearest(size):
-            if ranks != size:
-                yield from self.ranked(collective, ranks, num_bytes, instead_of=size)
+        """The same from tables of other numbers of ranks, the nearest first.
 
-    def _nearest(self, size: int) -> list[int]:
-        """The numbers of ranks that were measured, the nearest to `size` by ratio first."""
+        What was measured on one host says nothing about several, and the other way round.
+        """
+        for ranks in self._nearest(wanted):
+            if ranks != wanted:
+                yield from self.ranked(collective, ranks, num_bytes, instead_of=wanted)
 
-        def distance(ranks: int) -> tuple[Fraction, int]:
-            return Fraction(max(ranks, size), min(ranks, size)), ranks
+    def _nearest(self, wanted: Ranks) -> list[Ranks]:
+        """The numbers of ranks that were measured, the nearest by ratio first."""
 
-        return sorted(self.measured, key=distance)
+        def distance(ranks: Ranks) -> tuple[list[Fraction], Ranks]:
+            pairs = zip(ranks, wanted, strict=True)
+            return [Fraction(max(pair), min(pair)) for pair in pairs], ranks
+
+        alike = [r for r in self.measured if (r.num_hosts > 1) == (wanted.num_hosts > 1)]
+        return sorted(alike, key=distance)
+
+
+def _host_of(topology: Topology | None) -> tuple[int, ...] | None:
+    return None if topology is None else topology.host_of
 
 
 def size_range(largest: float, num_bytes: float, limits: Iterable[float]) -> str:
@@ -139,6 +174,21 @@ def size_range(largest: float, num_bytes: float, limits: Iterable[float]) -> str
     words = [] if below is None else [f"above {below}"]
     words += [] if largest == math.inf else [f"up to {largest}"]
     return f"{' and '.join(words)} bytes" if words else "every size"
+
+
+def machine_in(path: Path | None) -> Machine:
+    """Return the `Machine` in a file of ``python -m bench fit``.
+
+    - `path`: of the file; None: a machine that does not exist, with fast links.
+
+    Raises ValueError if the file has none, and OSError if it cannot be read.
+    """
+    if path is None:
+        return DEFAULT
+    fitted = Decisions.from_json(path.read_bytes()).fitted
+    if fitted is None:
+        raise ValueError(f"{path} has no machine; `python -m bench fit` writes one")
+    return fitted.machine
 
 
 # To and from JSON.  `place` is the path of a value, for error messages.
@@ -155,10 +205,15 @@ def _as_dict(measured: Measured) -> dict[str, Any]:
     return {"facts": dict(measured.facts), "tables": tables}
 
 
-def _ranks(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]{,8}", text):
-        raise ValueError(f"measured: {text!r} is not a number of ranks")
-    return int(text)
+_NUMBER = "([1-9][0-9]{,8})"
+_RANKS = re.compile(f"{_NUMBER}(?: on {_NUMBER} hosts)?")
+
+
+def _ranks(text: str) -> Ranks:
+    found = _RANKS.fullmatch(text)
+    if found is None or found[2] == "1":
+        raise ValueError(f"measured: {text!r} is not a number of ranks, like '8' or '8 on 4 hosts'")
+    return Ranks(int(found[1]), int(found[2] or 1))
 
 
 def _measured(value: object, place: str) -> Measured:

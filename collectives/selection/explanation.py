@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from collectives import algorithms
 from collectives.arrays import Operator
+from collectives.schedule import Topology
 from collectives.selection.decisions import Decisions
 from collectives.selection.labels import parse_label
 from collectives.selection.select import choose, predicted, preferred, restriction_of
@@ -65,11 +66,11 @@ def explain(
     num_bytes: int,
     operator: Operator | None = None,
     decisions: Decisions | None = None,
-    hosts: tuple[int, ...] | None = None,
+    topology: Topology | None = None,
 ) -> Explanation:
     """The explanation of a call.  The arguments and errors are those of `choose`."""
     text = preferred(collective) if algorithm is None else algorithm
-    choice = choose(collective, text, size, num_bytes, operator, decisions, hosts)
+    choice = choose(collective, text, size, num_bytes, operator, decisions, topology)
     is_preferred = algorithm is None and text is not None
     reason = "named by collectives.using" if is_preferred else choice.reason
     labels = dict.fromkeys(
@@ -78,8 +79,8 @@ def explain(
     restrictions = {
         label: restriction_of(parse_label(collective, label), size, operator) for label in labels
     }
-    machine = None if decisions is None else decisions.machine_for(hosts)
-    seconds = predicted(collective, size, num_bytes, machine, hosts, labels=(choice.label,))
+    machine = None if decisions is None else decisions.machine_for(topology)
+    seconds = predicted(collective, size, num_bytes, machine, topology, labels=(choice.label,))
     candidates = [Candidate(*each) for each in seconds if restrictions[each[0]] is None]
     rejected = [
         Rejected(label, words) for label, words in restrictions.items() if words is not None

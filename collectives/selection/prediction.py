@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.programs import Counts, compile_call
+from collectives.programs import Counts, Program, compile_call
+from collectives.schedule import Topology
 from collectives.selection.select import choose, num_bytes_of
 
 
@@ -33,6 +34,7 @@ def predict(
     algorithm: str | None = None,
     root: int = 0,
     in_place: bool = False,
+    topology: Topology | None = None,
 ) -> Prediction:
     """Return what the ranks will send in a call, without sending anything.
 
@@ -47,23 +49,48 @@ def predict(
     - `root`: of a rooted collective.
     - `in_place`: whether each rank's input and output share memory: they are the same vector, or
       one is this rank's part of the other.  It changes the scratch memory, and no message.
+    - `topology`: the hosts of the ranks; None: all are on one host.
 
     Returns the `Prediction`, which is exact for any algorithm and for uneven parts.  Raises
     TypeError or ValueError if the algorithm does not exist or cannot serve.
     """
-    elements = _hashable(counts)
-    chosen = choose(collective, algorithm, size, num_bytes_of(elements, itemsize))
-    spec = chosen.spec(elements, itemsize, root)
-    if in_place:
-        specs = [spec._replace(aliasing=_offset(collective, elements, r)) for r in range(size)]
-    else:
-        specs = [spec] * size
-    programs = [compile_call(each, rank, size) for rank, each in enumerate(specs)]
+    found = programs(
+        collective, size, counts, itemsize=itemsize, algorithm=algorithm, root=root,
+        in_place=in_place, topology=topology,
+    )  # fmt: skip
     sent = np.zeros((2, size, size), np.int64)
-    for rank, program in enumerate(programs):
+    for rank, program in enumerate(found):
         for _, peer, num_bytes, segments in program.sent:
             sent[:, rank, peer] += segments, num_bytes
-    return Prediction(sent[0], sent[1], tuple(program.num_scratch for program in programs))
+    return Prediction(sent[0], sent[1], tuple(program.num_scratch for program in found))
+
+
+def programs(
+    collective: str,
+    size: int,
+    counts: int | Sequence[Any],
+    *,
+    itemsize: int = 1,
+    algorithm: str | None = None,
+    root: int = 0,
+    in_place: bool = False,
+    topology: Topology | None = None,
+    ranks: Iterable[int] | None = None,
+) -> list[Program]:
+    """The programs of all ranks in a call, or of some `ranks`.
+
+    The other arguments and the errors are those of `predict`.
+    """
+    elements = _hashable(counts)
+    num_bytes = num_bytes_of(elements, itemsize)
+    chosen = choose(collective, algorithm, size, num_bytes, topology=topology)
+    spec = chosen.spec(elements, itemsize, root)
+
+    def compiled(rank: int) -> Program:
+        aliasing = _offset(collective, elements, rank) if in_place else spec.aliasing
+        return compile_call(spec._replace(aliasing=aliasing), rank, size)
+
+    return [compiled(rank) for rank in (range(size) if ranks is None else ranks)]
 
 
 def _offset(collective: str, counts: Counts, rank: int) -> int:

@@ -13,13 +13,22 @@ _NO_LIMIT = float("inf")
 class Rule(NamedTuple):
     """An algorithm for up to `largest` bytes (n) and `max_ranks` ranks.
 
-    `powers_of_two_only`: only if p is a power of two.
+    `powers_of_two_only`: only if p is a power of two.  `shares_hosts`: only if some host has
+    several ranks.
     """
 
     largest: float
     name: str
     powers_of_two_only: bool = False
     max_ranks: float = _NO_LIMIT
+    shares_hosts: bool = False
+
+
+class Hosts(NamedTuple):
+    """How many hosts there are, and how many ranks the largest one has."""
+
+    number: int
+    max_ranks: int
 
 
 # Open MPI sends messages of up to this many bytes eagerly; for longer ones it needs a rendezvous.
@@ -85,15 +94,55 @@ RULES: dict[str, Sequence[Rule]] = {
 }
 
 
-def by_rules(collective: str, size: int, num_bytes: float) -> Iterator[tuple[str, str]]:
+# The rules for several hosts, which come before those above.  Where n is large, what a host sends
+# to others decides: a hierarchical algorithm sends the least, and so does a line of neighbours.
+# Where n is small, the number of messages between hosts decides.
+HOST_RULES: dict[str, Sequence[Rule]] = {
+    "broadcast": (
+        Rule(64 * 1024, "hierarchical"),
+        Rule(_NO_LIMIT, "pipeline", max_ranks=64),
+        Rule(_NO_LIMIT, "scatter_ring_all_gather"),
+    ),
+    "reduce": (
+        Rule(64 * 1024, "hierarchical"),
+        Rule(_NO_LIMIT, "pipeline", max_ranks=64),
+        Rule(_NO_LIMIT, "reduce_scatter_gather"),
+        Rule(_NO_LIMIT, "in_order_binary"),
+    ),
+    "all_reduce": (
+        Rule(16 * 1024, "recursive_doubling"),
+        Rule(_NO_LIMIT, "hierarchical"),
+    ),
+    "all_gather": (Rule(_NO_LIMIT, "hierarchical"),),
+    "reduce_scatter": (Rule(_NO_LIMIT, "hierarchical"),),
+    "all_to_all": (
+        Rule(32 * 1024, "hierarchical", shares_hosts=True),
+        Rule(1024, "bruck"),
+        Rule(32 * 1024, "linear"),
+        Rule(_NO_LIMIT, "pairwise"),
+    ),
+}
+
+
+def rules(collective: str, hosts: Hosts) -> Sequence[Rule]:
+    """The rules of a collective on these hosts, in their order."""
+    between = HOST_RULES.get(collective, ()) if hosts.number > 1 else ()
+    return (*between, *RULES[collective])
+
+
+def by_rules(
+    collective: str, size: int, num_bytes: float, hosts: Hosts
+) -> Iterator[tuple[str, str]]:
     """The algorithms of the built-in rules that fit, best first, each with a text for its rule."""
-    is_power = size.bit_count() == 1
+    is_power, between = size.bit_count() == 1, f" on {hosts.number} hosts" * (hosts.number > 1)
     applicable = [
         rule
-        for rule in RULES[collective]
-        if size <= rule.max_ranks and (is_power or not rule.powers_of_two_only)
+        for rule in rules(collective, hosts)
+        if size <= rule.max_ranks
+        and (is_power or not rule.powers_of_two_only)
+        and (hosts.max_ranks > 1 or not rule.shares_hosts)
     ]
     for rule in applicable:
         if num_bytes <= rule.largest:
             sizes = size_range(rule.largest, num_bytes, [rule.largest for rule in applicable])
-            yield rule.name, f"built-in rule: {sizes}"
+            yield rule.name, f"built-in rule{between}: {sizes}"

@@ -15,15 +15,15 @@ from functools import lru_cache
 from itertools import chain
 
 from collectives import algorithms
-from collectives.algorithms import Algorithm, registry
-from collectives.arrays import Operator
-from collectives.programs import Counts, OwnCounts, num_lanes
-from collectives.schedule import SPECS
+from collectives.algorithms import Algorithm, Option, registry
+from collectives.arrays import Operator, validation
+from collectives.programs import CountOfEachBlock, Counts, OwnCounts, num_lanes
+from collectives.schedule import SPECS, Topology
 from collectives.selection import cost
 from collectives.selection.choice import Choice
-from collectives.selection.decisions import Decisions, size_range
+from collectives.selection.decisions import Decisions, Ranks, size_range
 from collectives.selection.labels import NamedAlgorithm, parse_label
-from collectives.selection.rules import RULES, by_rules
+from collectives.selection.rules import Hosts, by_rules, rules
 from collectives.simulation import Machine
 
 SEGMENT_BYTES = 256 * 1024
@@ -42,7 +42,7 @@ def choose(
     num_bytes: int,
     operator: Operator | None = None,
     decisions: Decisions | None = None,
-    hosts: tuple[int, ...] | None = None,
+    topology: Topology | None = None,
 ) -> Choice:
     """Return the `Choice` of a call: its algorithm and options, and the reason.
 
@@ -55,27 +55,31 @@ def choose(
     - `num_bytes`: the n of the formulas: bytes of the whole vector.
     - `operator`: of a reduction; one that does not commute needs an algorithm that keeps the order.
     - `decisions`: what was measured, which counts before the built-in rules; None: only the rules.
-    - `hosts`: the host of each rank, for predictions; None: all ranks are on the same host.
+    - `topology`: the hosts of the ranks; None: all are on one host.
 
     What was measured on so many ranks comes first, then the least time predicted on the fitted
     machine, then what was measured on the nearest number of ranks, then the built-in rules.
 
     Raises TypeError or ValueError if there is no such algorithm, or if it cannot serve.
     """
+    if topology is not None:
+        topology.check_size(size)
     if text is not None:
         found, reason = check(collective, text, size, operator), "named by the caller"
     else:
         is_free = operator is None or operator.is_commutative
-        limits = _limits(collective, decisions)
+        limits = _limits(collective, decisions, _hosts(topology, size))
         limit = limits[bisect_left(limits, num_bytes)]
-        key = collective, size, limit, is_free, decisions, hosts
+        key = collective, size, limit, is_free, decisions, topology
         found, reason = _default(*key, registry.generation())
-    return _with_options(found, reason, size, num_bytes)
+    return _with_options(found, reason, size, num_bytes, topology)
 
 
-def _with_options(found: NamedAlgorithm, reason: str, size: int, num_bytes: int) -> Choice:
-    """The choice of an algorithm, with the options and segments that depend on n."""
-    chosen = {**options(found.algorithm, size, num_bytes), **found.options}
+def _with_options(
+    found: NamedAlgorithm, reason: str, size: int, num_bytes: int, topology: Topology | None
+) -> Choice:
+    """The choice of an algorithm, with the options and segments that depend on n and the hosts."""
+    chosen = {**options(found.algorithm, size, num_bytes, topology), **found.options}
     segments = num_lanes(found.algorithm, size, num_bytes, tuple(chosen.items()))
     return Choice(found.algorithm, chosen, found.label, reason, segments)
 
@@ -84,6 +88,8 @@ def num_bytes_of(counts: Counts, itemsize: int) -> int:
     """The n of the formulas: bytes of the vector, of all blocks, or of one all-to-all input."""
     if isinstance(counts, int):
         return counts * itemsize
+    if isinstance(counts, CountOfEachBlock):
+        return counts.num_elements * itemsize
     if isinstance(counts, OwnCounts):
         return sum(counts.sent) * itemsize
     numbers = [count if isinstance(count, int) else sum(count) for count in counts]
@@ -92,9 +98,9 @@ def num_bytes_of(counts: Counts, itemsize: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _limits(collective: str, decisions: Decisions | None) -> list[float]:
+def _limits(collective: str, decisions: Decisions | None, hosts: Hosts) -> list[float]:
     """The sizes at which the choice may change, in order; between two of them it is the same."""
-    limits = {rule.largest for rule in RULES[collective]}
+    limits = {rule.largest for rule in rules(collective, hosts)}
     if decisions is None:
         return sorted(limits)
     if decisions.fitted is not None:
@@ -109,7 +115,7 @@ def _default(
     num_bytes: float,
     is_free: bool,
     decisions: Decisions | None,
-    hosts: tuple[int, ...] | None,
+    topology: Topology | None,
     generation: int,
 ) -> tuple[NamedAlgorithm, str]:
     """The algorithm that comes first and can run, and the reason.
@@ -118,29 +124,31 @@ def _default(
     registry, because algorithms can be registered again under their names.
     """
     call = collective, size, num_bytes
-    found = () if decisions is None else _found(*call, decisions, hosts)
-    for label, reason in chain(found, by_rules(*call)):
+    found = () if decisions is None else _found(*call, decisions, topology)
+    for label, reason in chain(found, by_rules(*call, _hosts(topology, size))):
         named = parse_label(collective, label)
         if named.serves(size) and (is_free or named.algorithm.is_ordered):
             return named, reason
     raise AssertionError(f"no rule for {collective} covers {num_bytes} bytes on {size} ranks")
 
 
+def _hosts(topology: Topology | None, size: int) -> Hosts:
+    """The hosts as the rules know them."""
+    return Hosts(1, size) if topology is None else Hosts(topology.num_hosts, topology.max_per_host)
+
+
 def _found(
-    collective: str,
-    size: int,
-    num_bytes: float,
-    decisions: Decisions,
-    hosts: tuple[int, ...] | None,
+    collective: str, size: int, num_bytes: float, decisions: Decisions, topology: Topology | None
 ) -> Iterator[tuple[str, str]]:
     """What measurements say, best first, each with a text for the reason."""
-    yield from decisions.ranked(collective, size, num_bytes)
-    if (machine := decisions.machine_for(hosts)) is not None:
+    ranks = Ranks(size, 1 if topology is None else topology.num_hosts)
+    yield from decisions.ranked(collective, ranks, num_bytes)
+    if (machine := decisions.machine_for(topology)) is not None:
         largest = int(min(num_bytes, max(_PRICED)))
         sizes = size_range(num_bytes, num_bytes, _PRICED)
-        for label, _ in predicted(collective, size, largest, machine, hosts):
+        for label, _ in predicted(collective, size, largest, machine, topology):
             yield label, f"least time predicted on the fitted machine: {sizes}"
-    yield from decisions.ranked_nearby(collective, size, num_bytes)
+    yield from decisions.ranked_nearby(collective, ranks, num_bytes)
 
 
 def predicted(
@@ -148,7 +156,7 @@ def predicted(
     size: int,
     num_bytes: int,
     machine: Machine | None,
-    hosts: tuple[int, ...] | None = None,
+    topology: Topology | None = None,
     labels: Iterable[str] = (),
 ) -> list[tuple[str, float]]:
     """The algorithms that can run, and the predicted seconds of each, the least first.
@@ -160,7 +168,10 @@ def predicted(
         for label in dict.fromkeys((*algorithms.names(collective), *labels))
         if (named := parse_label(collective, label)).serves(size)
     }
-    choices = {label: _with_options(named, "", size, num_bytes) for label, named in found.items()}
+    hosts = None if topology is None else topology.host_of
+    choices = {
+        label: _with_options(named, "", size, num_bytes, topology) for label, named in found.items()
+    }
     seconds = {
         label: cost.price_call(choice, size, num_bytes, machine, hosts)
         for label, choice in choices.items()
@@ -168,23 +179,33 @@ def predicted(
     return sorted(seconds.items(), key=lambda each: each[1])
 
 
-def options(algorithm: Algorithm, size: int, num_bytes: int) -> dict[str, int]:
-    """The options that depend on n: a number of segments that fit in the cache.
+def options(
+    algorithm: Algorithm, size: int, num_bytes: int, topology: Topology | None = None
+) -> dict[str, Option]:
+    """The options that are not given: the hosts, and a number of segments that fit in the cache."""
+    found: dict[str, Option] = {}
+    if "per_host" in algorithm.options:
+        found["per_host"] = topology or Topology.consecutive(size, size)
+    if "segments" in algorithm.options:
+        found["segments"] = _num_segments(algorithm, size, num_bytes)
+    return found
+
+
+def _num_segments(algorithm: Algorithm, size: int, num_bytes: int) -> int:
+    """The number of segments of a size that fits in the cache.
 
     Every number of segments of a registered algorithm must be proved when it is first used, so
     only a few numbers are used, and none for which the proof takes long.
     """
-    if "segments" not in algorithm.options:
-        return {}
     num_parts = algorithm.case(size, segments=1).num_pieces  # before they are cut into segments
     if not SPECS[algorithm.collective].has_pieces:
         num_parts *= size
     segments = max(1, -(-num_bytes // (SEGMENT_BYTES * num_parts)))
     if algorithm.is_built_in:
-        return {"segments": min(segments, _MAX_SEGMENTS)}
+        return min(segments, _MAX_SEGMENTS)
     power_of_two = 1 << (segments - 1).bit_length()
     most = min(_MAX_PROVED // (size * num_parts), _MAX_SEGMENTS)
-    return {"segments": max(1, min(power_of_two, most))}
+    return max(1, min(power_of_two, most))
 
 
 # A named algorithm
@@ -203,12 +224,16 @@ def check(
 def local(collective: str, text: str | None) -> str | None:
     """The named algorithm, or the default, for ranks that know only their own counts.
 
-    Raises ValueError if the named algorithm needs the counts of other ranks.
+    Raises ValueError if the named algorithm needs the counts of all ranks.
     """
     if text is None:
         return LOCAL_DEFAULTS.get(collective)
-    if not is_local(collective, text):
-        serving = [name for name in algorithms.names(collective) if is_local(collective, name)]
+
+    def serves(name: str) -> bool:
+        return is_local(collective, name) or sends_counts_ahead(collective, name)
+
+    if not serves(text):
+        serving = [name for name in algorithms.names(collective) if serves(name)]
         raise ValueError(
             f"{collective} by {text} needs the counts of all ranks; with this rank's counts alone "
             f"it can be made by {', '.join(serving) or 'no algorithm'}"
@@ -219,6 +244,43 @@ def local(collective: str, text: str | None) -> str | None:
 def is_local(collective: str, text: str) -> bool:
     """Whether a rank needs only its own counts for this algorithm."""
     return parse_label(collective, text).algorithm.is_local
+
+
+def with_shards(collective: str, text: str | None, shards: object) -> str | None:
+    """The algorithm of a call with this number of logical shards, which becomes its option.
+
+    None of both: the call has none.  Raises TypeError or ValueError if the number is wrong, or if
+    the algorithm does not combine along the fixed tree.
+    """
+    found = None if text is None else parse_label(collective, text)
+    named = 0 if found is None else found.options.get("shards", 0)
+    if shards is None and named:
+        raise ValueError(f"{collective} by {text} needs shards={named}, and an x with shards")
+    if shards is None:
+        return text
+    number = validation.integer(shards, "shards")
+    if number < 1 or named not in (0, number):
+        raise ValueError(f"shards must be {named or 'at least 1'}, got {number}")
+    serving = [name for name in algorithms.names(collective) if _takes_shards(collective, name)]
+    name = serving[0] if found is None else found.algorithm.name
+    if name not in serving:
+        known = ", ".join(serving)
+        raise ValueError(f"{collective} by {text} takes no shards; those that do: {known}")
+    return f"{name}(shards={number})"
+
+
+def _takes_shards(collective: str, name: str) -> bool:
+    return "shards" in algorithms.info(collective, name).options
+
+
+def sends_counts_ahead(collective: str, text: str) -> bool:
+    """Whether the counts of blocks can travel ahead of them, the way that the blocks will take.
+
+    That is so in an all-to-all that sends blocks on.  The algorithms of users are not among them,
+    because they may choose by size into how many pieces they cut blocks.
+    """
+    algorithm = parse_label(collective, text).algorithm
+    return collective == "all_to_all" and algorithm.is_built_in and not algorithm.is_local
 
 
 def restriction_of(

@@ -57,8 +57,12 @@ class Rows(NamedTuple):
 
 
 NO_ROWS = Rows(
-    *(np.zeros(0, np.int8), np.zeros(0, np.int32), np.zeros(0, np.int64)),
-    *(np.zeros(0, np.int32), np.zeros(0), 0),
+    np.zeros(0, np.int8),
+    np.zeros(0, np.int32),
+    np.zeros(0, np.int64),
+    np.zeros(0, np.int32),
+    np.zeros(0, np.float64),
+    0,
 )
 
 

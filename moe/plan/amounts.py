@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from collectives import Topology
 from parallel import PredictedCall
-from parallel.accounts import between_hosts
+from parallel.accounts import between_hosts, off_host
 from parallel.accounts.calls import Int64
 
 
@@ -36,27 +37,27 @@ class Sent(NamedTuple):
     messages_off_host: int = 0
 
 
-def sent(matrices: Int64, ranks_per_host: int) -> Sent:
-    """Return what some calls send together, on hosts of so many consecutive ranks.
+def sent(matrices: Int64, hosts: Topology) -> Sent:
+    """Return what some calls send together, on these `hosts`.
 
     `matrices` are the sum of those of the calls (`matrices_of`).
 
     Examples
     --------
+    >>> from collectives import Topology
     >>> from moe.plan.amounts import matrices_of, sent
     >>> from parallel import PredictedCall
     >>> call = PredictedCall("dispatch", "all_to_all", "linear", ((1, 2), (3, 4)), itemsize=8)
-    >>> sent(matrices_of([call], num_ranks=2), ranks_per_host=1)[:4]
+    >>> sent(matrices_of([call], num_ranks=2), Topology.consecutive(2, 1))[:4]
     (80, 40, 40, 24)
     """
     messages, whole = matrices
-    host = np.arange(len(whole)) // ranks_per_host
     others = whole * ~np.eye(len(whole), dtype=bool)
-    outside = whole * (host[:, None] != host)
+    outside = whole * off_host(hosts)
     return Sent(
-        int(whole.sum()), int(others.sum()), between_hosts(whole, ranks_per_host),
+        int(whole.sum()), int(others.sum()), between_hosts(whole, hosts),
         int(others.sum(axis=1).max()), int(outside.sum(axis=1).max()), int(messages.sum()),
-        between_hosts(messages, ranks_per_host),
+        between_hosts(messages, hosts),
     )  # fmt: skip
 
 

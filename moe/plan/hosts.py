@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from collectives import Topology
 from moe.plan.amounts import matrices_of, sent
 from moe.plan.job import Job, predicted
 from parallel import PredictedCall
@@ -58,9 +59,8 @@ def across(job: Job, axes: dict[str, int], ranks_per_host: int) -> Across:
     for call in predicted(job, axes, ranks_per_host=ranks_per_host):
         by_part[part_of(call, names)].append(call)
     size = math.prod(axes.values())
-    found = {
-        part: sent(matrices_of(calls, size), ranks_per_host) for part, calls in by_part.items()
-    }
+    hosts = Topology.consecutive(size, ranks_per_host)
+    found = {part: sent(matrices_of(calls, size), hosts) for part, calls in by_part.items()}
     return Across(
         axes,
         {part: each.off_host for part, each in found.items()},

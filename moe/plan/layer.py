@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from collectives import Topology
 from moe.plan.amounts import Sent, matrices_of, sent
 from moe.plan.job import Job, predicted
 from parallel import PredictedCall
@@ -88,6 +89,7 @@ def of_layer(
         If the job cannot be trained on such a mesh.
     """
     size = math.prod(axes.values())
+    hosts = Topology.consecutive(size, ranks_per_host)
     own: dict[str, list[PredictedCall]] = {}
     sums: list[PredictedCall] = []
     for call in predicted(job, axes, layer=layer, ranks_per_host=ranks_per_host, **changes):
@@ -101,12 +103,12 @@ def of_layer(
     order = [*KINDS, *(phase for phase in own if phase not in KINDS)]
     each = {phase: matrices_of(own[phase], size) for phase in order if phase in own}
     kinds = [
-        Kind(phase, KINDS.get(phase, "within experts"), sent(matrices, ranks_per_host))
+        Kind(phase, KINDS.get(phase, "within experts"), sent(matrices, hosts))
         for phase, matrices in each.items()
     ]
     total = sum(each.values(), np.zeros((2, size, size), np.int64))
     of_sums = matrices_of(sums, size)
-    return OfLayer(kinds, sent(total, ranks_per_host), sent(of_sums, ranks_per_host))
+    return OfLayer(kinds, sent(total, hosts), sent(of_sums, hosts))
 
 
 def of_ways(

@@ -24,14 +24,13 @@ def make_way(
 ) -> Way:
     """Return the way of this `name`, one of `WAYS`.
 
-    Raises ValueError for another name, for options that the way does not have, and if
-    `ranks_per_host` is missing where it is needed, or less than 1.
+    `ranks_per_host`: how many consecutive ranks of the mesh are on a host; None: as its
+    communicator knows.  Raises ValueError for another name, for options that the way does not have,
+    and for `ranks_per_host` less than 1.
     """
     check_choice("dispatch", name, WAYS)
     if name == "hierarchical":
-        if ranks_per_host is None or ranks_per_host < 1:
-            raise ValueError("the hierarchical dispatch needs ranks_per_host, at least 1")
-        return Hierarchical(options, team, experts, ranks_per_host)
+        return Hierarchical(options, team, experts, team.mesh.hosts(ranks_per_host))
     simple: dict[str, Callable[[Options, Team, Experts], Way]] = {
         "flat": Flat, "weights": GatheredWeights, "cheaper": Cheaper,
     }  # fmt: skip

@@ -9,13 +9,12 @@ token and their weights travel with it.  DeepSeek-AI 2024 (V3), section 3.2.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import collectives
-from collectives import Communicator, SentReceived
+from collectives import Communicator, SentReceived, Topology
 from moe import dispatch
 from moe.dispatch import Part
 from moe.exchange import Exchange, Sent
@@ -37,16 +36,17 @@ class Hosts(NamedTuple):
     per_host: int
 
     @classmethod
-    def of(cls, team: Team, ranks_per_host: int) -> Hosts:
-        """Return the hosts of a `team`, of which each has so many consecutive ranks of the mesh.
+    def of(cls, team: Team, topology: Topology) -> Hosts:
+        """Return the hosts of a `team`, on which the ranks of the mesh have this `topology`.
 
         Raises ValueError unless all teams of the mesh are divided into equal parts by hosts.
         """
         groups = [team.group()] if team.axis is None else team.mesh.ranks(team.axis)
-        sizes = {size for group in groups for size in _runs([r // ranks_per_host for r in group])}
-        if len(sizes) > 1:
+        parts = [topology.among(group) for group in groups]
+        sizes = {size for part in parts for size in part.ranks_per_host}
+        if len(sizes) > 1 or not all(part.is_consecutive for part in parts):
             raise ValueError(
-                f"hosts of {ranks_per_host} ranks do not have equally many ranks along {team.axis}"
+                f"hosts ({topology}) do not have equally many neighbouring ranks along {team.axis}"
             )
         return cls(team, sizes.pop())
 
@@ -76,12 +76,6 @@ class Hosts(NamedTuple):
         if axis is None or len(places) == 1:
             return Team(mesh, None, num_experts)
         return Team(mesh, mesh.subset(axis, places), num_experts)
-
-
-def _runs(hosts: Sequence[int]) -> list[int]:
-    """Return how often each host occurs, one after the other."""
-    ends = [i for i in range(1, len(hosts)) if hosts[i] != hosts[i - 1]]
-    return [b - a for a, b in pairwise([0, *ends, len(hosts)])]
 
 
 class Travelling(NamedTuple):
@@ -137,12 +131,12 @@ class Saved(NamedTuple):
 
 
 class Hierarchical(Way):
-    """The ranks of a `team` on hosts of `ranks_per_host` consecutive ranks of the mesh."""
+    """The ranks of a `team` on the hosts of a `topology` of the ranks of the mesh."""
 
-    def __init__(self, options: Options, team: Team, experts: Experts, ranks_per_host: int) -> None:
+    def __init__(self, options: Options, team: Team, experts: Experts, topology: Topology) -> None:
         if options.padding != "none":
             raise ValueError("the hierarchical dispatch sends exactly what is routed: padding none")
-        self.options, self.hosts = options, Hosts.of(team, ranks_per_host)
+        self.options, self.hosts = options, Hosts.of(team, topology)
         host, place = divmod(team.place(), self.hosts.per_host)
         self.between = self.hosts.between(place)
         self.inner = Flat(options, self.hosts.within(host), experts)

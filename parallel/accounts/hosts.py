@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from collectives import Topology
 from parallel.accounts.calls import Int64
 
 
@@ -17,8 +19,10 @@ def renumbered(matrix: Int64, axes: Mapping[str, int], order: Sequence[str]) -> 
     Examples
     --------
     >>> import numpy as np
+    >>> from collectives import Topology
     >>> ring = np.array([[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]])  # along tensor
-    >>> between_hosts(renumbered(ring, {"data": 2, "tensor": 2}, ("tensor", "data")), 2)
+    >>> other = renumbered(ring, {"data": 2, "tensor": 2}, ("tensor", "data"))
+    >>> between_hosts(other, Topology.consecutive(4, 2))
     4
     """
     table = np.arange(len(matrix)).reshape(tuple(axes.values()))
@@ -27,7 +31,13 @@ def renumbered(matrix: Int64, axes: Mapping[str, int], order: Sequence[str]) -> 
     return found
 
 
-def between_hosts(matrix: Int64, ranks_per_host: int) -> int:
-    """Return the bytes between hosts that have so many consecutive ranks each."""
-    host = np.arange(len(matrix)) // ranks_per_host
-    return int(matrix[host[:, None] != host[None, :]].sum())
+def off_host(topology: Topology) -> NDArray[np.bool_]:
+    """Return whether a message from row to column leaves its host, (ranks, ranks)."""
+    host = np.array(topology.host_of)
+    found: NDArray[np.bool_] = host[:, None] != host[None, :]
+    return found
+
+
+def between_hosts(matrix: Int64, topology: Topology) -> int:
+    """Return the bytes between hosts, of `matrix` from row to column."""
+    return int(matrix[off_host(topology)].sum())

@@ -16,7 +16,11 @@ SETTINGS = {
     "radix": (2, 3, 4, 8),
     "outstanding": (1, 3),
     "chains": (1, 2, 3),
-    "per_host": (1, 2, 3, 4, 8),
+    "per_host": (1, 3, 8),
+    "x": (1, 2, 3, 4),
+    "y": (1, 2, 3),
+    "aggregation": (1, 3, 16),
+    "shards": (1, 5, 8, 13, 40),
 }
 
 EVERY = [(c, a) for c in algorithms.collectives() for a in algorithms.names(c)]
@@ -34,11 +38,21 @@ def settings(collective: str, name: str) -> Iterator[dict[str, int]]:
             yield setting
 
 
+def cuts_pairs(entry: algorithms.Algorithm) -> bool:
+    """Whether it is an all-to-all that cuts each of its blocks, of which there are many."""
+    return entry.collective == "all_to_all" and entry.pieces.text != "1"
+
+
 def cases(
     collective: str, name: str, up_to: int, large: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, int]]]:
-    """(size, options): every size up to `up_to`; with other options up to 16, and `large`."""
+    """(size, options): every size up to `up_to`; with other options up to 16, and `large`.
+
+    If all p x p blocks of an all-to-all are cut, only sizes up to 24.
+    """
     entry = algorithms.info(collective, name)
+    if cuts_pairs(entry):
+        up_to, large = min(up_to, 24), [size for size in large if size <= 24]
     for size in range(1, up_to + 1):
         if entry.serves(size):
             yield size, {}

@@ -26,11 +26,13 @@ from tests.algorithms.catalogue import EVERY, each_algorithm
 MEETS = {
     "broadcast.pipeline": "bytes",
     "broadcast.binomial": "rounds",
+    "broadcast.bine": "rounds",
     "broadcast.double_binary_tree": "bytes",
     "broadcast.circulant": "rounds",
     "broadcast.hierarchical": "rounds",  # two ranks a host
     "reduce.pipeline": "bytes",
     "reduce.binomial": "rounds",
+    "reduce.bine": "rounds",
     "reduce.double_binary_tree": "bytes",
     "reduce.reduce_scatter_gather": "work",
     "reduce.ring_reduce_scatter_gather": "work",
@@ -46,14 +48,17 @@ MEETS = {
     "all_reduce.census": "rounds",
     "all_reduce.all_gather_reduce": "rounds",
     "all_reduce.hierarchical": "bytes work",
+    "all_reduce.invariant": "bytes work",
     "scatter.linear_bounded": "bytes",
     "scatter.linear": "bytes",
     "scatter.knomial": "bytes",
     "scatter.binomial": "rounds bytes",
+    "scatter.bine": "rounds bytes",
     "gather.linear_bounded": "bytes",
     "gather.linear": "bytes",
     "gather.knomial": "bytes",
     "gather.binomial": "rounds bytes",
+    "gather.bine": "rounds bytes",
     "all_gather.ring": "bytes",
     "all_gather.bidirectional_ring": "bytes",
     "all_gather.neighbour_exchange": "bytes",
@@ -61,6 +66,7 @@ MEETS = {
     "all_gather.sparbit": "rounds bytes",
     "all_gather.circulant": "rounds bytes",
     "all_gather.swing": "rounds bytes",
+    "all_gather.pat": "bytes",
     "all_gather.direct": "bytes",
     "all_gather.all_broadcast": "bytes",
     "all_gather.hierarchical": "rounds bytes",
@@ -69,12 +75,15 @@ MEETS = {
     "reduce_scatter.direct": "bytes work",
     "reduce_scatter.circulant": "rounds bytes work",
     "reduce_scatter.swing": "rounds bytes work",
+    "reduce_scatter.pat": "bytes work",
     "reduce_scatter.hierarchical": "rounds bytes work",
+    "reduce_scatter.invariant": "bytes work",
     "all_to_all.linear_sync": "bytes",
     "all_to_all.linear": "bytes",
     "all_to_all.pairwise": "bytes",
     "all_to_all.one_factor": "bytes",
     "all_to_all.bruck": "rounds",
+    "all_to_all.bine": "rounds",
     "scan.linear": "bytes",
     "scan.doubling": "rounds",
     "exscan.linear": "bytes",
@@ -98,7 +107,27 @@ def test_some_meet_more_where_p_is_a_power_of_two() -> None:
     assert met("reduce_scatter", "butterfly") == ["rounds", "bytes", "work"]
     assert met("all_gather", "recursive_doubling") == ["rounds", "bytes"]
     assert met("all_reduce", "rabenseifner") == ["bytes", "work"]
+    assert met("all_reduce", "bine") == ["bytes", "work"]
     assert met("all_reduce", "recursive_doubling") == ["rounds"]
+    assert met("all_reduce", "bine_latency") == ["rounds"]
+
+
+def test_bine_meets_more_where_p_is_even() -> None:
+    evens = range(2, 65, 2)
+    assert bounds_met(algorithms.info("reduce_scatter", "bine"), evens) == [
+        "rounds",
+        "bytes",
+        "work",
+    ]
+    assert bounds_met(algorithms.info("all_gather", "bine"), evens) == ["rounds", "bytes"]
+
+
+def test_pat_meets_the_bound_of_rounds_where_whole_halves_travel_together() -> None:
+    for name in ("all_gather", "reduce_scatter"):
+        entry = algorithms.info(name, "pat")
+        for p in range(2, 65):
+            assert entry.rounds(p=p, aggregation=p) == lower_bound(name, p, 1).rounds
+            assert entry.rounds(p=p, aggregation=1) == p - 1
 
 
 @each_algorithm

@@ -13,13 +13,13 @@ import pytest
 
 import collectives
 from bench.__main__ import main
-from collectives import ScheduleError, algorithms
+from collectives import Communicator, ScheduleError, Topology, algorithms
 from collectives.algorithms.algorithm import MAX_OPTION, MAX_PROVED
 from collectives.algorithms.formulas import MAX_PIECES, MAX_ROUNDS
 from collectives.algorithms.registry import REGISTRY, generation
 from collectives.schedule import Copy, Recv, RecvReduce, Round, Send
 from collectives.selection import select
-from collectives.selection.decisions import Decisions, Measured
+from collectives.selection.decisions import Decisions, Measured, Ranks
 from collectives.selection.decisions import Row as Best
 
 
@@ -193,7 +193,6 @@ def test_numbers_of_ranks_it_does_not_serve_are_left_out() -> None:
         ("all_reduce", {"rounds": "[1][p]"}, "list index out of range"),
         ("all_reduce", {"pieces": "3 / 2"}, "cuts into 3/2 pieces"),
         ("all_reduce", {"name": "my(line)"}, "identifier, not 'my\\(line\\)'"),
-        ("all_reduce", {"ranks": "multiple of per_host"}, "needs options with per_host"),
         ("all_reduce", {"options": {"segments": 2}}, "cannot be called with rank, size, segments"),
         ("all_reduce", {"options": {"segments": 0}}, "segments is at least 1"),
     ],
@@ -424,7 +423,7 @@ def test_the_generation_grows_with_every_registration() -> None:
 
 def test_measured_decisions_name_the_algorithm_that_was_registered_last() -> None:
     tables = {"all_reduce": (Best(math.inf, ("line",)),)}
-    decisions = Decisions({4: Measured({}, tables)})
+    decisions = Decisions({Ranks(4): Measured({}, tables)})
     for _ in range(2):
         register_line()
         chosen = select.choose("all_reduce", None, 4, 8, None, decisions)
@@ -450,3 +449,36 @@ def test_a_module_that_cannot_be_imported_is_refused(
         main(["--import", "some_module", "docs", "--check"])
     assert stop.value.code == 2
     assert f"cannot import some_module: {sentence}" in capsys.readouterr().err
+
+
+# Hosts
+
+
+def leaders(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
+    """Every rank sends its vector to the first rank of its host, and these to rank 0, and back."""
+    mates, others = hosts.mates(rank), [ranks[0] for ranks in hosts.hosts[1:]]
+    for leader, members in ((mates[0], mates[1:]), (0, others)):
+        receives = tuple(RecvReduce(member, [0], "right") for member in members)
+        yield receives if rank == leader else (Send(leader, [0]),) if rank in members else ()
+    for leader, members in ((0, others), (mates[0], mates[1:])):
+        sends = tuple(Send(member, [0]) for member in members)
+        yield sends if rank == leader else (Recv(leader, [0]),) if rank in members else ()
+
+
+def test_an_algorithm_that_knows_hosts_gets_those_of_the_communicator() -> None:
+    algorithms.register(
+        "all_reduce", options={"per_host": 2}, messages="2 * (p - 1)", is_bitwise=True
+    )(leaders)
+
+    def sent(comm: Communicator) -> Any:
+        x = np.full(3, comm.rank + 1.0)
+        with comm.record() as ledger:
+            assert comm.all_reduce(x, algorithm="leaders").tolist() == [21.0] * 3
+        whole = ledger.gather()
+        return whole and whole.host_matrix().tolist()
+
+    # Each of two other hosts sends its sum to the first one, and gets the result.
+    found = collectives.run(sent, 6, topology=Topology("abbacc"))[0]
+    assert found[0][1:] == [24, 24] and [row[0] for row in found[1:]] == [24, 24]
+    assert found[1][2] == found[2][1] == 0
+    assert collectives.run(sent, 6)[0] == [[10 * 24]]

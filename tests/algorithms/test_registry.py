@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 
-from collectives import algorithms
+from collectives import Topology, algorithms
 from collectives.algorithms import Formula
 from collectives.algorithms.extending import compare
 from collectives.algorithms.registry import COSTS
@@ -136,10 +138,23 @@ def test_restrictions_are_enforced() -> None:
         algorithms.schedule("all_reduce", "swing_latency", rank=0, size=6)
     with pytest.raises(ValueError, match="serves an even number of ranks, not 5"):
         algorithms.schedule("all_gather", "swing", rank=0, size=5)
-    with pytest.raises(ValueError, match="serves a multiple of per_host ranks, not 6"):
-        algorithms.schedule("all_gather", "hierarchical", rank=0, size=6, per_host=4)
+    hosts = Topology.consecutive(5, 2)
+    with pytest.raises(ValueError, match="a topology of 5 ranks does not fit 6 ranks"):
+        algorithms.schedule("all_gather", "hierarchical", rank=0, size=6, per_host=hosts)
+    with pytest.raises(ValueError, match=r"serves a multiple of x \* y ranks, not 18"):
+        algorithms.schedule("all_to_all", "torus", rank=0, size=18, x=2, y=2)
     with pytest.raises(ValueError, match="has no root"):
         algorithms.schedule("all_gather", "ring", rank=0, size=6, root=0)
+
+
+def test_an_all_to_all_on_a_torus_sends_along_its_lines_only() -> None:
+    sizes = 3, 2, 4
+    for rank, number in product(range(24), range(sum(sizes) - 3)):
+        (send, _) = algorithms.schedule("all_to_all", "torus", rank=rank, size=24, x=3, y=2)[number]
+        assert send.peer is not None
+        places = [np.unravel_index(each, sizes[::-1]) for each in (rank, send.peer)]
+        changed = [axis for axis, pair in enumerate(zip(*places, strict=True)) if len({*pair}) > 1]
+        assert changed == [2 if number < 2 else 1 if number < 3 else 0]
 
 
 def test_an_operation_is_a_named_tuple() -> None:

@@ -19,12 +19,18 @@ COLLECTIVES = [name for name in collectives.algorithms.collectives() if name != 
 
 
 def wrong_after(
-    collective: str, make: Any, dtype: Any = np.float32, spoil: int = 0, backend: Any = HOST
+    collective: str,
+    make: Any,
+    dtype: Any = np.float32,
+    spoil: int = 0,
+    backend: Any = HOST,
+    counts: Any = None,
 ) -> list[int]:
     """Wrong elements on each of three ranks after a run; `spoil` elements are changed first."""
 
     def body(comm):
-        case = Case(collective, comm.rank, comm.size, 60, np.dtype(dtype), "sum", 1, backend)
+        size, kind = comm.size, np.dtype(dtype)
+        case = Case(collective, comm.rank, size, 60, kind, "sum", 1, backend, counts=counts)
         buffers = make(case)
         prepare(case, buffers)
         getattr(comm, collective)(buffers.x, out=buffers.y, **case.settings)
@@ -52,6 +58,31 @@ def test_wrong_elements_are_counted(collective, backend):
     wanted = {"gather": at_root_only, "reduce": at_root_only, "exscan": after_first}
     found = wrong_after(collective, in_place, spoil=5, backend=backend)
     assert found == wanted.get(collective, [5] * SIZE)
+
+
+UNEVEN = dict.fromkeys(("scatter", "gather", "all_gather", "reduce_scatter"), (40, 0, 20))
+UNEVEN["all_to_all"] = ((10, 0, 50), (0, 0, 60), (20, 30, 10))
+
+
+@pytest.mark.parametrize("make", [out_of_place, in_place])
+@pytest.mark.parametrize("collective", UNEVEN)
+def test_right_results_of_uneven_blocks_pass(collective, make):
+    if (collective, make) != ("all_to_all", in_place):
+        counts = UNEVEN[collective]
+        assert wrong_after(collective, make, counts=counts) == [0] * SIZE
+
+
+@pytest.mark.parametrize("collective", UNEVEN)
+def test_wrong_elements_of_uneven_blocks_are_counted(collective):
+    found = wrong_after(collective, out_of_place, spoil=5, counts=UNEVEN[collective])
+    wanted = {"gather": [0, 5, 0], "scatter": [5, 0, 5], "reduce_scatter": [5, 0, 5]}
+    assert found == wanted.get(collective, [5] * SIZE)
+
+
+def test_an_all_to_all_of_uneven_blocks_has_no_place_for_both():
+    case = Case("all_to_all", 0, 3, 60, np.dtype("int8"), counts=UNEVEN["all_to_all"])
+    assert in_place(case) is None
+    assert (case.in_counts, case.out_counts) == ([10, 0, 50], [10, 0, 20])
 
 
 def test_a_result_that_never_came_is_wrong():

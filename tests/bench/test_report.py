@@ -1,4 +1,4 @@
-"""Bandwidths, and the summary, against numbers worked out by hand."""
+"""Bandwidths, spread, and the summary, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ import numpy as np
 import pytest
 
 from bench.case import Case
-from bench.report import Row, as_dict, bus_factor, line, measurement, summaries
+from bench.report import Row, bus_factor, measurement
+from bench.samples import Quartiles, Samples
+from bench.summary import as_dict, average_busbw, noise, summaries
 
 CASE = Case("all_reduce", 0, 4, 250_000_000, np.dtype("float32"))  # 1 GB
 
 
-def row(name: str, seconds: float, wrong: int = 0) -> Row:
-    algorithm = None if name == "native" else "ring"
-    return Row(CASE, name, algorithm, measurement(CASE, algorithm, seconds, wrong), None)
+def row(name: str, seconds: float, wrong: int = 0, noise: float = 0.0) -> Row:
+    """All ranks took so long, but the first a tenth of it; a quarter of samples a tenth less."""
+    ranks = [Quartiles(s * 0.9, s, s * 1.2) for s in (seconds / 10, *[seconds] * 3)]
+    algorithm = "ring" if name in ("plan", "call") else None if name in OTHERS else name
+    return Row(CASE, name, algorithm, made(ranks, algorithm, wrong=wrong, noise=noise), None)
+
+
+OTHERS = ("native", "memcpy", "bound")
+
+
+def made(ranks, algorithm="ring", *, average=3, wrong=0, noise=0.0, name="plan"):
+    samples = Samples(tuple(ranks), 20)
+    return measurement(CASE, name, algorithm, samples, wrong, average=average, noise=noise)
 
 
 @pytest.mark.parametrize(
@@ -24,19 +36,41 @@ def test_bus_factor(collective, wanted):
     assert bus_factor(collective, 4) == wanted
 
 
+def rates(algorithm: str):
+    found = made([Quartiles(0.5, 0.5, 0.5)] * 4, algorithm)
+    return found.algbw, found.busbw, found.portbw
+
+
 def test_the_port_of_a_wasteful_algorithm_is_busier_than_the_bus():
-    assert measurement(CASE, "ring", 0.5, 0)[1:4] == (2.0, 3.0, 3.0)
-    assert measurement(CASE, "recursive_doubling", 0.5, 0)[1:4] == (2.0, 3.0, 4.0)
+    assert rates("ring") == (2.0, 3.0, 3.0)
+    assert rates("recursive_doubling") == (2.0, 3.0, 4.0)
 
 
 def test_the_port_knows_the_options():
-    wide = measurement(CASE, "recursive_multiplying(radix=4)", 0.5, 0)
-    narrow = measurement(CASE, "recursive_multiplying(radix=2)", 0.5, 0)
-    assert (wide.portbw, narrow.portbw) == (6.0, 4.0)
+    assert rates("recursive_multiplying(radix=4)") == (2.0, 3.0, 6.0)
+    assert rates("recursive_multiplying(radix=2)") == (2.0, 3.0, 4.0)
+
+
+@pytest.mark.parametrize(("average", "seconds"), [(0, 1.0), (1, 2.0), (2, 1.0), (3, 3.0)])
+def test_the_time_among_ranks_is_that_of_nccl_tests(average, seconds):
+    ranks = [Quartiles(s, s, s) for s in (1.0, 2.0, 2.0, 3.0)]
+    found = made(ranks, average=average)
+    assert found.seconds == seconds
+    assert (found.fastest, found.mean, found.slowest) == (1.0, 2.0, 3.0)
+
+
+def test_the_spread_is_half_the_distance_between_the_quartiles():
+    assert row("ring", 0.5).first.spread == pytest.approx(0.15)
+
+
+def test_a_line_to_compare_with_has_no_result_to_check():
+    assert made([Quartiles(1, 1, 1)] * 4, None, name="memcpy").wrong is None
+    assert made([Quartiles(1, 1, 1)] * 4, name="plan").wrong == 0
 
 
 def test_ratios_say_how_many_times_faster_ours_is():
-    rows = [row("ring", 0.5), row("linear", 1.0), row("call", 2.0), row("native", 1.0)]
+    times = {"ring": 0.5, "linear": 1.0, "call": 2.0, "native": 1.0, "memcpy": 0.1, "bound": 0.1}
+    rows = [row(name, seconds) for name, seconds in times.items()]
     (found,) = summaries(rows)
     assert (found.best, found.best_ratio, found.call_ratio) == ("ring", 2.0, 0.5)
     assert as_dict(rows)["geometric_mean"] == {"best": 2.0, "call": 0.5}
@@ -48,7 +82,14 @@ def test_without_a_native_row_there_is_no_ratio():
     assert result["wrong"] == 3
 
 
-def test_a_line_has_the_columns_of_nccl_tests():
-    words = line(row("ring", 0.5)).split()
-    assert words[:6] == ["1000000000", "250000000", "float32", "sum", "-1", "ring"]
-    assert words[6:] == ["500000.00", "2.00", "3.00", "3.00", "0", *"-----"]
+def test_the_average_bus_bandwidth_is_of_ours():
+    rows = [row("ring", 0.5), row("plan", 1.5), row("native", 0.1), row("memcpy", 0.1)]
+    assert average_busbw(rows) == pytest.approx((3.0 + 1.0) / 2)
+
+
+def test_the_noise_is_said_in_a_sentence():
+    said = noise([row("plan", 0.5, noise=0.034)])
+    assert said.startswith(
+        "# Noise: plan:ring, measured twice in each case, differs from itself by"
+    )
+    assert "3.4% in the median and 3.4% at most (all_reduce, 1000000000 B)" in said

@@ -32,18 +32,27 @@ def test_more_than_there_is_memory_is_refused():
 
 @pytest.mark.parametrize(
     ("size", "wanted"),
-    [(8, "8 B"), (1000, "1000 B"), (1536 << 10, "1536 KiB"), (64 << 20, "64 MiB")],
+    [(8, "8 B"), (0, "0 B"), (1000, "1000 B"), (1536 << 10, "1536 KiB"), (64 << 20, "64 MiB")],
 )
 def test_sizes_as_text(size, wanted):
     assert text(size) == wanted
 
 
-def test_the_last_size_is_always_included():
-    assert series(8, 100, 4) == [8, 32, 100]
-    assert series(8, 128, 4) == [8, 32, 128]
-    assert series(8, 8, 2) == [8]
+def test_a_series_has_no_greater_size_than_the_last():
+    assert series(8, 100, factor=4) == [8, 32]
+    assert series(8, 128, factor=4) == [8, 32, 128]
+    assert series(8, 8, factor=2) == [8]
+    assert series(8, 600) == [8, 64, 512]
+
+
+def test_a_step_in_bytes_is_added():
+    assert series(8, 33, step=8) == [8, 16, 24, 32]
+    assert series(8, 8, step=100) == [8]
+
+
+def test_a_series_without_a_size_is_refused():
     with pytest.raises(ValueError, match="greater than the greatest"):
-        series(9, 8, 2)
+        series(9, 8)
 
 
 def test_elements_are_rounded_up_to_whole_blocks():

@@ -126,15 +126,10 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
         "serves an even number of ranks only, not 3",
         lambda c: c.reduce_scatter(X, algorithm="swing"),
     ),
-    "algorithm for hosts of equal size": (
+    "hosts without ranks": (
         ValueError,
-        "serves a multiple of per_host ranks only, not 3",
-        lambda c: c.all_gather(X, algorithm="hierarchical"),
-    ),
-    "hosts that do not divide the ranks": (
-        ValueError,
-        r"broadcast by hierarchical\(per_host=2\) serves a multiple of per_host ranks only, not 3",
-        lambda c: c.broadcast(X, algorithm="hierarchical(per_host=2)"),
+        "broadcast.hierarchical: per_host is at least 1, got 0",
+        lambda c: c.broadcast(X, algorithm="hierarchical(per_host=0)"),
     ),
     "algorithm of another type": (
         TypeError,

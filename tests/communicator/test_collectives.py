@@ -44,6 +44,8 @@ def test_the_jobs_give_every_option_another_value() -> None:
     run = {(job.collective, job.algorithm) for size in range(1, 10) for job in all_jobs(size)}
     for collective, name in ALGORITHMS:
         for option in collectives.algorithms.info(collective, name).options:
+            if option == "shards":  # these need other arrays: tests/algorithms/test_invariant.py
+                continue
             given = [text for c, text in run if c == collective and text.startswith(f"{name}(")]
             assert any(f"{option}=" in text for text in given)
 

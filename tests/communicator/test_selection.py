@@ -14,7 +14,7 @@ import pytest
 import collectives
 from collectives import Communicator, Operator, algorithms
 from collectives.schedule.contracts import SPECS
-from collectives.selection.decisions import Decisions, Measured, Row
+from collectives.selection.decisions import Decisions, Measured, Ranks, Row
 from collectives.selection.machine_file import Fitted
 from collectives.simulation import Link, Machine
 
@@ -319,7 +319,8 @@ def test_a_table_comes_before_predictions_and_predictions_before_a_table_of_othe
     machine = Machine({"same_host": (Link(latency_seconds=1.0),)})
     rows = {"all_reduce": (Row(math.inf, ("linear",)),)}
     for ranks, reason in ((P, "table measured on 3 ranks"), (P + 1, "least time predicted on")):
-        path.write_text(Decisions({ranks: Measured({}, rows)}, Fitted({}, machine)).to_json())
+        measured = {Ranks(ranks): Measured({}, rows)}
+        path.write_text(Decisions(measured, Fitted({}, machine)).to_json())
 
         def body(comm: Communicator) -> str:
             comm.load_decisions(path)

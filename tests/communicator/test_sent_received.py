@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
 import collectives
-from collectives import CollectiveMismatch, Communicator, SentReceived, algorithms
+from collectives import CollectiveError, CollectiveMismatch, Communicator, SentReceived, algorithms
 from collectives.communicator.fast_path import _typed
+from collectives.programs import passing_blocks, placement, program
+from collectives.schedule import trees
 from collectives.schedule.contracts import SPECS
+from collectives.selection import parse_label
 from tests.fake_device import on_device, on_host
 from tests.mismatches import still_works
-from tests.session_scenarios import own_counts_are_enough
+from tests.session_scenarios import (
+    counts_travel_ahead_of_blocks_that_are_sent_on,
+    own_counts_are_enough,
+)
 
 P = 3
 X = np.arange(6.0)
@@ -25,12 +32,14 @@ EVEN = SentReceived([2] * P, [2] * P)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_it_is_equal_to_the_form_with_a_table(size: int, check: bool) -> None:
     collectives.run(own_counts_are_enough, size, timeout=60, check=check)
+    collectives.run(counts_travel_ahead_of_blocks_that_are_sent_on, size, timeout=60, check=check)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_it_serves_device_arrays(size: int) -> None:
     def body(comm: Communicator) -> None:
         own_counts_are_enough(comm, on_device, on_host)
+        counts_travel_ahead_of_blocks_that_are_sent_on(comm, on_device, on_host)
 
     collectives.run(body, size, timeout=60)
 
@@ -95,22 +104,16 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] =
     "out of another dtype": (
         TypeError, "out has dtype", with_counts(*EVEN, out=np.empty(6, np.float32))
     ),
-    "bruck": (
-        ValueError,
-        r"all_to_all by bruck\(radix=3\) needs the counts of all ranks; .* linear_sync, linear, "
-        "pairwise, one_factor$",
-        with_counts(*EVEN, algorithm="bruck(radix=3)"),
-    ),
-    "hierarchical": (
-        ValueError, "by hierarchical needs", with_counts(*EVEN, algorithm="hierarchical")
+    "a wrong number of ranks": (
+        ValueError, "by torus serves", with_counts(*EVEN, algorithm="torus")
     ),
     "an unknown algorithm": (
         ValueError, "unknown algorithm", with_counts(*EVEN, algorithm="magic")
     ),
-    "a plan by bruck": (
+    "a plan of a wrong number of ranks": (
         ValueError,
-        "by bruck needs",
-        lambda comm: comm.plan.all_to_all(X, counts=EVEN, algorithm="bruck"),
+        "by torus serves",
+        lambda comm: comm.plan.all_to_all(X, counts=EVEN, algorithm="torus"),
     ),
     "an all-gather": (TypeError, "an entry of counts", lambda c: c.all_gather(X, counts=EVEN)),
     "a gather": (TypeError, "an entry of counts", lambda c: c.gather(X, counts=EVEN)),
@@ -131,10 +134,14 @@ def test_wrong_input_is_refused_before_anything_is_sent(what: str, check: bool) 
     collectives.run(body, P, timeout=20, check=check)
 
 
-def test_a_preferred_algorithm_that_needs_all_counts_is_refused_too() -> None:
+def test_a_preferred_algorithm_sends_its_counts_ahead_too() -> None:
     def body(comm: Communicator) -> None:
-        with collectives.using(all_to_all="bruck"), pytest.raises(ValueError, match="by bruck"):
+        with collectives.using(all_to_all="bruck"), comm.record() as ledger:
             comm.all_to_all(X, counts=EVEN)
+            comm.all_to_all(X, counts=[2] * P)
+        assert {(row.collective, row.algorithm) for row in ledger.rows()} == {
+            ("counts", "bruck"), ("all_to_all", "bruck"),
+        }  # fmt: skip
         with collectives.using(all_to_all="pairwise"), comm.record() as ledger:
             comm.all_to_all(X, counts=EVEN)
         assert {row.algorithm for row in ledger.rows()} == {"pairwise"}
@@ -147,7 +154,11 @@ def test_a_registered_algorithm_is_refused() -> None:
     algorithms.register("all_to_all", name="linear_of_mine")(linear)
     try:
         refused = with_counts(*EVEN, algorithm="linear_of_mine")
-        with pytest.raises(ValueError, match="by linear_of_mine needs the counts of all ranks"):
+        sentence = (
+            "all_to_all by linear_of_mine needs the counts of all ranks; .* linear_sync, linear, "
+            "pairwise, one_factor, bruck, "
+        )
+        with pytest.raises(ValueError, match=sentence):
             collectives.run(refused, P, timeout=20)
     finally:
         del algorithms.registry.REGISTRY["all_to_all"]["linear_of_mine"]
@@ -192,6 +203,41 @@ def test_checked_mode_compares_it_with_other_forms_of_counts() -> None:
         still_works(comm)
 
     collectives.run(body, P, timeout=20, check=True)
+
+
+def test_counts_that_travelled_ahead_tell_too() -> None:
+    def body(comm: Communicator) -> None:
+        try:
+            comm.all_to_all(X, counts=disagreeing(comm), algorithm="bruck")
+        except CollectiveMismatch:
+            with pytest.raises(CollectiveError, match="is unusable"):
+                comm.barrier()
+            raise
+
+    told = "all_to_all: rank 1 sends 2 rows to rank 2, which expects 3"
+    with pytest.raises(CollectiveMismatch, match=told):
+        collectives.run(body, P, timeout=20, check=False)
+
+
+def test_a_rank_learns_only_the_counts_of_blocks_that_it_holds() -> None:
+    for size, label in product((1, 2, 3, 7, 8, 64), ("bruck", "bruck(radix=4)")):
+        found = parse_label("all_to_all", label)
+        options = tuple(found.options.items())
+        for rank in range(size):
+            passing = passing_blocks(found.algorithm, rank, size, options)
+            assert all(rank not in pair for pair in passing)
+            # Every block that a rank sends is its own, or has passed through it.
+            num_sent = trees.num_hops(size, found.options.get("radix", 2))
+            assert len(passing) == num_sent - (size - 1)
+
+
+def test_a_count_that_gets_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = placement.passing_blocks
+    monkeypatch.setattr(placement, "passing_blocks", lambda *each: right(*each)[::-1])
+    program._compiled.cache_clear()
+    with pytest.raises((AssertionError, CollectiveMismatch)):
+        collectives.run(counts_travel_ahead_of_blocks_that_are_sent_on, 8, timeout=20, check=False)
+    program._compiled.cache_clear()
 
 
 def test_without_checked_mode_the_length_of_a_message_tells() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator
+from collectives import Communicator, Topology
 from collectives.selection import select
 from tests.scenarios import ALGORITHMS, Job, perform
 
@@ -249,6 +249,37 @@ def test_a_gathered_ledger_has_the_rows_of_every_rank() -> None:
     assert [entry.call.src for entry in whole.entries] == sorted(
         entry.call.src for entry in whole.entries
     )
+
+
+def test_messages_between_hosts_are_a_column_of_their_own(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> Any:
+        with comm.record() as ledger:
+            comm.all_reduce(np.zeros(12, np.uint8), algorithm="ring")
+            with collectives.phase("half"):
+                half = comm.split(comm.rank // 2)
+                assert half is not None
+                half.all_reduce(np.zeros(12, np.uint8), algorithm="ring")
+        return ledger.gather()
+
+    ledger = collectives.run(body, 4, topology=Topology("abab"))[0]
+    # Every message of the ring is from one host to the other; a half has a rank of each.
+    sent = ledger.summary(by=("collective", "off_host"))
+    assert [key for key in sent if key[0] == "all_reduce"] == [("all_reduce", True)]
+    matrix, hosts = ledger.matrix(), ledger.host_matrix()
+    assert hosts[0, 1] == matrix[::2, 1::2].sum() and hosts[1, 1] == matrix[1::2, 1::2].sum()
+    away = sum(row.bytes for row in ledger.rows() if row.off_host)
+    assert away == hosts[0, 1] + hosts[1, 0] >= 4 * 18 + 4 * 12
+    rows = csv.DictReader(written(ledger, tmp_path / "rows.csv", "csv").splitlines())
+    assert sum(int(row["bytes"]) for row in rows if row["off_host"] == "True") == away
+    (tmp_path / "rows.csv").unlink()
+    events = json.loads(written(ledger, tmp_path / "trace", "chrome_trace"))["traceEvents"]
+    assert sum(event["args"]["off_host_bytes"] for event in events) == away
+
+
+def test_on_one_host_nothing_is_between_hosts() -> None:
+    ledger = recorded(lambda comm: comm.all_reduce(np.zeros(8), algorithm="ring"))
+    assert not any(row.off_host for row in ledger.rows())
+    assert ledger.host_matrix().tolist() == [[ledger.matrix().sum()]]
 
 
 def test_only_what_was_recorded_can_be_gathered() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.timeout(660)
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "tests" / "drop_in_program.py")
+WORLD_PROGRAM = str(ROOT / "tests" / "world_program.py")
 # The files of the suite, and how many tests are in each.
 NUM_TESTS = {
     "test_cco_buf": 70,
@@ -53,10 +55,12 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(place.glob("mpi4py-*/test"))
 
 
-def run(suite: Path, num_ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
+def run(
+    suite: Path, num_ranks: int, *options: str, program: str = PROGRAM, drop_in: bool = False
+) -> subprocess.CompletedProcess[str]:
     env = {"PYTHONPATH": os.fspath(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [PROGRAM, os.fspath(suite), *options]
-    return launch(num_ranks, command, timeout=600, env=env, capture=True)
+    command = [program, os.fspath(suite), *options]
+    return launch(num_ranks, command, timeout=600, env=env, capture=True, drop_in=drop_in)
 
 
 # Those of one block are recorded, in each of the three ways: this goes another path.
@@ -86,3 +90,18 @@ def test_a_call_that_does_the_wrong_thing_is_noticed(suite: Path) -> None:
     done = run(suite, 2, "--modules", "test_cco_buf", "--broken", "Bcast")
     assert done.returncode not in (0, TIMED_OUT)
     assert "mpi4py's suite FAILS" in done.stdout
+
+
+def test_mpi4pys_other_tests_pass_where_comm_world_is_replaced(suite: Path) -> None:
+    done = run(suite, 3, program=WORLD_PROGRAM, drop_in=True)
+    output = f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, output
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 900, output
+    assert "mpi4py's other tests pass" in done.stdout
+
+
+def test_a_world_that_was_not_replaced_is_noticed(suite: Path) -> None:
+    done = run(suite, 1, program=WORLD_PROGRAM)
+    assert done.returncode == 1
+    assert "COMM_WORLD was not replaced" in done.stderr

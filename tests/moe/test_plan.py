@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator
+from collectives import Communicator, Topology
 from moe import GATES, RoutingLog, mixtures, moe_gpt
 from moe.plan import (
     Across,
@@ -244,7 +244,7 @@ def test_all_bytes_between_hosts_are_those_of_a_run(name: str) -> None:
     assert isinstance(planned, Across)
     axes = layouts(2, 2)[name]
     total = sum(recorded(job, axes).values())
-    assert sum(planned.bytes.values()) == between_hosts(total, 2)
+    assert sum(planned.bytes.values()) == between_hosts(total, Topology.consecutive(4, 2))
 
 
 def test_ways_that_cannot_be_say_why() -> None:

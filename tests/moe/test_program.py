@@ -117,7 +117,6 @@ def test_another_routing_gives_another_prediction(tmp_path: Path) -> None:
         (("--strategy", "server-sync", "--dropout", "0.1"), "server-sync takes no --dropout"),
         (("--moe", "switch", "--dropout", "1"), "rate of dropout is 1.0"),
         (("--dispatch", "weights"), "--dispatch needs --moe"),
-        (("--moe", "switch", "--dispatch", "hierarchical"), "needs ranks_per_host"),
         (("--moe", "switch", "--dispatch", "weights", "--padding", "needed"), "must be none"),
         (
             ("--moe", "gshard", "--rows-per-group", "2", "--batch", "7", "--mesh", "expert=2"),

@@ -6,15 +6,17 @@ Each way computes what one rank computes, and sends what it plans.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator
+from collectives import Communicator, Topology
 from moe import MixtureOfExperts, RoutingLog
 from moe.gates import GATES
+from moe.ways import Hierarchical
 from parallel import Mesh, TrafficMismatch, TrafficTable
 from parallel.accounts import between_hosts
 from parallel.nn import Activations, ArraySpec, Layer, Step
@@ -168,15 +170,17 @@ def test_hierarchical_sends_fewer_bytes_between_hosts(name: str) -> None:
 
     Counted: 8 ranks on 2 hosts; the capacity is large enough for second choices.
     """
-    has_capacity = name not in ("bias", "sigmoid")
+    hosts, has_capacity = Topology.consecutive(8, 4), name not in ("bias", "sigmoid")
     options = (("capacity_factor", 4.0),) if has_capacity else ()
     setup = Setup(name, 8, size=8, dim=64, options=options)
     found = [
-        between_hosts(matrix_of(each), 4) for each in (setup, hierarchical(setup, ranks_per_host=4))
+        between_hosts(matrix_of(each), hosts)
+        for each in (setup, hierarchical(setup, ranks_per_host=4))
     ]
     assert found[1] < found[0]
     once = Setup("switch", 8, size=8, dim=64)
-    assert between_hosts(matrix_of(hierarchical(once, 4)), 4) > between_hosts(matrix_of(once), 4)
+    more, less = hierarchical(once, 4), once
+    assert between_hosts(matrix_of(more), hosts) > between_hosts(matrix_of(less), hosts)
 
 
 def matrix_of(setup: Setup) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
@@ -274,13 +278,28 @@ def test_rounded_payloads_may_be_sent_once_to_each_host(payload: str, close: flo
             assert (formula.saved, formula.rest) == (other.saved, other.rest)
 
 
+def test_the_hosts_of_the_communicator_count_if_none_are_given() -> None:
+    def hosts(comm: Communicator, **options: int) -> int:
+        layer = MixtureOfExperts(
+            DIM, Setup("switch").make_gate(), mlp, mesh=Mesh(comm, expert=4),
+            dispatch="hierarchical", **options,
+        )  # fmt: skip
+        assert isinstance(layer.way, Hierarchical)
+        return layer.way.hosts.num
+
+    assert collectives.run(hosts, size=4, topology=Topology("aabb")) == [2] * 4
+    assert collectives.run(hosts, size=4) == [1] * 4
+    assert collectives.run(partial(hosts, ranks_per_host=1), size=4) == [4] * 4
+    with pytest.raises(ValueError, match="neighbouring ranks along expert"):
+        collectives.run(hosts, size=4, topology=Topology("abab"))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"dispatch": "some"}, "dispatch is 'some': it must be one of flat, hierarchical"),
-        ({"dispatch": "hierarchical"}, "needs ranks_per_host, at least 1"),
-        ({"dispatch": "hierarchical", "ranks_per_host": 0}, "needs ranks_per_host, at least 1"),
-        ({"dispatch": "hierarchical", "ranks_per_host": 2}, "equally many ranks along expert"),
+        ({"dispatch": "hierarchical", "ranks_per_host": 0}, "a host has at least 1 rank"),
+        ({"dispatch": "hierarchical", "ranks_per_host": 2}, "equally many neighbouring ranks"),
         ({"dispatch": "hierarchical", "ranks_per_host": 3, "padding": "needed"}, "padding none"),
         ({"dispatch": "weights", "padding": "capacity"}, "padding must be none"),
         ({"dispatch": "cheaper", "padding": "capacity"}, "padding must be none"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from collectives import Topology
 from parallel import Recipe
 from parallel.accounts import Event, between_hosts, rank_times, renumbered
 from parallel.pipeline import make, simulate, with_messages
@@ -75,7 +76,7 @@ def test_the_good_order_of_axes_sends_least_between_hosts() -> None:
     table = Setup(tuple(axes.items())).run()[0].table
     assert table is not None
     good, bad = (
-        between_hosts(renumbered(table.matrix, axes, order), 2)
+        between_hosts(renumbered(table.matrix, axes, order), Topology.consecutive(8, 2))
         for order in (("pipe", "data", "tensor"), ("tensor", "data", "pipe"))
     )
     assert table.matrix.sum() - good >= table.axes["tensor"][1].sum()  # all of it is within
@@ -84,7 +85,9 @@ def test_the_good_order_of_axes_sends_least_between_hosts() -> None:
 
 def test_all_ranks_on_one_host_send_nothing_between_hosts() -> None:
     matrix = np.ones((4, 4), np.int64)
-    assert between_hosts(matrix, 4) == 0 and between_hosts(matrix, 1) == 12
+    assert between_hosts(matrix, Topology("aaaa")) == 0
+    assert between_hosts(matrix, Topology("abcd")) == 12
+    assert between_hosts(matrix, Topology("abaa")) == 6
     np.testing.assert_array_equal(
         renumbered(np.arange(16).reshape(4, 4), {"a": 2, "b": 2}, ("b", "a"))[1],
         [8, 10, 9, 11],

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from collectives import Operator
+from collectives import Operator, Topology
 from collectives.selection import select
-from collectives.selection.decisions import Decisions, Measured, Row, size_range
+from collectives.selection.decisions import Decisions, Measured, Ranks, Row, size_range
 from collectives.selection.machine_file import Fitted
 from collectives.simulation import Link, Machine
 
@@ -41,7 +41,7 @@ def test_what_is_read_is_what_was_written() -> None:
         Row(math.inf, ("ring",)),
     )
     four = Measured({"mpi": "MPI 5"}, {"all_gather": rows})
-    assert decisions.measured == {4: four, 2: four._replace(tables={})}
+    assert decisions.measured == {Ranks(4): four, Ranks(2): four._replace(tables={})}
     text = decisions.to_json()
     assert Decisions.from_json(text).measured == decisions.measured
     assert Decisions.from_json(text.encode()).to_json() == text
@@ -66,6 +66,8 @@ def changed(place: str, value: Any) -> str:
         ("measured", [], "measured must be an object"),
         ("measured.four", {}, "measured: 'four' is not a number of ranks"),
         ("measured.0", {}, "measured: '0' is not a number of ranks"),
+        ("measured.4 on 1 hosts", {}, "measured: '4 on 1 hosts' is not a number of ranks"),
+        ("measured.4 on 0 hosts", {}, "measured: '4 on 0 hosts' is not a number of ranks"),
         ("measured.4.when", "", "measured.4 must have facts, tables, and nothing else"),
         ("measured.4.facts", None, "measured.4.facts must be an object"),
         ("measured.4.facts.mpi", 5, "measured.4.facts.mpi must be a text, not 5"),
@@ -157,6 +159,32 @@ def test_the_reason_names_the_table() -> None:
     assert reason(5, 2001) == "table measured on 4 ranks, the nearest to 5: above 2000 bytes"
 
 
+def test_what_was_measured_on_one_host_says_nothing_about_several() -> None:
+    tables = {
+        "8": "ring", "8 on 4 hosts": "bruck", "8 on 2 hosts": "direct", "64 on 4 hosts": "swing"
+    }  # fmt: skip
+    found = read({key: measured(all_gather=[row(None, name)]) for key, name in tables.items()})
+    assert Decisions.from_json(found.to_json()).measured == found.measured
+
+    def chosen(num_hosts: int, per_host: int) -> tuple[str, str]:
+        size = num_hosts * per_host
+        hosts = Topology.consecutive(size, per_host)
+        return select.choose("all_gather", None, size, 8, None, found, hosts)[2:4]
+
+    assert chosen(1, 8) == ("ring", "table measured on 8 ranks: every size")
+    assert chosen(1, 64)[0] == "ring"
+    assert chosen(4, 2) == ("bruck", "table measured on 8 ranks on 4 hosts: every size")
+    assert chosen(2, 4)[0] == "direct"
+    assert chosen(8, 2) == (
+        "bruck", "table measured on 8 ranks on 4 hosts, the nearest to 16 on 8 hosts: every size",
+    )  # fmt: skip
+    assert chosen(4, 16)[0] == "swing"
+    alone = read({"8": measured(all_gather=[row(None, "ring")])})
+    hosts = Topology.consecutive(8, 2)
+    reason = select.choose("all_gather", None, 8, 8, None, alone, hosts).reason
+    assert reason == "built-in rule on 4 hosts: every size"
+
+
 def test_an_extent_without_limits_is_every_size() -> None:
     assert size_range(math.inf, 8, [math.inf]) == "every size"
     assert size_range(math.inf, 8, [8, math.inf]) == "every size", "8 bytes are not above 8"
@@ -166,18 +194,21 @@ def test_an_extent_without_limits_is_every_size() -> None:
 def test_a_later_measurement_keeps_the_machine_and_a_machine_the_measurements() -> None:
     fitted = Fitted({"mpi": "MPI 6"}, Machine({"same_host": (Link(),)}))
     decisions = read({"4": measured(all_gather=TABLE)}).with_machine(fitted)
-    later = decisions.including(2, decisions.measured[4])
-    assert later.fitted == fitted and later.measured[4] == decisions.measured[4]
+    later = decisions.including(Ranks(2), decisions.measured[Ranks(4)])
+    assert later.fitted == fitted and later.measured[Ranks(4)] == decisions.measured[Ranks(4)]
     again = Decisions.from_json(later.to_json())
     assert again.fitted == fitted and again.measured == later.measured
 
 
 def test_a_later_measurement_replaces_its_own_tables_only() -> None:
     known = read({"2": measured(all_gather=TABLE, barrier=[row(None, "tree")]), "4": measured()})
-    later = read({"2": measured(barrier=[row(None, "dissemination")])}).measured[2]
-    joined = known.including(2, later._replace(facts={"mpi": "MPI 6"}))
-    assert joined.measured[2].facts == {"mpi": "MPI 6"}
-    assert joined.measured[2].tables["all_gather"] == known.measured[2].tables["all_gather"]
-    assert joined.measured[2].tables["barrier"] == later.tables["barrier"]
-    assert joined.measured[4] == known.measured[4]
-    assert known.including(3, later).measured[3] == later
+    later = read({"2": measured(barrier=[row(None, "dissemination")])}).measured[Ranks(2)]
+    joined = known.including(Ranks(2), later._replace(facts={"mpi": "MPI 6"}))
+    assert joined.measured[Ranks(2)].facts == {"mpi": "MPI 6"}
+    assert (
+        joined.measured[Ranks(2)].tables["all_gather"]
+        == known.measured[Ranks(2)].tables["all_gather"]
+    )
+    assert joined.measured[Ranks(2)].tables["barrier"] == later.tables["barrier"]
+    assert joined.measured[Ranks(4)] == known.measured[Ranks(4)]
+    assert known.including(Ranks(3), later).measured[Ranks(3)] == later

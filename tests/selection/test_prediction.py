@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, algorithms
+from collectives import Communicator, Topology, algorithms
 
 RANKS = 5
 PARTS = [3, 0, 4, 1, 5]
@@ -36,8 +36,11 @@ SERVED = [
 ]
 
 
-@pytest.mark.parametrize(("collective", "name"), SERVED)
-def test_predicted_is_recorded(collective: str, name: str) -> None:
+HOSTS = Topology("abacb")
+KNOW_HOSTS = [each for each in SERVED if "per_host" in algorithms.info(*each).options]
+
+
+def compare(collective: str, name: str | None, topology: Topology | None = None) -> None:
     counts, call = CALLS[collective]
 
     def sent(comm: Communicator) -> Any:
@@ -46,10 +49,33 @@ def test_predicted_is_recorded(collective: str, name: str) -> None:
         whole = ledger.gather()
         return whole and (whole.matrix(), sum(row.segments for row in whole.rows()))
 
-    recorded, messages = collectives.run(sent, RANKS)[0]
-    predicted = collectives.predict(collective, RANKS, counts, itemsize=8, algorithm=name)
+    recorded, messages = collectives.run(sent, RANKS, topology=topology)[0]
+    predicted = collectives.predict(
+        collective, RANKS, counts, itemsize=8, algorithm=name, topology=topology
+    )
     np.testing.assert_array_equal(predicted.bytes, recorded)
     assert predicted.messages.sum() == messages
+
+
+@pytest.mark.parametrize(("collective", "name"), SERVED)
+def test_predicted_is_recorded(collective: str, name: str) -> None:
+    compare(collective, name)
+
+
+@pytest.mark.parametrize(("collective", "name"), KNOW_HOSTS)
+def test_predicted_is_recorded_on_several_hosts(collective: str, name: str) -> None:
+    compare(collective, name, HOSTS)
+    compare(collective, None, HOSTS)
+
+
+def test_other_hosts_are_another_prediction() -> None:
+    call = "all_reduce", RANKS, 13
+    for algorithm in ("hierarchical", None):
+        one, two = (
+            collectives.predict(*call, itemsize=2**20, algorithm=algorithm, topology=hosts).bytes
+            for hosts in (HOSTS, None)
+        )
+        assert (one != two).any()
 
 
 def test_another_size_is_another_prediction() -> None:

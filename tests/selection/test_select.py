@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
+from typing import Any
 
 import pytest
 
-from collectives import Operator, algorithms, using
+import collectives
+from collectives import Operator, Topology, algorithms, using
 from collectives.arrays.operators import operator
 from collectives.schedule.contracts import SPECS
 from collectives.selection import preferred, select
@@ -30,6 +33,64 @@ def test_there_is_an_ordered_default_for_every_size(collective: str, size: int) 
     for num_bytes in NUM_BYTES:
         choice = select.choose(collective, None, size, num_bytes, MATMUL)
         assert choice.algorithm.is_ordered and choice.algorithm.serves(size)
+
+
+SHAPES = [(4, 1), (4, 2), (3, 3), (16, 8)]  # hosts, ranks per host
+
+
+def on(shape: tuple[int, int]) -> Topology:
+    return Topology.consecutive(shape[0] * shape[1], shape[1])
+
+
+@pytest.mark.parametrize("collective", algorithms.collectives())
+@pytest.mark.parametrize("shape", SHAPES)
+def test_there_is_a_default_for_all_hosts(collective: str, shape: tuple[int, int]) -> None:
+    hosts = on(shape)
+    for num_bytes, op in product(NUM_BYTES, [None, MATMUL] if collective in REDUCTIONS else [None]):
+        choice = select.choose(collective, None, hosts.size, num_bytes, op, topology=hosts)
+        assert choice.algorithm.serves(hosts.size)
+        assert op is None or choice.algorithm.is_ordered
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_defaults_for_large_vectors_send_the_least_between_hosts(shape: tuple[int, int]) -> None:
+    hosts, (num_hosts, per_host) = on(shape), shape
+    n = 2**20 * hosts.size
+    others = n - n // num_hosts
+    least = {
+        "broadcast": n, "reduce": n, "all_reduce": 2 * others, "all_gather": others,
+        "reduce_scatter": others, "all_to_all": per_host * others,
+    }  # fmt: skip
+    for collective, most in least.items():
+        counts: Any = [n // hosts.size] * hosts.size
+        counts = n if SPECS[collective].has_pieces else counts
+        counts = [counts] * hosts.size if collective == "all_to_all" else counts
+        sent = collectives.predict(collective, hosts.size, counts, topology=hosts).bytes
+        by_host = sent.reshape(num_hosts, per_host, num_hosts, per_host).sum(axis=(1, 3))
+        assert (by_host.sum(axis=1) - by_host.diagonal()).max() == most, collective
+    natural = collectives.predict("all_reduce", hosts.size, n, algorithm="recursive_doubling")
+    by_host = natural.bytes.reshape(num_hosts, per_host, num_hosts, per_host).sum(axis=(1, 3))
+    assert by_host.sum() - by_host.trace() > num_hosts * least["all_reduce"]
+
+
+def test_the_reason_names_the_hosts() -> None:
+    def reason(num_bytes: int) -> str:
+        return select.choose("all_reduce", None, 8, num_bytes, topology=on((4, 2))).reason
+
+    assert reason(8) == "built-in rule on 4 hosts: up to 16384 bytes"
+    assert reason(2**20) == "built-in rule on 4 hosts: above 524288 bytes"
+
+
+def test_a_named_algorithm_gets_the_hosts_that_are_not_given_with_it() -> None:
+    def hosts(text: str, topology: Topology | None) -> object:
+        return select.choose("all_reduce", text, 6, 8, topology=topology).options["per_host"]
+
+    pairs = Topology.consecutive(6, 2)
+    assert hosts("hierarchical", pairs) == pairs
+    assert hosts("hierarchical", None) == Topology("aaaaaa")
+    assert hosts("hierarchical(per_host=3)", pairs) == 3
+    with pytest.raises(ValueError, match="a topology of 6 ranks does not fit 8 ranks"):
+        select.choose("all_reduce", None, 8, 8, topology=pairs)
 
 
 def test_an_operator_that_is_not_commutative_needs_an_ordered_algorithm() -> None:
@@ -103,11 +164,9 @@ def test_an_unknown_name_is_answered_with_the_known_ones(text: str) -> None:
 
 
 def test_the_ranks_are_asked_for_with_the_options() -> None:
-    assert select.check("all_gather", "hierarchical(per_host=3)", 9).options == {"per_host": 3}
-    with pytest.raises(
-        ValueError, match=r"hierarchical\(per_host=4\) serves a multiple of per_host"
-    ):
-        select.check("all_gather", "hierarchical(per_host=4)", 6)
+    assert select.check("all_to_all", "torus(x=3)", 9).options == {"x": 3}
+    with pytest.raises(ValueError, match=r"torus\(x=4\) serves a multiple of x \* y"):
+        select.check("all_to_all", "torus(x=4)", 6)
 
 
 def test_the_reason_names_the_built_in_rule() -> None:

@@ -1,0 +1,168 @@
+"""The lines of a benchmark: as nccl-tests prints them, as the OSU benchmarks do, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from bench import summary
+from bench.case import JOINS, SPLITS, Case
+from bench.report import FORMS, Measurement, Row, op_and_root, percent, row_dict
+
+
+class Format(NamedTuple):
+    """What is printed: before anything is measured, as a comment, after each case, in the end."""
+
+    head: Callable[[dict[str, Any]], list[str]]
+    comment: Callable[[str], list[str]]
+    lines: Callable[[Sequence[Row]], list[str]]
+    tail: Callable[[Sequence[Row]], list[str]]
+
+
+def nothing(_: object) -> list[str]:
+    """No lines."""
+    return []
+
+
+# As nccl-tests: its columns first, in its widths, so that programs that read it can read ours.
+
+_CASE = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
+_TIMES = "  {:>7}  {:>6}  {:>6}  {:>6}"
+_MORE = "  {:>5}  {:>6}"  # of each form, after both
+_FORM_WIDTH = len(_TIMES.format(*" " * 4))
+HEADER = "\n".join(
+    ("#" + line[1:]).rstrip()
+    for line in (
+        _CASE.format(*" " * 5)
+        + "".join(form.replace("_", "-").center(_FORM_WIDTH) for form in FORMS)
+        + "   out-of-place       in-place",
+        _CASE.format("size", "count", "type", "redop", "root")
+        + _TIMES.format("time", "algbw", "busbw", "#wrong") * 2
+        + _MORE.format("+-", "portbw") * 2 + "  algorithm",
+        _CASE.format("(B)", "(elements)", "", "", "")
+        + _TIMES.format("(us)", "(GB/s)", "(GB/s)", "") * 2
+        + _MORE.format("(%)", "(GB/s)") * 2,
+    )
+)  # fmt: skip
+
+
+def line(row: Row) -> str:
+    """One row, under `HEADER`."""
+    case = row.case
+    head = _CASE.format(case.num_bytes, case.num_elements, case.dtype.name, *op_and_root(case))
+    forms = [row.out_of_place, row.in_place]
+    return head + "".join(map(_times, forms)) + "".join(map(_more, forms)) + f"  {row.label}"
+
+
+def _times(found: Measurement | None) -> str:
+    if found is None:
+        return _TIMES.format(*"-" * 4)
+    wrong = "N/A" if found.wrong is None else found.wrong
+    rates = fitted(found.algbw, 6), fitted(found.busbw, 6)
+    return _TIMES.format(fitted(found.seconds * 1e6, 7), *rates, wrong)
+
+
+def _more(found: Measurement | None) -> str:
+    if found is None:
+        return _MORE.format("-", "-")
+    port = "-" if found.portbw is None else fitted(found.portbw, 6)
+    return _MORE.format(percent(found.spread), port)
+
+
+def fitted(value: float, width: int) -> str:
+    """A number with two digits after the point, or with fewer if it is too wide."""
+    shown = (f"{value:.{count}f}" for count in (2, 1, 0))
+    return next((text for text in shown if len(text) <= width), f"{value:.1e}")
+
+
+def _nccl_head(facts: dict[str, Any]) -> list[str]:
+    return ["# " + ", ".join(f"{key} {value}" for key, value in facts.items()), HEADER]
+
+
+def _nccl_lines(rows: Sequence[Row]) -> list[str]:
+    return [line(row) for row in rows]
+
+
+def _nccl_tail(rows: Sequence[Row]) -> list[str]:
+    wrong = sum(row.wrong for row in rows)
+    return [
+        f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}",
+        f"# Avg bus bandwidth    : {summary.average_busbw(rows):g}",
+        summary.noise(rows),
+    ]
+
+
+# As the OSU benchmarks: a table for each contender, whose time is the mean of the ranks.
+
+_BLOCK_SIZED = (SPLITS | JOINS) - {"reduce_scatter"}  # where a size is that of one block
+
+
+def _osu(rows: Sequence[Row], *, is_full: bool) -> list[str]:
+    ordered = sorted(rows, key=_osu_table)  # stable: sizes stay in their order
+    return [
+        text
+        for _, table in groupby(ordered, _osu_table)
+        for text in _osu_lines(list(table), is_full)
+    ]
+
+
+def _osu_table(row: Row) -> tuple[str, ...]:
+    op, root = op_and_root(row.case)
+    return row.case.collective, row.name, row.case.dtype.name, op, str(root)
+
+
+def _osu_lines(rows: Sequence[Row], is_full: bool) -> Iterator[str]:
+    case, columns = rows[0].case, ["Avg Latency(us)"]
+    columns += ["Min Latency(us)", "Max Latency(us)"] * is_full
+    has_sizes = case.collective != "barrier"
+    yield ""
+    yield f"# {case.collective} Latency Test, {rows[0].name}, in the format of OSU"
+    yield "# Datatype: {}, redop {}, root {}".format(case.dtype.name, *op_and_root(case))
+    heads = "".join(f"{column:>18}" for column in columns) + f"{'Iterations':>12}" * is_full
+    yield (f"{'# Size':<10}{heads}" if has_sizes else f"#{heads[1:]}")
+    for row in rows:
+        size = f"{_osu_size(row.case):<10}" if has_sizes else ""
+        yield size + _osu_cells(row.first, is_full)
+
+
+def _osu_size(case: Case) -> int:
+    is_block = case.collective in _BLOCK_SIZED
+    return case.num_bytes // case.size if is_block else case.num_bytes
+
+
+def _osu_cells(found: Measurement, is_full: bool) -> str:
+    seconds = [found.mean, *([found.fastest, found.slowest] if is_full else [])]
+    cells = "".join(f"{each * 1e6:>18.2f}" for each in seconds)
+    return cells + (f"{found.samples:>12}" if is_full else "")
+
+
+# CSV: a line for each contender and form.
+
+_KEYS = ("collective", "size", "count", "dtype", "op", "root", "name", "algorithm")
+_FIELDS = (*_KEYS, "form", *Measurement._fields)
+
+
+def _csv_line(values: Sequence[object]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(values)
+    return text.getvalue()
+
+
+def _csv(rows: Sequence[Row]) -> list[str]:
+    return [
+        _csv_line([*(given[key] for key in _KEYS), form, *given[form].values()])
+        for given in map(row_dict, rows)
+        for form in FORMS
+        if given[form] is not None
+    ]
+
+
+FORMATS = {
+    "nccl": Format(_nccl_head, lambda text: [f"# {text}"], _nccl_lines, _nccl_tail),
+    "osu": Format(nothing, nothing, nothing, lambda rows: _osu(rows, is_full=False)),
+    "osu --full": Format(nothing, nothing, nothing, lambda rows: _osu(rows, is_full=True)),
+    "csv": Format(lambda _: [_csv_line(_FIELDS)], nothing, _csv, nothing),
+}

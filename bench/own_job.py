@@ -1,0 +1,45 @@
+"""Starts the job of a command line with -g: as many ranks of it on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from bench.jobs import environment
+from collectives.launch import launch
+from collectives.launch.mpirun import MpiNotFound
+
+SECONDS = 3600.0  # after which the job is ended
+# Each MPI library tells a rank its number in one of them.
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+
+
+def run(words: Sequence[str]) -> int:
+    """Run `python -m bench` on the ranks that -g names; the exit status.
+
+    2 if this process is itself a rank of a job, or if there is no MPI.
+    """
+    size, command = without_ranks(words)
+    if any(name in os.environ for name in _RANK_VARIABLES):
+        return _refused("-g starts a job of its own; under mpirun leave it out")
+    command += ["--live"] * sys.stdout.isatty()
+    try:
+        done = launch(size, ["-m", "bench", *command], timeout=SECONDS, env=environment())
+    except MpiNotFound as error:
+        return _refused(str(error))
+    return done.returncode
+
+
+def without_ranks(words: Sequence[str]) -> tuple[int, list[str]]:
+    """The number of ranks, and the command line without it."""
+    parse = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parse.add_argument("-g", "--ngpus", type=int, required=True)
+    found, command = parse.parse_known_args(words)
+    return found.ngpus, command
+
+
+def _refused(reason: str) -> int:
+    print(f"bench: {reason}", file=sys.stderr)
+    return 2

@@ -1,0 +1,117 @@
+"""The summary of a benchmark: ours against the MPI library's own, and the noise of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import geometric_mean, median
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from bench import sizes
+from bench.case import CALL, NATIVE, Case
+from bench.report import FORMS, REFERENCES, Measurement, Row, row_dict, times_faster, us
+from parallel.cli import table_with
+
+
+class Summary(NamedTuple):
+    """One case: seconds of MPI's own call, our best algorithm, and our call; None: not run."""
+
+    collective: str
+    size: int
+    native: float | None
+    best: str | None
+    best_seconds: float | None
+    call: float | None
+
+    @property
+    def best_ratio(self) -> float | None:
+        """How many times faster than MPI's own our best algorithm is."""
+        return _ratio(self.native, self.best_seconds)
+
+    @property
+    def call_ratio(self) -> float | None:
+        """How many times faster than MPI's own our call is."""
+        return _ratio(self.native, self.call)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**self._asdict(), "best_ratio": self.best_ratio, "call_ratio": self.call_ratio}
+
+
+def _ratio(native: float | None, ours: float | None) -> float | None:
+    return None if native is None or ours is None else native / ours
+
+
+def summaries(rows: Iterable[Row]) -> list[Summary]:
+    """One for each case, in the order of the rows."""
+    cases: dict[Case, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(row.case, []).append(row)
+    return [_summary(case, group) for case, group in cases.items()]
+
+
+def _summary(case: Case, rows: Sequence[Row]) -> Summary:
+    others = {row.name: row.first.seconds for row in rows if row.name in (CALL, NATIVE)}
+    ours = [row for row in rows if row.name not in (*others, *REFERENCES)]
+    best = min(ours, key=lambda row: row.first.seconds, default=None)
+    name, seconds = (best.label, best.first.seconds) if best else (None, None)
+    native, call = others.get(NATIVE), others.get(CALL)
+    return Summary(case.collective, case.num_bytes, native, name, seconds, call)
+
+
+def mean_ratio(ratios: Iterable[float | None]) -> float | None:
+    """The geometric mean of the ratios there are."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    return geometric_mean(known) if known else None
+
+
+def summary_table(found: Sequence[Summary]) -> Table:
+    """Times in us, and how many times faster than MPI's own call ours are, case by case."""
+    table = table_with("collective", numbers=["size (B)", "native us", "best us", "native/best",
+                       "call us", "native/call", "best algorithm"])  # fmt: skip
+    for each in found:
+        ours = [us(each.best_seconds), times_faster(each.best_ratio),
+                us(each.call), times_faster(each.call_ratio)]  # fmt: skip
+        table.add_row(each.collective, str(each.size), us(each.native), *ours, each.best or "-")
+    means = [mean_ratio(e.best_ratio for e in found), mean_ratio(e.call_ratio for e in found)]
+    shown = ["", times_faster(means[0]), "", times_faster(means[1]), ""]
+    table.add_row("geom. mean", "", "", *shown)
+    return table
+
+
+def noise(rows: Sequence[Row]) -> str:
+    """The noise of the machine in a sentence: a contender that was measured twice at each size."""
+    found = {(row.case, form): m for row in rows for form, m in _forms(row)}
+    case, form = max(found, key=lambda key: found[key].noise)
+    worst, usual = found[case, form].noise, median(m.noise for m in found.values())
+    where = f" ({case.collective}, {sizes.text(case.num_bytes)})" if case.num_bytes else ""
+    return (
+        f"# Noise: {rows[0].label}, measured twice in each case, differs from itself by "
+        f"{usual:.1%} in the median and {worst:.1%} at most{where}"
+    )
+
+
+def _forms(row: Row) -> list[tuple[str, Measurement]]:
+    return [(name, found) for name in FORMS if (found := getattr(row, name)) is not None]
+
+
+def average_busbw(rows: Iterable[Row]) -> float:
+    """The mean bus bandwidth of all that is ours, in both forms."""
+    ours = (row for row in rows if row.name not in (NATIVE, *REFERENCES))
+    found = [m.busbw for row in ours for _, m in _forms(row)]
+    return sum(found) / len(found) if found else 0.0
+
+
+def as_dict(rows: Sequence[Row]) -> dict[str, Any]:
+    """Rows and summary for JSON."""
+    found = summaries(rows)
+    return {
+        "rows": [row_dict(row) for row in rows],
+        "summary": [each.as_dict() for each in found],
+        "geometric_mean": {
+            "best": mean_ratio(each.best_ratio for each in found),
+            "call": mean_ratio(each.call_ratio for each in found),
+        },
+        "wrong": sum(row.wrong for row in rows),
+    }

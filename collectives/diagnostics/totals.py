@@ -1,0 +1,48 @@
+"""Totals: what was sent, added up while it is recorded, for recordings of any length."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+from collectives.diagnostics.ledger import Summary
+
+
+class Kind(NamedTuple):
+    """What the calls that are added up have in common."""
+
+    phase: str
+    collective: str
+    algorithm: str
+
+
+class Totals:
+    """The calls of one rank, and what it sent in them, by phase, collective and algorithm.
+
+    A `Ledger` keeps every call.  This keeps three numbers per kind of call.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[Kind, list[int]] = {}
+        self._lock = threading.Lock()  # calls may begin in the progress thread
+
+    def enter(self, entry: list[Any]) -> None:
+        """Add a call: an `Entry` as a list."""
+        call, _, phase, *_ = entry
+        num_bytes = messages = 0
+        for _, _, size, segments in call.sent:
+            num_bytes += size
+            messages += segments
+        with self._lock:
+            sums = self._sums.setdefault(Kind(phase, call.collective, call.algorithm), [0, 0, 0])
+            sums[0] += 1
+            sums[1] += messages
+            sums[2] += num_bytes
+
+    def summary(self) -> dict[Kind, Summary]:
+        """The numbers of calls, messages and bytes of this rank, in the order of the first calls.
+
+        Calls in which this rank sent nothing count, too.
+        """
+        with self._lock:
+            return {kind: Summary(*sums) for kind, sums in self._sums.items()}

@@ -1,0 +1,81 @@
+"""The table of what a program sent in its collectives, by call site."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+Sums = Sequence[tuple[str, str, str, int, int, int]]
+"""One rank's (call site, collective, algorithm, calls, messages, bytes)."""
+
+
+class Line(NamedTuple):
+    """What was sent by one line of a program, in one collective, by one algorithm.
+
+    `ranks`: that called it there.  The numbers after it are sums over these ranks.
+    """
+
+    site: str
+    collective: str
+    algorithm: str
+    ranks: int
+    calls: int
+    messages: int
+    bytes: int
+
+
+_NUM_WORDS = 3  # columns of words; then come numbers
+
+
+def traffic_table(parts: Mapping[int, Sums], size: int) -> Iterator[str]:
+    """The lines of the table.  `parts`: what each rank sent, of those that are known."""
+    missing = [rank for rank in range(size) if rank not in parts]
+    lines = summed(parts.values())
+    total = Line("total", "", "", len(parts), *_sums([line[-3:] for line in lines]))
+    yield f"What {_named(sorted(parts))} sent in collectives, by call site (sums over ranks):"
+    yield from _aligned([Line._fields, *lines, total])
+    if missing:
+        yield f"The table lacks {_named(missing)}: no answer in time."
+
+
+def summed(parts: Iterable[Sums]) -> list[Line]:
+    """The sums over ranks; the sites that sent most come first."""
+    found: dict[tuple[str, str, str], list[tuple[int, int, int]]] = defaultdict(list)
+    for site, collective, algorithm, *sent in chain.from_iterable(parts):
+        calls, messages, num_bytes = sent
+        found[site, collective, algorithm].append((calls, messages, num_bytes))
+    lines = [Line(*kind, len(sent), *_sums(sent)) for kind, sent in found.items()]
+    of_site: defaultdict[str, int] = defaultdict(int)
+    for line in lines:
+        of_site[line.site] += line.bytes
+    return sorted(lines, key=lambda line: (-of_site[line.site], line.site, -line.bytes, line))
+
+
+def _sums(rows: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
+    """The sums of the columns."""
+    calls, messages, num_bytes = (sum(column) for column in zip((0, 0, 0), *rows, strict=True))
+    return calls, messages, num_bytes
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """The ranks in words: "rank 3", "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {words}"
+
+
+def _aligned(rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    """The rows as text in columns: words to the left, numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        words = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)][:_NUM_WORDS]
+        numbers = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)][_NUM_WORDS:]
+        yield f"| {' | '.join([*words, *numbers])} |"

@@ -1,0 +1,159 @@
+"""What a running job shows: its ranks and hosts, threads, versions, and the speed of its links."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import collectives
+from collectives.communicator import Communicator
+from collectives.doctor.environment import num_cores
+from collectives.doctor.findings import Finding, good, slow, wrong
+from collectives.schedule import Topology
+
+# Where launchers say how many ranks they started.
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_SECONDS = 30.0  # for each wait
+_SMALL, _LARGE = 8, 2**20  # bytes of the messages that are timed
+_SLOW_LATENCY = 50e-6  # seconds; more is unusual between ranks that share memory
+
+
+def started(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The number of ranks that a launcher says it has started; None outside of a job."""
+    return next((int(environment[name]) for name in _SIZES if name in environment), None)
+
+
+def job() -> list[Finding] | None:
+    """What this job shows, on rank 0; None on the other ranks.  All ranks call it."""
+    comm = collectives.world()
+    comm.timeout = _SECONDS
+    found = list(_alone(comm.size, started()))
+    if not found:
+        facts = _gathered(comm, _facts())
+        links = list(_links(comm))
+        sums = comm.all_reduce(np.full(1000, comm.rank, np.int64))
+        if facts is not None:
+            found += [*alike(facts), *placed(comm.topology, [fact["cores"] for fact in facts])]
+            found += [*_threads(), *links]
+        if sums[0] != comm.size * (comm.size - 1) // 2:
+            found.append(wrong("An all-reduce has a wrong result."))
+    return found if comm.rank == 0 else None
+
+
+def _alone(size: int, promised: int | None) -> Iterator[Finding]:
+    """Whether the launcher started as many ranks as MPI knows."""
+    if promised is not None and promised != size:
+        yield wrong(
+            f"The launcher started {promised} ranks, but MPI has a world of {size}: this is not "
+            "the launcher of the MPI library, or they do not use the same PMI. python -m "
+            "collectives.doctor names the mpirun of the library; srun needs --mpi=pmix for Open "
+            "MPI, and --mpi=pmi2 for MPICH."
+        )
+
+
+def _facts() -> dict[str, Any]:
+    """What must be alike on all ranks, and the cores of this rank."""
+    from mpi4py import MPI  # noqa: PLC0415 - this is under MPI
+
+    return {
+        "library": collectives.__version__,
+        "MPI library": _mpi_version(MPI.Get_library_version()),
+        "NumPy": np.__version__,
+        "cores": num_cores(),
+    }
+
+
+def _mpi_version(text: str) -> str:
+    """The name and the number of an MPI library, which tells more about itself."""
+    return " ".join(re.split("[,\\n\\0]", text)[0].split())
+
+
+def _gathered(comm: Communicator, facts: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The facts of all ranks, on rank 0."""
+    text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    lengths = comm.all_gather(np.array([len(text)]))
+    texts = comm.gather(text, counts=lengths.tolist())
+    if texts is None:
+        return None
+    parts = np.split(texts, np.cumsum(lengths)[:-1])
+    return [json.loads(part.tobytes()) for part in parts]
+
+
+def alike(facts: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Whether all ranks run the same versions."""
+    for name in ("library", "MPI library", "NumPy"):
+        found = {str(fact[name]): rank for rank, fact in reversed(list(enumerate(facts)))}
+        if len(found) > 1:
+            where = "; ".join(f"rank {rank} has {value}" for value, rank in sorted(found.items()))
+            yield wrong(f"The ranks have different versions of {name}: {where}.")
+    yield good(f"{facts[0]['MPI library']} on all ranks.")
+
+
+def placed(topology: Topology, cores: Sequence[int]) -> Iterator[Finding]:
+    """Where the ranks are, and whether hosts have more ranks than cores."""
+    yield good(f"{topology.size} rank(s) on {topology.num_hosts} host(s): {topology}.")
+    crowded = [
+        f"{len(ranks)} ranks on {cores[ranks[0]]} core(s)"
+        for ranks in topology.hosts
+        if len(ranks) > cores[ranks[0]]
+    ]
+    if crowded:
+        yield slow(
+            f"{len(crowded)} host(s) have more ranks than cores ({crowded[0]}): ranks wait for a "
+            "core, and times are not those of the network."
+        )
+
+
+def _threads() -> Iterator[Finding]:
+    from mpi4py import MPI  # noqa: PLC0415 - this is under MPI
+
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        yield good("MPI was started with MPI_THREAD_MULTIPLE.")
+    else:
+        yield slow(
+            "MPI was started without MPI_THREAD_MULTIPLE: progress='thread' is refused, and "
+            "asynchronous calls continue only in test and wait."
+        )
+
+
+# The links
+
+
+def _links(comm: Communicator) -> Iterator[Finding]:
+    """Latency and bandwidth from rank 0 to a rank of its host, and to one of another host."""
+    mates = comm.topology.mates(0)
+    others = [rank for rank in range(comm.size) if rank not in mates]
+    for where, peers in (("same host", mates[1:]), ("other host", others)):
+        if peers:
+            seconds = [_one_way(comm, peers[0], size) for size in (_SMALL, _LARGE)]
+            yield link(where, peers[0], *seconds)
+
+
+def link(where: str, peer: int, latency: float, large: float) -> Finding:
+    """A sentence about the link from rank 0 to a rank."""
+    rate = _LARGE / large / 1e9
+    said = f"Rank 0 to rank {peer} ({where}): {latency * 1e6:.1f} us, {rate:.2f} GB/s."
+    if where == "same host" and latency > _SLOW_LATENCY:
+        return slow(f"{said} Shared memory is not used, or the ranks wait for a core.")
+    return good(said)
+
+
+def _one_way(comm: Communicator, peer: int, num_bytes: int) -> float:
+    """The median seconds of a message from rank 0 to a rank: half of a round trip."""
+    message, times = np.zeros(num_bytes, np.uint8), []
+    for _ in range(20):
+        start = time.perf_counter()
+        if comm.rank == 0:
+            comm.send(message, peer)
+            comm.recv(message, peer)
+        elif comm.rank == peer:
+            comm.recv(message, 0)
+            comm.send(message, 0)
+        times.append((time.perf_counter() - start) / 2)
+    return float(np.median(times))

@@ -1,0 +1,59 @@
+"""Replaces the COMM_WORLD of a program that uses mpi4py, and prints at its end what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collectives.mpi4py_compat import Traffic
+
+
+class DropIn:
+    """The drop-in of one rank.
+
+    `is_wanted`: whether COMM_WORLD is replaced.  `is_recorded`: whether what it sends is printed.
+    """
+
+    def __init__(self, *, is_wanted: bool, is_recorded: bool) -> None:
+        self._is_wanted, self._is_recorded = is_wanted, is_recorded
+        self._traffic: Traffic | None = None
+
+    def begin(self, mpi: ModuleType) -> None:
+        """Replace COMM_WORLD now, or when the program has initialized MPI.
+
+        Called when `mpi`, the module mpi4py.MPI, is imported, before the program uses it.
+        """
+        if not self._is_wanted:
+            return
+        if mpi.Is_initialized():
+            self._replace()
+            return
+        for name in ("Init", "Init_thread"):
+            setattr(mpi, name, _followed(getattr(mpi, name), self._replace))
+
+    def _replace(self) -> None:
+        from collectives.mpi4py_compat import Traffic, replace_world  # noqa: PLC0415 - it needs MPI
+
+        world = replace_world()
+        if self._is_recorded:
+            self._traffic = Traffic(world)
+
+    def end(self, has_failed: bool = False) -> None:
+        """Print what was sent, once, if that is wanted."""
+        if self._traffic is not None:
+            self._traffic.report(has_failed)
+
+
+def _followed(initialize: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    """A function that does the same, and then something else."""
+
+    @wraps(initialize)
+    def initialize_and_go_on(*args: Any) -> Any:
+        answer = initialize(*args)
+        then()
+        return answer
+
+    return initialize_and_go_on

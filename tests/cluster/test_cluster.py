@@ -1,0 +1,88 @@
+"""Over TCP between hosts, on links of a known rate, everything works as on one computer."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.jobs import environment
+from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
+from collectives.launch.mpirun import find_mpirun
+from tests.cluster.network import Cluster, cluster, namespaces
+from tests.test_mpi_tier import SUITE
+
+ROOT = Path(__file__).parent.parent.parent
+IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
+ENV = {"PYTHONPATH": str(ROOT)}
+CORE = {"four_hosts": "test_checked.py", "three_times_two": "test_collectives.py"}
+FEW = ["-n", "3", "-w", "1"]
+TCP_OVERHEAD = 0.06  # headers and acknowledgements, as a share of the payload
+TRAINING = ["--mesh", "pipe=2,data=2,tensor=2", "--schedule", "1f1b", "--micro-batches", "4"]
+SMALL = ["--zero", "1", "--steps", "2", "--layers", "2", "--hidden", "32", "--context", "16"]
+
+
+def agree(recorded: list[int], observed: list[int]) -> bool:
+    """Whether each interface counted what its host recorded, with no more than TCP's overhead."""
+    pairs = zip(recorded, observed, strict=True)
+    return all(told <= seen <= told * (1 + TCP_OVERHEAD) for told, seen in pairs)
+
+
+def traffic(made: Cluster, share: float = 1.0) -> tuple[list[int], list[int]]:
+    words = ["-m", "tests.cluster.traffic_program", str(share)]
+    done = made.run(words, env=ENV)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["hosts"] == f"{made.num_hosts}x{made.per_host}", "as MPI sees them"
+    return found["recorded"], found["observed"]
+
+
+@pytest.mark.parametrize("shape", ["four_hosts", "four_times_two", "three_times_two"])
+def test_interfaces_of_hosts_count_what_the_ledger_records(
+    shape: str, request: pytest.FixtureRequest
+) -> None:
+    recorded, observed = traffic(request.getfixturevalue(shape))
+    assert min(recorded) > 2**21 and agree(recorded, observed), (recorded, observed)
+
+
+def test_interfaces_notice_a_call_that_was_not_recorded(four_hosts: Cluster) -> None:
+    recorded, observed = traffic(four_hosts, share=0.8)
+    assert not agree(recorded, observed), (recorded, observed)
+
+
+@pytest.mark.parametrize("shape", CORE)
+def test_the_core_of_the_suite_passes(shape: str, request: pytest.FixtureRequest) -> None:
+    path = ROOT / "tests" / "mpi" / CORE[shape]
+    done = request.getfixturevalue(shape).run([*SUITE, str(path)], env=ENV)
+    summary = re.search(r"^(\d+) passed in", done.stdout, re.MULTILINE)  # nothing skipped
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and summary is not None and int(summary[1]) > 20, output
+
+
+def test_the_benchmark_finds_no_wrong_element(four_times_two: Cluster) -> None:
+    sizes = ["-b", "64K", "-e", "64K", "--algorithm", "ring", "--native"]
+    done = four_times_two.run(["-m", "bench", "all_reduce", *sizes, *FEW], env=ENV)
+    assert done.returncode == 0 and "ring" in done.stdout, done.stdout + done.stderr
+
+
+def test_training_on_three_axes_sends_what_was_predicted(four_times_two: Cluster) -> None:
+    done = four_times_two.run(
+        ["-m", "parallel.train", *TRAINING, *SMALL],
+        mpi_args=MPIRUN_ARGS if IS_OPEN_MPI else (),
+        env={**environment(), **ENV},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    columns = "predicted = recorded = observed by MPI" if IS_OPEN_MPI else "predicted = recorded"
+    assert f"{columns}, to the byte" in done.stdout, done.stdout
+
+
+def test_nothing_of_a_cluster_is_left(tmp_path: Path) -> None:
+    program = tmp_path / "waits.py"
+    program.write_text("import time; time.sleep(60)")
+    with cluster(2) as made:
+        assert made.host(1) in namespaces()
+        done = made.run([str(program)], timeout=2)
+    assert done.returncode == 124, done.stdout + done.stderr
+    assert not [name for name in namespaces() if name.startswith(f"{made.name}-")]
