@@ -24,8 +24,10 @@ from collectives.simulation.machine import Machine
 from collectives.simulation.network import Network
 from collectives.simulation.tables import NO_ROWS, Rows, rows_of
 
-FEW_LANES = (6, 12)  # that are simulated for many; multiples of those that run at the same time
-FEWER_LANES = (1, 2)  # where all ranks send to all others
+FEW_LANES = (6, 9)  # that are simulated for many; multiples of those that run at the same time
+FEWER_LANES = (3, 6)  # for more than `MANY_RANKS`
+FEWEST_LANES = (1, 2)  # where all ranks send to all others
+MANY_RANKS = 256
 RESOLUTION = 0.02  # there: how long a message may wait, as a part of its time
 MANY_MESSAGES = 16  # of a rank in a round
 
@@ -74,7 +76,7 @@ def simulate_call(
 
     size = network.num_ranks if groups is None else len(groups[0])
     is_dense = has_many_messages(spec, size)
-    few = FEWER_LANES if is_dense else FEW_LANES
+    few = FEWEST_LANES if is_dense else FEWER_LANES if size > MANY_RANKS else FEW_LANES
     if spec.segments <= few[1]:
         found = run(spec.segments)
         return Call(found.seconds, found.link_bytes, found.class_bytes, False)
