@@ -177,3 +177,18 @@ def test_the_binomial_tree_sends_further_than_its_neighbours() -> None:
     found = simulate(programs("binomial", size, 64, "broadcast"), MACHINE, torus)
     distances = sum(2**k * size // 2 ** (k + 1) for k in range(trees.ceil_log2(size)))
     assert found.link_bytes.sum() == 64 * distances
+
+
+def bytes_times_hops(name: str, size: int) -> float:
+    """Of a broadcast of one byte, on a ring of hosts."""
+    torus = Torus(MACHINE, (size,))
+    found = simulate(programs(name, size, 1, "broadcast"), MACHINE, torus)
+    return float(found.link_bytes.sum())
+
+
+@pytest.mark.parametrize(("size", "ratio"), [(64, 0.703), (256, 0.694), (1024, 0.689)])
+def test_bine_trees_send_less_far_than_binomial_trees(size: int, ratio: float) -> None:
+    """De Sensi et al. 2025: up to a third less."""
+    assert bytes_times_hops("bine", size) / bytes_times_hops("binomial", size) == pytest.approx(
+        ratio, abs=0.0006
+    )
