@@ -11,12 +11,13 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from collectives import selection, simulation
 from collectives.arrays import kernels
 from collectives.engines import compiled
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile the loop and the most used kernels.  0, also where programs are interpreted."""
+    """Compile the loop, the most used kernels and the simulator.  0, also without numba."""
     parser = argparse.ArgumentParser("python -m collectives.warm", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.parse_args(arguments)
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compiled.loop()
     for function, dtype in kernels.common():
         kernels.combine(function, dtype)
+    # What predicts the times of calls, if `comm.load_decisions` reads a machine that was fitted.
+    simulation.simulate(selection.programs("broadcast", 2, 1), simulation.DEFAULT)
     return 0
 
 

@@ -40,7 +40,7 @@ QUANTILE = 0.05
 SAMPLE_SECONDS, MOST_CALLS = 1e-4, 50  # how long a sample should take, and its calls at most
 BLOCKS = 8  # samples of a turn
 # Seconds by which a receive comes late, to see whether its send waits, and how often.
-LATE, LATE_TRIES = 4e-3, 10
+LATE, LATE_TRIES = 2e-2, 4
 LARGEST_EAGER = 4 << 20  # bytes; if a send does not wait even then, none does
 REST = 1e-3  # seconds of sleep, after which the system gives a process its processor at once
 _TURN = 1e-3  # seconds that an advance may take before Python runs
