@@ -115,10 +115,13 @@ def compile_lanes(
 ) -> Lanes:
     """The lanes of one rank; the arguments are those of `compile_lane`."""
     compiled = partial(compile_lane, algorithm, rank, size, root, options=options)
-    whole = compiled(counts, aliasing=aliasing)
+    copies_input = False
+    if num_lanes == 1 or aliasing != "none":  # else the output cannot overwrite the input
+        whole = compiled(counts, aliasing=aliasing)
+        copies_input = whole.copies_input
     if num_lanes == 1:
-        return Lanes((whole,), copies_input=whole.copies_input)
-    aliasing = "none" if whole.copies_input else aliasing
+        return Lanes((whole,), copies_input=copies_input)
+    aliasing = "none" if copies_input else aliasing
     blocks = (
         (counts,) if isinstance(counts, int) else cast("tuple[int, ...]", counts)
     )  # a reduction has no table
@@ -130,7 +133,7 @@ def compile_lanes(
 
     starts = [number * stride for number in range(num_lanes)]
     lanes = [lane(*(_part(count, start, stride) for count in blocks)) for start in starts]
-    return Lanes(lanes, stride, whole.copies_input)
+    return Lanes(lanes, stride, copies_input)
 
 
 def _part(count: int, start: int, stride: int) -> int:

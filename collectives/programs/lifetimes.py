@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -42,20 +41,25 @@ class Arena:
 
     def __init__(self) -> None:
         self._live: list[tuple[int, int, int]] = []  # start, stop, last round; in order
+        self._num_adjacent = 0  # of these, from the first on: there are no gaps between them
         self.num_elements = 0
 
     def forget(self, before_round: int) -> None:
         """Free what was last needed before `before_round`."""
         self._live = [extent for extent in self._live if extent[2] >= before_round]
+        self._num_adjacent = 0
 
     def take(self, num_elements: int, last_round: int) -> int:
         """Allocate the lowest gap of `num_elements` until after `last_round`; return its start."""
-        start = 0
-        for other, stop, _ in self._live:
-            if other - start >= num_elements:
-                break
-            start = stop
-        if num_elements:
-            insort(self._live, (start, start + num_elements, last_round))
-            self.num_elements = max(self.num_elements, start + num_elements)
+        if not num_elements:
+            return 0
+        place = self._num_adjacent
+        start = self._live[place - 1][1] if place else 0
+        while place < len(self._live) and self._live[place][0] - start < num_elements:
+            if self._live[place][0] == start and self._num_adjacent == place:
+                self._num_adjacent += 1
+            start = self._live[place][1]
+            place += 1
+        self._live.insert(place, (start, start + num_elements, last_round))
+        self.num_elements = max(self.num_elements, start + num_elements)
         return start

@@ -7,7 +7,7 @@ Two things make that possible, and both are exact or checked:
 - The lanes of a large reduction follow each other in the same way.  A call of many lanes is
   simulated with few, at two sizes, and its time follows from the difference.
 
-Where a rank has many messages in a round, rates are computed less often.
+Where a rank has many messages in a round as well, rates are computed less often.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def simulate_call(
             rows = list(_rows(few, machine, network))
         else:
             rows = _rows_of_groups(few, machine, groups, network.num_ranks)
-        return simulate_rows(rows, machine, network, stragglers, RESOLUTION if is_dense else 0.0)
+        resolution = RESOLUTION if is_dense and lanes < spec.segments else 0.0
+        return simulate_rows(rows, machine, network, stragglers, resolution)
 
     size = network.num_ranks if groups is None else len(groups[0])
     is_dense = has_many_messages(spec, size)

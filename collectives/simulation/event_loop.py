@@ -5,7 +5,8 @@ compete for it: the first message that is to be sent, the first that has arrived
 What can begin first begins; of several, the one that has been known for longest.
 
 An event is the number of a rank, whose processor may begin something, or the number of ranks plus
-the number of a message, which leaves the network, arrives, or releases its sender.
+the number of a message, which arrives, or releases its sender.  Messages that leave the network are
+no events: most ends change before they come, so the first is searched among all.
 
 Numba compiles this file; where it is missing, Python interprets it.
 """
@@ -34,7 +35,7 @@ assert [Kind.RECEIVE, Kind.SEND, Kind.WAIT, Kind.COPY] == [RECEIVE, SEND, WAIT, 
 # it was received, waiting for the end of the receiver's call that releases the sender.
 POSTED, FLOWING, TRAVELLING, ARRIVED, TAKEN, RELEASING = range(6)
 HEAP_SIZE, LAST_KNOWN, NUM_READY, NUM_TOUCHED = range(4)  # of `World.counters`
-NUM_CHANGED, NUM_MOVED = range(2)  # of `Flows.counters`
+NUM_CHANGED = 0  # of `Flows.counters`
 DEADLINE, RESOLUTION = range(2)  # of `Flows.clocks`
 
 
@@ -241,7 +242,7 @@ def enter(world: World, network: Flows, number: int, time: float) -> None:
         return
     place = message.source * world.ports.shape[1] + cost.port
     flow = network.flows[place]
-    flow.message, flow.left, flow.since = number, message.further, time
+    flow.message, flow.left, flow.since, flow.end = number, message.further, time, math.inf
     flow.limit = 1 / cost.gap_per_byte
     expected = flow.left / (flow.rate if flow.rate > 0 else flow.limit)
     change(network, place, time + network.clocks[RESOLUTION] * expected)
@@ -377,21 +378,42 @@ def settle(world: World) -> None:
 
 
 @njit(nogil=True, error_model="numpy")
+def first_end(network: Flows) -> float:
+    """When the next message will have left the network."""
+    first = math.inf
+    for place in range(len(network.flows)):
+        if network.flows[place].message >= 0:
+            first = min(first, network.flows[place].end)
+    return first
+
+
+@njit(nogil=True, error_model="numpy")
+def end_flows(world: World, network: Flows, time: float) -> None:
+    """Let all messages leave the network that will have done so at a time."""
+    for place in range(len(network.flows)):
+        flow = network.flows[place]
+        if flow.message >= 0 and flow.end <= time:
+            leave(world, network, flow.message, time)
+
+
+@njit(nogil=True, error_model="numpy")
 def run(world: World, network: Flows) -> bool:
     """Continue until nothing can happen any more, or until the links must be divided anew.
 
     Returns whether they must.
     """
-    for number in range(network.counters[NUM_MOVED]):
-        flow = network.flows[network.moved[number]]
-        known = world.messages[flow.message].known
-        schedule(world, len(world.ranks) + flow.message, flow.end, known)
-    network.counters[NUM_MOVED] = 0
     settle(world)
-    while world.counters[HEAP_SIZE] > 0 and world.events[world.heap[0]].time < math.inf:
-        if world.events[world.heap[0]].time > network.clocks[DEADLINE]:
+    end = first_end(network)
+    while True:
+        time = world.events[world.heap[0]].time if world.counters[HEAP_SIZE] > 0 else math.inf
+        if min(time, end) == math.inf:
+            return network.counters[NUM_CHANGED] > 0
+        if min(time, end) > network.clocks[DEADLINE]:
             return True
-        event = take_first(world)
-        happen(world, network, event)
-        settle(world)
-    return network.counters[NUM_CHANGED] > 0
+        if end <= time:
+            end_flows(world, network, end)
+            settle(world)
+            end = first_end(network)
+        else:
+            happen(world, network, take_first(world))
+            settle(world)

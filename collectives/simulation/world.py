@@ -99,7 +99,7 @@ class Flows(NamedTuple):
     """What is on the network.  Flow rank * ports + port is the message that this port sends.
 
     `routes`: the links on the way of messages, filled up with -1.  `nodes`: one for each flow and
-    link on its way.  `changed`: flows that began or ended; `moved`: those whose ends changed;
+    link on its way.  `changed`: flows that began or ended; `moved`: those that get new rates;
     `listed`: links whose flows get new rates; `counters`: how many these are.  `clocks`: the time
     at which the links must be divided anew, and the part of its time for which a message may wait
     for that.
