@@ -62,7 +62,7 @@ def choose(
 
     Raises TypeError or ValueError if there is no such algorithm, or if it cannot serve.
     """
-    if topology is not None:
+    if topology is not None and len(topology.host_of) != size:
         topology.check_size(size)
     if text is not None:
         found, reason = check(collective, text, size, operator), "named by the caller"
