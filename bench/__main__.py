@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command line; return the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     chosen = parsed(words)
-    if getattr(chosen, "ranks", None) is not None:
+    if getattr(chosen, "ngpus", None) is not None:
         from bench import own_job  # noqa: PLC0415 - the launcher, which few commands need
 
         return own_job.run(words)

@@ -87,7 +87,7 @@ def add_job(add: Add) -> None:
     """The number of ranks, the limit of their calls, and whether a person looks on."""
     add("--live", action="store_true", help="show what is being measured; by itself on a terminal, "
         "of which mpirun tells its ranks nothing")  # fmt: skip
-    add("-g", "--ngpus", dest="ranks", type=at_least(1), metavar="N",
+    add("-g", "--ngpus", type=at_least(1), metavar="N",
         help="start N ranks here; without it mpirun starts them")  # fmt: skip
     add("-T", "--timeout", type=seconds, metavar="S",
         help="seconds after which a call that waits for others fails; default: none")  # fmt: skip

@@ -80,7 +80,7 @@ class Made:
             if isinstance(session.transport, ThreadTransport) and is_broken(session)
         }
         for world in self.worlds:
-            for (context, source, dest, tag), letters in world.mail.items():
+            for (context, source, dest, tag), letters in sorted(world.mail.items(), key=str):
                 if world.failure is None and context not in broken:
                     what = f"from rank {source} to rank {dest} with tag {tag}"
                     yield f"{len(letters)} message(s) {what}"
