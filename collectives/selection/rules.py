@@ -111,10 +111,20 @@ HOST_RULES: dict[str, Sequence[Rule]] = {
     ),
     "all_reduce": (
         Rule(16 * 1024, "recursive_doubling"),
-        Rule(_NO_LIMIT, "hierarchical"),
+        Rule(1024**2, "hierarchical"),
+        Rule(_NO_LIMIT, "hierarchical", shares_hosts=True),
+        Rule(_NO_LIMIT, "segmented_ring"),  # one neighbour at a time fills a link best
     ),
-    "all_gather": (Rule(_NO_LIMIT, "hierarchical"),),
-    "reduce_scatter": (Rule(_NO_LIMIT, "hierarchical"),),
+    "all_gather": (
+        Rule(1024**2, "hierarchical"),
+        Rule(_NO_LIMIT, "hierarchical", shares_hosts=True),
+        Rule(_NO_LIMIT, "ring"),
+    ),
+    "reduce_scatter": (
+        Rule(1024**2, "hierarchical"),
+        Rule(_NO_LIMIT, "hierarchical", shares_hosts=True),
+        Rule(_NO_LIMIT, "ring"),
+    ),
     "all_to_all": (
         Rule(32 * 1024, "hierarchical", shares_hosts=True),
         Rule(1024, "bruck"),

@@ -182,7 +182,7 @@ def test_what_was_measured_on_one_host_says_nothing_about_several() -> None:
     alone = read({"8": measured(all_gather=[row(None, "ring")])})
     hosts = Topology.consecutive(8, 2)
     reason = select.choose("all_gather", None, 8, 8, None, alone, hosts).reason
-    assert reason == "built-in rule on 4 hosts: every size"
+    assert reason == "built-in rule on 4 hosts: up to 1048576 bytes"
 
 
 def test_an_extent_without_limits_is_every_size() -> None:

@@ -78,7 +78,19 @@ def test_the_reason_names_the_hosts() -> None:
         return select.choose("all_reduce", None, 8, num_bytes, topology=on((4, 2))).reason
 
     assert reason(8) == "built-in rule on 4 hosts: up to 16384 bytes"
-    assert reason(2**20) == "built-in rule on 4 hosts: above 524288 bytes"
+    assert reason(2**21) == "built-in rule on 4 hosts: above 1048576 bytes"
+
+
+@pytest.mark.parametrize(
+    ("collective", "alone"),
+    [("all_reduce", "segmented_ring"), ("all_gather", "ring"), ("reduce_scatter", "ring")],
+)
+def test_large_vectors_go_around_a_ring_if_no_ranks_share_a_host(
+    collective: str, alone: str
+) -> None:
+    for per_host, label in ((1, alone), (2, "hierarchical")):
+        hosts = Topology.consecutive(8, per_host)
+        assert select.choose(collective, None, 8, 2**24, topology=hosts).label == label
 
 
 def test_a_named_algorithm_gets_the_hosts_that_are_not_given_with_it() -> None:
