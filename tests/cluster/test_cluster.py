@@ -60,9 +60,8 @@ def test_the_core_of_the_suite_passes(shape: str, request: pytest.FixtureRequest
     file, *only = CORE[shape]
     path = str(ROOT / "tests" / "mpi" / file)
     done = request.getfixturevalue(shape).run([*SUITE, path, *only], env=ENV)
-    summary = re.search(
-        r"^(\d+) passed(?:, \d+ deselected)? in", done.stdout, re.MULTILINE
-    )  # nothing skipped
+    nothing_skipped = r"^(\d+) passed(?:, \d+ deselected)? in"
+    summary = re.search(nothing_skipped, done.stdout, re.MULTILINE)
     output = done.stdout + done.stderr
     assert done.returncode == 0 and summary is not None and int(summary[1]) > 20, output
 
