@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 from bench.jobs import environment
 from collectives.launch import launch
+from collectives.launch.bootstrap import RANK_VARIABLES
 from collectives.launch.mpirun import MpiNotFound
 
 SECONDS = 3600.0  # after which the job is ended
-# Each MPI library tells a rank its number in one of them.
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 
 def run(words: Sequence[str]) -> int:
@@ -22,7 +21,7 @@ def run(words: Sequence[str]) -> int:
     2 if this process is itself a rank of a job, or if there is no MPI.
     """
     size, command = without_ranks(words)
-    if any(name in os.environ for name in _RANK_VARIABLES):
+    if any(name in os.environ for name in RANK_VARIABLES):
         return _refused("-g starts a job of its own; under mpirun leave it out")
     command += ["--live"] * sys.stdout.isatty()
     try:

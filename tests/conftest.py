@@ -67,8 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(hygiene)
 
 
-def pytest_report_header() -> list[str]:
-    missing = missing_for_a_cluster()
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    # Whether a cluster can be made is tried, which not every rank of a job should do.
+    is_rank = config.getoption("--with-mpi", default=False)
+    missing = "this is a rank of a job" if is_rank else missing_for_a_cluster()
     return [
         f"cluster tier: {f'NOT RUN, {missing}' if missing else 'run'}",
         f"GPU tier: {'run' if has_gpu() else 'NOT RUN, no CuPy with a CUDA device here'}",

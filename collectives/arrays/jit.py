@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 LOCK_FILE = "collectives.lock"
 _OPTIONS = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
@@ -61,6 +63,16 @@ def compiled(py_function: Callable[..., Any], signature: str) -> Callable[..., A
     disk, safely for ranks that compile at the same time.
     """
     return None if why_unavailable() is not None else function(py_function, signature)
+
+
+def helper(py_function: Function) -> Function:
+    """Decorate a function that compiled functions call; without numba it stays as it is."""
+    if why_unavailable() is not None:
+        return py_function
+    import numba  # noqa: PLC0415
+
+    dispatcher: Function = numba.njit(nogil=True, error_model="numpy")(py_function)
+    return dispatcher
 
 
 def function(py_function: Callable[..., Any], signature: object) -> Callable[..., Any]:

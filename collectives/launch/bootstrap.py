@@ -31,7 +31,7 @@ JOB = "COLLECTIVES_JOB"
 IN_MPI = b"in MPI"
 """The message of a rank when MPI_Init has returned."""
 
-_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")  # where an MPI sets the rank
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")  # where an MPI sets the rank
 _ANSWER = 5.0  # seconds the launcher has to answer; after that the rank starts without an answer
 _HIGH = 1000  # see `_with_high_number`
 _LONGEST = 100  # bytes in the address of a Unix socket; Linux allows 107, macOS 103
@@ -109,7 +109,7 @@ def address(job: str) -> Iterator[str]:
 
 def _number() -> int:
     """The number of this rank, or -1 if no MPI has set it."""
-    found = [os.environ[name] for name in _NUMBERS if name in os.environ]
+    found = [os.environ[name] for name in RANK_VARIABLES if name in os.environ]
     return int(found[0]) if found and found[0].isdecimal() else -1
 
 

@@ -115,7 +115,7 @@ class Decisions:
     def machine_for(self, topology: Topology | None) -> Machine | None:
         """The fitted machine, if it has links between all ranks on these hosts."""
         machine = None if self.fitted is None else self.fitted.machine
-        return machine if machine is not None and machine.connects(_host_of(topology)) else None
+        return machine if machine is not None and machine.connects(topology) else None
 
     def limits(self, collective: str) -> set[float]:
         """The sizes at which its rows end."""
@@ -162,10 +162,6 @@ class Decisions:
 
         alike = [r for r in self.measured if (r.num_hosts > 1) == (wanted.num_hosts > 1)]
         return sorted(alike, key=distance)
-
-
-def _host_of(topology: Topology | None) -> tuple[int, ...] | None:
-    return None if topology is None else topology.host_of
 
 
 def size_range(largest: float, num_bytes: float, limits: Iterable[float]) -> str:

@@ -19,14 +19,6 @@ from collectives.arrays import jit
 from collectives.programs import Kind
 from collectives.simulation.world import Flows, World
 
-if jit.why_unavailable() is None:
-    from numba import njit
-else:
-
-    def njit(**_):  # type: ignore[no-untyped-def]
-        return lambda function: function
-
-
 # Compiled code is cached until this file changes, so constants of other files are repeated here.
 RECEIVE, SEND, WAIT, WORK = range(4)
 assert [Kind.RECEIVE, Kind.SEND, Kind.WAIT, Kind.COPY] == [RECEIVE, SEND, WAIT, WORK]
@@ -39,7 +31,7 @@ NUM_CHANGED = 0  # of `Flows.counters`
 DEADLINE, RESOLUTION = range(2)  # of `Flows.clocks`
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def is_before(world: World, a: int, b: int) -> bool:
     """Whether event `a` precedes `b`: it is earlier, or has been known for longer."""
     first, second = world.events[a], world.events[b]
@@ -48,7 +40,7 @@ def is_before(world: World, a: int, b: int) -> bool:
     return first.time < second.time
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def rise(world: World, place: int, event: int) -> None:
     """Put an event at a place of the heap or above."""
     heap, events = world.heap, world.events
@@ -60,7 +52,7 @@ def rise(world: World, place: int, event: int) -> None:
     events[event].place = place
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def sink(world: World, place: int, event: int) -> None:
     """Put an event at a place of the heap or below."""
     heap, events, size = world.heap, world.events, world.counters[HEAP_SIZE]
@@ -77,7 +69,7 @@ def sink(world: World, place: int, event: int) -> None:
     events[event].place = place
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def schedule(world: World, event: int, time: float, known: int) -> None:
     """Let an event happen at a time, instead of when it was to happen before."""
     place = world.events[event].place
@@ -89,7 +81,7 @@ def schedule(world: World, event: int, time: float, known: int) -> None:
     sink(world, world.events[event].place, event)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def take_first(world: World) -> int:
     """Remove the first event of the heap."""
     first = world.heap[0]
@@ -101,14 +93,14 @@ def take_first(world: World) -> int:
     return first
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def touch(world: World, event: int) -> None:
     """Note that the time of an event must be decided."""
     world.touched[world.counters[NUM_TOUCHED]] = event
     world.counters[NUM_TOUCHED] += 1
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def happen_at(world: World, message: int, time: float) -> None:
     """Let the next event of a message happen at a time."""
     event = len(world.ranks) + message
@@ -116,14 +108,14 @@ def happen_at(world: World, message: int, time: float) -> None:
     touch(world, event)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def now_known(world: World) -> int:
     """A number larger than all before."""
     world.counters[LAST_KNOWN] += 1
     return world.counters[LAST_KNOWN]
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def choose(world: World, rank: int) -> tuple[float, int, int, int]:
     """What the processor can begin first: when, since when it is known, its kind, its port."""
     clock, messages = world.ranks[rank].clock, world.messages
@@ -145,7 +137,7 @@ def choose(world: World, rank: int) -> tuple[float, int, int, int]:
     return time, known, kind, port
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def proceed(world: World, rank: int) -> None:
     """Execute the rows of a rank until it has to wait."""
     mine = world.ranks[rank]
@@ -167,7 +159,7 @@ def proceed(world: World, rank: int) -> None:
                 return
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def post_send(world: World, rank: int, number: int, slot: int) -> None:
     """Add a message to the queue of a port."""
     message = world.messages[number]
@@ -181,7 +173,7 @@ def post_send(world: World, rank: int, number: int, slot: int) -> None:
     port.last_to_send = number
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def post_receive(world: World, rank: int, number: int, slot: int) -> None:
     """Post a receive; if the message is there, it is complete, and a sender that waits is freed."""
     message = world.messages[number]
@@ -192,14 +184,14 @@ def post_receive(world: World, rank: int, number: int, slot: int) -> None:
         happen_at(world, number, world.ranks[rank].clock)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def let_proceed(world: World, rank: int) -> None:
     """Note that a rank need not wait any more."""
     world.ready[world.counters[NUM_READY]] = rank
     world.counters[NUM_READY] += 1
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def complete(world: World, rank: int, slot: int) -> None:
     """Complete a message at one end; a rank that waited for it as the last one proceeds."""
     mine = world.ranks[rank]
@@ -210,7 +202,7 @@ def complete(world: World, rank: int, slot: int) -> None:
             let_proceed(world, rank)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def send(world: World, network: Flows, rank: int, port: int, time: float) -> None:
     """Begin to send the first message of a queue."""
     at = world.ports[rank, port]
@@ -230,7 +222,7 @@ def send(world: World, network: Flows, rank: int, port: int, time: float) -> Non
         complete(world, rank, message.send_slot)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def enter(world: World, network: Flows, number: int, time: float) -> None:
     """Let a message enter the network; its port is busy until it has left."""
     message = world.messages[number]
@@ -248,7 +240,7 @@ def enter(world: World, network: Flows, number: int, time: float) -> None:
     change(network, place, time + network.clocks[RESOLUTION] * expected)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def change(network: Flows, place: int, deadline: float) -> None:
     """Note that a flow began or ended, and when the links must be divided anew at the latest."""
     network.clocks[DEADLINE] = min(network.clocks[DEADLINE], deadline)
@@ -258,7 +250,7 @@ def change(network: Flows, place: int, deadline: float) -> None:
         network.counters[NUM_CHANGED] += 1
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def leave(world: World, network: Flows, number: int, time: float) -> None:
     """Let a message leave the network, so that the next can enter."""
     message = world.messages[number]
@@ -271,7 +263,7 @@ def leave(world: World, network: Flows, number: int, time: float) -> None:
     touch(world, message.source)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def travel(world: World, number: int, time: float) -> None:
     """Schedule the arrival of a message, all of which is on its way."""
     message = world.messages[number]
@@ -282,7 +274,7 @@ def travel(world: World, number: int, time: float) -> None:
     happen_at(world, number, time + overhead + cost.latency)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def arrive(world: World, number: int) -> None:
     """Let the first byte of a message arrive, or on a network the last."""
     message = world.messages[number]
@@ -296,7 +288,7 @@ def arrive(world: World, number: int) -> None:
     touch(world, message.destination)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def receive(world: World, network: Flows, rank: int, port: int, time: float) -> None:
     """Receive the first message of a queue; the processor is busy until its last byte is there.
 
@@ -319,7 +311,7 @@ def receive(world: World, network: Flows, rank: int, port: int, time: float) -> 
         complete(world, rank, message.receive_slot)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def release(world: World, number: int, time: float) -> None:
     """Complete a send whose receiver has taken the message."""
     message = world.messages[number]
@@ -330,7 +322,7 @@ def release(world: World, number: int, time: float) -> None:
     touch(world, message.source)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def begin(world: World, network: Flows, rank: int) -> None:
     """Begin what a rank can begin at the time of its event."""
     time, _, kind, port = choose(world, rank)
@@ -346,7 +338,7 @@ def begin(world: World, network: Flows, rank: int) -> None:
     touch(world, rank)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def happen(world: World, network: Flows, event: int) -> None:
     """Let an event happen."""
     number, time = event - len(world.ranks), world.events[event].time
@@ -360,7 +352,7 @@ def happen(world: World, network: Flows, event: int) -> None:
         release(world, number, time)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def settle(world: World) -> None:
     """Let ranks proceed that need not wait any more, and schedule the events that follow."""
     for number in range(world.counters[NUM_READY]):
@@ -377,7 +369,7 @@ def settle(world: World) -> None:
     world.counters[NUM_TOUCHED] = 0
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def first_end(network: Flows) -> float:
     """When the next message will have left the network."""
     first = math.inf
@@ -387,7 +379,7 @@ def first_end(network: Flows) -> float:
     return first
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def end_flows(world: World, network: Flows, time: float) -> None:
     """Let all messages leave the network that will have done so at a time."""
     for place in range(len(network.flows)):
@@ -396,7 +388,7 @@ def end_flows(world: World, network: Flows, time: float) -> None:
             leave(world, network, flow.message, time)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def run(world: World, network: Flows) -> bool:
     """Continue until nothing can happen any more, or until the links must be divided anew.
 

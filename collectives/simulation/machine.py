@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from collectives.schedule import Topology
 
 SAME_HOST, OTHER_HOST, ISLAND = LINK_CLASSES = "same_host", "other_host", "island"
 
@@ -60,11 +62,10 @@ class Machine(NamedTuple):
         """The link that carries a message of this size."""
         return next(link for link in self.links[link_class] if num_bytes <= link.up_to_bytes)
 
-    def connects(self, hosts: Sequence[int] | None) -> bool:
+    def connects(self, topology: Topology | None) -> bool:
         """Whether there are links between all ranks on these hosts (None: one host)."""
-        num_hosts = 1 if hosts is None else len(set(hosts))
-        needed = {OTHER_HOST} if num_hosts > 1 else set()
-        if hosts is None or num_hosts < len(hosts):
+        needed = {OTHER_HOST} if topology is not None and topology.num_hosts > 1 else set()
+        if topology is None or topology.max_per_host > 1:
             needed.add(SAME_HOST)
         return needed <= self.links.keys()
 

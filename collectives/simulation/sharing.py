@@ -14,26 +14,18 @@ import math
 from collectives.arrays import jit
 from collectives.simulation.world import Flows, Records
 
-if jit.why_unavailable() is None:
-    from numba import njit
-else:
-
-    def njit(**_):  # type: ignore[no-untyped-def]
-        return lambda function: function
-
-
 NUM_CHANGED, NUM_MOVED, NUM_LISTED = range(3)  # of `Flows.counters`, as in `event_loop.py`
 DEADLINE = 0  # of `Flows.clocks`
 EXACTLY = 1 + 1e-9  # sums of rates differ by less in the order in which they are added
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def is_full(network: Flows, link: int) -> bool:
     """Whether the messages on a link could together be faster than the link."""
     return network.links[link].demand > network.links[link].capacity * EXACTLY
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def list_link(network: Flows, link: int) -> None:
     """Note that the rates of all messages on a link must be decided, if it is full."""
     if not network.links[link].is_listed and is_full(network, link):
@@ -42,7 +34,7 @@ def list_link(network: Flows, link: int) -> None:
         network.counters[NUM_LISTED] += 1
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def list_flow(network: Flows, place: int) -> None:
     """Note that the rate of a message must be decided, and all those that depend on it."""
     flow = network.flows[place]
@@ -57,7 +49,7 @@ def list_flow(network: Flows, place: int) -> None:
             list_link(network, link)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def leave(network: Flows, place: int) -> None:
     """Take a message off the links of its route."""
     flow, hops = network.flows[place], network.routes.shape[1]
@@ -78,7 +70,7 @@ def leave(network: Flows, place: int) -> None:
     flow.entered = -1
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def enter(network: Flows, place: int, route: int) -> None:
     """Put a message on the links of its route."""
     flow, hops = network.flows[place], network.routes.shape[1]
@@ -96,7 +88,7 @@ def enter(network: Flows, place: int, route: int) -> None:
         link.demand += flow.limit
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def list_all(network: Flows, messages: Records) -> None:
     """Move the messages that began or ended, and note all whose rates must be decided."""
     network.counters[NUM_MOVED] = network.counters[NUM_LISTED] = 0
@@ -119,7 +111,7 @@ def list_all(network: Flows, messages: Records) -> None:
         number += 1
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def list_flows_on(network: Flows, link: int) -> None:
     """Note that the rates of all messages on a link must be decided."""
     node = network.links[link].head
@@ -128,7 +120,7 @@ def list_flows_on(network: Flows, link: int) -> None:
         node = network.nodes[node].after
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def fix(network: Flows, place: int, rate: float) -> None:
     """Decide the rate of a message."""
     flow = network.flows[place]
@@ -140,14 +132,14 @@ def fix(network: Flows, place: int, rate: float) -> None:
             network.links[link].num_open -= 1
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def fair_share(network: Flows, number: int) -> float:
     """What a link has for each message whose rate is open."""
     link = network.links[number]
     return link.free / link.num_open if link.num_open > 0 else math.inf
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def sink(network: Flows, place: int, size: int) -> None:
     """Let a link sink in the heap of listed links, those with the smallest shares on top."""
     listed, links = network.listed, network.links
@@ -163,7 +155,7 @@ def sink(network: Flows, place: int, size: int) -> None:
     listed[place] = number
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def make_heap(network: Flows) -> int:
     """Order the full links among those that are listed by their shares; return their number."""
     size = 0
@@ -178,7 +170,7 @@ def make_heap(network: Flows) -> int:
     return size
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def refresh(network: Flows, size: int) -> int:
     """Bring the link with the smallest share to the top; return the number of links.
 
@@ -198,7 +190,7 @@ def refresh(network: Flows, size: int) -> int:
     return size
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def fix_limited(network: Flows, level: float) -> int:
     """Decide the rates of messages that cannot be faster than `level`; return their number."""
     count = 0
@@ -210,7 +202,7 @@ def fix_limited(network: Flows, level: float) -> int:
     return count
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def smallest_limit(network: Flows) -> float:
     """The smallest limit of the messages whose rates are open."""
     smallest = math.inf
@@ -221,7 +213,7 @@ def smallest_limit(network: Flows) -> float:
     return smallest
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def fix_on(network: Flows, link: int, level: float) -> int:
     """Decide the rates of all messages on a link; return their number."""
     count, node = 0, network.links[link].head
@@ -234,7 +226,7 @@ def fix_on(network: Flows, link: int, level: float) -> int:
     return count
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def decide_rates(network: Flows) -> None:
     """Decide rates: of messages with the smallest limits, or on the link with the smallest share.
 
@@ -253,7 +245,7 @@ def decide_rates(network: Flows) -> None:
             num_left -= fix_on(network, network.listed[0], level)
 
 
-@njit(nogil=True, error_model="numpy")
+@jit.helper
 def share_links(network: Flows, messages: Records) -> None:
     """Decide the rates that change, and when the messages will have ended."""
     now, network.clocks[DEADLINE] = network.clocks[DEADLINE], math.inf

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -65,12 +64,6 @@ class Cluster(NamedTuple):
         name = self.host(number)
         enter = 'hostname "$0" && exec "$@"'
         return ["ip", "netns", "exec", name, "unshare", "-u", "sh", "-c", enter, name]
-
-    def sent(self) -> list[int]:
-        """The bytes that the network interface of each host has sent, by its own counters."""
-        hosts = map(self.host, range(1, self.num_hosts + 1))
-        shown = [ip("-n", host, "-s", "-j", "link", "show", "dev", "eth0") for host in hosts]
-        return [json.loads(text)[0]["stats64"]["tx"]["bytes"] for text in shown]
 
 
 def mpi_words(cluster: Cluster) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,8 @@ def test_it_knows_what_started_it() -> None:
     assert started({"PMI_SIZE": "3"}) == started({"OMPI_COMM_WORLD_SIZE": "3"}) == 3
 
 
-def levels(found: object) -> list[Level]:
-    return [finding.level for finding in found]  # type: ignore[attr-defined]
+def levels(found: Iterable[Finding]) -> list[Level]:
+    return [finding.level for finding in found]
 
 
 def test_another_launcher_on_path_is_pointed_out(tmp_path: Path) -> None:
