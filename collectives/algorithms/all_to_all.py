@@ -64,6 +64,40 @@ def linear(rank: int, size: int) -> Iterator[Round]:
 
 
 @algorithm(
+    rounds="1",
+    startups="(p - 1) * N",
+    messages="p * (p - 1) * N",
+    max_bytes_per_rank="f * n",
+    total_bytes="n * (p - 1)",
+    scratch_bytes="0",
+    pieces="N",
+    options={"segments": 4},
+    source="Thakur, Rabenseifner and Gropp 2005",
+    use="Use it for large blocks on few hosts: two hosts that send to each other over one "
+    "connection do so at the same time, as a segment of one never waits for a whole block of the "
+    "other.",
+)
+def segmented_linear(rank: int, size: int, segments: int = 4) -> Iterator[Round]:
+    """Every rank sends a segment of its block to each rank, nearest first, then the next segments.
+
+    All messages are in flight at once.
+    """
+
+    def part(source: int, destination: int, number: int) -> Block:
+        block = source, destination
+        return block if segments == 1 else Piece(block, number)
+
+    places = list(product(range(segments), range(1, size)))
+    behind = (((rank - d) % size, number) for number, d in places)
+    ahead = (((rank + d) % size, number) for number, d in places)
+    if size > 1:
+        yield (
+            *(Recv(source, [part(source, rank, number)]) for source, number in behind),
+            *(Send(peer, [part(rank, peer, number)]) for peer, number in ahead),
+        )
+
+
+@algorithm(
     rounds="p - 1",
     messages="p * (p - 1)",
     max_bytes_per_rank="f * n",

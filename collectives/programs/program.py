@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -230,26 +231,30 @@ class _Assembler:
         lane, first = self.lanes.lanes[number], self._first_slot(number)
         step = lane.steps[at]
         self._work(number, at, step.packing)
-        sends = self._post(_RECEIVE, number, at, step.receives, first)
-        end = self._post(_SEND, number, at, step.sends, sends)
-        self.waits[number] = (_WAIT, at, sends - first, 0, 0, end - first, first, 0, 0, 0, 0)
+        receives = self._messages(_RECEIVE, number, at, step.receives, first)
+        sends = self._messages(_SEND, number, at, step.sends, first + len(receives))
+        # By turns: on one connection, a message whose receive is posted first holds up those back.
+        self.rows += [row for row in chain(*zip_longest(receives, sends)) if row is not None]
+        num_posted = len(receives) + len(sends)
+        self.waits[number] = (_WAIT, at, len(receives), 0, 0, num_posted, first, 0, 0, 0, 0)
         if at == 0:
             self._work(number, at, lane.staying)
 
-    def _post(
+    def _messages(
         self, kind: int, number: int, at: int, messages: tuple[Message, ...], slot: int
-    ) -> int:
-        """Post messages, cut as MPI needs it, in slots from `slot` on; return the next free one."""
+    ) -> list[tuple[int, ...]]:
+        """The rows that post messages, cut as MPI needs it, in slots from `slot` on."""
+        rows: list[tuple[int, ...]] = []
         for peer, region in messages:
             buffer, offset, size = self._place(number, region)
             starts = range(0, size or 1, self.most_bytes)
             for start in starts:
                 part = min(size - start, self.most_bytes)
-                self.rows.append((kind, at, peer, buffer, offset + start, part, slot, 0, 0, 0, 0))
-                slot += 1
+                place = slot + len(rows)
+                rows.append((kind, at, peer, buffer, offset + start, part, place, 0, 0, 0, 0))
             if kind == _SEND:
                 self.sent[number].append((at, peer, size, len(starts)))
-        return slot
+        return rows
 
     def _finish(self, number: int, at: int) -> None:
         """Wait for the messages of a round, and use what they contain."""

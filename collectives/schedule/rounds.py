@@ -50,7 +50,8 @@ Schedule = list[Round]
 def Send(peer: int, blocks: Iterable[Block]) -> Operation:  # noqa: N802 - reads as the verb it is
     """Return the operation that sends `blocks` to `peer` in one message.
 
-    Their values are those at the beginning of the round.
+    Their values are those at the beginning of the round.  Messages of a round to the same peer are
+    received in the order of their sends.
     """
     return Operation("send", peer, tuple(blocks))
 

@@ -129,6 +129,7 @@ HOST_RULES: dict[str, Sequence[Rule]] = {
         Rule(32 * 1024, "hierarchical", shares_hosts=True),
         Rule(1024, "bruck"),
         Rule(32 * 1024, "linear"),
+        Rule(_NO_LIMIT, "segmented_linear", max_ranks=16),
         Rule(_NO_LIMIT, "pairwise"),
     ),
 }

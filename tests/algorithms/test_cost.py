@@ -80,6 +80,7 @@ MEETS = {
     "reduce_scatter.invariant": "bytes work",
     "all_to_all.linear_sync": "bytes",
     "all_to_all.linear": "bytes",
+    "all_to_all.segmented_linear": "bytes",
     "all_to_all.pairwise": "bytes",
     "all_to_all.one_factor": "bytes",
     "all_to_all.bruck": "rounds",

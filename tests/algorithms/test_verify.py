@@ -179,10 +179,11 @@ def test_receiving_and_combining_a_block_in_one_round_is_refused(kinds: tuple) -
     assert "twice in one round" in refused("broadcast", *schedules)
 
 
-def test_two_messages_for_one_rank_in_a_round_are_refused() -> None:
-    # An engine may start them in any order.
-    schedules = [[(Send(1, [0]), Send(1, [1]))], [(Recv(0, [0]), Recv(0, [1]))]]
-    assert "two messages in one round" in refused("broadcast", *schedules, num_pieces=2)
+def test_messages_for_one_rank_in_a_round_are_received_in_their_order() -> None:
+    sends = [(Send(1, [0]), Send(1, [1]))]
+    first, second = Recv(0, [0]), Recv(0, [1])
+    verify_schedules("broadcast", Case(2, 0, 2), [sends, [(first, second)]])
+    assert "expects blocks" in refused("broadcast", sends, [(second, first)], num_pieces=2)
 
 
 def test_a_local_combination_may_not_change_what_it_reads() -> None:
