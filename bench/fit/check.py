@@ -2,7 +2,7 @@
 
 Every algorithm of every collective is measured on 2 ranks, on 3, and so on, at sizes at which
 nothing was fitted; the fit has seen no collective at all.  The calls follow each other without
-waiting, and so do the simulated ones.
+waiting, and so do the simulated ones.  Before each, every rank writes its input, as programs do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,17 +19,18 @@ from mpi4py import MPI
 from bench import sizes
 from bench.case import JOINS, SPLITS, Case, in_place, out_of_place
 from bench.contenders import contender
-from bench.fit.measuring import sampled, sleep_until_all
+from bench.fit.measuring import Run, in_turn, sampled, sleep_until_all, writer
+from bench.fit.patterns import after_work, seconds_of_calls
 from bench.perf import every_algorithm
+from bench.ways import nothing
 from collectives import Communicator, Topology, algorithms
-from collectives.programs import Kind, Program, Row, compile_call
+from collectives.programs import compile_call
 from collectives.selection import select
 from collectives.selection.choice import even_parts
-from collectives.simulation import Machine, simulate
+from collectives.simulation import Machine
 
 MEDIAN, TAIL, REGRET = 0.10, 0.25, 1.10  # the goals: errors, their 90th percentile, the pick
 LARGEST_RANKS = 8
-CALLS = 4  # that are simulated one after the other
 HELD_OUT = (24, 360, 1800, 12_000, 100_000, 700_000)  # bytes; no size of a fit
 _DTYPE = np.dtype(np.float32)
 
@@ -86,8 +87,11 @@ def _measured(
     assert buffers is not None, "every collective has one form or the other"
     names = every_algorithm(collective, comm.size)
     made = [contender(comm, case, buffers, name) for name in names]
+    write = writer(buffers.x)
+    runs: list[Run] = [partial(in_turn, write, run) for run in (nothing, *(x.run for x in made))]
     members = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(range(comm.size)))
-    times = sampled([each.run for each in made], members, samples, until)
+    writing, *times = sampled(runs, members, samples, until)
+    writes = [writing * is_input for is_input in members.allgather(buffers.x is not None)]
     members.Free()
     for each in made:
         each.free()
@@ -96,30 +100,28 @@ def _measured(
     return [
         Held(
             *(collective, name, case.size, case.num_bytes),
-            each,
-            repeated(case, name, machine, comm.topology),
+            each - writing,
+            predicted_call(case, name, machine, comm.topology, writes),
         )
         for name, each in zip(names, times, strict=True)
     ]
 
 
-def repeated(case: Case, name: str, machine: Machine, topology: Topology) -> float:
-    """The predicted seconds of a call, in the mean over some that follow each other."""
+def predicted_call(
+    case: Case, name: str, machine: Machine, topology: Topology, writes: Sequence[float]
+) -> float:
+    """The predicted seconds of a call, in the mean over some that follow each other.
+
+    `writes`: the seconds for which each rank writes its input before each call, which do not count.
+    """
     choice = select.choose(case.collective, name, case.size, case.num_bytes, topology=topology)
     counts = even_parts(case.collective, case.size, case.num_elements)
     spec = choice.spec(counts, case.dtype.itemsize)
-    programs = [compile_call(spec, rank, case.size) for rank in range(case.size)]
-    tiled = [_repeated(program, machine) for program in programs]
-    return simulate(tiled, machine, hosts=topology.host_of).seconds / CALLS
-
-
-def _repeated(program: Program, machine: Machine) -> Program:
-    """A program several times, with a copy between them that takes as long as a call."""
-    num_bytes = int(machine.call_seconds / machine.copy_seconds_per_byte)
-    pause = np.array([Row(Kind.COPY, 0, size=num_bytes)], np.int64)
-    return replace(
-        program, rows=np.concatenate([program.rows, *[pause, program.rows] * (CALLS - 1)])
-    )
+    programs = [
+        after_work(compile_call(spec, rank, case.size), seconds, machine)
+        for rank, seconds in enumerate(writes)
+    ]
+    return float(seconds_of_calls(programs, machine, topology.host_of).max()) - max(writes)
 
 
 class Verdict(NamedTuple):

@@ -3,11 +3,13 @@
     mpirun -n 2 python -m bench fit --output decisions.json
     mpirun -n 4 python -m bench fit --check
 
-Two ranks on the same host, and two on different hosts, exchange messages: a ping-pong, both ways at
-once, several at once.  If ranks outnumber the cores of a host, all ranks do so in pairs.  The size
-from which a send waits for its receive is found by trying.  A machine of the LogGOPS model is
-fitted to the times by relative error.  `Communicator.load_decisions` reads FILE; then predictions
-choose algorithms where `bench tune` has measured nothing.  Tables of `bench tune` in FILE are kept.
+Two ranks on the same host, and two on different hosts, exchange messages: a ping-pong, one way,
+several at once; and all ranks of a host, and one of each host, around a ring.  If ranks outnumber
+the cores of a host, all ranks do so in pairs.  What is sent has just been written, as in programs.
+The size from which a send waits for its receive is found by trying.  A machine of the LogGOPS
+model is fitted to the times by relative error.  `Communicator.load_decisions` reads FILE; then
+predictions choose algorithms where `bench tune` has measured nothing.  Tables of `bench tune` in
+FILE are kept.
 
 `--check` then measures every algorithm of every collective on 2 to 8 ranks, at sizes at which
 nothing was fitted, and compares them with predictions.  The exit status is 1 if the median error is
@@ -27,7 +29,7 @@ from rich.console import Console
 import collectives
 from bench.fit import check, showing
 from bench.fit.fitting import fitted_links, rate
-from bench.fit.measuring import Measurement, Pairs, pairs_of
+from bench.fit.measuring import Group, Measurement, groups_of
 from bench.fit.patterns import ITEMSIZE, PATTERNS, Sample
 from bench.options import seconds
 from bench.tune import earlier, here
@@ -38,6 +40,7 @@ from parallel.cli import at_least, console_of
 
 _SIZES = tuple(8 * 4**power for power in range(10))  # bytes, up to 2 MiB
 _WORK_SIZES = tuple(4096 * 4**power for power in range(6))  # up to 4 MiB
+_METHODS = 12  # that measure, on two classes of links
 _BURST_BYTES = 256 << 10  # the largest message of a burst
 
 
@@ -57,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME", help="check this one; may be repeated; default: all")  # fmt: skip
     add("--keep", action="store_true", help="do not fit: check the machine that FILE has")
     add("--seconds", type=seconds, default=120.0, metavar="S",
-        help="about how long the check may take; default: %(default)s")  # fmt: skip
+        help="about how long each of fit and check may take; default: %(default)s")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -94,31 +97,32 @@ def _run(comm: Communicator, options: argparse.Namespace, console: Console) -> i
 
 def fit(comm: Communicator, options: argparse.Namespace, console: Console) -> Machine:
     """Measure and fit, with what rank 0 shows meanwhile.  ValueError on all ranks alike."""
-    measurement, found, links = Measurement(MPI.COMM_WORLD, options.samples), list[Sample](), {}
-    at_once = options.at_once or comm.topology.max_per_host > len(os.sched_getaffinity(0))
-    for pairs in pairs_of(comm.topology.host_of, at_once=at_once):
-        limit = measurement.eager_limit(pairs)
-        measured = measure_links(measurement, pairs, limit)
-        links[pairs.link_class] = fitted_links(measured, limit)
-        found += measured
+    measurement = Measurement(MPI.COMM_WORLD, options.samples, options.seconds / _METHODS)
+    found, links = list[Sample](), {}
     work = {kind: measurement.work(kind, _WORK_SIZES) for kind in ("copy", "combine")}
-    copy, combine = (rate(_WORK_SIZES, times) for times in work.values())
-    call = measurement.call(comm)
+    rates = [rate(_WORK_SIZES, times) for times in work.values()]
+    base = Machine({}, measurement.overhead, *rates)
+    at_once = options.at_once or comm.topology.max_per_host > len(os.sched_getaffinity(0))
+    for group in groups_of(comm.topology.host_of, at_once=at_once):
+        limit = measurement.eager_limit(group.pairs[0])
+        measured = measure_links(measurement, group, limit)
+        links[group.link_class] = fitted_links(measured, limit, base)
+        found += measured
+    machine = Machine(links, measurement.call(comm), *rates)
     measurement.free()
-    machine = Machine(links, call, copy, combine)
-    showing.show_machine(machine, found, console)
+    showing.show_machine(machine, found, base, console)
     showing.show_work(_WORK_SIZES, work, machine, console)
     return machine
 
 
-def measure_links(measurement: Measurement, pairs: Pairs, limit: int | None) -> list[Sample]:
-    """The samples of all patterns in pairs of ranks."""
+def measure_links(measurement: Measurement, group: Group, limit: int | None) -> list[Sample]:
+    """The samples of all patterns between ranks of a group."""
     around = () if limit is None else (limit, limit + 16 * ITEMSIZE, 2 * limit // 8 * 8)
     all_sizes = sorted({*_SIZES, *around})
     found: list[Sample] = []
     for pattern in PATTERNS:
         sizes = [size for size in all_sizes if pattern != "burst" or size <= _BURST_BYTES]
-        found += measurement.pattern(pairs, pattern, sizes)
+        found += measurement.pattern(group, pattern, sizes)
     return found
 
 

@@ -30,16 +30,23 @@ _COSTS = (
 )  # fmt: skip
 
 
-def fitted_links(samples: Sequence[Sample], eager_limit: int | None) -> tuple[Link, ...]:
+def fitted_links(
+    samples: Sequence[Sample], eager_limit: int | None, base: Machine
+) -> tuple[Link, ...]:
     """The links of one class, in the order of their sizes.
 
     `eager_limit`: the bytes above which a send waits for its receive; None: it never does.  Within
-    both kinds sizes are divided where the times of a ping-pong bend.  Raises ValueError if no
-    machine has such times.
+    both kinds sizes are divided where the times of a ping-pong bend.  `base`: the other costs: of a
+    copy, and of a call, in addition to its operations.  Raises ValueError if no machine has such
+    times.
     """
     limit = math.inf if eager_limit is None else eager_limit
-    trips = {each.num_bytes: each.seconds / 2 for each in samples if each.pattern == "ping-pong"}
     _refuse_nonsense(samples)
+    trips = {
+        each.num_bytes: max(each.seconds - base.call_seconds, each.seconds / 4) / 2
+        for each in samples
+        if each.pattern == "ping-pong"
+    }
     eager = divided({size: trips[size] for size in trips if size <= limit})
     late = divided({size: trips[size] for size in trips if size > limit})
     groups = [*eager, *late]
@@ -50,8 +57,8 @@ def fitted_links(samples: Sequence[Sample], eager_limit: int | None) -> tuple[Li
         up_to = limit if is_last_eager else _between(sizes, groups[number + 1 : number + 2])
         start = _start({size: trips[size] for size in sizes}, up_to, is_rendezvous=is_rendezvous)
         of_link = [each for each in samples if each.num_bytes in sizes]
-        links.append(fitted_link(of_link, start))
-        _refuse_bad_fit(of_link, links[-1])
+        links.append(fitted_link(of_link, start, base))
+        _refuse_bad_fit(of_link, links[-1], base)
     return tuple(links)
 
 
@@ -73,9 +80,9 @@ def _refuse_nonsense(samples: Sequence[Sample]) -> None:
             )
 
 
-def _refuse_bad_fit(samples: Sequence[Sample], link: Link) -> None:
+def _refuse_bad_fit(samples: Sequence[Sample], link: Link, base: Machine) -> None:
     """Raise ValueError if the best link is a bad one."""
-    error = float(np.median(np.abs(np.expm1(link_errors(samples, link)))))
+    error = float(np.median(np.abs(np.expm1(link_errors(samples, link, base)))))
     if error > LIMIT:
         raise ValueError(
             f"no link has the times measured on {samples[0].link_class} up to "
@@ -132,7 +139,7 @@ def _start(trips: dict[int, float], up_to: float, *, is_rendezvous: bool) -> Lin
     return Link(up_to, base / 4, slope / 10, base / 2, base / 4, slope, is_rendezvous)
 
 
-def fitted_link(samples: Sequence[Sample], start: Link) -> Link:
+def fitted_link(samples: Sequence[Sample], start: Link, base: Machine) -> Link:
     """The link that predicts the samples best."""
     costs = np.log([getattr(start, name) for name in _COSTS])
 
@@ -141,14 +148,15 @@ def fitted_link(samples: Sequence[Sample], start: Link) -> Link:
 
     def errors(logs: Floats) -> Floats:
         prior = _PRIOR * (logs - costs)  # decides only what the samples leave open
-        return np.concatenate([link_errors(samples, link(logs)), prior])
+        return np.concatenate([link_errors(samples, link(logs), base), prior])
 
     return link(least_errors(errors, costs))
 
 
-def link_errors(samples: Sequence[Sample], link: Link) -> Floats:
+def link_errors(samples: Sequence[Sample], link: Link, base: Machine) -> Floats:
     """The logarithms of predicted over measured seconds."""
-    machine = Machine({each.link_class: (link._replace(up_to_bytes=math.inf),) for each in samples})
+    links = {each.link_class: (link._replace(up_to_bytes=math.inf),) for each in samples}
+    machine = base._replace(links=links)
     seconds = [each.seconds for each in samples]
     return np.asarray(np.log(predicted(samples, machine) / seconds))
 

@@ -1,4 +1,4 @@
-"""Measures what a machine is fitted from: patterns between pairs of ranks, local work, and a call.
+"""Measures what a machine is fitted from: patterns of messages, local work, and a call.
 
 A time is that of the slowest rank in one sample, and of the samples the 5 % quantile: what it takes
 if nothing else disturbs it.  Ranks that have no part in a pattern sleep.
@@ -19,13 +19,15 @@ from mpi4py import MPI
 from bench.fit.patterns import (
     BURST,
     ITEMSIZE,
+    REPEATS,
     Sample,
     empty_program,
     late_program,
-    num_repeats,
-    pair_program,
+    pattern_program,
     work_program,
 )
+from bench.oracle import Array
+from bench.ways import nothing
 from collectives import Communicator
 from collectives.arrays import HOST
 from collectives.arrays.operators import operator
@@ -47,22 +49,31 @@ _TURN = 1e-3  # seconds that an advance may take before Python runs
 _TAG = 1
 
 
-class Pairs(NamedTuple):
-    """Pairs of ranks with the same kind of link between them, which exchange at the same time."""
+class Group(NamedTuple):
+    """Ranks with the same kind of link between them.
+
+    `pairs`: some of them, which exchange at the same time.  `ring`: as many as there are.
+    """
 
     link_class: str
     pairs: tuple[tuple[int, int], ...]
+    ring: tuple[int, ...]
 
 
-def pairs_of(host_of: Sequence[int], *, at_once: bool) -> list[Pairs]:
-    """Pairs on the same host, and pairs on different hosts; one pair of each, or all `at_once`."""
+def groups_of(host_of: Sequence[int], *, at_once: bool) -> list[Group]:
+    """Ranks on the same host, and ranks on different hosts; with one pair of each, or `at_once`."""
     found: dict[str, list[tuple[int, int]]] = {}
     for first, second in combinations(range(len(host_of)), 2):
         name = SAME_HOST if host_of[first] == host_of[second] else OTHER_HOST
         chosen = found.setdefault(name, [])
         if not {first, second} & set(chain(*chosen)):
             chosen.append((first, second))
-    return [Pairs(name, tuple(chosen if at_once else chosen[:1])) for name, chosen in found.items()]
+    hosts = [[r for r, host in enumerate(host_of) if host == each] for each in set(host_of)]
+    rings = {SAME_HOST: max(hosts, key=len), OTHER_HOST: sorted(ranks[0] for ranks in hosts)}
+    return [
+        Group(name, tuple(pairs if at_once else pairs[:1]), tuple(rings[name]))
+        for name, pairs in found.items()
+    ]
 
 
 def sampled(runs: Sequence[Run], comm: MPI.Comm, samples: int, end: float) -> list[float]:
@@ -108,84 +119,91 @@ def _samples(run: Run, comm: MPI.Comm, calls: int, blocks: int) -> list[float]:
 class Measurement:
     """Measures patterns on the ranks of `world`; all ranks call the same methods alike."""
 
-    def __init__(self, world: MPI.Intracomm, samples: int) -> None:
-        self._world, self._samples = world, samples
+    def __init__(self, world: MPI.Intracomm, samples: int, seconds: float = np.inf) -> None:
+        """`seconds`: about how long the samples of one method may take."""
+        self._world, self._samples, self._seconds = world, samples, seconds
         self._transport = MpiTransport(world.Dup())
-        nothing = self._run(empty_program(), 0)
         # What it takes to run a program from Python, without any row.
-        (self._overhead,) = sampled([nothing], world, samples, np.inf)
+        (self.overhead,) = self._sampled([self._run(empty_program(), 0)], world)
 
     def free(self) -> None:
         """Free the communicator."""
         self._transport.free()
 
-    def pattern(self, pairs: Pairs, pattern: str, sizes: Sequence[int]) -> list[Sample]:
-        """The times of a pattern in the first pair, for messages of these sizes in bytes."""
+    def pattern(self, group: Group, pattern: str, sizes: Sequence[int]) -> list[Sample]:
+        """The times of a pattern in the first pair, or the ring, for messages of some bytes."""
 
-        def measured(number: int, peer: int, comm: MPI.Intracomm) -> list[float]:
+        def measured(ranks: tuple[int, ...], comm: MPI.Comm) -> list[float]:
             runs = [
-                self._run(pair_program(pattern, number, peer, size), BURST * size) for size in sizes
+                self._run(pattern_program(pattern, comm.rank, ranks, size), BURST * size)
+                for size in sizes
             ]
-            return sampled(runs, comm, self._samples, np.inf)
+            return self._sampled(runs, comm)
 
-        times = self._per_repeat(sizes, self._between(pairs, measured))
-        return [Sample(pattern, pairs.link_class, *each) for each in zip(sizes, times, strict=True)]
+        where = (group.ring,) if pattern == "exchange" else group.pairs
+        times, num_ranks = self._among(where, measured), len(where[0])
+        return [
+            Sample(pattern, group.link_class, size, seconds, num_ranks)
+            for size, seconds in zip(sizes, times, strict=True)
+        ]
 
-    def waits_for_receive(self, pairs: Pairs, num_bytes: int) -> bool:
+    def waits_for_receive(self, pair: tuple[int, int], num_bytes: int) -> bool:
         """Whether a send of so many bytes waits until its receive is posted."""
 
-        def measured(number: int, peer: int, comm: MPI.Intracomm) -> list[float]:
-            run = self._run(late_program(number, peer, num_bytes), BURST * num_bytes)
+        def measured(ranks: tuple[int, ...], comm: MPI.Comm) -> list[float]:
+            run = self._run(late_program(comm.rank, ranks, num_bytes), BURST * num_bytes)
             for _ in range(LATE_TRIES):
                 seconds = float(comm.bcast(_late(run, comm)))
                 if seconds < LATE:  # a busy machine makes some sends late that do not wait
                     break
             return [seconds]
 
-        return self._between(pairs, measured)[0] >= LATE
+        return self._among([pair], measured)[0] >= LATE
 
-    def eager_limit(self, pairs: Pairs) -> int | None:
+    def eager_limit(self, pair: tuple[int, int]) -> int | None:
         """The largest message that is sent before its receive is posted; None: any."""
-        low, high, alone = 0, LARGEST_EAGER, pairs._replace(pairs=pairs.pairs[:1])
-        if not self.waits_for_receive(alone, high):
+        low, high = 0, LARGEST_EAGER
+        if not self.waits_for_receive(pair, high):
             return None
         while high - low > ITEMSIZE:
             middle = (low + high) // 2 // ITEMSIZE * ITEMSIZE
-            low, high = (low, middle) if self.waits_for_receive(alone, middle) else (middle, high)
+            low, high = (low, middle) if self.waits_for_receive(pair, middle) else (middle, high)
         return low
 
-    def _between(self, pairs: Pairs, measure: Callable[..., list[float]]) -> list[float]:
-        """What the first pair measures, on all ranks; ranks of no pair sleep meanwhile."""
+    def _among(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        measure: Callable[[tuple[int, ...], MPI.Comm], list[float]],
+    ) -> list[float]:
+        """What the first group measures, on all ranks; ranks of no group sleep meanwhile."""
         times: list[float] = []
-        mine = next((pair for pair in pairs.pairs if self._world.rank in pair), None)
+        mine = next((group for group in groups if self._world.rank in group), None)
         comm = self._world.Split(MPI.UNDEFINED if mine is None else mine[0], self._world.rank)
         if mine is not None:
-            times = measure(comm.rank, mine[1 - comm.rank], comm)
+            times = measure(mine, comm)
             comm.Free()
         sleep_until_all(self._world)
-        return list(self._world.bcast(times, pairs.pairs[0][0]))
+        return list(self._world.bcast(times, groups[0][0]))
+
+    def _sampled(self, runs: Sequence[Run], comm: MPI.Comm) -> list[float]:
+        return sampled(runs, comm, self._samples, time.perf_counter() + self._seconds)
 
     def work(self, kind: str, sizes: Sequence[int]) -> list[float]:
         """Seconds of a copy or a combination of so many bytes, on all ranks at once."""
         runs = [self._run(work_program(kind, size), size) for size in sizes]
-        return self._per_repeat(sizes, sampled(runs, self._world, self._samples, np.inf))
+        times = self._sampled(runs, self._world)
+        return [(each - self.overhead) / REPEATS for each in times]
 
     def call(self, comm: Communicator) -> float:
-        """Seconds of a call that does nothing: a barrier of one rank, as a plan."""
+        """Seconds of a call that does nothing, a barrier of one rank, after an array is written."""
         alone = comm.split(comm.rank)
         assert alone is not None
-        plan = alone.plan.barrier()
-        (seconds,) = sampled([plan.run], self._world, self._samples, np.inf)
+        plan, write = alone.plan.barrier(), writer(np.zeros(1))
+        runs = [partial(in_turn, write, run) for run in (nothing, plan.run)]
+        writing, both = self._sampled(runs, self._world)
         plan.free()
         alone.free()
-        return seconds
-
-    def _per_repeat(self, sizes: Sequence[int], times: Sequence[float]) -> list[float]:
-        """The times of single repetitions, from those of programs that repeat a pattern."""
-        return [
-            (each - self._overhead) / num_repeats(size)
-            for size, each in zip(sizes, times, strict=True)
-        ]
+        return both - writing
 
     def _run(self, program: Program, num_bytes: int) -> Run:
         """Runs a program on arrays of float32."""
@@ -196,13 +214,24 @@ class Measurement:
         return partial(_complete, self._transport.execution(program, operands, _TAG))
 
 
+def writer(x: Array | None) -> Run:
+    """Writes an array anew, as programs do between calls."""
+    return nothing if x is None else partial(np.copyto, x, x.copy())
+
+
+def in_turn(first: Run, second: Run) -> None:
+    """Run both."""
+    first()
+    second()
+
+
 def _complete(execution: Any) -> None:
     execution.restart()
     while not execution.advance(_TURN):
         pass
 
 
-def _late(run: Run, comm: MPI.Intracomm) -> float:
+def _late(run: Run, comm: MPI.Comm) -> float:
     """Seconds of a send, by rank 0, whose receive is posted `LATE` seconds after it began.
 
     They are at least `LATE` if the send waits for the receive, however busy the machine is.

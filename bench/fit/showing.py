@@ -11,13 +11,19 @@ from rich.table import Table
 
 from bench import sizes
 from bench.fit.check import MEDIAN, REGRET, TAIL, Held, Verdict, by, verdict
-from bench.fit.patterns import PATTERNS, Sample, predicted
-from collectives.simulation import Machine
+from bench.fit.fitting import link_errors
+from bench.fit.patterns import PATTERNS, Sample
+from collectives.simulation import Link, Machine
 from parallel.cli import print_table, table_with
 
 
-def show_machine(machine: Machine, samples: Sequence[Sample], console: Console) -> None:
-    """The links, with the relative errors of the fit, pattern by pattern."""
+def show_machine(
+    machine: Machine, samples: Sequence[Sample], base: Machine, console: Console
+) -> None:
+    """The links, with the relative errors of the fit, pattern by pattern.
+
+    `base`: with the seconds of a call of a pattern, in addition to its operations.
+    """
     table = table_with("link", "sends", numbers=[
         "up to bytes", "o us", "O ns/B", "L us", "g us", "G ns/B", "GB/s", *PATTERNS,
     ])  # fmt: skip
@@ -35,21 +41,19 @@ def show_machine(machine: Machine, samples: Sequence[Sample], console: Console) 
                 *(_us(link.overhead_seconds), _ns(link.overhead_seconds_per_byte)),
                 *(_us(link.latency_seconds), _us(link.gap_seconds), _ns(link.seconds_per_byte)),
                 f"{1e-9 / link.seconds_per_byte:.3g}" if link.seconds_per_byte else "-",
-                *(_errors(inside, pattern, machine) for pattern in PATTERNS),
+                *(_errors(inside, pattern, link, base) for pattern in PATTERNS),
             )  # fmt: skip
     console.print("\nLinks (LogGOPS), and the median error of the fit for each pattern")
     print_table(table, console)
     console.print(f"A call takes {_us(machine.call_seconds)} us in addition.")
 
 
-def _errors(samples: Sequence[Sample], pattern: str, machine: Machine) -> str:
+def _errors(samples: Sequence[Sample], pattern: str, link: Link, base: Machine) -> str:
     """The median relative error of a pattern's samples."""
     found = [each for each in samples if each.pattern == pattern]
     if not found:
         return "-"
-    alone = machine._replace(links={found[0].link_class: machine.links[found[0].link_class]})
-    errors = predicted(found, alone) / [each.seconds for each in found] - 1
-    return f"{np.median(np.abs(errors)):.0%}"
+    return f"{np.median(np.abs(np.expm1(link_errors(found, link, base)))):.0%}"
 
 
 def show_work(

@@ -13,7 +13,7 @@ import pytest
 
 from bench.fit.check import Held, Verdict, regrets, verdict
 from bench.fit.fitting import divided, fitted_links, line, link_errors, rate
-from bench.fit.measuring import pairs_of
+from bench.fit.measuring import groups_of
 from bench.fit.patterns import PATTERNS, Sample, predicted
 from collectives.launch import launch
 from collectives.selection.decisions import Decisions
@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 4096
 EAGER = Link(LIMIT, 2e-7, 2e-11, 5e-7, 3e-7, 4e-10)
 REST = Link(math.inf, 3e-7, 2e-11, 3e-6, 4e-7, 6e-11, is_rendezvous=True)
-MACHINE = Machine({SAME_HOST: (EAGER, REST)})
+MACHINE = Machine({SAME_HOST: (EAGER, REST)}, 4e-7, 2e-11, 3e-11)
+BASE = MACHINE._replace(links={})
 SIZES = [8, 128, 512, 2048, 4096, 4160, 8192, 32768, 131072, 1 << 20]
 
 
@@ -42,12 +43,12 @@ def samples(noise: float = 0.0) -> list[Sample]:
 
 
 def test_a_machine_is_found_again_from_its_own_times() -> None:
-    links = fitted_links(samples(), LIMIT)
+    links = fitted_links(samples(), LIMIT, BASE)
     assert [link.up_to_bytes for link in links] == [LIMIT, math.inf]
     assert [link.is_rendezvous for link in links] == [False, True]
     for found, true in zip(links, (EAGER, REST), strict=True):
         of_link = [each for each in samples() if (each.num_bytes <= LIMIT) == (true is EAGER)]
-        assert np.abs(link_errors(of_link, found)).max() < 0.02
+        assert np.abs(link_errors(of_link, found, BASE)).max() < 0.02
         assert found.seconds_per_byte == pytest.approx(true.seconds_per_byte, rel=0.05)
         start_up, truth = (
             2 * link.overhead_seconds + link.latency_seconds for link in (found, true)
@@ -57,7 +58,7 @@ def test_a_machine_is_found_again_from_its_own_times() -> None:
 
 
 def test_noise_moves_a_machine_by_no_more_than_the_noise() -> None:
-    links = fitted_links(samples(noise=0.1), LIMIT)
+    links = fitted_links(samples(noise=0.1), LIMIT, BASE)
     for found, true in zip(links, (EAGER, REST), strict=True):
         for size in (8, 4096, 1 << 20):
             assert 0.98 < found.seconds(size) / true.seconds(size) < 1.12
@@ -67,7 +68,7 @@ def test_one_time_that_was_disturbed_decides_little() -> None:
     disturbed = samples()
     at = disturbed.index(next(each for each in disturbed if each.num_bytes == 8192))
     disturbed[at] = disturbed[at]._replace(seconds=5 * disturbed[at].seconds)
-    rest = fitted_links(disturbed, LIMIT)[-1]
+    rest = fitted_links(disturbed, LIMIT, BASE)[-1]
     assert rest.seconds(1 << 20) == pytest.approx(REST.seconds(1 << 20), rel=0.05)
     assert rest.seconds(32768) == pytest.approx(REST.seconds(32768), rel=0.2)
 
@@ -103,7 +104,7 @@ def test_times_of_no_machine_are_refused(at: int, seconds: float, sentence: str)
     wrong = samples()
     wrong[at] = wrong[at]._replace(seconds=seconds)
     with pytest.raises(ValueError, match=sentence):
-        fitted_links(wrong, LIMIT)
+        fitted_links(wrong, LIMIT, BASE)
 
 
 def test_times_without_any_order_are_refused() -> None:
@@ -112,19 +113,26 @@ def test_times_without_any_order_are_refused() -> None:
         each._replace(seconds=each.seconds * 10 ** random.uniform(-3, 3)) for each in samples()
     ]
     with pytest.raises(ValueError, match=r"no link has the times measured .* repeat|disturbed"):
-        fitted_links(wrong, LIMIT)
+        fitted_links(wrong, LIMIT, BASE)
 
 
 def test_a_link_of_each_class_is_measured_between_the_first_ranks_that_have_it() -> None:
-    def found(*host_of: int, at_once: bool = False) -> dict[str, tuple[tuple[int, int], ...]]:
-        return dict(pairs_of(host_of, at_once=at_once))
+    def found(*host_of: int, at_once: bool = False) -> list[tuple[object, ...]]:
+        return [tuple(each) for each in groups_of(host_of, at_once=at_once)]
 
-    assert found(0, 0, 1, 1) == {SAME_HOST: ((0, 1),), OTHER_HOST: ((0, 2),)}
-    assert found(0, 1, 1) == {OTHER_HOST: ((0, 1),), SAME_HOST: ((1, 2),)}
-    assert found(0) == {}
-    at_once = {SAME_HOST: ((0, 1), (2, 3)), OTHER_HOST: ((0, 2), (1, 3))}
+    same, other = (SAME_HOST, ((0, 1),), (0, 1)), (OTHER_HOST, ((0, 2),), (0, 2))
+    assert found(0, 0, 1, 1) == [same, other]
+    assert found(0, 1, 1, 1) == [(OTHER_HOST, ((0, 1),), (0, 1)), (SAME_HOST, ((1, 2),), (1, 2, 3))]
+    assert found(0) == []
+    at_once = [(SAME_HOST, ((0, 1), (2, 3)), (0, 1)), (OTHER_HOST, ((0, 2), (1, 3)), (0, 2))]
     assert found(0, 0, 1, 1, at_once=True) == at_once
-    assert found(0, 0, 0, at_once=True) == {SAME_HOST: ((0, 1),)}, "one is left over"
+    assert found(0, 0, 0, at_once=True) == [(SAME_HOST, ((0, 1),), (0, 1, 2))], "one is left over"
+
+
+def test_a_ring_of_ranks_exchanges_as_two_do_where_nothing_is_shared() -> None:
+    pair = Sample("exchange", SAME_HOST, 4096, 1.0)
+    of_two, of_five = predicted([pair, pair._replace(num_ranks=5)], MACHINE)
+    assert of_two == pytest.approx(of_five)
 
 
 def held(label: str, seconds: float, predicted_seconds: float, num_bytes: int = 8) -> Held:
@@ -161,8 +169,8 @@ from tests.bench.test_fit import MACHINE, predicted
 
 real = Measurement.pattern
 
-def pattern(self, pairs, name, sizes):
-    samples = real(self, pairs, name, sizes)
+def pattern(self, group, name, sizes):
+    samples = real(self, group, name, sizes)
     assert [each.num_bytes for each in samples] == list(sizes)
     assert all(1e-9 < each.seconds < 10 for each in samples)
     times = predicted(samples, MACHINE).tolist()
