@@ -27,7 +27,7 @@ from collectives import Communicator, Topology, algorithms
 from collectives.programs import compile_call
 from collectives.selection import select
 from collectives.selection.choice import even_parts
-from collectives.simulation import Machine
+from collectives.simulation import OTHER_HOST, SAME_HOST, Machine
 
 MEDIAN, TAIL, REGRET = 0.10, 0.25, 1.10  # the goals: errors, their 90th percentile, the pick
 LARGEST_RANKS = 8
@@ -90,7 +90,8 @@ def _measured(
     write = writer(buffers.x)
     runs: list[Run] = [partial(in_turn, write, run) for run in (nothing, *(x.run for x in made))]
     members = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(range(comm.size)))
-    writing, *times = sampled(runs, members, samples, until)
+    slowest = OTHER_HOST if comm.topology.num_hosts > 1 else SAME_HOST
+    writing, *times = sampled(runs, members, samples, until, slowest)
     writes = [writing * is_input for is_input in members.allgather(buffers.x is not None)]
     members.Free()
     for each in made:

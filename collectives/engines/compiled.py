@@ -28,7 +28,8 @@ _pointer_at = ctypes.c_int64.from_address
 _DATA_FIELD = 16  # of NumPy's array objects; `executor.DATA_FIELD`
 
 _FUNCTIONS = ("MPI_Irecv", "MPI_Isend", "MPI_Testall", "MPI_Get_count")
-_SPINS, _SPINS_WHERE_CROWDED = 2000, 4  # polls before a waiting rank offers its processor
+# Polls before a waiting rank offers its processor: a poll of a network takes about as long as that.
+_SPINS, _SPINS_BETWEEN_HOSTS, _SPINS_WHERE_CROWDED = 2000, 100, 4
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # set by Open MPI and MPICH
 
 
@@ -100,11 +101,13 @@ def _handle(handle: Any) -> int:
     return int.from_bytes(ctypes.string_at(MPI._addressof(handle), size), "little", signed=size < 8)
 
 
-def _is_crowded() -> bool:
-    """Whether the ranks of this host outnumber its processors."""
+def _num_spins() -> int:
+    """The polls of a waiting rank before it yields: few if others need its processor."""
     found = [os.environ[name] for name in _LOCAL_SIZES if name in os.environ]
     num_ranks = int(found[0]) if found and found[0].isdecimal() else MPI.COMM_WORLD.size
-    return num_ranks > len(os.sched_getaffinity(0))
+    if num_ranks > len(os.sched_getaffinity(0)):
+        return _SPINS_WHERE_CROWDED
+    return _SPINS_BETWEEN_HOSTS if num_ranks < MPI.COMM_WORLD.size else _SPINS
 
 
 class Port:
@@ -119,7 +122,7 @@ class Port:
         self.words[executor.COMM], self.words[executor.BYTE] = _handle(comm), _handle(MPI.BYTE)
         self.words[executor.REQUEST_BYTES] = MPI._sizeof(MPI.Request)
         self.words[executor.STATUS_BYTES] = MPI._sizeof(MPI.Status)
-        self.words[executor.SPINS] = _SPINS_WHERE_CROWDED if _is_crowded() else _SPINS
+        self.words[executor.SPINS] = _num_spins()
         null = ctypes.string_at(MPI._addressof(MPI.REQUEST_NULL), MPI._sizeof(MPI.Request))
         self.no_request = np.frombuffer(null, np.uint8)
 
