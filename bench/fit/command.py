@@ -4,8 +4,9 @@
     mpirun -n 4 python -m bench fit --check
 
 Two ranks on the same host, and two on different hosts, exchange messages: a ping-pong, one way,
-several at once; and all ranks of a host, and one of each host, around a ring.  If ranks outnumber
-the cores of a host, all ranks do so in pairs.  What is sent has just been written, as in programs.
+both ways at once, several at once.  Between hosts one rank of each host exchanges around a ring.
+If ranks outnumber the cores of a host, all ranks do so in pairs.  What is sent has just been
+written, as in programs.
 The size from which a send waits for its receive is found by trying.  A machine of the LogGOPS
 model is fitted to the times by relative error.  `Communicator.load_decisions` reads FILE; then
 predictions choose algorithms where `bench tune` has measured nothing.  Tables of `bench tune` in

@@ -43,7 +43,7 @@ QUANTILE = 0.05
 # them down, which must not be all that is measured.
 SAMPLE_SECONDS = {SAME_HOST: 1e-4, OTHER_HOST: 1e-2}
 LEAST_SECONDS = 2e-6  # no call takes less, so that a sample has a limited number
-BLOCKS = 8  # samples of a turn
+BLOCKS, TURN_SECONDS = 8, 0.1  # samples of a turn, or as many as take so long, but two
 # Seconds by which a receive comes late, to see whether its send waits, and how often.
 LATE, LATE_TRIES = 2e-2, 4
 LARGEST_EAGER = 4 << 20  # bytes; if a send does not wait even then, none does
@@ -55,12 +55,14 @@ _TAG = 1
 class Group(NamedTuple):
     """Ranks with the same kind of link between them.
 
-    `pairs`: some of them, which exchange at the same time.  `ring`: as many as there are.
+    `pairs`: some of them, which exchange at the same time.  `rings`: those that exchange around a
+    ring.  On one host they are the pairs.  Between hosts they are one rank of each: there two ranks
+    may share a connection in both directions, which collectives mostly use in one.
     """
 
     link_class: str
-    pairs: tuple[tuple[int, int], ...]
-    ring: tuple[int, ...]
+    pairs: tuple[tuple[int, ...], ...]
+    rings: tuple[tuple[int, ...], ...]
 
 
 def groups_of(host_of: Sequence[int], *, at_once: bool) -> list[Group]:
@@ -71,12 +73,13 @@ def groups_of(host_of: Sequence[int], *, at_once: bool) -> list[Group]:
         chosen = found.setdefault(name, [])
         if not {first, second} & set(chain(*chosen)):
             chosen.append((first, second))
-    hosts = [[r for r, host in enumerate(host_of) if host == each] for each in set(host_of)]
-    rings = {SAME_HOST: max(hosts, key=len), OTHER_HOST: sorted(ranks[0] for ranks in hosts)}
-    return [
-        Group(name, tuple(pairs if at_once else pairs[:1]), tuple(rings[name]))
-        for name, pairs in found.items()
-    ]
+    first_ranks = tuple(host_of.index(host) for host in sorted(set(host_of), key=host_of.index))
+    groups = []
+    for name, pairs in found.items():
+        chosen_pairs = tuple(pairs if at_once else pairs[:1])
+        rings = (first_ranks,) if name == OTHER_HOST else chosen_pairs
+        groups.append(Group(name, chosen_pairs, rings))
+    return groups
 
 
 def sampled(
@@ -92,7 +95,7 @@ def sampled(
     not count, and then some samples, each of a number of calls.  No new turns begin after the time
     `end` of the clock of rank 0.  `link_class`: of the slowest link.
     """
-    calls = [_num_calls(run, comm, SAMPLE_SECONDS[link_class]) for run in runs]
+    plans = [_turn(run, comm, SAMPLE_SECONDS[link_class]) for run in runs]
     taken: list[list[float]] = [[] for _ in runs]
     turns, shuffle = list(range(len(runs))), Random(0).shuffle  # the same on every rank
     for number in range(-(-samples // BLOCKS)):
@@ -100,17 +103,23 @@ def sampled(
             break
         shuffle(turns)
         for turn in turns:
-            taken[turn] += _samples(runs[turn], comm, calls[turn], BLOCKS)
-    slowest = np.array(taken)
+            taken[turn] += _samples(runs[turn], comm, *plans[turn])
+    return [_least(times, comm) for times in taken]
+
+
+def _least(times: Sequence[float], comm: MPI.Comm) -> float:
+    """The time of the slowest rank where little disturbs it."""
+    slowest = np.array(times)
     comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
-    return list(np.quantile(slowest, QUANTILE, axis=1).tolist())
+    return float(np.quantile(slowest, QUANTILE))
 
 
-def _num_calls(run: Run, comm: MPI.Comm, seconds: float) -> int:
-    """The calls of a sample."""
+def _turn(run: Run, comm: MPI.Comm, seconds: float) -> tuple[int, int]:
+    """The calls of a sample, and the samples of a turn: fewer if each takes long."""
     first = min(_samples(run, comm, 1, 2))
-    slowest = comm.allreduce(first, op=MPI.MAX)
-    return max(1, int(seconds / max(slowest, LEAST_SECONDS)))
+    slowest = max(comm.allreduce(first, op=MPI.MAX), LEAST_SECONDS)
+    calls = max(1, int(seconds / slowest))
+    return calls, int(np.clip(TURN_SECONDS / (calls * slowest), 2, BLOCKS))
 
 
 def _samples(run: Run, comm: MPI.Comm, calls: int, blocks: int) -> list[float]:
@@ -149,14 +158,14 @@ class Measurement:
             ]
             return self._sampled(runs, comm, group.link_class)
 
-        where = (group.ring,) if pattern == "exchange" else group.pairs
+        where = group.rings if pattern == "exchange" else group.pairs
         times, num_ranks = self._among(where, measured), len(where[0])
         return [
             Sample(pattern, group.link_class, size, seconds, num_ranks)
             for size, seconds in zip(sizes, times, strict=True)
         ]
 
-    def waits_for_receive(self, pair: tuple[int, int], num_bytes: int) -> bool:
+    def waits_for_receive(self, pair: tuple[int, ...], num_bytes: int) -> bool:
         """Whether a send of so many bytes waits until its receive is posted."""
 
         def measured(ranks: tuple[int, ...], comm: MPI.Comm) -> list[float]:
@@ -169,7 +178,7 @@ class Measurement:
 
         return self._among([pair], measured)[0] >= LATE
 
-    def eager_limit(self, pair: tuple[int, int]) -> int | None:
+    def eager_limit(self, pair: tuple[int, ...]) -> int | None:
         """The largest message that is sent before its receive is posted; None: any."""
         low, high = 0, LARGEST_EAGER
         if not self.waits_for_receive(pair, high):

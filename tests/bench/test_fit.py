@@ -120,13 +120,15 @@ def test_a_link_of_each_class_is_measured_between_the_first_ranks_that_have_it()
     def found(*host_of: int, at_once: bool = False) -> list[tuple[object, ...]]:
         return [tuple(each) for each in groups_of(host_of, at_once=at_once)]
 
-    same, other = (SAME_HOST, ((0, 1),), (0, 1)), (OTHER_HOST, ((0, 2),), (0, 2))
-    assert found(0, 0, 1, 1) == [same, other]
-    assert found(0, 1, 1, 1) == [(OTHER_HOST, ((0, 1),), (0, 1)), (SAME_HOST, ((1, 2),), (1, 2, 3))]
+    first = ((0, 1),)
+    assert found(0, 0, 1, 1) == [(SAME_HOST, first, first), (OTHER_HOST, ((0, 2),), ((0, 2),))]
+    assert found(0, 1, 1) == [(OTHER_HOST, first, first), (SAME_HOST, ((1, 2),), ((1, 2),))]
+    assert found(0, 1, 2) == [(OTHER_HOST, first, ((0, 1, 2),))], "a ring of one rank of each host"
     assert found(0) == []
-    at_once = [(SAME_HOST, ((0, 1), (2, 3)), (0, 1)), (OTHER_HOST, ((0, 2), (1, 3)), (0, 2))]
+    same, other = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    at_once = [(SAME_HOST, same, same), (OTHER_HOST, other, ((0, 2),))]
     assert found(0, 0, 1, 1, at_once=True) == at_once
-    assert found(0, 0, 0, at_once=True) == [(SAME_HOST, ((0, 1),), (0, 1, 2))], "one is left over"
+    assert found(0, 0, 0, at_once=True) == [(SAME_HOST, first, first)], "one is left over"
 
 
 def test_a_ring_of_ranks_exchanges_as_two_do_where_nothing_is_shared() -> None:
