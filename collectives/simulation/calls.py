@@ -24,7 +24,7 @@ from collectives.programs import CallSpec, compile_call
 from collectives.simulation.engine import Simulation, simulate_rows
 from collectives.simulation.machine import Machine
 from collectives.simulation.network import Network
-from collectives.simulation.tables import NO_ROWS, Rows, rows_of
+from collectives.simulation.tables import Rows, at_once, rows_of
 
 FEW_LANES = (6, 9)  # that are simulated for many; multiples of those that run at the same time
 FEWER_LANES = (3, 6)  # for more than `MANY_RANKS`
@@ -61,11 +61,11 @@ def simulate_call(
 
     - `spec`: the call.
     - `machine`, `network`, `stragglers`: those of `simulate`.
-    - `groups`: the ranks of each group, which are equally large; other ranks do nothing.  None: all
-      ranks are one group.
+    - `groups`: the ranks of each group, which are equally large; other ranks do nothing.  A rank
+      may be in several groups if the call has one round.  None: all ranks are one group.
 
-    Returns a `Call`.  Raises ValueError if the algorithm cannot serve, or if the network is folded
-    and the ranks do not all do the same.
+    Returns a `Call`.  Raises ValueError if the algorithm cannot serve, if the network is folded and
+    the ranks do not all do the same, or if a rank would be in several calls of several rounds.
     """
     size = network.num_ranks if groups is None else len(groups[0])
     is_dense = has_many_messages(spec, size)
@@ -155,14 +155,14 @@ def _without_garbage_collection() -> Iterator[None]:
 def _rows_of_groups(
     spec: CallSpec, machine: Machine, groups: Sequence[Sequence[int]], num_ranks: int
 ) -> list[Rows]:
-    """The rows of each rank, of which there are none outside of groups."""
+    """The rows of each rank: of its calls at the same time; none outside of groups."""
     size = len(groups[0])
     of_group = [rows_of(compile_call(spec, i, size, is_kept=False), machine) for i in range(size)]
-    found = [NO_ROWS] * num_ranks
+    found: list[list[Rows]] = [[] for _ in range(num_ranks)]
     for group in groups:
         for rank, rows in zip(group, of_group, strict=True):
-            found[rank] = rows.renamed(np.asarray(group))
-    return found
+            found[rank].append(rows.renamed(np.asarray(group)))
+    return [at_once(each) for each in found]
 
 
 def repeated(spec: CallSpec, machine: Machine, size: int) -> Rows | None:

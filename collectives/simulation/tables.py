@@ -66,6 +66,24 @@ NO_ROWS = Rows(
 )
 
 
+def at_once(each: Sequence[Rows]) -> Rows:
+    """The rows of a rank that makes some calls at the same time: it begins all, and then waits.
+
+    Raises ValueError for several calls of which one has several rounds.
+    """
+    if len(each) < 2:
+        return each[0] if each else NO_ROWS
+    if any(np.count_nonzero(rows.kinds == Kind.WAIT) > 1 for rows in each):
+        raise ValueError("a rank can make several calls at once only if they have one round")
+    rows, num_slots = _joined(each), [rows.num_slots for rows in each]
+    firsts = np.repeat(np.cumsum(num_slots) - num_slots, [len(rows.kinds) for rows in each])
+    order = np.argsort(rows.kinds, kind="stable")  # messages, then waits, then work
+    return Rows(
+        rows.kinds[order], rows.peers[order], rows.sizes[order],
+        (rows.slots + firsts).astype(np.int32)[order], rows.seconds[order], rows.num_slots,
+    )  # fmt: skip
+
+
 def work_rates(machine: Machine) -> NDArray[np.float64]:
     """The seconds per byte of each `Kind` of row; 0 for those that are not work."""
     rates = np.zeros(len(Kind))

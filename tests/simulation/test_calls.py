@@ -72,6 +72,19 @@ def test_rates_that_are_computed_less_often_change_little() -> None:
     assert rough != exact
 
 
+def test_ranks_of_several_groups_make_their_calls_at_the_same_time() -> None:
+    call = spec("linear", 2, 2**20, "broadcast")
+    apart, around = (
+        simulate_call(call, DEFAULT, network("hosts:4x1"), groups=groups)
+        for groups in ([(0, 1), (2, 3)], [(0, 1), (1, 2), (2, 3), (3, 0)])
+    )
+    assert around.class_bytes.sum() == 2 * apart.class_bytes.sum() == 4 * 2**20
+    assert around.seconds < 1.1 * apart.seconds
+    ring, two = spec("ring", 2, 64), [(0, 1), (1, 2)]
+    with pytest.raises(ValueError, match="only if they have one round"):
+        simulate_call(ring, DEFAULT, network("hosts:4x1"), groups=two)
+
+
 def test_a_straggler_makes_a_call_longer() -> None:
     call = spec("ring", 32, 32 * 4096)
     plain, slowed = (
