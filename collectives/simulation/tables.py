@@ -11,8 +11,17 @@ from numpy.typing import NDArray
 from collectives.programs import Kind, Program, Row
 from collectives.simulation.machine import Machine
 from collectives.simulation.network import Ints, Network
-from collectives.simulation.world import COST, MESSAGE, RANK, ROW, Records, World, cost_of, zeros
-from collectives.simulation.world import world_of as assembled
+from collectives.simulation.world import (
+    COST,
+    MESSAGE,
+    RANK,
+    ROW,
+    Records,
+    World,
+    cost_of,
+    initial_world,
+    zeros,
+)
 
 _WORK = Kind.COPY  # the kind of all rows that copy, combine or divide
 _KIND, _PEER, _SIZE, _SLOT = (Row._fields.index(x) for x in ("kind", "peer", "size", "slot"))
@@ -146,7 +155,7 @@ def world_of(
         len(each), RANK, row=starts, stop=stops, work_known=-1, slowness=slowness,
         clock=slowness * machine.call_seconds,
     )  # fmt: skip
-    world = assembled(table, messages, costs, ranks, len(network.classes), num_slots[-1])
+    world = initial_world(table, messages, costs, ranks, len(network.classes), num_slots[-1])
     return world, sent
 
 

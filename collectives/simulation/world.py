@@ -135,7 +135,7 @@ def cost_of(link: Link, port: int) -> tuple[float, ...]:
     )
 
 
-def world_of(
+def initial_world(
     rows: Records, messages: Records, costs: Records, ranks: Records, num_ports: int, num_slots: int
 ) -> World:
     """The world before anything has happened."""

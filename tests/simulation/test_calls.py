@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from collectives.algorithms import names
@@ -83,6 +85,17 @@ def test_ranks_of_several_groups_make_their_calls_at_the_same_time() -> None:
     ring, two = spec("ring", 2, 64), [(0, 1), (1, 2)]
     with pytest.raises(ValueError, match="only if they have one round"):
         simulate_call(ring, DEFAULT, network("hosts:4x1"), groups=two)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(is_enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        simulate_call(spec("linear", 4, 64), DEFAULT, network("hosts:4x1"))
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def test_a_straggler_makes_a_call_longer() -> None:
