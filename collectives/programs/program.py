@@ -9,7 +9,6 @@ A program can be printed, proved, priced and cached.
 from __future__ import annotations
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -177,7 +176,7 @@ class _Assembler:
         self.most_bytes = max(MESSAGE_BYTES // itemsize, 1) * itemsize  # in one message
         self.distinct = {id(lane): lane for lane in lanes.lanes}  # most lanes are one object
         self.slots_each = max(map(self._num_messages, self.distinct.values()))
-        self.rows = array("q")  # one after the other: fewer objects than a list of tuples
+        self.rows: list[tuple[int, ...]] = []
         self.waits: dict[int, tuple[int, ...]] = {}
         is_busy = {number: _is_busy(lane) for number, lane in self.distinct.items()}
         self.is_busy = [is_busy[id(lane)] for lane in lanes.lanes]
@@ -200,7 +199,7 @@ class _Assembler:
         if not (self.lanes.copies_input and (num_read := _num_read(self.lanes))):
             return INPUT, 0
         place, size = (SCRATCH, self.num_scratch), num_read * self.itemsize
-        self.rows.extend((_COPY, 0, 0, *place, size, 0, INPUT, 0, 0, 0))
+        self.rows.append((_COPY, 0, 0, *place, size, 0, INPUT, 0, 0, 0))
         self.num_scratch += size
         return place
 
@@ -242,13 +241,13 @@ class _Assembler:
     ) -> int:
         """Post messages, cut as MPI needs it, in slots from `slot` on; return the next free one."""
         bases, itemsize, most = self.bases[number], self.itemsize, self.most_bytes
-        extend = self.rows.extend
+        append = self.rows.append
         for peer, (name, first, stop) in messages:
             buffer, base = bases[name]
             offset, size = base + first * itemsize, (stop - first) * itemsize
             for start in range(0, size or 1, most):
                 part = min(size - start, most)
-                extend((kind, at, peer, buffer, offset + start, part, slot, 0, 0, 0, 0))
+                append((kind, at, peer, buffer, offset + start, part, slot, 0, 0, 0, 0))
                 slot += 1
         return slot
 
@@ -256,7 +255,7 @@ class _Assembler:
         """Wait for the messages of a round, and use what they contain."""
         wait = self.waits[number]
         if wait[_SIZE]:
-            self.rows.extend(wait)
+            self.rows.append(wait)
         self._work(number, at, self.lanes.lanes[number].steps[at].finishing)
         if at == self.lanes.num_rounds - 1:
             self._close(number, at)
@@ -268,11 +267,11 @@ class _Assembler:
         stop = _num_written(lane) if self.is_average else 0
         if stop:
             place = self.bases[number]["output"]
-            self.rows.extend((_DIVIDE, at, 0, *place, stop * self.itemsize, 0, 0, 0, 0, 0))
+            self.rows.append((_DIVIDE, at, 0, *place, stop * self.itemsize, 0, 0, 0, 0, 0))
 
     def _work(self, number: int, at: int, actions: Iterable[Move | Combine]) -> None:
         """Add rows for copies and combinations."""
-        bases, itemsize, extend = self.bases[number], self.itemsize, self.rows.extend
+        bases, itemsize, append = self.bases[number], self.itemsize, self.rows.append
         for action in actions:
             (left, left_start, _), (buffer, start, stop) = action[0], action[-1]
             where, base = bases[buffer]
@@ -280,11 +279,11 @@ class _Assembler:
             where, base = bases[left]
             source = where, base + left_start * itemsize
             if len(action) == 2:
-                extend((_COPY, at, 0, *place, 0, *source, 0, 0))
+                append((_COPY, at, 0, *place, 0, *source, 0, 0))
             else:
                 right, right_start, _ = action[1]
                 where, base = bases[right]
-                extend((_COMBINE, at, 0, *place, 0, *source, where, base + right_start * itemsize))
+                append((_COMBINE, at, 0, *place, 0, *source, where, base + right_start * itemsize))
 
     def _sent(self) -> Sent:
         """The messages of the schedule, each with the bytes and the segments of all lanes."""
