@@ -4,7 +4,7 @@
         --heads 96 --topology hosts:128x8,nics=8,island=8
 
 Prints, for each place along ``pipe``, for how long it computes and waits for each axis.  Nothing is
-sent or computed.  The machine is that of `collectives.simulate` without ``--machine``.
+sent or computed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from collectives.simulation import DEFAULT, TOPOLOGIES, network_of
+from collectives.export import machine_in
+from collectives.simulation import TOPOLOGIES, network_of
 from parallel import cli
-from parallel.nn import gpt
+from parallel.mesh import Mesh
+from parallel.nn import context_positions, gpt
+from parallel.nn.gpt import ATTENTION
 from parallel.pipeline import SCHEDULES
 from parallel.plan import Job, Layout
 from parallel.plan.__main__ import number
@@ -25,8 +28,11 @@ from parallel.plan.cost import forward_flops
 from parallel.plan.ranks import PlannedMesh, PlannedTrainer
 from parallel.plan.step import Prices, Step, simulate_step
 from parallel.plan.step_picture import picture
+from parallel.presets import ROW_AXES
 from parallel.runtime import Recipe, Trainer
 from parallel.sharding import Sharding
+
+AXES = ("pipe", "data", "context", "tensor")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse.parse_args(arguments)
     try:
         step, trainer = simulated(options)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parse.exit(2, f"{parse.prog}: {error}\n")
     mesh = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.axes.items())
     title = f"{trainer.mesh.size} ranks, {mesh}, {options.topology}: {step.seconds:.4g} s a step"
@@ -50,12 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def simulated(options: argparse.Namespace) -> tuple[Step, Trainer]:
     """Return the step that the command line asks for, and its run."""
-    mesh = PlannedMesh(
-        **{"data": 1, **options.mesh} if "data" not in options.mesh else options.mesh
-    )
-    pipe, data, tensor = (mesh.axes.get(axis, 1) for axis in ("pipe", "data", "tensor"))
-    if pipe * data * tensor != mesh.size:
-        raise ValueError("a mesh has the axes pipe, data and tensor")
+    mesh = PlannedMesh(**{axis: options.mesh.get(axis, 1) for axis in (*options.mesh, "data")})
+    if unknown := [axis for axis in mesh.axes if axis not in AXES]:
+        raise ValueError(f"a mesh has the axes {', '.join(AXES)}, not {unknown[0]}")
+    pipe, data, context, tensor = (mesh.axes.get(axis, 1) for axis in AXES)
+    context_positions(options.context, context, 0)  # raises if a rank would have none
     batch = options.micro_batch * options.micro_batches * data
     job = Job(
         options.layers, options.hidden, options.heads, options.context, options.vocab_size, batch
@@ -64,20 +69,28 @@ def simulated(options: argparse.Namespace) -> tuple[Step, Trainer]:
     model = gpt(
         num_layers=job.num_layers, hidden=job.hidden, num_heads=job.num_heads,
         context=job.context, vocab_size=job.vocab_size, mesh=mesh,
-        recompute=("block*",) if options.recompute else (),
+        recompute=("block*",) if options.recompute else (), attention=options.attention,
         sequence_parallel="gather" if tensor > 1 else None,
     )  # fmt: skip
-    recipe = Recipe("float16", num_micro_batches=options.micro_batches)
     trainer = PlannedTrainer(
-        mesh, model, recipe, sharding=Sharding.zero(options.zero), schedule=options.schedule,
+        mesh, model, Recipe("float16", num_micro_batches=options.micro_batches),
+        sharding=sharding_of(options.zero, mesh), schedule=options.schedule,
         algorithm=options.algorithm,
     )  # fmt: skip
-    prices = Prices(DEFAULT, network_of(options.topology, DEFAULT, mesh.size))
+    machine = machine_in(options.machine)
+    prices = Prices(machine, network_of(options.topology, machine, mesh.size))
 
     def forward_seconds(layer: str) -> float:
-        return float(sum(forward_flops(job, layout, model, layer)) / options.flops)
+        whole = sum(forward_flops(job, layout, model, layer))
+        return float(whole / context / options.flops)  # ranks along context compute equally much
 
     return simulate_step(trainer, (job.batch, job.context), forward_seconds, prices), trainer
+
+
+def sharding_of(stage: int, mesh: Mesh) -> Sharding:
+    """Return that of a stage of ZeRO, 0 for none, among all ranks that compute different tokens."""
+    axes = tuple(axis for axis in ROW_AXES if axis in mesh.axes)
+    return Sharding.zero(stage, axes=axes) if stage else Sharding.ddp(axes=axes)
 
 
 def table(step: Step, trainer: Trainer) -> Table:
@@ -99,8 +112,9 @@ def parser() -> argparse.ArgumentParser:
     parse.epilog = f"topologies:\n\n{TOPOLOGIES}"
     add, positive = parse.add_argument, cli.at_least(1)
     add("--mesh", type=cli.mesh_axes, required=True, metavar="AXIS=N,...",
-        help="of pipe, data and tensor")  # fmt: skip
+        help=f"of {', '.join(AXES)}, slowest first")  # fmt: skip
     add("--topology", required=True, metavar="TEXT", help="see below")
+    add("--machine", type=Path, metavar="FILE", help="written by `python -m bench fit`")
     add("--layers", type=positive, required=True, help="number of blocks")
     add("--hidden", type=positive, required=True, help="width")
     add("--heads", type=positive, required=True, help="attention heads")
@@ -110,6 +124,8 @@ def parser() -> argparse.ArgumentParser:
     add("--micro-batches", type=positive, default=16, metavar="K",
         help="of a rank in a step; default: %(default)s")  # fmt: skip
     add("--zero", type=int, choices=range(4), default=1, help="stage; default: %(default)s")
+    add("--attention", choices=ATTENTION, default="ring",
+        help="of the ranks along context; default: %(default)s")  # fmt: skip
     add("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
     add("--recompute", action="store_true", help="compute blocks again in backward")
     add("--algorithm", default="ring", help="of what layers do not name; default: %(default)s")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -48,7 +47,7 @@ from collectives.schedule import (
 )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _outlined(
     algorithm: Algorithm, rank: int, size: int, root: int, options: tuple[tuple[str, Option], ...]
 ) -> tuple[int, Sequence[Block], Sequence[Block], Outline]:
@@ -163,13 +162,12 @@ class _Compiler:
         aliasing: Aliasing,
     ) -> None:
         self.sizes, self.place, self.home = sizes, dict(initial), final
-        # The memory of each buffer, and its offset there; input and output may overlap.
-        self.memory = {name: (name, 0) for name in ("input", "output", "scratch")}
-        if isinstance(aliasing, int):
-            self.memory["output"] = "input", aliasing
+        # The buffers in the memory of the output, and their offsets there; the input may overlap.
+        alone = {"output": 0}
+        self.offsets = {"input": 0, "output": aliasing} if isinstance(aliasing, int) else alone
         self.copies_input = aliasing == "odd" or self._output_overwrites_input()
         if self.copies_input:
-            self.memory["output"] = "output", 0
+            self.offsets = alone
         self.arena = Arena()
         self.number = 0
 
@@ -191,29 +189,34 @@ class _Compiler:
 
     # Places in memory
 
-    def address(self, region: Region) -> tuple[str, int, int]:
-        """The memory of a region, and its first and last address there."""
-        memory, offset = self.memory[region.buffer]
-        return memory, region.start + offset, region.stop + offset
-
     def is_same(self, a: Region, b: Region) -> bool:
         """Whether two regions for one block are the same memory, or are empty."""
-        return a.start == a.stop or self.address(a) == self.address(b)
+        if a.start == a.stop or a == b:
+            return True
+        addresses = self.in_outputs_memory((a, b))
+        return len(addresses) == 2 and addresses[0] == addresses[1]
 
     def in_outputs_memory(self, regions: Iterable[Region]) -> list[tuple[int, int]]:
         """The first and last addresses of the regions in the memory of the output."""
-        here = self.memory["output"][0]
-        places = map(self.address, regions)
-        return [(start, stop) for memory, start, stop in places if memory == here]
+        offsets = self.offsets
+        return [
+            (start + offsets[buffer], stop + offsets[buffer])
+            for buffer, start, stop in regions
+            if buffer in offsets
+        ]
 
     def is_free(self, region: Region, busy: Iterable[tuple[int, int]]) -> bool:
         """Whether a region of the output overlaps with none of the busy addresses."""
-        _, start, stop = self.address(region)
-        return all(start >= busy_stop or busy_start >= stop for busy_start, busy_stop in busy)
+        offset = self.offsets["output"]
+        start, stop = region.start + offset, region.stop + offset
+        for busy_start, busy_stop in busy:  # noqa: SIM110 - all() takes twice as long
+            if start < busy_stop and busy_start < stop:
+                return False
+        return True
 
     def _output_overwrites_input(self) -> bool:
         """Whether writing a block of the output would overwrite another block of the input."""
-        if self.memory["output"][0] == "output":
+        if "input" not in self.offsets:
             return False
         places, homes = self.in_memory(self.place), self.in_memory(self.home)
         i = j = 0
@@ -226,15 +229,23 @@ class _Compiler:
 
     def in_memory(self, regions: Mapping[Block, Region]) -> list[tuple[int, int, Block]]:
         """The first and last address and the name of each block that is not empty, in order."""
-        placed = ((*self.address(region)[1:], block) for block, region in regions.items())
-        return sorted((each for each in placed if each[0] < each[1]), key=itemgetter(0))
+        addresses = self.in_outputs_memory(regions.values())
+        placed = (
+            (start, stop, block)
+            for (start, stop), block in zip(addresses, regions, strict=True)
+            if start < stop
+        )
+        return sorted(placed, key=itemgetter(0))
 
     def joined_home(
         self, blocks: Sequence[Block], busy: Sequence[tuple[int, int]]
     ) -> Region | None:
         """The homes of the blocks as one region; None if they are not adjacent, or busy."""
-        homes = [self.home[block] for block in blocks if block in self.home]
-        region = _joined(homes) if len(homes) == len(blocks) else None
+        home = self.home
+        for block in blocks:
+            if block not in home:
+                return None
+        region = _joined([home[block] for block in blocks])
         if region is None or region.start == region.stop or self.is_free(region, busy):
             return region
         return None
@@ -242,8 +253,11 @@ class _Compiler:
     def take(self, blocks: Sequence[Block], last_round: int) -> list[Region]:
         """Allocate adjacent scratch regions for the blocks."""
         sizes = [self.sizes[original(block, self.sizes)] for block in blocks]
-        stops = accumulate(sizes, initial=self.arena.take(sum(sizes), last_round))
-        return [Region("scratch", *extent) for extent in pairwise(stops)]
+        start, regions = self.arena.take(sum(sizes), last_round), []
+        for size in sizes:
+            regions.append(Region("scratch", start, start + size))
+            start += size
+        return regions
 
     def last_round(self, blocks: Iterable[Block]) -> int:
         """The last round that needs the values that these blocks get now."""
@@ -316,10 +330,12 @@ class _Compiler:
         self, blocks: Sequence[Block], arrived: Sequence[Region], finishing: list[Move | Combine]
     ) -> None:
         """Move home the blocks that arrived elsewhere."""
-        homes = [self.home.get(*each) for each in zip(blocks, arrived, strict=True)]
-        self.place.update(zip(blocks, homes, strict=True))
-        pairs = zip(arrived, homes, strict=True)
-        finishing += _merged([Move(*pair) for pair in pairs if pair[0] is not pair[1]])
+        moves = []
+        for block, region in zip(blocks, arrived, strict=True):
+            self.place[block] = home = self.home.get(block, region)
+            if home is not region:
+                moves.append(Move(region, home))
+        finishing += _merged(moves)
 
     def combine(
         self,
@@ -333,9 +349,9 @@ class _Compiler:
         combines = []
         for block, other, mine, free in zip(op.targets, coming, own, spare, strict=True):
             into = self.home.get(block, mine if mine.buffer == "scratch" else free)
-            pair = (other, mine) if op.side == "left" else (mine, other)
+            left, right = (other, mine) if op.side == "left" else (mine, other)
             self.place[block] = into
-            combines.append(Combine(*pair, into))
+            combines.append(Combine(left, right, into))
         finishing += _merged(combines)
 
     def copy(self, op: Operation, finishing: list[Move | Combine]) -> None:

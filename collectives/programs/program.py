@@ -9,6 +9,7 @@ A program can be printed, proved, priced and cached.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -174,12 +175,11 @@ class _Assembler:
     def __init__(self, lanes: Lanes, itemsize: int, is_average: bool) -> None:
         self.lanes, self.itemsize, self.is_average = lanes, itemsize, is_average
         self.most_bytes = max(MESSAGE_BYTES // itemsize, 1) * itemsize  # in one message
-        distinct = {id(lane): lane for lane in lanes.lanes}  # most lanes are one object
-        self.slots_each = max(map(self._num_messages, distinct.values()))
+        self.distinct = {id(lane): lane for lane in lanes.lanes}  # most lanes are one object
+        self.slots_each = max(map(self._num_messages, self.distinct.values()))
         self.rows: list[tuple[int, ...]] = []
-        self.sent: list[list[tuple[int, int, int, int]]] = [[] for _ in lanes.lanes]
         self.waits: dict[int, tuple[int, ...]] = {}
-        is_busy = {number: _is_busy(lane) for number, lane in distinct.items()}
+        is_busy = {number: _is_busy(lane) for number, lane in self.distinct.items()}
         self.is_busy = [is_busy[id(lane)] for lane in lanes.lanes]
         scratch_stride = _aligned(lanes.num_scratch * itemsize, itemsize)
         self.num_scratch = scratch_stride * lanes.num_slots
@@ -223,7 +223,7 @@ class _Assembler:
             self.slots_each * lanes.num_slots,
             self.num_scratch,
             self.itemsize,
-            tuple(map(_summed, zip(*self.sent, strict=True))),
+            self._sent(),
         )
 
     def _start(self, number: int, at: int) -> None:
@@ -244,16 +244,15 @@ class _Assembler:
         self, kind: int, number: int, at: int, messages: tuple[Message, ...], slot: int
     ) -> list[tuple[int, ...]]:
         """The rows that post messages, cut as MPI needs it, in slots from `slot` on."""
+        bases, itemsize, most = self.bases[number], self.itemsize, self.most_bytes
         rows: list[tuple[int, ...]] = []
-        for peer, region in messages:
-            buffer, offset, size = self._place(number, region)
-            starts = range(0, size or 1, self.most_bytes)
-            for start in starts:
-                part = min(size - start, self.most_bytes)
+        for peer, (name, first, stop) in messages:
+            buffer, base = bases[name]
+            offset, size = base + first * itemsize, (stop - first) * itemsize
+            for start in range(0, size or 1, most):
+                part = min(size - start, most)
                 place = slot + len(rows)
                 rows.append((kind, at, peer, buffer, offset + start, part, place, 0, 0, 0, 0))
-            if kind == _SEND:
-                self.sent[number].append((at, peer, size, len(starts)))
         return rows
 
     def _finish(self, number: int, at: int) -> None:
@@ -271,24 +270,40 @@ class _Assembler:
         self._work(number, at, lane.closing)
         stop = _num_written(lane) if self.is_average else 0
         if stop:
-            place = self._place(number, Region("output", 0, stop))
-            self.rows.append((_DIVIDE, at, 0, *place, 0, 0, 0, 0, 0))
+            place = self.bases[number]["output"]
+            self.rows.append((_DIVIDE, at, 0, *place, stop * self.itemsize, 0, 0, 0, 0, 0))
 
     def _work(self, number: int, at: int, actions: Iterable[Move | Combine]) -> None:
         """Add rows for copies and combinations."""
+        bases, itemsize, append = self.bases[number], self.itemsize, self.rows.append
         for action in actions:
-            place, left = self._place(number, action[-1]), self._place(number, action[0])[:2]
+            (left, left_start, _), (buffer, start, stop) = action[0], action[-1]
+            where, base = bases[buffer]
+            place = where, base + start * itemsize, (stop - start) * itemsize
+            where, base = bases[left]
+            source = where, base + left_start * itemsize
             if len(action) == 2:
-                self.rows.append((_COPY, at, 0, *place, 0, *left, 0, 0))
+                append((_COPY, at, 0, *place, 0, *source, 0, 0))
             else:
-                right = self._place(number, action[1])[:2]
-                self.rows.append((_COMBINE, at, 0, *place, 0, *left, *right))
+                right, right_start, _ = action[1]
+                where, base = bases[right]
+                append((_COMBINE, at, 0, *place, 0, *source, where, base + right_start * itemsize))
 
-    def _place(self, number: int, region: Region) -> tuple[int, int, int]:
-        """The buffer of a lane's region, and its offset and length in bytes."""
-        buffer, start, stop = region
-        where, base = self.bases[number][buffer]
-        return where, base + start * self.itemsize, (stop - start) * self.itemsize
+    def _sent(self) -> Sent:
+        """The messages of the schedule, each with the bytes and the segments of all lanes."""
+        numbers = Counter(map(id, self.lanes.lanes))
+        each = [self._sent_by(lane, numbers[key]) for key, lane in self.distinct.items()]
+        return tuple(each[0] if len(each) == 1 else map(_summed, zip(*each, strict=True)))
+
+    def _sent_by(self, lane: Lane, number: int) -> list[tuple[int, int, int, int]]:
+        """The messages of so many equal lanes."""
+        itemsize, most = self.itemsize, self.most_bytes
+        return [
+            (at, peer, number * size, number * (-(-size // most) or 1))
+            for at, step in enumerate(lane.steps)
+            for peer, (_, start, stop) in step.sends
+            for size in ((stop - start) * itemsize,)
+        ]
 
     def _first_slot(self, number: int) -> int:
         return number % self.lanes.num_slots * self.slots_each
@@ -296,21 +311,18 @@ class _Assembler:
     def _num_messages(self, lane: Lane) -> int:
         """The largest number of messages of a lane in flight: those of one round."""
         most = self.most_bytes // self.itemsize
-        return max(
-            (
-                sum(
-                    -(-region.num_elements // most) or 1 for _, region in step.receives + step.sends
-                )
-                for step in lane.steps
-            ),
-            default=0,
+        numbers = (
+            sum([-((start - stop) // most) or 1 for _, (_, start, stop) in messages])
+            for step in lane.steps
+            for messages in (step.receives + step.sends,)
         )
+        return max(numbers, default=0)
 
 
 def _summed(messages: tuple[tuple[int, int, int, int], ...]) -> tuple[int, int, int, int]:
     """A message of the schedule, from the messages of all lanes."""
-    number, peer, *_ = messages[0]
-    return number, peer, sum(each[2] for each in messages), sum(each[3] for each in messages)
+    numbers, peers, sizes, segments = zip(*messages, strict=True)
+    return numbers[0], peers[0], sum(sizes), sum(segments)
 
 
 def _num_read(lanes: Lanes) -> int:

@@ -48,11 +48,12 @@ def relabelled(
     """The same `rounds` among other ranks: `peer(r)` stands for r, the blocks `expand(b)` for b."""
 
     def every(blocks: Iterable[Block]) -> tuple[Block, ...]:
-        return tuple(name for block in blocks for name in expand(block))
+        return tuple([name for block in blocks for name in expand(block)])
 
     def rename(op: Operation) -> Operation:
-        number = None if op.peer is None else peer(op.peer)
-        return op._replace(peer=number, blocks=every(op.blocks), into=every(op.into))
+        kind, number, blocks, side, into = op
+        renamed = None if number is None else peer(number)
+        return Operation(kind, renamed, every(blocks), side, every(into))
 
     return (tuple(map(rename, operations)) for operations in rounds)
 

@@ -276,11 +276,13 @@ def _takes_shards(collective: str, name: str) -> bool:
 def sends_counts_ahead(collective: str, text: str) -> bool:
     """Whether the counts of blocks can travel ahead of them, the way that the blocks will take.
 
-    That is so in an all-to-all that sends blocks on.  The algorithms of users are not among them,
-    because they may choose by size into how many pieces they cut blocks.
+    That is so in an all-to-all that sends blocks on.  Algorithms that cut blocks into a number of
+    pieces that depends on the size are not among them, and those of users may do so.
     """
     algorithm = parse_label(collective, text).algorithm
-    return collective == "all_to_all" and algorithm.is_built_in and not algorithm.is_local
+    if collective != "all_to_all" or algorithm.is_local or "segments" in algorithm.options:
+        return False
+    return algorithm.is_built_in
 
 
 def restriction_of(

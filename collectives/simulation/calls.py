@@ -12,7 +12,9 @@ Where a rank has many messages in a round as well, rates are computed less often
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -22,7 +24,7 @@ from collectives.programs import CallSpec, compile_call
 from collectives.simulation.engine import Simulation, simulate_rows
 from collectives.simulation.machine import Machine
 from collectives.simulation.network import Network
-from collectives.simulation.tables import NO_ROWS, Rows, rows_of
+from collectives.simulation.tables import Rows, at_once, rows_of
 
 FEW_LANES = (6, 9)  # that are simulated for many; multiples of those that run at the same time
 FEWER_LANES = (3, 6)  # for more than `MANY_RANKS`
@@ -59,30 +61,30 @@ def simulate_call(
 
     - `spec`: the call.
     - `machine`, `network`, `stragglers`: those of `simulate`.
-    - `groups`: the ranks of each group, which are equally large; other ranks do nothing.  None: all
-      ranks are one group.
+    - `groups`: the ranks of each group, which are equally large; other ranks do nothing.  A rank
+      may be in several groups if the call has one round.  None: all ranks are one group.
 
-    Returns a `Call`.  Raises ValueError if the algorithm cannot serve, or if the network is folded
-    and the ranks do not all do the same.
+    Returns a `Call`.  Raises ValueError if the algorithm cannot serve, if the network is folded and
+    the ranks do not all do the same, or if a rank would be in several calls of several rounds.
     """
-
-    def run(lanes: int) -> Simulation:
-        few = shortened(spec, lanes)
-        if groups is None:
-            rows = list(_rows(few, machine, network))
-        else:
-            rows = _rows_of_groups(few, machine, groups, network.num_ranks)
-        resolution = RESOLUTION if is_dense and lanes < spec.segments else 0.0
-        return simulate_rows(rows, machine, network, stragglers, resolution)
-
     size = network.num_ranks if groups is None else len(groups[0])
     is_dense = has_many_messages(spec, size)
     few = FEWEST_LANES if is_dense else FEWER_LANES if size > MANY_RANKS else FEW_LANES
-    if spec.segments <= few[1]:
-        found = run(spec.segments)
-        return Call(found.seconds, found.link_bytes, found.class_bytes, False)
-    first, second = map(run, few)
-    factor = (_num_lanes(spec) - few[1]) / (few[1] - few[0])
+    is_extended = spec.segments > few[1]
+    specs = [shortened(spec, lanes) for lanes in few] if is_extended else [spec]
+    if groups is None:
+        tables = _tables(specs, machine, network)
+    else:
+        tables = [_rows_of_groups(each, machine, groups, network.num_ranks) for each in specs]
+    resolution = RESOLUTION if is_dense and is_extended else 0.0
+    found = [simulate_rows(rows, machine, network, stragglers, resolution) for rows in tables]
+    if not is_extended:
+        return Call(found[0].seconds, found[0].link_bytes, found[0].class_bytes, False)
+    return _extended(found[0], found[1], (_num_lanes(spec) - few[1]) / (few[1] - few[0]))
+
+
+def _extended(first: Simulation, second: Simulation, factor: float) -> Call:
+    """A call with more lanes than `second`, longer by `factor` times its difference to `first`."""
     return Call(
         second.seconds + factor * (second.seconds - first.seconds),
         second.link_bytes + factor * (second.link_bytes - first.link_bytes),
@@ -122,29 +124,45 @@ def shortened(spec: CallSpec, lanes: int) -> CallSpec:
     return spec._replace(counts=kept, segments=lanes)
 
 
-def _rows(spec: CallSpec, machine: Machine, network: Network) -> Iterator[Rows]:
-    """The rows of each rank that is simulated."""
-    num_ranks = network.num_ranks
-    if (first := repeated(spec, machine, num_ranks)) is not None:
-        yield from (first.moved(rank, num_ranks) for rank in range(network.period))
-        return
+def _tables(specs: Sequence[CallSpec], machine: Machine, network: Network) -> list[list[Rows]]:
+    """For each call, the rows of each rank that is simulated."""
+    num_ranks, ranks = network.num_ranks, range(network.period)
+    firsts = [repeated(spec, machine, num_ranks) for spec in specs]
+    if None not in firsts:
+        return [[first.moved(rank, num_ranks) for rank in ranks] for first in firsts if first]
     if network.period < num_ranks:
-        raise ValueError(f"{spec.algorithm.label}: the ranks do not all do the same")
-    for rank in range(num_ranks):
-        yield rows_of(compile_call(spec, rank, num_ranks, is_kept=False), machine)
+        raise ValueError(f"{specs[0].algorithm.label}: the ranks do not all do the same")
+    tables: list[list[Rows]] = [[] for _ in specs]
+    with _without_garbage_collection():
+        for rank in ranks:  # all calls of a rank follow each other: they have the same schedule
+            for spec, rows in zip(specs, tables, strict=True):
+                rows.append(rows_of(compile_call(spec, rank, num_ranks, is_kept=False), machine))
+    return tables
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Do not search for cycles of objects: programs have none, and it takes a third of the time."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _rows_of_groups(
     spec: CallSpec, machine: Machine, groups: Sequence[Sequence[int]], num_ranks: int
 ) -> list[Rows]:
-    """The rows of each rank, of which there are none outside of groups."""
+    """The rows of each rank: of its calls at the same time; none outside of groups."""
     size = len(groups[0])
     of_group = [rows_of(compile_call(spec, i, size, is_kept=False), machine) for i in range(size)]
-    found = [NO_ROWS] * num_ranks
+    found: list[list[Rows]] = [[] for _ in range(num_ranks)]
     for group in groups:
         for rank, rows in zip(group, of_group, strict=True):
-            found[rank] = rows.renamed(np.asarray(group))
-    return found
+            found[rank].append(rows.renamed(np.asarray(group)))
+    return [at_once(each) for each in found]
 
 
 def repeated(spec: CallSpec, machine: Machine, size: int) -> Rows | None:

@@ -91,7 +91,7 @@ def simulate_rows(
     world, messages = world_of(rows, machine, network, slowness)
     classes = network.classify(messages.sources, messages.destinations)
     class_bytes = np.bincount(classes, messages.sizes, len(network.classes)).astype(float)
-    flows, link_bytes = _empty(world, messages, network, resolution)
+    flows, link_bytes = _routed(world, messages, network, resolution)
     del messages, classes
     _run(world, flows)
     _require_end(world)
@@ -110,7 +110,7 @@ def _check(num_programs: int, network: Network, stragglers: Mapping[int, float] 
         raise ValueError("ranks can be slower than others only if each has its own program")
 
 
-def _empty(
+def _routed(
     world: World, messages: Messages, network: Network, resolution: float
 ) -> tuple[Flows, NDArray[np.float64]]:
     """The network without messages, and the bytes that each of its links will have carried.

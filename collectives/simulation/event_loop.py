@@ -27,7 +27,7 @@ assert [Kind.RECEIVE, Kind.SEND, Kind.WAIT, Kind.COPY] == [RECEIVE, SEND, WAIT, 
 # it was received, waiting for the end of the receiver's call that releases the sender.
 POSTED, FLOWING, TRAVELLING, ARRIVED, TAKEN, RELEASING = range(6)
 HEAP_SIZE, LAST_KNOWN, NUM_READY, NUM_TOUCHED = range(4)  # of `World.counters`
-NUM_CHANGED = 0  # of `Flows.counters`
+NUM_CHANGED, NUM_ENDING = 0, 3  # of `Flows.counters`
 DEADLINE, RESOLUTION = range(2)  # of `Flows.clocks`
 
 
@@ -234,7 +234,7 @@ def enter(world: World, network: Flows, number: int, time: float) -> None:
         return
     place = message.source * world.ports.shape[1] + cost.port
     flow = network.flows[place]
-    flow.message, flow.left, flow.since, flow.end = number, message.further, time, math.inf
+    flow.message, flow.left, flow.since = number, message.further, time
     flow.limit = 1 / cost.gap_per_byte
     expected = flow.left / (flow.rate if flow.rate > 0 else flow.limit)
     change(network, place, time + network.clocks[RESOLUTION] * expected)
@@ -256,7 +256,7 @@ def leave(world: World, network: Flows, number: int, time: float) -> None:
     message = world.messages[number]
     place = message.source * world.ports.shape[1] + world.costs[message.cost].port
     if network.flows[place].message == number:
-        network.flows[place].message = -1
+        network.flows[place].message, network.ends[place] = -1, math.inf
         expected = message.further / network.flows[place].rate
         change(network, place, time + network.clocks[RESOLUTION] * expected)
     travel(world, number, time)
@@ -371,21 +371,25 @@ def settle(world: World) -> None:
 
 @jit.helper
 def first_end(network: Flows) -> float:
-    """When the next message will have left the network."""
-    first = math.inf
-    for place in range(len(network.flows)):
-        if network.flows[place].message >= 0:
-            first = min(first, network.flows[place].end)
+    """When the next messages will have left the network; note which these are."""
+    first, count = math.inf, 0
+    for place in range(len(network.ends)):
+        end = network.ends[place]
+        if end > first or end == math.inf:
+            continue
+        if end < first:
+            first, count = end, 0
+        network.ending[count] = place
+        count += 1
+    network.counters[NUM_ENDING] = count
     return first
 
 
 @jit.helper
 def end_flows(world: World, network: Flows, time: float) -> None:
-    """Let all messages leave the network that will have done so at a time."""
-    for place in range(len(network.flows)):
-        flow = network.flows[place]
-        if flow.message >= 0 and flow.end <= time:
-            leave(world, network, flow.message, time)
+    """Let the messages leave the network that will have done so first, at this time."""
+    for number in range(network.counters[NUM_ENDING]):
+        leave(world, network, network.flows[network.ending[number]].message, time)
 
 
 @jit.helper

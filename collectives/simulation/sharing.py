@@ -260,4 +260,4 @@ def share_links(network: Flows, messages: Records) -> None:
     decide_rates(network)
     for number in range(network.counters[NUM_MOVED]):
         flow = network.flows[network.moved[number]]
-        flow.end = now + max(0.0, flow.left) / flow.rate
+        network.ends[network.moved[number]] = now + max(0.0, flow.left) / flow.rate

@@ -11,8 +11,17 @@ from numpy.typing import NDArray
 from collectives.programs import Kind, Program, Row
 from collectives.simulation.machine import Machine
 from collectives.simulation.network import Ints, Network
-from collectives.simulation.world import COST, MESSAGE, RANK, ROW, Records, World, cost_of, zeros
-from collectives.simulation.world import world_of as assembled
+from collectives.simulation.world import (
+    COST,
+    MESSAGE,
+    RANK,
+    ROW,
+    Records,
+    World,
+    cost_of,
+    initial_world,
+    zeros,
+)
 
 _WORK = Kind.COPY  # the kind of all rows that copy, combine or divide
 _KIND, _PEER, _SIZE, _SLOT = (Row._fields.index(x) for x in ("kind", "peer", "size", "slot"))
@@ -64,6 +73,24 @@ NO_ROWS = Rows(
     np.zeros(0, np.float64),
     0,
 )
+
+
+def at_once(each: Sequence[Rows]) -> Rows:
+    """The rows of a rank that makes some calls at the same time: it begins all, and then waits.
+
+    Raises ValueError for several calls of which one has several rounds.
+    """
+    if len(each) < 2:
+        return each[0] if each else NO_ROWS
+    if any(np.count_nonzero(rows.kinds == Kind.WAIT) > 1 for rows in each):
+        raise ValueError("a rank can make several calls at once only if they have one round")
+    rows, num_slots = _joined(each), [rows.num_slots for rows in each]
+    firsts = np.repeat(np.cumsum(num_slots) - num_slots, [len(rows.kinds) for rows in each])
+    order = np.argsort(rows.kinds, kind="stable")  # messages, then waits, then work
+    return Rows(
+        rows.kinds[order], rows.peers[order], rows.sizes[order],
+        (rows.slots + firsts).astype(np.int32)[order], rows.seconds[order], rows.num_slots,
+    )  # fmt: skip
 
 
 def work_rates(machine: Machine) -> NDArray[np.float64]:
@@ -128,7 +155,7 @@ def world_of(
         len(each), RANK, row=starts, stop=stops, work_known=-1, slowness=slowness,
         clock=slowness * machine.call_seconds,
     )  # fmt: skip
-    world = assembled(table, messages, costs, ranks, len(network.classes), num_slots[-1])
+    world = initial_world(table, messages, costs, ranks, len(network.classes), num_slots[-1])
     return world, sent
 
 

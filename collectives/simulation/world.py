@@ -54,10 +54,10 @@ COST = np.dtype(
 EVENT = np.dtype([("time", "f8"), ("known", "i8"), ("place", "i4")], align=True)
 
 # A flow: a message on the network; -1: none.  `left`: its bytes that are left at the time `since`;
-# `limit` and `rate`: bytes a second; `end`: when it will have ended; `entered`: its route.
+# `limit` and `rate`: bytes a second; `entered`: its route.
 FLOW = np.dtype(
-    [("left", "f8"), ("since", "f8"), ("limit", "f8"), ("rate", "f8"), ("end", "f8"),
-     ("message", "i4"), ("entered", "i4"), ("is_changed", "?"), ("is_listed", "?")],
+    [("left", "f8"), ("since", "f8"), ("limit", "f8"), ("rate", "f8"), ("message", "i4"),
+     ("entered", "i4"), ("is_changed", "?"), ("is_listed", "?")],
     align=True,
 )  # fmt: skip
 
@@ -98,20 +98,23 @@ class World(NamedTuple):
 class Flows(NamedTuple):
     """What is on the network.  Flow rank * ports + port is the message that this port sends.
 
-    `routes`: the links on the way of messages, filled up with -1.  `nodes`: one for each flow and
-    link on its way.  `changed`: flows that began or ended; `moved`: those that get new rates;
-    `listed`: links whose flows get new rates; `counters`: how many these are.  `clocks`: the time
-    at which the links must be divided anew, and the part of its time for which a message may wait
-    for that.
+    `ends`: when each flow will have ended; infinite: it has no rate yet, or no message.  `routes`:
+    the links on the way of messages, filled up with -1.  `nodes`: one for each flow and link on its
+    way.  `changed`: flows that began or ended; `moved`: those that get new rates; `listed`: links
+    whose flows get new rates; `ending`: the flows that end first; `counters`: how many these are.
+    `clocks`: the time at which the links must be divided anew, and the part of its time for which a
+    message may wait for that.
     """
 
     flows: Records
+    ends: NDArray[np.float64]
     links: Records
     nodes: Records
     routes: Ints
     changed: Ints
     moved: Ints
     listed: Ints
+    ending: Ints
     counters: NDArray[np.int64]
     clocks: NDArray[np.float64]
 
@@ -132,7 +135,7 @@ def cost_of(link: Link, port: int) -> tuple[float, ...]:
     )
 
 
-def world_of(
+def initial_world(
     rows: Records, messages: Records, costs: Records, ranks: Records, num_ports: int, num_slots: int
 ) -> World:
     """The world before anything has happened."""
@@ -159,12 +162,14 @@ def flows_of(
     """An empty network."""
     return Flows(
         flows=zeros(num_flows, FLOW, message=-1, entered=-1),
+        ends=np.full(num_flows, np.inf),
         links=zeros(len(capacities), LINK, capacity=capacities, head=-1),
         nodes=zeros(num_flows * routes.shape[1], NODE),
         routes=routes,
         changed=np.zeros(num_flows, np.int32),
         moved=np.zeros(num_flows, np.int32),
         listed=np.zeros(len(capacities), np.int32),
-        counters=np.zeros(3, np.int64),
+        ending=np.zeros(num_flows, np.int32),
+        counters=np.zeros(4, np.int64),
         clocks=np.array([np.inf, resolution]),
     )

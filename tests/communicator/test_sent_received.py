@@ -149,6 +149,11 @@ def test_a_preferred_algorithm_sends_its_counts_ahead_too() -> None:
     collectives.run(body, P, timeout=20, check=False)
 
 
+def test_an_algorithm_with_segments_is_refused() -> None:
+    with pytest.raises(ValueError, match="all_to_all by segmented_linear needs the counts of all"):
+        with_counts(*EVEN, algorithm="segmented_linear")
+
+
 def test_a_registered_algorithm_is_refused() -> None:
     linear = algorithms.info("all_to_all", "linear").function
     algorithms.register("all_to_all", name="linear_of_mine")(linear)

@@ -10,6 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from collectives import choose
+from collectives.selection.decisions import Decisions
+from collectives.selection.machine_file import Fitted
 from collectives.simulation import Level, Link, Machine, Network, Tree, network_of, simulate_call
 from moe.plan import uniform
 from moe.plan.job import Job, trainer_of
@@ -96,6 +98,22 @@ def test_what_layers_send_is_exposed() -> None:
     assert step.computing(0) == pytest.approx(4 * 3 * (LAYERS + 3))
 
 
+@pytest.mark.parametrize(("attention", "at_once"), [("ring", 2), ("ulysses", 1)])
+def test_what_ranks_that_divide_rows_send_is_exposed(attention: str, at_once: int) -> None:
+    """Both ranks of a ring send at the same time."""
+    mesh = PlannedMesh(data=1, context=2)
+    model = gpt(
+        num_layers=LAYERS, hidden=16, num_heads=2, context=CONTEXT, mesh=mesh, attention=attention
+    )
+    sharding = Sharding.ddp(axes=("data", "context"))
+    trainer = PlannedTrainer(mesh, model, Recipe("float32"), sharding=sharding)
+    step, prices = step_of(trainer, SLOW, lambda _: 1.0)
+    calls = [c for a in trainer.actions for c in trainer.calls_of(a, BatchSize(ROWS, CONTEXT))]
+    expected = sum(prices.of(call) for call in calls if call.axis == "context")
+    assert expected > 0
+    assert step.exposed(0)["context"] == pytest.approx(expected / at_once)
+
+
 def test_groups_that_share_a_nic_are_priced_together() -> None:
     machine = Machine({"same_host": (Link(),), "other_host": (Link(seconds_per_byte=1e-6),)})
     network = network_of("hosts:2x2", machine)
@@ -140,6 +158,52 @@ def test_the_command_prints_and_draws_a_step(
     assert len(re.findall(r"^\S*\s*[01] .*%", out, re.MULTILINE)) == 2
     labels = [each.text for each in ElementTree.fromstring(path.read_text()).findall(".//{*}text")]
     assert {"forward", "backward", "tensor", "place 0", "place 1"} <= set(labels)
-    with pytest.raises(SystemExit):
-        main(arguments.replace("hosts:2x4", "hosts:1x4").split())
-    assert "has room for 4 ranks, not for 8" in capsys.readouterr().err
+
+
+SMALL = "--layers 2 --hidden 32 --heads 4 --context 16 --vocab-size 64 --micro-batches 2"
+
+
+def seconds_of(capsys: pytest.CaptureFixture[str], arguments: str) -> tuple[str, float]:
+    """What the command prints, and the seconds in it."""
+    assert main(f"{SMALL} {arguments}".split()) == 0
+    out = capsys.readouterr().out
+    return out, float(out.split("hosts:2x4: ")[1].split(" s a step")[0])
+
+
+def test_the_command_divides_rows_and_counts_their_computation_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    slow = "--topology hosts:2x4 --flops 1M"  # so that nothing else takes time
+    out, divided = seconds_of(capsys, f"--mesh data=4,context=2 {slow} --zero 0")
+    assert "context s" in out and "data,context s" in out
+    _, whole = seconds_of(capsys, f"--mesh data=4 {slow} --zero 0")
+    assert whole == pytest.approx(2 * divided, rel=1e-3)
+
+
+def test_the_command_reads_a_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    slow = Machine({"same_host": (Link(latency_seconds=1.0),), "other_host": (Link(),)})
+    path.write_text(Decisions({}, Fitted({}, slow)).to_json())
+    arguments = "--mesh data=2,tensor=4 --topology hosts:2x4"
+    (_, plain), (_, late) = (
+        seconds_of(capsys, f"{arguments}{each}") for each in ("", f" --machine {path}")
+    )
+    assert plain < 1 < late
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--mesh data=8 --topology hosts:1x4", "has room for 4 ranks, not for 8"),
+        ("--mesh expert=2 --topology hosts:1x4", "pipe, data, context, tensor, not expert"),
+        ("--mesh context=20 --topology hosts:5x4", "20 ranks cannot divide 16 positions"),
+        ("--mesh data=2 --topology hosts:1x2 --machine none.json", "none.json"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_simulate(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(f"{SMALL} {arguments}".split())
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err

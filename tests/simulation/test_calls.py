@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from collectives.algorithms import names
@@ -70,6 +72,30 @@ def test_rates_that_are_computed_less_often_change_little() -> None:
     )
     assert rough == pytest.approx(exact, rel=2 * RESOLUTION)
     assert rough != exact
+
+
+def test_ranks_of_several_groups_make_their_calls_at_the_same_time() -> None:
+    call = spec("linear", 2, 2**20, "broadcast")
+    apart, around = (
+        simulate_call(call, DEFAULT, network("hosts:4x1"), groups=groups)
+        for groups in ([(0, 1), (2, 3)], [(0, 1), (1, 2), (2, 3), (3, 0)])
+    )
+    assert around.class_bytes.sum() == 2 * apart.class_bytes.sum() == 4 * 2**20
+    assert around.seconds < 1.1 * apart.seconds
+    ring, two = spec("ring", 2, 64), [(0, 1), (1, 2)]
+    with pytest.raises(ValueError, match="only if they have one round"):
+        simulate_call(ring, DEFAULT, network("hosts:4x1"), groups=two)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(is_enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        simulate_call(spec("linear", 4, 64), DEFAULT, network("hosts:4x1"))
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def test_a_straggler_makes_a_call_longer() -> None:
