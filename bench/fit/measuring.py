@@ -73,7 +73,7 @@ def groups_of(host_of: Sequence[int], *, at_once: bool) -> list[Group]:
         chosen = found.setdefault(name, [])
         if not {first, second} & set(chain(*chosen)):
             chosen.append((first, second))
-    first_ranks = tuple(host_of.index(host) for host in sorted(set(host_of), key=host_of.index))
+    first_ranks = tuple(host_of.index(host) for host in dict.fromkeys(host_of))
     groups = []
     for name, pairs in found.items():
         chosen_pairs = tuple(pairs if at_once else pairs[:1])
