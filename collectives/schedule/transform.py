@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 from collectives.schedule import trees
@@ -48,11 +49,11 @@ def relabelled(
     """The same `rounds` among other ranks: `peer(r)` stands for r, the blocks `expand(b)` for b."""
 
     def every(blocks: Iterable[Block]) -> tuple[Block, ...]:
-        return tuple(name for block in blocks for name in expand(block))
+        return tuple(chain.from_iterable(map(expand, blocks)))
 
     def rename(op: Operation) -> Operation:
         number = None if op.peer is None else peer(op.peer)
-        return op._replace(peer=number, blocks=every(op.blocks), into=every(op.into))
+        return Operation(op.kind, number, every(op.blocks), op.side, every(op.into))
 
     return (tuple(map(rename, operations)) for operations in rounds)
 
