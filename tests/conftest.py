@@ -10,6 +10,8 @@ In all of them nothing of the library's is left after a test (`hygiene.py`).
 from __future__ import annotations
 
 import functools
+import gc
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -65,6 +67,11 @@ def missing_for_a_cluster() -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(hygiene)
+    # Two tests at a time, and clusters, start more ranks than there are cores, which Open MPI sees
+    # only if they are of one job on one host.  A rank that waits then lets others compute.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    # Proofs make millions of tuples and no cycles; looking for these took a sixth of the time.
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

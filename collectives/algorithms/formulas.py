@@ -50,6 +50,7 @@ SYMBOLS = {
 Option = int | Topology
 
 
+@lru_cache(maxsize=256)  # every schedule of every rank asks for it
 def topology_of(size: int, per_host: Option) -> Topology:
     """The topology that the option `per_host` stands for.  Raises ValueError if it does not fit."""
     if isinstance(per_host, int):

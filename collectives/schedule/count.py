@@ -38,8 +38,17 @@ def even_sizes(collective: str, case: Case, n: int) -> dict[Block, Size]:
     return dict.fromkeys(blocks, int(size) if size.denominator == 1 else size)
 
 
+class _SizeOfNames(dict[Block, Size]):
+    """The sizes of all blocks, and of the names that stood for one, found once."""
+
+    def __missing__(self, name: Block) -> Size:
+        size = self[name] = self[original(name, self)]
+        return size
+
+
 def count(schedules: Sequence[Schedule], sizes: Mapping[Block, Size]) -> Counts:
     """Count the schedules of all ranks; `sizes` has those of all blocks of the collective."""
+    sizes = _SizeOfNames(sizes)
     loads = [[_load(operations, sizes) for operations in schedule] for schedule in schedules]
     rounds = list(zip(*loads, strict=True))
     totals = [[sum(each) for each in zip(*mine, strict=True)] for mine in loads if mine]
@@ -70,7 +79,7 @@ def _load(operations: Round, sizes: Mapping[Block, Size]) -> _Load:
     received: Size = 0
     combined: Size = 0
     for op in operations:
-        size = sum(sizes[original(block, sizes)] for block in op.blocks)
+        size = sum(map(sizes.__getitem__, op.blocks))
         if op.kind == "send":
             sends, sent = sends + 1, sent + size
         elif op.peer is not None:

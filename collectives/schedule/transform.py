@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 from collectives.schedule import trees
@@ -48,7 +49,7 @@ def relabelled(
     """The same `rounds` among other ranks: `peer(r)` stands for r, the blocks `expand(b)` for b."""
 
     def every(blocks: Iterable[Block]) -> tuple[Block, ...]:
-        return tuple([name for block in blocks for name in expand(block)])
+        return tuple(chain.from_iterable(map(expand, blocks)))
 
     def rename(op: Operation) -> Operation:
         kind, number, blocks, side, into = op

@@ -9,7 +9,6 @@ one.  Anything else raises `ScheduleError`.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple, NoReturn
@@ -38,8 +37,16 @@ class Value(NamedTuple):
 
 
 _NUM_SHOWN = 16  # rounds of the grid before the one that is wrong, and behind it
-SIDES = ("left", "right", None)
-Messages = dict[tuple[int, int], "deque[tuple[tuple[Block, ...], list[Value]]]"]
+SIDES: dict[str, tuple[Side | None, ...]] = {
+    "send": (None,),
+    "recv": (None,),
+    "recv_reduce": ("left", "right"),
+    "copy": (None,),
+    "copy_reduce": ("left", "right"),
+}
+KINDS, COPIES = tuple(SIDES), ("copy", "copy_reduce")
+# By source and destination, in the order of the sends.
+Messages = dict[tuple[int, int], list[tuple[tuple[Block, ...], list[Value]]]]
 
 
 def verify_schedules(
@@ -64,30 +71,36 @@ def verify_schedules(
 
 def invalid_operation(op: Operation) -> str | None:
     """Why an operation is invalid in any schedule, as text, or None."""
-    if op.kind not in ("send", "recv", "recv_reduce", "copy", "copy_reduce"):
+    if op.kind not in KINDS:
         return f"there is no operation {op.kind!r}"
-    if (op.side in ("left", "right")) != op.kind.endswith("reduce") or op.side not in SIDES:
+    if op.side not in SIDES[op.kind]:
         return f"{op.kind} cannot have the side {op.side!r}"
-    if not all(map(_is_names, (op.blocks, op.into))):
+    if not _are_names(op.blocks, op.into):
         return f"{op.kind} names {op.blocks!r} and {op.into!r}, which are not tuples of names"
-    if op.kind.startswith("copy") and op.peer is not None:
-        return f"{op.kind} has no peer"
-    if not op.kind.startswith("copy") and type(op.peer) is not int:
+    if op.kind in COPIES:
+        return _invalid_copy(op)
+    if type(op.peer) is not int:
         return f"{op.kind} names {op.peer!r} as its peer"
-    if op.kind.startswith("copy") and len(set(op.into)) < len(op.into):
+    return None
+
+
+def _invalid_copy(op: Operation) -> str | None:
+    if op.peer is not None:
+        return f"{op.kind} has no peer"
+    if len(set(op.into)) < len(op.into):
         return f"{op.kind} writes a block of {op.into} twice"
     if op.kind == "copy_reduce" and set(op.blocks) & set(op.into):
         return "copy_reduce changes what it reads"
     return None
 
 
-def _is_names(blocks: object) -> bool:
-    """Whether these can be names of blocks, which are keys of dictionaries."""
+def _are_names(blocks: object, into: object) -> bool:
+    """Whether both can be names of blocks, which are keys of dictionaries."""
     try:
-        hash(blocks)
+        hash((blocks, into))
     except TypeError:
         return False
-    return isinstance(blocks, tuple)
+    return isinstance(blocks, tuple) and isinstance(into, tuple)
 
 
 class _Run:
@@ -97,7 +110,6 @@ class _Run:
         self.collective, self.case, self.schedules = collective, case, schedules
         self.holders = holders(collective, case)
         self.forms: dict[object, int] = {}  # every way of combining, by number
-        self.written: dict[tuple[int, Block], int] = {}  # the last round that wrote a block
         self.check_operations()
         self.state: list[dict[Block, Value]] = [
             {
@@ -145,9 +157,9 @@ class _Run:
         for rank, op in self.operations(number):
             if op.kind in ("recv", "recv_reduce"):
                 self.deliver(rank, number, op, messages)
-        for (src, dst), queue in messages.items():
-            if queue:
-                self.fail(src, number, f"blocks {queue[0][0]} are not received at rank {dst}")
+        for (src, dst), left in messages.items():
+            if left:
+                self.fail(src, number, f"blocks {left[0][0]} are not received at rank {dst}")
         for rank, schedule in enumerate(self.schedules):
             for op in local(schedule[number]):
                 self.move(rank, number, op)
@@ -158,19 +170,24 @@ class _Run:
                 yield rank, op
 
     def posted(self, number: int) -> Messages:
-        messages: Messages = defaultdict(deque)
+        messages: Messages = {}
         for rank, schedule in enumerate(self.schedules):
             for op in outgoing(schedule[number]):
-                values = [self.held(rank, number, block) for block in op.blocks]
-                messages[rank, self.peer(rank, number, op)].append((op.blocks, values))
+                values = self.held(rank, number, op.blocks)
+                ends = rank, self.peer(rank, number, op)
+                messages.setdefault(ends, []).append((op.blocks, values))
             self.refuse_races(rank, number)
         return messages
 
     def refuse_races(self, rank: int, number: int) -> None:
         """A block may be received once a round; reductions into it are applied in order."""
+        receives = incoming(self.schedules[rank][number])
+        targets = [target for op in receives for target in op.targets]
+        if len(set(targets)) == len(targets):
+            return
         plain: set[Block] = set()
         reduced: set[Block] = set()
-        for op in incoming(self.schedules[rank][number]):
+        for op in receives:
             blocks = set(op.targets)
             if len(blocks) < len(op.targets) or blocks & (
                 plain if op.kind == "recv_reduce" else plain | reduced
@@ -183,37 +200,43 @@ class _Run:
             self.fail(rank, number, f"{op.kind} names {op.peer} as its peer")
         return op.peer
 
-    def held(self, rank: int, number: int, block: Block) -> Value:
-        if block not in self.state[rank]:
-            self.fail(rank, number, f"does not hold block {block}")
-        return self.state[rank][block]
+    def held(self, rank: int, number: int, blocks: Sequence[Block]) -> list[Value]:
+        state = self.state[rank]
+        for block in blocks:
+            if block not in state:
+                self.fail(rank, number, f"does not hold block {block}")
+        return [state[block] for block in blocks]
 
     def deliver(self, rank: int, number: int, op: Operation, messages: Messages) -> None:
         peer = self.peer(rank, number, op)
-        queue = messages.get((peer, rank))
-        if not queue:
+        waiting = messages.get((peer, rank))
+        if not waiting:
             self.fail(rank, number, f"waits for a message that rank {peer} does not send")
-        blocks, values = queue.popleft()
+        blocks, values = waiting.pop(0)
         if blocks != op.blocks:
             self.fail(rank, number, f"expects blocks {op.blocks}, rank {peer} sends {blocks}")
         self.put(rank, number, op, values)
 
     def move(self, rank: int, number: int, op: Operation) -> None:
         """A copy, which may be combined; it reads all its blocks before it writes any."""
-        self.put(rank, number, op, [self.held(rank, number, block) for block in op.blocks])
+        self.put(rank, number, op, self.held(rank, number, op.blocks))
 
     def put(self, rank: int, number: int, op: Operation, values: Sequence[Value]) -> None:
         """Let `values` replace what the operation names as its targets, or combine with it."""
-        if len(op.blocks) != len(op.targets):
-            self.fail(rank, number, f"gives {len(op.blocks)} blocks {len(op.targets)} names")
-        for block, target in zip(op.blocks, op.targets, strict=True):
-            if self.original(rank, number, block) != self.original(rank, number, target):
-                self.fail(rank, number, f"gives block {block} the name {target}, of another size")
+        if op.into:
+            self.check_names(rank, number, op)
         if op.side is not None:
-            own = [self.held(rank, number, target) for target in op.targets]
+            own = self.held(rank, number, op.targets)
             values = [self.combine(*pair, op.side) for pair in zip(values, own, strict=True)]
         self.state[rank].update(zip(op.targets, values, strict=True))
-        self.written.update(((rank, target), number) for target in op.targets)
+
+    def check_names(self, rank: int, number: int, op: Operation) -> None:
+        """Every block gets one name, of a block of its size."""
+        if len(op.blocks) != len(op.into):
+            self.fail(rank, number, f"gives {len(op.blocks)} blocks {len(op.into)} names")
+        for block, name in zip(op.blocks, op.into, strict=True):
+            if self.original(rank, number, block) != self.original(rank, number, name):
+                self.fail(rank, number, f"gives block {block} the name {name}, of another size")
 
     def combine(self, coming: Value, own: Value, side: Side) -> Value:
         parts = coming.parts + own.parts if side == "left" else own.parts + coming.parts
@@ -230,7 +253,12 @@ class _Run:
 
     def fail_at_end(self, rank: int, block: Block, what: str) -> NoReturn:
         """Fail where this rank last wrote the block; at the end if it never did."""
-        self.fail(rank, self.written.get((rank, block), max(self.num_rounds() - 1, 0)), what)
+        written = [
+            number
+            for number, operations in enumerate(self.schedules[rank])
+            if any(op.kind != "send" and block in op.targets for op in operations)
+        ]
+        self.fail(rank, max(written, default=max(self.num_rounds() - 1, 0)), what)
 
     def demand_promise(self, is_ordered: bool) -> None:
         """Every block due holds every contribution to it once, in rank order if promised."""

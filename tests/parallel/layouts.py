@@ -94,7 +94,7 @@ class Setup(NamedTuple):
         )  # fmt: skip
         self.change(trainer)
         shape, rows_of = (self.rows, self.context), partial(self.batch, rows=self.rows)
-        calls = trainer.traffic(STEPS, batch=shape)
+        calls = trainer.traffic(STEPS, batch=shape) if comm.rank == 0 else []
         norms: list[float] = []
 
         def show(step: int, loss: float) -> None:
@@ -103,9 +103,9 @@ class Setup(NamedTuple):
         with comm.record() as ledger:
             trainer.start()
             losses = trainer.train(STEPS, rows_of, math.prod(shape), show)
-        if trainer.num_skipped:  # in float16, known only now
-            calls = trainer.traffic(STEPS, batch=shape, num_skipped=trainer.num_skipped)
         whole = ledger.gather()
+        if whole is not None and trainer.num_skipped:  # in float16, known only now
+            calls = trainer.traffic(STEPS, batch=shape, num_skipped=trainer.num_skipped)
         table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
         rows = len(rows_of(0, *trainer.batch_part)[0])
         updates = trainer.num_updates_in(STEPS) - trainer.num_skipped

@@ -118,8 +118,10 @@ def add(
                 named = model.named(strategy.gradients)
                 sums.append({name: x.astype(np.float64) for name, x in named.items()})
         whole = ledger.gather()
-        calls = strategy.traffic(steps, num_skipped=strategy.num_skipped)
-        table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
+        table = None
+        if whole is not None:
+            calls = strategy.traffic(steps, num_skipped=strategy.num_skipped)
+            table = TrafficTable(calls, whole, None, size=comm.size)
         return Run(sums, strategy, table)
 
     return collectives.run(rank, size=size)

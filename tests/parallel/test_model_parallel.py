@@ -151,8 +151,10 @@ def run(
             trainer.start()
             losses = trainer.train(STEPS, batch, ROWS * CONTEXT, nothing)
         whole, skipped = ledger.gather(), trainer.num_skipped
-        calls = trainer.traffic(STEPS, batch=(ROWS, CONTEXT), num_skipped=skipped)
-        table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
+        table = None
+        if whole is not None:
+            calls = trainer.traffic(STEPS, batch=(ROWS, CONTEXT), num_skipped=skipped)
+            table = TrafficTable(calls, whole, None, size=comm.size)
         rows = len(batch(0, *trainer.batch_part)[0])
         report = RankReport.of(trainer, STEPS - skipped, rows, CONTEXT)
         return End(losses, kept_by(trainer), report, table)

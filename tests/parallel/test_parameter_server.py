@@ -80,8 +80,10 @@ def train(
             )
             after(strategy)
         whole = ledger.gather()
-        calls = strategy.traffic(steps, batch=(ROWS, CONTEXT), num_skipped=strategy.num_skipped)
-        table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
+        table = None
+        if whole is not None:
+            calls = strategy.traffic(steps, batch=(ROWS, CONTEXT), num_skipped=strategy.num_skipped)
+            table = TrafficTable(calls, whole, None, size=comm.size)
         return End(losses, digests, strategy, whole, table)
 
     runs: list[End] = collectives.run(fn, size=ranks)

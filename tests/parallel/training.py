@@ -74,8 +74,10 @@ def train(
             losses = strategy.train(steps, batch, ROWS * CONTEXT, nothing)
             after(strategy)
         whole = ledger.gather()
-        calls = strategy.traffic(steps, batch=(ROWS, CONTEXT), num_skipped=strategy.num_skipped)
-        table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
+        table = None
+        if whole is not None:
+            calls = strategy.traffic(steps, batch=(ROWS, CONTEXT), num_skipped=strategy.num_skipped)
+            table = TrafficTable(calls, whole, None, size=comm.size)
         return End(losses, held_by(strategy), strategy, kept_by(strategy), table)
 
     ends: list[End] = collectives.run(fn, size=ranks)

@@ -23,7 +23,7 @@ from collectives.runtime.session import Session
 from collectives.schedule.contracts import SPECS
 from tests.algorithms.catalogue import EVERY, settings
 
-SIZES = [*range(1, 10), 12, 13, 16]
+SIZES = [*range(1, 10), 12, 13]
 
 
 class Words:
