@@ -6,11 +6,11 @@
 Two ranks on the same host, and two on different hosts, exchange messages: a ping-pong, one way,
 both ways at once, several at once.  Between hosts one rank of each host exchanges around a ring.
 If ranks outnumber the cores of a host, all ranks do so in pairs.  What is sent has just been
-written, as in programs.
-The size from which a send waits for its receive is found by trying.  A machine of the LogGOPS
-model is fitted to the times by relative error.  `Communicator.load_decisions` reads FILE; then
-predictions choose algorithms where `bench tune` has measured nothing.  Tables of `bench tune` in
-FILE are kept.
+written, as in programs.  The size from which a send waits for its receive is found by trying.  A
+machine of the LogGOPS model is fitted to the times by relative error.
+
+`Communicator.load_decisions` reads FILE; then predictions choose algorithms where `bench tune` has
+measured nothing.  Tables of `bench tune` in FILE are kept.
 
 `--check` then measures every algorithm of every collective on 2 to 8 ranks, at sizes at which
 nothing was fitted, and compares them with predictions.  The exit status is 1 if the median error is
@@ -41,7 +41,9 @@ from parallel.cli import at_least, console_of
 
 _SIZES = tuple(8 * 4**power for power in range(10))  # bytes, up to 2 MiB
 _WORK_SIZES = tuple(4096 * 4**power for power in range(6))  # up to 4 MiB
-_METHODS = 12  # that measure, on two classes of links
+# Overhead, copies, combinations, a call, and four patterns on each of two classes of links: how
+# many times the seconds of the fit are divided.
+_METHODS = 12
 _BURST_BYTES = 256 << 10  # the largest message of a burst
 
 

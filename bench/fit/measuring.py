@@ -42,8 +42,8 @@ QUANTILE = 0.05
 # How long a sample should take.  Between hosts a network may let bursts through before it slows
 # them down, which must not be all that is measured.
 SAMPLE_SECONDS = {SAME_HOST: 1e-4, OTHER_HOST: 1e-2}
-LEAST_SECONDS = 2e-6  # no call takes less, so that a sample has a limited number
-BLOCKS, TURN_SECONDS = 8, 0.1  # samples of a turn, or as many as take so long, but two
+LEAST_SECONDS = 2e-6  # what a shorter call counts as, so that a sample has not too many
+BLOCKS, TURN_SECONDS = 8, 0.1  # a turn has so many samples, or fewer if they take longer, but two
 # Seconds by which a receive comes late, to see whether its send waits, and how often.
 LATE, LATE_TRIES = 2e-2, 4
 LARGEST_EAGER = 4 << 20  # bytes; if a send does not wait even then, none does
@@ -93,7 +93,7 @@ def sampled(
 
     They take turns in random order.  A turn is a sample that brings the ranks into step and does
     not count, and then some samples, each of a number of calls.  No new turns begin after the time
-    `end` of the clock of rank 0.  `link_class`: of the slowest link.
+    `end` of the clock of rank 0.  `link_class`: that of the slowest link.
     """
     plans = [_turn(run, comm, SAMPLE_SECONDS[link_class]) for run in runs]
     taken: list[list[float]] = [[] for _ in runs]

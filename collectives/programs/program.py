@@ -233,7 +233,8 @@ class _Assembler:
         self._work(number, at, step.packing)
         receives = self._messages(_RECEIVE, number, at, step.receives, first)
         sends = self._messages(_SEND, number, at, step.sends, first + len(receives))
-        # By turns: on one connection, a message whose receive is posted first holds up those back.
+        # By turns.  If all receives were posted first, peers could start all their sends at once,
+        # and what this rank sends over the same connections would wait until those have arrived.
         self.rows += [row for row in chain(*zip_longest(receives, sends)) if row is not None]
         num_posted = len(receives) + len(sends)
         self.waits[number] = (_WAIT, at, len(receives), 0, 0, num_posted, first, 0, 0, 0, 0)

@@ -17,7 +17,7 @@ MANY_RANKS = [64, 100, 127, 128, 129, 257]
 
 
 def many_ranks(entry: algorithms.Algorithm) -> list[int]:
-    """Fewer where a rank has a message for each other rank, or every second: 257 are as 129 are."""
+    """Fewer where a rank sends to every other rank, or to half of them: 257 ranks prove no more."""
     if cuts_pairs(entry):
         return MANY_RANKS[:2]
     return MANY_RANKS if entry.startups(p=257) < 128 else [64, 100, 129]
