@@ -7,7 +7,8 @@ square up to a tenth, and linearly beyond it (Huber), so that disturbed samples 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ Floats = NDArray[np.float64]
 
 HUBER = 0.1  # the relative error from which on samples count linearly
 CURVED = 0.05  # the relative error of a straight line from which on its sizes are divided
-FEWEST = 3  # sizes of a link
+FEWEST, MOST = 3, 3  # sizes of a link; links of messages that wait, and of those that do not
 LIMIT = 0.5  # the median relative error above which times are no machine's
 _STEPS, _PROGRESS, _MOST_DAMPING = 20, 1e-4, 1e6  # when the search ends
 _PRIOR, _DIFFERENCE = 1e-2, 1e-3  # the weight of the start, and the shifts for slopes
@@ -100,18 +101,30 @@ def _between(sizes: Sequence[int], following: Sequence[Sequence[int]]) -> float:
 
 
 def divided(times: dict[int, float]) -> list[list[int]]:
-    """Sizes in groups whose times are near straight lines, each as few as `FEWEST`."""
+    """Sizes in groups whose times are near straight lines.
+
+    There are as few groups as the bends allow, and no more than `MOST`; each has at least `FEWEST`
+    sizes.
+    """
+
+    def bend(groups: Sequence[Sequence[int]]) -> float:
+        return max((_bend(group, times) for group in groups), default=0.0)
+
     sizes = sorted(times)
-    if not sizes:
-        return []
-    found = [(_bend(sizes, times), [sizes])]
-    found += [
-        (max(_bend(sizes[:at], times), _bend(sizes[at:], times)), [sizes[:at], sizes[at:]])
-        for at in range(FEWEST, len(sizes) - FEWEST + 1)
-    ]
-    if found[0][0] <= CURVED:
-        return found[0][1]
-    return min(found, key=lambda each: each[0])[1]
+    best = [sizes] if sizes else []
+    for number in range(2, min(MOST, len(sizes) // FEWEST) + 1):
+        if bend(best) <= CURVED:
+            break
+        best = min(_ways(sizes, number), key=bend)
+    return best
+
+
+def _ways(sizes: Sequence[int], number: int) -> Iterator[list[list[int]]]:
+    """All ways to divide sizes into so many groups."""
+    for ends in combinations(range(FEWEST, len(sizes)), number - 1):
+        groups = [list(sizes[begin:end]) for begin, end in pairwise((0, *ends, len(sizes)))]
+        if min(map(len, groups)) >= FEWEST:
+            yield groups
 
 
 def _bend(sizes: Sequence[int], times: dict[int, float]) -> float:

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from bench.fit.patterns import (
     BURST,
+    CALLS,
     ITEMSIZE,
     REPEATS,
     Sample,
@@ -115,10 +116,10 @@ def _least(times: Sequence[float], comm: MPI.Comm) -> float:
 
 
 def _turn(run: Run, comm: MPI.Comm, seconds: float) -> tuple[int, int]:
-    """The calls of a sample, and the samples of a turn: fewer if each takes long."""
+    """The calls of a sample, no fewer than are simulated, and the samples of a turn."""
     first = min(_samples(run, comm, 1, 2))
     slowest = max(comm.allreduce(first, op=MPI.MAX), LEAST_SECONDS)
-    calls = max(1, int(seconds / slowest))
+    calls = max(CALLS, int(seconds / slowest))
     return calls, int(np.clip(TURN_SECONDS / (calls * slowest), 2, BLOCKS))
 
 

@@ -19,6 +19,10 @@ from collectives.launch.mpirun import find_mpirun
 
 AGENT = Path(__file__).with_name("agent.sh")
 NET = "10.77.0"
+# With a large bucket links are busy although ranks share cores; with one of a packet they are like
+# real links also for small messages.
+BUCKET = 256 << 10
+GSO_MAX_SIZE = 65536  # of Linux
 PREFIX = "rc"  # of the names of all namespaces; then comes the process that made them
 _NUMBERS = itertools.count(1)
 
@@ -75,7 +79,8 @@ def mpi_words(cluster: Cluster) -> list[str]:
     start = ["--mca", "plm_rsh_agent", str(AGENT), "--prtemca", "if_include", f"{NET}.0/24"]
     byte_transfer = "tcp,self" if cluster.per_host == 1 else "tcp,sm,self"
     tcp = ["--mca", "pml", "ob1,monitoring", "--mca", "btl", byte_transfer]
-    return ["--host", hosts, *start, *tcp, "--mca", "btl_tcp_if_include", f"{NET}.0/24"]
+    crowded = ["--mca", "mpi_yield_when_idle", "1"]  # it does not see that all hosts share cores
+    return ["--host", hosts, *start, *tcp, *crowded, "--mca", "btl_tcp_if_include", f"{NET}.0/24"]
 
 
 def mpi_environment() -> dict[str, str]:
@@ -84,8 +89,13 @@ def mpi_environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def cluster(num_hosts: int, per_host: int = 1, mbit: int | None = None) -> Iterator[Cluster]:
-    """Make a cluster whose links carry `mbit` Mbit/s in each direction (None: no limit)."""
+def cluster(
+    num_hosts: int, per_host: int = 1, mbit: int | None = None, bucket: int = BUCKET
+) -> Iterator[Cluster]:
+    """Make a cluster whose links carry `mbit` Mbit/s in each direction (None: no limit).
+
+    `bucket`: the bytes that a link that was idle lets through at once.
+    """
     remove_abandoned()
     made = Cluster(f"{PREFIX}{os.getpid()}x{next(_NUMBERS)}", num_hosts, per_host)
     try:
@@ -94,13 +104,13 @@ def cluster(num_hosts: int, per_host: int = 1, mbit: int | None = None) -> Itera
         ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         ip("-n", switch, "link", "set", "bridge", "up")
         for number, address in enumerate(made.addresses, 1):
-            connect(made.host(number), address, switch, f"port{number}", mbit)
+            connect(made.host(number), address, switch, f"port{number}", mbit, bucket)
         yield made
     finally:
         remove(made.name)
 
 
-def connect(host: str, address: str, switch: str, port: str, mbit: int | None) -> None:
+def connect(host: str, address: str, switch: str, port: str, mbit: int | None, bucket: int) -> None:
     """Make a host, and its link to the switch."""
     ip("netns", "add", host)
     ip("-n", host, "link", "set", "lo", "up")
@@ -110,7 +120,8 @@ def connect(host: str, address: str, switch: str, port: str, mbit: int | None) -
     ip("-n", switch, "link", "set", port, "master", "bridge", "up")
     if mbit is not None:
         for name, device in ((host, "eth0"), (switch, port)):
-            shape = ["tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "20ms"]
+            shape = ["tbf", "rate", f"{mbit}mbit", "burst", f"{bucket}b", "latency", "20ms"]
+            ip("-n", name, "link", "set", device, "gso_max_size", str(min(bucket, GSO_MAX_SIZE)))
             run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
 
 
