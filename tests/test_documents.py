@@ -121,6 +121,17 @@ def test_the_traffic_of_the_readme_is_what_the_command_prints(tmp_path: Path) ->
             assert row[7:9] in {each[7:9] for each in printed if each[:2] == row[:2]}
 
 
+def test_the_simulated_step_with_experts_takes_what_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = ROOT / "docs" / "simulation.md"
+    (example,) = blocks(page)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert capsys.readouterr().out in blocks(page, "text")
+    assert "expert" in names["svg"]
+
+
 @pytest.mark.parametrize("module", ["pipeline show", "pipeline compare", "plan"])
 def test_what_training_shows_is_what_the_command_prints(
     module: str, capsys: pytest.CaptureFixture[str]
@@ -146,6 +157,7 @@ def test_other_pages_have_no_examples_that_nobody_runs() -> None:
     # Those of `architecture` and `CONTRIBUTING` are fragments.
     assert with_python - generated == {
         "README.md",
+        "simulation.md",
         "training.md",
         "testing.md",
         "architecture.md",

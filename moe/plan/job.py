@@ -93,9 +93,17 @@ def on_one_rank(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trainer_of(
-    job: Job, axes: Mapping[str, int], *, layer: str | None = None, **changes: Any
+    job: Job,
+    axes: Mapping[str, int],
+    *,
+    layer: str | None = None,
+    algorithm: str = "ring",
+    **changes: Any,
 ) -> PlannedTrainer:
-    """Return the run of a job on ranks that do not exist; for the rest, see `predicted`."""
+    """Return the run of a job on ranks that do not exist; for the rest, see `predicted`.
+
+    `algorithm`: of the sums of gradients, as of a `parallel.Trainer`.
+    """
     axes = dict(axes) if "data" in axes else {"data": 1, **axes}
     mesh = PlannedMesh(**axes)
     model = moe_gpt(**{**job.model, **changes}, mesh=mesh)
@@ -108,7 +116,7 @@ def trainer_of(
         model = Model({layer: found[layer]}, mesh=mesh)
     recipe = Recipe(dtype=job.dtype, num_micro_batches=job.num_micro_batches)
     sharding = Sharding.ddp(axes=tuple(axis for axis in ROW_AXES if axis in axes))
-    trainer = PlannedTrainer(mesh, model, recipe, sharding=sharding)
+    trainer = PlannedTrainer(mesh, model, recipe, sharding=sharding, algorithm=algorithm)
     _check_rows(job, mesh, sharding)
     return trainer
 
