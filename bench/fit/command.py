@@ -39,7 +39,8 @@ from collectives.selection.machine_file import Fitted
 from collectives.simulation import Machine
 from parallel.cli import at_least, console_of
 
-_SIZES = tuple(8 * 4**power for power in range(10))  # bytes, up to 2 MiB
+_SMALL = tuple(8 * 2**power for power in range(11))  # bytes, up to 8 KiB
+_SIZES = (*_SMALL, *(32768 * 4**power for power in range(4)))  # up to 2 MiB
 _WORK_SIZES = tuple(4096 * 4**power for power in range(6))  # up to 4 MiB
 # Overhead, copies, combinations, a call, and four patterns on each of two classes of links: how
 # many times the seconds of the fit are divided.
@@ -63,7 +64,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME", help="check this one; may be repeated; default: all")  # fmt: skip
     add("--keep", action="store_true", help="do not fit: check the machine that FILE has")
     add("--seconds", type=seconds, default=120.0, metavar="S",
-        help="about how long each of fit and check may take; default: %(default)s")  # fmt: skip
+        help="about how long each of fit and check may take, unless a few calls of everything "
+        "take longer; default: %(default)s")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

@@ -7,8 +7,9 @@ square up to a tenth, and linearly beyond it (Huber), so that disturbed samples 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ Floats = NDArray[np.float64]
 
 HUBER = 0.1  # the relative error from which on samples count linearly
 CURVED = 0.05  # the relative error of a straight line from which on its sizes are divided
-FEWEST, MOST = 3, 3  # sizes of a link; links of messages that wait, and of those that do not
+FEWEST, MOST = 3, 3  # sizes of a link, at least; links of either kind of message, at most
 LIMIT = 0.5  # the median relative error above which times are no machine's
 _STEPS, _PROGRESS, _MOST_DAMPING = 20, 1e-4, 1e6  # when the search ends
 _PRIOR, _DIFFERENCE = 1e-2, 1e-3  # the weight of the start, and the shifts for slopes
@@ -37,7 +38,7 @@ def fitted_links(
     """The links of one class, in the order of their sizes.
 
     `eager_limit`: the bytes above which a send waits for its receive; None: it never does.  Within
-    both kinds sizes are divided where the times of a ping-pong bend.  `base`: the other costs: of a
+    both kinds sizes are divided where times bend.  `base`: the other costs: of a
     copy, and of a call, in addition to its operations.  Raises ValueError if no machine has such
     times.
     """
@@ -48,8 +49,8 @@ def fitted_links(
         for each in samples
         if each.pattern == "ping-pong"
     }
-    eager = divided({size: trips[size] for size in trips if size <= limit})
-    late = divided({size: trips[size] for size in trips if size > limit})
+    eager = divided([each for each in samples if each.num_bytes <= limit])
+    late = divided([each for each in samples if each.num_bytes > limit])
     groups = [*eager, *late]
     links = []
     for number, sizes in enumerate(groups):
@@ -100,22 +101,26 @@ def _between(sizes: Sequence[int], following: Sequence[Sequence[int]]) -> float:
     return math.isqrt(sizes[-1] * following[0][0]) if following else math.inf
 
 
-def divided(times: dict[int, float]) -> list[list[int]]:
-    """Sizes in groups whose times are near straight lines.
+def divided(samples: Sequence[Sample]) -> list[list[int]]:
+    """Sizes in groups in which the times of most patterns are near straight lines.
 
-    There are as few groups as the bends allow, and no more than `MOST`; each has at least `FEWEST`
-    sizes.
+    There are as few groups as the bends allow, and no more than `MOST`.  Each has at least `FEWEST`
+    sizes, if there are several.
     """
+    times: dict[str, dict[int, float]] = {}
+    for each in samples:
+        times.setdefault(each.pattern, {})[each.num_bytes] = each.seconds
 
-    def bend(groups: Sequence[Sequence[int]]) -> float:
-        return max((_bend(group, times) for group in groups), default=0.0)
+    def worst(groups: Sequence[Sequence[int]]) -> float:
+        bends = (fmean(bend(group, each) for each in times.values()) for group in groups)
+        return max(bends, default=0.0)
 
-    sizes = sorted(times)
+    sizes = sorted({each.num_bytes for each in samples})
     best = [sizes] if sizes else []
     for number in range(2, min(MOST, len(sizes) // FEWEST) + 1):
-        if bend(best) <= CURVED:
+        if worst(best) <= CURVED:
             break
-        best = min(_ways(sizes, number), key=bend)
+        best = min((best, *_ways(sizes, number)), key=worst)
     return best
 
 
@@ -127,10 +132,13 @@ def _ways(sizes: Sequence[int], number: int) -> Iterator[list[list[int]]]:
             yield groups
 
 
-def _bend(sizes: Sequence[int], times: dict[int, float]) -> float:
-    """The mean relative error of the best straight line."""
-    base, slope = line(sizes, [times[size] for size in sizes])
-    return float(np.mean([abs((base + slope * size) / times[size] - 1) for size in sizes]))
+def bend(sizes: Sequence[int], times: Mapping[int, float]) -> float:
+    """The mean relative error of the best straight line through the times of these sizes."""
+    found = [size for size in sizes if size in times]
+    if not found:
+        return 0.0
+    base, slope = line(found, [times[size] for size in found])
+    return fmean(abs((base + slope * size) / times[size] - 1) for size in found)
 
 
 def line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

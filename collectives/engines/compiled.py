@@ -28,7 +28,7 @@ _pointer_at = ctypes.c_int64.from_address
 _DATA_FIELD = 16  # of NumPy's array objects; `executor.DATA_FIELD`
 
 _FUNCTIONS = ("MPI_Irecv", "MPI_Isend", "MPI_Testall", "MPI_Get_count")
-# Polls before a waiting rank offers its processor: a poll of a network takes about as long as that.
+# Polls before a waiting rank yields its processor; a poll of a network takes as long as a yield.
 _SPINS, _SPINS_BETWEEN_HOSTS, _SPINS_WHERE_CROWDED = 2000, 20, 4
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # set by Open MPI and MPICH
 

@@ -100,10 +100,7 @@ def trainer_of(
     algorithm: str = "ring",
     **changes: Any,
 ) -> PlannedTrainer:
-    """Return the run of a job on ranks that do not exist; for the rest, see `predicted`.
-
-    `algorithm`: of the sums of gradients, as of a `parallel.Trainer`.
-    """
+    """Return the run of a job on ranks that do not exist; for the arguments, see `predicted`."""
     axes = dict(axes) if "data" in axes else {"data": 1, **axes}
     mesh = PlannedMesh(**axes)
     model = moe_gpt(**{**job.model, **changes}, mesh=mesh)
@@ -122,7 +119,12 @@ def trainer_of(
 
 
 def predicted(
-    job: Job, axes: Mapping[str, int], *, layer: str | None = None, **changes: Any
+    job: Job,
+    axes: Mapping[str, int],
+    *,
+    layer: str | None = None,
+    algorithm: str = "ring",
+    **changes: Any,
 ) -> list[PredictedCall]:
     """Return what one training step sends, on a mesh with these axes.
 
@@ -134,6 +136,8 @@ def predicted(
     layer : str, optional
         The name of the only layer that is trained, such as ``"block1"``; by default the whole
         model.
+    algorithm : str
+        That of the sums of gradients, as in `parallel.Trainer`.
     changes
         Options of `moe.moe_gpt` in place of those of the job.
 
@@ -142,7 +146,7 @@ def predicted(
     ValueError
         If the job cannot be trained on such a mesh, or if there is no such layer.
     """
-    trainer = trainer_of(job, axes, layer=layer, **changes)
+    trainer = trainer_of(job, axes, layer=layer, algorithm=algorithm, **changes)
     shape = job.rows, job.model["context"]
     return trainer.step_traffic(RunSize(1, 1, shape, job.step))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.fit.check import Held, Verdict, regrets, verdict
-from bench.fit.fitting import divided, fitted_links, line, link_errors, rate
+from bench.fit.fitting import CURVED, bend, divided, fitted_links, line, link_errors, rate
 from bench.fit.measuring import groups_of
 from bench.fit.patterns import PATTERNS, Sample, predicted
 from collectives.launch import launch
@@ -73,12 +73,34 @@ def test_one_time_that_was_disturbed_decides_little() -> None:
     assert rest.seconds(32768) == pytest.approx(REST.seconds(32768), rel=0.2)
 
 
+def sizes_divided(*patterns: dict[int, float]) -> list[list[int]]:
+    """The groups of sizes, from the times of some patterns."""
+    return divided([
+        Sample(str(number), SAME_HOST, size, seconds)
+        for number, times in enumerate(patterns)
+        for size, seconds in times.items()
+    ])  # fmt: skip
+
+
 def test_sizes_are_divided_where_times_bend() -> None:
     straight = {size: 1e-6 + 1e-9 * size for size in SIZES}
-    assert divided(straight) == [SIZES]
+    assert sizes_divided(straight) == [SIZES]
     bent = {size: time if size < 5000 else 10 * time for size, time in straight.items()}
-    assert divided(bent) == [SIZES[:6], SIZES[6:]]
-    assert divided({}) == []
+    assert sizes_divided(bent) == [SIZES[:6], SIZES[6:]]
+    assert sizes_divided(straight, bent) == [SIZES[:6], SIZES[6:]]
+    assert divided([]) == []
+
+
+def test_sizes_are_divided_where_times_bend_twice_and_never_for_the_worse() -> None:
+    factors = {size: 1 if size < 1000 else 10 if size < 5000 else 2 for size in SIZES}
+    twice = {size: (1e-6 + 1e-9 * size) * factor for size, factor in factors.items()}
+    assert [len({factors[size] for size in group}) for group in sizes_divided(twice)] == [1, 1, 1]
+    ten = [8 * 2**power for power in range(10)]  # at the true bend, no third group fits
+    for seed in range(40):
+        noise = np.random.default_rng(seed).uniform(0.86, 1.14, len(ten))
+        times = {s: s * (1 if s < 200 else 3) * x for s, x in zip(ten, noise, strict=True)}
+        two = max(bend(half, times) for half in (ten[:5], ten[5:]))
+        assert max(bend(group, times) for group in sizes_divided(times)) <= max(two, CURVED)
 
 
 def test_a_line_is_fitted_by_relative_errors_and_has_no_negative_costs() -> None:

@@ -19,9 +19,10 @@ from collectives.launch.mpirun import find_mpirun
 
 AGENT = Path(__file__).with_name("agent.sh")
 NET = "10.77.0"
-# With a large bucket links are busy although ranks share cores; with one of a packet they are like
-# real links also for small messages.
+# With a large bucket links stay busy although ranks share cores.  With one of a single packet they
+# are like real links for small messages, too.
 BUCKET = 256 << 10
+PACKET = 1514  # bytes of the largest, with its header
 GSO_MAX_SIZE = 65536  # of Linux
 PREFIX = "rc"  # of the names of all namespaces; then comes the process that made them
 _NUMBERS = itertools.count(1)
@@ -79,7 +80,7 @@ def mpi_words(cluster: Cluster) -> list[str]:
     start = ["--mca", "plm_rsh_agent", str(AGENT), "--prtemca", "if_include", f"{NET}.0/24"]
     byte_transfer = "tcp,self" if cluster.per_host == 1 else "tcp,sm,self"
     tcp = ["--mca", "pml", "ob1,monitoring", "--mca", "btl", byte_transfer]
-    crowded = ["--mca", "mpi_yield_when_idle", "1"]  # it does not see that all hosts share cores
+    crowded = ["--mca", "mpi_yield_when_idle", "1"]  # Open MPI takes hosts for computers
     return ["--host", hosts, *start, *tcp, *crowded, "--mca", "btl_tcp_if_include", f"{NET}.0/24"]
 
 
@@ -94,8 +95,11 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Make a cluster whose links carry `mbit` Mbit/s in each direction (None: no limit).
 
-    `bucket`: the bytes that a link that was idle lets through at once.
+    `bucket`: the bytes that a link that was idle lets through at once.  Raises ValueError if no
+    packet fits.
     """
+    if bucket < PACKET:
+        raise ValueError(f"a bucket of {bucket} bytes holds no packet of {PACKET} bytes")
     remove_abandoned()
     made = Cluster(f"{PREFIX}{os.getpid()}x{next(_NUMBERS)}", num_hosts, per_host)
     try:
