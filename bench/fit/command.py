@@ -39,8 +39,7 @@ from collectives.selection.machine_file import Fitted
 from collectives.simulation import Machine
 from parallel.cli import at_least, console_of
 
-_SMALL = tuple(8 * 2**power for power in range(11))  # bytes, up to 8 KiB
-_SIZES = (*_SMALL, *(32768 * 4**power for power in range(4)))  # up to 2 MiB
+_SIZES = tuple(8 * 4**power for power in range(10))  # bytes, up to 2 MiB
 _WORK_SIZES = tuple(4096 * 4**power for power in range(6))  # up to 4 MiB
 # Overhead, copies, combinations, a call, and four patterns on each of two classes of links: how
 # many times the seconds of the fit are divided.

