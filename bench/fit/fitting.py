@@ -38,9 +38,8 @@ def fitted_links(
     """The links of one class, in the order of their sizes.
 
     `eager_limit`: the bytes above which a send waits for its receive; None: it never does.  Within
-    both kinds sizes are divided where times bend.  `base`: the other costs: of a
-    copy, and of a call, in addition to its operations.  Raises ValueError if no machine has such
-    times.
+    both kinds sizes are divided where times bend.  `base`: the other costs: of a copy, and of a
+    call, in addition to its operations.  Raises ValueError if no machine has such times.
     """
     limit = math.inf if eager_limit is None else eager_limit
     _refuse_nonsense(samples)
@@ -102,18 +101,17 @@ def _between(sizes: Sequence[int], following: Sequence[Sequence[int]]) -> float:
 
 
 def divided(samples: Sequence[Sample]) -> list[list[int]]:
-    """Sizes in groups in which the times of most patterns are near straight lines.
+    """Sizes in groups, each of which has times near straight lines, in the mean over the patterns.
 
-    One group will do if all times are near straight lines.  Otherwise there are `MOST`, each of at
-    least `FEWEST` sizes, or as many as there are sizes for.
+    If one group of all sizes is not straight enough, there are `MOST` groups of at least `FEWEST`
+    sizes, or as many as there are sizes for.
     """
     times: dict[str, dict[int, float]] = {}
     for each in samples:
         times.setdefault(each.pattern, {})[each.num_bytes] = each.seconds
 
     def worst(groups: Sequence[Sequence[int]]) -> float:
-        bends = (fmean(bend(group, each) for each in times.values()) for group in groups)
-        return max(bends)
+        return max(fmean(bend(group, each) for each in times.values()) for group in groups)
 
     sizes = sorted({each.num_bytes for each in samples})
     number = min(MOST, len(sizes) // FEWEST)

@@ -14,7 +14,8 @@ from tests.cluster.network import cluster
 def main(arguments: list[str]) -> int:
     """Run it, and return its exit status."""
     shape, rate, *command = arguments
-    with cluster(*map(int, shape.split("x")), *map(int, rate.split(":"))) as made:
+    num_hosts, per_host = map(int, shape.split("x"))
+    with cluster(num_hosts, per_host, *map(int, rate.split(":"))) as made:
         done = made.run(command, timeout=3600)
     sys.stdout.write(done.stdout)
     sys.stderr.write(done.stderr)

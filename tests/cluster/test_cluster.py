@@ -83,6 +83,11 @@ def test_training_on_three_axes_sends_what_was_predicted(four_times_two: Cluster
     assert f"{columns}, to the byte" in done.stdout, done.stdout
 
 
+def test_links_that_let_no_packet_through_are_refused() -> None:
+    with pytest.raises(ValueError, match="1000 bytes holds no packet"), cluster(2, 1, 400, 1000):
+        pass
+
+
 def test_nothing_of_a_cluster_is_left(tmp_path: Path) -> None:
     program = tmp_path / "waits.py"
     program.write_text("import time; time.sleep(60)")
