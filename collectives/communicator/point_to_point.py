@@ -102,6 +102,22 @@ class PointToPoint:
         backend, target = validation.writable(x, "x")
         return self._message(options, Arrays(backend, None, target), tag, None, self._peer(peer))
 
+    def probe(self, tag: int = 0) -> int | None:
+        """Return a rank whose message with this tag has arrived, without waiting for one.
+
+            while (source := comm.probe()) is None:
+                ...
+            comm.recv(x, source)
+
+        - `tag`: the tag that the sender passes.
+
+        Returns a rank from which `recv` would receive now, or None if no message has arrived that
+        is not received yet.  Raises TypeError or ValueError for an invalid tag.
+        """
+        session = self._caller.session
+        session.check()
+        return session.transport.probe(session.numbering.user_tag(tag))
+
     @overload
     def send_recv(
         self,

@@ -97,6 +97,10 @@ class MpiTransport:
     def messages(self, tag: int) -> MpiMessages:
         return MpiMessages(self.comm, tag)
 
+    def probe(self, tag: int) -> int | None:
+        status = MPI.Status()
+        return status.source if self.comm.Iprobe(MPI.ANY_SOURCE, tag, status) else None
+
     def subgroup(self, ranks: Sequence[int], deadline: float | None) -> MpiTransport:
         everyone = self.comm.Get_group()
         group = everyone.Incl(list(ranks))

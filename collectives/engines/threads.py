@@ -145,6 +145,13 @@ class ThreadTransport:
     def messages(self, tag: int) -> ThreadMessages:
         return ThreadMessages(self, tag)
 
+    def probe(self, tag: int) -> int | None:
+        with self.world.lock:
+            senders = range(self.size)
+            return next(
+                (r for r in senders if self.address(r, self.rank, tag) in self.world.mail), None
+            )
+
     def address(self, src: int, dst: int, tag: int) -> Address:
         return self.context, self.members[src], self.members[dst], tag
 

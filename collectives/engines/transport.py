@@ -225,6 +225,9 @@ class Transport(Protocol):
     def messages(self, tag: int) -> Messages:
         """The messages of an interpreted execution."""
 
+    def probe(self, tag: int) -> int | None:
+        """A rank whose message of this tag has arrived and is not received; None: there is none."""
+
     def subgroup(self, ranks: Sequence[int], deadline: float | None) -> Transport:
         """A transport among `ranks`, in this order; exactly these ranks call it.
 

@@ -66,7 +66,7 @@ def cached(
     make = partial(session.runs.new_call, spec)
     run = make(arrays, call_id.tag, call_id.number)
     numbering, form = session.numbering, arrays.target if unwritten_out is None else unwritten_out
-    tags = range(0) if call_id.is_blocking else numbering.async_tags
+    tags = numbering.tags(call_id.is_blocking)
     run.reusable.make_reusable(
         run.log, run.key, numbering.num_calls_made, arrays.source, form, tags
     )

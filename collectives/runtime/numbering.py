@@ -35,10 +35,13 @@ class Numbering:
     """The number of calls that a communicator has made, and the tags of its calls.
 
     `num_calls_made`, `num_checks_made`: arrays of one element, which compiled code increments too.
+    `can_mix`: whether a call that blocks on one rank may be asynchronous on another one.  Blocking
+    calls then have the tags of asynchronous ones.
     """
 
     def __init__(self, num_tags: int) -> None:
         self._quarter = num_tags // 4
+        self.can_mix = False
         self.num_calls_made: NDArray[np.int64] = np.zeros(1, np.int64)
         self.num_checks_made: NDArray[np.int64] = np.zeros(1, np.int64)
         self.blocking_tag = 3 * self._quarter
@@ -50,6 +53,10 @@ class Numbering:
     def num_calls(self) -> int:
         """The number of calls so far."""
         return int(self.num_calls_made[0])
+
+    def tags(self, is_blocking: bool) -> range:
+        """The tags of calls, in the order of their numbers; none if all have `blocking_tag`."""
+        return range(0) if is_blocking and not self.can_mix else self.async_tags
 
     def next_number(self) -> int:
         """The number of a new call."""
@@ -102,7 +109,7 @@ class CallId:
     @property
     def tag(self) -> int:
         """The tag of the call's own messages."""
-        if self.is_blocking:
+        if self.is_blocking and not self._numbering.can_mix:
             return self._numbering.blocking_tag
         return self._numbering.async_tag(self.number)
 

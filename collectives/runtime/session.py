@@ -79,6 +79,7 @@ class Session:
             self.topology.among(members),
         )  # fmt: skip
         child.decisions, child.phase_of_call = self.decisions, self.phase_of_call
+        child.numbering.can_mix, child.thread_delay = self.numbering.can_mix, self.thread_delay
         return child
 
     # Calls in order
@@ -165,7 +166,7 @@ class Session:
         if self._broken_by is not None:
             raise self._broken_by.with_traceback(None)
 
-    def _pending_calls(self) -> list[Work[Any]]:
+    def pending_calls(self) -> list[Work[Any]]:
         """The calls of this communicator that are not done."""
         calls = [*self.transport.in_flight, *([] if self.thread is None else self.thread.calls)]
         if self._timed_out is not None:
@@ -180,7 +181,7 @@ class Session:
 
     def free(self) -> None:
         """Free the communicator of the engine.  Raises RuntimeError during a call."""
-        for work in self._pending_calls():
+        for work in self.pending_calls():
             if not work.test():
                 raise RuntimeError(f"{work.title} is already running; wait for it first")
         self.forget_calls()
@@ -269,7 +270,7 @@ class Session:
             validation.aliasing(*arrays),
             shape,
             label,
-            {None: "", True: "yes", False: "no"}[is_blocking],
+            "" if self.numbering.can_mix else {None: "", True: "yes", False: "no"}[is_blocking],
             out,
         )
 

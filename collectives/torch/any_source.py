@@ -1,0 +1,89 @@
+"""A receive from any rank, which first looks for a message that has arrived."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import DistBackendError, Work
+
+import collectives
+from collectives.engines.transport import back_off
+from collectives.torch.tensors import Tensor, filled
+from collectives.torch.work import NO_LIMIT, fail, seconds
+
+_received = threading.local()
+
+
+def source_of_last() -> int:
+    """The rank that sent the message from any rank that this thread has waited for last."""
+    return int(_received.source)
+
+
+class ReceiveFromAny(Work):  # type: ignore[misc]
+    """A receive from any rank.  It makes progress while it is waited for or looked at."""
+
+    def __init__(
+        self, communicator: collectives.Communicator, tensors: list[Tensor], tag: int
+    ) -> None:
+        super().__init__()
+        self._communicator, self._tensors, self._tag = communicator, tensors, tag
+        self._source: int | None = None
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
+        limit = seconds(timeout) or self._communicator.timeout
+        deadline = None if limit is None else time.monotonic() + limit
+        num_tries = 0
+        while not self._try():
+            if deadline is not None and time.monotonic() > deadline:
+                raise DistBackendError(
+                    f"rank {self._communicator.rank} has waited {limit} s for a message "
+                    f"with tag {self._tag} from any rank"
+                )
+            back_off(num_tries := num_tries + 1)
+        _received.source = self._source
+        return True
+
+    def _try(self) -> bool:
+        """Receive the message if it has arrived; return whether it is here."""
+        with self._lock:
+            if self._source is None and (found := self._communicator.probe(self._tag)) is not None:
+                target = filled(self._tensors)
+                try:
+                    self._communicator.recv(target.array, found, self._tag)
+                except collectives.CollectiveError as error:
+                    fail(error)
+                if target.finish is not None:
+                    target.finish()
+                self._source = found
+            return self._source is not None
+
+    def is_completed(self) -> bool:
+        return self._try()
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._tensors
+
+    def _source_rank(self) -> int:
+        """The rank that sent the message, which has been waited for."""
+        assert self._source is not None
+        return self._source
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: Any = torch.futures.Future()
+
+        def complete() -> None:
+            try:
+                self.wait()
+            except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
+                future.set_exception(error)
+            else:
+                future.set_result(self._tensors)
+
+        threading.Thread(target=complete, name="collectives receive", daemon=True).start()
+        return future

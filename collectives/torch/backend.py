@@ -1,0 +1,334 @@
+"""The backend: PyTorch's calls, made with the calls of a communicator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+import collectives
+from collectives.torch import versions
+from collectives.torch.any_source import ReceiveFromAny
+from collectives.torch.operators import operation
+from collectives.torch.options import Options
+from collectives.torch.tensors import Filled, Tensor, filled, in_place, sent
+from collectives.torch.work import InProgress, Joined, fail, seconds
+
+_NOTHING = Filled(None)
+
+
+@versions.for_this_version
+class RingBackend(versions.Base):  # type: ignore[misc]
+    """One rank's end of a process group.  Its methods have PyTorch's names and arguments.
+
+    Tensors that are contiguous in host memory are sent and filled as they are; others, also those
+    on a device, are copied to host memory and back.
+    """
+
+    # PyTorch 2.14 asks a class that does not say these without end.
+    supports_coalescing = supports_splitting = supports_shrinking = True
+    supports_reconfigure = supports_window = False
+    supports_time_estimate = _supports_time_estimate = False
+
+    def __init__(self, communicator: collectives.Communicator, settings: Options) -> None:
+        super().__init__(communicator.rank, communicator.size)
+        self.communicator, self.settings = communicator, settings
+        self._lock = threading.Lock()  # autograd calls from threads of its own
+        self._coalesced: list[Any] | None = None
+
+    # Reductions
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        (tensor,) = tensors
+        op, target = operation(opts.reduceOp, tensor.dtype), in_place(tensor)
+        source = target.array
+        if op.factor is not None:
+            source = sent([op.brought(tensor)]).reshape(source.shape)
+        return self._make("all_reduce", opts, tensors, target, source, op.name)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        (tensor,) = tensors
+        op, root = operation(opts.reduceOp, tensor.dtype), opts.rootRank
+        target = filled(tensors) if self.communicator.rank == root else _NOTHING
+        return self._make(
+            "reduce", opts, tensors, target, sent([op.brought(tensor)]), op.name, root
+        )
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
+        (output,), (parts,) = outputs, inputs
+        return self._reduce_scatter(output, parts, opts, self._counts(parts, output))
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        self._check_parts(tensor, output)
+        return self._reduce_scatter(output, [tensor], opts, None)
+
+    def _reduce_scatter(
+        self, output: Tensor, parts: list[Tensor], opts: Any, counts: Sequence[int] | None
+    ) -> Any:
+        op, target = operation(opts.reduceOp, output.dtype), filled([output])
+        source = sent([op.brought(part) for part in parts])
+        return self._make("reduce_scatter", opts, [output], target, source, op.name, counts=counts)
+
+    # Between a root and the others
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        (tensor,) = tensors
+        target, root = in_place(tensor), opts.rootRank
+        source = target.array if self.communicator.rank == root else None
+        return self._make("broadcast", opts, tensors, target, source, root)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
+        (output,), root, source = outputs, opts.rootRank, None
+        if self.communicator.rank == root:
+            (parts,) = inputs
+            self._check_equal(parts, output)
+            source = sent(parts)
+        return self._make("scatter", opts, outputs, filled(outputs), source, root)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
+        (tensor,), root = inputs, opts.rootRank
+        parts, target = list[Tensor](), _NOTHING
+        if self.communicator.rank == root:
+            (parts,) = outputs
+            self._check_equal(parts, tensor)
+            target = filled(parts)
+        return self._make("gather", opts, parts, target, sent(inputs), root)
+
+    # Among all ranks
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
+        (parts,), (tensor,) = outputs, inputs
+        return self._all_gather(parts, tensor, opts, self._counts(parts, tensor))
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        self._check_parts(output, tensor)
+        return self._all_gather([output], tensor, opts, None)
+
+    def _all_gather(
+        self, parts: list[Tensor], tensor: Tensor, opts: Any, counts: Sequence[int] | None
+    ) -> Any:
+        target = filled(parts)
+        return self._make("all_gather", opts, parts, target, sent([tensor]), counts=counts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
+        sizes = [[tensor.numel() for tensor in side] for side in (inputs, outputs)]
+        return self._all_to_all(outputs, inputs, opts, *sizes)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any,
+    ) -> Any:
+        num_sent = self._split(tensor, input_splits)
+        num_received = self._split(output, output_splits)
+        return self._all_to_all([output], [tensor], opts, num_sent, num_received)
+
+    def _all_to_all(
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any,
+        num_sent: list[int],
+        num_received: list[int],
+    ) -> Any:
+        """An all-to-all with the elements to each rank and from each rank, which none exchanges."""
+        counts, target = collectives.SentReceived(num_sent, num_received), filled(outputs)
+        return self._make("all_to_all", opts, outputs, target, sent(inputs), counts=counts)
+
+    def barrier(self, opts: Any) -> Any:
+        return self._make("_barrier", opts, [], _NOTHING, None)
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        """A barrier whose error on rank 0 names all ranks that have not come in time."""
+        here, everyone = np.zeros(1, np.uint8), np.zeros(self.communicator.size, np.uint8)
+        how: Any = {"algorithm": "linear", "timeout": seconds(opts.timeout)}
+        try:
+            with self._lock:
+                self.communicator.gather(here, 0, out=everyone, **how)
+                self.communicator.broadcast(here, 0, out=here, **how)
+        except collectives.CollectiveError as error:
+            fail(error)
+
+    # Several calls at once
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
+        return Joined([self.allreduce([tensor], opts) for tensor in tensors])
+
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
+    ) -> Any:
+        pairs = zip(outputs, inputs, strict=True)
+        return Joined([self.allgather([parts], [tensor], opts) for parts, tensor in pairs])
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> Any:
+        pairs = zip(outputs, inputs, strict=True)
+        return Joined([self.all_gather_single(whole, part, opts) for whole, part in pairs])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> Any:
+        pairs = zip(outputs, inputs, strict=True)
+        return Joined([self.reduce_scatter_single(part, whole, opts) for part, whole in pairs])
+
+    def start_coalescing(self, _: object = None) -> None:
+        self._coalesced = []
+
+    def end_coalescing(self, _: object = None) -> Any:
+        works, self._coalesced = self._coalesced or [], None
+        return Joined(works)
+
+    # Messages
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        work = self.communicator.send(sent(tensors), peer, tag, async_op=True)
+        return self._in_progress(work, tensors, _NOTHING, None)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        target = filled(tensors)
+        work = self.communicator.recv(target.array, peer, tag, async_op=True)
+        return self._in_progress(work, tensors, target, None)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        return self._noted(ReceiveFromAny(self.communicator, tensors, tag))
+
+    # Making a call
+
+    def _make(
+        self, name: str, opts: Any, result: list[Tensor], target: Filled, *args: Any, **named: Any
+    ) -> Any:
+        """Make a call of the communicator: wait for it, or return its work if it is asynchronous.
+
+        `result`: the tensors that it fills, by way of `target`.
+        """
+        is_async, timeout = opts.asyncOp, seconds(opts.timeout)
+        algorithm = self.settings.algorithms.get(name.lstrip("_"))
+        named |= {"algorithm": algorithm, "async_op": is_async, "timeout": timeout}
+        try:
+            with self._lock:
+                work = getattr(self.communicator, name)(*args, out=target.array, **named)
+        except collectives.CollectiveError as error:
+            fail(error)
+        if is_async:
+            return self._in_progress(work, result, target, timeout)
+        if target.finish is not None:
+            target.finish()
+        return None
+
+    def _in_progress(
+        self, work: Any, result: list[Tensor], target: Filled, timeout: float | None
+    ) -> Any:
+        limit = self.communicator.timeout if timeout is None else timeout
+        return self._noted(InProgress(work, result, target.finish, limit))
+
+    def _noted(self, work: Any) -> Any:
+        """The work, which `end_coalescing` joins with others."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    # Checks of sizes
+
+    def _counts(self, parts: list[Tensor], mine: Tensor) -> Sequence[int] | None:
+        """The elements of each rank; None if all have equally many, which is served faster."""
+        counts = [part.numel() for part in parts]
+        if len(counts) != self.communicator.size:
+            raise ValueError(
+                f"{self.communicator.size} ranks need as many tensors, not {len(counts)}"
+            )
+        if counts[self.communicator.rank] != mine.numel():
+            raise ValueError(
+                f"rank {self.communicator.rank} has {mine.numel()} elements, and its place in the "
+                f"list has {counts[self.communicator.rank]}"
+            )
+        return None if len(set(counts)) == 1 else counts
+
+    def _check_equal(self, parts: list[Tensor], mine: Tensor) -> None:
+        """Refuse a list with tensors of other sizes than this rank's."""
+        counts, size = self._counts(parts, mine), self.communicator.size
+        if counts is not None:
+            raise ValueError(f"the tensors of {size} ranks must be equally large, not {counts}")
+
+    def _check_parts(self, whole: Tensor, part: Tensor) -> None:
+        """Refuse a tensor for all ranks that is not as large as theirs together."""
+        size = self.communicator.size
+        if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+            raise ValueError(
+                f"{part.numel()} {part.dtype} on each of {size} ranks do not fit a tensor of "
+                f"{whole.numel()} {whole.dtype}"
+            )
+
+    def _split(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
+        """The elements of each part of a tensor, whose rows are divided; [] divides equally."""
+        size, rows = self.communicator.size, tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if rows % size:
+                raise ValueError(f"{rows} rows cannot be divided equally among {size} ranks")
+            splits = [rows // size] * size
+        if len(splits) != size or sum(splits) != rows:
+            raise ValueError(
+                f"split sizes {list(splits)} do not divide {rows} rows among {size} ranks"
+            )
+        per_row = tensor.numel() // rows if rows else 0
+        return [split * per_row for split in splits]
+
+    # The group itself
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "ring"
+
+    def split(self, store: Any, ranks: Sequence[int], opts: Any) -> RingBackend | None:
+        """The backend of some of the ranks; None on the others."""
+        if self.communicator.rank not in ranks:
+            return None
+        return self._of_some(ranks, opts)
+
+    def shrink(
+        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts: Any = None
+    ) -> RingBackend:
+        """The backend of the other ranks, which call this."""
+        excluded = set(ranks_to_exclude)
+        return self._of_some([r for r in range(self.communicator.size) if r not in excluded], opts)
+
+    def _of_some(self, ranks: Sequence[int], opts: Any) -> RingBackend:
+        limit = self.communicator.timeout if opts is None else seconds(opts._timeout)
+        try:
+            with self._lock:
+                subgroup = self.communicator.subgroup(ranks, timeout=limit)
+        except collectives.CollectiveError as error:
+            fail(error)
+        subgroup.timeout = limit
+        return type(self)(subgroup, self.settings)
+
+    @property
+    def options(self) -> Any:
+        """PyTorch's own options of a backend, which `split` copies."""
+        return versions.options_with(self.getBackendName(), self.communicator.timeout)
+
+    def perform_nocolor_split(self, device: object) -> None:
+        """Do nothing: only the members of a group make it."""
+
+    def eager_connect_single_device(self, device: object) -> None:
+        """Do nothing: ranks are connected."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.communicator.timeout = seconds(timeout)
+
+    def shutdown(self) -> None:
+        """Wait for the calls in progress, and free the communicator."""
+        try:
+            for call in self.communicator._session.pending_calls():
+                call.wait()
+            self.communicator.free()
+        except collectives.CollectiveError as error:
+            fail(error)
+
+    def abort(self) -> None:
+        """Leave the communicator as it is, because other ranks may not free it."""

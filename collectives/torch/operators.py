@@ -1,0 +1,51 @@
+"""PyTorch's operators of reductions as those of the library."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ReduceOp
+
+from collectives.torch.tensors import Tensor, can_be_combined
+
+_Kind = ReduceOp.RedOpType
+_NAMES = {
+    _Kind.SUM: "sum",
+    _Kind.AVG: "avg",
+    _Kind.PREMUL_SUM: "sum",
+    _Kind.PRODUCT: "prod",
+    _Kind.MIN: "min",
+    _Kind.MAX: "max",
+    _Kind.BAND: "and",
+    _Kind.BOR: "or",
+    _Kind.BXOR: "xor",
+}
+# As in NCCL: a sum of truth values is whether any is true, a product whether all are.
+_NAMES_FOR_BOOL = {**_NAMES, _Kind.SUM: "or", _Kind.PRODUCT: "and"}
+
+
+class Operation(NamedTuple):
+    """An operator of PyTorch: the library's name, and the factor of PREMUL_SUM, else None."""
+
+    name: str
+    factor: float | Tensor | None = None
+
+    def brought(self, tensor: Tensor) -> Tensor:
+        """What this rank brings to a reduction of its `tensor`."""
+        return tensor if self.factor is None else tensor.detach() * self.factor
+
+
+_PLAIN = {kind: Operation(name) for kind, name in _NAMES.items() if kind != _Kind.PREMUL_SUM}
+_FOR_BOOL = {kind: Operation(name) for kind, name in _NAMES_FOR_BOOL.items()}
+
+
+def operation(op: Any, dtype: torch.dtype) -> Operation:
+    """The operation for tensors of this dtype.  Raises TypeError if they cannot be combined."""
+    if not can_be_combined(dtype):
+        raise TypeError(f"tensors of dtype {dtype} can be sent, but not combined")
+    found = (_FOR_BOOL if dtype is torch.bool else _PLAIN).get(op.op)
+    if found is not None:
+        return found
+    _, factor = op.__getstate__()  # it has no other name before 2.14
+    return Operation("sum", factor)

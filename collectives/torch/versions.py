@@ -1,0 +1,118 @@
+"""What differs between versions of PyTorch; everything else in this folder is the same for all.
+
+From 2.14 a backend in Python is a `Backend`, which PyTorch puts into a process group of its own.
+Before, it is the process group itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C import _distributed_c10d as c10d
+
+OLDEST = (2, 11)
+VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+HAS_BACKENDS = VERSION >= (2, 14)
+
+
+class _Group(distributed.ProcessGroup):  # type: ignore[misc]
+    """A process group in Python, with what groups have that are made of backends.
+
+    C++ calls the methods with names like `getGroupName`, Python the others.
+    """
+
+    _name = _description = ""
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+
+Base: Any = c10d.Backend if HAS_BACKENDS else _Group
+
+# The names of methods that PyTorch 2.11 calls, by those that it calls since.  Each is a method of
+# every version before 2.14; later ones refuse a class that has both names.
+_OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
+
+def for_this_version(backend: Any) -> Any:
+    """Give a class the names of methods that this version of PyTorch calls."""
+    if not HAS_BACKENDS:
+        for name, old_name in _OLD_NAMES.items():
+            setattr(backend, old_name, getattr(backend, name))
+    return backend
+
+
+def options_with(name: str, timeout: float | None) -> Any:
+    """PyTorch's options of a backend of this name, with a time limit in seconds."""
+    longest = timedelta(days=365)
+    limit = longest if timeout is None else min(longest, timedelta(seconds=timeout))
+    return c10d.Backend.Options(name, limit)
+
+
+def complete_works(source_of_last: Callable[[], int]) -> None:
+    """Let works answer `is_completed` and `_source_rank`.
+
+    From 2.14 on callers get a work in Python inside a holder, which forwards only `wait` and
+    `get_future`.  `source_of_last`: the rank of the message from any rank that this thread has
+    waited for last.
+    """
+    if not HAS_BACKENDS:
+        return
+    is_completed, source_rank = distributed.Work.is_completed, distributed.Work._source_rank
+
+    @wraps(is_completed)
+    def is_completed_or_done(work: Any) -> bool:
+        return bool(is_completed(work)) or _is_done(work)
+
+    @wraps(source_rank)
+    def source_rank_or_last(work: Any) -> int:
+        try:
+            return int(source_rank(work))
+        except RuntimeError:
+            return source_of_last()
+
+    distributed.Work.is_completed = is_completed_or_done
+    distributed.Work._source_rank = source_rank_or_last
+
+
+def _is_done(work: Any) -> bool:
+    """Whether the future of a work is done; False if it has none."""
+    try:
+        return bool(work.get_future().done())
+    except RuntimeError:
+        return False
+
+
+def check() -> None:
+    """Raise ImportError for a version that is too old."""
+    if VERSION < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        raise ImportError(
+            f"collectives.torch needs PyTorch {needed} or newer, this is {torch.__version__}"
+        )

@@ -1,0 +1,19 @@
+"""What PyTorch calls when it is imported; see `torch.backends` in pyproject.toml.
+
+Scripts for torchrun read RANK and LOCAL_RANK before they make a process group.  Under mpirun this
+sets these variables.  Elsewhere it does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+_OF_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def load() -> None:
+    """Register the backend if mpirun has started this process."""
+    if any(name in os.environ for name in _OF_MPIRUN):
+        from collectives.torch import register  # noqa: PLC0415 - only then it is needed
+
+        register()
