@@ -48,8 +48,12 @@ class Communicator(Collectives, PointToPoint):
 
     @property
     def name(self) -> str:
-        """The name that `split` or `subgroup` was given; "" by default."""
+        """The name that `split` or `subgroup` was given; "" by default.  It can be set."""
         return self._session.axis
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._session.rename(name)
 
     @property
     def timeout(self) -> float | None:

@@ -109,6 +109,11 @@ class RunPool:
         names, operands = ("subgroup", "dissemination"), operands_of(Arrays(HOST, None, None))
         return self._run(names, _program_of(steps, 1), operands, tag, lambda _: name)
 
+    def rename(self, axis: str) -> None:
+        """Give new runs another name of the communicator."""
+        self._axis = axis
+        self.forget()
+
     def forget(self) -> None:
         """Forget the idle runs."""
         self._idle.clear()

@@ -209,6 +209,13 @@ class Session:
         self.fast_calls = self.call_cache if is_clear and can_check else NO_CALLS
         self.fast_plans = self.plan_cache if is_clear and self.checker is None else NO_CALLS
 
+    def rename(self, axis: str) -> None:
+        """Change the name that ledgers show."""
+        if axis != self.axis:
+            self.axis = axis
+            self.forget_calls()
+            self.runs.rename(axis)
+
     def forget_calls(self) -> None:
         """Forget all cached calls; existing plans do not change."""
         self.call_cache.forget()

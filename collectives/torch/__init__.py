@@ -14,8 +14,9 @@ from torch import distributed
 from collectives.torch import groups, launched, versions
 from collectives.torch.any_source import source_of_last
 from collectives.torch.options import Options
+from collectives.torch.recording import record
 
-__all__ = ["Options", "register"]
+__all__ = ["Options", "record", "register"]
 
 NAME = "ring"
 

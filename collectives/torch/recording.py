@@ -1,0 +1,57 @@
+"""Records what process groups send, by module, bucket and dimension of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed
+
+from collectives.diagnostics import Ledger, current_phase
+from collectives.torch.backend import RingBackend
+from collectives.torch.registry import backend_of, backends
+from collectives.torch.scopes import Scopes
+
+_OF_MESH = "mesh_"
+
+
+@contextmanager
+def record(*models: torch.nn.Module, group: Any = None) -> Iterator[Ledger]:
+    """Return a context manager that records what a process group and its subgroups send.
+
+        with collectives.torch.record(model) as ledger:
+            model(x).sum().backward()
+            optimizer.step()
+        print(ledger.summary(by=("phase", "axis", "collective")))
+
+    - `models`: modules, whose calls have the phase "forward" or "backward" and the name of the
+      innermost module, such as "forward/layers.3".  FSDP's calls have the name of the module whose
+      parameters are gathered or reduced, DDP's the number of the bucket ("backward/bucket 0"), and
+      those of an optimizer's step the phase "optimizer", also without models.
+    - `group`: a process group of this backend.  None: the default group.
+
+    The column ``axis`` is the name of the dimension of the `DeviceMesh` that a group is of, if the
+    group exists when the recording begins.  Yields the `collectives.Ledger` of this rank; other
+    ranks need not record.  Raises ValueError if the group has another backend.
+    """
+    backend, scopes = backend_of(group), Scopes()
+    _name_axes()
+    followed = [each.communicator._session for each in backends.values()]
+    for session in followed:
+        session.phase_of_call = scopes.phase
+    try:
+        with backend.communicator.record() as ledger, scopes.following(*models):
+            yield ledger
+    finally:
+        for session in followed:
+            session.phase_of_call = current_phase
+
+
+def _name_axes() -> None:
+    """Name the communicators of the dimensions of meshes."""
+    for group in distributed.distributed_c10d._world.pg_names:
+        found: RingBackend | None = backends.get(group.group_name)
+        if found is not None and group.group_desc.startswith(_OF_MESH):
+            found.communicator.name = group.group_desc.removeprefix(_OF_MESH)
