@@ -13,7 +13,8 @@ from collectives.runtime.fingerprint import Fingerprint
 from collectives.runtime.run import Run
 from collectives.schedule import SPECS
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# The folders of files whose frames are not those of a caller.
+_libraries: tuple[str, ...] = (os.path.dirname(os.path.dirname(__file__)) + os.sep,)
 _PLACE_NOT_COMPARED = ("exscan", "barrier")  # not every rank has both arrays
 
 
@@ -114,10 +115,16 @@ def _in_place(spec: CallSpec, has_both: bool) -> str:
     return "no" if spec.aliasing == "none" else "yes"
 
 
+def add_library(folder: str) -> None:
+    """Let the functions in the files of a folder not count as callers, but those that call them."""
+    global _libraries
+    _libraries = (*_libraries, folder + os.sep)
+
+
 def place_of_caller() -> tuple[str, int]:
     """The path and the line of the caller: the innermost frame outside this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_libraries):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 

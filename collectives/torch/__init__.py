@@ -1,16 +1,22 @@
 """A backend of torch.distributed, whose messages are those of this library.
 
-import torch.distributed as dist
+    import torch.distributed as dist
 
-import collectives.torch            # not needed from PyTorch 2.14 on, or under mpirun
+    import collectives.torch            # not needed under mpirun, or from PyTorch 2.14 on
 
-dist.init_process_group("ring")     # under mpirun or python -m collectives.launch
+    dist.init_process_group("ring")     # under mpirun or python -m collectives.launch
+
+It needs PyTorch 2.11 or newer and MPI.  Importing it registers the backend.
 """
 
 from __future__ import annotations
 
+import os
+
+import torch
 from torch import distributed
 
+from collectives.runtime.description import add_library
 from collectives.torch import groups, launched, versions
 from collectives.torch.any_source import source_of_last
 from collectives.torch.options import Options
@@ -29,6 +35,7 @@ def register() -> None:
             NAME, groups.make, extended_api=True, devices=["cpu", "cuda"]
         )
         versions.complete_works(source_of_last)
+        add_library(os.path.dirname(torch.__file__))
         launched.set_variables()
         launched.use_mpi_for_rendezvous()
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import collectives
-from collectives.torch import versions
+from collectives.torch import registry, versions
 from collectives.torch.any_source import ReceiveFromAny
 from collectives.torch.operators import operation
 from collectives.torch.options import Options
@@ -305,7 +305,8 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         except collectives.CollectiveError as error:
             fail(error)
         subgroup.timeout = limit
-        return type(self)(subgroup, self.settings)
+        made = type(self)(subgroup, self.settings)
+        return made if opts is None else registry.add(opts.group_name, made)
 
     @property
     def options(self) -> Any:
@@ -318,11 +319,18 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     def eager_connect_single_device(self, device: object) -> None:
         """Do nothing: ranks are connected."""
 
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the calls of all groups are numbered."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.communicator._session.numbering.num_calls
+
     def set_timeout(self, timeout: timedelta) -> None:
         self.communicator.timeout = seconds(timeout)
 
     def shutdown(self) -> None:
         """Wait for the calls in progress, and free the communicator."""
+        registry.remove(self)
         try:
             for call in self.communicator._session.pending_calls():
                 call.wait()
@@ -332,3 +340,4 @@ class RingBackend(versions.Base):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Leave the communicator as it is, because other ranks may not free it."""
+        registry.remove(self)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import collectives
 from collectives.torch.backend import RingBackend
 from collectives.torch.options import Options
-from collectives.torch.registry import backends, default_backend
+from collectives.torch.registry import add, default_backend
 from collectives.torch.work import seconds
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ def make(opts: Any, options: Any) -> RingBackend:
         made = _of_some(members, timeout, options)
     else:
         made = _of_all(opts.group_rank, opts.group_size, timeout, options or Options())
-    backends[opts.group_id] = made
-    return made
+    return add(opts.group_id, made)
 
 
 def _of_all(rank: int, size: int, timeout: float | None, options: Options) -> RingBackend:

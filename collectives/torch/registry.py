@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 from torch import distributed
 
 if TYPE_CHECKING:
     from collectives.torch.backend import RingBackend
 
-backends: WeakValueDictionary[str, RingBackend] = WeakValueDictionary()
+# They stay until they are shut down: PyTorch's wrapper for debugging keeps no reference in Python.
+backends: dict[str, RingBackend] = {}
 
 
 def backend_of(group: Any = None) -> RingBackend:
@@ -29,3 +29,15 @@ def default_backend() -> RingBackend | None:
     """The backend of the default group, if it is this one."""
     world = distributed.group.WORLD
     return None if world is None else backends.get(world.group_name)
+
+
+def add(name: str, backend: RingBackend) -> RingBackend:
+    """Note the backend of the group of this name, and return it."""
+    backends[name] = backend
+    return backend
+
+
+def remove(backend: RingBackend) -> None:
+    """Forget a backend that is shut down."""
+    for name in [name for name, each in backends.items() if each is backend]:
+        del backends[name]
