@@ -21,8 +21,9 @@ from collectives.torch import groups, launched, versions
 from collectives.torch.any_source import source_of_last
 from collectives.torch.options import Options
 from collectives.torch.recording import record
+from collectives.torch.registry import communicator
 
-__all__ = ["Options", "record", "register"]
+__all__ = ["Options", "communicator", "record", "register"]
 
 NAME = "ring"
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 if TYPE_CHECKING:
+    from collectives.communicator import Communicator
     from collectives.torch.backend import RingBackend
 
 # They stay until they are shut down: PyTorch's wrapper for debugging keeps no reference in Python.
@@ -23,6 +24,21 @@ def backend_of(group: Any = None) -> RingBackend:
     if found is None:
         raise ValueError('this process group does not have the backend "ring"')
     return found
+
+
+def communicator(group: Any = None) -> Communicator:
+    """Return the communicator that makes the calls of a process group.
+
+        collectives.torch.communicator().explain("all_reduce", x)
+        with assert_traffic(collectives.torch.communicator(), bytes=24_000):
+            loss.backward()
+
+    - `group`: a process group of this backend.  None: the default group.
+
+    Returns a `collectives.Communicator`.  Its own calls and PyTorch's have one order.  Raises
+    ValueError if the group has another backend.
+    """
+    return backend_of(group).communicator
 
 
 def default_backend() -> RingBackend | None:

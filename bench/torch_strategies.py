@@ -1,0 +1,227 @@
+"""PyTorch's training strategies for the small transformer, and the calls that each makes in a step.
+
+A strategy divides a model over a mesh, and predicts, from the sizes of the model alone, every call
+of a step.  Numbers are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.torch_models import CONTEXT, HIDDEN, ROWS
+from parallel import PredictedCall
+
+ALGORITHM, ITEMSIZE = "ring", 4
+COLUMNS = "attention.query", "attention.key", "attention.value", "mlp.up"
+BUCKET = 0.05  # MiB
+Groups = tuple[tuple[int, ...], ...]
+
+
+class Axis(NamedTuple):
+    """A dimension of the mesh: its name, and its groups of ranks."""
+
+    name: str
+    groups: Groups
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of a group."""
+        return len(self.groups[0])
+
+    def call(self, phase: str, collective: str, num_elements: int) -> PredictedCall:
+        """A call on whole tensors of so many elements."""
+        counts: Any = num_elements
+        if collective != "all_reduce":
+            counts = (num_elements // self.size,) * self.size
+        return PredictedCall(
+            phase, collective, ALGORITHM, counts, ITEMSIZE, groups=self.groups, axis=self.name
+        )
+
+
+def axes_of(shape: Sequence[int], names: Sequence[str]) -> dict[str, Axis]:
+    """The dimensions of a mesh of all ranks.  A mesh of one dimension is the default group."""
+    ranks = np.arange(np.prod(shape)).reshape(shape)
+    found = {}
+    for place, name in enumerate(names):
+        rows = np.moveaxis(ranks, place, -1).reshape(-1, shape[place]).tolist()
+        found[name] = Axis(name if len(names) > 1 else "", tuple(map(tuple, rows)))
+    return found
+
+
+Axes = dict[str, Axis]
+Calls = Iterator[PredictedCall]
+
+
+class Strategy(NamedTuple):
+    """A strategy.  `names`: of the dimensions of its mesh; two divide the ranks into two halves."""
+
+    name: str
+    names: tuple[str, ...]
+    divide: Callable[[Any, Any], Any]
+    calls: Callable[[Any, Axes], Calls]
+
+    def shape(self, size: int) -> tuple[int, ...]:
+        """The shape of its mesh of so many ranks."""
+        return (size,) if len(self.names) == 1 else (2, size // 2)
+
+    def predicted(self, model: Any, size: int) -> list[PredictedCall]:
+        """The calls of a step, with the name of the strategy as the outermost phase."""
+        axes = axes_of(self.shape(size), self.names)
+        calls = self.calls(model, axes)
+        return [replace(call, phase=f"{self.name}/{call.phase}") for call in calls]
+
+
+# Data parallelism
+
+
+def ddp(model: Any, mesh: Any) -> Any:
+    """Every rank has all parameters; gradients are averaged in buckets."""
+    return DistributedDataParallel(model, process_group=mesh.get_group(), bucket_cap_mb=BUCKET)
+
+
+def ddp_calls(model: Any, axes: Axes) -> Calls:
+    """One all-reduce for each bucket; buckets are filled from the last parameter to the first."""
+    sizes, full = [0], BUCKET * 2**20
+    for parameter in reversed(list(model.parameters())):
+        if sizes[-1] * ITEMSIZE >= full:
+            sizes.append(0)
+        sizes[-1] += parameter.numel()
+    for number, size in enumerate(sizes):
+        yield axes["dp"].call(f"backward/bucket {number}", "all_reduce", size)
+
+
+# Sharded data parallelism
+
+
+def fsdp(model: Any, mesh: Any, **how: Any) -> Any:
+    """Every rank has a part of each parameter; each block is gathered when it is needed."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **how)
+    return fully_shard(model, mesh=mesh, **how)
+
+
+def fsdp_keeping(model: Any, mesh: Any) -> Any:
+    """The same, but parameters are kept from the forward pass to the backward pass."""
+    return fsdp(model, mesh, reshard_after_forward=False)
+
+
+def units_of(model: Any) -> dict[str, int]:
+    """The elements of what FSDP gathers at once: each block, and the rest of the model."""
+    layers = {f"/layers.{k}": num_elements(layer) for k, layer in enumerate(model.layers)}
+    return {"": num_elements(model) - sum(layers.values()), **layers}
+
+
+def num_elements(module: Any) -> int:
+    """The number of parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def sharded(units: dict[str, int], axis: Axis, *, keeps: bool = False) -> Calls:
+    """The calls for units of these sizes: the root is kept anyway after its forward pass."""
+    for unit, size in units.items():
+        yield axis.call(f"forward{unit}", "all_gather", size)
+        if unit and not keeps:
+            yield axis.call(f"backward{unit}", "all_gather", size)
+        yield axis.call(f"backward{unit}", "reduce_scatter", size)
+
+
+def fsdp_calls(model: Any, axes: Axes) -> Calls:
+    """Two all-gathers and a reduce-scatter for each block."""
+    return sharded(units_of(model), axes["dp"])
+
+
+def fsdp_keeping_calls(model: Any, axes: Axes) -> Calls:
+    """One all-gather and a reduce-scatter for each unit."""
+    return sharded(units_of(model), axes["dp"], keeps=True)
+
+
+def hsdp_calls(model: Any, axes: Axes) -> Calls:
+    """Those within a group that shares the parameters, and an all-reduce of each rank's part."""
+    units, shard = units_of(model), axes["shard"]
+    yield from sharded(units, shard)
+    for unit, size in units.items():
+        yield axes["replicate"].call(f"backward{unit}", "all_reduce", size // shard.size)
+
+
+# Tensor parallelism
+
+
+def tensor(model: Any, mesh: Any) -> Any:
+    """Linear layers are divided by columns and then by rows, as in Megatron."""
+    plan = {name: ColwiseParallel() for name in COLUMNS}
+    plan |= {"attention.out": RowwiseParallel(), "mlp.down": RowwiseParallel()}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def tensor_sharing(model: Any, mesh: Any) -> Any:
+    """The same, with one distributed tensor as the input of query, key and value."""
+    one = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    for layer in tensor(model, mesh).layers:
+        parallelize_module(layer, mesh, {"attention": one, "mlp": one})
+    return model
+
+
+def tensor_calls(model: Any, axes: Axes, inputs: Sequence[str] = COLUMNS) -> Calls:
+    """An all-reduce of activations behind each row-divided layer, and one of the gradient of each
+    input of a column-divided one.
+    """
+    activations = ROWS * CONTEXT * HIDDEN
+    outputs = [f"forward/layers.{{}}.{name}" for name in ("attention.out", "mlp.down")]
+    for phase in [*outputs, *(f"backward/layers.{{}}.{name}" for name in inputs)]:
+        for k in range(len(model.layers)):
+            yield axes["tp"].call(phase.format(k), "all_reduce", activations)
+
+
+def tensor_sharing_calls(model: Any, axes: Axes) -> Calls:
+    """Two all-reduces for each block in each direction, as the papers count."""
+    return tensor_calls(model, axes, inputs=("attention", "mlp"))
+
+
+# Both
+
+
+def fsdp_tensor(model: Any, mesh: Any) -> Any:
+    """Each block is divided among the ranks of a row of the mesh, and its parts among columns."""
+    return fsdp(tensor(model, mesh["tp"]), mesh["dp"])
+
+
+def fsdp_tensor_calls(model: Any, axes: Axes) -> Calls:
+    """FSDP's calls for the parts that a rank has of each block, and those of tensor parallelism."""
+    units = units_of(model)
+    for k, layer in enumerate(model.layers):
+        units[f"/layers.{k}"] = part_of(layer, axes["tp"].size)
+    yield from sharded(units, axes["dp"])
+    yield from tensor_calls(model, axes)
+
+
+def part_of(layer: Any, size: int) -> int:
+    """The elements of a block on one of `size` ranks: norms and biases of rows are not divided."""
+    whole = ("norm1", "norm2", "attention.out.bias", "mlp.down.bias")
+    parameters = layer.named_parameters()
+    return sum(p.numel() // (1 if name.startswith(whole) else size) for name, p in parameters)
+
+
+STRATEGIES = (
+    Strategy("DDP", ("dp",), ddp, ddp_calls),
+    Strategy("FSDP2", ("dp",), fsdp, fsdp_calls),
+    Strategy("FSDP2, kept", ("dp",), fsdp_keeping, fsdp_keeping_calls),
+    Strategy("HSDP", ("replicate", "shard"), fsdp, hsdp_calls),
+    Strategy("TP", ("tp",), tensor, tensor_calls),
+    Strategy("TP, one input", ("tp",), tensor_sharing, tensor_sharing_calls),
+    Strategy("FSDP2 x TP", ("dp", "tp"), fsdp_tensor, fsdp_tensor_calls),
+)

@@ -1,0 +1,130 @@
+"""The ranks of the command torch_traffic.  Needs torch and MPI."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+import collectives.torch
+from bench.torch_models import step, transformer
+from bench.torch_strategies import ALGORITHM, STRATEGIES, Strategy
+from collectives import Ledger
+from collectives.torch import Options
+from parallel import PredictedCall, TrafficMismatch, TrafficMonitor, TrafficTable
+from parallel.cli import console_of, print_table, table_with
+
+ALGORITHMS = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), ALGORITHM)
+WARM_UP = 2  # steps before the one that is recorded: DDP chooses its buckets anew after the first
+TOGETHER = "together"
+
+
+class Row(NamedTuple):
+    """What is sent in one pass of a step, along one dimension of the mesh."""
+
+    strategy: str
+    step: str
+    dimension: str
+    collective: str
+
+
+class Trained(NamedTuple):
+    """A strategy, the calls predicted for a step, and on rank 0 the ledger of all ranks."""
+
+    strategy: Strategy
+    calls: list[PredictedCall]
+    ledger: Ledger | None
+
+
+def main() -> int:
+    """Train with every strategy, and print what was sent; 1 if a byte differs."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("ring", pg_options=Options(algorithms=ALGORITHMS))
+    comm = collectives.torch.communicator()
+    with TrafficMonitor(comm) as monitor:
+        all_trained = [trained(strategy, monitor) for strategy in STRATEGIES]
+    observed = monitor.gather()
+    status = 0 if comm.rank else shown(all_trained, observed, comm.size, monitor.reason)
+    comm.barrier()  # the launcher may end the job when rank 0 fails
+    distributed.destroy_process_group()
+    return status
+
+
+def trained(strategy: Strategy, monitor: TrafficMonitor) -> Trained:
+    """Train some steps, and record the last one."""
+    size = distributed.get_world_size()
+    model = transformer()
+    calls = strategy.predicted(model, size)
+    mesh = init_device_mesh("cpu", strategy.shape(size), mesh_dim_names=strategy.names)
+    model = strategy.divide(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    for _ in range(WARM_UP):
+        step(model, optimizer)
+    with monitor.phase(strategy.name), collectives.torch.record(model) as ledger:
+        step(model, optimizer)
+    return Trained(strategy, calls, ledger.gather())
+
+
+def shown(
+    all_trained: list[Trained], observed: dict[str, Any] | None, size: int, reason: str | None
+) -> int:
+    """Print the table and whether its columns are equal; 1 if they are not."""
+    console, status = console_of(0), 0
+    columns = ["calls", "predicted", "recorded", "observed"]
+    table = table_with("strategy", "pass", "mesh", "collective", numbers=columns)
+    problems = []
+    for each in all_trained:
+        name, ledger = each.strategy.name, each.ledger
+        assert ledger is not None, "this is rank 0"
+        seen = None if observed is None else {name: observed[name]}
+        for row in rows_of(each, ledger, seen, size):
+            table.add_row(*row)
+        try:
+            TrafficTable(each.calls, ledger, seen, size=size, reason=reason).check()
+        except TrafficMismatch as error:
+            problems.append(f"{name}: {error}")
+    print_table(table, console)
+    console.print(*problems or [_equal(reason)], sep="\n", markup=False)
+    return 1 if problems else status
+
+
+def rows_of(
+    each: Trained, ledger: Ledger, observed: dict[str, Any] | None, size: int
+) -> list[list[str]]:
+    """The lines of one strategy, and one of their sums, which MPI observed."""
+    predicted, recorded, calls = Counter[Row](), Counter[Row](), Counter[Row]()
+    for call in each.calls:
+        row, sent = row_of(call.phase, call.axis, call.collective), call.sent(size)
+        predicted[row] += sent.bytes
+        calls[row] += sent.calls or 0
+    for (phase, axis, collective), found in ledger.summary(("phase", "axis", "collective")).items():
+        recorded[row_of(phase, axis, collective)] += found.bytes
+    lines = [
+        [*row, str(calls[row]), str(predicted[row]), str(recorded[row]), ""]
+        for row in dict.fromkeys([*predicted, *recorded])
+    ]
+    name = each.strategy.name
+    seen = "n/a" if observed is None else str(observed[name][1].sum())
+    sums = [str(sum(column.values())) for column in (calls, predicted, recorded)]
+    return [*lines, [name, TOGETHER, "", "", *sums, seen]]
+
+
+def row_of(phase: str, axis: str, collective: str) -> Row:
+    """The row of what has this phase; its outermost part is the strategy, then comes the pass."""
+    strategy, part, *_ = f"{phase}/".split("/")
+    return Row(strategy, part, axis, collective)
+
+
+def _equal(reason: str | None) -> str:
+    """The sentence on columns that are equal.  `reason`: why MPI was not observed."""
+    if reason is None:
+        return "predicted = recorded = observed by MPI, to the byte"
+    return f"predicted = recorded, to the byte; not observed: {reason}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
