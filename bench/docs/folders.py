@@ -23,6 +23,7 @@ ORDER = [
     "runtime",
     "communicator",
     "mpi4py_compat",
+    "torch",
     "launch",
     "doctor",
 ]

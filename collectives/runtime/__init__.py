@@ -13,7 +13,7 @@ from collectives.runtime.caching import (
 from collectives.runtime.call_cache import MISFIT
 from collectives.runtime.checked import Checker, Mode
 from collectives.runtime.compiled_support import runs_by
-from collectives.runtime.description import fields_with_header, place_of_caller
+from collectives.runtime.description import add_library, fields_with_header, place_of_caller
 from collectives.runtime.header import Header
 from collectives.runtime.library_calls import (
     all_gather_integers,
@@ -44,6 +44,7 @@ __all__ = [
     "Session",
     "Steps",
     "Work",
+    "add_library",
     "all_gather_integers",
     "broadcast_bytes",
     "broadcast_header",

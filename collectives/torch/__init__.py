@@ -16,7 +16,7 @@ import os
 import torch
 from torch import distributed
 
-from collectives.runtime.description import add_library
+from collectives.runtime import add_library
 from collectives.torch import groups, launched, versions
 from collectives.torch.any_source import source_of_last
 from collectives.torch.options import Options

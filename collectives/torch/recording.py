@@ -10,7 +10,6 @@ import torch
 from torch import distributed
 
 from collectives.diagnostics import Ledger, current_phase
-from collectives.torch.backend import RingBackend
 from collectives.torch.registry import backend_of, backends
 from collectives.torch.scopes import Scopes
 
@@ -52,6 +51,6 @@ def record(*models: torch.nn.Module, group: Any = None) -> Iterator[Ledger]:
 def _name_axes() -> None:
     """Name the communicators of the dimensions of meshes."""
     for group in distributed.distributed_c10d._world.pg_names:
-        found: RingBackend | None = backends.get(group.group_name)
+        found = backends.get(group.group_name)
         if found is not None and group.group_desc.startswith(_OF_MESH):
             found.communicator.name = group.group_desc.removeprefix(_OF_MESH)

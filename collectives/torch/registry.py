@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from torch import distributed
 
-if TYPE_CHECKING:
-    from collectives.communicator import Communicator
-    from collectives.torch.backend import RingBackend
+from collectives.communicator import Communicator
+from collectives.torch.options import Options
+
+
+class Registered(Protocol):
+    """A backend of this package."""
+
+    communicator: Communicator
+    settings: Options
+
+
+Made = TypeVar("Made", bound=Registered)
 
 # They stay until they are shut down: PyTorch's wrapper for debugging keeps no reference in Python.
-backends: dict[str, RingBackend] = {}
+backends: dict[str, Registered] = {}
 
 
-def backend_of(group: Any = None) -> RingBackend:
+def backend_of(group: Any = None) -> Registered:
     """The backend of a process group; None: of the default group.
 
     Raises ValueError if the group has another backend.
@@ -41,19 +50,19 @@ def communicator(group: Any = None) -> Communicator:
     return backend_of(group).communicator
 
 
-def default_backend() -> RingBackend | None:
+def default_backend() -> Registered | None:
     """The backend of the default group, if it is this one."""
     world = distributed.group.WORLD
     return None if world is None else backends.get(world.group_name)
 
 
-def add(name: str, backend: RingBackend) -> RingBackend:
+def add(name: str, backend: Made) -> Made:
     """Note the backend of the group of this name, and return it."""
     backends[name] = backend
     return backend
 
 
-def remove(backend: RingBackend) -> None:
+def remove(backend: Registered) -> None:
     """Forget a backend that is shut down."""
     for name in [name for name, each in backends.items() if each is backend]:
         del backends[name]
