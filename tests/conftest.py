@@ -37,6 +37,9 @@ WITH_TORCH = (
     HERE / "parallel" / "test_autograd.py",
     HERE / "parallel" / "test_pipeline_torch.py",
     HERE / "moe" / "test_torch.py",
+    HERE / "bench" / "test_torch_bench.py",
+    HERE / "test_torch_tier.py",
+    HERE / "test_torch_jobs.py",
 )
 
 
@@ -94,6 +97,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     if collection_path == HERE / "mpi":
         return None if config.getoption("--with-mpi", default=False) else True
+    if collection_path == HERE / "torch":
+        return None if has_torch() and config.getoption("--with-mpi", default=False) else True
     if collection_path == HERE / "gpu":
         return None if has_gpu() else True
     if collection_path == HERE / "cluster":

@@ -160,6 +160,7 @@ def test_other_pages_have_no_examples_that_nobody_runs() -> None:
         "simulation.md",
         "training.md",
         "testing.md",
+        "torch.md",  # by tests/test_torch_jobs.py
         "architecture.md",
         "CONTRIBUTING.md",
     }

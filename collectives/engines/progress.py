@@ -55,6 +55,13 @@ class ProgressThread:
         if self._is_asleep or not delay:
             self._woken.set()
 
+    def hasten(self, call: PendingCall) -> None:
+        """Advance a call that was adopted from now on, without its delay."""
+        for entry in list(self._calls):
+            if entry.call is call:
+                entry.since = 0.0
+        self._woken.set()
+
     @property
     def calls(self) -> list[PendingCall]:
         """The calls that the thread advances."""

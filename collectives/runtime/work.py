@@ -176,6 +176,11 @@ class Work(Generic[Result]):
         result: Result = self._result
         return result
 
+    def hasten(self) -> None:
+        """Let the progress thread advance it at once, because nobody is going to wait for it."""
+        if self._thread is not None and not self.is_done:
+            self._thread.hasten(self)
+
     def add_done_callback(self, action: Action) -> None:
         """Call `action` when the call is complete or has failed; at once if it already is.
 

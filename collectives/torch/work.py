@@ -109,6 +109,7 @@ class InProgress(Work):  # type: ignore[misc]
                 threading.Thread(target=self._complete_future, daemon=True).start()
             else:
                 self._call.add_done_callback(self._complete_future)
+                self._call.hasten()
         return self._future
 
     def _complete_future(self) -> None:

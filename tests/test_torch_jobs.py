@@ -1,0 +1,206 @@
+"""Jobs of PyTorch: how they start, what PyTorch's own checks do, and the examples of the page.
+
+Collected where torch is installed (`conftest.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from collectives.launch import launch
+from collectives.launch.mpirun import find_mpirun
+from collectives.torch.versions import HAS_BACKENDS
+from tests.test_documents import blocks
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "torch.md"
+SCRIPT, OPTIONS, BUDGET = blocks(PAGE)
+
+with_backends = pytest.mark.skipif(not HAS_BACKENDS, reason="PyTorch before 2.14 does not apply it")
+
+
+def run(
+    program: str, tmp_path: Path, num_ranks: int = 2, *, name: str = "train.py", **env: str
+) -> CompletedProcess[str]:
+    """Run a program as a job of our launcher."""
+    script = tmp_path / name
+    script.write_text(program)
+    return launch(num_ranks, [str(script)], timeout=90, env=own(env), capture=True)
+
+
+def own(env: dict[str, str]) -> dict[str, str]:
+    """The environment in which this tree comes first."""
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    return env | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+# Starting
+
+
+def test_an_unchanged_script_runs(tmp_path: Path) -> None:
+    done = run(SCRIPT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    ranks = dict(line.split() for line in done.stdout.splitlines())
+    assert sorted(ranks) == ["0", "1"] and len(set(ranks.values())) == 1
+
+
+def test_a_script_for_torchrun_finds_its_variables(tmp_path: Path) -> None:
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    program = f"import os, torch\nprint(*(os.environ[name] for name in {names}))\n"
+    done = run(program, tmp_path, 3)
+    assert sorted(done.stdout.splitlines()) == [f"{rank} 3 {rank} 3" for rank in range(3)]
+
+
+ONE_OF_TWO = """
+import torch.distributed as dist
+import collectives.torch
+store = dist.HashStore()
+dist.init_process_group("ring", store=store, rank=0, world_size=2)
+"""
+
+
+def test_a_process_that_mpi_does_not_know_gets_a_sentence() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_OF_TWO], env={**os.environ, **own({})}, capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (
+        "RuntimeError: MPI has started this process alone, but the process group has 2 ranks"
+        in (done.stderr)
+    )
+    assert "python -m collectives.launch" in done.stderr
+
+
+def test_elsewhere_importing_torch_does_not_import_the_library() -> None:
+    program = "import sys, torch; print('collectives.torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **own({})}, capture_output=True,
+        text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "False"
+
+
+# Checks
+
+
+DIFFERENT_ROOTS = """\
+import torch, torch.distributed as dist
+dist.init_process_group("ring")
+x = torch.ones(3)
+def train():
+    try:
+        if dist.get_rank() == 0:
+            dist.broadcast(x, 0)
+        else:
+            dist.broadcast(x, 1)
+    except dist.DistBackendError as error:
+        print(f"DistBackendError: {error}")
+train()
+dist.all_reduce(x, dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
+"""
+
+
+def test_checked_mode_names_both_lines_of_the_script(tmp_path: Path) -> None:
+    done = run(DIFFERENT_ROOTS, tmp_path, COLLECTIVES_CHECK="1")
+    shown = next(text for text in blocks(PAGE, "text") if text.startswith("DistBackendError"))
+    assert done.stdout == 2 * shown
+    assert (
+        "rank 1 called all_reduce(op=max), rank 0 op=sum (call 2, from train.py:13)" in done.stderr
+    )
+
+
+NOT_A_NUMBER = """
+import torch, torch.distributed as dist
+dist.init_process_group("ring")
+dist.all_reduce(torch.ones(2))
+dist.all_reduce(torch.tensor([1.0, float("nan")]))
+"""
+
+
+@with_backends
+def test_the_nan_check_of_pytorch_works(tmp_path: Path) -> None:
+    done = run(NOT_A_NUMBER, tmp_path, TORCH_DIST_NAN_CHECK="1")
+    assert "NaN found in input tensor" in done.stderr
+    assert run(NOT_A_NUMBER, tmp_path).returncode == 0
+
+
+OTHER_SIZES = """
+import torch, torch.distributed as dist
+dist.init_process_group("ring")
+x = torch.ones(4)
+dist.all_reduce(x)
+print(x[0].item())
+dist.all_reduce(torch.ones(3 + dist.get_rank()))
+"""
+
+
+@with_backends
+def test_the_wrapper_of_pytorch_for_debugging_works(tmp_path: Path) -> None:
+    done = run(OTHER_SIZES, tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert done.stdout == "2.0\n2.0\n"
+    assert "Detected mismatch between collectives on ranks" in done.stderr
+    assert "Detected mismatch" not in run(OTHER_SIZES, tmp_path).stderr
+
+
+FLIGHT = """
+import json, torch, torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace_json
+dist.init_process_group("ring")
+dist.all_reduce(torch.ones(2))
+dist.all_reduce(torch.ones(2), async_op=True).wait()
+entries = json.loads(_dump_fr_trace_json(backend="ring"))["entries"]
+print([entry["profiling_name"] for entry in entries])
+"""
+
+
+@with_backends
+def test_the_flight_recorder_of_pytorch_records_calls(tmp_path: Path) -> None:
+    done = run(FLIGHT, tmp_path, 1)
+    assert done.stdout == "['ring:all_reduce', 'ring:all_reduce']\n", done.stderr
+
+
+# The page
+
+
+def test_the_example_with_options_runs(tmp_path: Path) -> None:
+    done = run(OPTIONS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "dissemination" in done.stdout
+
+
+def test_the_budget_of_the_page_is_kept_and_can_fail(tmp_path: Path) -> None:
+    path = tmp_path / "test_budget.py"
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = ["-m", "pytest", "--with-mpi", "-q", "-p", "no:cacheprovider", str(path)]
+    path.write_text(BUDGET)
+    kept = launch(2, command, timeout=90, env=own({}), capture=True)
+    assert kept.returncode == 0 and "1 passed" in kept.stdout, kept.stdout + kept.stderr
+    path.write_text(BUDGET.replace("64 * 64 * 4", "64 * 64 * 2"))
+    failed = launch(2, command, timeout=90, env=own({}), capture=True)
+    assert failed.returncode != 0 and "sent 32768 bytes, expected 16384" in failed.stdout
+
+
+def test_the_traffic_of_the_page_is_what_the_command_prints() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "torch_traffic"], cwd=ROOT, env={**os.environ, **own({})},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (shown,) = (text for text in blocks(PAGE, "text") if "predicted" in text)
+    printed = done.stdout
+    if find_mpirun().vendor == "mpich":  # which has no counters
+        shown = re.sub(r"\d+( \|\n)", r"n/a\1", shown)
+    assert cells(printed) == cells(shown)
+
+
+def cells(table: str) -> list[list[str]]:
+    """The words of the lines of a table."""
+    lines = (line.strip("| ").split("|") for line in table.splitlines() if line.startswith("|"))
+    return [[cell.strip() for cell in line] for line in lines if not line[0].startswith("-")]

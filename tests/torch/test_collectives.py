@@ -1,0 +1,442 @@
+"""Every collective of torch.distributed gives what NumPy gives, for every dtype and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.torch.tensors import (
+    DTYPES,
+    FLOATS,
+    ONLY_MOVED,
+    OPS,
+    Tensor,
+    all_drawn,
+    blank,
+    blanks,
+    check,
+    check_all,
+    combined,
+    drawn,
+    operator,
+)
+
+pytestmark = pytest.mark.mpi
+
+SHAPES = [(), (1,), (5,), (2, 3), (0,), (3, 0)]
+
+
+def my_rank() -> int:
+    return dist.get_rank()
+
+
+# Reductions
+
+
+def all_multiples(num_ranks: int, dtype: torch.dtype, op: str) -> list[Tensor]:
+    """What the ranks bring to a reduction; averages are whole numbers, too."""
+    found = all_drawn((4,), dtype)
+    return [tensor * num_ranks for tensor in found] if op == "AVG" else found
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_all_reduce_with_every_operator_on_every_dtype(ranks: range, op: str) -> None:
+    for dtype in OPS[op][0]:
+        everyones = all_multiples(len(ranks), dtype, op)
+        found = everyones[my_rank()].clone()
+        dist.all_reduce(found, operator(op))
+        check(found, combined(op, everyones))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reduce_to_every_root(ranks: range, op: str) -> None:
+    for root in ranks:
+        for dtype in OPS[op][0]:
+            everyones = all_multiples(len(ranks), dtype, op)
+            found = everyones[my_rank()].clone()
+            dist.reduce(found, root, operator(op))
+            if my_rank() == root:
+                check(found, combined(op, everyones))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reduce_scatter_with_every_operator(ranks: range, op: str) -> None:
+    p, mine = len(ranks), my_rank()
+    for dtype in OPS[op][0]:
+        everyones = all_drawn((p, 4), dtype)
+        if op == "AVG":
+            everyones = [tensor * p for tensor in everyones]
+        wanted = combined(op, everyones)[mine]
+        found = blank(wanted)
+        dist.reduce_scatter(found, list(everyones[mine]), operator(op))
+        check(found, wanted)
+        found = blank(wanted)
+        dist.reduce_scatter_tensor(found, everyones[mine].flatten(), operator(op))
+        check(found, wanted)
+
+
+def test_reduce_scatter_of_uneven_parts(ranks: range) -> None:
+    mine = my_rank()
+    shapes = [(rank, 2) for rank in ranks]  # rank 0 gets nothing
+    everyones = [[drawn(r, shape, seed=i) for i, shape in enumerate(shapes)] for r in ranks]
+    found = torch.zeros(shapes[mine])
+    dist.reduce_scatter(found, everyones[mine])
+    check(found, combined("SUM", [parts[mine] for parts in everyones]))
+
+
+def test_a_reduce_scatter_into_a_part_of_its_own_input(ranks: range) -> None:
+    p, mine = len(ranks), my_rank()
+    everyones = all_drawn((p, 3))
+    whole = everyones[mine].clone()
+    dist.reduce_scatter_tensor(whole[mine], whole)
+    check(whole[mine], combined("SUM", everyones)[mine])
+
+
+def test_a_sum_of_what_is_multiplied_first(ranks: range) -> None:
+    for dtype in FLOATS:
+        for factor in (2.0, torch.tensor([3], dtype=dtype)):
+            op = dist._make_nccl_premul_sum(factor)
+            p, mine = len(ranks), my_rank()
+            everyones = all_drawn((p, 3), dtype)
+            wanted = combined("SUM", everyones) * factor
+            brought = everyones[mine].clone()
+            found = brought.clone()
+            dist.all_reduce(found, op)
+            check(found, wanted)
+            part = blank(wanted[mine])
+            dist.reduce_scatter_tensor(part, brought, op)
+            check(part, wanted[mine])
+            check(brought, everyones[mine])  # the input stays as it is
+            found = brought.clone()
+            dist.reduce(found, p - 1, op)
+            if mine == p - 1:
+                check(found, wanted)
+
+
+@pytest.mark.parametrize(("op", "dtype"), [("AVG", torch.int32), ("AVG", torch.bool)])
+def test_averages_of_whole_numbers_are_refused(ranks: range, op: str, dtype: torch.dtype) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        dist.all_reduce(drawn(0, dtype=dtype), operator(op))
+
+
+@pytest.mark.parametrize("dtype", ONLY_MOVED, ids=str)
+def test_what_can_only_be_moved_is_refused_by_reductions_before_anything_is_sent(
+    ranks: range, dtype: torch.dtype
+) -> None:
+    p, whole = len(ranks), drawn(0, (len(ranks), 2), dtype)
+    for reduction in (
+        lambda: dist.all_reduce(whole),
+        lambda: dist.reduce(whole, 0),
+        lambda: dist.reduce_scatter(blank(whole[0]), list(whole)),
+        lambda: dist.reduce_scatter_tensor(blank(whole[0]), whole),
+    ):
+        if my_rank() == p - 1:  # only here, so a message would find no receiver
+            with pytest.raises(TypeError, match="can be sent, but not combined"):
+                reduction()
+    dist.barrier()
+
+
+# Between a root and the others
+
+
+def test_broadcast_of_every_dtype_from_every_root(ranks: range) -> None:
+    for root in ranks:
+        for dtype in DTYPES:
+            everyones = all_drawn(dtype=dtype)
+            found = everyones[my_rank()].clone()
+            dist.broadcast(found, root)
+            check(found, everyones[root])
+
+
+def test_gather_of_every_dtype_to_every_root(ranks: range) -> None:
+    for root in ranks:
+        for dtype in DTYPES:
+            everyones, is_root = all_drawn(dtype=dtype), my_rank() == root
+            parts = blanks(everyones) if is_root else None
+            dist.gather(everyones[my_rank()], parts, root)
+            if parts is not None:
+                check_all(parts, everyones)
+
+
+def test_scatter_of_every_dtype_from_every_root(ranks: range) -> None:
+    for root in ranks:
+        for dtype in DTYPES:
+            everyones, is_root = all_drawn(dtype=dtype), my_rank() == root
+            found = blank(everyones[0])
+            dist.scatter(found, everyones if is_root else None, root)
+            check(found, everyones[my_rank()])
+
+
+# Among all ranks
+
+
+def test_all_gather_of_every_dtype(ranks: range) -> None:
+    p = len(ranks)
+    for dtype in DTYPES:
+        everyones = all_drawn(dtype=dtype)
+        mine, wanted = everyones[my_rank()], torch.stack(everyones)
+        parts = blanks(everyones)
+        dist.all_gather(parts, mine)
+        check_all(parts, everyones)
+        for shape in ((p, 3, 2), (p * 3, 2)):  # stacked, and one after the other
+            whole = torch.zeros(shape, dtype=dtype)
+            dist.all_gather_into_tensor(whole, mine)
+            check(whole, wanted.reshape(shape))
+
+
+def test_all_gather_of_uneven_tensors(ranks: range) -> None:
+    everyones = [drawn(rank, (rank, 2)) for rank in ranks]  # rank 0 has nothing
+    parts = blanks(everyones)
+    dist.all_gather(parts, everyones[my_rank()])
+    check_all(parts, everyones)
+
+
+def test_all_gather_in_place(ranks: range) -> None:
+    everyones = all_drawn()
+    whole = torch.zeros(len(ranks), 3, 2)
+    whole[my_rank()] = everyones[my_rank()]
+    dist.all_gather_into_tensor(whole, whole[my_rank()])
+    check(whole, torch.stack(everyones))
+
+
+def all_to_all_shapes(ranks: range, *, is_even: bool) -> list[list[tuple[int, int]]]:
+    """The shape of what each rank sends to each; nothing is sent to some if it is uneven."""
+    return [[(2 if is_even else (i + 2 * j) % 3, 2) for j in ranks] for i in ranks]
+
+
+@pytest.mark.parametrize("is_even", [True, False], ids=["even", "uneven"])
+def test_all_to_all_of_every_dtype(ranks: range, is_even: bool) -> None:
+    mine, shapes = my_rank(), all_to_all_shapes(ranks, is_even=is_even)
+    for dtype in DTYPES:
+        everyones = [[drawn(i, shapes[i][j], dtype, seed=j) for j in ranks] for i in ranks]
+        wanted = [everyones[i][mine] for i in ranks]
+        parts = blanks(wanted)
+        dist.all_to_all(parts, everyones[mine])
+        check_all(parts, wanted)
+
+
+@pytest.mark.parametrize("is_even", [True, False], ids=["even", "uneven"])
+def test_all_to_all_single_of_every_dtype(ranks: range, is_even: bool) -> None:
+    mine, shapes = my_rank(), all_to_all_shapes(ranks, is_even=is_even)
+    to_each, from_each = shapes[mine], [row[mine] for row in shapes]
+    in_splits, out_splits = [rows for rows, _ in to_each], [rows for rows, _ in from_each]
+    for dtype in DTYPES:
+        everyones = [[drawn(i, shapes[i][j], dtype, seed=j) for j in ranks] for i in ranks]
+        wanted = torch.cat([everyones[i][mine] for i in ranks])
+        brought = torch.cat(everyones[mine])
+        found = blank(wanted)
+        dist.all_to_all_single(found, brought, out_splits, in_splits)
+        check(found, wanted)
+        if is_even:  # then either side's sizes, or both, may be left to the backend
+            for sizes in ((None, None), (out_splits, None), (None, in_splits)):
+                found = blank(wanted)
+                dist.all_to_all_single(found, brought, *sizes)
+                check(found, wanted)
+
+
+def test_one_side_of_an_all_to_all_may_be_divided_equally_and_the_other_not(ranks: range) -> None:
+    """Rank 0 sends two rows to each; every other rank sends one."""
+    mine = my_rank()
+    num_rows = [2 if rank == 0 else 1 for rank in ranks]
+    everyones = [[drawn(i, (num_rows[i], 3), seed=j) for j in ranks] for i in ranks]
+    wanted = torch.cat([everyones[i][mine] for i in ranks])
+    found = blank(wanted)
+    dist.all_to_all_single(found, torch.cat(everyones[mine]), output_split_sizes=num_rows)
+    check(found, wanted)
+
+
+def test_nobody_leaves_a_barrier_before_all_have_come(ranks: range) -> None:
+    for last in ranks:
+        store = dist.distributed_c10d._get_default_store()
+        if my_rank() == last:
+            store.set(f"came {last}", "yes")
+        dist.barrier()
+        assert store.check([f"came {last}"])
+
+
+# Several calls at once
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asynchronous"])
+def test_coalesced_calls(ranks: range, is_async: bool) -> None:
+    p, mine = len(ranks), my_rank()
+    rows = [all_drawn((p, i), seed=i) for i in range(1, 4)]
+    wholes = [[torch.zeros(p * p, i), torch.zeros(p, i), torch.zeros(i)] for i in range(1, 4)]
+    for kind in range(3):
+        with dist._coalescing_manager(async_ops=is_async) as manager:
+            for row, (gathered, summed, scattered) in zip(rows, wholes, strict=True):
+                if kind == 0:
+                    dist.all_gather_into_tensor(gathered, row[mine])
+                elif kind == 1:
+                    dist.all_reduce(summed.copy_(row[mine]))
+                else:
+                    dist.reduce_scatter_tensor(scattered, row[mine])
+        if is_async:
+            manager.wait()
+    for row, (gathered, summed, scattered) in zip(rows, wholes, strict=True):
+        total = combined("SUM", row)
+        check(gathered, torch.cat(row))
+        check(summed, total)
+        check(scattered, total[mine])
+
+
+# Objects
+
+
+def test_objects_from_and_to_every_root(ranks: range) -> None:
+    p, mine = len(ranks), my_rank()
+    everyones: list[Any] = [{"rank": rank, "text": "x" * (10 * rank)} for rank in ranks]
+    found: list[Any] = [None] * p
+    dist.all_gather_object(found, everyones[mine])
+    assert found == everyones
+    for root in ranks:
+        gathered: list[Any] | None = [None] * p if mine == root else None
+        dist.gather_object(everyones[mine], gathered, root)
+        assert gathered in (None, everyones)
+        part: list[Any] = [None]
+        dist.scatter_object_list(part, everyones if mine == root else None, root)
+        assert part == [everyones[mine]]
+        told: list[Any] = list(everyones) if mine == root else [None] * p
+        dist.broadcast_object_list(told, root)
+        assert told == everyones
+
+
+def test_objects_from_rank_to_rank(ranks: range) -> None:
+    p, mine = len(ranks), my_rank()
+    if p == 1:
+        return
+    found: list[Any] = [None, None]
+    if mine == 0:
+        dist.send_object_list([{"a": 1}, "b"], 1)
+        dist.recv_object_list(found, 1)
+    elif mine == 1:
+        dist.recv_object_list(found, 0)
+        dist.send_object_list(found, 0)
+    assert found == ([{"a": 1}, "b"] if mine < 2 else [None, None])
+
+
+# Layouts
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    return tensor.contiguous()
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    spread = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)
+    spread[..., 0] = tensor
+    return spread[..., 0]
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+LAYOUTS = [contiguous, transposed, strided, channels_last]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_every_layout(ranks: range, layout: Callable[[Tensor], Tensor]) -> None:
+    p, mine = len(ranks), my_rank()
+    everyones = all_drawn((2, 3, 2, 2))
+    assert all(torch.equal(layout(tensor), tensor) for tensor in everyones)
+
+    def laid(tensor: Tensor) -> Tensor:
+        return layout(tensor.clone())
+
+    total = combined("SUM", everyones)
+    found = laid(everyones[mine])
+    dist.all_reduce(found)
+    check(found, total)
+    found = laid(everyones[mine])
+    dist.broadcast(found, p - 1)
+    check(found, everyones[p - 1])
+    brought = laid(everyones[mine])
+    parts = [laid(torch.zeros_like(tensor)) for tensor in everyones]
+    dist.all_gather(parts, brought)
+    check_all(parts, everyones)
+    dist.all_to_all(parts := [laid(torch.zeros_like(t)) for t in everyones], [brought] * p)
+    check_all(parts, everyones)
+    found = laid(torch.zeros_like(brought))
+    dist.reduce_scatter(found, [brought] * p)
+    check(found, total)
+    check(brought, everyones[mine])
+
+
+def test_the_layouts_differ() -> None:
+    """Negative control: but for the first, they are not what the library sends as it is."""
+    for layout in LAYOUTS:
+        made = layout(drawn(0, (2, 3, 2, 2)))
+        assert made.is_contiguous() == (layout is contiguous)
+
+
+def test_conjugated_and_negated_views_are_sent_as_what_they_mean(ranks: range) -> None:
+    """As results they are lost: from 2.14 on PyTorch gives every backend a copy of them."""
+    everyones = [tensor.conj() for tensor in all_drawn((4,), torch.complex64)]
+    mine = everyones[my_rank()]
+    brought = mine.resolve_conj() if my_rank() == 0 else mine
+    assert brought.is_conj() == (my_rank() > 0)
+    dist.reduce(brought, 0)
+    if my_rank() == 0:
+        check(brought, combined("SUM", everyones))
+    negative = [tensor.imag for tensor in everyones]
+    assert all(tensor.is_neg() for tensor in negative)
+    parts = blanks(negative)
+    dist.all_gather(parts, negative[my_rank()])
+    check_all(parts, negative)
+    found = blank(negative[0])
+    dist.reduce_scatter(found, [negative[my_rank()]] * len(ranks))
+    check(found, combined("SUM", negative))
+
+
+def test_every_shape(ranks: range) -> None:
+    for shape in SHAPES:
+        everyones = all_drawn(shape)
+        total = combined("SUM", everyones)
+        found = everyones[my_rank()].clone()
+        dist.all_reduce(found)
+        check(found, total)
+        found = everyones[my_rank()].clone()
+        dist.broadcast(found, len(ranks) - 1)
+        check(found, everyones[-1])
+        parts = blanks(everyones)
+        dist.all_gather(parts, everyones[my_rank()])
+        check_all(parts, everyones)
+        dist.all_to_all(parts := blanks(everyones), [everyones[my_rank()]] * len(ranks))
+        check_all(parts, everyones)
+        found = blank(total)
+        dist.reduce_scatter(found, [everyones[my_rank()]] * len(ranks))
+        check(found, total)
+
+
+def test_tensors_that_need_gradients(ranks: range) -> None:
+    everyones = all_drawn()
+    total = combined("SUM", everyones)
+    leaf = everyones[my_rank()].clone().requires_grad_()
+    parts = blanks(everyones)
+    dist.all_gather(parts, leaf)
+    check_all(parts, everyones)
+    dist.all_reduce(leaf)
+    check(leaf, total)
+    assert leaf.requires_grad and leaf.is_leaf
+    inner = (leaf * 1.0).sum()
+    dist.all_reduce(inner)
+    check(inner, total.sum() * len(ranks))
+
+
+def test_a_wrong_result_is_noticed() -> None:
+    """Negative control of the comparison."""
+    wanted = drawn(0)
+    for wrong in (wanted + 1, wanted.double(), wanted.flatten()):
+        with pytest.raises(AssertionError):
+            check(wrong, wanted)
+    with pytest.raises(AssertionError):
+        check_all([wanted], [wanted, wanted])

@@ -1,0 +1,149 @@
+"""Messages from rank to rank: every dtype, tags, from any rank, and several at once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.torch.tensors import DTYPES, all_drawn, blank, blanks, check, check_all, drawn
+
+pytestmark = pytest.mark.mpi
+
+
+def neighbours(ranks: range) -> tuple[int, int, int]:
+    """This rank, and those before and after it in a ring."""
+    mine = dist.get_rank()
+    return mine, (mine - 1) % len(ranks), (mine + 1) % len(ranks)
+
+
+def test_messages_of_every_dtype_around_a_ring(ranks: range) -> None:
+    mine, left, right = neighbours(ranks)
+    for dtype in DTYPES:
+        everyones = all_drawn(dtype=dtype)
+        found = blank(everyones[left])
+        sending = dist.isend(everyones[mine], right)
+        assert dist.recv(found, left) == left
+        sending.wait()
+        check(found, everyones[left])
+
+
+def test_a_blocking_send_meets_a_receive_that_starts_first_or_last(ranks: range) -> None:
+    mine = dist.get_rank()
+    for first in (0, 1):
+        found = torch.zeros(2, 3).t()  # not contiguous
+        if mine == 0:
+            time.sleep(0.01 * first)
+            dist.send(drawn(0), 1)
+        elif mine == 1:
+            time.sleep(0.01 * (1 - first))
+            dist.recv(found, 0)
+            check(found, drawn(0))
+
+
+def test_a_receive_from_any_rank_says_who_sent(ranks: range) -> None:
+    everyones = all_drawn()
+    for receiver in ranks:
+        if dist.get_rank() != receiver:
+            dist.send(everyones[dist.get_rank()], receiver)
+            continue
+        found = {}
+        for _ in range(len(ranks) - 1):
+            tensor = blank(everyones[0])
+            source = dist.recv(tensor)
+            found[source] = tensor
+        assert sorted(found) == [rank for rank in ranks if rank != receiver]
+        for source, tensor in found.items():
+            check(tensor, everyones[source])
+
+
+def test_a_receive_from_any_rank_of_a_group_says_the_rank_of_the_job(ranks: range) -> None:
+    last = len(ranks) - 1
+    group = dist.new_group([0, last][: len(ranks)])
+    if dist.get_rank() == last and last > 0:
+        dist.send(drawn(last), 0, group=group)
+    elif dist.get_rank() == 0 and last > 0:
+        found = blank(drawn(last))
+        assert dist.recv(found, group=group) == last
+        check(found, drawn(last))
+
+
+def test_tags_choose_among_the_messages_of_a_rank(ranks: range) -> None:
+    mine, left, right = neighbours(ranks)
+    tensors = {tag: drawn(mine, seed=tag) for tag in (5, 3, 8)}
+    sending = [dist.isend(tensor, right, tag=tag) for tag, tensor in tensors.items()]
+    for tag in (3, 8, 5):
+        found = blank(drawn(left))
+        dist.recv(found, left, tag=tag)
+        check(found, drawn(left, seed=tag))
+    for work in sending:
+        work.wait()
+
+
+def test_tags_choose_among_the_messages_of_all_ranks(ranks: range) -> None:
+    mine = dist.get_rank()
+    if mine == 0:
+        for tag in (2, 1):
+            for _ in ranks[1:]:
+                found = blank(drawn(0))
+                source = dist.recv(found, tag=tag)
+                check(found, drawn(source, seed=tag))
+    else:
+        sending = [dist.isend(drawn(mine, seed=tag), 0, tag=tag) for tag in (1, 2)]
+        for work in sending:
+            work.wait()
+
+
+def test_messages_of_the_same_tag_stay_in_order(ranks: range) -> None:
+    mine, left, right = neighbours(ranks)
+    sending = [dist.isend(drawn(mine, seed=i), right) for i in range(5)]
+    found = blanks([drawn(left)] * 5)
+    receiving = [dist.irecv(tensor, left) for tensor in found]
+    for work in (*sending, *receiving):
+        work.wait()
+    check_all(found, [drawn(left, seed=i) for i in range(5)])
+
+
+def test_a_batch_of_messages_around_a_ring(ranks: range) -> None:
+    mine, left, right = neighbours(ranks)
+    found = [blank(drawn(left)), blank(drawn(right))]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.irecv, found[0], left),
+            dist.P2POp(dist.irecv, found[1], right, tag=1),
+            dist.P2POp(dist.isend, drawn(mine), left, tag=1),
+            dist.P2POp(dist.isend, drawn(mine), right),
+        ]
+    )
+    for work in works:
+        work.wait()
+    check_all(found, [drawn(left), drawn(right)])
+
+
+@pytest.mark.parametrize("from_any", [False, True], ids=["from one rank", "from any rank"])
+def test_messages_complete_without_a_wait(ranks: range, from_any: bool) -> None:
+    mine, left, right = neighbours(ranks)
+    found = torch.zeros(2, 3).t()
+    receiving = dist.irecv(found, None if from_any else left)
+    sending = dist.isend(drawn(mine), right)
+    deadline = time.monotonic() + 10
+    while not (receiving.is_completed() and sending.is_completed()):
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    check(found, drawn(left))
+    dist.barrier()
+
+
+def test_a_message_that_has_not_come_is_not_complete(ranks: range) -> None:
+    """Negative control: `is_completed` does not say so of everything."""
+    mine, left, right = neighbours(ranks)
+    found = blank(drawn(left))
+    works = [dist.irecv(found, left, tag=1)]
+    assert not works[0].is_completed()
+    dist.barrier()
+    works.append(dist.isend(drawn(mine), right, tag=1))
+    for work in works:
+        work.wait()
+    check(found, drawn(left))
