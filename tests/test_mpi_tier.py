@@ -30,7 +30,8 @@ def run_suite(
     timeout: float = 300,
     more_env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    env = {"COLLECTIVES_TEST_RANKS": str(promised or num_ranks), "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {"COLLECTIVES_TEST_RANKS": str(promised or num_ranks), "PYTHONPATH": paths}
     env |= more_env or {}
     return launch(num_ranks, [*SUITE, *what], timeout=timeout, env=env, capture=True)
 

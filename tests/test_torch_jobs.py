@@ -166,6 +166,34 @@ def test_the_flight_recorder_of_pytorch_records_calls(tmp_path: Path) -> None:
     assert done.stdout == "['ring:all_reduce', 'ring:all_reduce']\n", done.stderr
 
 
+# Time limits
+
+NOBODY_WAITS = """
+import time, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("ring", timeout=timedelta(seconds=0.5))
+if dist.get_rank() < 2:
+    future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+    begin = time.monotonic()
+    while not future.done():
+        assert time.monotonic() - begin < 5
+        time.sleep(0.01)
+    try:
+        future.wait()
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+else:
+    time.sleep(2)
+"""
+
+
+def test_a_future_fails_at_the_time_limit_although_nobody_waits(tmp_path: Path) -> None:
+    # In a job of its own, because a call that was given up can leave messages.
+    done = run(NOBODY_WAITS, tmp_path, 3)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("waited 0.5 s") == 2 and "from rank 2" in done.stdout
+
+
 # The page
 
 

@@ -58,6 +58,7 @@ class Session:
         self.call_token = [None]
         self._timed_out: Work[Any] | None = None  # a blocking call that the next one waits for
         self._broken_by: CollectiveError | None = None  # why nothing can be called any more
+        self._has_left_messages = False  # of a call that failed
         self.num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.runs = RunPool(transport, name, self.ancestry, axis)
         self.call_cache, self.plan_cache = CallCache(), CallCache()
@@ -149,6 +150,7 @@ class Session:
         """
         self.forget_calls()
         is_stopped = self.checker is not None and self.checker.mismatch is error
+        self._has_left_messages |= not (is_stopped or isinstance(error, PeerFailed))
         if (work.is_blocking or work.was_ahead) and not is_stopped:
             self._break(work.title, error)
 
@@ -189,8 +191,10 @@ class Session:
         self.transport.flight.close(self.transport.log)
         # MPI reuses the number of a freed communicator: after a failure the next communicator could
         # receive messages that this one has left.
-        if self._broken_by is None or isinstance(self._broken_by, PeerFailed):
+        has_not_failed = self._broken_by is None or isinstance(self._broken_by, PeerFailed)
+        if has_not_failed and not self._has_left_messages:
             self.transport.free()
+        if has_not_failed:
             self._broken_by = CollectiveError(FREED)
         self.refresh()
 

@@ -224,6 +224,12 @@ class Work(Generic[Result]):
             if not self.is_done:
                 self._fail(error)
 
+    def expire(self, limit: float) -> None:
+        """End the call with `CollectiveTimeout`, because it has taken `limit` seconds."""
+        with self._lock:
+            if self._run is not None and not self.is_done:
+                self._fail(self._run.timed_out(limit, self))
+
     # Called while this thread holds the lock, or before other threads know of the call
 
     def _begin_next(self) -> None:

@@ -12,7 +12,7 @@ from torch.distributed import DistBackendError, Work
 import collectives
 from collectives.engines import deadline_in, poll_until
 from collectives.torch.tensors import Tensor, filled
-from collectives.torch.work import NO_LIMIT, fail, seconds
+from collectives.torch.work import NO_LIMIT, fail, seconds, unwrapped
 
 _received = threading.local()
 
@@ -70,15 +70,15 @@ class ReceiveFromAny(Work):  # type: ignore[misc]
         return self._source
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future: Any = torch.futures.Future()
+        outcome: Any = torch.futures.Future()
 
         def complete() -> None:
             try:
                 self.wait()
             except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
-                future.set_exception(error)
+                outcome.set_result(error)
             else:
-                future.set_result(self._tensors)
+                outcome.set_result(self._tensors)
 
         threading.Thread(target=complete, name="collectives receive", daemon=True).start()
-        return future
+        return unwrapped(outcome)

@@ -29,7 +29,8 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     """
 
     # PyTorch 2.14 asks a class that does not say these without end.
-    supports_coalescing = supports_splitting = supports_shrinking = True
+    supports_coalescing = True
+    supports_splitting = supports_shrinking = versions.HAS_BACKENDS
     supports_reconfigure = supports_window = False
     supports_time_estimate = _supports_time_estimate = False
 
@@ -167,8 +168,9 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         return Joined([self.allgather([parts], [tensor], opts) for parts, tensor in pairs])
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Any:
+        opts = opts or versions.AllgatherOptions()  # which PyTorch 2.11 does not pass
         pairs = zip(outputs, inputs, strict=True)
         return Joined([self.all_gather_single(whole, part, opts) for whole, part in pairs])
 

@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 from torch._C import _distributed_c10d as c10d
 
+AllgatherOptions = c10d.AllgatherOptions
 OLDEST = (2, 11)
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 HAS_BACKENDS = VERSION >= (2, 14)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from typing import Any, NoReturn
@@ -15,10 +15,9 @@ import torch
 from torch.distributed import DistBackendError, Work
 
 import collectives
-from collectives.torch.tensors import Tensor
+from collectives.torch.tensors import Finish, Tensor
 
 NO_LIMIT = timedelta(0)  # PyTorch's way to say so in `wait`
-Finish = Callable[[], None]
 
 
 def seconds(timeout: timedelta) -> float | None:
@@ -56,8 +55,9 @@ class InProgress(Work):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._call, self._tensors, self._to_finish = call, tensors, finish
-        self._deadline = None if limit is None else time.monotonic() + limit
+        self._limit, self._began = limit, time.monotonic()
         self._lock = threading.Lock()
+        self._outcome: Any = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
@@ -102,9 +102,10 @@ class InProgress(Work):  # type: ignore[misc]
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         if self._future is None:
-            self._future = torch.futures.Future()
-            if self._deadline is not None and not self._call.is_done:
-                _watch().add(self._deadline, self._call)
+            self._outcome = torch.futures.Future()
+            self._future = unwrapped(self._outcome)
+            if self._limit is not None and not self._call.is_done:
+                _watch().add(_Limit(self._began + self._limit, self._limit, self._call))
             if _completing.is_true:  # its caller may wait, and nothing would advance this call
                 threading.Thread(target=self._complete_future, daemon=True).start()
             else:
@@ -114,18 +115,32 @@ class InProgress(Work):  # type: ignore[misc]
 
     def _complete_future(self) -> None:
         """Complete the future, and run what was added by `then`, on this thread."""
-        assert self._future is not None
+        outcome: Any = self._tensors
         try:
             self._call.wait()
             self._finish()
         except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
-            self._future.set_exception(DistBackendError(str(error)))
-            return
+            outcome = DistBackendError(str(error))
         was_completing, _completing.is_true = _completing.is_true, True
         try:
-            self._future.set_result(self._tensors)
+            self._outcome.set_result(outcome)
         finally:
             _completing.is_true = was_completing
+
+
+def unwrapped(outcome: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+    """The future of a result, from that of a result or an error.
+
+    `Future.set_exception` would hide the error from those who get the future from C++.
+    """
+    return outcome.then(_result_of)
+
+
+def _result_of(done: torch.futures.Future[Any]) -> Any:
+    outcome = done.value()
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 class Joined(Work):  # type: ignore[misc]
@@ -164,41 +179,44 @@ def _values(done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> list
     return [tensor for future in done.value() for tensor in future.value()]
 
 
+@dataclass(order=True)
+class _Limit:
+    """When a call ends at the latest, and after how many seconds that is."""
+
+    deadline: float
+    seconds: float
+    call: collectives.Work[Any] = field(compare=False)
+
+
 class _Watch:
     """Ends calls at their deadlines, so that those who wait for their futures learn of it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._deadlines: list[tuple[float, int, collectives.Work[Any]]] = []
+        self._limits: list[_Limit] = []
         threading.Thread(target=self._work, name="collectives deadlines", daemon=True).start()
 
-    def add(self, deadline: float, call: collectives.Work[Any]) -> None:
-        """End `call` at `deadline` if it is not done."""
+    def add(self, limit: _Limit) -> None:
+        """End a call at its deadline if it is not done."""
         with self._changed:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].is_done]
-            heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (deadline, id(call), call))
-            if self._deadlines[0][2] is call:
+            self._limits = [each for each in self._limits if not each.call.is_done]
+            heapq.heapify(self._limits)
+            heapq.heappush(self._limits, limit)
+            if self._limits[0] is limit:
                 self._changed.notify()
 
     def _work(self) -> None:
-        with self._changed:
-            while True:
-                if not self._deadlines:
-                    self._changed.wait()
-                elif (rest := self._deadlines[0][0] - time.monotonic()) > 0:
-                    self._changed.wait(rest)
-                else:
-                    self._end(heapq.heappop(self._deadlines)[2])
+        while True:
+            limit = self._next()
+            limit.call.expire(limit.seconds)
 
-    @staticmethod
-    def _end(call: collectives.Work[Any]) -> None:
-        try:
-            call.wait(0.0)
-        except collectives.CollectiveTimeout as error:
-            call.give_up(error)
-        except Exception:  # noqa: BLE001 - the call has failed, and its future says so
-            return
+    def _next(self) -> _Limit:
+        """Wait for the next deadline, and return it."""
+        with self._changed:
+            while not self._limits or self._limits[0].deadline > time.monotonic():
+                rest = self._limits[0].deadline - time.monotonic() if self._limits else None
+                self._changed.wait(rest)
+            return heapq.heappop(self._limits)
 
 
 @cache
