@@ -10,7 +10,7 @@ from collectives.torch import launched
 from collectives.torch.backend import RingBackend
 from collectives.torch.options import Options
 from collectives.torch.registry import add, default_backend
-from collectives.torch.work import seconds
+from collectives.torch.work import fail, seconds
 
 _DELAY = 2e-4  # seconds before the thread advances a call, because most are waited for at once
 
@@ -22,10 +22,13 @@ def make(opts: Any, options: Any) -> RingBackend:
             f"pg_options must be collectives.torch.Options, not {type(options).__name__}"
         )
     members, timeout = list(opts.global_ranks_in_group), seconds(opts.timeout)
-    if members:
-        made = _of_some(members, timeout, options)
-    else:
-        made = _of_all(opts.group_rank, opts.group_size, timeout, options or Options())
+    try:
+        if members:
+            made = _of_some(members, timeout, options)
+        else:
+            made = _of_all(opts.group_rank, opts.group_size, timeout, options or Options())
+    except collectives.CollectiveError as error:
+        fail(error)
     return add(opts.group_id, made)
 
 

@@ -203,8 +203,8 @@ def test_a_call_that_not_all_ranks_have_made_is_not_complete(ranks: range) -> No
         work.wait()
 
 
-# Time limits: the last rank comes when the others have waited in vain.  A future that fails ends its
-# call, which can leave messages, so that `tests/test_torch_jobs.py` tests it in a job of its own.
+# Time limits: the last rank comes when the others have waited in vain.  A future that fails ends
+# its call, which can leave messages: `tests/test_torch_jobs.py` tests it in a job of its own.
 
 
 @pytest.fixture
