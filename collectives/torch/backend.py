@@ -18,6 +18,8 @@ from collectives.torch.tensors import Filled, Tensor, filled, in_place, sent
 from collectives.torch.work import InProgress, Joined, fail, seconds
 
 _NOTHING = Filled(None)
+# The methods of a communicator that take an array and all options.
+_METHODS = {name: name for name in collectives.algorithms.collectives()} | {"barrier": "_barrier"}
 
 
 @versions.for_this_version
@@ -37,6 +39,10 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     def __init__(self, communicator: collectives.Communicator, settings: Options) -> None:
         super().__init__(communicator.rank, communicator.size)
         self.communicator, self.settings = communicator, settings
+        self._calls = {
+            name: (getattr(communicator, method), settings.algorithms.get(name))
+            for name, method in _METHODS.items()
+        }
         self._lock = threading.Lock()  # autograd calls from threads of its own
         self._coalesced: list[Any] | None = None
 
@@ -143,7 +149,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         return self._make("all_to_all", opts, outputs, target, sent(inputs), counts=counts)
 
     def barrier(self, opts: Any) -> Any:
-        return self._make("_barrier", opts, [], _NOTHING, None)
+        return self._make("barrier", opts, [], _NOTHING, None)
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         """A barrier whose error on rank 0 names all ranks that have not come in time."""
@@ -211,11 +217,17 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         `result`: the tensors that it fills, by way of `target`.
         """
         is_async, timeout = opts.asyncOp, seconds(opts.timeout)
-        algorithm = self.settings.algorithms.get(name.lstrip("_"))
-        named |= {"algorithm": algorithm, "async_op": is_async, "timeout": timeout}
+        call, algorithm = self._calls[name]
         try:
             with self._lock:
-                work = getattr(self.communicator, name)(*args, out=target.array, **named)
+                work = call(
+                    *args,
+                    out=target.array,
+                    algorithm=algorithm,
+                    async_op=is_async,
+                    timeout=timeout,
+                    **named,
+                )
         except collectives.CollectiveError as error:
             fail(error)
         if is_async:

@@ -33,7 +33,8 @@ def can_be_combined(dtype: torch.dtype) -> bool:
 
 def array_of(tensor: Tensor) -> Array:
     """The array that shares the memory of a plain tensor."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dtype in _SHARED:
         return tensor.numpy()
     bits = tensor.view(_BITS[tensor.element_size()]).numpy()
