@@ -58,7 +58,7 @@ class Session:
         self.call_token = [None]
         self._timed_out: Work[Any] | None = None  # a blocking call that the next one waits for
         self._broken_by: CollectiveError | None = None  # why nothing can be called any more
-        self._has_left_messages = False  # of a call that failed
+        self._has_left_messages = False  # of a call that was ended at its time limit
         self.num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.runs = RunPool(transport, name, self.ancestry, axis)
         self.call_cache, self.plan_cache = CallCache(), CallCache()
@@ -150,7 +150,7 @@ class Session:
         """
         self.forget_calls()
         is_stopped = self.checker is not None and self.checker.mismatch is error
-        self._has_left_messages |= not (is_stopped or isinstance(error, PeerFailed))
+        self._has_left_messages |= isinstance(error, CollectiveTimeout)
         if (work.is_blocking or work.was_ahead) and not is_stopped:
             self._break(work.title, error)
 
