@@ -25,8 +25,8 @@ from torch.optim import optimizer
 from collectives.diagnostics import current_phase
 
 _FSDP = "_fsdp_param_group.py"
-_AUTOGRAD = "graph.py"
-_OWN = "torch/backend.py"
+_AUTOGRAD = "torch/autograd/graph.py"
+_OWN = "collectives/torch/backend.py"
 # Parts of names that wrappers add.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
