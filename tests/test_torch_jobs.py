@@ -87,6 +87,24 @@ def test_elsewhere_importing_torch_does_not_import_the_library() -> None:
     assert done.stdout.strip() == "False"
 
 
+FOUND = """
+import sys, torch, torch.distributed as dist
+assert "collectives.torch" not in sys.modules
+dist.init_process_group("ring", store=dist.HashStore(), rank=0, world_size=1)
+print(dist.get_backend(), "collectives.torch" in sys.modules)
+dist.destroy_process_group()
+"""
+
+
+@with_backends
+def test_pytorch_finds_the_backend_by_its_entry_point() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FOUND], env={**os.environ, **own({})}, capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "ring True\n", done.stderr
+
+
 # Checks
 
 
