@@ -36,13 +36,18 @@ def run_suite(
     return launch(num_ranks, [*SUITE, *what], timeout=timeout, env=env, capture=True)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
-def test_every_mpi_test_passes(num_ranks: int) -> None:
-    done = run_suite(num_ranks, str(ROOT / "tests" / "mpi"))
+def check_suite(num_ranks: int, folder: str) -> None:
+    """All tests in a folder must pass, and none be skipped."""
+    done = run_suite(num_ranks, str(ROOT / "tests" / folder))
     output = f"{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, output
     summary = re.search(r"^(\d+) passed in", done.stdout, re.MULTILINE)  # nothing skipped
     assert summary is not None and int(summary[1]) > 50, output
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
+def test_every_mpi_test_passes(num_ranks: int) -> None:
+    check_suite(num_ranks, "mpi")
 
 
 def test_checked_mode_changes_no_result() -> None:

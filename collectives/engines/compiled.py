@@ -237,7 +237,8 @@ class CompiledExecution:
         """Set the tag of the next run, which Python starts, from its number."""
         names = self._names
         first, num_tags = self.state[names.FIRST_TAG], self.state[names.NUM_TAGS]
-        self.state[names.TAG] = first + run_number % num_tags
+        if num_tags:  # otherwise all runs have one tag
+            self.state[names.TAG] = first + run_number % num_tags
 
     @property
     def tag(self) -> int:

@@ -125,8 +125,7 @@ class CachedCall(Cached):
         if not self._execution.loop.fits(self._at, id(x), id(out)):
             return MISFIT
         run.number = session.numbering.next_number()
-        if session.numbering.can_mix:
-            self._execution.set_tag(run.number)
+        self._execution.set_tag(run.number)
         work = Work.blocking(session, _single_run(run, x, self._result(out)))
         return work.run(session.limit(timeout))
 

@@ -109,7 +109,7 @@ class CallId:
     @property
     def tag(self) -> int:
         """The tag of the call's own messages."""
-        if self.is_blocking and not self._numbering.can_mix:
+        if not self._numbering.tags(self.is_blocking):
             return self._numbering.blocking_tag
         return self._numbering.async_tag(self.number)
 

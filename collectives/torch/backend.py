@@ -302,25 +302,32 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         """The backend of some of the ranks; None on the others."""
         if self.communicator.rank not in ranks:
             return None
-        return self._of_some(ranks, opts)
+        return self._of_opts(ranks, opts)
 
     def shrink(
         self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts: Any = None
     ) -> RingBackend:
         """The backend of the other ranks, which call this."""
         excluded = set(ranks_to_exclude)
-        return self._of_some([r for r in range(self.communicator.size) if r not in excluded], opts)
+        return self._of_opts([r for r in range(self.communicator.size) if r not in excluded], opts)
 
-    def _of_some(self, ranks: Sequence[int], opts: Any) -> RingBackend:
-        limit = self.communicator.timeout if opts is None else seconds(opts._timeout)
+    def _of_opts(self, ranks: Sequence[int], opts: Any) -> RingBackend:
+        """The backend of some ranks, with PyTorch's options if there are any."""
+        if opts is None:
+            return self.of_some(ranks, self.communicator.timeout)
+        return registry.add(opts.group_name, self.of_some(ranks, seconds(opts._timeout)))
+
+    def of_some(
+        self, ranks: Sequence[int], limit: float | None, settings: Options | None = None
+    ) -> RingBackend:
+        """The backend of some ranks, which call this.  `limit`: seconds, also of its calls."""
         try:
             with self._lock:
                 subgroup = self.communicator.subgroup(ranks, timeout=limit)
         except collectives.CollectiveError as error:
             fail(error)
         subgroup.timeout = limit
-        made = type(self)(subgroup, self.settings)
-        return made if opts is None else registry.add(opts.group_name, made)
+        return type(self)(subgroup, settings or self.settings)
 
     @property
     def options(self) -> Any:

@@ -54,9 +54,8 @@ def _of_some(members: Sequence[int], timeout: float | None, options: Options | N
     """The backend of some ranks; only these call it."""
     default = default_backend()
     if default is not None:
-        subgroup = default.communicator.subgroup(members, timeout=timeout)
-        subgroup.timeout = timeout
-        return RingBackend(subgroup, options or default.settings)
+        assert isinstance(default, RingBackend), "no other backend is registered"
+        return default.of_some(members, timeout, options)
     world = launched.world()  # the default group has another backend
     everyone = world.Get_group()
     some = everyone.Incl(members)
