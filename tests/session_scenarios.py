@@ -30,6 +30,31 @@ def point_to_point_both_ways(comm: Communicator) -> None:
         work.wait()
 
 
+def a_probe_finds_messages_from_any_rank(comm: Communicator) -> None:
+    assert comm.probe(tag=4) is None
+    if comm.rank > 0:
+        comm.send(np.array([comm.rank]), 0, tag=5)
+    else:
+        senders = []
+        while len(senders) < comm.size - 1:
+            if (source := comm.probe(tag=5)) is not None:
+                assert comm.recv(np.empty(1, int), source, tag=5) == source
+                senders.append(source)
+        assert sorted(senders) == list(range(1, comm.size))
+    assert comm.probe(tag=5) is None
+
+
+def a_communicator_can_be_renamed(comm: Communicator) -> None:
+    part = comm.split(0)
+    assert part is not None
+    for name in ("data", "tensor"):
+        part.name = name
+        with comm.record() as ledger:
+            part.all_reduce(np.ones(2))
+        assert list(ledger.summary(by=("axis",))) == ([(name,)] if comm.size > 1 else [])
+    part.free()
+
+
 def tags_keep_messages_apart(comm: Communicator) -> None:
     if comm.size == 1:
         return
@@ -580,6 +605,8 @@ def mixed_calls_in_any_sizes(comm: Communicator) -> None:
 SCENARIOS = [
     mixed_calls_in_any_sizes,
     point_to_point_both_ways,
+    a_probe_finds_messages_from_any_rank,
+    a_communicator_can_be_renamed,
     tags_keep_messages_apart,
     receives_take_messages_in_the_order_posted,
     split_makes_working_groups,
