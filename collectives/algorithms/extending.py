@@ -99,9 +99,9 @@ def _made(
     **promises: Any,
 ) -> Algorithm:
     """The entry; costs without a formula are counted."""
-    cut = Formula(pieces, options)
+    cut = Formula(pieces, options).checked()
     costs: dict[str, Any] = {
-        cost: Formula(formulas[cost], options, is_cost=True)
+        cost: Formula(formulas[cost], options, is_cost=True).checked()
         if cost in formulas
         else Counted(cost, collective, function, options, cut)
         for cost in COSTS

@@ -6,7 +6,7 @@ import ast
 import math
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from types import CodeType
 from typing import Any, NamedTuple
@@ -86,12 +86,20 @@ class Formula:
         self, text: str, defaults: Mapping[str, Option] | None = None, *, is_cost: bool = False
     ) -> None:
         self.text, self.defaults, self._is_cost = text, dict(defaults or {}), is_cost
+
+    def checked(self) -> Formula:
+        """The formula itself.  Raises ValueError if it has no value for two ranks."""
         try:
-            exact = ast.fix_missing_locations(_Exact().visit(ast.parse(text, mode="eval")))
-            self._code: CodeType = compile(exact, f"<formula {text}>", "eval")
             self(p=2)
         except (SyntaxError, NameError, TypeError, LookupError, ArithmeticError) as error:
-            raise ValueError(f"formula {text!r}: {error}") from None
+            raise ValueError(f"formula {self.text!r}: {error}") from None
+        return self
+
+    @cached_property
+    def _code(self) -> CodeType:
+        """The compiled text.  A program needs few of the formulas, and importing compiles none."""
+        exact = ast.fix_missing_locations(_Exact().visit(ast.parse(self.text, mode="eval")))
+        return compile(exact, f"<formula {self.text}>", "eval")
 
     def __call__(self, p: int, n: int = 0, **options: Option) -> int | Fraction:
         """The value for `p` ranks and `n` bytes; an int if it is whole."""

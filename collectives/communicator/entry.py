@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from collectives.arrays import validation
 from collectives.communicator.communicator import Communicator
 from collectives.diagnostics import FlightRecorder
-from collectives.engines import ProgressThread, ThreadTransport, run_threads, shared_progress_thread
+from collectives.engines import (
+    ProgressThread,
+    ThreadTransport,
+    leave_out_networks,
+    run_threads,
+    shared_progress_thread,
+)
 from collectives.runtime import Mode, Session
 from collectives.schedule import Topology
 
@@ -47,6 +53,7 @@ def world(*, progress: str | None = None, check: Check = None) -> Communicator:
 
 @cache
 def _world(progress: str | None, mode: Mode | None) -> Communicator:
+    leave_out_networks()
     try:
         from mpi4py import MPI  # noqa: PLC0415 - importing the package must not start MPI
     except (ImportError, RuntimeError) as error:

@@ -4,6 +4,7 @@
 in Python; `staging` serves GPUs.
 """
 
+from collectives.engines.networks import leave_out_networks
 from collectives.engines.progress import ProgressThread, shared_progress_thread
 from collectives.engines.threads import ThreadTransport, run_threads
 from collectives.engines.transport import (
@@ -27,6 +28,7 @@ __all__ = [
     "Transport",
     "call_all",
     "deadline_in",
+    "leave_out_networks",
     "poll_until",
     "run_threads",
     "shared_progress_thread",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -33,6 +34,9 @@ _SPINS, _SPINS_BETWEEN_HOSTS, _SPINS_WHERE_CROWDED = 2000, 20, 4
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # set by Open MPI and MPICH
 
 
+_loader: threading.Thread | None = None
+
+
 class Loop(NamedTuple):
     """The compiled functions; see `executor.py`."""
 
@@ -41,9 +45,33 @@ class Loop(NamedTuple):
     fits: Callable[[int, int, int], bool]
 
 
-@cache
 def why_unavailable() -> str | None:
-    """The reason, as text, why the compiled loop cannot run programs; None if it can."""
+    """The reason, as text, why the compiled loop cannot run programs now; None if it can."""
+    if _loader is not None and _loader.is_alive():
+        return "compiled code is being loaded"
+    return _why_never_available()
+
+
+def load_in_background() -> None:
+    """Load the compiled loop in a thread.  Until that is done, Python runs the programs."""
+    global _loader
+    if _loader is None:
+        _loader = threading.Thread(target=_load, name="collectives loading")
+        _loader.start()
+        # In a child of this process that is forked meanwhile, the import would never end.
+        os.register_at_fork(before=_loader.join)
+
+
+def _load() -> None:
+    """Load the loop and the most used kernel."""
+    if _why_never_available() is None:
+        loop()
+        kernels.combine("add", np.dtype(np.float32))
+
+
+@cache
+def _why_never_available() -> str | None:
+    """The reason why the compiled loop can never run programs in this process."""
     if (reason := jit.why_unavailable()) is not None:
         return reason
     try:

@@ -115,7 +115,7 @@ class MpiTransport:
         comm = _call_by_deadline("split", partial(self.comm.Split, color, key), deadline)
         return None if ranks is None else MpiTransport(comm)
 
-    @cached_property
+    @property
     def max_wait(self) -> float:
         return 0.0 if self.why_interpreted else _MAX_WAIT
 

@@ -11,6 +11,7 @@ import sys
 from itertools import takewhile
 from typing import NoReturn
 
+from collectives.engines import leave_out_networks
 from collectives.launch import bootstrap
 from collectives.launch.drop_in import DropIn
 
@@ -27,6 +28,7 @@ def run_rank(command: list[str]) -> None:
     `command`: the program, after the options of this file.
     """
     drop_in, command = _drop_in(command)
+    leave_out_networks()
     _line_buffer_stdout()
     atexit.register(bootstrap.leave)
     atexit.register(drop_in.end)

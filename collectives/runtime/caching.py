@@ -140,9 +140,9 @@ def make_plan(
     `key`: the key under which its execution is cached for plans like it; None: not cached.
     """
     session.check()
+    is_compiled = is_fully_compiled(session.transport, spec, arrays)
     make = partial(session.runs.plan, spec)
     run = make(arrays, session.numbering.async_tag(call_id.number), call_id.number)
-    is_compiled = is_fully_compiled(session.transport, spec, arrays)
     next_tag = session.numbering.next_check_tag
     steps = partial(session.with_checks, run, spec, arrays, next_tag)
     plan = _plan(session, run, steps, arrays, result, is_compiled)
@@ -159,8 +159,8 @@ def make_message_plan(
 ) -> Plan:
     """The plan of a send, a receive, or both."""
     session.check()
-    run = session.runs.message_plan(ends_of(name, arrays, dest, source), arrays, tag)
     is_compiled = can_start_compiled(session.transport, arrays)
+    run = session.runs.message_plan(ends_of(name, arrays, dest, source), arrays, tag)
     return _plan(session, run, partial(_steps_of, run), arrays, arrays.target, is_compiled)
 
 

@@ -69,6 +69,9 @@ def _of_some(members: Sequence[int], timeout: float | None, options: Options | N
 
 def _wrapped(comm: Any, timeout: float | None, options: Options) -> RingBackend:
     """A backend over a duplicate of `comm`."""
+    from collectives.engines import compiled  # noqa: PLC0415 - it imports MPI
+
+    compiled.load_in_background()
     communicator = collectives.wrap(comm, timeout=timeout, progress="thread", check=options.check)
     session = communicator._session
     session.thread_delay = _DELAY

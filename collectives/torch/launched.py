@@ -14,6 +14,8 @@ from typing import Any
 from torch.distributed import TCPStore
 from torch.distributed.rendezvous import _rendezvous_handlers
 
+from collectives.engines import leave_out_networks
+
 # How Open MPI, MPICH and Slurm name what torchrun names thus.
 _NAMES = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
@@ -67,6 +69,7 @@ def _by_mpi(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tu
 
 def world() -> Any:
     """MPI's communicator of all processes of the job.  Raises RuntimeError if there is no MPI."""
+    leave_out_networks()
     try:
         from mpi4py import MPI  # noqa: PLC0415 - a script that only imports torch needs no MPI
     except (ImportError, RuntimeError) as error:

@@ -137,3 +137,19 @@ jit.why_unavailable()
 print("numba" in sys.modules)
 """
     assert output_of(program) == ["False", "True"]
+
+
+def test_a_child_that_is_forked_while_numba_is_imported_can_import_it() -> None:
+    """Without waiting, the child has the locks of a thread that it does not have."""
+    program = """
+import os, sys
+from collectives.engines import compiled
+compiled.load_in_background()
+print(compiled.why_unavailable())
+child = os.fork()
+if child == 0:
+    import numba
+    os._exit(0)
+print(os.waitpid(child, 0)[1], compiled.why_unavailable(), "numba" in sys.modules)
+"""
+    assert output_of(program) == ["compiled code is being loaded", "0 None True"]
