@@ -88,7 +88,7 @@ class Formula:
         self.text, self.defaults, self._is_cost = text, dict(defaults or {}), is_cost
 
     def checked(self) -> Formula:
-        """The formula itself.  Raises ValueError if it has no value for two ranks."""
+        """Return the formula itself.  Raises ValueError if it has no value for two ranks."""
         try:
             self(p=2)
         except (SyntaxError, NameError, TypeError, LookupError, ArithmeticError) as error:

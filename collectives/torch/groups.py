@@ -9,13 +9,13 @@ import collectives
 from collectives.torch import launched
 from collectives.torch.backend import RingBackend
 from collectives.torch.options import Options
-from collectives.torch.registry import add, default_backend
+from collectives.torch.registry import Registered, add, default_backend
 from collectives.torch.work import fail, seconds
 
 _DELAY = 2e-4  # seconds before the thread advances a call, because most are waited for at once
 
 
-def make(opts: Any, options: Any) -> RingBackend:
+def make(opts: Any, options: Any) -> Registered:
     """The backend of a new group, as PyTorch asks for it.  All members of the group call it."""
     if not isinstance(options, Options | None):
         raise TypeError(
@@ -50,11 +50,10 @@ def _of_all(rank: int, size: int, timeout: float | None, options: Options) -> Ri
     return made
 
 
-def _of_some(members: Sequence[int], timeout: float | None, options: Options | None) -> RingBackend:
+def _of_some(members: Sequence[int], timeout: float | None, options: Options | None) -> Registered:
     """The backend of some ranks; only these call it."""
     default = default_backend()
     if default is not None:
-        assert isinstance(default, RingBackend), "no other backend is registered"
         return default.of_some(members, timeout, options)
     world = launched.world()  # the default group has another backend
     everyone = world.Get_group()

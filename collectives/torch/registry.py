@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch import distributed
@@ -15,6 +16,11 @@ class Registered(Protocol):
 
     communicator: Communicator
     settings: Options
+
+    def of_some(
+        self, ranks: Sequence[int], limit: float | None, settings: Options | None = None
+    ) -> Registered:
+        """The backend of some ranks, which call this.  `limit`: seconds, also of its calls."""
 
 
 Made = TypeVar("Made", bound=Registered)
