@@ -40,8 +40,8 @@ COMMANDS = {
     "plot": "bench.plot",
     "speed": "bench.speed",
     "strategies": "bench.strategies",
-    "torch": "bench.torch",
-    "torch_traffic": "bench.torch_traffic",
+    "torch": "bench.torch.command",
+    "torch_traffic": "bench.torch.traffic",
     "tune": "bench.tune",
     "turns": "bench.turns",
 }

@@ -104,11 +104,11 @@ def _gloo(case: Case, buffers: Buffers) -> Contender:
     It gets the input itself, so that no copy counts against it; the input is overwritten before
     every sample anyhow.
     """
-    from bench import torch_groups  # noqa: PLC0415 - PyTorch is not installed everywhere
+    from bench.torch import groups  # noqa: PLC0415 - PyTorch is not installed everywhere
 
     assert (case.collective, case.op) == ("all_reduce", "sum") and buffers.x is not None
-    torch_groups.join(GLOO)
-    return Contender(torch_groups.all_reduce(buffers.x), torch_groups.leave, buffers.x)
+    groups.join(GLOO)
+    return Contender(groups.all_reduce(buffers.x), groups.leave, buffers.x)
 
 
 _OTHERS = {

@@ -44,6 +44,6 @@ def test_every_module_with_a_command_is_listed() -> None:
     }
     # Programs that a command starts, not a user.
     started = {"collectives.launch.bootstrap", "bench.starting", "bench.sweep", "bench.gpu",
-               "bench.moe_ranks", "bench.torch_ranks", "bench.torch_start",
-               "bench.torch_traffic_ranks"}  # fmt: skip
+               "bench.moe_ranks", "bench.torch.ranks", "bench.torch.start",
+               "bench.torch.traffic_ranks"}  # fmt: skip
     assert with_main - started == {"collectives", *COMMANDS}

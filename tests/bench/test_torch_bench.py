@@ -11,31 +11,29 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import torch as command
-from bench import torch_cases, torch_start
 from bench.__main__ import main, parsed
 from bench.case import GLOO
 from bench.jobs import environment
-from bench.torch_cases import CALLS, DDP, FSDP, PARTS, RING, START, Both
-from bench.torch_steps import num_wrong
+from bench.torch import cases, command, start
+from bench.torch.cases import CALLS, DDP, FSDP, PARTS, RING, START, Both
+from bench.torch.steps import num_wrong
 from collectives.launch import bootstrap, launch
 
-# Runs the first job, but with "ring" no rank hears of the others.
+# Runs the first job, but the group of "ring" has no other rank.
 ALONE = """
 import sys
-from torch.distributed import group
-from bench import torch_groups, torch_ranks, torch_steps
+from torch import distributed
+from bench.torch import groups, ranks
 
-def unless_ring(make):
-    return lambda what, of: make(what, of) if of is not group.WORLD else alone(what)
+join_all = groups.join_all
 
-def alone(what):
-    return what if hasattr(what, "parameters") else lambda: None
+def join_alone():
+    joined = join_all()
+    alone, _ = distributed.new_subgroups(group_size=1)
+    return joined | {"ring": alone}
 
-torch_groups.all_reduce = unless_ring(torch_groups.all_reduce)
-for kind, make in torch_steps.KINDS.items():
-    torch_steps.KINDS[kind] = unless_ring(make)
-sys.exit(torch_ranks.main(sys.argv[1:]))
+groups.join_all = join_alone
+sys.exit(ranks.main(sys.argv[1:]))
 """
 
 
@@ -56,13 +54,13 @@ def rows(table) -> list[tuple[str, ...]]:
 
 def test_a_ratio_is_gloos_time_over_ours():
     assert both(8, ring=2.0, gloo=5.0).ratio == 2.5
-    found = torch_cases.as_dict({DDP: [both(32, 1.0, 2.0), both(64, 1.0, 8.0)]})
+    found = cases.as_dict({DDP: [both(32, 1.0, 2.0), both(64, 1.0, 8.0)]})
     assert [each["ratio"] for each in found[DDP]] == [2.0, 8.0]
     assert found["geometric_mean"] == {DDP: pytest.approx(4.0)}
 
 
 def test_the_table_has_a_line_for_each_case_and_one_for_the_mean():
-    made = torch_cases.table(PARTS[CALLS], [both(8, 2e-6, 4e-6), both(64, 1e-6, 8e-6, wrong=3)])
+    made = cases.table(PARTS[CALLS], [both(8, 2e-6, 4e-6), both(64, 1e-6, 8e-6, wrong=3)])
     assert [column.header for column in made.columns] == [
         "size (B)", "ring", "gloo", "gloo / ring", "wrong",
     ]  # fmt: skip
@@ -74,16 +72,16 @@ def test_the_table_has_a_line_for_each_case_and_one_for_the_mean():
 
 
 def test_of_the_start_there_is_no_mean_and_no_check():
-    made = torch_cases.table(PARTS[START], [both(2, 0.5, 1.0, wrong=None)])
+    made = cases.table(PARTS[START], [both(2, 0.5, 1.0, wrong=None)])
     assert rows(made) == [("2", "500.00", "1000.00", "2.00", "-")]
 
 
 def test_only_parts_that_were_measured_have_tables():
-    assert torch_cases.found_in({}) == {}
-    found = torch_cases.found_in({"mpi": "MPI", FSDP: [both(32, 1.0, 2.0)._asdict()]})
+    assert cases.found_in({}) == {}
+    found = cases.found_in({"mpi": "MPI", FSDP: [both(32, 1.0, 2.0)._asdict()]})
     assert found == {FSDP: [both(32, 1.0, 2.0)]}
     found[START] = []  # a job has failed
-    assert [title for title, _ in torch_cases.tables(found)] == [PARTS[FSDP].title]
+    assert [title for title, _ in cases.tables(found)] == [PARTS[FSDP].title]
 
 
 # The command line
@@ -117,7 +115,7 @@ def test_without_torch_what_to_install_is_said(monkeypatch, capsys):
 
 def test_the_ranks_get_the_options():
     words = command.command([CALLS], options("--sizes", "8,1M", "--hidden", "64", "-n", "7"))
-    assert words[:4] == ["-m", "bench.torch_ranks", "--part", CALLS]
+    assert words[:4] == ["-m", "bench.torch.ranks", "--part", CALLS]
     given = dict(zip(words[4::2], words[5::2], strict=True))
     assert given["--sizes"] == "8,1048576" and given["--hidden"] == "64" and given["-n"] == "7"
 
@@ -139,7 +137,7 @@ class FakeJobs:
 
 def test_backends_take_turns_to_start_and_medians_count():
     jobs = FakeJobs()
-    (found,) = torch_start.both(jobs, ranks=2, count=5)
+    (found,) = start.both(jobs, ranks=2, count=5)
     pairs = [set(jobs.backends[i : i + 2]) for i in range(0, 10, 2)]
     assert pairs == [{RING, GLOO}] * 5
     third = {name: float(5 + jobs.backends[4:6].index(name)) for name in (RING, GLOO)}
@@ -147,14 +145,14 @@ def test_backends_take_turns_to_start_and_medians_count():
 
 
 def test_a_start_that_fails_gives_no_times():
-    assert torch_start.both(FakeJobs(failing=2), ranks=2, count=5) == []
+    assert start.both(FakeJobs(failing=2), ranks=2, count=5) == []
 
 
 def test_gloo_is_told_its_ranks_as_torchrun_does(monkeypatch):
     for name in bootstrap.RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(bootstrap.RANK_VARIABLES[-1], "1")
-    given = torch_start.as_torchrun(argparse.Namespace(ranks=3, port=1234))
+    given = start.as_torchrun(argparse.Namespace(ranks=3, port=1234))
     assert (given["RANK"], given["WORLD_SIZE"], given["MASTER_PORT"]) == ("1", "3", "1234")
 
 
@@ -176,10 +174,10 @@ def test_ranks_that_do_not_hear_of_each_other_fail(tmp_path):
     words += [word for part in (CALLS, DDP, FSDP) for word in ("--part", part)]
     done = launch(2, words, env=environment(), timeout=100, capture=True)
     assert done.returncode == 1, done.stdout + done.stderr
-    found = torch_cases.found_in(json.loads(path.read_text()))
+    found = cases.found_in(json.loads(path.read_text()))
     assert found.keys() == {CALLS, DDP, FSDP}
-    for cases in found.values():
-        assert all(each.wrong for each in cases)
+    for measured in found.values():
+        assert all(each.wrong for each in measured)
 
 
 def test_a_quick_run_measures_everything_on_two_ranks(tmp_path, capfd):

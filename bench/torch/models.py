@@ -1,41 +1,51 @@
-"""A small transformer in PyTorch whose layers tensor parallelism can divide."""
+"""A small transformer in PyTorch whose linear layers tensor parallelism can divide."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
-HIDDEN, HEADS, BLOCKS, VOCABULARY = 32, 4, 2, 64
-ROWS, CONTEXT = 4, 16  # of a rank
+from bench.torch.cases import HEADS
+
+BLOCKS = 2
+
+
+class Sizes(NamedTuple):
+    """The sizes of a model, and of the tokens on which a rank trains it in a step."""
+
+    hidden: int
+    vocabulary: int = 256
+    context: int = 32
+    rows: int = 4
 
 
 class Attention(nn.Module):  # type: ignore[misc]
     """Causal attention of the heads that this rank has."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
+        self.head_size = hidden // HEADS
         for name in ("query", "key", "value", "out"):
-            setattr(self, name, nn.Linear(HIDDEN, HIDDEN))
+            setattr(self, name, nn.Linear(hidden, hidden))
 
     def forward(self, x: Any) -> Any:
         heads = (self._heads(each(x)) for each in (self.query, self.key, self.value))
         mixed = scaled_dot_product_attention(*heads, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
-    @staticmethod
-    def _heads(x: Any) -> Any:
-        return x.unflatten(2, (-1, HIDDEN // HEADS)).transpose(1, 2)
+    def _heads(self, x: Any) -> Any:
+        return x.unflatten(2, (-1, self.head_size)).transpose(1, 2)
 
 
 class Mlp(nn.Module):  # type: ignore[misc]
     """Two linear layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Any) -> Any:
         return self.down(gelu(self.up(x)))
@@ -44,10 +54,10 @@ class Mlp(nn.Module):  # type: ignore[misc]
 class Block(nn.Module):  # type: ignore[misc]
     """Attention and an MLP, each behind a layer norm and beside a residual connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(HIDDEN), Attention()
-        self.norm2, self.mlp = nn.LayerNorm(HIDDEN), Mlp()
+        self.norm1, self.attention = nn.LayerNorm(hidden), Attention(hidden)
+        self.norm2, self.mlp = nn.LayerNorm(hidden), Mlp(hidden)
 
     def forward(self, x: Any) -> Any:
         x = x + self.attention(self.norm1(x))
@@ -57,11 +67,12 @@ class Block(nn.Module):  # type: ignore[misc]
 class Transformer(nn.Module):  # type: ignore[misc]
     """Embedding, blocks and a head, in the order in which they compute."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(HIDDEN, VOCABULARY)
+        self.sizes = sizes
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.layers = nn.ModuleList(Block(sizes.hidden) for _ in range(BLOCKS))
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary)
 
     def forward(self, tokens: Any) -> Any:
         x = self.embedding(tokens)
@@ -70,16 +81,7 @@ class Transformer(nn.Module):  # type: ignore[misc]
         return self.head(x.flatten(0, 1))
 
 
-def transformer() -> Transformer:
+def transformer(sizes: Sizes) -> Transformer:
     """The same model on every rank and in every call."""
     torch.manual_seed(0)
-    return Transformer()
-
-
-def step(model: Any, optimizer: Any) -> None:
-    """Train it by one step, on the same tokens on every rank."""
-    random = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randint(VOCABULARY, (2, ROWS, CONTEXT), generator=random)
-    cross_entropy(model(inputs), targets.flatten()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    return Transformer(sizes)

@@ -11,14 +11,16 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 import collectives.torch
-from bench.torch_models import step, transformer
-from bench.torch_strategies import ALGORITHM, STRATEGIES, Strategy
+from bench.torch.models import Sizes, transformer
+from bench.torch.steps import TrainingStep
+from bench.torch.strategies import ALGORITHM, STRATEGIES, Strategy
 from collectives import Ledger
 from collectives.torch import Options
 from parallel import PredictedCall, TrafficMismatch, TrafficMonitor, TrafficTable
 from parallel.cli import console_of, print_table, table_with
 
 ALGORITHMS = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), ALGORITHM)
+SIZES = Sizes(hidden=32, vocabulary=64, context=16)
 WARM_UP = 2  # steps before the one that is recorded: DDP chooses its buckets anew after the first
 TOGETHER = "together"
 
@@ -57,15 +59,14 @@ def main() -> int:
 def trained(strategy: Strategy, monitor: TrafficMonitor) -> Trained:
     """Train some steps, and record the last one."""
     size = distributed.get_world_size()
-    model = transformer()
+    model = transformer(SIZES)
     calls = strategy.predicted(model, size)
     mesh = init_device_mesh("cpu", strategy.shape(size), mesh_dim_names=strategy.names)
-    model = strategy.divide(model, mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    step = TrainingStep(strategy.divide(model, mesh), SIZES, seed=0)
     for _ in range(WARM_UP):
-        step(model, optimizer)
-    with monitor.phase(strategy.name), collectives.torch.record(model) as ledger:
-        step(model, optimizer)
+        step()
+    with monitor.phase(strategy.name), collectives.torch.record(step.model) as ledger:
+        step()
     return Trained(strategy, calls, ledger.gather())
 
 

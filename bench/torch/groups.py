@@ -11,7 +11,7 @@ from torch import distributed
 
 import collectives.torch  # noqa: F401 - registers "ring", and lets all backends meet through MPI
 from bench.oracle import Array
-from bench.torch_cases import BACKENDS
+from bench.torch.cases import BACKENDS
 
 
 def join(backend: str) -> None:

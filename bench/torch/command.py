@@ -29,11 +29,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench import sizes, torch_cases, torch_start
+from bench import sizes
 from bench.docs.provenance import provenance
 from bench.jobs import Jobs, has_mpi
 from bench.options import Add, add_effort, output, seconds
-from bench.torch_cases import HEADS, PARTS, START, Both
+from bench.torch import cases, start
+from bench.torch.cases import HEADS, PARTS, START, Both
 from collectives.launch import find_mpirun
 from parallel.cli import at_least, console_of, print_table
 
@@ -52,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("-g", "--ngpus", dest="ranks", type=at_least(1), default=RANKS, metavar="N",
         help="ranks of its jobs, which are started here; default: %(default)s")  # fmt: skip
     add_measured(add)
-    add("--jobs", type=at_least(1), default=torch_start.JOBS, metavar="N",
+    add("--jobs", type=at_least(1), default=start.JOBS, metavar="N",
         help="of each backend, whose start is measured; default: %(default)s")  # fmt: skip
     add("--timeout", type=seconds, default=600.0, metavar="S",
         help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
@@ -96,12 +97,12 @@ def run(options: argparse.Namespace) -> int:
         found = measured(jobs, options)
     mpi = jobs.results.get(JOB, {}).get("mpi", find_mpirun().vendor)
     jobs.title(f"{mpi}, torch {version('torch')}, {options.ranks} ranks")
-    for title, table in torch_cases.tables(found):
+    for title, table in cases.tables(found):
         console.print(f"\n{title}", markup=False)
         print_table(table, console)
     if options.json is not None:
         result = {"mpi": mpi, "torch": version("torch"), "ranks": options.ranks}
-        result |= torch_cases.as_dict(found) | {"statuses": jobs.statuses}
+        result |= cases.as_dict(found) | {"statuses": jobs.statuses}
         result["provenance"] = provenance(["collectives"])
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(any(jobs.statuses.values()))
@@ -112,10 +113,10 @@ def measured(jobs: Jobs, options: argparse.Namespace) -> dict[str, list[Both]]:
     parts = options.parts or list(PARTS)
     found: dict[str, list[Both]] = {}
     if on_ranks := [part for part in parts if part != START]:
-        found |= torch_cases.found_in(jobs.run(JOB, options.ranks, command(on_ranks, options))[1])
+        found |= cases.found_in(jobs.run(JOB, options.ranks, command(on_ranks, options))[1])
     if START in parts:
-        count = torch_start.QUICK if options.quick else options.jobs
-        found[START] = torch_start.both(jobs, options.ranks, count)
+        count = start.QUICK if options.quick else options.jobs
+        found[START] = start.both(jobs, options.ranks, count)
     return found
 
 
@@ -130,4 +131,4 @@ def command(parts: Sequence[str], options: argparse.Namespace) -> list[str]:
     }
     amounts = [word for name, value in given.items() for word in (name, str(value))]
     chosen = [word for part in parts for word in ("--part", part)]
-    return ["-m", "bench.torch_ranks", *chosen, *(QUICK if options.quick else amounts)]
+    return ["-m", "bench.torch.ranks", *chosen, *(QUICK if options.quick else amounts)]

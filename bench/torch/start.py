@@ -1,6 +1,6 @@
 """Measure how long PyTorch takes from the start of Python to the end of its first all_reduce.
 
-    python -m collectives.launch -n 2 -m bench.torch_start --backend ring --json times.json
+    python -m collectives.launch -n 2 -m bench.torch.start --backend ring --json times.json
 
 Each backend needs a job of its own, because only the first call of a process counts.  The ranks
 replace themselves by a Python that has imported nothing yet.  "ring" finds the ranks through MPI.
@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from bench.case import GLOO
 from bench.jobs import Jobs
-from bench.torch_cases import BACKENDS, START, Both
+from bench.torch.cases import BACKENDS, START, Both
 from collectives.launch import bootstrap
 
 QUICK, JOBS = 1, 5  # of each backend
@@ -63,7 +63,7 @@ def both(jobs: Jobs, ranks: int, count: int) -> list[Both]:
 
 def command(backend: str, ranks: int) -> list[str]:
     """What the ranks of a job run."""
-    words = ["-m", "bench.torch_start", "--backend", backend]
+    words = ["-m", "bench.torch.start", "--backend", backend]
     return words if backend != GLOO else [*words, "--ranks", str(ranks), "--port", str(free_port())]
 
 
@@ -78,7 +78,7 @@ def free_port() -> int:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Become the program that is measured."""
-    parse = argparse.ArgumentParser("python -m bench.torch_start", description=__doc__)
+    parse = argparse.ArgumentParser("python -m bench.torch.start", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parse.add_argument
     add("--backend", choices=BACKENDS, required=True)

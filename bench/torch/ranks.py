@@ -1,6 +1,6 @@
 """Times the calls and training steps of the torch command on the ranks of one job.
 
-    python -m collectives.launch -n 2 -m bench.torch_ranks --sizes 8,64K --json times.json
+    python -m collectives.launch -n 2 -m bench.torch.ranks --sizes 8,64K --json times.json
 
 The exit status is 1 if any element of a result is wrong, or if models that were trained by
 different backends differ.
@@ -15,21 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
+from torch.distributed.device_mesh import DeviceMesh
 
-from bench import torch_groups
 from bench.case import Buffers, Case, in_place
 from bench.others import FP32
 from bench.perf import check_output, mpi_version
 from bench.side_by_side import outcomes
 from bench.sizes import text, whole_blocks
 from bench.timing import Effort, times
-from bench.torch import add_measured
-from bench.torch_cases import CALLS, Both
-from bench.torch_steps import KINDS, TrainingStep, num_wrong
+from bench.torch import groups
+from bench.torch.cases import CALLS, DDP, FSDP, Both
+from bench.torch.command import add_measured
+from bench.torch.models import Sizes, transformer
+from bench.torch.steps import TrainingStep, num_wrong
+from bench.torch.strategies import ddp, fsdp
 from bench.ways import Contender, nothing
 from parallel.cli import console_of
 
 World = MPI.COMM_WORLD
+KINDS = {DDP: ddp, FSDP: fsdp}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,14 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
     if World.rank == 0:
         cases = {name: [each._asdict() for each in both] for name, both in found.items()}
         options.json.write_text(json.dumps({"mpi": mpi_version(), **cases}))
-    torch_groups.leave()
+    groups.leave()
     World.Barrier()  # a launcher may end the job at the first failing rank; let rank 0 write
     return int(any(each.wrong for cases in found.values() for each in cases))
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parse = argparse.ArgumentParser("python -m bench.torch_ranks", description=__doc__)
+    parse = argparse.ArgumentParser("python -m bench.torch.ranks", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     parse.add_argument("--json", type=Path, required=True, metavar="FILE", help="for the times")
     add_measured(parse.add_argument)
@@ -65,7 +69,7 @@ class Ranks:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.effort = Effort(options.warmup, options.samples, options.seconds)
-        self.groups = torch_groups.join_all()
+        self.groups = groups.join_all()
 
     def run(self) -> dict[str, list[Both]]:
         """All of them."""
@@ -93,7 +97,7 @@ class Ranks:
 
     def trained(self, kind: str, hidden: int) -> Both:
         """A training step by every group, each with a model of its own."""
-        steps = {name: TrainingStep(kind, hidden, group) for name, group in self.groups.items()}
+        steps = {name: training_step(kind, hidden, group) for name, group in self.groups.items()}
         found = times(list(steps.values()), None, is_small=False, effort=self.effort)
         wrong = int(World.allreduce(num_wrong(steps)))
         return Both(hidden, dict(zip(steps, found, strict=True)), wrong)
@@ -102,7 +106,13 @@ class Ranks:
 def contender(buffers: Buffers, group: Any) -> Contender:
     """A group's all-reduce, in place as all of PyTorch's are."""
     assert buffers.x is not None, "every rank of an all-reduce has an input"
-    return Contender(torch_groups.all_reduce(buffers.x, group), nothing, buffers.x)
+    return Contender(groups.all_reduce(buffers.x, group), nothing, buffers.x)
+
+
+def training_step(kind: str, hidden: int, group: Any) -> TrainingStep:
+    """Of a model that is divided among a group; every rank has tokens of its own."""
+    sizes, mesh = Sizes(hidden), DeviceMesh.from_group(group, "cpu")
+    return TrainingStep(KINDS[kind](transformer(sizes), mesh), sizes, seed=World.rank)
 
 
 if __name__ == "__main__":

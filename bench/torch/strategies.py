@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.torch_models import CONTEXT, HIDDEN, ROWS
 from parallel import PredictedCall
 
 ALGORITHM, ITEMSIZE = "ring", 4
@@ -87,9 +87,9 @@ class Strategy(NamedTuple):
 # Data parallelism
 
 
-def ddp(model: Any, mesh: Any) -> Any:
+def ddp(model: Any, mesh: Any, **how: Any) -> Any:
     """Every rank has all parameters; gradients are averaged in buckets."""
-    return DistributedDataParallel(model, process_group=mesh.get_group(), bucket_cap_mb=BUCKET)
+    return DistributedDataParallel(model, process_group=mesh.get_group(), **how)
 
 
 def ddp_calls(model: Any, axes: Axes) -> Calls:
@@ -113,11 +113,6 @@ def fsdp(model: Any, mesh: Any, **how: Any) -> Any:
     return fully_shard(model, mesh=mesh, **how)
 
 
-def fsdp_keeping(model: Any, mesh: Any) -> Any:
-    """The same, but parameters are kept from the forward pass to the backward pass."""
-    return fsdp(model, mesh, reshard_after_forward=False)
-
-
 def units_of(model: Any) -> dict[str, int]:
     """The elements of what FSDP gathers at once: each block, and the rest of the model."""
     layers = {f"/layers.{k}": num_elements(layer) for k, layer in enumerate(model.layers)}
@@ -138,14 +133,9 @@ def sharded(units: dict[str, int], axis: Axis, *, keeps: bool = False) -> Calls:
         yield axis.call(f"backward{unit}", "reduce_scatter", size)
 
 
-def fsdp_calls(model: Any, axes: Axes) -> Calls:
-    """Two all-gathers and a reduce-scatter for each block."""
-    return sharded(units_of(model), axes["dp"])
-
-
-def fsdp_keeping_calls(model: Any, axes: Axes) -> Calls:
-    """One all-gather and a reduce-scatter for each unit."""
-    return sharded(units_of(model), axes["dp"], keeps=True)
+def fsdp_calls(model: Any, axes: Axes, *, keeps: bool = False) -> Calls:
+    """Two all-gathers and a reduce-scatter for each block; if it `keeps` parameters, one."""
+    return sharded(units_of(model), axes["dp"], keeps=keeps)
 
 
 def hsdp_calls(model: Any, axes: Axes) -> Calls:
@@ -180,7 +170,8 @@ def tensor_calls(model: Any, axes: Axes, inputs: Sequence[str] = COLUMNS) -> Cal
     """An all-reduce of activations behind each row-divided layer, and one of the gradient of each
     input of a column-divided one.
     """
-    activations = ROWS * CONTEXT * HIDDEN
+    sizes = model.sizes
+    activations = sizes.rows * sizes.context * sizes.hidden
     outputs = [f"forward/layers.{{}}.{name}" for name in ("attention.out", "mlp.down")]
     for phase in [*outputs, *(f"backward/layers.{{}}.{name}" for name in inputs)]:
         for k in range(len(model.layers)):
@@ -217,9 +208,14 @@ def part_of(layer: Any, size: int) -> int:
 
 
 STRATEGIES = (
-    Strategy("DDP", ("dp",), ddp, ddp_calls),
+    Strategy("DDP", ("dp",), partial(ddp, bucket_cap_mb=BUCKET), ddp_calls),
     Strategy("FSDP2", ("dp",), fsdp, fsdp_calls),
-    Strategy("FSDP2, kept", ("dp",), fsdp_keeping, fsdp_keeping_calls),
+    Strategy(
+        "FSDP2, kept",
+        ("dp",),
+        partial(fsdp, reshard_after_forward=False),
+        partial(fsdp_calls, keeps=True),
+    ),
     Strategy("HSDP", ("replicate", "shard"), fsdp, hsdp_calls),
     Strategy("TP", ("tp",), tensor, tensor_calls),
     Strategy("TP, one input", ("tp",), tensor_sharing, tensor_sharing_calls),

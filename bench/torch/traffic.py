@@ -15,7 +15,7 @@ import sys
 from importlib.util import find_spec
 
 from bench.jobs import environment, has_mpi
-from bench.torch import NO_TORCH
+from bench.torch.command import NO_TORCH
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
 from collectives.launch.mpirun import find_mpirun
@@ -39,7 +39,7 @@ def run(_: argparse.Namespace) -> int:
     if not has_mpi(console_of(0)):
         return 2
     counts = find_mpirun().vendor == "openmpi"
-    program = ["-m", "bench.torch_traffic_ranks"]
+    program = ["-m", "bench.torch.traffic_ranks"]
     return launch(
         RANKS,
         program,
