@@ -58,6 +58,14 @@ def test_a_script_for_torchrun_finds_its_variables(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == [f"{rank} 3 {rank} 3" for rank in range(3)]
 
 
+def test_the_library_may_be_imported_before_torch(tmp_path: Path) -> None:
+    """The imports in alphabetical order."""
+    program = "import collectives.torch\nimport torch.distributed as dist\n"
+    program += "dist.init_process_group('ring')\nprint(dist.get_world_size())\n"
+    done = run(program, tmp_path)
+    assert done.stdout == "2\n2\n", done.stderr
+
+
 ONE_OF_TWO = """
 import torch.distributed as dist
 import collectives.torch
@@ -210,6 +218,77 @@ def test_a_future_fails_at_the_time_limit_although_nobody_waits(tmp_path: Path) 
     done = run(NOBODY_WAITS, tmp_path, 3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("waited 0.5 s") == 2 and "from rank 2" in done.stdout
+
+
+AFTER_A_LIMIT = """
+import time, torch, torch.distributed as dist
+from datetime import timedelta
+for attempt in range(2):
+    dist.init_process_group("ring", timeout=timedelta(seconds=0.5))
+    x = torch.ones(2)
+    try:
+        if attempt == 0 and dist.get_rank() == 0:
+            time.sleep(1)
+        else:
+            dist.all_reduce(x)
+            print(x[0].item())
+    except dist.DistBackendError as error:
+        print("late")
+    dist.destroy_process_group()
+"""
+
+
+def test_a_group_can_end_after_a_time_limit_and_another_one_begin(tmp_path: Path) -> None:
+    done = run(AFTER_A_LIMIT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["2.0", "2.0", "late"]
+
+
+LEFT_MESSAGES = """
+import torch, torch.distributed as dist
+for value in (7.0, 5.0):
+    dist.init_process_group("ring")
+    found, parts = torch.zeros(2), [torch.full((2,), value)] * 2
+    try:
+        is_mistaken = value == 7.0 or dist.get_rank() == 0
+        dist.scatter(found, parts if is_mistaken else None, 0)
+    except ValueError:
+        print("refused")
+    dist.destroy_process_group()
+print(found.tolist())
+"""
+
+
+def test_messages_that_an_error_has_left_do_not_reach_the_next_group(tmp_path: Path) -> None:
+    """MPI may give the communicator of the next group the number of the last one."""
+    done = run(LEFT_MESSAGES, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[5.0, 5.0]", "[5.0, 5.0]", "refused"]
+
+
+MISSING = """
+import time, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("ring")
+limit = timedelta(seconds=0.5)
+dist.monitored_barrier(timeout=limit)
+if dist.get_rank() < 2:
+    try:
+        dist.monitored_barrier(timeout=limit)
+    except dist.DistBackendError as error:
+        print(error)
+time.sleep(1)
+"""
+
+
+@with_backends
+def test_a_monitored_barrier_names_all_ranks_that_have_not_come(tmp_path: Path) -> None:
+    lines = run(MISSING, tmp_path, 4).stdout.splitlines()
+    assert sorted(lines) == [
+        "rank 1 has come to the monitored barrier, but rank 0 has not said within 0.5 s that all "
+        "have; the error on rank 0 names the others",
+        "ranks 2, 3 have not come to the monitored barrier within 0.5 s",
+    ]
 
 
 # The page

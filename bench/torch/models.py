@@ -78,7 +78,7 @@ class Transformer(nn.Module):  # type: ignore[misc]
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x.flatten(0, 1))
+        return self.head(x)
 
 
 def transformer(sizes: Sizes) -> Transformer:

@@ -31,7 +31,8 @@ class TrainingStep:
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
-        loss = cross_entropy(self.model(self.inputs), self.targets.flatten())
+        logits = self.model(self.inputs).flatten(0, 1)
+        loss = cross_entropy(logits, self.targets.flatten())
         loss.backward()
         self.optimizer.step()
         self.loss = loss.item()

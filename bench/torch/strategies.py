@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +27,7 @@ from parallel import PredictedCall
 
 ALGORITHM, ITEMSIZE = "ring", 4
 COLUMNS = "attention.query", "attention.key", "attention.value", "mlp.up"
+LAST = {"attention": "attention.out", "mlp": "mlp.down"}  # divided by rows, of each part of a block
 BUCKET = 0.05  # MiB
 Groups = tuple[tuple[int, ...], ...]
 
@@ -152,7 +154,7 @@ def hsdp_calls(model: Any, axes: Axes) -> Calls:
 def tensor(model: Any, mesh: Any) -> Any:
     """Linear layers are divided by columns and then by rows, as in Megatron."""
     plan = {name: ColwiseParallel() for name in COLUMNS}
-    plan |= {"attention.out": RowwiseParallel(), "mlp.down": RowwiseParallel()}
+    plan |= {name: RowwiseParallel() for name in LAST.values()}
     for layer in model.layers:
         parallelize_module(layer, mesh, plan)
     return model
@@ -162,7 +164,7 @@ def tensor_sharing(model: Any, mesh: Any) -> Any:
     """The same, with one distributed tensor as the input of query, key and value."""
     one = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
     for layer in tensor(model, mesh).layers:
-        parallelize_module(layer, mesh, {"attention": one, "mlp": one})
+        parallelize_module(layer, mesh, dict.fromkeys(LAST, one))
     return model
 
 
@@ -170,17 +172,61 @@ def tensor_calls(model: Any, axes: Axes, inputs: Sequence[str] = COLUMNS) -> Cal
     """An all-reduce of activations behind each row-divided layer, and one of the gradient of each
     input of a column-divided one.
     """
-    sizes = model.sizes
-    activations = sizes.rows * sizes.context * sizes.hidden
-    outputs = [f"forward/layers.{{}}.{name}" for name in ("attention.out", "mlp.down")]
+    outputs = [f"forward/layers.{{}}.{name}" for name in LAST.values()]
     for phase in [*outputs, *(f"backward/layers.{{}}.{name}" for name in inputs)]:
         for k in range(len(model.layers)):
-            yield axes["tp"].call(phase.format(k), "all_reduce", activations)
+            yield axes["tp"].call(phase.format(k), "all_reduce", num_activations(model))
 
 
 def tensor_sharing_calls(model: Any, axes: Axes) -> Calls:
     """Two all-reduces for each block in each direction, as the papers count."""
-    return tensor_calls(model, axes, inputs=("attention", "mlp"))
+    return tensor_calls(model, axes, inputs=tuple(LAST))
+
+
+def num_activations(model: Any) -> int:
+    """The elements that a rank has between two layers."""
+    sizes = model.sizes
+    return int(sizes.rows * sizes.context * sizes.hidden)
+
+
+# Tensor and sequence parallelism
+
+
+def sequence(model: Any, mesh: Any) -> Any:
+    """Where linear layers are not divided, ranks have parts of the sequence, as in Megatron."""
+    tokens, whole = Shard(1), Replicate()
+    gathered = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
+    plan: dict[str, Any] = {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
+    plan |= {**dict.fromkeys(LAST, gathered), **{name: ColwiseParallel() for name in COLUMNS}}
+    plan |= {name: RowwiseParallel(output_layouts=tokens) for name in LAST.values()}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)
+    ends = {
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=tokens),
+        "head": ColwiseParallel(input_layouts=tokens, output_layouts=whole),
+    }
+    return parallelize_module(model, mesh, ends)
+
+
+def sequence_calls(model: Any, axes: Axes) -> Calls:
+    """A gather in front of each divided part and a reduce-scatter behind it, and the reverse in
+    the backward pass; the optimizer sums the gradients of the norms.
+    """
+    call, activations = axes["tp"].call, num_activations(model)
+    yield call("forward/embedding", "reduce_scatter", activations)
+    yield call("backward/embedding", "all_gather", activations)
+    for k, layer in enumerate(model.layers):
+        for part, last in LAST.items():
+            yield call(f"forward/layers.{k}.{part}", "all_gather", activations)
+            yield call(f"forward/layers.{k}.{last}", "reduce_scatter", activations)
+            yield call(f"backward/layers.{k}.{last}", "all_gather", activations)
+            yield call(f"backward/layers.{k}.{part}", "reduce_scatter", activations)
+        for parameter in (*layer.norm1.parameters(), *layer.norm2.parameters()):
+            yield call("optimizer", "all_reduce", parameter.numel())
+    sizes = model.sizes
+    yield call("forward/head", "all_gather", activations)
+    yield call("forward/head", "all_gather", sizes.rows * sizes.context * sizes.vocabulary)
+    yield call("backward/head", "reduce_scatter", activations)
 
 
 # Both
@@ -188,7 +234,7 @@ def tensor_sharing_calls(model: Any, axes: Axes) -> Calls:
 
 def fsdp_tensor(model: Any, mesh: Any) -> Any:
     """Each block is divided among the ranks of a row of the mesh, and its parts among columns."""
-    return fsdp(tensor(model, mesh["tp"]), mesh["dp"])
+    return fsdp(tensor_sharing(model, mesh["tp"]), mesh["dp"])
 
 
 def fsdp_tensor_calls(model: Any, axes: Axes) -> Calls:
@@ -197,12 +243,12 @@ def fsdp_tensor_calls(model: Any, axes: Axes) -> Calls:
     for k, layer in enumerate(model.layers):
         units[f"/layers.{k}"] = part_of(layer, axes["tp"].size)
     yield from sharded(units, axes["dp"])
-    yield from tensor_calls(model, axes)
+    yield from tensor_sharing_calls(model, axes)
 
 
 def part_of(layer: Any, size: int) -> int:
     """The elements of a block on one of `size` ranks: norms and biases of rows are not divided."""
-    whole = ("norm1", "norm2", "attention.out.bias", "mlp.down.bias")
+    whole = ("norm1", "norm2", *(f"{name}.bias" for name in LAST.values()))
     parameters = layer.named_parameters()
     return sum(p.numel() // (1 if name.startswith(whole) else size) for name, p in parameters)
 
@@ -219,5 +265,6 @@ STRATEGIES = (
     Strategy("HSDP", ("replicate", "shard"), fsdp, hsdp_calls),
     Strategy("TP", ("tp",), tensor, tensor_calls),
     Strategy("TP, one input", ("tp",), tensor_sharing, tensor_sharing_calls),
+    Strategy("TP and SP", ("tp",), sequence, sequence_calls),
     Strategy("FSDP2 x TP", ("dp", "tp"), fsdp_tensor, fsdp_tensor_calls),
 )

@@ -11,6 +11,10 @@ MPI's tags are divided into four quarters:
 All blocking calls have the same tag, so their executions can be reused.  One tag is enough: on
 every rank they run one after the other, and messages between two ranks with the same tag arrive in
 the order in which they were sent.
+
+A communicator whose ranks may go on after an error that only some of them had (`mix`) gives every
+call a tag of its own, in a part of each quarter that is its own: MPI may give it the number of a
+communicator that was freed, and on which such an error left messages.
 """
 
 from __future__ import annotations
@@ -35,8 +39,7 @@ class Numbering:
     """The number of calls that a communicator has made, and the tags of its calls.
 
     `num_calls_made`, `num_checks_made`: arrays of one element, which compiled code increments too.
-    `can_mix`: whether a call that blocks on one rank may be asynchronous on another one.  Blocking
-    calls then have the tags of asynchronous ones.
+    `can_mix`: whether a call that blocks on one rank may be asynchronous on another one.
     """
 
     def __init__(self, num_tags: int) -> None:
@@ -44,10 +47,25 @@ class Numbering:
         self.can_mix = False
         self.num_calls_made: NDArray[np.int64] = np.zeros(1, np.int64)
         self.num_checks_made: NDArray[np.int64] = np.zeros(1, np.int64)
-        self.blocking_tag = 3 * self._quarter
-        self.subgroup_tag = 3 * self._quarter + 1
-        self.check_tags = range(3 * self._quarter + 2, 4 * self._quarter)
-        self.async_tags = range(self._quarter, 2 * self._quarter)
+        self._use_tags(0, self._quarter)
+
+    def mix(self, first: int) -> None:
+        """Give blocking calls the tags of asynchronous ones, and use half of all tags.
+
+        `first`: any number, the same on all ranks; which half it is depends on it.
+        """
+        self.can_mix = True
+        half = self._quarter // 2
+        self._use_tags(first % half, half)
+
+    def _use_tags(self, first: int, count: int) -> None:
+        """Use `count` tags of each quarter, from its tag number `first` on."""
+        users, own, headers, others = (k * self._quarter + first for k in range(4))
+        self._user_tags = range(users, users + count)
+        self.async_tags = range(own, own + count)
+        self._header_tags = range(headers, headers + count)
+        self.blocking_tag, self.subgroup_tag = others, others + 1
+        self.check_tags = range(others + 2, others + count)
 
     @property
     def num_calls(self) -> int:
@@ -69,11 +87,11 @@ class Numbering:
 
     def async_tag(self, number: int) -> int:
         """The tag of a call of this number that does not block, and of all runs of a plan."""
-        return self.async_tags[number % self._quarter]
+        return self.async_tags[number % len(self.async_tags)]
 
     def header_tag(self, number: int) -> int:
         """The tag of headers and counts that are sent before the call of this number."""
-        return 2 * self._quarter + number % self._quarter
+        return self._header_tags[number % len(self._header_tags)]
 
     def next_check_tag(self) -> int:
         """The tag of the next comparison in checked mode."""
@@ -81,11 +99,11 @@ class Numbering:
         return self.check_tags[int(self.num_checks_made[0]) % len(self.check_tags)]
 
     def user_tag(self, tag: object) -> int:
-        """The user's tag as an int.  Raises TypeError or ValueError if it is not valid."""
-        number, largest = validation.integer(tag, "tag"), self._quarter - 1
+        """MPI's tag for the user's.  Raises TypeError or ValueError if that is not valid."""
+        number, largest = validation.integer(tag, "tag"), len(self._user_tags) - 1
         if not 0 <= number <= largest:
             raise ValueError(f"tag must be from 0 to {largest}, got {number}")
-        return number
+        return self._user_tags[number]
 
 
 class CallId:

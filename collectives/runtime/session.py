@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakSet
+from zlib import crc32
 
 from collectives.arrays import Arrays, Operator, validation
 from collectives.diagnostics import Ancestry, Recording, current_phase
@@ -80,7 +81,9 @@ class Session:
             self.topology.among(members),
         )  # fmt: skip
         child.decisions, child.phase_of_call = self.decisions, self.phase_of_call
-        child.numbering.can_mix, child.thread_delay = self.numbering.can_mix, self.thread_delay
+        child.thread_delay = self.thread_delay
+        if self.numbering.can_mix:
+            child.numbering.mix(crc32(f"{self.numbering.async_tag(0)} {name}".encode()))
         return child
 
     # Calls in order
@@ -175,6 +178,11 @@ class Session:
             calls.append(self._timed_out)
         ours = [call for call in calls if isinstance(call, Work) and call.owner is self]
         return [work for work in ours if not work.is_done]
+
+    @property
+    def has_timed_out(self) -> bool:
+        """Whether a blocking call has reached its time limit and is not done."""
+        return self._timed_out is not None and not self._timed_out.is_done
 
     @property
     def is_freed(self) -> bool:

@@ -11,7 +11,8 @@ from torch.distributed import DistBackendError, Work
 
 import collectives
 from collectives.engines import deadline_in, poll_until
-from collectives.torch.tensors import Tensor, filled
+from collectives.torch.tensors import Tensor, check_filled, filled
+from collectives.torch.versions import untraced
 from collectives.torch.work import NO_LIMIT, fail, seconds, unwrapped
 
 _received = threading.local()
@@ -19,9 +20,13 @@ _received = threading.local()
 
 def source_of_last() -> int:
     """The rank that sent the message from any rank that this thread has waited for last."""
-    return int(_received.source)
+    source: int | None = getattr(_received, "source", None)
+    if source is None:
+        raise RuntimeError("this thread has waited for no message from any rank")
+    return source
 
 
+@untraced
 class ReceiveFromAny(Work):  # type: ignore[misc]
     """A receive from any rank.  It makes progress while it is waited for or looked at."""
 
@@ -29,6 +34,7 @@ class ReceiveFromAny(Work):  # type: ignore[misc]
         self, communicator: collectives.Communicator, tensors: list[Tensor], tag: int
     ) -> None:
         super().__init__()
+        check_filled(tensors)
         self._communicator, self._tensors, self._tag = communicator, tensors, tag
         self._source: int | None = None
         self._lock = threading.Lock()
@@ -70,6 +76,7 @@ class ReceiveFromAny(Work):  # type: ignore[misc]
         return self._source
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future, for which a thread of its own looks for the message until the time limit."""
         outcome: Any = torch.futures.Future()
 
         def complete() -> None:

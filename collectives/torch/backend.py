@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
-
 import collectives
+from collectives.engines import deadline_in, poll_until
 from collectives.torch import registry, versions
 from collectives.torch.any_source import ReceiveFromAny
+from collectives.torch.monitored import monitored_barrier
 from collectives.torch.operators import operation
 from collectives.torch.options import Options
 from collectives.torch.tensors import Filled, Tensor, filled, in_place, sent
@@ -30,7 +31,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     on a device, are copied to host memory and back.
     """
 
-    # PyTorch 2.14 asks a class that does not say these without end.
+    # PyTorch 2.14 recurses without end if a class does not define these.
     supports_coalescing = True
     supports_splitting = supports_shrinking = versions.HAS_BACKENDS
     supports_reconfigure = supports_window = False
@@ -53,15 +54,15 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         op, target = operation(opts.reduceOp, tensor.dtype), in_place(tensor)
         source = target.array
         if op.factor is not None:
-            source = sent([op.brought(tensor)]).reshape(source.shape)
-        return self._make("all_reduce", opts, tensors, target, source, op.name)
+            source = sent([op.contribution(tensor)]).reshape(source.shape)
+        return self._call("all_reduce", opts, tensors, target, source, op.name)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         (tensor,) = tensors
         op, root = operation(opts.reduceOp, tensor.dtype), opts.rootRank
         target = filled(tensors) if self.communicator.rank == root else _NOTHING
-        return self._make(
-            "reduce", opts, tensors, target, sent([op.brought(tensor)]), op.name, root
+        return self._call(
+            "reduce", opts, tensors, target, sent([op.contribution(tensor)]), op.name, root
         )
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
@@ -76,8 +77,8 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         self, output: Tensor, parts: list[Tensor], opts: Any, counts: Sequence[int] | None
     ) -> Any:
         op, target = operation(opts.reduceOp, output.dtype), filled([output])
-        source = sent([op.brought(part) for part in parts])
-        return self._make("reduce_scatter", opts, [output], target, source, op.name, counts=counts)
+        source = sent([op.contribution(part) for part in parts])
+        return self._call("reduce_scatter", opts, [output], target, source, op.name, counts=counts)
 
     # Between a root and the others
 
@@ -85,7 +86,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         (tensor,) = tensors
         target, root = in_place(tensor), opts.rootRank
         source = target.array if self.communicator.rank == root else None
-        return self._make("broadcast", opts, tensors, target, source, root)
+        return self._call("broadcast", opts, tensors, target, source, root)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         (output,), root, source = outputs, opts.rootRank, None
@@ -93,7 +94,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
             (parts,) = inputs
             self._check_equal(parts, output)
             source = sent(parts)
-        return self._make("scatter", opts, outputs, filled(outputs), source, root)
+        return self._call("scatter", opts, outputs, filled(outputs), source, root)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         (tensor,), root = inputs, opts.rootRank
@@ -102,7 +103,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
             (parts,) = outputs
             self._check_equal(parts, tensor)
             target = filled(parts)
-        return self._make("gather", opts, parts, target, sent(inputs), root)
+        return self._call("gather", opts, parts, target, sent(inputs), root)
 
     # Among all ranks
 
@@ -118,9 +119,11 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         self, parts: list[Tensor], tensor: Tensor, opts: Any, counts: Sequence[int] | None
     ) -> Any:
         target = filled(parts)
-        return self._make("all_gather", opts, parts, target, sent([tensor]), counts=counts)
+        return self._call("all_gather", opts, parts, target, sent([tensor]), counts=counts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
+        self._check_length(inputs)
+        self._check_length(outputs)
         sizes = [[tensor.numel() for tensor in side] for side in (inputs, outputs)]
         return self._all_to_all(outputs, inputs, opts, *sizes)
 
@@ -146,21 +149,15 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     ) -> Any:
         """An all-to-all with the elements to each rank and from each rank, which none exchanges."""
         counts, target = collectives.SentReceived(num_sent, num_received), filled(outputs)
-        return self._make("all_to_all", opts, outputs, target, sent(inputs), counts=counts)
+        return self._call("all_to_all", opts, outputs, target, sent(inputs), counts=counts)
 
     def barrier(self, opts: Any) -> Any:
-        return self._make("barrier", opts, [], _NOTHING, None)
+        return self._call("barrier", opts, [], _NOTHING, None)
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error on rank 0 names all ranks that have not come in time."""
-        here, everyone = np.zeros(1, np.uint8), np.zeros(self.communicator.size, np.uint8)
-        how: Any = {"algorithm": "linear", "timeout": seconds(opts.timeout)}
-        try:
-            with self._lock:
-                self.communicator.gather(here, 0, out=everyone, **how)
-                self.communicator.broadcast(here, 0, out=here, **how)
-        except collectives.CollectiveError as error:
-            fail(error)
+        """A barrier whose error on rank 0 always names all ranks that have not come in time."""
+        limit = seconds(opts.timeout)
+        monitored_barrier(self.communicator, self.communicator.timeout if limit is None else limit)
 
     # Several calls at once
 
@@ -170,8 +167,13 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
     ) -> Any:
-        pairs = zip(outputs, inputs, strict=True)
-        return Joined([self.allgather([parts], [tensor], opts) for parts, tensor in pairs])
+        """`outputs[rank][i]` is filled with the input number i of that rank."""
+        self._check_length(outputs)
+        if any(len(theirs) != len(inputs) for theirs in outputs):
+            raise ValueError(f"each list must have one tensor for each of the {len(inputs)} inputs")
+        parts = zip(*outputs, strict=True)
+        pairs = zip(parts, inputs, strict=True)
+        return Joined([self.allgather([list(each)], [mine], opts) for each, mine in pairs])
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -196,20 +198,22 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     # Messages
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self._check_other(peer, "send to")
         work = self.communicator.send(sent(tensors), peer, tag, async_op=True)
         return self._in_progress(work, tensors, _NOTHING, None)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self._check_other(peer, "receive from")
         target = filled(tensors)
         work = self.communicator.recv(target.array, peer, tag, async_op=True)
         return self._in_progress(work, tensors, target, None)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        return self._noted(ReceiveFromAny(self.communicator, tensors, tag))
+        return self._collected(ReceiveFromAny(self.communicator, tensors, tag))
 
     # Making a call
 
-    def _make(
+    def _call(
         self, name: str, opts: Any, result: list[Tensor], target: Filled, *args: Any, **named: Any
     ) -> Any:
         """Make a call of the communicator: wait for it, or return its work if it is asynchronous.
@@ -240,9 +244,9 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         self, work: Any, result: list[Tensor], target: Filled, timeout: float | None
     ) -> Any:
         limit = self.communicator.timeout if timeout is None else timeout
-        return self._noted(InProgress(work, result, target.finish, limit))
+        return self._collected(InProgress(work, result, target.finish, limit))
 
-    def _noted(self, work: Any) -> Any:
+    def _collected(self, work: Any) -> Any:
         """The work, which `end_coalescing` joins with others."""
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -252,11 +256,8 @@ class RingBackend(versions.Base):  # type: ignore[misc]
 
     def _counts(self, parts: list[Tensor], mine: Tensor) -> Sequence[int] | None:
         """The elements of each rank; None if all have equally many, which is served faster."""
+        self._check_length(parts)
         counts = [part.numel() for part in parts]
-        if len(counts) != self.communicator.size:
-            raise ValueError(
-                f"{self.communicator.size} ranks need as many tensors, not {len(counts)}"
-            )
         if counts[self.communicator.rank] != mine.numel():
             raise ValueError(
                 f"rank {self.communicator.rank} has {mine.numel()} elements, and its place in the "
@@ -264,11 +265,24 @@ class RingBackend(versions.Base):  # type: ignore[misc]
             )
         return None if len(set(counts)) == 1 else counts
 
+    def _check_length(self, parts: Sequence[object]) -> None:
+        """Refuse a list that has not one entry for each rank."""
+        size = self.communicator.size
+        if len(parts) != size:
+            raise ValueError(
+                f"the list must have one tensor for each of the {size} ranks; it has {len(parts)}"
+            )
+
     def _check_equal(self, parts: list[Tensor], mine: Tensor) -> None:
         """Refuse a list with tensors of other sizes than this rank's."""
         counts, size = self._counts(parts, mine), self.communicator.size
         if counts is not None:
             raise ValueError(f"the tensors of {size} ranks must be equally large, not {counts}")
+
+    def _check_other(self, peer: int, what: str) -> None:
+        """Refuse a message to or from the rank itself."""
+        if peer == self.communicator.rank:
+            raise ValueError(f"rank {peer} cannot {what} itself")
 
     def _check_parts(self, whole: Tensor, part: Tensor) -> None:
         """Refuse a tensor for all ranks that is not as large as theirs together."""
@@ -320,7 +334,12 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     def of_some(
         self, ranks: Sequence[int], limit: float | None, settings: Options | None = None
     ) -> RingBackend:
-        """The backend of some ranks, which call this.  `limit`: seconds, also of its calls."""
+        """The backend of some ranks, which call this.  `limit`: seconds, also of its calls.
+
+        Raises ValueError if `settings` has an option of the default group.
+        """
+        if settings is not None and settings.check is not None:
+            raise ValueError("check is an option of the default group, and holds for all groups")
         try:
             with self._lock:
                 subgroup = self.communicator.subgroup(ranks, timeout=limit)
@@ -350,14 +369,21 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         self.communicator.timeout = seconds(timeout)
 
     def shutdown(self) -> None:
-        """Wait for the calls in progress, and free the communicator."""
+        """Wait for the calls in progress, and free the communicator.
+
+        If a call has reached its time limit or does so here, the communicator stays as it is.
+        """
         registry.remove(self)
+        session, limit = self.communicator._session, self.communicator.timeout
+        if session.has_timed_out:
+            return
+        calls = session.pending_calls()
         try:
-            for call in self.communicator._session.pending_calls():
-                call.wait()
+            poll_until(lambda: all(call.test() for call in calls), deadline_in(limit))
             self.communicator.free()
-        except collectives.CollectiveError as error:
-            fail(error)
+        except RuntimeError as error:  # which would prevent PyTorch from forgetting the group
+            reason, *_ = str(error).splitlines()
+            warnings.warn(f"a process group has ended during a call: {reason}", stacklevel=2)
 
     def abort(self) -> None:
         """Leave the communicator as it is, because other ranks may not free it."""

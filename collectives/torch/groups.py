@@ -12,6 +12,8 @@ from collectives.torch.options import Options
 from collectives.torch.registry import Registered, add, default_backend
 from collectives.torch.work import fail, seconds
 
+_num_worlds = 0  # default groups so far, on which all ranks agree
+_STRIDE = 0x9E3779B1  # odd, so that consecutive numbers use tags that are far apart
 _DELAY = 2e-4  # seconds before the thread advances a call, because most are waited for at once
 
 
@@ -42,10 +44,13 @@ def _of_all(rank: int, size: int, timeout: float | None, options: Options) -> Ri
             "mpirun or `python -m collectives.launch`: processes that torchrun starts are not "
             "known to MPI"
         )
-    if all(world.allgather(rank == world.rank)):
-        return _wrapped(world, timeout, options)
+    global _num_worlds
+    are_ordered, numbers = zip(*world.allgather((rank == world.rank, _num_worlds)), strict=True)
+    _num_worlds = max(numbers) + 1
+    if all(are_ordered):
+        return _wrapped(world, timeout, options, _num_worlds)
     ordered: Any = world.Split(0, rank)
-    made = _wrapped(ordered, timeout, options)
+    made = _wrapped(ordered, timeout, options, _num_worlds)
     ordered.Free()
     return made
 
@@ -59,22 +64,26 @@ def _of_some(members: Sequence[int], timeout: float | None, options: Options | N
     everyone = world.Get_group()
     some = everyone.Incl(members)
     comm: Any = world.Create_group(some)
-    made = _wrapped(comm, timeout, options or Options())
+    made = _wrapped(comm, timeout, options or Options(), sum(members))
     comm.Free()
     some.Free()
     everyone.Free()
     return made
 
 
-def _wrapped(comm: Any, timeout: float | None, options: Options) -> RingBackend:
-    """A backend over a duplicate of `comm`."""
+def _wrapped(comm: Any, timeout: float | None, options: Options, number: int) -> RingBackend:
+    """A backend over a duplicate of `comm`.
+
+    `number`: of the group, equal on its ranks.  Groups of different numbers use different tags:
+    what a rank has sent before an error of another one stays in MPI when the group ends.
+    """
     from collectives.engines import compiled  # noqa: PLC0415 - it imports MPI
 
     compiled.load_in_background()
     communicator = collectives.wrap(comm, timeout=timeout, progress="thread", check=options.check)
     session = communicator._session
     session.thread_delay = _DELAY
-    session.numbering.can_mix = True  # `async_op` is a rank's own choice
+    session.numbering.mix(number * _STRIDE)  # `async_op` is a rank's own choice
     if session.checker is not None:
         session.checker.compares_place = False  # tensors of some ranks may be copied first
     return RingBackend(communicator, options)

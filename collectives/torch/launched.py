@@ -64,7 +64,7 @@ def _by_mpi(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tu
         is_near = host == socket.gethostname()
         store = TCPStore("127.0.0.1" if is_near else host, port, timeout=timeout)
     yield store, comm.rank, comm.size
-    raise RuntimeError("a job of MPI cannot be joined again")
+    raise RuntimeError("this rendezvous can be used once")
 
 
 def world() -> Any:

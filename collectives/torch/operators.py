@@ -31,13 +31,13 @@ class Operation(NamedTuple):
     name: str
     factor: float | Tensor | None = None
 
-    def brought(self, tensor: Tensor) -> Tensor:
+    def contribution(self, tensor: Tensor) -> Tensor:
         """What this rank brings to a reduction of its `tensor`."""
         return tensor if self.factor is None else tensor.detach() * self.factor
 
 
 _PLAIN = {kind: Operation(name) for kind, name in _NAMES.items() if kind != _Kind.PREMUL_SUM}
-_FOR_BOOL = {kind: Operation(name) for kind, name in _NAMES_FOR_BOOL.items()}
+_FOR_BOOL = {kind: Operation(name) for kind, name in _NAMES_FOR_BOOL.items() if kind in _PLAIN}
 
 
 def operation(op: Any, dtype: torch.dtype) -> Operation:
@@ -48,4 +48,13 @@ def operation(op: Any, dtype: torch.dtype) -> Operation:
     if found is not None:
         return found
     _, factor = op.__getstate__()  # it has no other name before 2.14
+    _check_factor(factor, dtype)
     return Operation("sum", factor)
+
+
+def _check_factor(factor: float | Tensor, dtype: torch.dtype) -> None:
+    """Raise TypeError if products with the factor have another dtype."""
+    is_fraction = isinstance(factor, float) or factor.is_floating_point()
+    takes_fractions = dtype.is_floating_point or dtype.is_complex
+    if dtype is torch.bool or (is_fraction and not takes_fractions):
+        raise TypeError(f"PREMUL_SUM with the factor {factor} has no meaning for {dtype}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from collectives import algorithms
+from collectives.selection import parse_label
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,14 @@ class Options:
     - `check`: None, False, True or "finite", see `collectives.wrap`.  It holds for all groups that
       are made later, so only the options of the default group take it.
 
-    Raises ValueError for an unknown collective or algorithm.
+    Raises ValueError for an unknown collective, algorithm or check.
     """
 
     algorithms: Mapping[str, str] = field(default_factory=dict)
     check: bool | Literal["finite"] | None = None
 
     def __post_init__(self) -> None:
-        for collective, algorithm in self.algorithms.items():
-            algorithms.info(collective, algorithm.partition("(")[0])
+        if self.check not in (None, False, True, "finite"):
+            raise ValueError(f"check must be None, False, True or 'finite', not {self.check!r}")
+        for collective, label in self.algorithms.items():
+            parse_label(collective, label)

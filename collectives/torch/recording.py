@@ -32,20 +32,29 @@ def record(*models: torch.nn.Module, group: Any = None) -> Iterator[Ledger]:
     - `group`: a process group of this backend.  None: the default group.
 
     The column ``axis`` is the name of the dimension of the `DeviceMesh` that a group is of, if the
-    group exists when the recording begins.  Yields the `collectives.Ledger` of this rank; other
-    ranks need not record.  Raises ValueError if the group has another backend.
+    group exists when the recording begins.  Tensors that PyTorch sends by another backend, such as
+    those on the CPU in a group of "cpu:gloo,cuda:ring", are not seen.
+
+    Yields the `collectives.Ledger` of this rank; other ranks need not record.  Raises ValueError if
+    the group has another backend.
     """
     backend, scopes = backend_of(group), Scopes()
     _name_axes()
-    followed = [each.communicator._session for each in backends.values()]
-    for session in followed:
+    before = {session: session.phase_of_call for session in _sessions()}
+    for session in before:
         session.phase_of_call = scopes.phase
     try:
         with backend.communicator.record() as ledger, scopes.following(*models):
             yield ledger
     finally:
-        for session in followed:
-            session.phase_of_call = current_phase
+        for session in _sessions():  # also those of groups that were made meanwhile
+            if session.phase_of_call == scopes.phase:
+                session.phase_of_call = before.get(session, current_phase)
+
+
+def _sessions() -> list[Any]:
+    """The sessions of all groups."""
+    return [each.communicator._session for each in backends.values()]
 
 
 def _name_axes() -> None:

@@ -20,12 +20,12 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import torch
-from torch.optim import optimizer
 
 from collectives.diagnostics import current_phase
 
 _FSDP = "_fsdp_param_group.py"
 _AUTOGRAD = "torch/autograd/graph.py"
+_OPTIMIZER = "torch/optim/optimizer.py"
 _OWN = "collectives/torch/backend.py"
 # Parts of names that wrappers add.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -44,17 +44,11 @@ class Scopes:
 
     @contextmanager
     def following(self, *models: torch.nn.Module) -> Iterator[None]:
-        """Follow the modules of these models, and all optimizers, inside the block."""
+        """Follow the modules of these models inside the block."""
         with ExitStack() as stack:
             for model in models:
                 for name, module in model.named_modules():
                     stack.enter_context(self._followed(module, _short(name)))
-            begin = optimizer.register_optimizer_step_pre_hook(
-                lambda *_: self._here.names.append("optimizer")
-            )
-            end = optimizer.register_optimizer_step_post_hook(lambda *_: self._here.names.pop())
-            stack.callback(begin.remove)
-            stack.callback(end.remove)
             yield
 
     @contextmanager
@@ -92,8 +86,7 @@ class Scopes:
         inner = _of_fsdp() or (self._of_bucket() if is_backward else "")
         if not inner:
             inner = self._here.names[-1] if self._here.names else ""
-            if is_backward:
-                inner = inner or self._of_node()
+            inner = inner or (self._of_node() if is_backward else _of_optimizer())
         if is_backward:
             inner = "/".join(["backward", *inner.split("/")[1:]])
         outer = current_phase() or (self._outer if is_backward else "")
@@ -149,12 +142,23 @@ def _caller() -> FrameType | None:
     return frame
 
 
+def _caller_in(file: str) -> FrameType | None:
+    """The innermost frame outside the backend that is in this file."""
+    frame = _caller()
+    while frame is not None and not frame.f_code.co_filename.endswith(file):
+        frame = frame.f_back
+    return frame
+
+
 def _of_fsdp() -> str:
     """The module whose parameters FSDP gathers or reduces; "" if it is not FSDP that calls."""
-    frame = _caller()
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_FSDP):
-            name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
-            return f"forward/{_short(name)}" if name else "forward"
-        frame = frame.f_back
-    return ""
+    frame = _caller_in(_FSDP)
+    if frame is None:
+        return ""
+    name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
+    return f"forward/{_short(name)}" if name else "forward"
+
+
+def _of_optimizer() -> str:
+    """The label of the step of an optimizer; "" outside of one."""
+    return "" if _caller_in(_OPTIMIZER) is None else "optimizer"

@@ -59,6 +59,7 @@ def in_place(tensor: Tensor) -> Filled:
     """An array with the values of a tensor, which the result replaces."""
     if is_plain(tensor):
         return Filled(array_of(tensor))
+    check_filled([tensor])
     copy = _copied(tensor)
     return Filled(array_of(copy), partial(_write_back, copy, tensor))
 
@@ -74,8 +75,8 @@ def filled(tensors: Sequence[Tensor]) -> Filled:
     first = tensors[0]
     if len(tensors) == 1 and is_plain(first):
         return Filled(array_of(first).reshape(-1))
+    check_filled(tensors)
     for tensor in tensors:
-        _check(tensor)
         _wait_for_device(tensor)
     vector = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=first.dtype)
     return Filled(array_of(vector), partial(_divide, vector, tensors))
@@ -102,6 +103,17 @@ def _wait_for_device(tensor: Tensor) -> None:
     """Wait for what was queued on the tensor's device, which may still use the tensor."""
     if not tensor.is_cpu:
         torch.accelerator.current_stream(tensor.device).synchronize()
+
+
+def check_filled(tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError or TypeError if a tensor cannot be filled.
+
+    In an expanded tensor, for example, several elements are one.
+    """
+    for tensor in tensors:
+        _check(tensor)
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise ValueError("a tensor to be filled has elements that share memory; clone it first")
 
 
 def _check(tensor: Tensor) -> None:

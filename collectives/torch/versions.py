@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import distributed
 from torch._C import _distributed_c10d as c10d
+from torch._C._dynamo import eval_frame
 
 AllgatherOptions = c10d.AllgatherOptions
 OLDEST = (2, 11)
@@ -63,10 +65,25 @@ _OLD_NAMES = {
 
 def for_this_version(backend: Any) -> Any:
     """Give a class the names of methods that this version of PyTorch calls."""
+    untraced(backend)
     if not HAS_BACKENDS:
         for name, old_name in _OLD_NAMES.items():
             setattr(backend, old_name, getattr(backend, name))
     return backend
+
+
+def untraced(called: Any) -> Any:
+    """Decorate a class whose public methods PyTorch calls, so that `torch.compile` skips them.
+
+    Otherwise it would compile what they do, when a compiled program comes to them.
+    `torch.compiler.disable` would do the same, but it takes seconds to import.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    skip_all = eval_frame._FrameExecStrategy(skip, skip)  # also what the method calls
+    for name, method in vars(called).items():
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            eval_frame.set_code_exec_strategy(method.__code__, skip_all)
+    return called
 
 
 def options_with(name: str, timeout: float | None) -> Any:
@@ -77,7 +94,7 @@ def options_with(name: str, timeout: float | None) -> Any:
 
 
 def complete_works(source_of_last: Callable[[], int]) -> None:
-    """Let works answer `is_completed` and `_source_rank`.
+    """Let works answer `is_completed`, `result` and `_source_rank`.
 
     From 2.14 on callers get a work in Python inside a holder, which forwards only `wait` and
     `get_future`.  `source_of_last`: the rank of the message from any rank that this thread has
@@ -85,11 +102,22 @@ def complete_works(source_of_last: Callable[[], int]) -> None:
     """
     if not HAS_BACKENDS:
         return
-    is_completed, source_rank = distributed.Work.is_completed, distributed.Work._source_rank
+    work = distributed.Work
+    is_completed, result, source_rank = work.is_completed, work.result, work._source_rank
 
     @wraps(is_completed)
     def is_completed_or_done(work: Any) -> bool:
         return bool(is_completed(work)) or _is_done(work)
+
+    @wraps(result)
+    def result_of_future(work: Any) -> Any:
+        try:
+            return result(work)
+        except RuntimeError as error:
+            if "not implemented" not in str(error):
+                raise
+            work.wait()  # which raises its error
+            return work.get_future().wait()
 
     @wraps(source_rank)
     def source_rank_or_last(work: Any) -> int:
@@ -98,8 +126,8 @@ def complete_works(source_of_last: Callable[[], int]) -> None:
         except RuntimeError:
             return source_of_last()
 
-    distributed.Work.is_completed = is_completed_or_done
-    distributed.Work._source_rank = source_rank_or_last
+    work.is_completed, work.result = is_completed_or_done, result_of_future
+    work._source_rank = source_rank_or_last
 
 
 def _is_done(work: Any) -> bool:

@@ -1,21 +1,20 @@
-"""A call in progress, as PyTorch expects it, and the time limit of calls that nobody waits for."""
+"""A call in progress, as PyTorch expects it."""
 
 from __future__ import annotations
 
-import heapq
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed import DistBackendError, Work
 
 import collectives
+from collectives.torch.deadlines import Limit, watch
 from collectives.torch.tensors import Finish, Tensor
+from collectives.torch.versions import untraced
 
 NO_LIMIT = timedelta(0)  # PyTorch's way to say so in `wait`
 
@@ -39,6 +38,7 @@ class _Completing(threading.local):
 _completing = _Completing()
 
 
+@untraced
 class InProgress(Work):  # type: ignore[misc]
     """A call in progress.
 
@@ -77,7 +77,7 @@ class InProgress(Work):  # type: ignore[misc]
                     finish()
 
     def is_completed(self) -> bool:
-        with suppress(Exception):
+        with suppress(collectives.CollectiveError):  # a call that has failed is complete
             if not self._call.test():
                 return False
             self._finish()
@@ -105,7 +105,7 @@ class InProgress(Work):  # type: ignore[misc]
             self._outcome = torch.futures.Future()
             self._future = unwrapped(self._outcome)
             if self._limit is not None and not self._call.is_done:
-                _watch().add(_Limit(self._began + self._limit, self._limit, self._call))
+                watch().add(Limit(self._began + self._limit, self._limit, self._call))
             if _completing.is_true:  # its caller may wait, and nothing would advance this call
                 threading.Thread(target=self._complete_future, daemon=True).start()
             else:
@@ -143,6 +143,7 @@ def _result_of(done: torch.futures.Future[Any]) -> Any:
     return outcome
 
 
+@untraced
 class Joined(Work):  # type: ignore[misc]
     """Several calls as one; None for those that are complete."""
 
@@ -177,49 +178,3 @@ class Joined(Work):  # type: ignore[misc]
 
 def _values(done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> list[Tensor]:
     return [tensor for future in done.value() for tensor in future.value()]
-
-
-@dataclass(order=True)
-class _Limit:
-    """When a call ends at the latest, and after how many seconds that is."""
-
-    deadline: float
-    seconds: float
-    call: collectives.Work[Any] = field(compare=False)
-
-
-class _Watch:
-    """Ends calls at their deadlines, so that those who wait for their futures learn of it."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._limits: list[_Limit] = []
-        threading.Thread(target=self._work, name="collectives deadlines", daemon=True).start()
-
-    def add(self, limit: _Limit) -> None:
-        """End a call at its deadline if it is not done."""
-        with self._changed:
-            self._limits = [each for each in self._limits if not each.call.is_done]
-            heapq.heapify(self._limits)
-            heapq.heappush(self._limits, limit)
-            if self._limits[0] is limit:
-                self._changed.notify()
-
-    def _work(self) -> None:
-        while True:
-            limit = self._next()
-            limit.call.expire(limit.seconds)
-
-    def _next(self) -> _Limit:
-        """Wait for the next deadline, and return it."""
-        with self._changed:
-            while not self._limits or self._limits[0].deadline > time.monotonic():
-                rest = self._limits[0].deadline - time.monotonic() if self._limits else None
-                self._changed.wait(rest)
-            return heapq.heappop(self._limits)
-
-
-@cache
-def _watch() -> _Watch:
-    """The thread of this process that ends calls."""
-    return _Watch()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -18,14 +19,21 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import pipelining
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from collectives.torch.versions import VERSION
 
@@ -130,10 +138,56 @@ def ddp_with_accumulation() -> Results:
     return trained(model)
 
 
+def ddp_with_views_of_buckets() -> Results:
+    return trained(data_parallel(gradient_as_bucket_view=True))
+
+
+def ddp_with_activation_checkpointing() -> Results:
+    """Blocks are computed once more for their gradients, which needs a graph that stays."""
+    model = Net()
+    for block in model.blocks:
+        block.forward = partial(recomputed, block.forward, use_reentrant=True)
+    return trained(data_parallel(model, static_graph=True))
+
+
 def ddp_with_a_hook() -> Results:
     model = data_parallel()
-    model.register_comm_hook(None, allreduce_hook)
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
     return trained(model)
+
+
+def ddp_in_half_precision(hook: Any) -> Results:
+    """Only the gradients of two ranks are not zero: the sum of two numbers is rounded once.
+
+    A sum of three depends on their order, by far more than the tolerance.
+    """
+    model = data_parallel()
+    model.register_forward_hook(lambda *call: call[-1] * (dist.get_rank() < 2))
+    model.register_comm_hook(None, hook)
+    return trained(model)
+
+
+def ddp_in_float16() -> Results:
+    return ddp_in_half_precision(default_hooks.fp16_compress_hook)
+
+
+def ddp_in_bfloat16() -> Results:
+    return ddp_in_half_precision(default_hooks.bf16_compress_hook)
+
+
+def post_local_sgd() -> Results:
+    """Gradients are averaged in two groups, and parameters among all ranks in every second step."""
+    ranks, model = list(range(dist.get_world_size())), data_parallel()
+    group, _ = dist.new_subgroups_by_enumeration([ranks[::2], ranks[1::2]])
+    model.register_comm_hook(PostLocalSGDState(None, group, 0), post_localSGD_hook)
+    return trained(model, PostLocalSGDOptimizer(sgd(model), PeriodicModelAverager(period=2)))
+
+
+def model_averaging() -> Results:
+    """Parameters are averaged after the second step."""
+    model = Net()
+    averager = PeriodicModelAverager(period=2, warmup_steps=1)
+    return trained(model, PostLocalSGDOptimizer(sgd(model), averager))
 
 
 def ddp_with_uneven_batches() -> Results:
@@ -183,6 +237,14 @@ def fsdp_that_keeps_parameters() -> Results:
 def fsdp_in_bfloat16() -> Results:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return trained(sharded(mp_policy=policy))
+
+
+def fsdp_of_flat_parameters() -> Results:
+    """The first version of FSDP."""
+    policy = ModuleWrapPolicy({Block})
+    return trained(
+        FullyShardedDataParallel(Net(), auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    )
 
 
 def hybrid_fsdp() -> Results:
@@ -372,6 +434,31 @@ def compiled() -> Results:
     return [model(own_batch(0)).detach()]
 
 
+def compiled_ddp() -> Results:
+    """The buckets are those of PyTorch, which compiles no smaller ones."""
+    torch.compiler.reset()
+    return trained(torch.compile(DistributedDataParallel(Net()), backend="aot_eager"))
+
+
+@torch.compile(backend="aot_eager")
+def calls(x: Tensor) -> Results:
+    """Collectives that are compiled, and after them those for which PyTorch leaves the graph."""
+    whole = torch.cat([x] * dist.get_world_size())
+    dist.all_reduce(x)
+    dist.all_gather_into_tensor(whole, x + dist.get_rank())
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    parts, first = list(torch.zeros_like(whole).chunk(dist.get_world_size())), x + dist.get_rank()
+    dist.all_gather(parts, first)
+    dist.broadcast(first, 0)
+    return [x, whole, first, *parts]
+
+
+def compiled_calls() -> Results:
+    torch.compiler.reset()
+    return calls(own_batch(0))
+
+
 # Context parallelism
 
 
@@ -389,10 +476,14 @@ STRATEGIES: dict[str, Callable[[], Results]] = {
     strategy.__name__: strategy
     for strategy in (
         ddp, ddp_with_unused_parameters, ddp_with_accumulation, ddp_with_a_hook,
+        ddp_with_views_of_buckets, ddp_with_activation_checkpointing,
+        ddp_in_float16, ddp_in_bfloat16, post_local_sgd, model_averaging,
         ddp_with_uneven_batches, ddp_with_buffers, zero_redundancy,
         fsdp, fsdp_that_keeps_parameters, fsdp_in_bfloat16, hybrid_fsdp, fsdp_checkpoint,
+        fsdp_of_flat_parameters,
         tensor_parallel, sequence_parallel, fsdp_of_tensor_parallel, redistribution,
-        gpipe, one_f_one_b, interleaved, interleaved_zero_bubble, zbv, compiled,
+        gpipe, one_f_one_b, interleaved, interleaved_zero_bubble, zbv,
+        compiled, compiled_ddp, compiled_calls,
     )
 }  # fmt: skip
 # These add nothing up between ranks, or whole numbers only, so that every bit must be the same.

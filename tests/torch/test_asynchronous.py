@@ -93,6 +93,13 @@ def test_calls_under_way_at_once_may_be_waited_for_in_any_order(ranks: range) ->
         check_call(call)
 
 
+def test_a_work_has_the_result(ranks: range) -> None:
+    for call in every_call(ranks):
+        found = call.start(async_op=True).result()
+        if call.found:
+            check_all(found, call.wanted)
+
+
 def test_a_work_is_complete_in_time_without_a_wait(ranks: range) -> None:
     for call in every_call(ranks):
         work = call.start(async_op=True)
@@ -251,12 +258,13 @@ def test_a_wait_with_a_time_limit_ends_and_can_be_repeated(
     check(tensor, combined("SUM", all_drawn()))
 
 
+@pytest.mark.parametrize("wait", ["wait", "result"])
 def test_a_wait_ends_at_the_time_limit_of_the_group(
-    mpi_world: MPI.Intracomm, ranks: range, short: dist.ProcessGroup
+    mpi_world: MPI.Intracomm, ranks: range, short: dist.ProcessGroup, wait: str
 ) -> None:
     tensor = drawn(dist.get_rank())
     work = None if is_late(ranks) else dist.all_reduce(tensor, group=short, async_op=True)
-    raised_in_time(mpi_world, ranks, lambda: work.wait())
+    raised_in_time(mpi_world, ranks, lambda: getattr(work, wait)())
     if work is None:
         dist.all_reduce(tensor, group=short)
     else:

@@ -284,6 +284,25 @@ def test_coalesced_calls(ranks: range, is_async: bool) -> None:
         check(scattered, total[mine])
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asynchronous"])
+def test_gathers_and_sums_of_lists(ranks: range, is_async: bool) -> None:
+    """Lists with as many tensors as ranks, and with fewer and more, each of another size."""
+    for num_tensors in (1, len(ranks), len(ranks) + 1):
+        rows = [all_drawn((2, i + 1), seed=i) for i in range(num_tensors)]
+        everyones = [list(tensors) for tensors in zip(*rows, strict=True)]  # by rank
+        mine = everyones[my_rank()]
+        gathered = [blanks(theirs) for theirs in everyones]
+        gathering = dist.all_gather_coalesced(gathered, mine, async_op=is_async)
+        summed = [tensor.clone() for tensor in mine]
+        summing = dist.all_reduce_coalesced(summed, async_op=is_async)
+        if is_async:
+            gathering.wait()
+            summing.wait()
+        for found, wanted in zip(gathered, everyones, strict=True):
+            check_all(found, wanted)
+        check_all(summed, [combined("SUM", row) for row in rows])
+
+
 # Objects
 
 

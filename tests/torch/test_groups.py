@@ -185,6 +185,18 @@ def test_an_unknown_collective_or_algorithm_is_refused() -> None:
             Options(algorithms=unknown)
 
 
+def test_an_unknown_option_of_an_algorithm_or_check_is_refused() -> None:
+    with pytest.raises(ValueError, match="knows no option 'radix'"):
+        Options(algorithms={"all_reduce": "ring(radix=3)"})
+    with pytest.raises(ValueError, match="check must be None, False, True or 'finite', not 'yes'"):
+        Options(check="yes")
+
+
+def test_only_the_default_group_takes_the_option_check(ranks: range) -> None:
+    with pytest.raises(ValueError, match="check is an option of the default group"):
+        dist.new_group([*ranks], pg_options=Options(check=True))
+
+
 def test_options_of_another_backend_are_refused(ranks: range) -> None:
     with pytest.raises(TypeError, match=r"pg_options must be collectives\.torch\.Options"):
         dist.new_group([*ranks], pg_options=versions.options_with("gloo", None))
@@ -194,8 +206,11 @@ def test_checked_mode_finds_ranks_that_make_different_calls() -> None:
     with default_group(pg_options=Options(check=True)) as ranks:
         check_sum([*ranks])
         size = 5 if dist.get_rank() == 0 else 6
-        with pytest.raises(dist.DistBackendError, match="rank"):
-            dist.all_reduce(torch.ones(size))
+        group = dist.new_group([*ranks])
+        for each in (None, group):
+            with pytest.raises(dist.DistBackendError, match="rank"):
+                dist.all_reduce(torch.ones(size), group=each)
+        check_sum([*ranks], group)
         check_sum([*ranks])
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -18,10 +19,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives
+from bench.torch.models import Sizes, transformer
+from bench.torch.steps import TrainingStep
+from bench.torch.strategies import STRATEGIES, Strategy
 from collectives import Ledger
 from collectives.testing import Traffic, assert_traffic
 from collectives.torch import Options, communicator, record
-from parallel import Mesh, Recipe, Sharding, Trainer, gpt
+from parallel import Mesh, PredictedCall, Recipe, Sharding, Trainer, gpt
 
 pytestmark = pytest.mark.mpi
 
@@ -165,6 +169,41 @@ def test_nothing_is_labelled_after_the_recording(rings: None) -> None:
     assert not model.module.layers[0]._forward_hooks
 
 
+def test_a_recording_inside_another_one_changes_nothing_after_its_end(rings: None) -> None:
+    model = DistributedDataParallel(Stack())
+    warm_up(model)
+    with record(model) as outer:
+        with record(model) as inner:
+            step(model)
+        step(model)
+    assert phases(inner) == [("backward/bucket 0", "all_reduce")]
+    ((_, total),) = outer.summary().items()
+    assert phases(outer) == phases(inner) and total.calls == 2
+
+
+def test_a_step_of_an_optimizer_that_fails_labels_nothing_after_it(rings: None) -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            dist.all_reduce(torch.ones(1))
+            raise ArithmeticError("on purpose")
+
+    with record() as ledger:
+        with pytest.raises(ArithmeticError):
+            Failing(Stack().parameters(), lr=0.1).step()
+        dist.barrier()
+    assert phases(ledger) == [("optimizer", "all_reduce"), ("", "barrier")]
+
+
+def test_a_group_that_is_made_while_a_model_is_recorded_is_not_labelled_later(rings: None) -> None:
+    with record(Stack()):
+        group = dist.new_group(list(range(dist.get_world_size())))
+    model = DistributedDataParallel(Stack(), process_group=group)
+    warm_up(model)
+    with communicator(group).record() as ledger:
+        step(model)
+    assert phases(ledger) == [("", "all_reduce")]
+
+
 def test_a_group_of_another_backend_is_refused(rings: None) -> None:
     other = dist.new_group(backend="gloo")
     with pytest.raises(ValueError, match='does not have the backend "ring"'), record(group=other):
@@ -172,7 +211,7 @@ def test_a_group_of_another_backend_is_refused(rings: None) -> None:
     dist.destroy_process_group(other)
 
 
-# Against formulas
+# Against the formulas of `parallel`
 
 
 class Unit(nn.Module):
@@ -188,45 +227,103 @@ class Unit(nn.Module):
 
 def like_gpt() -> nn.Sequential:
     """A module for each unit of the GPT, of its size."""
-    units = gpt(num_layers=2, hidden=24).units.values()
+    units = gpt(num_layers=2, hidden=SIZES.hidden, context=SIZES.context).units.values()
     sizes = [sum(torch.Size(each.shape).numel() for each in unit.values()) for unit in units]
     return nn.Sequential(*map(Unit, sizes))
 
 
-def fsdp(model: nn.Sequential, **how: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for unit in model:
-        fully_shard(unit, mesh=mesh, **how)
-    return fully_shard(model, mesh=mesh, **how)
+def predicted(
+    axes: dict[str, int], sharding: Sharding | None, sequence: str | None
+) -> list[PredictedCall]:
+    """The calls that `parallel` predicts for a step of a GPT of the sizes of `SIZES`."""
+    mesh = Mesh(communicator(), **axes)
+    model = gpt(
+        num_layers=2,
+        hidden=SIZES.hidden,
+        context=SIZES.context,
+        mesh=mesh if "tensor" in axes else None,
+        sequence_parallel=sequence,
+    )
+    more = {} if sharding is None else {"sharding": sharding}
+    trainer = Trainer(mesh, model, Recipe(dtype="float32"), **more)
+    rows = SIZES.rows * dist.get_world_size() // axes.get("tensor", 1)
+    calls = trainer.traffic(1, batch=(rows, SIZES.context))
+    mesh.free()
+    return calls
 
 
-SAME: dict[str, tuple[Callable[[nn.Sequential], nn.Module], Sharding]] = {
-    "DDP": (DistributedDataParallel, Sharding.ddp()),
-    "FSDP2": (fsdp, Sharding.zero(3)),
-    "FSDP2, parameters kept": (
-        lambda model: fsdp(model, reshard_after_forward=False),
-        Sharding.zero(3, keep_after_forward=True),
-    ),
+def test_ddp_sends_what_parallel_predicts(rings: None) -> None:
+    size, bytes_of = dist.get_world_size(), Counter[str]()
+    for call in predicted({"data": size}, Sharding.ddp(), None):
+        bytes_of[call.phase.partition("/")[0]] += call.sent(size).bytes
+    ledger = recorded(DistributedDataParallel(like_gpt())).gather()
+    if ledger is not None:
+        assert sum(found.bytes for found in ledger.summary().values()) == bytes_of["backward"]
+
+
+# Only blocks are compared: PyTorch divides the embedding and the head in other ways.
+BLOCK = re.compile(r"(forward|backward|replicate)/(?:layers\.|block)(\d+)")
+AXES = {"data": "dp", "tensor": "tp"}  # the other names of both are equal
+SIZES = Sizes(hidden=24, vocabulary=32, context=12, rows=2)
+BLOCKS: dict[str, tuple[str, Sharding | None, str | None]] = {
+    "FSDP2": ("data", Sharding.zero(3), None),
+    "FSDP2, kept": ("data", Sharding.zero(3, keep_after_forward=True), None),
+    "HSDP": ("replicate shard", Sharding.hsdp(), None),
+    "TP, one input": ("tensor", None, None),
+    "TP and SP": ("tensor", None, "keep"),
+    "FSDP2 x TP": ("data tensor", Sharding.zero(3), None),
 }
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_pytorch_sends_what_parallel_predicts_for_the_same_strategy(name: str, rings: None) -> None:
-    divide, sharding = SAME[name]
-    predicted = Counter[tuple[str, str]]()
-    mesh, recipe = Mesh(communicator()), Recipe(dtype="float32")
-    trainer = Trainer(mesh, gpt(num_layers=2, hidden=24), recipe, sharding=sharding)
-    for call in trainer.traffic(1, batch=(dist.get_world_size(), 8)):
-        part = call.phase.partition("/")[0]
-        if part in ("forward", "backward"):
-            predicted[part, call.collective] += call.sent(dist.get_world_size()).bytes
-    mesh.free()
-    ledger = recorded(divide(like_gpt())).gather()
-    if ledger is not None:
-        sent = Counter[tuple[str, str]]()
-        for (phase, collective), found in ledger.summary().items():
-            sent[phase.partition("/")[0], collective] += found.bytes
-        assert sent == predicted
+def of_blocks(calls: Iterable[tuple[str, str, str, int]]) -> Counter[tuple[str, ...]]:
+    """The bytes that calls of blocks send, by pass, number of the block, axis and collective."""
+    found = Counter[tuple[str, ...]]()
+    for phase, axis, collective, num_bytes in calls:
+        if block := BLOCK.match(phase):
+            step = "forward" if block[1] == "forward" else "backward"
+            found[step, block[2], axis, collective] += num_bytes
+    return found
+
+
+def served() -> Iterator[tuple[Strategy, dict[str, int]]]:
+    """The strategies that this number of ranks can run, and their meshes in `parallel`."""
+    size = dist.get_world_size()
+    for strategy in STRATEGIES:
+        names = BLOCKS[strategy.name][0].split() if strategy.name in BLOCKS else []
+        divides_heads = "tensor" in names and size == 3
+        if (len(names) == 1 and not divides_heads) or (len(names) == 2 and size == 4):
+            yield strategy, dict(zip(names, strategy.shape(size), strict=True))
+
+
+def test_blocks_send_what_parallel_predicts_for_the_same_strategy(rings: None) -> None:
+    size, names = dist.get_world_size(), list[str]()
+    found: dict[str, tuple[Counter[tuple[str, ...]], Counter[tuple[str, ...]]]] = {}
+    for strategy, axes in served():
+        _, sharding, sequence = BLOCKS[strategy.name]
+        wanted = of_blocks(
+            (
+                call.phase,
+                AXES.get(call.axis, call.axis) if len(axes) > 1 else "",
+                call.collective,
+                call.sent(size).bytes,
+            )
+            for call in predicted(axes, sharding, sequence)
+        )
+        mesh = init_device_mesh("cpu", strategy.shape(size), mesh_dim_names=strategy.names)
+        step = TrainingStep(strategy.divide(transformer(SIZES), mesh), SIZES, seed=0)
+        step()
+        with record(step.model) as ledger:
+            step()
+        if (whole := ledger.gather()) is not None:
+            summary = whole.summary(("phase", "axis", "collective"))
+            found[strategy.name] = (
+                of_blocks((*key, row.bytes) for key, row in summary.items()),
+                wanted,
+            )
+        names.append(strategy.name)
+    for name, (sent, wanted) in found.items():
+        assert sent == wanted and len(sent) >= 4, name
+    assert len(names) == {2: 4, 3: 2, 4: 6}[size]
 
 
 def backward_of(model: nn.Module, budget: int) -> None:

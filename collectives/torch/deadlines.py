@@ -1,0 +1,58 @@
+"""Ends calls at their deadlines, also those that nobody waits for."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import collectives
+
+
+@dataclass(order=True)
+class Limit:
+    """When a call ends at the latest, and after how many seconds that is."""
+
+    deadline: float
+    seconds: float
+    call: collectives.Work[Any] = field(compare=False)
+
+
+class _Watch:
+    """Ends calls at their deadlines, so that those who wait for their futures learn of it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._limits: list[Limit] = []
+        threading.Thread(target=self._work, name="collectives deadlines", daemon=True).start()
+
+    def add(self, limit: Limit) -> None:
+        """End a call at its deadline if it is not done."""
+        with self._changed:
+            self._limits = [each for each in self._limits if not each.call.is_done]
+            heapq.heapify(self._limits)
+            heapq.heappush(self._limits, limit)
+            if self._limits[0] is limit:
+                self._changed.notify()
+
+    def _work(self) -> None:
+        while True:
+            limit = self._next()
+            limit.call.expire(limit.seconds)
+
+    def _next(self) -> Limit:
+        """Wait for the next deadline, and return it."""
+        with self._changed:
+            while not self._limits or self._limits[0].deadline > time.monotonic():
+                rest = self._limits[0].deadline - time.monotonic() if self._limits else None
+                self._changed.wait(rest)
+            return heapq.heappop(self._limits)
+
+
+@cache
+def watch() -> _Watch:
+    """The thread of this process that ends calls."""
+    return _Watch()
