@@ -167,9 +167,12 @@ def messages_to_itself(rank: int) -> Iterator[Case]:
     yield "isend", lambda: dist.isend(ones(2), rank), to
     yield "recv", lambda: dist.recv(ones(2), rank), source
     yield "irecv", lambda: dist.irecv(ones(2), rank), source
-    for call, says in [(dist.isend, to), (dist.irecv, source)]:
-        batch = [dist.P2POp(call, ones(2), rank)]
-        yield f"a batch of {call.__name__}", partial(dist.batch_isend_irecv, batch), says
+    for call, says in [(dist.isend, "cannot send to"), (dist.irecv, "cannot receive from")]:
+        # PyTorch makes no further call in a group in which a batch was refused.
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        batch = [dist.P2POp(call, ones(2), rank, alone)]
+        refusal = f"ValueError: rank 0 {says} itself"
+        yield f"a batch of {call.__name__}", partial(dist.batch_isend_irecv, batch), refusal
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
