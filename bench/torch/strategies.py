@@ -27,7 +27,7 @@ from parallel import PredictedCall
 
 ALGORITHM, ITEMSIZE = "ring", 4
 COLUMNS = "attention.query", "attention.key", "attention.value", "mlp.up"
-LAST = {"attention": "attention.out", "mlp": "mlp.down"}  # divided by rows, of each part of a block
+LAST = {"attention": "attention.out", "mlp": "mlp.down"}  # of each part, the layer divided by rows
 BUCKET = 0.05  # MiB
 Groups = tuple[tuple[int, ...], ...]
 

@@ -34,7 +34,7 @@ _SPINS, _SPINS_BETWEEN_HOSTS, _SPINS_WHERE_CROWDED = 2000, 20, 4
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # set by Open MPI and MPICH
 
 
-_loader: threading.Thread | None = None
+_loader: threading.Thread | None = None  # that loads the compiled functions in the background
 
 
 class Loop(NamedTuple):

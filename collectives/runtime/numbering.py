@@ -12,9 +12,9 @@ All blocking calls have the same tag, so their executions can be reused.  One ta
 every rank they run one after the other, and messages between two ranks with the same tag arrive in
 the order in which they were sent.
 
-A communicator whose ranks may go on after an error that only some of them had (`mix`) gives every
-call a tag of its own, in a part of each quarter that is its own: MPI may give it the number of a
-communicator that was freed, and on which such an error left messages.
+Some communicators are made anew after an error that only some ranks had (`mix`).  MPI may give the
+new one the number of the freed one, on which messages are left.  So each call of such a
+communicator has a tag of its own, and each communicator begins with another tag.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays import validation
+
+_STRIDE = 0x9E3779B1  # odd: tags of consecutive communicators are far apart
 
 
 class ConcurrentCall(RuntimeError):  # noqa: N818
@@ -49,14 +51,15 @@ class Numbering:
         self.num_checks_made: NDArray[np.int64] = np.zeros(1, np.int64)
         self._use_tags(0, self._quarter)
 
-    def mix(self, first: int) -> None:
+    def mix(self, number: int) -> None:
         """Give blocking calls the tags of asynchronous ones, and use half of all tags.
 
-        `first`: any number, the same on all ranks; which half it is depends on it.
+        `number`: of the communicator, the same on all its ranks.  Communicators of other numbers
+        begin with other tags.
         """
         self.can_mix = True
         half = self._quarter // 2
-        self._use_tags(first % half, half)
+        self._use_tags(number * _STRIDE % half, half)
 
     def _use_tags(self, first: int, count: int) -> None:
         """Use `count` tags of each quarter, from its tag number `first` on."""

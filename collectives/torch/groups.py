@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 import collectives
 from collectives.torch import launched
 from collectives.torch.backend import RingBackend
 from collectives.torch.options import Options
+from collectives.torch.recording import phase_of_call
 from collectives.torch.registry import Registered, add, default_backend
 from collectives.torch.work import fail, seconds
 
 _num_worlds = 0  # default groups so far, on which all ranks agree
-_STRIDE = 0x9E3779B1  # odd, so that consecutive numbers use tags that are far apart
 _DELAY = 2e-4  # seconds before the thread advances a call, because most are waited for at once
 
 
@@ -26,7 +27,7 @@ def make(opts: Any, options: Any) -> Registered:
     members, timeout = list(opts.global_ranks_in_group), seconds(opts.timeout)
     try:
         if members:
-            made = _of_some(members, timeout, options)
+            made = _of_some(members, timeout, options, crc32(opts.group_id.encode()))
         else:
             made = _of_all(opts.group_rank, opts.group_size, timeout, options or Options())
     except collectives.CollectiveError as error:
@@ -55,8 +56,10 @@ def _of_all(rank: int, size: int, timeout: float | None, options: Options) -> Ri
     return made
 
 
-def _of_some(members: Sequence[int], timeout: float | None, options: Options | None) -> Registered:
-    """The backend of some ranks; only these call it."""
+def _of_some(
+    members: Sequence[int], timeout: float | None, options: Options | None, number: int
+) -> Registered:
+    """The backend of some ranks; only these call it.  `number`: see `_wrapped`."""
     default = default_backend()
     if default is not None:
         return default.of_some(members, timeout, options)
@@ -64,7 +67,7 @@ def _of_some(members: Sequence[int], timeout: float | None, options: Options | N
     everyone = world.Get_group()
     some = everyone.Incl(members)
     comm: Any = world.Create_group(some)
-    made = _wrapped(comm, timeout, options or Options(), sum(members))
+    made = _wrapped(comm, timeout, options or Options(), number)
     comm.Free()
     some.Free()
     everyone.Free()
@@ -82,8 +85,8 @@ def _wrapped(comm: Any, timeout: float | None, options: Options, number: int) ->
     compiled.load_in_background()
     communicator = collectives.wrap(comm, timeout=timeout, progress="thread", check=options.check)
     session = communicator._session
-    session.thread_delay = _DELAY
-    session.numbering.mix(number * _STRIDE)  # `async_op` is a rank's own choice
+    session.thread_delay, session.phase_of_call = _DELAY, phase_of_call
+    session.numbering.mix(number)  # `async_op` is a rank's own choice
     if session.checker is not None:
         session.checker.compares_place = False  # tensors of some ranks may be copied first
     return RingBackend(communicator, options)

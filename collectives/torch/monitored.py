@@ -30,8 +30,9 @@ def _wait_for_others(comm: Communicator, limit: float | None) -> None:
     poll_until(lambda: all(work.test() for work in works), deadline_in(limit))
     missing = [peer for peer, work in zip(peers, works, strict=True) if not work.test()]
     if missing:
+        assert limit is not None, "without a limit all have come"
         for work in works:
-            work.expire(limit or 0.0)
+            work.expire(limit)
         names = ", ".join(map(str, missing))
         who = f"ranks {names} have" if len(missing) > 1 else f"rank {names} has"
         raise DistBackendError(f"{who} not come to the monitored barrier within {limit} s")

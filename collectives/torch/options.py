@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from collectives.communicator import mode_of
 from collectives.selection import parse_label
 
 
@@ -28,7 +29,6 @@ class Options:
     check: bool | Literal["finite"] | None = None
 
     def __post_init__(self) -> None:
-        if self.check not in (None, False, True, "finite"):
-            raise ValueError(f"check must be None, False, True or 'finite', not {self.check!r}")
+        mode_of(self.check)
         for collective, label in self.algorithms.items():
             parse_label(collective, label)

@@ -14,6 +14,7 @@ from collectives.torch.registry import backend_of, backends
 from collectives.torch.scopes import Scopes
 
 _OF_MESH = "mesh_"
+_in_progress: list[Scopes] = []  # of the recordings, the innermost last
 
 
 @contextmanager
@@ -40,21 +41,17 @@ def record(*models: torch.nn.Module, group: Any = None) -> Iterator[Ledger]:
     """
     backend, scopes = backend_of(group), Scopes()
     _name_axes()
-    before = {session: session.phase_of_call for session in _sessions()}
-    for session in before:
-        session.phase_of_call = scopes.phase
+    _in_progress.append(scopes)
     try:
         with backend.communicator.record() as ledger, scopes.following(*models):
             yield ledger
     finally:
-        for session in _sessions():  # also those of groups that were made meanwhile
-            if session.phase_of_call == scopes.phase:
-                session.phase_of_call = before.get(session, current_phase)
+        _in_progress.remove(scopes)
 
 
-def _sessions() -> list[Any]:
-    """The sessions of all groups."""
-    return [each.communicator._session for each in backends.values()]
+def phase_of_call() -> str:
+    """The phase of a call that a process group makes now."""
+    return _in_progress[-1].phase() if _in_progress else current_phase()
 
 
 def _name_axes() -> None:

@@ -36,7 +36,7 @@ def test_only_ranks_of_one_open_mpi_host_leave_networks_out(
 def test_a_launched_rank_leaves_networks_out_before_mpi_starts(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import os, sys\n"
+        "import os\n"
         f"print(os.environ.get('{CHOICE}'), end='|')\n"
         "from mpi4py import MPI\n"
         "assert MPI.COMM_WORLD.allreduce(1) == 2\n"

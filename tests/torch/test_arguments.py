@@ -128,6 +128,7 @@ def overlaps(p: int, rank: int) -> Iterator[Case]:
         "all_to_all": lambda: dist.all_to_all(parts, [ones(2)] * p),
         "all_to_all_single": lambda: dist.all_to_all_single(whole, ones(2 * p)),
         "recv": lambda: dist.recv(one, other),
+        "recv from any rank": lambda: dist.recv(one),
     }
     for name, call in calls.items():
         yield (

@@ -188,7 +188,7 @@ def test_an_unknown_collective_or_algorithm_is_refused() -> None:
 def test_an_unknown_option_of_an_algorithm_or_check_is_refused() -> None:
     with pytest.raises(ValueError, match="knows no option 'radix'"):
         Options(algorithms={"all_reduce": "ring(radix=3)"})
-    with pytest.raises(ValueError, match="check must be None, False, True or 'finite', not 'yes'"):
+    with pytest.raises(ValueError, match="check must be True, False, None or 'finite', not 'yes'"):
         Options(check="yes")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -252,16 +252,40 @@ def predicted(
     return calls
 
 
-def test_ddp_sends_what_parallel_predicts(rings: None) -> None:
-    size, bytes_of = dist.get_world_size(), Counter[str]()
-    for call in predicted({"data": size}, Sharding.ddp(), None):
-        bytes_of[call.phase.partition("/")[0]] += call.sent(size).bytes
-    ledger = recorded(DistributedDataParallel(like_gpt())).gather()
+def divided(model: nn.Sequential, **how: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in model:
+        fully_shard(unit, mesh=mesh, **how)
+    return fully_shard(model, mesh=mesh, **how)
+
+
+WHOLE: dict[str, tuple[Callable[[nn.Sequential], nn.Module], Sharding]] = {
+    "DDP": (DistributedDataParallel, Sharding.ddp()),
+    "FSDP2": (divided, Sharding.zero(3)),
+    "FSDP2, parameters kept": (
+        lambda model: divided(model, reshard_after_forward=False),
+        Sharding.zero(3, keep_after_forward=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_pytorch_sends_what_parallel_predicts_for_the_same_strategy(name: str, rings: None) -> None:
+    divide, sharding = WHOLE[name]
+    size, wanted = dist.get_world_size(), Counter[tuple[str, str]]()
+    for call in predicted({"data": size}, sharding, None):
+        part = call.phase.partition("/")[0]
+        if part in ("forward", "backward"):
+            wanted[part, call.collective] += call.sent(size).bytes
+    ledger = recorded(divide(like_gpt())).gather()
     if ledger is not None:
-        assert sum(found.bytes for found in ledger.summary().values()) == bytes_of["backward"]
+        sent = Counter[tuple[str, str]]()
+        for (phase, collective), found in ledger.summary().items():
+            sent[phase.partition("/")[0], collective] += found.bytes
+        assert sent == wanted
 
 
-# Only blocks are compared: PyTorch divides the embedding and the head in other ways.
+# Of other strategies only blocks: PyTorch divides the embedding and the head in another way.
 BLOCK = re.compile(r"(forward|backward|replicate)/(?:layers\.|block)(\d+)")
 AXES = {"data": "dp", "tensor": "tp"}  # the other names of both are equal
 SIZES = Sizes(hidden=24, vocabulary=32, context=12, rows=2)
