@@ -44,8 +44,8 @@ class CachingAllocator:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < LARGE or dtype.hasobject or min(shape) < 0:
             return np.empty(shape, dtype)
-        memory = np.asarray(_Loan(self, self._take(num_bytes)))
-        return memory[:num_bytes].view(dtype).reshape(shape)
+        memory = np.asarray(_Loan(self, self._take(num_bytes), num_bytes))
+        return memory.view(dtype).reshape(shape)
 
     def _take(self, num_bytes: int) -> Bytes:
         """Memory for `num_bytes` bytes: rounded up to a power of two, so that others fit too."""
@@ -64,11 +64,14 @@ class CachingAllocator:
 
 
 class _Loan:
-    """Memory in use: the base of an array and of all its views, so it goes when they are gone."""
+    """Memory in use: the base of an array and of all its views, so it goes when they are gone.
 
-    def __init__(self, allocator: CachingAllocator, memory: Bytes) -> None:
+    The views see `num_bytes` bytes of it: an array's base is as large as the array that was made.
+    """
+
+    def __init__(self, allocator: CachingAllocator, memory: Bytes, num_bytes: int) -> None:
         self._allocator, self._memory = allocator, memory
-        self.__array_interface__ = memory.__array_interface__
+        self.__array_interface__ = memory.__array_interface__ | {"shape": (num_bytes,)}
 
     def __del__(self) -> None:
         self._allocator.give(self._memory)

@@ -40,6 +40,16 @@ def test_later_arrays_of_about_that_size_get_the_memory(
     assert address(again) == first
 
 
+@pytest.mark.parametrize("shape", [(129, 256), (2**15,), (2**15 + 1,), (3, 5)])
+def test_the_base_of_an_array_is_no_larger_than_the_array(
+    allocator: CachingAllocator, shape: tuple[int, ...]
+) -> None:
+    """Whoever counts what an array keeps alive counts its own bytes, not what is rounded up."""
+    x = allocator.empty(shape, np.dtype(np.float64))
+    owner = x if x.base is None else x.base
+    assert owner.nbytes == x.nbytes and getattr(owner, "base", None) is not x
+
+
 VIEWS: list[Callable[[Any], Any]] = [
     lambda x: x[7:9],
     lambda x: x.reshape(2, -1).T[5:],
