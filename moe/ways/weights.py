@@ -7,6 +7,8 @@ other way, and cheaper to send than tokens if there are many tokens and small ex
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import collectives
@@ -55,9 +57,10 @@ class GatheredWeights(Way):
         self, tokens: Array, routing: Routing, weights: Values, step: Step
     ) -> tuple[Array, Sent]:
         def compute(rows: Received, out: Rows, part: Part) -> Any:
-            return self.all.forward(rows, out, part, step)
+            with self._bound(values, {}):
+                return self.all.forward(rows, out, part, step)
 
-        self.all.bind(self._gathered(), {})
+        values = self._gathered()
         # As many as if tokens were sent: ranks with a communicator in common wait equally often.
         loads = step.wait(dispatch.exchange(routing.load, None))
         num_parts = self.options.num_parts
@@ -68,11 +71,11 @@ class GatheredWeights(Way):
         self, dy: Array, weights: Values, saved: Any, step: Step, half: Half
     ) -> tuple[Array, Values, Any]:
         def compute(rows: Received, out: Rows, part: Part, kept: Any) -> Any:
-            return self.all.backward(rows, out, part, kept, both_halves)
+            with self._bound(values, gradients):
+                return self.all.backward(rows, out, part, kept, both_halves)
 
         values = self._gathered()
         gradients = {key: namespace_of(x).zeros_like(x) for key, x in values.items()}
-        self.all.bind(values, gradients)
         dweights = slopes_of(weights, dy, saved)
         dx, _ = self.exchange.backward(dy, weights, saved, step, compute)
         sums = self._summed(gradients)
@@ -83,6 +86,15 @@ class GatheredWeights(Way):
     def backward_weight(self, rests: Any) -> None:
         for key, x in rests.items():
             self.experts.gradient[key] += x
+
+    @contextmanager
+    def _bound(self, values: dict[str, Array], gradients: dict[str, Array]) -> Iterator[None]:
+        """Let all experts work on these arrays in this context, and no longer: they are freed."""
+        self.all.bind(values, gradients)
+        try:
+            yield
+        finally:
+            self.all.bind({}, {})
 
     def _gathered(self) -> dict[str, Array]:
         """Return the parameters of all experts."""
