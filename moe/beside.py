@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parallel.nn import Activations, Array, ArraySpec, Layer, LayerTraffic, Sequential, Step
@@ -42,18 +42,35 @@ class Beside(Sequential):
         return sum(layer.backward(dy, each) for layer, each in pairs)
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
-        layers = list(self.layers.values())
-        each = [layer.activation_bytes(x) for layer in layers]
-        # Those that save it keep it until the second half of backward.
-        twice = x.nbytes * max(0, sum(layer.saves_input for layer in layers) - 1)
-        saved, outputs, rest, extra, _ = zip(*each, strict=True)
-        return Activations(sum(saved) - twice, outputs[0], sum(rest) - twice, max(extra))
+        """Return what the layers keep; what several of them keep counts once."""
+        each = [layer.activation_bytes(x) for layer in self.layers.values()]
+        keep_input = [made.is_input_in_rest for made in each]
+        keep_dy = [made.is_dy_in_rest for made in each]
+        out = each[0].out
+        return Activations(
+            sum(made.saved for made in each)
+            - repeated(x, [layer.saves_input for layer in self.layers.values()]),
+            out,
+            sum(made.rest for made in each) - repeated(x, keep_input) - repeated(out, keep_dy),
+            max(made.extra for made in each),
+            is_input_in_rest=any(keep_input),
+            is_dy_in_rest=any(keep_dy),
+        )
 
     def out(self, x: ArraySpec) -> ArraySpec:
         return next(iter(self.layers.values())).out(x)
+
+    def check_input(self, x: ArraySpec) -> None:
+        for layer in self.layers.values():
+            layer.check_input(x)
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         each = [layer.traffic(x) for layer in self.layers.values()]
         forward = [call for calls in each for call in calls.forward]
         backward = [call for calls in each for call in calls.backward]
         return LayerTraffic(tuple(forward), tuple(backward))
+
+
+def repeated(x: ArraySpec, is_kept: Sequence[bool]) -> int:
+    """Return the bytes of an array `x` in excess of one, if so many layers keep it."""
+    return x.nbytes * max(0, sum(is_kept) - 1)

@@ -239,10 +239,16 @@ class MixtureOfExperts(Layer):
             kept = self.experts.pattern.activation_bytes(inner)
             saved, extra = saved + kept.saved, max(extra, kept.extra)
             rest += kept.rest if plan.rest is None else 0
-        return Activations(saved, x, rest, extra)
+        return Activations(saved, x, rest, extra, is_input_in_rest=True)
 
     def out(self, x: ArraySpec) -> ArraySpec:
         return x  # whatever is routed
+
+    def check_input(self, x: ArraySpec) -> None:
+        """Raise ValueError unless rows are whole groups, of which each expert takes a token."""
+        self.options.num_groups(x.shape[0])
+        self.gate.capacity(self.options.rows_per_group * x.context)
+        self.experts.pattern.check_input(x.of_shape(0, self.dim))
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         plan = self._plan(x)

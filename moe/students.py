@@ -29,6 +29,7 @@ from parallel.nn import (
     LayerTraffic,
     Model,
     Sequential,
+    Shape,
     Step,
     cast,
     namespace_of,
@@ -126,15 +127,17 @@ class Teacher:
 
     def traffic(self, logits: ArraySpec) -> tuple[PredictedCall, ...]:
         """Return what it sends for the input that leads to `logits`."""
-        rows, x = logits.shape[0], logits
-        tokens = ArraySpec.tokens(
-            rows, x.length, x.width, context=x.context, rank=x.rank, batch=x.batch
-        )
         return tuple(
             replace(call, phase="/".join(filter(None, (PHASE, name, call.phase))))
-            for name, layer, entering in Sequential(dict(self._layers())).inputs(tokens)
+            for name, layer, entering in Sequential(dict(self._layers())).inputs(input_of(logits))
             for call in layer.traffic(entering).forward
         )
+
+    def check_logits(self, logits: ArraySpec) -> None:
+        """Raise ValueError unless it makes such `logits` of the input that leads to them."""
+        whole = Sequential(dict(self._layers()))
+        whole.check_input(input_of(logits))
+        check_same_shape(whole.out(input_of(logits)).shape, logits.shape)
 
     def config(self) -> list[Any]:
         """Return what must be equal on all ranks."""
@@ -190,11 +193,7 @@ class Distillation(Layer):
         if step.batch is not None and not self.imitates(step.batch.step):
             return loss, dlogits
         teacher = self.teacher.logits(step, x)
-        if teacher.shape != x.shape:
-            raise ValueError(
-                f"the teacher has logits {teacher.shape} and the student {x.shape}: they must be of"
-                " the same classes"
-            )
+        check_same_shape(teacher.shape, x.shape)
         found = divergence(teacher, x, self.region)
         soft = found.slopes * (self.alpha * step.loss_scale / step.total)
         dlogits = cast(upcast(dlogits) + soft.reshape(x.shape), x.dtype)
@@ -207,12 +206,33 @@ class Distillation(Layer):
     def activation_bytes(self, x: ArraySpec) -> Activations:
         return self.loss.activation_bytes(x)
 
+    def check_input(self, x: ArraySpec) -> None:
+        if self.stop:
+            self.teacher.check_logits(x)
+
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         forward, backward = self.loss.traffic(x)
         if x.batch is not None and not self.imitates(x.batch.step):
             return LayerTraffic(forward, backward)
         return LayerTraffic(
             (*forward, *self.teacher.traffic(x), *divergence_traffic(x, self.region)), backward
+        )
+
+
+def input_of(logits: ArraySpec) -> ArraySpec:
+    """Return the tokens that lead to `logits`."""
+    return ArraySpec.tokens(
+        logits.shape[0], logits.length, logits.width,
+        context=logits.context, rank=logits.rank, batch=logits.batch,
+    )  # fmt: skip
+
+
+def check_same_shape(teacher: Shape, student: Shape) -> None:
+    """Raise ValueError unless the logits of a teacher and a student have the same shape."""
+    if teacher != student:
+        raise ValueError(
+            f"the teacher has logits {teacher} and the student {student}: they must be of the same"
+            " classes"
         )
 
 

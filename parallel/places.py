@@ -15,7 +15,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from parallel.accounts.tracker import arrays_in
+from parallel.accounts.tracker import arrays_in, owner_of
 from parallel.nn import Array, Shape
 
 TO_HOST, TO_DEVICE = DEVICE_COLUMNS = "to host", "to device"
@@ -106,9 +106,10 @@ class HostMemory(Place):
     """Keeps arrays in host memory; updates are made by NumPy.  ZeRO-Offload: Ren et al. 2021.
 
     `rank` is this rank, and `xp` the array namespace of the model; a device's arrays need CuPy's
-    ``get(out=)`` and ``set``.  Activations come back contiguous, in C order.  An array is moved for
-    each layer that saves it, and each view as an array of its own; `Model.activation_bytes` counts
-    these once, so that predictions are exact if there are none, as in `parallel.gpt`.
+    ``get(out=)`` and ``set``.  Activations come back contiguous, in C order.  What several parts of
+    a layer save, in whatever shapes, is moved once.  An array that several layers save is moved for
+    each, and a view of a part of an array is moved as an array of its own; `Model.activation_bytes`
+    counts these once, so that predictions are exact if there are none, as in `parallel.gpt`.
 
     Examples
     --------
@@ -193,12 +194,35 @@ class OnFile:
     shape: Shape
     dtype: np.dtype[Any]
     nbytes: int
+    base: OnFile | None = None  # the array itself, if this is it in another shape
+
+    def reshape(self, shape: Shape) -> OnFile:
+        """Return the same array in another `shape`."""
+        return replace(self, shape=shape, base=self.base or self)
 
 
 def replaced(held: Any, change: Callable[[Any], Any]) -> Any:
-    """Return nested containers with ``change(x)`` for each array; it is called once for each."""
-    distinct = {id(x): x for x in arrays_in(held)}
-    return with_new(held, {key: change(x) for key, x in distinct.items()})
+    """Return nested containers with ``change(x)`` for each array.
+
+    It is called once for arrays that are the same one, also if they have different shapes.
+    """
+    new: dict[int, Any] = {}
+    changed: dict[object, Any] = {}
+    for x in arrays_in(held):
+        if (key := elements_of(x)) not in changed:
+            changed[key] = change(x)
+        same = changed[key]
+        new[id(x)] = same if same.shape == x.shape else same.reshape(x.shape)
+    return with_new(held, new)
+
+
+def elements_of(x: Any) -> object:
+    """Return what is equal for arrays of the same elements in the same order, in any shapes."""
+    owner = owner_of(x)
+    if isinstance(owner, OnFile):
+        return owner.path
+    is_whole = x.flags.c_contiguous and x.nbytes == owner.nbytes
+    return (id(owner), x.dtype) if is_whole else id(x)
 
 
 def with_new(held: Any, new: Mapping[int, Any]) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from collectives import Communicator
 from parallel.cli import device_namespace
 from parallel.elastic import Elastic
-from parallel.mesh import Mesh
+from parallel.mesh import AXES, Mesh
 from parallel.nn import Model
 from parallel.optim import SGD, Adam, AdamW
 from parallel.places import Disk, HostMemory, Place
@@ -54,11 +54,7 @@ RUNTIMES: Named = {
 STRATEGIES = SHARDINGS | RUNTIMES
 MODEL_AXES = ("pipe", "context", "expert", "tensor")  # along which ranks divide the model, or a row
 ROW_AXES = ("data", "context", "expert")  # along which ranks compute different tokens
-SERVED = (
-    "this works: --mesh with any of pipe, data, context, expert and tensor and --zero 0, 1, 2 or 3,"
-    " or --mesh replicate=G,shard=N with --zero 3 on G x N ranks, or --strategy with one of its"
-    " names"
-)
+NEEDED_AXES = {"schedule": "pipe", "sequence_parallel": "tensor", "attention": "context"}
 
 
 def name_strategy(comm: Communicator, options: argparse.Namespace) -> None:
@@ -71,7 +67,7 @@ def name_strategy(comm: Communicator, options: argparse.Namespace) -> None:
         check_model_options(options)
         return
     if options.strategy is not None:
-        raise ValueError(f"--strategy takes no --mesh and no --zero; {SERVED}")
+        raise ValueError(f"--strategy takes no --mesh and no --zero{served(options)}")
     axes, stage = options.mesh or {"data": comm.size}, options.zero
     Mesh(comm, **axes)  # raises if it is not one of these ranks
     if set(axes) <= {"data", *MODEL_AXES}:
@@ -88,8 +84,52 @@ def name_strategy(comm: Communicator, options: argparse.Namespace) -> None:
     else:
         words = ",".join(f"{axis}={size}" for axis, size in axes.items())
         of_stage = "" if stage is None else f" with --zero {stage}"
-        raise ValueError(f"no strategy trains on --mesh {words}{of_stage}; {SERVED}")
+        advice = served(options)
+        raise ValueError(f"no strategy trains on --mesh {words}{of_stage}{advice}")
     check_model_options(options)
+
+
+def served(options: argparse.Namespace) -> str:
+    """Return the end of a sentence: what trains with the other `options` on several ranks."""
+    given = vars(options)
+    needed = [f"{axis}=N" for name, axis in NEEDED_AXES.items() if given.get(name)]
+    names = [name for name in PLAIN if name != "serial" and not untaken(name, given)]
+    if given.get("schedule") == "pipedream":  # whose stages update alone
+        names = [name for name in names if name == "ddp"]
+    ways = []
+    if names:
+        stages = [name.removeprefix("zero").replace("ddp", "0") for name in names]
+        ways.append(f"--mesh with {axes_of(given, needed)} and --zero {listed(stages, 'or')}")
+    is_of_rows = any(given.get(name) for name in ROW_OPTIONS)
+    if not (is_of_rows or needed or given.get("group_size") or untaken("hsdp", given)):
+        ways.append("--mesh replicate=G,shard=N with --zero 3 on G x N ranks")
+    if names and not needed:
+        ways.append(f"--strategy {listed(names, 'or')}")
+    return f"; this works: {', or '.join(ways)}" if ways else ""
+
+
+def axes_of(options: Mapping[str, Any], needed: Sequence[str]) -> str:
+    """Return the axes that a mesh may have with these `options`, or those that are `needed`."""
+    if needed:
+        return listed(needed, "and")
+    axes = [axis for axis in AXES if axis in ("data", *MODEL_AXES)]
+    return "any of " + listed([x for x in axes if x != "expert" or options.get("moe")], "and")
+
+
+def listed(words: Sequence[str], last: str) -> str:
+    """Return words such as "a, b or c", with a word before the `last` one."""
+    *first, end = words
+    return f"{', '.join(first)} {last} {end}" if first else end
+
+
+def untaken(strategy: str, options: Mapping[str, Any]) -> list[str]:
+    """Return those of the `options` of some strategies that are given and this one does not take.
+
+    What needs an axis, such as ``--schedule``, is not among them.
+    """
+    known = {"algorithm"}.union(*(names for _, names in STRATEGIES.values()))
+    taken = {*STRATEGIES[strategy][1], *(["algorithm"] * (strategy != "serial"))}
+    return sorted(name for name in known - taken if options.get(name) is not None)
 
 
 def check_model_options(options: argparse.Namespace) -> None:
@@ -103,11 +143,11 @@ def check_model_options(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} needs --moe GATE")
     for name in ROW_OPTIONS:
         if getattr(options, name, None) and options.strategy not in PLAIN:
-            raise ValueError(f"{options.strategy} takes no --{name}; {SERVED}")
+            advice = served(options)
+            raise ValueError(f"{options.strategy} takes no --{name}{advice}")
     if has_gate and options.sequence_parallel:
         raise ValueError("--moe takes no --sequence-parallel")
-    needed = {"schedule": "pipe", "sequence_parallel": "tensor", "attention": "context"}
-    for name, axis in needed.items():
+    for name, axis in NEEDED_AXES.items():
         if getattr(options, name, None) is not None and axis not in axes:
             word = name.replace("_", "-")
             raise ValueError(f"--{word} needs --mesh with {axis}=N")
@@ -150,14 +190,12 @@ def trainer_factory(
     `mesh` is that of the model, if it is divided (`mesh_of`).  Raises ValueError for options that
     the strategy does not take.
     """
-    make, names = STRATEGIES[strategy]
-    taken = {*names, "algorithm", *(["schedule"] * (mesh is not None))}
-    known = {*taken, "algorithm"}.union(*(names for _, names in STRATEGIES.values()))
-    taken = taken if strategy != "serial" else set()
-    given = {name: options[name] for name in known if options.get(name) is not None}
-    if unknown := sorted(given.keys() - taken):
+    if unknown := untaken(strategy, options):
         words = ", ".join("--" + name.replace("_", "-") for name in unknown)
         raise ValueError(f"the strategy {strategy} takes no {words}")
+    make, names = STRATEGIES[strategy]
+    taken = (*names, "algorithm", *(["schedule"] * (mesh is not None)))
+    given = {name: options[name] for name in taken if options.get(name) is not None}
     if "hook" in given:
         given["hook"] = comm_hook(given["hook"])  # one for each rank, because it may have a state
     if strategy in RUNTIMES:

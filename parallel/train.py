@@ -273,6 +273,7 @@ class Training:
             make = presets.trainer_factory(comm, self.model, recipe, options.strategy, given, mesh)
         with together("preparing the strategy"):
             self.strategy = make(phase=self.timeline.phase)
+        self.strategy.check_batch(options.batch, options.context)
         self.times: list[float] = []  # at the end of each step
         self.reports: list[RankReport] = []
         self.rank_times: list[RankTimes] = []

@@ -89,6 +89,7 @@ class Run:
         self.trainer = Trainer(
             mesh, model, recipe, sharding=sharding_of(axes, options.zero), phase=self.monitor.phase
         )
+        self.trainer.check_batch(options.batch, 1)
 
     def model_of(self, num_layers: int, mesh: Mesh, log: RoutingLog) -> Model:
         """Return a model of so many blocks, of which every second one has experts."""

@@ -26,6 +26,7 @@ from parallel.nn.functional import (
 from parallel.nn.layer import Activations, ArraySpec, Layer, ParameterSpec, Step
 from parallel.nn.layers import CausalAttention, Linear, check_classes
 from parallel.nn.tensor.region import Whole
+from parallel.placement import Shape
 
 PIXELS = 256  # a pixel is a byte
 
@@ -101,11 +102,19 @@ class PatchEmbedding(Layer):
         return [*super().config(), *self.image, self.channels, self.patch]
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
-        if x.shape[1:] != (shape := (*self.image, self.channels)):
-            raise ValueError(f"images have the shape {x.shape[1:]}, but the model is for {shape}")
+        self.check_shape(x.shape[1:])
         check_classes("pixel", x.reshape(-1), PIXELS)
         y, _ = self.linear.forward(self._patches(x, self.value["weight"].dtype), step)
         return (y + self.value["position"] if self.has_positions else y), x
+
+    def check_shape(self, found: Shape) -> None:
+        """Raise ValueError unless images have this shape."""
+        if found != (shape := (*self.image, self.channels)):
+            raise ValueError(f"images have the shape {found}, but the model is for {shape}")
+
+    def check_input(self, x: ArraySpec) -> None:
+        if x.shape[1:] != (x.context,):  # which stands for a row of any shape
+            self.check_shape(x.shape[1:])
 
     def _patches(self, x: Array, dtype: Any) -> Array:
         """Return the pixels of each patch as numbers: (batch, patches, pixels)."""
@@ -128,7 +137,7 @@ class PatchEmbedding(Layer):
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
         vectors = tokens_of_rows(x, self.grid.size, self.linear.out_features)
-        return Activations(0, vectors, rest=vectors.nbytes)
+        return Activations(0, vectors, rest=vectors.nbytes, is_dy_in_rest=True)
 
 
 class Attention(CausalAttention):

@@ -141,6 +141,8 @@ class Activations(NamedTuple):
     rest: int = 0  # from `backward_input` to `backward_weight`, if these do not follow each other
     extra: int = 0  # the most during backward in addition to `saved`: what is computed again
     is_out_saved: bool = False  # whether the output itself is a part of `saved`
+    is_input_in_rest: bool = False  # whether the input itself is a part of `rest`
+    is_dy_in_rest: bool = False  # whether the derivative by the output itself is a part of `rest`
 
     def changes(self, kind: str) -> tuple[int, ...]:
         """Return how the bytes that are kept change, one after the other, in an F, B, I or W."""
@@ -236,6 +238,8 @@ class Layer(ABC):
     needs_rows : bool
         Whether the layer depends on which rows of the batch it computes: what it sends, what it
         keeps, or which random numbers it draws.
+    context : int, optional
+        The most positions of a row of the batch, if the layer limits them.
     comm_axes : tuple of str
         The communicators that the layer uses, as axes of the mesh, without those along which its
         parameters are divided.  Ranks make them together: outside a trainer, get ``mesh[axis]`` for
@@ -247,6 +251,7 @@ class Layer(ABC):
 
     saves_input = True
     needs_rows = False
+    context: int | None = None
     comm_axes: tuple[str, ...] = ()
     step_counts: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
@@ -293,6 +298,14 @@ class Layer(ABC):
     def out(self, x: ArraySpec) -> ArraySpec:
         """Return the output for an input `x`, on the rank of which that is."""
         return self.activation_bytes(x).out
+
+    def check_input(self, x: ArraySpec) -> None:
+        """Raise ValueError if `forward` would refuse an input `x`, on the rank of which that is.
+
+        This is asked before anything is sent, of the inputs of all ranks: whatever `forward` checks
+        and is known without the data is checked here, so that no rank fails alone in a step.
+        """
+        return
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         """Return the calls that the layer makes for an input `x`, on the rank of which that is.
@@ -383,19 +396,27 @@ class Sequential(Layer):
     def activation_bytes(self, x: ArraySpec) -> Activations:
         layers = list(self.layers.values())
         each = [layer.activation_bytes(entering) for _, layer, entering in self.inputs(x)]
-        saved, outputs, rest, extra, is_out_saved = zip(*each, strict=True)
         twice = sum(  # an output that is saved, and is saved as the input of the next layer too
             made.out.nbytes
             for made, following in zip(each, layers[1:], strict=False)
             if made.is_out_saved and following.saves_input
         )
-        total = sum(saved) - twice
-        return Activations(total, outputs[-1], sum(rest), max(extra), is_out_saved[-1])
+        first, last = each[0], each[-1]
+        return last._replace(
+            saved=sum(made.saved for made in each) - twice,
+            rest=sum(made.rest for made in each),
+            extra=max(made.extra for made in each),
+            is_input_in_rest=first.is_input_in_rest,
+        )
 
     def out(self, x: ArraySpec) -> ArraySpec:
         for layer in self.layers.values():
             x = layer.out(x)
         return x
+
+    def check_input(self, x: ArraySpec) -> None:
+        for _, layer, entering in self.inputs(x):
+            layer.check_input(entering)
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         each = [layer.traffic(entering) for _, layer, entering in self.inputs(x)]
@@ -474,10 +495,13 @@ class Recompute(Layer):
     def activation_bytes(self, x: ArraySpec) -> Activations:
         inner = self.layer.activation_bytes(x)
         extra = inner.saved + inner.extra - x.nbytes * self.layer.saves_input
-        return Activations(x.nbytes, inner.out, inner.rest, extra)
+        return inner._replace(saved=x.nbytes, extra=extra, is_out_saved=False)
 
     def out(self, x: ArraySpec) -> ArraySpec:
         return self.layer.out(x)
+
+    def check_input(self, x: ArraySpec) -> None:
+        self.layer.check_input(x)
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         forward, backward = self.layer.traffic(x)

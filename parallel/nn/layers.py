@@ -35,6 +35,8 @@ class Embedding(Layer):
     positions.
     """
 
+    context: int
+
     def __init__(self, vocab_size: int, context: int, dim: int) -> None:
         super().__init__()
         self.vocab_size, self.context, self.dim = vocab_size, context, dim
@@ -52,9 +54,16 @@ class Embedding(Layer):
 
     def check(self, x: Array, step: Step) -> None:
         """Raise ValueError unless there are positions for all tokens, and all are known."""
-        if (length := max(x.shape[1], step.context)) > self.context:
-            raise ValueError(f"{length} tokens in a row, but positions for {self.context} only")
+        self.check_length(max(x.shape[1], step.context))
         check_classes("token", x.reshape(-1), self.vocab_size)
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError unless there are positions for `length` tokens of a row."""
+        if length > self.context:
+            raise ValueError(f"{length} tokens in a row, but positions for {self.context} only")
+
+    def check_input(self, x: ArraySpec) -> None:
+        self.check_length(x.context)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         """Return None as the derivative: tokens have none."""
@@ -77,7 +86,7 @@ class Embedding(Layer):
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
         vectors = x.of_shape(*x.shape, self.dim)
-        return Activations(0, vectors, rest=vectors.nbytes)
+        return Activations(0, vectors, rest=vectors.nbytes, is_dy_in_rest=True)
 
 
 def positions_of(step: Step, length: int) -> Any:
@@ -160,7 +169,8 @@ class Linear(Layer):
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
         made = x.of_shape(*x.shape[:-1], self.out_features)
-        return Activations(x.nbytes, made, rest=x.nbytes + made.nbytes)
+        rest = x.nbytes + made.nbytes
+        return Activations(x.nbytes, made, rest, is_input_in_rest=True, is_dy_in_rest=True)
 
 
 class Unembedding(Linear):
@@ -257,7 +267,7 @@ class LayerNorm(Layer):
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
         saved = x.nbytes + max(x.width, 4) * math.prod(x.shape[:-1])
-        return Activations(saved, x, rest=2 * x.nbytes)
+        return Activations(saved, x, rest=2 * x.nbytes, is_dy_in_rest=True)
 
 
 class CausalAttention(Layer):

@@ -214,6 +214,12 @@ class Model:
         """
         return list(self.layers)
 
+    @property
+    def context(self) -> int | None:
+        """The most positions of a row of a batch; None if no layer limits them."""
+        limits = (part.context for _, part in Sequential(self.layers).parts())
+        return min((limit for limit in limits if limit is not None), default=None)
+
     # Arrays
 
     def draw(self, unit: str, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -264,6 +270,10 @@ class Model:
     def inputs(self, x: ArraySpec) -> dict[str, ArraySpec]:
         """Return what enters each layer for the input `x` of the model."""
         return {name: entering for name, _, entering in Sequential(self.layers).inputs(x)}
+
+    def check_input(self, x: ArraySpec) -> None:
+        """Raise ValueError if a layer cannot compute what enters it for the input `x`."""
+        Sequential(self.layers).check_input(x)
 
     def activation_bytes(self, x: ArraySpec) -> dict[str, Activations]:
         """Return what each layer keeps for the input `x` of the model (`ArraySpec.tokens`)."""

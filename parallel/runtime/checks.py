@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collectives
 from parallel.mesh import Mesh
-from parallel.nn import Model
+from parallel.nn import ArraySpec, Model
 from parallel.pipeline import Schedule
 from parallel.places import Place
 from parallel.runtime.recipe import Recipe
@@ -35,6 +35,8 @@ def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
             "ZeRO++, local updates and a server need whole units: the model divides some along"
             f" {both[0]!r}, which is an axis of the sharding"
         )
+    if model.context is not None:  # a row may have fewer positions, of which experts take fewer
+        model.check_input(ArraySpec.tokens(0, model.context, 1, rank=mesh.rank))
     if mesh.axes.get("context", 1) > 1 and "context" not in sharding.axes:
         raise ValueError(
             "ranks along 'context' compute different tokens: the sharding must sum over it, such as"

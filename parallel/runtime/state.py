@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -68,6 +70,7 @@ class State:
         self.memory, self.loss_scale = MemoryTracker(), LossScale(self.dtype)
         self._inputs: dict[ArraySpec, dict[str, ArraySpec]] = {}
         self._traffic: dict[ArraySpec, dict[str, LayerTraffic]] = {}
+        self._checked: set[tuple[int, int, Shape | None]] = set()  # the shapes of batches
         self._set_place(mesh.rank)
         self._allocate_parameters()
         self._allocate_gradients()
@@ -247,6 +250,8 @@ class State:
         `memory` counts the scratch memory of the call until then.  By default the call has the
         algorithm of the run.
         """
+        if self.mesh.comm is None:
+            return partial(of_one_rank, x, options.get("out"))
         call = getattr(self.comm_of(axes), collective)
         work = call(x, async_op=True, **{"algorithm": self.algorithm} | options)
         self.memory.add("scratch", work.scratch_bytes)
@@ -330,6 +335,32 @@ class State:
         at = None if whole is None else self.rows_of_ranks(whole.rows, number, whole.step)
         return ArraySpec.tokens(mine, length, width, context=context, rank=rank, batch=at)
 
+    def check_batch(self, rows: int, context: int, shape: Shape | None = None) -> None:
+        """Raise ValueError if some rank could not compute its part of a batch of all ranks.
+
+        The same on all ranks, and nothing is sent.  Each step asks it for its batch; ask before the
+        run to refuse it early.
+
+        Parameters
+        ----------
+        rows, context : int
+            The shape of the targets of all ranks.
+        shape : tuple of int, optional
+            That of a row of the inputs; by default ``(context,)``, or any shape if the first layer
+            takes another one, such as that of an image.
+        """
+        if (rows, context, shape) in self._checked:
+            return
+        axes, whole = self.sharding.row_axes, BatchSize(rows, context)
+        for rank in range(self.mesh.size):
+            mine = placement.span(rows, self.mesh.size_of(axes), self.mesh.index(axes, rank))
+            for number in range(self.recipe.num_micro_batches):
+                x = self.tokens_of(placement.length(mine), context, number, rank, whole=whole)
+                if shape is not None and shape != (context,):
+                    x = replace(x, shape=(x.shape[0], *shape))
+                self.model.check_input(x)
+        self._checked.add((rows, context, shape))
+
     def rows_of_ranks(self, num_rows: int, number: int, step: int) -> BatchRows | None:
         """Return which rows of a batch each rank computes in micro-batch `number` of a `step`.
 
@@ -355,3 +386,11 @@ class State:
         other = copy(self)
         other._set_place(rank)
         return other
+
+
+def of_one_rank(x: Array, out: Array | None) -> Array:
+    """Return the result of any collective among one rank: the `x` that it sends, in `out`."""
+    if out is None or out is x:
+        return x
+    out[...] = x
+    return out

@@ -321,6 +321,7 @@ class Trainer(State):
 
         `inputs`, `targets` and `total` are those of `step`.
         """
+        self.check_batch(total // targets.shape[1], targets.shape[1], inputs.shape[1:])
         self.overlap.begin()
         self.loss, self.squares = 0.0, 0.0
         self.num_batches += 1

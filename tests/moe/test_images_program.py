@@ -26,6 +26,15 @@ def test_options(words: tuple[str, ...]) -> None:
     assert main(["--threads", "2", *SMALL, *words]) == 0
 
 
+LARGE = ("--steps", "1", "--batch", "192", "--hidden", "48", "--layers", "2")
+
+
+@pytest.mark.parametrize("words", [(), ("--model", "swin"), ("--mesh", "tensor=2")])
+def test_the_memory_of_large_arrays_is_predicted(words: tuple[str, ...]) -> None:
+    """Those of more than 256 KiB, no powers of two, which the allocator makes."""
+    assert main(["--threads", "2", *LARGE, *words]) == 0
+
+
 def test_one_rank() -> None:
     assert main(["--threads", "1", *SMALL]) == 0
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import collectives
 from collectives import Communicator
-from moe import GATES, RoutingLog, mixtures
-from parallel.train import Training, model_of, parser
+from collectives.arrays import allocator
+from moe import GATES, RoutingLog, mixtures, moe_gpt
+from parallel import Mesh, Sharding, Trainer, text
+from parallel.train import Training, main, model_of, parser
 from tests.moe.test_training import LOGS, Mixture, setup_of
-from tests.parallel.test_train import SMALL
+from tests.parallel.test_train import LARGE, SMALL
 
 MODEL = (*SMALL, "--layers", "2", "--experts", "4")
 
@@ -43,11 +46,48 @@ def test_every_gate_trains(gate: str) -> None:
     ("--recompute",), ("--dispatch", "weights"), ("--dispatch", "cheaper"),
     ("--dropout", "0.1", "--expert-dropout", "0.4"), ("--rows-per-group", "2", "--batch", "8"),
     ("--dispatch", "hierarchical", "--ranks-per-host", "1"),
+    ("--strategy", "zero3", "--dispatch", "weights"),
+    ("--strategy", "zero3", "--dispatch", "cheaper", "--micro-batches", "2"),
+    ("--mesh", "pipe=2", "--schedule", "zb-h1", "--shared-experts", "2"),
+    ("--mesh", "pipe=2,tensor=1", "--schedule", "zb-h1", "--shared-experts", "3", "--recompute"),
 ])  # fmt: skip
 def test_options(words: tuple[str, ...]) -> None:
     """Also without an axis for experts: then each rank has all of them."""
     has_axis = {"--strategy", "--mesh"} & set(words)
     assert run("--moe", "switch", *words, *(() if has_axis else ("--mesh", "expert=2"))) == 0
+
+
+def test_what_experts_share_is_offloaded_once(tmp_path: Path) -> None:
+    words = ("--moe", "switch", "--offload-activations", f"disk:{tmp_path}")
+    for number in ("1", "2"):
+        assert run(*words, "--shared-experts", number) == 0
+
+
+LARGE_MIXTURE = (*LARGE, "--moe-every", "1", "--moe", "switch")
+
+
+@pytest.mark.parametrize("words", [
+    (), ("--padding", "capacity"), ("--padding", "needed", "--dispatch-parts", "2"),
+    ("--dispatch", "hierarchical", "--ranks-per-host", "1"), ("--dispatch", "weights"),
+    ("--dispatch", "cheaper"), ("--payload", "int8"), ("--shared-experts", "2"),
+    ("--mesh", "data=2"), ("--mesh", "context=2"), ("--mesh", "tensor=2"),
+    ("--mesh", "pipe=2", "--schedule", "zb-h1", "--shared-experts", "2"),
+])  # fmt: skip
+def test_the_memory_of_large_arrays_is_predicted(words: tuple[str, ...]) -> None:
+    assert run(*LARGE_MIXTURE, *(() if "--mesh" in words else ("--mesh", "expert=2")), *words) == 0
+
+
+def test_memory_that_is_rounded_up_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: arrays are the beginnings of powers of two, which are their bases."""
+    empty = allocator.CachingAllocator.empty
+
+    def rounded(self: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        whole = empty(self, (1 << num_bytes.bit_length(),), np.dtype(np.uint8))
+        return whole[:num_bytes].view(dtype).reshape(shape)
+
+    monkeypatch.setattr(allocator.CachingAllocator, "empty", rounded)
+    assert run(*LARGE_MIXTURE, ranks=1) == 1
 
 
 @pytest.mark.parametrize(
@@ -142,6 +182,84 @@ def test_another_routing_gives_another_prediction(tmp_path: Path) -> None:
 def test_what_is_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("switch", "--rows-per-group", "2"), "5 rows of a rank are not whole groups of 2"),
+        (
+            ("switch", "--rows-per-group", "2", "--batch", "8", "--micro-batches", "4"),
+            "1 rows of a rank are not whole groups of 2",
+        ),
+        (("expert-choice", "--experts", "6", "--context", "2"), "a capacity of 0 for 2 tokens"),
+        (("v-moe", "--capacity-factor", "0.01"), "a capacity of 0 for 4 tokens"),
+        (("switch", "--capacity-rule", "tutel", "--capacity-factor", "0.01"), "a capacity of 0"),
+    ],
+)
+def test_an_impossible_mixture_is_refused_before_the_run(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one sentence; the exit status is 2."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--threads", "2", *MODEL, "--moe", *words])
+    said = capsys.readouterr()
+    assert caught.value.code == 2 and said.out == "" and said.err.count("\n") == 1
+    assert message in said.err
+
+
+class Refused(NamedTuple):
+    """A model, the shape of a batch that it cannot compute, and what is said."""
+
+    options: dict[str, Any]
+    rows: int
+    context: int
+    words: str
+
+
+@pytest.mark.parametrize("case", [
+    # The second rank has whole groups.
+    Refused({"rows_per_group": 2}, 5, 4, "3 rows of a rank are not whole groups of 2"),
+    Refused({"gate": "expert-choice"}, 4, 1, "a capacity of 0 for 1 tokens"),
+    Refused({"padding": "capacity"}, 4, 5, "5 tokens in a row, but positions for 4 only"),
+])  # fmt: skip
+def test_a_trainer_refuses_an_impossible_batch_before_it_sends(case: Refused) -> None:
+    """On all ranks, in the first step, or earlier if it is asked."""
+
+    def fn(comm: Communicator) -> None:
+        trainer = trainer_of(comm, **case.options)
+        trainer.start()
+        with pytest.raises(ValueError, match=case.words):
+            trainer.check_batch(case.rows, case.context)
+        rows = text.batch(
+            np.arange(256, dtype=np.uint8), seed=0, step=0, batch_size=case.rows,
+            context=case.context, rank=comm.rank, num_ranks=2,
+        )  # fmt: skip
+        with comm.record() as ledger, pytest.raises(ValueError, match=case.words):
+            trainer.step(*rows, case.rows * case.context)
+        assert not ledger.rows()
+        trainer.check_batch(4, 4)
+
+    collectives.run(fn, size=2)
+
+
+def test_a_trainer_is_refused_if_experts_would_never_take_a_token() -> None:
+    """A row has no more tokens than the model has positions."""
+
+    def fn(comm: Communicator) -> None:
+        with comm.record() as ledger, pytest.raises(ValueError, match="a capacity of 0 for 4"):
+            trainer_of(comm, gate="expert-choice", num_experts=9)
+        assert not ledger.rows()
+
+    collectives.run(fn, size=2)
+
+
+def trainer_of(comm: Communicator, **options: Any) -> Trainer:
+    """Of a small model with 4 positions, on the ranks of a mesh along ``expert``."""
+    mesh = Mesh(comm, expert=2)
+    of_model = {"num_experts": 4, "num_layers": 2, "hidden": 4, "num_heads": 2, "context": 4}
+    model = moe_gpt(mesh=mesh, **(of_model | options))
+    return Trainer(mesh, model, sharding=Sharding.zero(3, axes=("expert",)))
 
 
 def test_a_log_is_what_was_written() -> None:

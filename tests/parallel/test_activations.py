@@ -202,6 +202,24 @@ def test_arrays_come_back_and_what_is_no_array_stays(xp: Any, tmp_path: Path) ->
     assert offload.columns == ((TO_HOST, TO_DEVICE) if xp is FAKE else ()) + (READ, WRITTEN)
 
 
+@pytest.mark.parametrize("xp", [host, FAKE], ids=["host", "device"])
+def test_an_array_in_several_shapes_is_moved_once(xp: Any, tmp_path: Path) -> None:
+    """And comes back in each of them, in one memory; but not what has another order."""
+    x = xp.asarray(np.arange(24.0).reshape(2, 3, 4))
+    saved = [x, x.reshape(6, 4), x.reshape(-1), x.reshape(6, 4).T]
+    offload = Disk(tmp_path, 0, xp)
+    memory = MemoryTracker()
+    kept = memory.track(OFFLOADED, offload.put(saved))
+    assert len(list(offload.folder.iterdir())) == 2
+    back = offload.take(kept)
+    for copy, array in zip(back, saved, strict=True):
+        np.testing.assert_array_equal(bare(copy), bare(array), strict=True)
+    assert np.shares_memory(bare(back[0]), bare(back[1]))
+    assert np.shares_memory(bare(back[0]), bare(back[2]))
+    assert memory.now[OFFLOADED] == 2 * 8 * 24
+    assert offload.moved == dict.fromkeys(offload.columns, 2 * 8 * 24)
+
+
 class Through(Layer):
     """Saves its input and passes it on."""
 

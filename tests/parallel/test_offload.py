@@ -89,6 +89,7 @@ class FakeArray:
     size = property(lambda self: self._memory.size)
     ndim = property(lambda self: self._memory.ndim)
     nbytes = property(lambda self: self._memory.nbytes)
+    flags = property(lambda self: self._memory.flags)
     T = property(lambda self: wrap(self._memory.T, self))
     device = "fake"
 

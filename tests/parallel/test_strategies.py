@@ -5,6 +5,7 @@ The strategies that round what they send, or let ranks run ahead, have tests of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from parallel.optim import SGD, Adam, AdamW
 from parallel.runtime import RunSize
 from parallel.runtime.agreement import ModelMismatch
 from parallel.servers import AsyncParameterServer, SyncParameterServer
-from parallel.sharding import HalfPrecision
+from parallel.sharding import HalfPrecision, Int8Blocks, PowerSGD
 from tests.parallel.training import (
     CONTEXT,
     ROWS,
@@ -29,6 +30,7 @@ from tests.parallel.training import (
     batch,
     ddp,
     hsdp,
+    kept_by,
     model,
     nothing,
     of_kind,
@@ -540,6 +542,57 @@ def test_a_resumed_run_is_compared_too() -> None:
 
     with pytest.raises(ModelMismatch, match=r"option clip of ranks 1, 2"):
         collectives.run(fn, size=3)
+
+
+SHARDINGS: dict[str, Callable[[], Sharding]] = {
+    "none": Sharding,
+    "ddp": Sharding.ddp,
+    "ddp, unused": partial(Sharding.ddp, find_unused_parameters=True),
+    "float16": lambda: Sharding.ddp(hook=HalfPrecision("float16")),
+    "int8": lambda: Sharding.ddp(hook=Int8Blocks()),
+    "powersgd": lambda: Sharding.ddp(hook=PowerSGD(2)),
+    "zero1": partial(Sharding.zero, 1),
+    "zero2": partial(Sharding.zero, 2),
+    "zero3": partial(Sharding.zero, 3),
+    "zero3, kept": partial(Sharding.zero, 3, keep_after_forward=True),
+    "hsdp": Sharding.hsdp,
+    "zeropp": Sharding.zeropp,
+    "local updates": partial(Sharding.local_updates, every=2),
+}
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_a_rank_without_a_communicator_does_what_one_alone_in_a_communicator_does(
+    name: str,
+) -> None:
+    """The same losses, and as much memory as is predicted."""
+
+    def losses(comm: Communicator | None) -> list[float]:
+        sharding = SHARDINGS[name]()
+        mesh = Mesh(comm, **dict.fromkeys(sharding.axes or ("data",), 1))
+        trainer = Trainer(mesh, model(), Recipe(clip=1.0), sharding=sharding)
+        trainer.start()
+        found = trainer.train(4, batch, ROWS * CONTEXT, nothing)
+        for predicted, counted in kept_by(trainer).values():
+            assert predicted == counted
+        return found
+
+    assert losses(None) == collectives.run(losses, size=1)[0]
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 3), (3, 1)])
+@pytest.mark.parametrize("sharding", [Sharding.hsdp, Sharding.zeropp])
+def test_an_axis_may_have_one_rank(
+    sharding: Callable[[], Sharding], replicate: int, shard: int
+) -> None:
+    def losses(comm: Communicator) -> list[float]:
+        mesh = Mesh(comm, replicate=replicate, shard=shard)
+        trainer = Trainer(mesh, model(), sharding=sharding())
+        trainer.start()
+        return trainer.train(4, batch, ROWS * CONTEXT, nothing)
+
+    tolerance = 1e-12 if sharding == Sharding.hsdp else 1e-2
+    np.testing.assert_allclose(collectives.run(losses, size=3)[0], serial().losses, rtol=tolerance)
 
 
 @pytest.mark.parametrize(

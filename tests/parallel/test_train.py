@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -88,6 +90,21 @@ def test_every_strategy_accounts_for_all_it_sends_and_keeps(run: Any, strategy: 
         "memory: formula = counted, to the byte; parameters: equal, to the bit",
     ):
         assert words in done.said
+
+
+# Of arrays that the allocator makes: of more than 256 KiB, and no power of two.
+LARGE = ("--hidden", "48", "--context", "40", "--batch", "40", "--layers", "2", "--steps", "1")
+
+
+@pytest.mark.parametrize("words", [
+    (), ("--strategy", "zero3"), ("--mesh", "tensor=2"), ("--recompute",), ("--dropout", "0.1"),
+    ("--mesh", "tensor=2", "--sequence-parallel"),
+    ("--mesh", "tensor=2", "--sequence-parallel", "gather"), ("--mesh", "context=2"),
+    ("--mesh", "context=2", "--attention", "ulysses"),
+    ("--mesh", "pipe=2", "--schedule", "zb-h1", "--micro-batches", "2"),
+])  # fmt: skip
+def test_the_memory_of_large_arrays_is_predicted(run: Any, words: tuple[str, ...]) -> None:
+    assert run(*LARGE, *words).status == 0
 
 
 EXACT = ["server-sync", "ddp", "zero1", "zero2", "zero3", "hsdp"]
@@ -400,6 +417,48 @@ def test_a_checkpoint_that_was_cut_is_refused_in_a_sentence(
 def test_a_mesh_that_no_strategy_serves_is_refused(words: list[str], sentence: str) -> None:
     said = sentences(lambda _: words, 2)
     assert said == 2 * [said[0]] and sentence in said[0]
+
+
+ADVISED: dict[tuple[str, ...], tuple[str, ...]] = {  # refused words, and those beside them
+    ("--strategy", "hsdp"): ("--dropout", "0.1"),
+    ("--strategy", "local-updates"): ("--moe", "switch", "--moe-every", "1"),
+    ("--strategy", "server-sync"): ("--moe", "switch", "--moe-every", "1", "--bucket-bytes", "9"),
+    ("--strategy", "zeropp"): ("--dropout", "0.1", "--keep-after-forward"),
+    ("--strategy", "ddp", "--zero", "1"): ("--hook", "int8"),
+    ("--strategy", "zero3", "--mesh", "data=2"): (),
+    ("--mesh", "replicate=2"): ("--keep-after-forward",),
+    ("--mesh", "replicate=1,shard=2", "--zero", "1"): ("--schedule", "gpipe"),
+    ("--mesh", "replicate=1,shard=2", "--zero", "2"): ("--schedule", "pipedream"),
+    ("--mesh", "shard=2"): ("--sequence-parallel",),
+}
+
+
+@pytest.mark.parametrize("refused", ADVISED)
+def test_what_is_said_to_work_works(refused: tuple[str, ...]) -> None:
+    """Each axis, stage and name in the sentence, in place of the words that are refused."""
+    kept = ADVISED[refused]
+    said = sentences(lambda _: [*refused, *kept], 2)[0]
+    ways = [*advised(said)]
+    assert ways and "; this works: " in said
+    for way in ways:
+        assert sentences(lambda _, way=way: [*kept, *way], 2) == 2 * [""], way  # type: ignore[misc]
+
+
+def advised(said: str) -> Iterator[list[str]]:
+    """The words that a sentence says would work, for two ranks."""
+    mesh = r"--mesh with (?:any of )?(.*?) and --zero ([0-9, or]*)"
+    for axes, stages in re.findall(mesh, said):
+        for axis, stage in product(re.findall("[a-z]{4,}", axes), re.findall("[0-9]", stages)):
+            yield ["--mesh", f"{axis}=2", "--zero", stage]
+    if "replicate=G,shard=N" in said.partition("; this works: ")[2]:
+        yield ["--mesh", "replicate=1,shard=2", "--zero", "3"]
+    for names in re.findall("--strategy ([a-z0-9, ]+)$", said):
+        yield from (["--strategy", name] for name in re.findall("[a-z0-9]{3,}", names))
+
+
+def test_nothing_is_said_to_work_if_nothing_does() -> None:
+    words = ["--strategy", "zeropp", "--gradient-bits", "4", "--dropout", "0.1"]
+    assert sentences(lambda _: words, 2)[0].endswith("zeropp takes no --dropout")
 
 
 def test_a_mesh_and_a_stage_are_a_strategy(run: Any) -> None:

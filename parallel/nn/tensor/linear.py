@@ -115,8 +115,11 @@ class Columns(Layer):
         entered = self.region.entered(x)
         mine = entered.of_shape(*entered.shape[:-1], self._width(x.rank))
         whole = entered.of_shape(*entered.shape[:-1], self.linear.out_features)
-        rest = entered.nbytes + mine.nbytes
-        return Activations(self.region.kept_bytes(x), whole if self.is_gathered else mine, rest)
+        return Activations(
+            self.region.kept_bytes(x), whole if self.is_gathered else mine,
+            rest=entered.nbytes + mine.nbytes, is_input_in_rest=not self.region.gathers,
+            is_dy_in_rest=not self.is_gathered,
+        )  # fmt: skip
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         forward, backward = self.region.f_traffic(x)
@@ -179,7 +182,9 @@ class Rows(Layer):
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
         inner = self.linear.activation_bytes(x)
-        return inner._replace(out=self.region.left(inner.out))
+        return inner._replace(
+            out=self.region.left(inner.out), is_dy_in_rest=not self.region.gathers
+        )
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         return self.region.g_traffic(self.linear.activation_bytes(x).out)

@@ -73,6 +73,11 @@ class Whole:
         """Whether what is kept for backward is the input of `f` itself."""
         return True
 
+    @property
+    def gathers(self) -> bool:
+        """Whether `f` and `g_backward` make new arrays, of the parts of all ranks."""
+        return False
+
     def config(self) -> list[Any]:
         """Return what the calls of the ranks depend on."""
         return [type(self).__name__, self.axis, self.algorithm]
@@ -158,6 +163,10 @@ class Divided(Whole):
     @property
     def keeps_input(self) -> bool:
         return self.gathers_again
+
+    @property
+    def gathers(self) -> bool:
+        return True
 
     def config(self) -> list[Any]:
         return [*super().config(), self.gathers_again]

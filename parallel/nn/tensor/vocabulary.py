@@ -62,7 +62,9 @@ class VocabularyEmbedding(Embedding):
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
         inner = super().activation_bytes(x)
-        return inner._replace(out=self.region.left(inner.out))
+        return inner._replace(
+            out=self.region.left(inner.out), is_dy_in_rest=not self.region.gathers
+        )
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         return self.region.g_traffic(super().activation_bytes(x).out)
