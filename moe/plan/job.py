@@ -115,6 +115,7 @@ def trainer_of(
     sharding = Sharding.ddp(axes=tuple(axis for axis in ROW_AXES if axis in axes))
     trainer = PlannedTrainer(mesh, model, recipe, sharding=sharding, algorithm=algorithm)
     _check_rows(job, mesh, sharding)
+    trainer.check_batch(job.rows, job.model["context"])
     return trainer
 
 

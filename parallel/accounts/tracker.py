@@ -45,7 +45,9 @@ class MemoryTracker:
     def track(self, category: str, held: T) -> T:
         """Count the arrays in `held`, an array or nested containers, in `category`; return `held`.
 
-        A view counts as the array it views, once.  Arrays of int64 are tokens and do not count.
+        A view counts as the array it views, once, because it keeps the whole of that alive.  An
+        array has the bytes of its elements, also if an allocator keeps more for it.  Arrays of
+        int64 are tokens and do not count.
         """
         with self._lock:
             for owner in map(owner_of, arrays_in(held)):

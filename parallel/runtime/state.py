@@ -351,15 +351,26 @@ class State:
         """
         if (rows, context, shape) in self._checked:
             return
-        axes, whole = self.sharding.row_axes, BatchSize(rows, context)
-        for rank in range(self.mesh.size):
-            mine = placement.span(rows, self.mesh.size_of(axes), self.mesh.index(axes, rank))
-            for number in range(self.recipe.num_micro_batches):
-                x = self.tokens_of(placement.length(mine), context, number, rank, whole=whole)
-                if shape is not None and shape != (context,):
-                    x = replace(x, shape=(x.shape[0], *shape))
-                self.model.check_input(x)
+        for x in self._distinct_tokens(rows, context):
+            if shape is not None and shape != (context,):
+                x = replace(x, shape=(x.shape[0], *shape))
+            self.model.check_input(x)
         self._checked.add((rows, context, shape))
+
+    def _distinct_tokens(self, rows: int, context: int) -> Iterable[ArraySpec]:
+        """Return the inputs of the model in all micro-batches of a batch, on all ranks.
+
+        Once for ranks that differ in nothing but which rows they have.
+        """
+        mesh, axes = self.mesh, self.sharding.row_axes
+        found: dict[tuple[Shape, int], ArraySpec] = {}
+        others = tuple(axis for axis in mesh.axes if axis not in axes)
+        for rank in range(mesh.size):
+            mine = placement.span(rows, mesh.size_of(axes), mesh.index(axes, rank))
+            for number in range(self.recipe.num_micro_batches):
+                x = self.tokens_of(placement.length(mine), context, number, rank)
+                found.setdefault((x.shape, mesh.index(others, rank)), x)
+        return found.values()
 
     def rows_of_ranks(self, num_rows: int, number: int, step: int) -> BatchRows | None:
         """Return which rows of a batch each rank computes in micro-batch `number` of a `step`.

@@ -392,6 +392,10 @@ def test_the_command_compares_ways_and_layouts(capsys: pytest.CaptureFixture[str
         (["--mesh", "expert=4", "--step", "1"], "--step needs --routing"),
         (["--mesh", "expert=4", "--text", "/no/text"], "there is no text in /no/text"),
         (["--mesh", "expert=4", "--rows-per-group", "3"], "are not whole groups of 3"),
+        (
+            ["--mesh", "expert=2", "--rows-per-group", "2", "--batch", "6"],
+            "3 rows of a rank are not whole groups of 2",
+        ),
         (["--mesh", "expert=4,expert=2"], "is not AXIS=N"),
         (["--mesh", "expert=4", "--experts", "4,0"], "0 is less than 1"),
         (["--mesh", "expert=4", "--capacity-rule", "some"], "invalid choice: 'some'"),
