@@ -21,7 +21,7 @@ COMMANDS = {
     "parallel.train": "--strategy zero2",
     "parallel.memory": "--params 7.5e9 --ranks 64",
     "parallel.pipeline": "compare --stages 4 --micro-batches 8",
-    "parallel.plan": "--layers 96 --hidden 12288 --heads 96",
+    "parallel.plan": "--layers 32 --hidden 4096 --heads 32 --hosts 8x8",
     "parallel.simulate": "--mesh pipe=2,data=2,tensor=2 --layers 4 --hidden 512 --heads 8 "
     "--topology hosts:1x8",
     "parallel.show": "zero3 --ranks 4 --micro-batches 2",

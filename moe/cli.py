@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from moe.gates import GATES, RULES
+from moe.payload import PAYLOADS
+from moe.ways import PADDINGS, WAYS
 from parallel.cli import at_least
-from parallel.presets import GATE_OPTIONS
+from parallel.presets import GATE_OPTIONS, given_options
 
 DROPLESS = "none"  # as a capacity rule
 CAPACITY_RULES = (*(name for name in RULES if name != "expert-choice"), DROPLESS)
@@ -53,8 +55,23 @@ def add_capacity_options(add: Callable[..., object]) -> None:
     )  # fmt: skip
 
 
+def add_dispatch_options(add: Callable[..., object]) -> None:
+    """Add the options that say how tokens and experts are brought together."""
+    add("--dispatch", choices=WAYS,
+        help="send tokens directly to the ranks of their experts, or once to each host, or gather"
+        " experts' weights, or whichever of the first and the last sends less; default: flat",
+    )  # fmt: skip
+    add("--padding", choices=PADDINGS,
+        help="rows sent for each expert: those that are routed, as many as its capacity, or as"
+        " many as any needs; default: none",
+    )  # fmt: skip
+    add("--dispatch-parts", type=at_least(1), metavar="N",
+        help="send in N parts, and compute one while others are sent; default: 1")  # fmt: skip
+    add("--payload", choices=PAYLOADS,
+        help="in which vectors are sent; default: same, in --dtype")  # fmt: skip
+
+
 def gate_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the gate that are on the command line, by their names in `GATES`."""
-    given = vars(options)
-    found = {name: given[key] for key, name in GATE_OPTIONS.items() if given[key]}
+    found = given_options(options, GATE_OPTIONS)
     return found | ({"rule": None} if found.get("rule") == DROPLESS else {})

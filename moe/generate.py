@@ -38,7 +38,7 @@ from parallel.inference import NEXT, Inference, check_request, generate
 from parallel.job import on_ranks, preparing, running
 from parallel.nn import Array, Model
 from parallel.optim import DTYPES, dtype_of
-from parallel.presets import GATE_OPTIONS, MOE_OPTIONS
+from parallel.presets import GATE_OPTIONS, MOE_OPTIONS, given_options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,9 +85,7 @@ def model_of(options: argparse.Namespace, mesh: Mesh, log: RoutingLog) -> Model:
     Raises ValueError for options that the gate does not have, and for expert choice.
     """
     of_gpt = cli.gpt_options(options) | {"mesh": mesh}
-    given = vars(options)
-    of_gate = {name: given[key] for key, name in GATE_OPTIONS.items() if given.get(key)}
-    of_layer = {name: given[key] for key, name in MOE_OPTIONS.items() if given.get(key)}
+    of_gate, of_layer = (given_options(options, names) for names in (GATE_OPTIONS, MOE_OPTIONS))
     if options.moe is None:
         if of_gate or of_layer or mesh.axes.get("expert", 1) > 1:
             raise ValueError("experts, and ranks along expert, need --moe GATE")

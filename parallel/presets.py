@@ -30,6 +30,16 @@ MOE_OPTIONS = {
     "expert_dropout": "expert_dropout", "rows_per_group": "rows_per_group",
 }  # fmt: skip
 
+
+def given_options(options: argparse.Namespace, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options that are on the command line, by the names to which `names` maps theirs.
+
+    A 0 is one of them: whether it is allowed is for what takes it to say.
+    """
+    values = {name: getattr(options, key, None) for key, name in names.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 ROW_OPTIONS = ("moe", "dropout")  # of layers that depend on the rows of each rank
 PLAIN = ("serial", "ddp", "zero1", "zero2", "zero3")  # the strategies that train these
 
@@ -139,7 +149,7 @@ def check_model_options(options: argparse.Namespace) -> None:
     if "expert" in axes and not has_gate:
         raise ValueError("--mesh with expert=N needs --moe GATE")
     for name in (*GATE_OPTIONS, *MOE_OPTIONS) if not has_gate else ():
-        if getattr(options, name, None):
+        if getattr(options, name, None) is not None:
             raise ValueError(f"--{name.replace('_', '-')} needs --moe GATE")
     for name in ROW_OPTIONS:
         if getattr(options, name, None) and options.strategy not in PLAIN:

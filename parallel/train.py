@@ -39,10 +39,13 @@ import numpy as np
 import collectives
 from collectives import Communicator, Ledger
 from moe import RoutingLog, layout, mixtures, moe_gpt
-from moe.cli import add_capacity_options, add_expert_options, gate_options
+from moe.cli import (
+    add_capacity_options,
+    add_dispatch_options,
+    add_expert_options,
+    gate_options,
+)
 from moe.layouts import LAYOUTS
-from moe.payload import PAYLOADS
-from moe.ways import PADDINGS, WAYS
 from parallel import checkpoint, cli, presets, text
 from parallel.accounts import (
     Event,
@@ -158,15 +161,7 @@ def parser() -> argparse.ArgumentParser:
         help="rows of the batch that are routed together; default: 1")  # fmt: skip
     add("--expert-dropout", type=float, metavar="RATE",
         help="in the middle of each expert; default: none")  # fmt: skip
-    add("--dispatch", choices=WAYS[1:],
-        help="send tokens once to each host, or gather experts' weights, or"
-        " whichever sends less; default: tokens, directly to the ranks of their experts",
-    )  # fmt: skip
-    add("--padding", choices=PADDINGS[1:],
-        help="send as many rows for each expert as its capacity, or as any needs")  # fmt: skip
-    add("--dispatch-parts", type=positive, metavar="N",
-        help="send in N parts, and compute one while others are sent; default: 1")  # fmt: skip
-    add("--payload", choices=PAYLOADS[1:], help="in which vectors are sent; default: in --dtype")
+    add_dispatch_options(add)
     add("--routing", type=Path, metavar="FILE",
         help="predict from this routing, of a run on one rank; default: that of this run",
     )  # fmt: skip
@@ -233,8 +228,7 @@ def model_of(options: argparse.Namespace, mesh: Mesh | None, log: RoutingLog) ->
     }  # fmt: skip
     if options.moe is None:
         return gpt(**of_gpt)
-    given = vars(options)
-    of_layer = {name: given[key] for key, name in presets.MOE_OPTIONS.items() if given[key]}
+    of_layer = presets.given_options(options, presets.MOE_OPTIONS)
     return moe_gpt(
         gate=options.moe, gate_options=gate_options(options), num_experts=options.experts, log=log,
         ranks_per_host=options.ranks_per_host, **of_layer, **of_gpt,

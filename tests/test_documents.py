@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from ast import literal_eval
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import collectives
 from bench.__main__ import COMMANDS as BENCH_COMMANDS
 from collectives import algorithms
 from collectives.launch import launch
+from parallel import train
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -144,6 +146,40 @@ def test_what_training_shows_is_what_the_command_prints(
     assert import_module(f"{name}.__main__").main(arguments) == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(lines) > 5 and [line for line in lines if line not in printed] == []
+
+
+# The run of "Together" in docs/training.md, on threads.
+TOGETHER = [
+    "--threads", "8", "--mesh", "pipe=2,data=2,tensor=2", "--micro-batches", "8",
+    "--sequence-parallel", "--ranks-per-host", "4", "--hidden", "64",
+]  # fmt: skip
+
+
+def test_the_traffic_by_axis_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pages = blocks(ROOT / "docs" / "training.md", "text")
+    (shown,) = (page for page in pages if page.startswith("By axis"))
+    assert train.main([*TOGETHER, "--zero", "1", "--steps", "5"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    *lines, dots, observed = shown.splitlines()
+    assert dots == "..." and observed.startswith("predicted = recorded = observed")
+    assert len(lines) == 12 and [line for line in lines if line not in printed] == []
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_each_stage_of_zero_sends_and_keeps_is_what_is_shown(
+    zero: int, tmp_path: Path
+) -> None:
+    text = (ROOT / "docs" / "training.md").read_text()
+    rows = [cells(line) for line in text.partition("| bytes | ZeRO-1 |")[2].splitlines()[2:]]
+    shown = {row[0]: int(row[zero].rpartition("= ")[2].replace(",", "")) for row in rows[:5]}
+    result = tmp_path / "result.json"
+    assert train.main([*TOGETHER, "--zero", str(zero), "--steps", "1", "--json", str(result)]) == 0
+    run = json.loads(result.read_text())
+    kept, (_, sent) = run["ranks_kept"][0], run["traffic"]["axes"]["data"]
+    counted = [kept[name][1] for name in ("parameters", "gradients", "optimizer", "buffers")]
+    assert list(shown.values()) == [sum(sent[0]), *counted]  # of rank 0
 
 
 def cells(line: str) -> tuple[str, ...]:

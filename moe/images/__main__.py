@@ -113,7 +113,14 @@ class Run:
         self.logs.append(log)
         self.models.append(its)
         stop = o.steps if o.stop is None else o.stop
-        parameters = checkpoint.load_parameters(path, its, self.comm, o.dtype)
+        try:
+            parameters = checkpoint.load_parameters(path, its, self.comm, o.dtype)
+        except checkpoint.LoadFailed as error:
+            raise ValueError(
+                f"the teacher cannot be loaded as a model of {o.teacher_layers or o.layers} blocks"
+                " (--teacher-layers) with the other options of the student"
+                f" (--model, --hidden, --heads, --experts): {error}"
+            ) from error
         return distilled(student, Teacher(its, parameters), stop=stop, alpha=o.alpha)
 
     def batch(self, step: int, rank: int, ranks: int) -> Any:

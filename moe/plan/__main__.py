@@ -32,16 +32,19 @@ from typing import Any
 
 from rich.console import Console
 
-from moe.cli import add_capacity_options, add_number_of_experts, gate_options
+from moe.cli import (
+    add_capacity_options,
+    add_dispatch_options,
+    add_number_of_experts,
+    gate_options,
+)
 from moe.gates import GATES
 from moe.log import RoutingLog
-from moe.payload import PAYLOADS
 from moe.plan.amounts import Sent
 from moe.plan.hosts import PARTS, Across, across_hosts
 from moe.plan.job import Job
 from moe.plan.layer import OfLayer, of_layer, of_ways
 from moe.plan.routings import Found, from_log, on_text, uniform
-from moe.ways import PADDINGS, WAYS
 from parallel import Adam, Recipe, cli, presets, text
 from parallel.optim import DTYPES
 
@@ -95,12 +98,10 @@ def check_mesh(axes: dict[str, int], num_hosts: int) -> None:
 
 def model_of(options: argparse.Namespace, context: int) -> dict[str, Any]:
     """Return the options of `moe_gpt`."""
-    given = vars(options)
-    names = {key: name for key, name in presets.MOE_OPTIONS.items() if given.get(key)}
     return {
         "gate": options.moe, "gate_options": gate_options(options), "num_experts": options.experts,
         "num_layers": options.layers, "hidden": options.hidden, "num_heads": options.heads,
-        "context": context, **{name: given[key] for key, name in names.items()},
+        "context": context, **presets.given_options(options, presets.MOE_OPTIONS),
     }  # fmt: skip
 
 
@@ -255,10 +256,7 @@ def parser() -> argparse.ArgumentParser:
         help="of N consecutive blocks the last has experts; default: 2")  # fmt: skip
     add("--rows-per-group", type=positive, metavar="N",
         help="rows that are routed together; default: 1")  # fmt: skip
-    add("--dispatch", choices=WAYS[1:], help="default: flat, to the ranks of the experts")
-    add("--padding", choices=PADDINGS[1:], help="default: exactly the rows that are routed")
-    add("--dispatch-parts", type=positive, metavar="N", help="default: 1")
-    add("--payload", choices=PAYLOADS[1:], help="in which vectors are sent; default: in --dtype")
+    add_dispatch_options(add)
     return parse
 
 

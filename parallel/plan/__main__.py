@@ -1,10 +1,11 @@
 """List ways to train a large model: memory, traffic, bubble and time of a step.
 
-    python -m parallel.plan --layers 96 --hidden 12288 --heads 96 --hosts 128x8 --gpu-memory 80G
+    python -m parallel.plan
+    python -m parallel.plan --layers 32 --hidden 4096 --heads 32 --hosts 8x8 --gpu-memory 80G
 
-Rows are the fastest layouts that fit into memory, then the best that use ZeRO-3 alone.  The numbers
-are those of the rank with the most; times are of a model in which products run at --flops and only
-the bubble, tensor and data messages add to them.
+By default the model is GPT-3, on 1024 GPUs.  Rows are the fastest layouts that fit into memory,
+then the best that use ZeRO-3 alone.  The numbers are those of the rank with the most; times are of
+a model in which products run at --flops and only the bubble, tensor and data messages add to them.
 """
 
 from __future__ import annotations
@@ -175,9 +176,9 @@ def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser("python -m parallel.plan", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     add, positive = parse.add_argument, cli.at_least(1)
-    add("--layers", type=positive, required=True, help="number of blocks")
-    add("--hidden", type=positive, required=True, help="width")
-    add("--heads", type=positive, required=True, help="attention heads")
+    add("--layers", type=positive, default=96, help="number of blocks; default: %(default)s")
+    add("--hidden", type=positive, default=12288, help="width; default: %(default)s")
+    add("--heads", type=positive, default=96, help="attention heads; default: %(default)s")
     add("--context", type=positive, default=2048, help="tokens of a row; default: %(default)s")
     add("--vocab-size", type=positive, default=51200, help="default: %(default)s")
     add("--batch", type=positive, default=1536, help="rows of all ranks; default: %(default)s")

@@ -53,6 +53,18 @@ def test_a_student_of_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert line.split("|")[4].strip() == "1"  # recorded calls
 
 
+def test_a_teacher_of_another_number_of_blocks_is_refused_with_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--threads", "1", *SMALL]
+    assert main([*words, "--save", str(tmp_path)]) == 0
+    with pytest.raises(SystemExit) as caught:
+        main([*words, "--layers", "1", "--teacher", str(tmp_path)])
+    assert caught.value.code == 2
+    said = "the teacher cannot be loaded as a model of 1 blocks (--teacher-layers)"
+    assert said in capsys.readouterr().err
+
+
 def test_what_a_checkpoint_sends_is_predicted_and_none_is_overwritten(tmp_path: Path) -> None:
     words = ["--threads", "2", *SMALL, "--save", str(tmp_path)]
     assert main(words) == 0

@@ -399,6 +399,7 @@ def test_the_command_compares_ways_and_layouts(capsys: pytest.CaptureFixture[str
         (["--mesh", "expert=4,expert=2"], "is not AXIS=N"),
         (["--mesh", "expert=4", "--experts", "4,0"], "0 is less than 1"),
         (["--mesh", "expert=4", "--capacity-rule", "some"], "invalid choice: 'some'"),
+        (["--mesh", "expert=4", "--capacity-factor", "0"], "capacity_factor is 0.0"),
         (["--mesh", "expert=4", "--moe", "hash", "--capacity-rule", "none"], "no option rule"),
     ],
 )

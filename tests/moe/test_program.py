@@ -50,6 +50,7 @@ def test_every_gate_trains(gate: str) -> None:
     ("--strategy", "zero3", "--dispatch", "cheaper", "--micro-batches", "2"),
     ("--mesh", "pipe=2", "--schedule", "zb-h1", "--shared-experts", "2"),
     ("--mesh", "pipe=2,tensor=1", "--schedule", "zb-h1", "--shared-experts", "3", "--recompute"),
+    ("--dispatch", "flat", "--padding", "none", "--payload", "same"),  # the defaults, by name
 ])  # fmt: skip
 def test_options(words: tuple[str, ...]) -> None:
     """Also without an axis for experts: then each rank has all of them."""
@@ -172,6 +173,11 @@ def test_another_routing_gives_another_prediction(tmp_path: Path) -> None:
         (("--moe", "switch", "--experts", "2,4"), "2 numbers for 1 blocks with experts"),
         (("--moe", "hash", "--capacity-factor", "2"), "no option capacity_factor, only k"),
         (("--moe", "bias", "--padding", "capacity"), "capacity rule"),
+        *(
+            (("--moe", "switch", f"--capacity-factor={factor}"), f"capacity_factor is {factor}")
+            for factor in ("0", "-1", "nan", "inf")
+        ),
+        (("--capacity-factor", "0"), "--capacity-factor needs --moe"),
         (("--moe", "bias", "--top-k", "5"), "k is 5"),
         (("--moe", "switch", "--strategy", "hsdp"), "hsdp takes no --moe"),
         (("--moe", "switch", "--strategy", "server-sync"), "takes no --moe"),

@@ -193,6 +193,11 @@ def test_the_command_lists_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no layout fits" in capsys.readouterr().out
 
 
+def test_the_command_alone_plans_gpt_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("175.2 G parameters")
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["--heads", "3"], "3 heads do not divide"), (["--ranks", "5"], "not 5"),
     (["--hosts", "8"], "two numbers"), (["--gpu-memory", "x"], "not a number"),
