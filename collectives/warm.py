@@ -18,9 +18,7 @@ from collectives.engines import compiled
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile the loop, the most used kernels and the simulator.  0, also without numba."""
-    parser = argparse.ArgumentParser("python -m collectives.warm", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.parse_args(arguments)
+    parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if (reason := compiled.why_unavailable()) is not None:
         logging.warning("programs will be interpreted: %s", reason)
@@ -31,6 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What predicts the times of calls, if `comm.load_decisions` reads a machine that was fitted.
     simulation.simulate(selection.programs("broadcast", 2, 1), simulation.DEFAULT)
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parse = argparse.ArgumentParser("python -m collectives.warm", description=__doc__)
+    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+    return parse
 
 
 if __name__ == "__main__":

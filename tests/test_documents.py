@@ -21,17 +21,10 @@ from bench.__main__ import COMMANDS as BENCH_COMMANDS
 from collectives import algorithms
 from collectives.launch import launch
 from parallel import train
+from tests.pages import PAGES, ROOT, blocks, outside_of_blocks
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PAGES += sorted((ROOT / "docs").rglob("*.md"))
 README = (ROOT / "README.md").read_text()
 MAX_WORDS = 1500
-
-
-def blocks(path: Path, language: str = "python") -> list[str]:
-    """The blocks of code of a page."""
-    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
 
 
 EXAMPLE, EXTENSION = blocks(ROOT / "README.md")
@@ -53,8 +46,13 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(EXAMPLE.strip().splitlines()) <= 12
     lines = sorted(done.stdout.split("\n"))
+    assert "rank 2 of 4 has the sum 6.0" in lines
     assert "0 6.0 example all_reduce 12 6000000" in lines
     assert "3 6.0 example reduce_scatter 6 3000000" in lines
+
+
+def test_on_one_rank_the_example_shows_a_sum_and_sends_nothing(tmp_path: Path) -> None:
+    assert run(EXAMPLE, 1, tmp_path).stdout == "rank 0 of 1 has the sum 0.0\n"
 
 
 def test_an_algorithm_of_ones_own_takes_fifteen_lines(tmp_path: Path) -> None:
@@ -208,14 +206,13 @@ def test_other_pages_have_no_examples_that_nobody_runs() -> None:
 @cache
 def anchors(path: Path) -> frozenset[str]:
     """The anchors of a page's headings, as Markdown makes them."""
-    outside_of_code = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
-    headings = re.findall(r"^#+ (.+)$", outside_of_code, re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", outside_of_blocks(path.read_text()), re.MULTILINE)
     return frozenset(re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings)
 
 
 def broken_links(path: Path) -> Iterator[str]:
     """The links of a page that lead to no file or no heading."""
-    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    text = outside_of_blocks(path.read_text())
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if link.startswith(("https://", "http://")):
             continue
@@ -255,7 +252,7 @@ def unknown_commands(text: str) -> set[str]:
     """Modules and commands of bench that a document names and that do not exist."""
     modules = set(re.findall(r"-m\s+((?:collectives|parallel|moe|bench)[\w.]*)", text))
     named = set(re.findall(r"-m\s+bench (\w+)", text))
-    known = {*BENCH_COMMANDS, *algorithms.collectives(), "all"}
+    known = {*BENCH_COMMANDS, *algorithms.collectives(), "all", "COLLECTIVE"}
     return {name for name in modules if find_spec(name) is None} | (named - known)
 
 

@@ -17,7 +17,7 @@ import pytest
 from collectives.launch import launch
 from collectives.launch.mpirun import find_mpirun
 from collectives.torch.versions import HAS_BACKENDS
-from tests.test_documents import blocks
+from tests.pages import blocks
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "torch.md"

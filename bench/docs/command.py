@@ -1,9 +1,10 @@
-"""Generate the documents: pages of algorithms, API reference, and tables of measurements.
+"""Generate the documents: algorithms, API reference, commands, and tables of measurements.
 
-The pages of algorithms come from the registry, the API from signatures and docstrings.  Tables of
-measurements come from files that `bench speed` and `bench moe`, once under each MPI, `bench
-strategies` and `bench balance` wrote with --json, and `make gpu`.  Without files the tables do not
-change, but a note says so if the measured code has changed since.
+The pages of algorithms come from the registry, the API from signatures and docstrings, the
+arguments of commands from their parsers.  Tables of measurements come from files that `bench speed`
+and `bench moe`, once under each MPI, `bench strategies` and `bench balance` wrote with --json, and
+`make gpu`.  Without files the tables do not change, but a note says so if the measured code has
+changed since.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.docs import algorithms, api, experts, measured
+from bench.docs import options as of_commands
 from bench.docs.folders import folders
 from bench.docs.provenance import ROOT, aged
 from bench.docs.sections import has_section, read, with_section
@@ -70,7 +72,8 @@ def refuse(root: Path) -> None:
 
 def wanted(options: argparse.Namespace) -> Iterator[tuple[Path, str]]:
     """The files as they should be, with path and text."""
-    generated = [*algorithms.pages(options.root / "docs"), *api.pages(options.root / "docs")]
+    writers = algorithms.pages, api.pages, of_commands.pages
+    generated = [page for pages in writers for page in pages(options.root / "docs")]
     yield from generated
     sections = {"algorithms": algorithms.overview(), "folders": folders(ROOT / "collectives")}
     sections |= measured.sections(options.speed) if options.speed else {}

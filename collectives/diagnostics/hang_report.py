@@ -268,21 +268,27 @@ def _at(dump: Dump) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report.  Return 2 if no dump can be read."""
-    parser = argparse.ArgumentParser("python -m collectives.flight", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("directory", type=Path, help="the directory of the dumps")
-    directory = parser.parse_args(argv).directory
+    parse = parser()
+    directory = parse.parse_args(argv).directory
     try:
         paths = files(directory)
     except OSError as error:
-        parser.exit(2, f"{directory} cannot be read as a directory ({error.strerror})\n")
+        parse.exit(2, f"{directory} cannot be read as a directory ({error.strerror})\n")
     dumps, faults = read(paths)
     sys.stderr.writelines(f"{fault}\n" for fault in faults)
     if not paths:
-        parser.exit(2, f"{directory} has no dumps: flight.<rank>.json\n")
+        parse.exit(2, f"{directory} has no dumps: flight.<rank>.json\n")
     if not dumps:
-        parser.exit(2)
+        parse.exit(2)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be writable as text
     sys.stdout.writelines(f"{line}\n" for line in lines(dumps))
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parse = argparse.ArgumentParser("python -m collectives.flight", description=__doc__)
+    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+    parse.add_argument("directory", type=Path, help="the directory of the dumps")
+    return parse

