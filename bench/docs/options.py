@@ -64,9 +64,11 @@ def spelled(action: argparse.Action) -> str:
 
 
 def meaning(action: argparse.Action, prog: str) -> str:
-    """The choices of an argument, and its help."""
-    listed = ", ".join(f"`{choice}`" for choice in action.choices or [])
+    """The choices of an argument, unless its help lists them, and its help."""
     said = (action.help or "") % (vars(action) | {"prog": prog})
+    choices = [str(choice) for choice in action.choices or ()]
+    is_listed = ", ".join(choices) in said
+    listed = "" if is_listed else ", ".join(f"`{choice}`" for choice in choices)
     must = "required" if action.required and action.option_strings else ""
     return in_cell("; ".join(filter(None, [listed, said, must])))
 
