@@ -39,7 +39,7 @@ SECONDS = 600.0  # for a command, also on a machine that does other things
 REASONS = {
     "itself": "makes an environment, and starts these tests or a command that is run",
     "environment": "changes this environment",
-    "torch": "needs PyTorch: run by `make torch`",
+    "torch": "needs PyTorch, whose tests `make torch` runs",
     "simulator": "needs another simulator; tests/export runs it where it is on the path",
     "hosts": "needs several hosts, or Slurm",
     "idle": "needs a machine that does nothing else: the status says how well times are predicted",
