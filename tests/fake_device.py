@@ -93,14 +93,20 @@ class FakeBackend:
         dst._memory[...] = src._memory
 
     def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> Any:
-        on_memory = HOST.binary(function, dtype)
+        is_name = isinstance(function, str)
+        on_memory = HOST.binary(function, dtype) if is_name else function
 
         def combine(left: FakeDeviceArray, right: FakeDeviceArray, out: FakeDeviceArray) -> None:
             self.num_combined += 1
             self.streams_used.add(self.current_stream().name)
+            if not is_name:
+                left, right = self.protected(left), self.protected(right)
             on_memory(left._memory, right._memory, out._memory)
 
         return combine
+
+    def protected(self, x: FakeDeviceArray) -> FakeDeviceArray:
+        return on_device(x._memory)  # as CuPy, it has no read-only arrays
 
     def divide(self, x: FakeDeviceArray, divisor: int) -> None:
         HOST.divide(x._memory, divisor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from bench.oracle import expected
 from collectives import Communicator, Operator
@@ -30,6 +31,34 @@ def failing(error: BaseException) -> Operator:
         return left
 
     return Operator.from_function(fail)
+
+
+def into_right(left: Any, right: Any) -> Any:
+    """A sum that overwrites its right operand."""
+    return np.add(left, right, out=right)
+
+
+def into_left(left: Any, right: Any) -> Any:
+    """A sum that overwrites its left operand."""
+    left += right
+    return left
+
+
+OVERWRITING = [into_right, into_left]
+
+
+def refuse_to_overwrite(comm: Communicator, function: Any) -> None:
+    """Every rank refuses an operator that changes its operands, before it sends anything."""
+    op = Operator.from_function(function, commutative=True)
+    x, wanted = np.full(7, comm.rank + 1.0), f"op '{function.__name__}' must not change its oper"
+    with comm.record() as ledger:
+        for call in (comm.all_reduce, comm.reduce, comm.scan, comm.plan.all_reduce):
+            with pytest.raises(ValueError, match=wanted):
+                call(x, op)
+        with pytest.raises(ValueError, match=wanted):
+            comm.all_reduce(x, op, out=x, async_op=True)
+    assert not ledger.rows()
+    same(x, np.full(7, comm.rank + 1.0), function.__name__)
 
 
 def multiply(left: Any, right: Any) -> Any:

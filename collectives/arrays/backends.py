@@ -63,7 +63,11 @@ class Backend(Protocol):
         """A function that combines flat arrays of this dtype.
 
         `function`: a function, or the name of one of NumPy's.  Each result is rounded to the dtype.
+        A function gets `protected` operands, because they may be the caller's own arrays.
         """
+
+    def protected(self, x: Array) -> Array:
+        """A read-only view of a flat array; a copy where arrays cannot be read-only."""
 
     def divide(self, x: Array, divisor: int) -> None:
         """Divide a flat array by an integer, in place."""
@@ -116,7 +120,14 @@ class NumpyBackend:
         dst[...] = src
 
     def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
-        return half_precision.binary(function, dtype) if isinstance(function, str) else function
+        if isinstance(function, str):
+            return half_precision.binary(function, dtype)
+        return _protecting(self, function)
+
+    def protected(self, x: Array) -> Array:
+        view = x.view()
+        view.flags.writeable = False
+        return view
 
     def divide(self, x: Array, divisor: int) -> None:
         if x.dtype.itemsize == 2:
@@ -183,13 +194,20 @@ class CupyBackend:
             dst[...] = src
 
     def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
-        combine = getattr(self.cupy, function) if isinstance(function, str) else function
+        if isinstance(function, str):
+            combine = getattr(self.cupy, function)
+        else:
+            combine = _protecting(self, function)
 
         def on_device(left: Array, right: Array, out: Array, /) -> None:
             with self.device:
                 combine(left, right, out)
 
         return on_device
+
+    def protected(self, x: Array) -> Array:
+        with self.device:
+            return x.copy()  # CuPy has no read-only arrays
 
     def divide(self, x: Array, divisor: int) -> None:
         with self.device:
@@ -237,6 +255,15 @@ class CupyBackend:
     def on_stream(self, stream: Stream) -> Iterator[None]:
         with self.device, stream:
             yield
+
+
+def _protecting(backend: Backend, function: BinaryFunction) -> BinaryFunction:
+    """A function of a caller, which cannot change its operands."""
+
+    def combine(left: Array, right: Array, out: Array, /) -> None:
+        function(backend.protected(left), backend.protected(right), out)
+
+    return combine
 
 
 class Arrays(NamedTuple):

@@ -50,10 +50,10 @@ class Operator:
             largest = Operator.from_function(lambda a, b: np.where(abs(a) < abs(b), b, a))
 
         - `function`: called as `function(left, right)` with two 1-d arrays of the input's kind
-          (NumPy or CuPy) and dtype; `left` comes from lower ranks than `right`.  It returns a new
-          array of the same shape and dtype, and does not change the two.  It must be associative.
-          The arrays may be any part of the input.  Every call tries the function on the first
-          element before anything is sent.
+          (NumPy or CuPy) and dtype; `left` comes from lower ranks than `right`.  It returns an
+          array of the same shape and dtype.  The two are read-only (CuPy has no such arrays; there
+          they are copies), and may be any part of the input.  The function must be associative.
+          Every call tries it on the first element before anything is sent.
         - `commutative`: whether the order does not matter.  If False, only algorithms that keep the
           order of the ranks are used.
         - `name`: what errors call it; None: the function's name.
@@ -91,7 +91,12 @@ def _into_out(function: Callable[[Array, Array], Array], name: str) -> BinaryFun
     """A caller's function, whose result is looked at and then copied to where it shall stand."""
 
     def combine(left: Array, right: Array, out: Array, /) -> None:
-        result = function(left, right)
+        try:
+            result = function(left, right)
+        except ValueError as error:
+            if "read-only" in str(error):  # NumPy has no exception of its own for it
+                raise ValueError(f"op {name!r} must not change its operands: {error}") from error
+            raise
         found, wanted = (_kind_dtype_shape(x, f"what op {name!r} returns") for x in (result, left))
         if found != wanted:
             form = "{} {} of shape {}".format

@@ -9,15 +9,19 @@ import pytest
 
 import collectives
 from collectives import Communicator, Operator
+from collectives.algorithms import info, names
 from tests.fake_device import BACKEND, on_device, on_host
 from tests.operator_scenarios import (
     FALSELY_COMMUTATIVE,
     MULTIPLY,
+    OVERWRITING,
+    into_left,
     matrices,
     multiply,
     multiply_serially,
     ordered_jobs,
     perform_in_order,
+    refuse_to_overwrite,
 )
 from tests.scenarios import REDUCTIONS, Job, same
 
@@ -99,6 +103,50 @@ def test_what_works_on_one_element_only_is_told_when_it_fails() -> None:
     first = Operator.from_function(lambda left, right: (left + right)[:1], name="first")
     with pytest.raises(TypeError, match=r"'first' returns numpy float64 of shape \(1,\) for two"):
         collectives.run(lambda comm: comm.all_reduce(np.ones(4), first), 2)
+
+
+@pytest.mark.parametrize("function", OVERWRITING)
+def test_an_operator_that_changes_its_operands_is_refused(function: Any) -> None:
+    collectives.run(lambda comm: refuse_to_overwrite(comm, function), 3)
+
+
+@pytest.mark.parametrize("algorithm", [*names("all_reduce")])
+def test_one_that_changes_them_later_fails_and_changes_nothing(algorithm: str) -> None:
+    def later(left: Any, right: Any) -> Any:
+        return into_left(left, right) if left.size > 1 else left + right
+
+    op, inputs = Operator.from_function(later, commutative=True), [np.full(64, r) for r in range(4)]
+    with pytest.raises(ValueError, match="op 'later' must not change its operands"):
+        collectives.run(lambda comm: comm.all_reduce(inputs[comm.rank], op, algorithm=algorithm), 4)
+    assert [x.tolist() for x in inputs] == [[r] * 64 for r in range(4)]
+
+
+@pytest.mark.parametrize("function", OVERWRITING)
+def test_on_a_device_an_operator_gets_copies_that_it_may_change(function: Any) -> None:
+    op = Operator.from_function(function, commutative=True)
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.full(7, comm.rank + 1.0))
+        for algorithm in names("all_reduce"):
+            if info("all_reduce", algorithm).serves(comm.size):
+                y = comm.all_reduce(x, op, algorithm=algorithm)
+                same(on_host(y), np.full(7, 6.0), algorithm)
+                same(on_host(x), np.full(7, comm.rank + 1.0), algorithm)
+
+    collectives.run(body, 3)
+
+
+def test_an_operator_may_return_its_operands_or_views_of_them() -> None:
+    first = Operator.from_function(lambda left, right: left, name="first")
+    last = Operator.from_function(lambda left, right: right[::-1][::-1], name="last")
+
+    def body(comm: Communicator) -> None:
+        x = np.arange(5.0) + 10 * comm.rank
+        same(comm.all_reduce(x, first), np.arange(5.0), "first")
+        same(comm.all_reduce(x, last), np.arange(5.0) + 20, "last")
+        same(comm.scan(x, last, out=x), np.arange(5.0) + 10 * comm.rank, "in place")
+
+    collectives.run(body, 3)
 
 
 def test_empty_arrays_need_no_operator_that_can_serve_them() -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from collectives import Communicator
-from tests.operator_scenarios import FALSELY_COMMUTATIVE, ordered_jobs, perform_in_order
+from tests.operator_scenarios import (
+    FALSELY_COMMUTATIVE,
+    OVERWRITING,
+    ordered_jobs,
+    perform_in_order,
+    refuse_to_overwrite,
+)
 from tests.scenarios import REDUCTIONS, Job
 
 pytestmark = pytest.mark.mpi
@@ -28,3 +36,10 @@ def test_out_of_order_the_result_would_be_another(world: Communicator) -> None:
     else:
         with pytest.raises(AssertionError, match="wanted"):
             perform_in_order(world, job)
+
+
+@pytest.mark.parametrize("function", OVERWRITING)
+def test_an_operator_that_changes_its_operands_is_refused(
+    world: Communicator, function: Any
+) -> None:
+    refuse_to_overwrite(world, function)
