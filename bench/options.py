@@ -148,7 +148,7 @@ def algorithm(collective: str, text: str) -> str:
     errors = []
     for each in collectives_of(collective):
         try:
-            return labels.parse_label(each, text).label
+            return labels.parse_default(each, text).label
         except ValueError as error:
             errors.append(str(error))
     several = f"no collective has an algorithm {text!r}"

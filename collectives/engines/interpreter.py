@@ -64,12 +64,14 @@ class Interpreted:
     """An execution in plain Python."""
 
     def __init__(self, program: Program, operands: Operands, messages: Messages) -> None:
+        operands.check(program)
         self.program, self.messages = program, messages
         self.memory = Memory(operands, program.itemsize)
         self.row = 0
 
     def attach(self, operands: Operands, tag: int) -> None:
         """Set the arrays and the tag of the next run."""
+        operands.check(self.program)
         self.memory, self.messages.tag = Memory(operands, self.program.itemsize), tag
 
     def detach(self) -> None:

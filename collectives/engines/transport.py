@@ -33,6 +33,14 @@ class Operands(NamedTuple):
     function: str | BinaryFunction | None = None
     divisor: int = 1
 
+    def check(self, program: Program) -> None:
+        """Raise ScheduleError if the program reaches outside these arrays.
+
+        Every execution checks what it is given before it runs; the rows are looked at once.
+        """
+        arrays = self.input, self.output, self.scratch
+        program.check_buffers(*[x.size * x.dtype.itemsize for x in arrays])
+
 
 class Execution(Protocol):
     """A program that is being run, from the row that it has reached."""

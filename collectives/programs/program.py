@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property, lru_cache
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
@@ -24,43 +23,23 @@ from collectives.algorithms import Algorithm, Option
 from collectives.arrays import Operator
 from collectives.diagnostics import Sent
 from collectives.programs.lanes import Lanes, compile_lanes
+from collectives.programs.rows import (
+    BUFFERS,
+    INPUT,
+    NUM_COLUMNS,
+    OUTPUT,
+    SCRATCH,
+    Kind,
+    Row,
+    extents,
+)
 from collectives.programs.steps import Aliasing, Combine, Counts, Lane, Message, Move, OwnCounts
-from collectives.schedule import Region
-
-INPUT, OUTPUT, SCRATCH = range(3)
+from collectives.schedule import Region, ScheduleError
 
 MESSAGE_BYTES = 2**30  # the largest message of MPI; longer ones are cut
 _ALIGNMENT = 64  # of each part of the scratch, in bytes: a cache line
 
 
-class Kind(IntEnum):
-    """The operation of a row."""
-
-    RECEIVE = 0  # into (buffer, offset), `size` bytes from `peer`
-    SEND = 1  # from (buffer, offset), `size` bytes to `peer`
-    WAIT = 2  # for `size` messages from `slot` on, of which the first `peer` are receives
-    COPY = 3  # `size` bytes to (buffer, offset) from (left, left_offset)
-    COMBINE = 4  # `size` bytes at (buffer, offset) become left (+) right
-    DIVIDE = 5  # `size` bytes at (buffer, offset), by the number of ranks
-
-
-class Row(NamedTuple):
-    """One operation.  `round`: the round of the algorithm.  `slot`: the index of the request."""
-
-    kind: int
-    round: int
-    peer: int = 0
-    buffer: int = 0
-    offset: int = 0
-    size: int = 0
-    slot: int = 0
-    left: int = 0
-    left_offset: int = 0
-    right: int = 0
-    right_offset: int = 0
-
-
-NUM_COLUMNS = len(Row._fields)
 _RECEIVE, _SEND, _WAIT, _COPY, _COMBINE, _DIVIDE = map(int, Kind)  # faster than enum members
 _SIZE = Row._fields.index("size")
 
@@ -133,6 +112,20 @@ class Program:
     def listed(self) -> list[Row]:
         """The rows as `Row` objects."""
         return [Row(*row) for row in self.rows.tolist()]
+
+    @cached_property
+    def needed(self) -> tuple[int, ...]:
+        """The bytes of input, output and scratch that the rows read or write; see `extents`."""
+        return extents(self.rows, self.num_slots)
+
+    def check_buffers(self, *sizes: int) -> None:
+        """Raise ScheduleError if a row reaches outside buffers of these sizes in bytes."""
+        for buffer, needed, size in zip(BUFFERS, self.needed, sizes, strict=True):
+            if needed > size:
+                raise ScheduleError(
+                    f"a program needs {needed} bytes of {buffer}, and is given {size}: "
+                    "it was not compiled for these arrays"
+                )
 
 
 def compile_call(spec: CallSpec, rank: int, size: int, *, is_kept: bool = True) -> Program:

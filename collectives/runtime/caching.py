@@ -89,7 +89,7 @@ def _cached_start(
     make: Callable[[Arrays, int, int], Run],
 ) -> Steps:
     """An asynchronous call."""
-    make_run = partial(_similar_run, run.reusable, make, spec.dtype)
+    make_run = partial(_similar_run, run.reusable, make, _stand_ins(arrays))
     start = CachedStart(session, run, _result_form(arrays.target), make_run)
     session.call_cache.add(key, start)
     run.release = start.idle.append
@@ -149,7 +149,7 @@ def make_plan(
     cache = session.plan_cache
     can_keep = session.fast_plans is cache and is_compiled and spec.aliasing != "odd"
     if key is not None and can_keep and cache.find(key) is None:
-        make_run = partial(_similar_run, run.reusable, make, spec.dtype)
+        make_run = partial(_similar_run, run.reusable, make, _stand_ins(arrays))
         cache.add(key, CachedPlan(session, run, _result_form(arrays.target), make_run))
     return plan
 
@@ -194,10 +194,18 @@ def _result_form(target: Array | None) -> ResultForm | None:
     return None if target is None else (tuple(target.shape), target.dtype)
 
 
+def _stand_ins(arrays: Arrays) -> Arrays:
+    """Arrays of the same form, which have no memory of their own."""
+    source, target = (
+        None if x is None else np.broadcast_to(np.empty((), x.dtype), x.shape) for x in arrays[1:]
+    )
+    return Arrays(HOST, source, target)
+
+
 def _similar_run(
-    execution: Reusable, make: Callable[[Arrays, int, int], Run], dtype: np.dtype[Any]
+    execution: Reusable, make: Callable[[Arrays, int, int], Run], stand_ins: Arrays
 ) -> Run:
     """A run with a similar execution, which gets its arrays and tag later."""
-    other = make(Arrays(HOST, np.empty(0, dtype), None), 0, 0)
+    other = make(stand_ins, 0, 0)
     other.reusable.make_reusable_like(execution, other.key)
     return other

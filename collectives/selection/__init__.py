@@ -7,7 +7,7 @@ from collectives.selection.choice import Choice, even_parts
 from collectives.selection.cost import bounds_met
 from collectives.selection.decisions import Decisions, machine_in
 from collectives.selection.explanation import Explanation, explain
-from collectives.selection.labels import parse_label
+from collectives.selection.labels import parse_default
 from collectives.selection.prediction import Prediction, predict, programs
 from collectives.selection.select import (
     LOCAL_DEFAULTS,
@@ -31,7 +31,7 @@ __all__ = [
     "explain",
     "is_local",
     "machine_in",
-    "parse_label",
+    "parse_default",
     "predict",
     "preferences",
     "preferred",

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from collectives.schedule import SPECS, Topology
 from collectives.selection import machine_file
 from collectives.selection.fields import fields, items, texts
-from collectives.selection.labels import parse_label
+from collectives.selection.labels import parse_default
 from collectives.selection.machine_file import Fitted
 from collectives.simulation import DEFAULT, Machine
 
@@ -241,7 +241,7 @@ def _row(value: object, place: str, collective: str) -> Row:
         raise ValueError(f"{place}.up_to must be a number of bytes or null, not {largest!r}")
     best = items(found["best"], f"{place}.best", "algorithms")
     try:
-        labels = tuple(parse_label(collective, label).label for label in best)
+        labels = tuple(parse_default(collective, label).label for label in best)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place}.best: {error}") from None
     return Row(math.inf if largest is None else largest, labels)

@@ -40,6 +40,19 @@ def parse_label(collective: str, text: str) -> NamedAlgorithm:
     return _parse(collective, text, registry.generation())
 
 
+def parse_default(collective: str, text: str) -> NamedAlgorithm:
+    """The algorithm that a text names for calls whose `x` has no logical shards.
+
+    Whatever chooses for such calls (a caller, a file of measurements, a rule) passes through here.
+    Raises what `parse_label` raises, and ValueError for a number of shards: the program would look
+    for all shards in `x`.
+    """
+    named = parse_label(collective, text)
+    if shards := named.options.get("shards"):
+        raise ValueError(f"{collective} by {text} needs shards={shards}, and an x with shards")
+    return named
+
+
 @lru_cache(maxsize=256)
 def _parse(collective: str, text: str, generation: int) -> NamedAlgorithm:
     name, given = _parsed(text)

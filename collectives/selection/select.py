@@ -22,7 +22,7 @@ from collectives.schedule import SPECS, Topology
 from collectives.selection import cost
 from collectives.selection.choice import Choice
 from collectives.selection.decisions import Decisions, Ranks, size_range
-from collectives.selection.labels import NamedAlgorithm, parse_label
+from collectives.selection.labels import NamedAlgorithm, parse_default, parse_label
 from collectives.selection.rules import Hosts, by_rules, rules
 from collectives.simulation import Machine
 
@@ -43,6 +43,7 @@ def choose(
     operator: Operator | None = None,
     decisions: Decisions | None = None,
     topology: Topology | None = None,
+    itemsize: int = 1,
 ) -> Choice:
     """Return the `Choice` of a call: its algorithm and options, and the reason.
 
@@ -56,6 +57,8 @@ def choose(
     - `operator`: of a reduction; one that does not commute needs an algorithm that keeps the order.
     - `decisions`: what was measured, which counts before the built-in rules; None: only the rules.
     - `topology`: the hosts of the ranks; None: all are on one host.
+    - `itemsize`: the bytes of an element.  A vector or block is never cut into more `segments` than
+      it has elements: as many are used as leave none empty.
 
     What was measured on so many ranks comes first, then the least time predicted on the fitted
     machine, then what was measured on the nearest number of ranks, then the built-in rules.
@@ -64,6 +67,8 @@ def choose(
     """
     if topology is not None and len(topology.host_of) != size:
         topology.check_size(size)
+    if itemsize < 1:
+        raise ValueError(f"an element has at least 1 byte, got itemsize={itemsize}")
     if text is not None:
         found, reason = check(collective, text, size, operator), "named by the caller"
     else:
@@ -72,14 +77,22 @@ def choose(
         limit = limits[bisect_left(limits, num_bytes)]
         key = collective, size, limit, is_free, decisions, topology
         found, reason = _default(*key, registry.generation())
-    return _with_options(found, reason, size, num_bytes, topology)
+    return _with_options(found, reason, size, num_bytes, topology, itemsize)
 
 
 def _with_options(
-    found: NamedAlgorithm, reason: str, size: int, num_bytes: int, topology: Topology | None
+    found: NamedAlgorithm,
+    reason: str,
+    size: int,
+    num_bytes: int,
+    topology: Topology | None,
+    itemsize: int = 1,
 ) -> Choice:
     """The choice of an algorithm, with the options and segments that depend on n and the hosts."""
     chosen = {**options(found.algorithm, size, num_bytes, topology), **found.options}
+    if isinstance(named := found.options.get("segments"), int):
+        most = _max_segments(found.algorithm, size, num_bytes // itemsize)
+        chosen["segments"] = min(named, most)
     segments = num_lanes(found.algorithm, size, num_bytes, tuple(chosen.items()))
     return Choice(found.algorithm, chosen, found.label, reason, segments)
 
@@ -126,10 +139,20 @@ def _default(
     call = collective, size, num_bytes
     found = () if decisions is None else _found(*call, decisions, topology)
     for label, reason in chain(found, by_rules(*call, _hosts(topology, size))):
-        named = parse_label(collective, label)
-        if named.serves(size) and (is_free or named.algorithm.is_ordered):
+        named = parse_default(collective, label)
+        is_allowed = is_free or named.algorithm.is_ordered
+        if is_allowed and named.serves(size) and _has_valid_pieces(named, size):
             return named, reason
     raise AssertionError(f"no rule for {collective} covers {num_bytes} bytes on {size} ranks")
+
+
+def _has_valid_pieces(named: NamedAlgorithm, size: int) -> bool:
+    """Whether an algorithm does not cut into too many pieces on so many ranks."""
+    try:
+        named.algorithm.case(size, **named.options)
+    except ValueError:
+        return False
+    return True
 
 
 def _hosts(topology: Topology | None, size: int) -> Hosts:
@@ -197,7 +220,7 @@ def _num_segments(algorithm: Algorithm, size: int, num_bytes: int) -> int:
     Every number of segments of a registered algorithm must be proved when it is first used, so
     only a few numbers are used, and none for which the proof takes long.
     """
-    num_parts = algorithm.case(size, segments=1).num_pieces  # before they are cut into segments
+    num_parts = _num_parts(algorithm, size)
     if not SPECS[algorithm.collective].has_pieces:
         num_parts *= size
     segments = max(1, -(-num_bytes // (SEGMENT_BYTES * num_parts)))
@@ -206,6 +229,22 @@ def _num_segments(algorithm: Algorithm, size: int, num_bytes: int) -> int:
     power_of_two = 1 << (segments - 1).bit_length()
     most = min(_MAX_PROVED // (size * num_parts), _MAX_SEGMENTS)
     return max(1, min(power_of_two, most))
+
+
+def _max_segments(algorithm: Algorithm, size: int, num_elements: int) -> int:
+    """The largest number of segments of which none need be empty; at least 1.
+
+    Of blocks it is that of the largest block that counts can add up to.
+    """
+    if SPECS[algorithm.collective].has_pieces:
+        return max(1, -(-num_elements // _num_parts(algorithm, size)))
+    return max(1, num_elements * (size if algorithm.collective == "all_to_all" else 1))
+
+
+@lru_cache(maxsize=256)
+def _num_parts(algorithm: Algorithm, size: int) -> int:
+    """The number of pieces of a vector, or of a block, before they are cut into segments."""
+    return algorithm.case(size, segments=1).num_pieces
 
 
 # A named algorithm
@@ -252,12 +291,12 @@ def with_shards(collective: str, text: str | None, shards: object) -> str | None
     None of both: the call has none.  Raises TypeError or ValueError if the number is wrong, or if
     the algorithm does not combine along the fixed tree.
     """
+    if shards is None:
+        if text is not None:
+            parse_default(collective, text)
+        return text
     found = None if text is None else parse_label(collective, text)
     named = 0 if found is None else found.options.get("shards", 0)
-    if shards is None and named:
-        raise ValueError(f"{collective} by {text} needs shards={named}, and an x with shards")
-    if shards is None:
-        return text
     number = validation.integer(shards, "shards")
     if number < 1 or named not in (0, number):
         raise ValueError(f"shards must be {named or 'at least 1'}, got {number}")

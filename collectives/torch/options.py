@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from collectives.communicator import mode_of
-from collectives.selection import parse_label
+from collectives.selection import parse_default
 
 
 @dataclass(frozen=True)
@@ -31,4 +31,4 @@ class Options:
     def __post_init__(self) -> None:
         mode_of(self.check)
         for collective, label in self.algorithms.items():
-            parse_label(collective, label)
+            parse_default(collective, label)

@@ -260,6 +260,7 @@ def test_what_loading_sends_is_in_the_ledger(path: Path) -> None:
         ("{", "decisions are not JSON"),
         ("{}", "decisions must have machine, measured, and nothing else"),
         (decisions(all_reduce="rign"), r"\[0\].best: unknown algorithm 'rign' for all_reduce"),
+        (decisions(all_reduce="invariant(shards=4)"), r"\[0\].best: .* needs shards=4, and an x"),
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_refused_on_every_rank(

@@ -15,7 +15,7 @@ from collectives.communicator.fast_path import _typed
 from collectives.programs import passing_blocks, placement, program
 from collectives.schedule import trees
 from collectives.schedule.contracts import SPECS
-from collectives.selection import parse_label
+from collectives.selection.labels import parse_label
 from tests.fake_device import on_device, on_host
 from tests.mismatches import still_works
 from tests.session_scenarios import (

@@ -17,10 +17,17 @@ from collectives.arrays.operators import operator
 from collectives.engines.compiled import CompiledExecution
 from collectives.engines.interpreter import Interpreted
 from collectives.programs.program import Kind, Program, Row, compile_call
+from collectives.runtime import run_pool
 from collectives.runtime.run_pool import operands_of
 from collectives.schedule.contracts import SPECS
 from collectives.schedule.layout import even_counts
 from tests.scenarios import ALGORITHMS, variants
+from tests.wrong_programs import (
+    WRONG,
+    compiling_with,
+    require_comparison_at_every_attachment,
+    require_refusal,
+)
 
 pytestmark = pytest.mark.mpi
 
@@ -148,3 +155,16 @@ def test_every_algorithm_was_compiled() -> None:
     assert len(ALGORITHMS) >= 80
     assert {c for c, _ in ALGORITHMS} == set(SPECS) - {"barrier"}
     assert algorithms.names("barrier")
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_program_is_refused_before_it_runs(
+    world: Communicator, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, sentence = WRONG[wrong]
+    monkeypatch.setattr(run_pool, "compile_call", compiling_with(row))
+    require_refusal(world, np.copy, sentence)
+
+
+def test_arrays_that_an_execution_gets_later_are_compared_too(world: Communicator) -> None:
+    require_comparison_at_every_attachment(world, np.copy)

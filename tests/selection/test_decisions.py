@@ -85,6 +85,26 @@ def changed(place: str, value: Any) -> str:
         ("measured.4.tables.all_gather.0.best", [2], r"\[0\].best: algorithm must be a name"),
         ("measured.4.tables.all_gather.0.best", ["rign"], r"\[0\].best: unknown algorithm 'rign'"),
         ("measured.4.tables.all_gather.0.best", ["ring(radix=2)"], r"\[0\].best: .* no option"),
+        (
+            "measured.4.tables.all_reduce",
+            [row(None, "invariant(shards=4)")],
+            r"\[0\].best: all_reduce by invariant\(shards=4\) needs shards=4, and an x with",
+        ),
+        (
+            "measured.4.tables.broadcast",
+            [row(None, f"pipeline(segments={10**9})")],
+            r"broadcast\[0\].best: .* segments is at most 65536",
+        ),
+        (
+            "measured.4.tables.broadcast",
+            [row(None, "pipeline(segments=-1)")],
+            r"broadcast\[0\].best: .* segments is at least 1",
+        ),
+        (
+            "measured.4.tables.broadcast",
+            [row(None, "hierarchical(per_host=0)")],
+            r"broadcast\[0\].best: .* per_host is at least 1",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_with_its_place(place: str, value: Any, sentence: str) -> None:
@@ -133,6 +153,13 @@ def test_what_cannot_serve_gives_way_to_the_next_in_line() -> None:
     assert label(read(found), 5, 8) == select.choose("all_gather", None, 5, 8).label
 
 
+def test_an_algorithm_that_would_cut_into_too_many_pieces_gives_way_too() -> None:
+    table = [row(None, "segmented_ring(segments=65536)", "swing")]
+    decisions = read({"4": measured(all_reduce=table)})
+    assert label(decisions, 4, 8, "all_reduce") == "segmented_ring(segments=65536)"
+    assert label(decisions, 18, 8, "all_reduce") == "swing"  # 18 * 65536 pieces
+
+
 def test_an_operator_that_needs_the_order_is_served_by_what_keeps_it() -> None:
     decisions = read({"4": measured(all_reduce=[row(None, "ring", "swing", "linear")])})
     assert label(decisions, 4, 8, "all_reduce") == "ring"
@@ -141,6 +168,14 @@ def test_an_operator_that_needs_the_order_is_served_by_what_keeps_it() -> None:
     other = read({"4": measured(all_reduce=[row(None, "ring")])})
     built_in = select.choose("all_reduce", None, 4, 2**20, MATMUL)
     assert select.choose("all_reduce", None, 4, 2**20, MATMUL, other).label == built_in.label
+
+
+def test_shards_that_no_call_has_cannot_be_chosen_however_the_decisions_were_made() -> None:
+    row_of = Row(math.inf, ("invariant(shards=4)",))
+    decisions = Decisions({Ranks(2): Measured({}, {"all_reduce": (row_of,)})})
+    with pytest.raises(ValueError, match="needs shards=4, and an x with shards"):
+        select.choose("all_reduce", None, 2, 8, None, decisions)
+    assert select.choose("all_reduce", "invariant(shards=4)", 2, 8).options == {"shards": 4}
 
 
 def test_a_named_algorithm_is_not_replaced() -> None:

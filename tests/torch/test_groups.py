@@ -188,6 +188,8 @@ def test_an_unknown_collective_or_algorithm_is_refused() -> None:
 def test_an_unknown_option_of_an_algorithm_or_check_is_refused() -> None:
     with pytest.raises(ValueError, match="knows no option 'radix'"):
         Options(algorithms={"all_reduce": "ring(radix=3)"})
+    with pytest.raises(ValueError, match="needs shards=4, and an x with shards"):
+        Options(algorithms={"all_reduce": "invariant(shards=4)"})
     with pytest.raises(ValueError, match="check must be True, False, None or 'finite', not 'yes'"):
         Options(check="yes")
 
