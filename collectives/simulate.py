@@ -73,12 +73,12 @@ def _choices(options: argparse.Namespace, network: Network) -> list[Choice]:
     size, collective = network.num_ranks, options.collective
     if options.algorithm:
         labels = re.split(r",(?![^()]*\))", options.algorithm)  # at commas between algorithms
-        return [choose(collective, label, size, options.bytes) for label in labels]
-    return [
-        choose(collective, label, size, options.bytes)
-        for label in _labels(collective, network)
-        if _serves(collective, label, size)
-    ]
+    else:
+        labels = [
+            label for label in _labels(collective, network) if _serves(collective, label, size)
+        ]
+    itemsize = np.dtype(options.dtype).itemsize
+    return [choose(collective, each, size, options.bytes, itemsize=itemsize) for each in labels]
 
 
 def _labels(collective: str, network: Network) -> Iterator[str]:

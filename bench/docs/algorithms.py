@@ -72,7 +72,7 @@ The formulas hold for two or more ranks; with one rank nothing is sent.
 Bytes are those of blocks of equal size. A large reduction runs in lanes, which are pieces of the
 vector whose messages have half a MiB; then the n of the scratch is what three lanes have, and a
 ring needs at most 4 MiB. Algorithms with segments of their own, and reduce-scatters that send several
-blocks at once, are not cut into lanes.
+blocks at once, are not cut into lanes. A call uses no more `segments` than leave none empty.
 
 ## How to read a grid
 

@@ -115,9 +115,12 @@ def predicted_call(
 
     `writes`: the seconds for which each rank writes its input before each call, which do not count.
     """
-    choice = select.choose(case.collective, name, case.size, case.num_bytes, topology=topology)
+    itemsize = case.dtype.itemsize
+    choice = select.choose(
+        case.collective, name, case.size, case.num_bytes, topology=topology, itemsize=itemsize
+    )
     counts = even_parts(case.collective, case.size, case.num_elements)
-    spec = choice.spec(counts, case.dtype.itemsize)
+    spec = choice.spec(counts, itemsize)
     programs = [
         after_work(compile_call(spec, rank, case.size), seconds, machine)
         for rank, seconds in enumerate(writes)

@@ -10,7 +10,7 @@ from collectives.export import msccl
 from collectives.export.tasks import Task, tasks_of
 from collectives.programs import Counts
 from collectives.schedule import SPECS, Case, after, before
-from collectives.selection import choose, even_parts, programs
+from collectives.selection import choose, even_parts, parse_default, programs
 from collectives.simulation import Machine
 
 
@@ -51,13 +51,16 @@ class Call(NamedTuple):
     def msccl(self) -> str:
         """Return the algorithm as the text of an XML file of MSCCL, which serves other sizes too.
 
-        Its options are those that a call of `num_bytes` has.  Raises ValueError if the algorithm
-        cannot serve, or exceeds a limit of MSCCL.
+        Options that are not given are those of a call of `num_bytes`.  Raises ValueError if the
+        algorithm cannot serve, or exceeds a limit of MSCCL.
         """
         self._check()
-        chosen = choose(self.collective, self.algorithm, self.size, self.num_bytes)
-        label = _label(chosen.algorithm, chosen.options)
-        case = chosen.algorithm.case(self.size, self.root, **chosen.options)
+        chosen = choose(
+            self.collective, self.algorithm, self.size, self.num_bytes, itemsize=self.itemsize
+        )
+        options = {**chosen.options, **parse_default(self.collective, chosen.label).options}
+        label = _label(chosen.algorithm, options)
+        case = chosen.algorithm.case(self.size, self.root, **options)
         counts = _one_element_a_block(self.collective, case)
         found = programs(self.collective, self.size, counts, algorithm=label, root=self.root)
         ranks = tasks_of(found, Machine({}), joins_work=False)

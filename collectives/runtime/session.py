@@ -271,7 +271,8 @@ class Session:
         num_bytes = select.num_bytes_of(counts, dtype.itemsize)
         like = arrays.target if arrays.source is None else arrays.source
         choice = select.choose(
-            collective, algorithm, size, num_bytes, op, self.decisions, self.topology
+            *(collective, algorithm, size, num_bytes, op, self.decisions, self.topology),
+            itemsize=dtype.itemsize,
         )
         shape = None if like is None else tuple(like.shape)
         if shape is not None and choice.options.get("shards"):

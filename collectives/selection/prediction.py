@@ -83,7 +83,7 @@ def programs(
     """
     elements = _hashable(counts)
     num_bytes = num_bytes_of(elements, itemsize)
-    chosen = choose(collective, algorithm, size, num_bytes, topology=topology)
+    chosen = choose(collective, algorithm, size, num_bytes, topology=topology, itemsize=itemsize)
     spec = chosen.spec(elements, itemsize, root)
 
     def compiled(rank: int) -> Program:

@@ -93,7 +93,9 @@ class Prices:
             choice = collectives.choose("broadcast", "linear", 2, counts * call.itemsize)
         else:
             num_bytes = int(np.sum(counts)) * call.itemsize
-            choice = collectives.choose(call.collective, call.algorithm, size, num_bytes)
+            choice = collectives.choose(
+                call.collective, call.algorithm, size, num_bytes, itemsize=call.itemsize
+            )
         spec = choice.spec(counts, call.itemsize, call.root)
         return simulate_call(spec, self.machine, self.network, groups=groups).seconds
 

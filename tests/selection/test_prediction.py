@@ -36,6 +36,7 @@ SERVED = [
 ]
 
 
+SEGMENTED = [each for each in SERVED if "segments" in algorithms.info(*each).options]
 HOSTS = Topology("abacb")
 KNOW_HOSTS = [each for each in SERVED if "per_host" in algorithms.info(*each).options]
 
@@ -66,6 +67,19 @@ def test_predicted_is_recorded(collective: str, name: str) -> None:
 def test_predicted_is_recorded_on_several_hosts(collective: str, name: str) -> None:
     compare(collective, name, HOSTS)
     compare(collective, None, HOSTS)
+
+
+@pytest.mark.parametrize(("collective", "name"), SEGMENTED)
+def test_segments_that_would_be_empty_are_neither_predicted_nor_sent(
+    collective: str, name: str
+) -> None:
+    label, counts = f"{name}(segments=65536)", CALLS[collective][0]
+    compare(collective, label)
+    n = 8 * int(np.sum(counts)) // (RANKS if collective == "all_to_all" else 1)
+    choice = collectives.choose(collective, label, RANKS, n, itemsize=8)
+    assert choice.label == label and choice.options["segments"] <= np.sum(counts)
+    sent = collectives.predict(collective, RANKS, counts, itemsize=8, algorithm=label).messages
+    assert sent.sum() == choice.algorithm.messages(p=RANKS, n=n, **choice.options)
 
 
 def test_other_hosts_are_another_prediction() -> None:

@@ -140,6 +140,21 @@ def test_options_that_are_given_replace_those_that_would_be_chosen() -> None:
     assert chosen("chain(chains=3)") == {"segments": 4, "chains": 3}
 
 
+def test_no_more_segments_are_used_than_leave_none_empty() -> None:
+    def segments(collective: str, text: str, num_bytes: int, itemsize: int = 1) -> Any:
+        return select.choose(collective, text, 4, num_bytes, itemsize=itemsize).options["segments"]
+
+    assert segments("broadcast", "pipeline(segments=9)", 80, 8) == 9
+    assert segments("broadcast", "pipeline(segments=11)", 80, 8) == 10
+    assert segments("broadcast", "pipeline(segments=11)", 80) == 11
+    assert segments("all_reduce", "segmented_ring(segments=9)", 80, 8) == 3  # of 4 blocks
+    assert segments("all_reduce", "segmented_ring(segments=9)", 0) == 1
+    assert segments("all_gather", "all_broadcast(segments=99)", 80, 8) == 10  # one rank has all
+    assert segments("all_to_all", "segmented_linear(segments=99)", 80, 8) == 40
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        segments("broadcast", "pipeline(segments=9)", 80, 0)
+
+
 @pytest.mark.parametrize(
     ("text", "label"),
     [
