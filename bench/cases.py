@@ -20,6 +20,7 @@ from collectives.arrays.backends import HOST, Backend
 from collectives.arrays.operators import operator, operators
 from collectives.schedule.contracts import SPECS
 from collectives.selection import select
+from collectives.selection.fields import shown
 
 
 def cases(
@@ -99,6 +100,8 @@ def read_counts(collective: str, options: argparse.Namespace, size: int) -> Coun
     counts = _parsed(collective, text, size, options.counts)
     if num_elements(counts) == 0:
         raise ValueError(f"--counts: {options.counts} has no elements at all")
+    if num_elements(counts) * max(dtype.itemsize for dtype in options.dtypes) > sizes.memory():
+        raise ValueError(f"--counts: {options.counts} has more elements than fit in memory")
     return counts
 
 
@@ -117,8 +120,8 @@ def _parsed(collective: str, text: str, size: int, path: Path) -> Counts:
     """A list, or for all_to_all a table, of numbers between spaces, commas or ends of lines."""
     lines = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
     words = [word for line in lines for word in line]
-    if odd := [word for word in words if not word.isdecimal()]:
-        raise ValueError(f"--counts: {path}: {odd[0]!r} is not a number of elements")
+    if odd := [word for word in words if not word.isdecimal() or len(word) > 18]:
+        raise ValueError(f"--counts: {path}: {shown(odd[0])} is not a number of elements")
     if collective == "all_to_all":
         return validation.count_table([list(map(int, line)) for line in lines], size)
     return validation.row_counts(list(map(int, words)), size, f"--counts: {path}")

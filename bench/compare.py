@@ -24,6 +24,7 @@ from rich.table import Table
 from bench import sizes
 from bench.report import us
 from bench.results import Key, Result, result
+from collectives.selection.fields import shown
 from parallel.cli import console_of, print_table, table_with
 
 FLOOR = 0.02  # differences of less are never beyond the noise
@@ -91,7 +92,8 @@ def changes(before: Result, after: Result) -> list[Change]:
     for name in SAME:
         one, other = (each.facts.get(name) for each in (before, after))
         if one != other:
-            raise ValueError(f"{before.path} has {name} {one}, {after.path} has {name} {other}")
+            a, b = f"{name} {shown(one)}", f"{name} {shown(other)}"
+            raise ValueError(f"{before.path} has {a}, {after.path} has {b}")
     both = [key for key in before.found if key in after.found]
     if not both:
         raise ValueError(f"{before.path} and {after.path} have measured nothing in common")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.report import FORMS, Measurement
+from collectives.selection.fields import fields, shown, texts
 
 KEYS = ("collective", "dtype", "op", "root", "size", "name")
+_NUMBERS = ("root", "size")
+_OPTIONAL = ("portbw", "wrong")  # of a measurement
 
 
 class Key(NamedTuple):
@@ -36,20 +40,53 @@ def result(text: str) -> Result:
     """An argument's type: a file that `python -m bench <collective> -J FILE` wrote."""
     path = Path(text)
     try:
-        read = json.loads(path.read_text())
-        rows = read.pop("rows")
-        found = {key: value for row in rows for key, value in _measurements(row)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"
+        read = fields(json.loads(path.read_bytes()), "the file")
+        return Result(path, *_facts_and_found(read))
+    except (OSError, ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(
-            f"{path} was not written by python -m bench COLLECTIVE -J ({what})"
+            f"{path} was not written by python -m bench COLLECTIVE -J ({error})"
         ) from None
-    return Result(path, read, found)
 
 
-def _measurements(row: dict[str, Any]) -> list[tuple[Key, Measurement]]:
+def _facts_and_found(read: dict[str, Any]) -> tuple[dict[str, Any], dict[Key, Measurement]]:
+    """How it was measured, and what.  Raises ValueError, with the place of an error."""
+    rows = read.pop("rows", None)
+    if not isinstance(rows, list):
+        raise ValueError("rows must be a list")
+    if missing := {"ranks", "mpi"} - set(read):
+        raise ValueError(f"there is no field {min(missing)!r}")
+    found = {
+        key: value
+        for number, row in enumerate(rows)
+        for key, value in _measurements(row, f"rows[{number}]")
+    }
+    return read, found
+
+
+def _measurements(value: object, place: str) -> list[tuple[Key, Measurement]]:
+    row = fields(value, place)
+    if missing := {*KEYS, *FORMS} - set(row):
+        raise ValueError(f"{place} has no field {min(missing)!r}")
+    texts({name: row[name] for name in KEYS if name not in _NUMBERS}, place)
+    for name in _NUMBERS:
+        if type(row[name]) is not int or not -1 <= row[name] < 2**63:
+            raise ValueError(f"{place}.{name} must be a number, not {shown(row[name])}")
+    key = {name: row[name] for name in KEYS}
     return [
-        (Key(**{name: row[name] for name in KEYS}, form=form), Measurement(**row[form]))
+        (Key(**key, form=form), _measurement(row[form], f"{place}.{form}"))
         for form in FORMS
         if row[form] is not None
     ]
+
+
+def _measurement(value: object, place: str) -> Measurement:
+    found = fields(value, place, Measurement._fields)
+    for name, each in found.items():
+        if each is None and name in _OPTIONAL:
+            continue
+        is_number = isinstance(each, (int, float)) and not isinstance(each, bool)
+        if not is_number or not 0 <= each <= sys.float_info.max:
+            raise ValueError(f"{place}.{name} must be a number of at least 0, not {shown(each)}")
+    if not found["seconds"]:
+        raise ValueError(f"{place}.seconds must be more than 0")
+    return Measurement(**found)

@@ -278,12 +278,25 @@ class MixtureOfExperts(Layer):
                 " on one rank"
             )
         whole, size = self.expected.whole(step, self.name), self.options.rows_per_group
+        check_routing(whole, self.gate.num_experts, rows.stop // size, size * x.context)
         of_rows = whole.of_groups(rows.start // size, rows.stop // size)
         return of_rows.of_tokens(self.router.own_tokens(len(rows), x.context, rank))
 
     def _inputs(self, x: ArraySpec, plan: Plan) -> list[ArraySpec]:
         """Return what enters each expert of a rank, for each part."""
         return [x.of_shape(n, self.dim) for rows in plan.rows for n in rows]
+
+
+def check_routing(whole: Routing, num_experts: int, num_groups: int, group_size: int) -> None:
+    """Raise ValueError unless a routing has these experts, and so many groups of this size."""
+    found = whole.num_tokens // max(1, whole.num_groups)
+    if whole.num_experts != num_experts:
+        raise ValueError(f"the log is of {whole.num_experts} experts, not of {num_experts}")
+    if whole.num_groups < num_groups or (num_groups and found != group_size):
+        raise ValueError(
+            f"the log has {whole.num_groups} groups of {found} tokens; {num_groups} of {group_size}"
+            " are needed"
+        )
 
 
 def num_tokens(step: Step, length: int) -> int:

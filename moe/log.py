@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
+import reprlib
 import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,10 @@ import numpy as np
 from collectives import Communicator
 from moe.routing import Integers, Routing, digest, joined
 from parallel.placement import split
+
+# What a broken file raises besides ValueError and OSError.
+BROKEN = zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, MemoryError
+MOST = 2**27, 2**16, 2**27  # tokens, experts and groups that a file may have
 
 
 class RoutingLog:
@@ -40,11 +48,11 @@ class RoutingLog:
     def whole(self, step: int, name: str) -> Routing:
         """Return the routing of all rows that were added for this `step` and this `name`.
 
-        Raises KeyError if there are none.
+        Raises ValueError if there are none.
         """
         if (step, name) not in self._whole:
             if (step, name) not in self.parts:
-                raise KeyError(f"the log has no routing of layer {name!r} in step {step}")
+                raise ValueError(f"the log has no routing of layer {name!r} in step {step}")
             parts = self.parts[step, name]
             self._whole[step, name] = joined(parts[row] for row in sorted(parts))
         return self._whole[step, name]
@@ -78,11 +86,21 @@ class RoutingLog:
         try:
             with np.load(io.BytesIO(data)) as arrays:
                 for key in arrays.files:
-                    step, row, name = key.split("/", 2)
-                    log.add(int(step), name, int(row), routing_of(arrays[key]))
-        except (zipfile.BadZipFile, ValueError, OSError) as error:
+                    step, name, row = place_of(key)
+                    log.add(step, name, row, routing_of(arrays[key], key))
+                    if len({x.num_experts for x in log.parts[step, name].values()}) > 1:
+                        raise ValueError(f"{key!r} has other experts than the rows before")
+        except (*BROKEN, ValueError, OSError) as error:
             raise ValueError(f"it is no log of routings: {error}") from error
         return log
+
+    @classmethod
+    def read(cls, path: Path) -> RoutingLog:
+        """Return the log in the file at `path`.  Raises OSError, or ValueError if it is none."""
+        try:
+            return cls.from_bytes(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def gathered(self, comm: Communicator) -> RoutingLog:
         """Return what the logs of all ranks of `comm` have together.  All ranks call this."""
@@ -115,12 +133,40 @@ def numbers_of(routing: Routing) -> Integers:
     return np.array(numbers, np.int64)
 
 
-def routing_of(numbers: Integers) -> Routing:
-    """Return the routing of `numbers_of` and `columns_of`, one after the other."""
+def routing_of(numbers: np.ndarray[Any, Any], what: str = "") -> Routing:
+    """Return the routing of `numbers_of` and `columns_of`, one after the other.
+
+    Raises ValueError, which names `what` it is, if it is no routing.
+    """
+    if numbers.dtype != np.int64 or numbers.ndim != 1 or len(numbers) % 4 or not len(numbers):
+        raise ValueError(f"{what!r} is {numbers.dtype} of shape {numbers.shape}, not a routing")
     num_tokens, num_experts, num_groups, capacity = numbers[:4].tolist()
     token, expert, group, slot = np.split(numbers[4:], 4)
     limit = None if capacity < 0 else capacity
-    return Routing(token, expert, group, slot, num_tokens, num_experts, num_groups, limit)
+    found = Routing(token, expert, group, slot, num_tokens, num_experts, num_groups, limit)
+    if not is_possible(found):
+        raise ValueError(f"{what!r} has numbers that no routing has")
+    return found
+
+
+def is_possible(routing: Routing) -> bool:
+    """Return whether all entries are of tokens, experts and groups that the routing has."""
+    numbers = routing.num_tokens, routing.num_experts, routing.num_groups
+    columns = routing.token, routing.expert, routing.group, routing.slot + 1
+    limits = *numbers, len(routing.slot) + 1
+    return (
+        all(0 <= number <= most for number, most in zip(numbers, MOST, strict=True))
+        and routing.num_tokens % max(1, routing.num_groups) == 0
+        and all(((x >= 0) & (x < limit)).all() for x, limit in zip(columns, limits, strict=True))
+    )
+
+
+def place_of(key: str) -> tuple[int, str, int]:
+    """Return the step, the layer and the first row of an array in a file; see `to_bytes`."""
+    found = re.fullmatch("([0-9]{1,15})/([0-9]{1,15})/(.*)", key)
+    if found is None:
+        raise ValueError(f"{reprlib.repr(key)} is no step/row/layer")
+    return int(found[1]), found[3], int(found[2])
 
 
 def digests(logs: list[RoutingLog], tokens_per_row: int) -> dict[tuple[int, str], str]:

@@ -333,7 +333,7 @@ class Training:
         named = {"--trace": o.trace, "--json": o.json, "--save-routing": o.save_routing}
         outputs = {name: path for name, path in named.items() if path is not None}
         if o.routing is not None:
-            RoutingLog.from_bytes(o.routing.read_bytes())  # raises if it cannot be read
+            RoutingLog.read(o.routing)  # raises if it cannot be read
         for path in outputs.values():
             if self.comm.rank == 0 and not cli.can_be_written(path):
                 raise ValueError(f"{path} cannot be written")
@@ -434,7 +434,7 @@ class Training:
         if o.save_routing is not None and comm.rank == 0:
             o.save_routing.write_bytes(found.to_bytes())
         if o.routing is not None:
-            found = RoutingLog.from_bytes(o.routing.read_bytes())
+            found = RoutingLog.read(o.routing)
         for layer in mixtures(self.model):
             layer.expected = found
 

@@ -26,7 +26,8 @@ _SLOW_LATENCY = 50e-6  # seconds; more is unusual between ranks that share memor
 
 def started(environment: Mapping[str, str] = os.environ) -> int | None:
     """The number of ranks that a launcher says it has started; None outside of a job."""
-    return next((int(environment[name]) for name in _SIZES if name in environment), None)
+    found = (environment.get(name, "") for name in _SIZES)
+    return next((int(text) for text in found if text.isdecimal()), None)
 
 
 def job() -> list[Finding] | None:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from collectives.schedule import SPECS, Topology
 from collectives.selection import machine_file
-from collectives.selection.fields import fields, items, texts
+from collectives.selection.fields import fields, items, shown, texts, within
 from collectives.selection.labels import parse_default
 from collectives.selection.machine_file import Fitted
 from collectives.simulation import DEFAULT, Machine
@@ -181,7 +181,10 @@ def machine_in(path: Path | None) -> Machine:
     """
     if path is None:
         return DEFAULT
-    fitted = Decisions.from_json(path.read_bytes()).fitted
+    try:
+        fitted = Decisions.from_json(path.read_bytes()).fitted
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if fitted is None:
         raise ValueError(f"{path} has no machine; `python -m bench fit` writes one")
     return fitted.machine
@@ -201,6 +204,7 @@ def _as_dict(measured: Measured) -> dict[str, Any]:
     return {"facts": dict(measured.facts), "tables": tables}
 
 
+_MAX_LENGTH = 500  # of an algorithm with its options, in characters
 _NUMBER = "([1-9][0-9]{,8})"
 _RANKS = re.compile(f"{_NUMBER}(?: on {_NUMBER} hosts)?")
 
@@ -208,7 +212,9 @@ _RANKS = re.compile(f"{_NUMBER}(?: on {_NUMBER} hosts)?")
 def _ranks(text: str) -> Ranks:
     found = _RANKS.fullmatch(text)
     if found is None or found[2] == "1":
-        raise ValueError(f"measured: {text!r} is not a number of ranks, like '8' or '8 on 4 hosts'")
+        raise ValueError(
+            f"measured: {shown(text)} is not a number of ranks, like '8' or '8 on 4 hosts'"
+        )
     return Ranks(int(found[1]), int(found[2] or 1))
 
 
@@ -217,7 +223,10 @@ def _measured(value: object, place: str) -> Measured:
     tables = fields(found["tables"], f"{place}.tables")
     return Measured(
         texts(found["facts"], f"{place}.facts"),
-        {name: _table(rows, f"{place}.tables.{name}", name) for name, rows in tables.items()},
+        {
+            name: _table(rows, within(f"{place}.tables", name), name)
+            for name, rows in tables.items()
+        },
     )
 
 
@@ -238,10 +247,16 @@ def _row(value: object, place: str, collective: str) -> Row:
     found = fields(value, place, ("up_to", "best"))
     largest = found["up_to"]
     if largest is not None and (type(largest) is not int or largest < 0):
-        raise ValueError(f"{place}.up_to must be a number of bytes or null, not {largest!r}")
+        raise ValueError(f"{place}.up_to must be a number of bytes or null, not {shown(largest)}")
     best = items(found["best"], f"{place}.best", "algorithms")
-    try:
-        labels = tuple(parse_default(collective, label).label for label in best)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{place}.best: {error}") from None
+    labels = tuple(_label(label, f"{place}.best", collective) for label in best)
     return Row(math.inf if largest is None else largest, labels)
+
+
+def _label(value: object, place: str, collective: str) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_LENGTH:
+        raise ValueError(f"{place}: algorithm must be a name, not {shown(value)}")
+    try:
+        return parse_default(collective, value).label
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+import reprlib
 from collections.abc import Sequence
 from typing import Any
+
+MAX_SECONDS = 1e9  # of anything that is read: sums and products of such times are finite
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: printable and short, whatever a file contains."""
+    return reprlib.repr(value)
+
+
+def within(place: str, name: str) -> str:
+    """The place of a field that can have any name."""
+    return f"{place}.{name if name.isidentifier() and len(name) < 80 else shown(name)}"
 
 
 def fields(value: object, place: str, names: Sequence[str] | None = None) -> dict[str, Any]:
@@ -28,13 +40,13 @@ def texts(value: object, place: str) -> dict[str, str]:
     found = fields(value, place)
     for name, each in found.items():
         if not isinstance(each, str):
-            raise ValueError(f"{place}.{name} must be a text, not {each!r}")
+            raise ValueError(f"{within(place, name)} must be a text, not {shown(each)}")
     return found
 
 
 def seconds(value: Any, place: str) -> float:
     """A number of seconds, at least 0."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{place} must be a number of seconds, not {value!r}")
+    if not is_number or not 0 <= value <= MAX_SECONDS:
+        raise ValueError(f"{place} must be a number of seconds, not {shown(value)}")
     return float(value)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from collectives.selection.fields import fields, items, seconds, texts
+from collectives.selection.fields import fields, items, seconds, shown, texts
 from collectives.simulation import LINK_CLASSES, Link, Machine
 
 _LIMIT, _IS_RENDEZVOUS = "up_to_bytes", "is_rendezvous"
@@ -61,9 +61,11 @@ def _link(value: object, place: str) -> Link:
     found = fields(value, place, Link._fields)
     limit, is_rendezvous = found[_LIMIT], found[_IS_RENDEZVOUS]
     if limit is not None and (type(limit) is not int or limit < 0):
-        raise ValueError(f"{place}.{_LIMIT} must be a number of bytes or null, not {limit!r}")
+        raise ValueError(f"{place}.{_LIMIT} must be a number of bytes or null, not {shown(limit)}")
     if not isinstance(is_rendezvous, bool):
-        raise ValueError(f"{place}.{_IS_RENDEZVOUS} must be true or false, not {is_rendezvous!r}")
+        raise ValueError(
+            f"{place}.{_IS_RENDEZVOUS} must be true or false, not {shown(is_rendezvous)}"
+        )
     rates = {
         name: seconds(each, f"{place}.{name}")
         for name, each in found.items()

@@ -122,7 +122,7 @@ def routing_of(options: argparse.Namespace) -> Found:
 
 def of_file(options: argparse.Namespace) -> Found:
     """Return the routing in the file of --routing."""
-    log = RoutingLog.from_bytes(options.routing.read_bytes())
+    log = RoutingLog.read(options.routing)
     rows_per_group = options.rows_per_group or 1
     found = from_log(log, step=options.step, rows_per_group=rows_per_group)
     for name, given, actual in (

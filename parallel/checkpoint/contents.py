@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import reprlib
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -68,7 +69,7 @@ class Index(NamedTuple):
             raise ValueError("it contains no JSON object")
         if wrong := sorted(fields.keys() ^ {*cls._fields, "digest"}):
             which = "an unknown" if wrong[0] in fields else "no"
-            raise ValueError(f"it has {which} field {wrong[0]!r}")
+            raise ValueError(f"it has {which} field {shown(wrong[0])!r}")
         index = cls(*(fields[name] for name in cls._fields))
         if text != index.to_json():
             raise ValueError("it was changed after it was written: its digest or form is another")
@@ -78,8 +79,8 @@ class Index(NamedTuple):
     def check(self) -> None:
         """Raise ValueError if a field is impossible."""
         for name in ("files", "layout", "loss_scale", "optimizer", "layers"):
-            if not isinstance(getattr(self, name), dict):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be an object")
+            if not isinstance(found := getattr(self, name), dict):
+                raise ValueError(f"{name} is {shown(found)}: it must be an object")
         counts = {
             "step": self.step, "num_skipped": self.num_skipped,
             "optimizer.steps": self.optimizer.get("steps"),
@@ -87,13 +88,34 @@ class Index(NamedTuple):
         }  # fmt: skip
         for name, x in counts.items():
             if not isinstance(x, int) or isinstance(x, bool) or not 0 <= x <= MAX_STEPS:
-                raise ValueError(f"{name} is {str(x)[:40]!r}: it must be an integer of at least 0")
+                raise ValueError(f"{name} is {shown(x)!r}: it must be an integer of at least 0")
         value = self.loss_scale.get("value")
         if not isinstance(value, float) or not 0 < value < math.inf:
-            raise ValueError(f"loss_scale.value is {value!r}: it must be a finite number above 0")
+            raise ValueError(
+                f"loss_scale.value is {shown(value)}: it must be a finite number above 0"
+            )
         names = [file_name(rank, len(self.files)) for rank in range(len(self.files))]
         if list(self.files) != names:
-            raise ValueError(f"files are {list(self.files)}: they must be {names}")
+            raise ValueError(f"files are {shown(list(self.files))}: they must be {shown(names)}")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        """Raise ValueError if the layout or the state of a layer is impossible."""
+        for name, found in self.layout.items():
+            if not isinstance(found, list):
+                raise ValueError(f"layout.{name} is {shown(found)}: it must be a list")
+        dtype = self.layout.get("dtype", [])
+        if len(dtype) != 1 or not isinstance(dtype[0], str):
+            raise ValueError(f"layout.dtype is {shown(dtype)}: it must be one name")
+        for name, state in self.layers.items():
+            if not isinstance(state, list) or not all(map(_is_finite, state)):
+                raise ValueError(
+                    f"layers.{shown(name)} is {shown(state)}: it must be finite numbers"
+                )
+
+
+def _is_finite(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]
 
 
 def layout_of(trainer: Trainer) -> dict[str, list[Any]]:
@@ -111,6 +133,34 @@ def layout_of(trainer: Trainer) -> dict[str, list[Any]]:
 def shapes_of(model: Model) -> list[list[Any]]:
     """Return the names and shapes of the parameters of a model, as JSON represents them."""
     return [[name, list(spec.shape)] for name, spec in model.specs.items()]
+
+
+def checked_boxes(value: object) -> tuple[object, dict[str, list[int]]]:
+    """Return the step of a file, and where each of its boxes begins.
+
+    Raises ValueError if `value`, which the file contains, says something else.
+    """
+    if not isinstance(value, dict) or set(value) != {"step", "starts"}:
+        raise ValueError("its boxes must have a step and starts")
+    if not isinstance(value["starts"], dict):
+        raise ValueError("the starts of its boxes must be an object")
+    for key, start in value["starts"].items():
+        if not isinstance(start, list) or not all(type(x) is int and x >= 0 for x in start):
+            raise ValueError(f"the box {shown(key)} begins at {shown(start)}")
+    return value["step"], value["starts"]
+
+
+def first_difference(saved: list[Any], wanted: list[Any]) -> str:
+    """Return the first of two lists' entries that differ, in words; `saved` is in a checkpoint."""
+    pairs = [*zip_longest(saved, wanted, fillvalue="nothing"), (saved, wanted)]
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"{shown(one)} in the checkpoint, but {shown(other)}"
+
+
+def shown(value: object) -> str:
+    """Return a value of a file as an error message shows it: printable and short."""
+    is_name = isinstance(value, str) and value.isprintable() and len(value) < 80
+    return str(value) if is_name else reprlib.repr(value)
 
 
 class Checkpoint:
@@ -133,12 +183,13 @@ class Checkpoint:
         with reading(path):
             file: Any = safetensors.safe_open(path, framework="numpy")
             boxes = json.loads((file.metadata() or {}).get("boxes", "{}"))
-        if boxes.get("step") != self.index.step:
+            step, starts = checked_boxes(boxes)
+        if step != self.index.step:
             raise ValueError(f"{path.name} is not of step {self.index.step}")
         keys = set(file.keys())
-        for key, start in boxes["starts"].items():
+        for key, start in starts.items():
             if key not in keys:
-                raise ValueError(f"{path.name} has no tensor {key!r}")
+                raise ValueError(f"{path.name} has no tensor {shown(key)!r}")
             data = file.get_slice(key)
             box = Box(tuple(start), tuple(data.get_shape()))
             self.boxes.setdefault(key.partition("@")[0], []).append((box, data))
@@ -147,28 +198,25 @@ class Checkpoint:
     def check(self, trainer: Trainer) -> None:
         """Raise ValueError unless the layout is the trainer's and each element exists once."""
         for what, wanted in layout_of(trainer).items():
-            saved = self.index.layout.get(what)
+            saved = self.index.layout.get(what, [])
             if saved != wanted:
-                pairs = [*zip_longest(saved or [], wanted, fillvalue="nothing"), (saved, wanted)]
-                both = next(
-                    "{} in the checkpoint, but {}".format(*p) for p in pairs if p[0] != p[1]
-                )
+                both = first_difference(saved, wanted)
                 raise ValueError(f"{what}: {both} in the strategy")
         if (value := self.index.loss_scale["value"]) != 1 and not trainer.loss_scale.is_dynamic:
             raise ValueError(f"loss_scale.value is {value!r}: it must be 1 in {trainer.dtype.name}")
         self._check_arrays(trainer.model, trainer.dtype, (VALUES, *trainer.optimizer.states))
         self._check_layers()
-        for name, x, parts in self._hook(trainer):
+        with reading(self.path):
+            hook = list(self._hook(trainer))
+        for name, x, parts in hook:
             for shape in (part.get_shape() for part in parts):
                 if shape != list(x.shape):
                     raise ValueError(f"{name} has the shape {shape}, not {list(x.shape)}")
 
     def check_values(self, model: Model) -> None:
         """Raise ValueError unless these are the parameters of a model, each element once."""
-        if (saved := self.index.layout.get("shapes")) != (wanted := shapes_of(model)):
-            pairs = zip_longest(saved or [], wanted, fillvalue="nothing")
-            both = next("{} in the checkpoint, but {}".format(*p) for p in pairs if p[0] != p[1])
-            raise ValueError(f"shapes: {both} in the model")
+        if (saved := self.index.layout.get("shapes", [])) != (wanted := shapes_of(model)):
+            raise ValueError(f"shapes: {first_difference(saved, wanted)} in the model")
         (dtype,) = self.index.layout["dtype"]
         self._check_arrays(model, dtype_of(dtype), (VALUES,))
         self._check_layers()
@@ -181,8 +229,8 @@ class Checkpoint:
 
     def _check_layers(self) -> None:
         saved_layers = [[name, len(state)] for name, state in self.index.layers.items()]
-        if saved_layers != self.index.layout["layers"]:
-            raise ValueError(f"layers are {saved_layers}, but the layout has others")
+        if saved_layers != self.index.layout.get("layers"):
+            raise ValueError(f"layers are {shown(saved_layers)}, but the layout has others")
 
     def _check(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         found, whole = np.zeros(shape, bool), Box((0,) * len(shape), shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import re
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from parallel.actions import Action
 from parallel.pipeline.schedule import Lists, Schedule
 from parallel.pipeline.validation import KINDS, OTHERS
 
-SINGLE = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
-OF_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
+SINGLE = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{,9})")
+OF_SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")
 PAIR = re.compile(r"\((.+)\)(OVERLAP_F_B)")
 
 
@@ -31,13 +32,18 @@ def parse(text: str) -> Action:
     ('SEND_F', '(0F5;3B2)OVERLAP_F_B')
     """
     if (pair := PAIR.fullmatch(text)) is not None:
-        parts = tuple(map(parse, pair[1].split(";")))
+        parts = tuple(map(parse_single, pair[1].split(";")))
         if [part.kind for part in parts] != ["F", "B"]:
-            raise ValueError(f"{text!r} overlaps other actions than an F and a B")
+            raise ValueError(f"{reprlib.repr(text)} overlaps other actions than an F and a B")
         return Action(pair[2], parts[0].stage, parts=parts)
+    return parse_single(text)
+
+
+def parse_single(text: str) -> Action:
+    """Return the action of a cell that is no pair.  Raise ValueError if it is none."""
     single = SINGLE.fullmatch(text)
     if single is None or single[2] not in KINDS:
-        raise ValueError(f"{text!r} is not an action, such as 0F1, 2SEND_F0 or 1W3")
+        raise ValueError(f"{reprlib.repr(text)} is not an action, such as 0F1, 2SEND_F0 or 1W3")
     return Action(single[2], int(single[1]), int(single[3]) if single[3] else None)
 
 
@@ -60,12 +66,10 @@ def read_csv(path: Path) -> Schedule:
 
     Raises ValueError, with the place in the file, for a cell that is no action.
     """
-    lists = []
     with path.open(newline="") as file:
-        for number, row in enumerate(csv.reader(file)):
-            try:
-                actions = parse_row(row)
-            except ValueError as error:
-                raise ValueError(f"{path.name}, row {number + 1}: {error}") from None
-            lists.append([action for action in actions if action.kind not in OTHERS])
+        rows = csv.reader(file)
+        try:
+            lists = [[x for x in parse_row(row) if x.kind not in OTHERS] for row in rows]
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"{path.name}, row {rows.line_num}: {error}") from None
     return Schedule.of(path.stem, lists)

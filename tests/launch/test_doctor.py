@@ -48,6 +48,7 @@ def test_ranks_that_are_all_alone_are_wrong() -> None:
 def test_it_knows_what_started_it() -> None:
     assert started({}) is None
     assert started({"SLURM_NTASKS": "4"}) is None  # a shell of salloc, not a task
+    assert started({"PMI_SIZE": "many"}) is None
     assert started({"PMI_SIZE": "3"}) == started({"OMPI_COMM_WORLD_SIZE": "3"}) == 3
 
 

@@ -278,5 +278,5 @@ def test_a_log_is_what_was_written() -> None:
         one, other = log.whole(*key), again.whole(*key)
         np.testing.assert_array_equal(one.table(), other.table())
         assert (one.num_groups, one.capacity) == (other.num_groups, other.capacity)
-    with pytest.raises(KeyError, match="no routing of layer 'none' in step 7"):
+    with pytest.raises(ValueError, match="no routing of layer 'none' in step 7"):
         log.whole(7, "none")

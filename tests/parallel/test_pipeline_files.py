@@ -37,6 +37,16 @@ def test_a_cell_that_is_no_action_is_named(tmp_path: Path) -> None:
         read_csv(tmp_path / "x.csv")
 
 
+@pytest.mark.parametrize(
+    "text", ["(" * 2000 + "0F0" + ")OVERLAP_F_B" * 2000, '"' + "x" * 200_000, "9" * 5000 + "F0"]
+)
+def test_a_cell_that_is_too_deep_or_too_long_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text(f"0F0,0B0\n{text}\n")
+    with pytest.raises(ValueError, match=r"x.csv, row [23]: ") as refused:
+        read_csv(tmp_path / "x.csv")
+    assert len(str(refused.value)) < 200
+
+
 def test_actions_are_written_as_pytorch_writes_them() -> None:
     pair = Action("OVERLAP_F_B", parts=(Action("F", 0, 5), Action("B", 3, 2)))
     for action, word in (
