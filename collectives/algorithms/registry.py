@@ -88,7 +88,8 @@ _CACHES: WeakSet[Cache] = WeakSet()
 
 def watch(cache: Cache) -> None:
     """Clear a cache at every registration, as long as it exists."""
-    _CACHES.add(cache)
+    with _ADDING:
+        _CACHES.add(cache)
 
 
 def generation() -> int:
@@ -105,7 +106,8 @@ def add(entry: Algorithm) -> None:
     with _ADDING:
         REGISTRY[entry.collective][entry.name] = entry
         _generation += 1  # last, so that a reader of the new number finds the new algorithm
-    for cache in list(_CACHES):
+        caches = list(_CACHES)
+    for cache in caches:
         cache.forget()
 
 

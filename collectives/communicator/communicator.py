@@ -102,7 +102,8 @@ class Communicator(Collectives, PointToPoint):
         Each is a dict: `members` (ranks of the job), `call` (its number), `collective`,
         `algorithm`, `bytes` (that this rank sends in it), `seconds_ago` (that it began), and
         `state`: "complete", "failed" or "under way".  A call under way also has `round`,
-        `num_rounds` and `waiting_for` (the messages that are not complete).
+        `num_rounds` and `waiting_for` (the messages that were not complete when the rank last
+        looked, which it does while it waits).  Any thread may ask at any time.
         """
         return self._session.transport.flight.calls()
 

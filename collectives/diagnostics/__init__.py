@@ -10,6 +10,8 @@ from collectives.diagnostics.flight_recorder import (
     FlightRecorder,
     Position,
     Waiting,
+    part_of_report,
+    reason_of,
 )
 from collectives.diagnostics.ledger import (
     Ancestry,
@@ -44,6 +46,8 @@ __all__ = [
     "current_phase",
     "finish",
     "inner_phase",
+    "part_of_report",
     "phase",
+    "reason_of",
     "traffic_table",
 ]

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from itertools import count
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -61,7 +62,10 @@ class Run(Protocol):
     key: int
 
     def position(self) -> Position:
-        """The position of the current run."""
+        """The position of the current run.  Any thread may ask, while another advances the run."""
+
+
+UNKNOWN = Position(0, "?", [])
 
 
 Describe = Callable[[int], dict[str, Any]]
@@ -81,15 +85,16 @@ class CallLog:
         self.words = np.zeros(1 + NUM_CALLS * WORDS, np.int64)
         self._entries = self.words[1:].reshape(NUM_CALLS, WORDS)
         self._runs: dict[int, tuple[Describe, ReferenceType[Run]]] = {}
-        self._next_key, self._most_runs = 0, 2 * NUM_CALLS
+        # Threads may register at the same time; `next` is atomic.
+        self._keys, self._most_runs = count(1), 2 * NUM_CALLS
 
     def register_run(self, describe: Describe, run: Run) -> int:
         """A new key for a program.  The log keeps only a weak reference to the run."""
         if len(self._runs) >= self._most_runs:
             self._forget()
-        self._next_key += 1
-        self._runs[self._next_key] = describe, ref(run)
-        return self._next_key
+        key = next(self._keys)
+        self._runs[key] = describe, ref(run)
+        return key
 
     def _forget(self) -> None:
         """Forget the programs that no entry names and no run uses."""
@@ -113,21 +118,35 @@ class CallLog:
             self._entries[at, 3] = state
 
     def calls(self, now: int) -> list[tuple[int, dict[str, Any]]]:
-        """The time of each entry's start, and its description."""
-        entries = [entry for entry in self._entries.tolist() if entry[0] in self._runs]
-        return [(entry[2], self._call(entry, now)) for entry in entries]
+        """The time of each entry's start, and its description.
 
-    def _call(self, entry: list[int], now: int) -> dict[str, Any]:
-        key, number, started, state = entry
-        describe, reference = self._runs[key]
+        Any thread may ask: meanwhile others add entries, and forget and advance runs.
+        """
+        runs = self._runs.copy()
+        entries = [entry for entry in self._entries.tolist() if entry[0] in runs]
+        return [(entry[2], self._call(entry, now, *runs[entry[0]])) for entry in entries]
+
+    def _call(
+        self, entry: list[int], now: int, describe: Describe, reference: ReferenceType[Run]
+    ) -> dict[str, Any]:
+        _, number, started, state = entry
         run = reference()
         if state == UNDER_WAY and run is None:
             state = FAILED  # nothing can complete it
         call = {"members": self.members, "ordinal": self.ordinal, **describe(number)}
-        call |= {"seconds_ago": (now - started) * 1e-9, "state": _STATES[state]}
+        seconds_ago = max(now - started, 0) * 1e-9  # it may have begun after `now`
+        call |= {"seconds_ago": seconds_ago, "state": _STATES[state]}
         if run is not None and state == UNDER_WAY:
-            call |= run.position()._asdict()
+            call |= _position_of(run)._asdict()
         return call
+
+
+def _position_of(run: Run) -> Position:
+    """The position of a run; `UNKNOWN` if it cannot be found, which must not end the report."""
+    try:
+        return run.position()
+    except Exception:  # noqa: BLE001 - see above
+        return UNKNOWN
 
 
 class FlightRecorder:
@@ -142,8 +161,9 @@ class FlightRecorder:
 
     def log(self, members: tuple[int, ...], ordinal: int) -> CallLog:
         """The log of a new communicator."""
-        self.logs.append(CallLog(members, ordinal))
-        return self.logs[-1]
+        log = CallLog(members, ordinal)
+        self.logs.append(log)
+        return log
 
     def close(self, log: CallLog) -> None:
         """Keep the log of a freed communicator among the last `_MAX_FREED_LOGS`."""
@@ -181,17 +201,23 @@ class FlightRecorder:
         """Write the report to `flight.<rank>.json` in a directory, which is made if necessary."""
         path = Path(directory) / f"flight.{self.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")  # so that no reader finds half of it
+        # So that no reader finds half of it, and two threads do not write the same file.
+        unfinished = path.with_suffix(f".{threading.get_ident()}.part")
         unfinished.write_text(json.dumps(self.report(), indent=1))
         return unfinished.replace(path)
 
     def dump_if_asked(self) -> None:
-        """Write a dump if `listen` was called.  An OSError is only logged."""
+        """Write a dump if `listen` was called.  An error is only logged.
+
+        The caller is about to raise another error, or is the thread that must serve later signals.
+        """
         try:
             if self.directory is not None:
                 self.dump(self.directory)
-        except OSError as error:
-            logging.getLogger(__name__).warning("no dump of rank %d: %s", self.rank, error)
+        except Exception as error:  # noqa: BLE001 - see above
+            logging.getLogger(__name__).warning(
+                "no dump of rank %d: %s", self.rank, reason_of(error)
+            )
 
     def listen(self, directory: str | Path, signum: int = signal.SIGUSR1) -> None:
         """From now on, dump to a directory after a time-out or failure, and at a signal.
@@ -209,9 +235,10 @@ class FlightRecorder:
         listener.start()
 
     def _listen(self, signals: socket.socket, signum: int) -> None:
-        while numbers := signals.recv(64):
-            if signum in numbers:
-                self.dump_if_asked()
+        with signals:
+            while numbers := signals.recv(64):
+                if signum in numbers:
+                    self.dump_if_asked()
 
     def _place(self) -> list[str]:
         """The stack of the rank's own thread outside this package, the innermost line last."""
@@ -222,6 +249,22 @@ class FlightRecorder:
             for line in lines
             if not line.filename.startswith((_PACKAGE, "<frozen"))
         ]
+
+
+def part_of_report(make: Callable[[], str]) -> str:
+    """A part of a report; if making it fails, a sentence that says why.
+
+    The report belongs to another error, which must not be replaced.
+    """
+    try:
+        return make()
+    except Exception as error:  # noqa: BLE001 - see above
+        return f"(a part of this report could not be made: {reason_of(error)})"
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one line, also if its own text cannot be made."""
+    return traceback.format_exception_only(error)[-1].strip()
 
 
 def _line(call: dict[str, Any]) -> str:

@@ -390,7 +390,7 @@ class Recorder:
             return []
         entered = []
         for ledgers, call in self._calls or self._made_calls():
-            for ledger in ledgers:
+            for ledger in tuple(ledgers):  # another thread may close one meanwhile
                 entry = [call, number, phase, started, finished]
                 ledger.enter(entry)
                 entered.append(entry)

@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 from collectives.arrays import Array, jit, kernels
 from collectives.diagnostics import CallLog, Waiting
 from collectives.engines.interpreter import Memory
-from collectives.engines.mpi_errors import Failed, cancel_all, request_of, translate_message_error
+from collectives.engines.mpi_errors import (
+    Failed,
+    cancel_all,
+    is_complete,
+    request_of,
+    translate_message_error,
+)
 from collectives.engines.transport import Operands, wrong_length
 from collectives.errors import CollectiveMismatch
 from collectives.programs import Kind, Program
@@ -33,6 +39,9 @@ _FUNCTIONS = ("MPI_Irecv", "MPI_Isend", "MPI_Testall", "MPI_Get_count")
 _SPINS, _SPINS_BETWEEN_HOSTS, _SPINS_WHERE_CROWDED = 2000, 20, 4
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # set by Open MPI and MPICH
 
+
+# The run and row at which an execution has asked MPI, and the slots of complete messages.
+_NOTHING_NOTED: tuple[tuple[int, int], frozenset[int]] = (-1, -1), frozenset()
 
 _loader: threading.Thread | None = None  # that loads the compiled functions in the background
 
@@ -166,6 +175,7 @@ class CompiledExecution:
         )
         self._dtypes: list[np.dtype[Any] | None] = [None, None]  # of the arrays that are accepted
         self._operands: Operands | None = operands
+        self._completed = _NOTHING_NOTED
         self._scratch: Array | None = None  # kept while compiled code may start a run
         # One block of memory: the words of the state, then those of each slot.
         num_words, num_slots = self._names.NUM_STATE_WORDS, max(program.num_slots, 1)
@@ -253,7 +263,7 @@ class CompiledExecution:
 
     def reuse_for_plan(self, key: int, counter: Words, tag: int) -> None:
         """See `Reusable.reuse_for_plan`."""
-        names, self._counter = self._names, counter
+        names, self._counter, self._completed = self._names, counter, _NOTHING_NOTED
         self.state[names.KEY], self.state[names.COUNTER] = key, address(counter)
         self.state[names.TAG] = tag
 
@@ -309,6 +319,7 @@ class CompiledExecution:
     def restart(self) -> None:
         """Go back to the first row."""
         self.state[self._names.ROW] = self.state[self._names.NUMBER] = 0
+        self._completed = _NOTHING_NOTED
 
     def advance(self, seconds: float) -> bool:
         """See `Execution.advance`."""
@@ -358,28 +369,37 @@ class CompiledExecution:
             failed.append(Failed(*ends[row.slot + number], status.Get_error()))
         return failed
 
-    def _ends(self) -> dict[int, tuple[int, bool]]:
-        """The peer of the last message in each slot, and whether it is a receive."""
-        posted = (row for row in self.program.listed[: self.row] if row.kind <= Kind.SEND)
+    def _ends(self, stop: int | None = None) -> dict[int, tuple[int, bool]]:
+        """The peer of the last message in each slot before a row, and whether it is a receive.
+
+        `stop`: the row; None: the one that runs next.
+        """
+        rows = self.program.listed[: self.row if stop is None else stop]
+        posted = (row for row in rows if row.kind <= Kind.SEND)
         return {row.slot: (row.peer, row.kind == Kind.RECEIVE) for row in posted}
 
+    def _occupied(self) -> list[int]:
+        """The slots of messages that were posted and have not been waited for."""
+        slots: list[int] = np.flatnonzero((self._requests != self._port.no_request).any(1)).tolist()
+        return slots
+
     def _posted(self) -> list[tuple[int, MPI.Request]]:
-        """The requests that are not complete, with their slots."""
-        requests = [
-            (slot, request_of(self._requests[slot])) for slot in range(self.program.num_slots)
-        ]
-        return [(slot, request) for slot, request in requests if request]
+        """The requests of these messages, with their slots."""
+        return [(slot, request_of(self._requests[slot])) for slot in self._occupied()]
+
+    def note_completed(self) -> None:
+        """See `Execution.note_completed`."""
+        slots = frozenset(slot for slot, request in self._posted() if is_complete(request))
+        self._completed = (self.run_number, self.row), slots
 
     def position(self) -> tuple[int, list[Waiting]]:
         """See `Execution.position`."""
-        rows, row = self.program.listed, self.row
-        number = rows[row].round if row < len(rows) else self.program.num_rounds
-        ends = self._ends()
-        # `Test` would free a complete request, whose status the next wait needs.
-        waiting = [
-            Waiting(*ends[slot]) for slot, request in self._posted() if not request.Get_status()
-        ]
-        return number, waiting
+        row, (place, completed) = self.row, self._completed
+        if place != (self.run_number, row):
+            completed = frozenset()
+        ends = self._ends(row)
+        slots = [slot for slot in self._occupied() if slot in ends and slot not in completed]
+        return self.program.round_of(row), [Waiting(*ends[slot]) for slot in slots]
 
     def abandon(self) -> bool:
         """See `Execution.abandon`."""

@@ -253,6 +253,7 @@ def advance(state: int, nanoseconds: int) -> int:
             if error != 0:
                 answer = fail(state, load(row + SLOT), error, 0, MPI_ERROR)
         elif kind == _WAIT:
+            store(state + 8 * ROW, number)  # other threads may read where it waits
             answer = wait(state, port, row, nanoseconds)
         else:
             answer = work(state, row)

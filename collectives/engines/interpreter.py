@@ -118,10 +118,13 @@ class Interpreted:
     def completed(self) -> None:
         """Called when the program is complete."""
 
+    def note_completed(self) -> None:
+        """See `Execution.note_completed`."""
+        self.messages.note_completed()
+
     def position(self) -> tuple[int, list[Waiting]]:
         """See `Execution.position`."""
-        rows = self.program.listed
-        number = rows[self.row].round if self.row < len(rows) else self.program.num_rounds
+        number = self.program.round_of(self.row)
         return number, self.messages.waiting_for()
 
     def abandon(self) -> bool:

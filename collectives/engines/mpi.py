@@ -21,7 +21,13 @@ from collectives.diagnostics import Counters, FlightRecorder, Waiting
 from collectives.engines import compiled
 from collectives.engines.compiled import CompiledExecution, Port
 from collectives.engines.interpreter import Interpreted
-from collectives.engines.mpi_errors import FAILURES, Failed, cancel_all, translate_message_error
+from collectives.engines.mpi_errors import (
+    FAILURES,
+    Failed,
+    cancel_all,
+    is_complete,
+    translate_message_error,
+)
 from collectives.engines.progress import calls_in_progress
 from collectives.engines.staging import Staged
 from collectives.engines.transport import (
@@ -252,6 +258,7 @@ class MpiMessages:
         self._requests: dict[int, MPI.Request] = {}
         self._ends: dict[int, tuple[int, bool, Bytes]] = {}  # peer, whether it is received, data
         self._statuses: list[MPI.Status] = []  # MPI adds as many as it needs
+        self._completed = frozenset[int]()  # slots of messages that are known to be complete
 
     def receive(self, slot: int, peer: int, data: Bytes) -> None:
         self._ends[slot] = peer, True, data
@@ -277,6 +284,7 @@ class MpiMessages:
                 raise CollectiveMismatch(wrong_length(self._comm.rank, peer, got, data.size))
         for slot in slots:
             del self._requests[slot], self._ends[slot]
+        self._completed = frozenset()
         return True
 
     def _failed(self, slots: range) -> list[Failed]:
@@ -286,12 +294,16 @@ class MpiMessages:
             for (peer, is_receive, _), status in zip(ends, self._statuses, strict=False)
         ]
 
+    def note_completed(self) -> None:
+        requests = self._requests.items()
+        self._completed = frozenset(slot for slot, request in requests if is_complete(request))
+
     def waiting_for(self) -> list[Waiting]:
-        # `Test` would free a complete request, whose status the next wait needs.
+        completed = self._completed
         return [
-            Waiting(*self._ends[slot][:2])
-            for slot, request in list(self._requests.items())
-            if request and not request.Get_status()
+            Waiting(peer, is_receive)
+            for slot, (peer, is_receive, _) in list(self._ends.items())
+            if slot not in completed
         ]
 
     def abandon(self) -> bool:

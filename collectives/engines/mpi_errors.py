@@ -70,16 +70,22 @@ def cancel_all(requests: Sequence[MPI.Request], receives: Sequence[MPI.Request])
     cannot be cancelled.
     """
     for request in receives:
-        if request and not request.Get_status():
+        if not is_complete(request):
             request.Cancel()
     deadline = time.monotonic() + _CANCEL_SECONDS
-    are_done = [poll_until(partial(_is_done, request), deadline) for request in requests]
+    are_done = [poll_until(partial(is_complete, request), deadline) for request in requests]
     for request in requests:
         if request:
             request.Free()
     return all(are_done)
 
 
-def _is_done(request: MPI.Request) -> bool:
-    """Whether the request is complete or has failed."""
-    return not request or bool(request.Get_status())
+def is_complete(request: MPI.Request) -> bool:
+    """Whether the request is complete or has failed.
+
+    `Test` would free a complete request, whose status the next wait needs.
+    """
+    try:
+        return not request or bool(request.Get_status())
+    except MPI.Exception:  # the next wait raises it
+        return True

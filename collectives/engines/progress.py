@@ -9,12 +9,14 @@ for a call takes it over from the thread, so the two never compete for the inter
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
-from contextlib import suppress
 from functools import cache
 
 from collectives.engines.transport import PendingCall, back_off
+
+_log = logging.getLogger(__name__)
 
 _LONG = 0.1  # seconds that a call may wait in compiled code at a time, if it is the only one
 _SHORT = 1e-4  # the same if there are others
@@ -65,7 +67,8 @@ class ProgressThread:
     @property
     def calls(self) -> list[PendingCall]:
         """The calls that the thread advances."""
-        return [entry.call for entry in list(self._calls) if entry.call is not None]
+        calls = [entry.call for entry in list(self._calls)]  # `forget` may change an entry
+        return [call for call in calls if call is not None]
 
     def forget(self, call: PendingCall) -> None:
         """Keep no reference to a call that is done, so that its arrays can be freed."""
@@ -110,7 +113,7 @@ class ProgressThread:
     def _progressed(self, entries: list[_Entry]) -> bool:
         """Advance each call; return whether any moved."""
         seconds = _LONG if len(entries) == 1 else _SHORT
-        return sum(_advanced(entry.call, seconds) for entry in entries) > 0
+        return sum(_advanced(entry, seconds) for entry in entries) > 0
 
     def _sleep(self, idle: float, nap: float) -> None:
         """Sleep for `nap` seconds; after a long time without work, until `adopt` wakes the thread.
@@ -129,10 +132,20 @@ def _is_wanted(call: PendingCall | None) -> bool:
     return call is not None and not call.is_done and not call.is_awaited
 
 
-def _advanced(call: PendingCall | None, seconds: float) -> bool:
-    with suppress(KeyboardInterrupt):  # an operator raised it, and the call keeps it
-        return call is not None and call.progress(seconds)
-    return False
+def _advanced(entry: _Entry, seconds: float) -> bool:
+    """Advance a call; return whether it moved.
+
+    No error may end the thread, which serves all communicators.  A call keeps its own error for
+    the wait; after any other, only the waits of the program advance it.
+    """
+    try:
+        return entry.call is not None and entry.call.progress(seconds)
+    except KeyboardInterrupt:  # an operator raised it, and the call keeps it
+        return False
+    except BaseException:  # noqa: BLE001 - see above
+        _log.exception("the thread no longer advances a call, because of an unexpected error")
+        entry.call = None
+        return False
 
 
 def calls_in_progress() -> list[PendingCall]:

@@ -129,6 +129,8 @@ class ThreadTransport:
         self.in_flight: list[PendingCall] = parent.in_flight if parent else []
         self.failed: list[Any] = parent.failed if parent else []
         self.pending: list[ThreadMessages] = parent.pending if parent else []
+        # The program may call from several threads, which collect each other's messages.
+        self.pending_lock: threading.RLock = parent.pending_lock if parent else threading.RLock()
         self.flight: FlightRecorder = (
             parent.flight if parent else FlightRecorder(rank, len(members))
         )
@@ -164,7 +166,8 @@ class ThreadTransport:
         )
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
-        addresses = [address for messages in self.pending for address in messages.addresses()]
+        with self.pending_lock:
+            addresses = [address for messages in self.pending for address in messages.addresses()]
         self.world.wait_for_any(self.members[self.rank], addresses, deadline)
 
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> ThreadTransport | None:
@@ -191,15 +194,25 @@ class ThreadMessages:
         self._failure: CollectiveMismatch | None = None
 
     def receive(self, slot: int, peer: int, data: Bytes) -> None:
-        if not self._pending:
-            self._transport.pending.append(self)
-        self._pending[slot] = peer, data
+        with self._transport.pending_lock:
+            if not self._pending:
+                self._transport.pending.append(self)
+            self._pending[slot] = peer, data
 
     def send(self, slot: int, peer: int, data: Bytes) -> None:
         transport = self._transport
         transport.world.post(transport.address(transport.rank, peer, self.tag), data)
 
     def test(self, slots: range, num_receives: int) -> bool:
+        """Collect the messages that have arrived; whether those in `slots` have."""
+        with self._transport.pending_lock:
+            self._collect_in_order()
+        if self._failure is not None:
+            self.abandon()
+            raise self._failure
+        return not any(slot in self._pending for slot in slots[:num_receives])
+
+    def _collect_in_order(self) -> None:
         """Collect the messages that have arrived, for receives in the order posted."""
         pending, claimed = self._transport.pending, set[Address]()  # by receives posted before
         for one in list(pending) if self in pending else ():
@@ -208,10 +221,6 @@ class ThreadMessages:
                 claimed.update(one.addresses())
             if one is self:
                 break
-        if self._failure is not None:
-            self.abandon()
-            raise self._failure
-        return not any(slot in self._pending for slot in slots[:num_receives])
 
     def collect(self, claimed: Container[Address]) -> None:
         """Collect the messages that have arrived, except at addresses that others claimed."""
@@ -242,13 +251,17 @@ class ThreadMessages:
             me = self._transport.rank
             self._failure = CollectiveMismatch(wrong_length(me, peer, data.size, buffer.size))
 
+    def note_completed(self) -> None:
+        """Do nothing: `waiting_for` sees what was collected."""
+
     def waiting_for(self) -> list[Waiting]:
-        return [Waiting(peer, is_receive=True) for peer, _ in self._pending.values()]
+        return [Waiting(peer, is_receive=True) for peer, _ in list(self._pending.values())]
 
     def abandon(self) -> bool:
-        self._pending = {}
-        if self in self._transport.pending:
-            self._transport.pending.remove(self)
+        with self._transport.pending_lock:
+            self._pending = {}
+            if self in self._transport.pending:
+                self._transport.pending.remove(self)
         return True  # later messages stay in the mailbox: only `test` writes into the buffers
 
 

@@ -43,7 +43,11 @@ class Operands(NamedTuple):
 
 
 class Execution(Protocol):
-    """A program that is being run, from the row that it has reached."""
+    """A program that is being run, from the row that it has reached.
+
+    Only the thread that advances it may call its methods, except for `row`, `position` and
+    `interrupt`, which any thread may use at any time: they read or write plain memory.
+    """
 
     @property
     def row(self) -> int:
@@ -67,8 +71,14 @@ class Execution(Protocol):
     def interrupt(self, is_wanted: bool) -> None:
         """End a wait in another thread at once; with False, allow waits again."""
 
+    def note_completed(self) -> None:
+        """Note which of the messages that were posted are complete, for `position`."""
+
     def position(self) -> tuple[int, list[Waiting]]:
-        """The current round, and the messages that were posted and are not complete."""
+        """The current round, and the messages that were posted and are not known to be complete.
+
+        It is read while another thread may change it, so it may be a moment old.
+        """
 
     def abandon(self) -> bool:
         """Cancel the messages of a failed run; return whether none is in flight any more."""
@@ -176,8 +186,11 @@ class Messages(Protocol):
     def test(self, slots: range, num_receives: int) -> bool:
         """Whether the messages in `slots` are complete; the first `num_receives` are receives."""
 
+    def note_completed(self) -> None:
+        """See `Execution.note_completed`."""
+
     def waiting_for(self) -> list[Waiting]:
-        """The messages that were posted and are not complete."""
+        """The messages that were posted and are not known to be complete.  Any thread may ask."""
 
     def abandon(self) -> bool:
         """See `Execution.abandon`."""

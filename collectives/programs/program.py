@@ -127,6 +127,10 @@ class Program:
                     "it was not compiled for these arrays"
                 )
 
+    def round_of(self, row: int) -> int:
+        """The round of a row; after the last row, the number of rounds."""
+        return self.listed[row].round if row < len(self.listed) else self.num_rounds
+
 
 def compile_call(spec: CallSpec, rank: int, size: int, *, is_kept: bool = True) -> Program:
     """The program of one rank, from a cache of bounded size if the call is recurring.

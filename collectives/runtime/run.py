@@ -6,9 +6,17 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from collectives.diagnostics import COMPLETE, FAILED, CallLog, Position, Recorder, Waiting, finish
+from collectives.diagnostics import (
+    COMPLETE,
+    FAILED,
+    CallLog,
+    Position,
+    Recorder,
+    Waiting,
+    finish,
+    part_of_report,
+)
 from collectives.engines import Execution, Operands, Reusable, Transport
-from collectives.errors import CollectiveTimeout
 from collectives.programs import Program
 
 
@@ -31,6 +39,9 @@ class _Ended:
 
     def interrupt(self, is_wanted: bool) -> None:
         """Do nothing: it has ended."""
+
+    def note_completed(self) -> None:
+        """Do nothing: it has no messages."""
 
     def position(self) -> tuple[int, list[Waiting]]:
         return 0, []
@@ -146,9 +157,9 @@ class Run:
         While messages are in flight its buffers are kept, if necessary until the process ends.
         """
         execution, failed = self.execution, self.transport.failed
+        failed.append(execution)  # first, because a signal may interrupt this
         self.transport.flight.dump_if_asked()
         self._log_end(FAILED)
-        failed.append(execution)
         is_done = execution.abandon()
         if is_done:
             failed.remove(execution)
@@ -166,20 +177,36 @@ class Run:
         """Release the arrays; the run does not run again."""
         self.execution = ENDED
 
+    def note_completed(self) -> None:
+        """Note which messages are complete, for `position`.
+
+        Only the thread that advances the run may call it.
+        """
+        self.execution.note_completed()
+
     def position(self) -> Position:
-        """The position of the current run."""
+        """The position of the current run.  Any thread may ask, while another advances the run."""
         number, waiting = self.execution.position()
         return Position(number, self.num_rounds or str(self.program.num_rounds), waiting)
 
-    def timed_out(self, timeout: float | None, work: Any) -> CollectiveTimeout:
-        """The error that names the ranks it waits for.  `work`: the call that continues."""
-        self.transport.flight.dump_if_asked()
+    def time_out_report(self, timeout: float | None) -> str:
+        """The text of a time-out, which names the ranks that it waits for.
+
+        Another thread may advance the run meanwhile.  Parts that cannot be made are left out.
+        """
+        flight = self.transport.flight
+        flight.dump_if_asked()
+        title = part_of_report(lambda: self.title)
+        waited = f"{title}: rank {self.transport.rank} waited {timeout} s"
+        position = part_of_report(self._position_as_text)
+        return "\n".join([f"{waited} {position}", part_of_report(flight.lines)])
+
+    def _position_as_text(self) -> str:
+        """The position, the ranks that it waits for, and its place in the schedules."""
         position = self.position()
         waiting_for = ", ".join(map(str, position.waiting_for))
-        sentence = (
-            f"{self.title}: rank {self.transport.rank} waited {timeout} s in round "
-            f"{position.round} of {position.num_rounds} for {waiting_for}"
-        )
-        show_position = [] if self.show_position is None else [self.show_position(position)]
-        lines = [sentence, *show_position, self.transport.flight.lines()]
-        return CollectiveTimeout("\n".join(lines), work)
+        where = f"in round {position.round} of {position.num_rounds}"
+        where = f"{where} for {waiting_for}" if waiting_for else f"{where}; no message is missing"
+        if (show := self.show_position) is None:
+            return where
+        return "\n".join([where, part_of_report(lambda: show(position))])

@@ -130,10 +130,10 @@ class RunPool:
         self, key: Hashable, arrays: Arrays, tag: int, spec: CallSpec | None = None
     ) -> Run | None:
         """An idle run with new arrays, or None."""
-        idle = self._idle.get(key)
-        if not idle:
+        try:
+            run = self._idle[key].pop()
+        except LookupError:  # there is none, or another thread has taken the last one
             return None
-        run = idle.pop()
         run.execution.attach(self._operands(arrays, run.program, spec), tag)
         return run
 

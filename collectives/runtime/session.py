@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from collectives.schedule import Topology
 from collectives.selection import Decisions, select
 
 FREED = "this communicator was freed"
+_FAMILIES = threading.Lock()  # threads may make communicators and open ledgers at the same time
 
 Result = TypeVar("Result")
 
@@ -54,7 +56,8 @@ class Session:
         self.phase_of_call: Callable[[], str] = current_phase
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
         self._family: WeakSet[Session] = WeakSet() if parent is None else parent._family
-        self._family.add(self)
+        with _FAMILIES:
+            self._family.add(self)
         # A thread takes this token to make a call, and puts it back; both are atomic.
         self.call_token = [None]
         self._timed_out: Work[Any] | None = None  # a blocking call that the next one waits for
@@ -245,7 +248,9 @@ class Session:
             self._refresh_family()
 
     def _refresh_family(self) -> None:
-        for session in list(self._family):
+        with _FAMILIES:
+            family = list(self._family)
+        for session in family:
             session.refresh()
 
     # From a call to its run

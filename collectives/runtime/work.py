@@ -13,6 +13,9 @@ from collectives.errors import CollectiveTimeout
 from collectives.runtime.run import Run
 
 Result = TypeVar("Result")
+
+_NOTE_SECONDS = 0.02  # between two looks at what a call waits for, see `_note_completed`
+_GRACE = 2e-3  # seconds that another thread has at least to hand a call over to a wait
 Steps = Generator[Run, None, Any]
 """The runs of a call, in order; what the generator returns is what the call returns.
 
@@ -45,8 +48,12 @@ class Work(Generic[Result]):
         total = work.wait()
 
     `is_done` says whether it is complete or has failed.  `scratch_bytes` is the scratch memory that
-    this rank needs for it, without the comparisons of checked mode.  Only the thread that holds
-    `_lock` advances it.  Attributes that most calls never change are attributes of the class.
+    this rank needs for it, without the comparisons of checked mode.  Attributes that most calls
+    never change are attributes of the class.
+
+    Only the thread that holds `_lock` advances the call and asks the engine about its messages.
+    Others may read where it stands from plain memory (`Run.position`), which is what all reports
+    do.  `_run` is another object as soon as the run belongs to another call.
     """
 
     _run: Run | None = None
@@ -60,6 +67,7 @@ class Work(Generic[Result]):
     scratch_bytes = 0
     is_awaited = False  # then the progress thread does not advance it
     _is_listed = False  # in the list of calls that every wait advances
+    _noted_at = 0.0  # when it was noted what it waits for
 
     def __init__(self, owner: Owner, steps: Steps | None, timeout: float | None = None) -> None:
         """`timeout`: the time limit of a `wait` that is given none."""
@@ -99,7 +107,8 @@ class Work(Generic[Result]):
     @property
     def title(self) -> str:
         """The call, as error messages name it: collective, algorithm, number."""
-        return self._title if self._run is None else self._run.title
+        run = self._run
+        return self._title if run is None else run.title
 
     @property
     def has_failed(self) -> bool:
@@ -109,7 +118,8 @@ class Work(Generic[Result]):
     @property
     def was_ahead(self) -> bool:
         """Whether it is still in a header exchange, while other ranks may be in the call itself."""
-        return self._run is not None and self._run.is_ahead
+        run = self._run
+        return run is not None and run.is_ahead
 
     def start(self, thread: ProgressThread | None = None, delay: float = 0.0) -> Work[Any]:
         """Begin, and return this object.  Refusals are raised here, before anything is sent.
@@ -228,7 +238,8 @@ class Work(Generic[Result]):
         """End the call with `CollectiveTimeout`, because it has taken `limit` seconds."""
         with self._lock:
             if self._run is not None and not self.is_done:
-                self._fail(self._run.timed_out(limit, self))
+                self._run.note_completed()
+                self._fail(CollectiveTimeout(self._run.time_out_report(limit), self))
 
     # Called while this thread holds the lock, or before other threads know of the call
 
@@ -251,6 +262,7 @@ class Work(Generic[Result]):
         try:
             while self._run is not None:
                 if not self._run.execution.advance(seconds):
+                    self._note_completed(self._run)
                     return False
                 run = self._run
                 run.complete()
@@ -265,18 +277,27 @@ class Work(Generic[Result]):
                 raise
         return self.is_done
 
+    def _note_completed(self, run: Run) -> None:
+        """Now and then note what the call waits for, so that other threads can report it."""
+        now = time.monotonic()
+        if now >= self._noted_at + _NOTE_SECONDS:
+            if self._noted_at:  # most calls are complete before the first look
+                run.note_completed()
+            self._noted_at = now
+
     def _fail(self, error: BaseException) -> None:
         """End the call with the error, or with the engine's translation of it."""
         failure = self.owner.transport.translate_error(error)
         if failure is not error:
             failure.__cause__ = error
         self._error = failure
+        are_free = False  # whether MPI no longer uses the arrays
         try:
-            if self._run is not None and self._run.is_running and not self._run.fail():
-                # The suspended steps keep arrays into which MPI may still write.
-                self.owner.transport.failed.append((self._x, self._result, self._steps))
-                self._steps = None
+            are_free = self._run is None or not self._run.is_running or self._run.fail()
         finally:
+            if not are_free:
+                self.owner.transport.failed.append((self._x, self._result, self._steps))
+                self._steps = None  # the suspended steps keep arrays
             self.owner.when_failed(self, failure)
             self._end()
 
@@ -288,6 +309,7 @@ class Work(Generic[Result]):
         if self._steps is not None:
             self._steps.close()
         if self._is_listed:
+            self._is_listed = False
             self._in_flight.remove(self)
         self.is_done = True
         if self._done_callbacks:
@@ -302,24 +324,37 @@ class Work(Generic[Result]):
             if self._lock.acquire(False) or self._take_over(timeout):
                 try:
                     self._advance_until(deadline)
+                    if not self.is_done:
+                        self._time_out(timeout, is_ours=True)
                 finally:
                     self._lock.release()
-            run = self._run  # None if the thread is just completing it
-            if run is not None and not self.is_done:
-                self.owner.when_timed_out(self)
-                raise run.timed_out(timeout, self)
+            elif not self.is_done:
+                self._time_out(timeout, is_ours=False)
         finally:
             self.is_awaited = False
             if self._thread is not None and not self.is_done:
                 self._thread.adopt(self)
 
+    def _time_out(self, timeout: float | None, *, is_ours: bool) -> None:
+        """Raise CollectiveTimeout, unless another thread completes the call meanwhile.
+
+        `is_ours`: whether this thread holds the lock.
+        """
+        while (run := self._run) is not None:
+            if is_ours:
+                run.note_completed()
+            report = run.time_out_report(timeout)
+            if self._run is run:  # otherwise the report may be of another call
+                self.owner.when_timed_out(self)
+                raise CollectiveTimeout(report, self)
+
     def _take_over(self, timeout: float | None) -> bool:
-        """Take the call over from the thread; return False if that takes too long."""
+        """Take the call over from another thread; return False if that takes too long."""
         run = self._run
         if run is not None:
             run.execution.interrupt(True)
         try:
-            return self._lock.acquire(timeout=-1 if timeout is None else timeout)
+            return self._lock.acquire(timeout=-1 if timeout is None else max(timeout, _GRACE))
         finally:
             if run is not None:
                 run.execution.interrupt(False)

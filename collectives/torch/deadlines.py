@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from functools import cache
 from typing import Any
 
 import collectives
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(order=True)
@@ -41,7 +44,10 @@ class _Watch:
     def _work(self) -> None:
         while True:
             limit = self._next()
-            limit.call.expire(limit.seconds)
+            try:
+                limit.call.expire(limit.seconds)
+            except BaseException:  # noqa: BLE001 - it may not end the thread, which serves all groups
+                _log.exception("an unexpected error at the deadline of a call")
 
     def _next(self) -> Limit:
         """Wait for the next deadline, and return it."""

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,29 @@ def dumped(comm: Communicator, _: str) -> None:
     comm.all_reduce(SMALL)
 
 
+def signalled(comm: Communicator, _: str) -> None:
+    """Every rank gets 100 signals while it makes calls; then one, after which a dump must come."""
+    num_sent, dump = [0], Path(os.environ["COLLECTIVES_FLIGHT"]) / f"flight.{comm.rank}.json"
+
+    def send() -> None:
+        while num_sent[0] < 100:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            num_sent[0] += 1
+            time.sleep(0.01)
+
+    threading.Thread(target=send).start()
+    while comm.all_reduce(np.array(num_sent), "min")[0] < 100:
+        for length in (3, 3000, 100_000):
+            assert comm.all_reduce(np.ones(length))[0] == comm.size
+    time.sleep(1.0)  # until the last dump is written
+    dump.unlink()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    deadline = time.monotonic() + 10
+    while not dump.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    say(comm, f"dumped: {dump.exists()}")
+
+
 def killed(comm: Communicator, what: str) -> None:
     run = runs(comm)[what]
     comm.barrier()
@@ -173,5 +197,5 @@ if kind == "shrink":
     shrinks = {"late": shrink_late, "patient": shrink_patient, "refused": shrink_refused}
     shrinks[how](collectives.world(), "")
 else:
-    programs = [stopped, interrupted, dumped, made, killed]
+    programs = [stopped, interrupted, dumped, signalled, made, killed]
     {program.__name__: program for program in programs}[kind](collectives.world(), how)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from collectives.diagnostics import hang_report
 from collectives.launch import launch
 from collectives.launch.job import find_mpirun
 
@@ -73,6 +74,15 @@ def test_a_signal_dumps_what_every_rank_is_doing(tmp_path: Path) -> None:
     assert re.search(r"rank 0: waits in round \d of \d for a message from rank", said), said
     assert re.search(r"rank 2: has not called it; its last call is 2, all_reduce, complete", said)
     assert "in load_batch" in said  # where rank 2 is, asleep
+
+
+def test_signals_during_calls_neither_end_the_listener_nor_spoil_a_dump(tmp_path: Path) -> None:
+    done = run("signalled", 3, env={"COLLECTIVES_FLIGHT": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", *(f"rank {k}: dumped: True" for k in range(3))]
+    assert "BrokenPipeError" not in done.stderr
+    dumps, faults = hang_report.read(hang_report.files(tmp_path))
+    assert (list(dumps), faults) == ([0, 1, 2], [])
 
 
 @pytest.mark.skipif(not is_open_mpi, reason="fault tolerance is Open MPI's alone")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +16,10 @@ import collectives
 from collectives import Communicator, algorithms
 from collectives.arrays.backends import HOST, Arrays
 from collectives.arrays.operators import operator
+from collectives.diagnostics import Waiting
 from collectives.engines.compiled import CompiledExecution
 from collectives.engines.interpreter import Interpreted
+from collectives.engines.transport import Execution
 from collectives.programs.program import Kind, Program, Row, compile_call
 from collectives.runtime import run_pool
 from collectives.runtime.run_pool import operands_of
@@ -168,3 +172,77 @@ def test_a_wrong_program_is_refused_before_it_runs(
 
 def test_arrays_that_an_execution_gets_later_are_compared_too(world: Communicator) -> None:
     require_comparison_at_every_attachment(world, np.copy)
+
+
+@pytest.mark.parametrize("name", ["compiled", "interpreted"])
+def test_another_thread_may_ask_where_an_execution_waits(
+    comms: tuple[Communicator, Communicator], mpi_world: MPI.Intracomm, name: str
+) -> None:
+    """Rank 0 begins before the others; the requests that it has posted are known by their row."""
+    execution = getattr(Both(comms, "all_reduce", "ring"), name)
+    if mpi_world.rank == 0 and mpi_world.size > 1:
+        other = threading.Thread(target=advance, args=(execution,))
+        other.start()
+        try:
+            wait_until(lambda: execution.position()[1] != [])
+            number, waiting = execution.position()
+        finally:
+            mpi_world.Barrier()
+            other.join()
+        assert number == 0 and Waiting(mpi_world.size - 1, is_receive=True) in waiting
+        assert execution.position() == (execution.program.num_rounds, [])
+    else:
+        mpi_world.Barrier()
+        while not execution.advance(1e-3):
+            pass
+
+
+def advance(execution: Execution) -> None:
+    """Complete an execution, which waits in the engine for as long as possible."""
+    while not execution.advance(10.0):
+        time.sleep(1e-3)
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def test_messages_that_have_come_are_not_waited_for_once_that_is_noted(
+    comms: tuple[Communicator, Communicator], mpi_world: MPI.Intracomm
+) -> None:
+    """Rank 0 needs a block of every other rank in one round; the last rank is late."""
+    if mpi_world.size < 3:
+        return
+    last = mpi_world.size - 1
+    both = Both(comms, "all_to_all", "linear")
+    executions = both.compiled, both.interpreted
+    if mpi_world.rank == last:
+        mpi_world.Barrier()
+    for execution in executions:
+        execution.advance(0.0)
+    if mpi_world.rank == 0:
+        try:
+            for execution in executions:
+                wait_until(lambda execution=execution: noted_receives(execution) == [last])
+        finally:
+            mpi_world.Barrier()
+    elif mpi_world.rank != last:
+        mpi_world.Barrier()
+    for execution in executions:
+        while not execution.advance(1e-3):
+            pass
+        assert receives(execution) == []
+
+
+def noted_receives(execution: Execution) -> list[int]:
+    """The ranks from which messages are missing, according to the engine."""
+    execution.note_completed()
+    return receives(execution)
+
+
+def receives(execution: Execution) -> list[int]:
+    """The ranks from which messages are missing."""
+    return [peer for peer, is_receive in execution.position()[1] if is_receive]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 import weakref
@@ -13,6 +14,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator
+from collectives.diagnostics import hang_report
 from tests.operator_scenarios import failing
 from tests.session_scenarios import SCENARIOS
 
@@ -169,3 +171,63 @@ def test_a_call_that_was_waited_for_is_released(mpi_world: MPI.Intracomm) -> Non
     del work
     assert refers() is None
     comm.free()
+
+
+@pytest.mark.parametrize("length", [3, 3000])
+def test_time_limits_while_the_thread_advances_the_calls_change_nothing(
+    mpi_world: MPI.Intracomm, length: int
+) -> None:
+    """A time-out reports all calls, and the thread posts and completes messages of others."""
+    comms = [collectives.wrap(mpi_world, progress="thread", timeout=20) for _ in range(2)]
+    draw, reports = random.Random(mpi_world.rank), list[str]()
+    x, total = np.full(length, 1.0 + mpi_world.rank), sum(range(mpi_world.size + 1))
+    for _ in range(20):
+        works = [comm.all_reduce(x, async_op=True) for _ in range(10) for comm in comms]
+        for work in works:
+            limit = draw.choice((0.0, 1e-4, 1e-3))
+            try:
+                y = work.wait(limit)
+            except collectives.CollectiveTimeout as error:
+                reports.append(str(error))
+                y = work.wait()
+            assert (y == total).all()
+    assert mpi_world.size == 1 or mpi_world.allreduce(len(reports)) > 0
+    assert all(" s in round " in report.splitlines()[0] for report in reports)
+    for comm in comms:
+        comm.free()
+
+
+def test_another_thread_may_report_the_calls_at_any_time(world: Communicator) -> None:
+    """As the listener to SIGUSR1 does."""
+    flight, is_over, num_reports = world._session.transport.flight, threading.Event(), [0]
+    threaded, faults = collectives.world(progress="thread"), list[Exception]()
+
+    def report() -> None:
+        try:
+            while not is_over.is_set():
+                hang_report.check(flight.report())
+                num_reports[0] += 1
+        except Exception as error:  # noqa: BLE001 - asserted below
+            faults.append(error)
+
+    reporter = threading.Thread(target=report)
+    reporter.start()
+    while smallest(world, num_reports[0]) < 50 and not largest(world, len(faults)):
+        for length in (3, 3000, 100_000):
+            assert world.all_reduce(np.ones(length))[0] == world.size
+            work = threaded.all_reduce(np.ones(length), async_op=True)
+            assert world.all_to_all(np.ones(world.size)).sum() == world.size
+            assert work.wait()[0] == world.size
+    is_over.set()
+    reporter.join()
+    assert faults == []
+
+
+def smallest(comm: Communicator, number: int) -> int:
+    """The smallest number of all ranks."""
+    return int(comm.all_reduce(np.array([number]), "min")[0])
+
+
+def largest(comm: Communicator, number: int) -> int:
+    """The largest number of all ranks."""
+    return int(comm.all_reduce(np.array([number]), "max")[0])
