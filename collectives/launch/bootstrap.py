@@ -3,7 +3,8 @@
 The ranks are not children of the launcher, so it cannot wait for them, and not every mpirun reports
 which of them died.  Therefore each rank has a connection to the launcher, a Unix socket, from its
 start to its end.  It sends its rank, a note when MPI_Init has returned, and its exit status when it
-ends normally.  If the connection closes before that, the rank was killed or has crashed.
+ends normally or calls os._exit.  If the connection closes before that, the rank was killed or has
+crashed.
 
 mpirun starts this file, which needs only the standard library.  It connects, and then replaces
 itself by the Python that runs the program.  So the launcher also notices a rank that crashes while
@@ -30,6 +31,9 @@ JOB = "COLLECTIVES_JOB"
 
 IN_MPI = b"in MPI"
 """The message of a rank when MPI_Init has returned."""
+
+AT_ONCE = b" by os._exit"
+"""Follows the exit status in the message of a rank that calls os._exit."""
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")  # where an MPI sets the rank
 _ANSWER = 5.0  # seconds the launcher has to answer; after that the rank starts without an answer
@@ -127,8 +131,22 @@ def enter(descriptor: int) -> None:
 
 def leave(status: int = 0) -> None:
     """Report to the launcher, once, that this rank ends normally with this exit status."""
+    _say_last(b"%d" % status)
+
+
+def leave_at_once(status: int) -> None:
+    """Report that this rank calls os._exit, which is no normal end."""
+    _say_last(b"%d%b" % (status, AT_ONCE))
+
+
+def failure_status(code: int) -> int:
+    """The exit status of a failure with this code, of which systems keep 8 bits: never 0."""
+    return code & 0xFF or 1
+
+
+def _say_last(what: bytes) -> None:
     global _launcher
-    _send(b"%d" % status)
+    _send(what)
     launcher, _launcher = _launcher, None
     if launcher is not None:
         launcher.detach()  # the end of the process closes it

@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(
         prog="python -m collectives.launch",
         usage="%(prog)s -n N [--timeout S] [--flight DIR] [--fault-tolerant] "
-        "[--mpi-args ARGS] [--check] [--drop-in [--traffic]] "
+        "[--mpi-args ARGS] [--check] [--drop-in [--traffic]] [--] "
         "(SCRIPT | -m MODULE) [ARGS ...]",
         description="Run a Python script or module on N ranks under this environment's MPI.",
         epilog="Exit status: the job's own (not zero if any rank failed), 124 at the time limit, "
@@ -122,6 +122,7 @@ def _seconds(text: str) -> float:
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The launcher's options, and the command, which argparse does not parse.
 
+    The command may follow a "--", as with other commands that take a program.
     A value is joined to its option by "=", because argparse would read ``--mpi-args --verbose`` as
     two options.
     """
@@ -129,6 +130,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     options = []
     while rest and rest[0].startswith("-") and rest[0] != "-m":
         option = rest.pop(0)
+        if option == "--":
+            break
         has_value = option in ("-n", "--mpi-args", "--timeout", "--flight") and rest
         options.append(f"{option}={rest.pop(0)}" if has_value else option)
     return options, rest

@@ -35,6 +35,7 @@ _FAILURE_SECONDS = 2.0  # that mpirun has to end the job by itself after a rank 
 _DEATH_SECONDS = 3.0  # the same after a rank has died: mpirun may have to kill many others
 _START_SECONDS = 5.0  # between the connections of two ranks; after that a missing one is dead
 _FINALIZE_SECONDS = 5.0  # that mpirun has after all programs have ended, if some of them died
+_OUTPUT_SECONDS = 5.0  # that mpirun has to end, and its output to be read, after all ranks
 _DUMP_SECONDS = 1.0  # that the ranks have to write their dumps at the job's time limit
 _KILL_SECONDS = 3.0  # that mpirun has, after SIGTERM, to end the ranks of this and other hosts
 
@@ -49,6 +50,11 @@ _SIGNALS = (
 )
 _KILLED = {*_SIGNALS, *(128 + signum for signum in _SIGNALS)}
 
+_WAITS = (
+    "All ranks of this host have ended. The job goes on until {} ends, which a rank has "
+    "started and which keeps its output open.\n"
+)
+_ABORTED = "The job was aborted, although mpirun reports success: ranks {} did not end.\n"
 _NO_MPI = "A rank died before MPI had started on all ranks, so the job was stopped.\n"
 
 # Runs in a process that is then replaced by mpirun: when the launcher dies, even by SIGKILL, the
@@ -81,9 +87,9 @@ def launch(
     which is not zero if any rank failed, and with ``capture`` the output of the ranks.
 
     After ``timeout`` seconds the whole job is ended, with status ``TIMED_OUT`` and a sentence on
-    its standard error.  A rank of this host that was killed or crashed is also named there.  Such a
-    death ends the job, unless it is ``fault_tolerant`` and MPI_Init has returned on all ranks: then
-    the other ranks continue, and the status is theirs.
+    its standard error.  A rank of this host that was killed, crashed, or called os._exit before
+    MPI_Finalize is also named there.  Such a death ends the job, unless it is ``fault_tolerant``
+    and MPI_Init has returned on all ranks: then the other ranks continue, and the status is theirs.
 
     ``flight`` is a directory to which the ranks dump their last calls: when a wait fails or times
     out, when this process gets SIGUSR1 (if this is its main thread), and at the job's time limit.
@@ -187,13 +193,13 @@ def _wait(
     monitor.begin(job.pid)
     while (died := monitor.wait(_POLL)) or job.poll() is None:
         if died and tolerant_size:
-            say(_death_message(died))
+            say(f"{died}\n")
         if died and not dead:
             dead, dead_at = died, time.monotonic()
         is_late = not failed and time.monotonic() >= dead_at + _DEATH_SECONDS
         if dead and is_late and not tolerant_size:
-            say(_death_message(dead))
-            return 1
+            say(f"{dead}\n")
+            return _status_of_death(dead)
         # The others may wait in MPI_Init for ever, even with fault tolerance.
         is_stuck = (
             monitor.has_died_starting()
@@ -207,9 +213,11 @@ def _wait(
             if failed or is_ending:
                 return failed
             if dead and not tolerant_size:
-                say(_death_message(dead))
-            say(f"The job did not end within {timeout:g} s and was stopped.\n")
+                say(f"{dead}\n")
+            say(f"The job did not end within {timeout:g} s and was stopped.{_ended(monitor)}\n")
             return TIMED_OUT
+        if left := monitor.left_behind(_OUTPUT_SECONDS):
+            say(_WAITS.format(" and ".join(left)))
         if not failed and (failed := monitor.status):
             limit = min(limit, time.monotonic() + _FAILURE_SECONDS)
         # Open MPI 5 can hang in the MPI_Finalize of the others if two have died at once.
@@ -217,11 +225,19 @@ def _wait(
             is_ending, limit = True, min(limit, time.monotonic() + _FINALIZE_SECONDS)
     monitor.wait(0)  # what the ranks said in the end
     status = _status_of(job.returncode, monitor.status)
-    # Ranks that mpirun kills after an MPI_Abort die without a report, too.
-    was_killed = status in _KILLED or (status != 0 and not monitor.is_in_mpi)
-    if dead and not tolerant_size and not monitor.status and was_killed:
-        say(_death_message(dead))
-    return status
+    if tolerant_size or monitor.status:
+        return status
+    if not dead:
+        if status == 0 and (ranks := monitor.unfinished()):
+            say(_ABORTED.format(", ".join(map(str, ranks))))
+            return 1
+        return status
+    # Ranks that mpirun kills after an MPI_Abort die without a report, too.  If the first rank has
+    # ended with status 0, MPICH's mpirun kills the others and may report success.
+    is_exit = dead.exit_code is not None
+    if is_exit or status in {0, *_KILLED} or not monitor.is_in_mpi:
+        say(f"{dead}\n")
+    return _status_of_death(dead) if is_exit or status == 0 else status
 
 
 @contextlib.contextmanager
@@ -261,8 +277,15 @@ def _ranks_of(directory: Path, since: float) -> set[int | None]:
     return {hang_report.rank_of(path) for path in hang_report.files(directory, since)}
 
 
-def _death_message(dead: process_monitor.Rank) -> str:
-    return f"{dead} died without a word: it was killed, it crashed, or it called os._exit.\n"
+def _status_of_death(dead: process_monitor.Death) -> int:
+    """The exit status of a job that ends because of this, unless mpirun knows a better one."""
+    return bootstrap.failure_status(dead.exit_code or 1)
+
+
+def _ended(monitor: process_monitor.ProcessMonitor) -> str:
+    """Which ranks had ended when the others did not, as a sentence after another."""
+    ended = ", ".join(map(str, monitor.ended()))
+    return f" It still ran, although these ranks had ended: {ended}." if ended else ""
 
 
 def _status_of(returncode: int, reported: int) -> int:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -19,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives.launch.bootstrap import IN_MPI, JOB, address
+from collectives.launch.bootstrap import AT_ONCE, IN_MPI, JOB, address
 
 _LOCAL_SIZE = b"OMPI_COMM_WORLD_LOCAL_SIZE="  # in the environment of Open MPI's ranks
 _PF_EXITING = 0x4  # among the flags in /proc/PID/stat: the process is ending (linux/sched.h)
@@ -35,17 +36,37 @@ class Rank(NamedTuple):
         return f"Rank {self.number} (process {self.pid})"
 
 
+class Death(NamedTuple):
+    """A rank that ended without MPI_Finalize, and the argument of os._exit if it called that."""
+
+    rank: Rank
+    exit_code: int | None = None
+
+    def __str__(self) -> str:
+        if self.exit_code is not None:
+            return f"{self.rank} ended by os._exit({self.exit_code}), without MPI_Finalize."
+        causes = "it was killed, it crashed, or compiled code ended it"
+        return f"{self.rank} died without a word: {causes}."
+
+
 @dataclass
 class _Connection:
     """The state of one rank."""
 
     socket: socket.socket
     pid: int
+    outputs: frozenset[str]  # what its standard output and error are
     received: bytes = b""
     number: int | None = None  # None: not received yet; -1: the rank does not know it
-    has_ended: bool = False  # it has reported its end, or can no longer be monitored
+    status: int | None = None  # that it has reported at its end
+    is_lost: bool = False  # it can no longer be monitored
     has_died: bool = False
+    is_gone: bool = False  # its process has ended
     is_in_mpi: bool = False  # MPI_Init has returned
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status is not None or self.is_lost
 
     @property
     def is_running(self) -> bool:
@@ -70,7 +91,8 @@ class ProcessMonitor:
         self._connections: list[_Connection] = []
         self._connected_at = time.monotonic()  # when the last rank connected
         self._local_size = 0  # the number of ranks of this host, if known
-        self._deaths: deque[Rank] = deque()
+        self._gone_at = math.inf  # when the last process of a rank ended
+        self._deaths: deque[Death] = deque()
         self._watches_deaths = False
         self._undo = contextlib.ExitStack()
         self._selector = self._undo.enter_context(selectors.DefaultSelector())
@@ -91,8 +113,8 @@ class ProcessMonitor:
         """Notice deaths from now on, until mpirun ends, which ends the ranks itself."""
         self._watches_deaths = self._register_process(mpirun, self._stop_watching)
 
-    def wait(self, seconds: float) -> Rank | None:
-        """The next rank that died without a report; None after `seconds`, or when mpirun ends."""
+    def wait(self, seconds: float) -> Death | None:
+        """The next death of a rank; None after `seconds`, or when mpirun ends."""
         deadline, were_watched = time.monotonic() + seconds, self._watches_deaths
         while events := self._selector.select(max(deadline - time.monotonic(), 0.0)):
             for key, _ in events:
@@ -125,6 +147,28 @@ class ProcessMonitor:
     def have_all_ended(self, size: int) -> bool:
         """Whether all `size` ranks have connected, and each has died or reported its end."""
         return len(self._connections) == size and not any(self._running())
+
+    def ended(self) -> list[int]:
+        """The ranks that have reported their end."""
+        return sorted(each.number or 0 for each in self._connections if each.status is not None)
+
+    def unfinished(self) -> list[int]:
+        """The ranks that have initialized MPI and have not reported their end."""
+        ranks = (each for each in self._connections if each.is_in_mpi and not each.has_ended)
+        return sorted(each.number or 0 for each in ranks)
+
+    def left_behind(self, seconds: float) -> list[str]:
+        """Processes that write to the output of a rank, `seconds` after all ranks have ended.
+
+        They are children of ranks; mpirun waits for them.  They are returned only once.
+        """
+        if time.monotonic() < self._gone_at + seconds:
+            return []
+        if not self._connections or not all(each.is_gone for each in self._connections):
+            return []
+        self._gone_at = math.inf
+        outputs = frozenset().union(*(each.outputs for each in self._connections))
+        return _writers(outputs - _outputs("self"))
 
     def send_signal(self, signum: int) -> list[int]:
         """Send a signal to the running ranks that handle it; return their numbers."""
@@ -168,12 +212,17 @@ class ProcessMonitor:
         """Accept the connection of a rank."""
         connected = self._undo.enter_context(self._listener.accept()[0])
         connected.setblocking(False)
-        connection = _Connection(connected, _peer(connected))
+        connection = _Connection(connected, pid := _peer(connected), _outputs(pid))
         self._connections.append(connection)
         self._connected_at = time.monotonic()
-        self._local_size = self._local_size or _local_size(connection.pid)
+        self._local_size = self._local_size or _local_size(pid)
         self._register(connected, partial(self._on_readable, connection))
-        self._register_process(connection.pid, partial(self._record_death, connection))
+        self._register_process(pid, partial(self._on_end, connection))
+
+    def _on_end(self, connection: _Connection) -> None:
+        """The process of a rank has ended."""
+        connection.is_gone, self._gone_at = True, time.monotonic()
+        self._record_death(connection)
 
     def _on_readable(self, connection: _Connection) -> None:
         """Read a rank's message, or notice that its connection is closed."""
@@ -186,7 +235,7 @@ class ProcessMonitor:
         self._selector.unregister(connection.socket)
         if _is_ending(connection.pid):
             self._record_death(connection)
-        connection.has_ended = True  # it has closed its files, or has started another program
+        connection.is_lost = True  # it has closed its files, or has started another program
 
     def _parse(self, connection: _Connection, received: bytes) -> None:
         """A rank first sends its number, and gets an answer; at its end it sends its status."""
@@ -198,17 +247,19 @@ class ProcessMonitor:
                 connection.number = int(line)
                 with contextlib.suppress(OSError):
                     connection.socket.send(b"\n")
+            elif line.endswith(AT_ONCE):
+                self._record_death(connection, int(line.removesuffix(AT_ONCE)))
             else:
-                connection.has_ended = True
-                self.status = self.status or int(line)
+                connection.status = int(line)
+                self.status = self.status or connection.status
 
-    def _record_death(self, connection: _Connection) -> None:
+    def _record_death(self, connection: _Connection, exit_code: int | None = None) -> None:
         """Note that a rank has died, unless it has reported its end."""
         if connection.has_ended or connection.has_died or not self._watches_deaths:
             return
         connection.has_died = True
         if connection.number is not None and connection.number >= 0:
-            self._deaths.append(Rank(connection.number, connection.pid))
+            self._deaths.append(Death(Rank(connection.number, connection.pid), exit_code))
 
 
 def _peer(connected: socket.socket) -> int:
@@ -225,6 +276,26 @@ def _local_size(pid: int) -> int:
             if each.startswith(_LOCAL_SIZE):
                 return int(each.removeprefix(_LOCAL_SIZE))
     return 0
+
+
+def _outputs(pid: int | str) -> frozenset[str]:
+    """What the standard output and error of a process are: names of pipes, terminals or files."""
+    found = set()
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # it has ended, has closed it, or is another user's
+            found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return frozenset(found - {os.devnull})
+
+
+def _writers(outputs: frozenset[str]) -> list[str]:
+    """The processes of this host whose standard output or error is one of these."""
+    found = []
+    for pid in _processes():
+        if outputs & _outputs(pid):
+            with contextlib.suppress(OSError):  # it has ended
+                name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+                found.append(f"{name} (process {pid})")
+    return found
 
 
 def _is_ending(pid: int) -> bool:

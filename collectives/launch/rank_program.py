@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import os
 import runpy
@@ -30,18 +31,47 @@ def run_rank(command: list[str]) -> None:
     drop_in, command = _drop_in(command)
     leave_out_networks()
     _line_buffer_stdout()
+    child = _ForkedChild()
+    atexit.register(child.end)  # runs after all others
     atexit.register(bootstrap.leave)
     atexit.register(drop_in.end)
-    _report_successful_exits()
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(drop_in.end))
+    _report_exits_at_once()
     bootstrap.report_mpi_init(drop_in.begin)
     sys.argv = ["mpi4py", *command]
     try:
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     except BaseException as error:
-        if status := _status(error):
+        child.status = _status(error)
+        if child.status and not child.is_one:
             drop_in.end(has_failed=True)
-            bootstrap.leave(status)
+            bootstrap.leave(child.status)
         raise
+
+
+class _ForkedChild:
+    """Ends a child that the program has forked and that runs on to the end of the program.
+
+    Python would call MPI_Finalize or MPI_Abort in the child, whose MPI is a copy of the rank's: it
+    would wait for the other ranks for ever, or abort the job.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0  # with which this process ends
+        self._rank = os.getpid()
+
+    @property
+    def is_one(self) -> bool:
+        """Whether this process is not the rank, but its child."""
+        return os.getpid() != self._rank
+
+    def end(self) -> None:
+        """End this process before MPI is finalized, if it is a child."""
+        if self.is_one:
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                with contextlib.suppress(OSError, ValueError):  # it is closed
+                    stream.flush()
+            os._exit(self.status)
 
 
 def _drop_in(command: list[str]) -> tuple[DropIn, list[str]]:
@@ -51,19 +81,27 @@ def _drop_in(command: list[str]) -> tuple[DropIn, list[str]]:
     return drop_in, command[len(options) :]
 
 
-def _report_successful_exits() -> None:
-    """Let ``os._exit(0)``, which runs no atexit functions, report success to the launcher.
+def _report_exits_at_once() -> None:
+    """Let ``os._exit``, which runs no atexit functions, report to the launcher.
 
-    ``os._exit`` with another status counts as a death.
+    It is a normal end if the status is 0 and there is no MPI to finalize.
     """
     exit_at_once = os._exit
 
     def leave_and_exit(status: int) -> NoReturn:
-        if status == 0:
+        if status == 0 and not _must_finalize():
             bootstrap.leave()
+        else:
+            bootstrap.leave_at_once(status)
         exit_at_once(status)
 
     os._exit = leave_and_exit
+
+
+def _must_finalize() -> bool:
+    """Whether MPI has been initialized and not finalized."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
 
 
 def _line_buffer_stdout() -> None:
@@ -73,9 +111,13 @@ def _line_buffer_stdout() -> None:
 
 
 def _status(error: BaseException) -> int:
-    """The exit status with which Python will end on this exception."""
+    """The exit status of the rank after this exception.
+
+    Python ends with an exit code modulo 256.  A code that is not 0 is a failure all the same, and
+    mpi4py aborts the job: it must not become a 0.
+    """
     if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code & 0xFF
+        return bootstrap.failure_status(error.code) if error.code else 0
     if isinstance(error, SystemExit):
         return int(error.code is not None)
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1

@@ -150,6 +150,9 @@ FAILURES = {
     "exit": ("pass", "sys.exit(3)", {3}),
     "exception": ("pass", "raise RuntimeError('an honest mistake')", {1}),
     "exit before MPI": ("sys.exit(3)", "pass", {3}),
+    "exit with 256": ("pass", "sys.exit(256)", {1}),
+    "exit with 256 before MPI": ("sys.exit(256)", "pass", {1}),
+    "exit with a sentence": ("pass", "sys.exit('a sentence')", {1}),
     "killed": ("pass", "os.kill(os.getpid(), signal.SIGKILL)", {9, 137}),
 }
 
@@ -259,7 +262,35 @@ def test_the_rank_that_died_is_named_and_the_job_ends_within_five_seconds(
 
 def deaths(stderr: str) -> list[str]:
     """The numbers of the ranks of which the launcher says that they died, in that order."""
-    return re.findall(r"^Rank (\d+) \(process \d+\) died without a word:", stderr, re.MULTILINE)
+    words = r"^Rank (\d+) \(process \d+\) (?:died without a word:|ended by os\._exit)"
+    return re.findall(words, stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, 1), (3, 3), (512, 1)])
+def test_a_rank_that_leaves_the_others_by_os_exit_is_named(
+    code: int, status: int, script: Script
+) -> None:
+    """MPICH's mpirun kills the others then, and may report success."""
+    source = script(DYING.format(death=f"os._exit({code})", work="world.Barrier()"))
+    job = launch(3, [source, os.devnull], timeout=TOO_LONG, capture=True)
+    assert (job.returncode, deaths(job.stderr)) == (status, ["1"]), job.stderr
+    assert f"ended by os._exit({code}), without MPI_Finalize.\n" in job.stderr
+
+
+@pytest.mark.parametrize("code", [0, 256])
+def test_a_job_that_is_aborted_with_status_0_is_no_success(code: int, script: Script) -> None:
+    source = script(DYING.format(death=f"world.Abort({code})", work="world.Barrier()"))
+    job = launch(3, [source, os.devnull], timeout=TOO_LONG, capture=True)
+    assert job.returncode == 1
+    sentences = "died without a word", "although mpirun reports success"
+    assert sum(each in job.stderr for each in sentences) == 1, job.stderr
+
+
+def test_at_the_time_limit_the_ranks_that_ended_before_are_named(script: Script) -> None:
+    source = script(DYING.format(death="sys.exit(0)", work="world.Barrier()"))
+    job = launch(2, [source, os.devnull], timeout=5, capture=True)
+    assert job.returncode == TIMED_OUT
+    assert job.stderr.endswith("although these ranks had ended: 1.\n")
 
 
 # What a rank has done before it dies: its child lives on, with what it had opened.
@@ -376,6 +407,52 @@ def test_the_connection_to_the_launcher_is_the_highest_descriptor_of_a_rank(scri
     """
     job = launch(2, [script(source)], timeout=TOO_LONG, capture=True)
     assert job.stdout.split() == ["True", "True"], job.stderr
+
+
+# How a child ends that rank 1 has forked, and the exit status of the child.
+ENDINGS = {
+    "at the end": ("pass", 0),
+    "exit": ("sys.exit(3)", 3),
+    "exception": ("raise RuntimeError('of the child')", 1),
+    "os._exit": ("os._exit(4)", 4),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_forked_child_ends_without_the_mpi_of_its_rank(ending: str, script: Script) -> None:
+    """It would wait in MPI_Finalize for the others, or abort the job."""
+    code, status = ENDINGS[ending]
+    source = f"""
+        import os, sys
+        from mpi4py import MPI
+        world = MPI.COMM_WORLD
+        if world.rank == 1:
+            child = os.fork()
+            if child == 0:
+                {code}
+            else:
+                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        if world.rank == 0 or child:
+            world.Barrier()
+    """
+    job = launch(2, [script(source)], timeout=TOO_LONG, capture=True)
+    assert (job.returncode, job.stdout.split()) == (0, [str(status)]), job.stderr
+    assert ("of the child" in job.stderr) == (ending == "exception")
+
+
+@pytest.mark.parametrize("keeps_output", [True, False])
+def test_a_child_that_keeps_the_output_open_after_all_ranks_is_named(
+    keeps_output: bool, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mpirun waits for it.  A child with another output keeps nobody waiting."""
+    monkeypatch.setattr(launcher, "_OUTPUT_SECONDS", 0.5)
+    output = None if keeps_output else subprocess.DEVNULL
+    start = f"subprocess.Popen(['sleep', '4'], stdout={output}, stderr={output})"
+    source = script(DYING.format(death=f"import subprocess; {start}", work="world.Barrier()"))
+    job = launch(2, [source, os.devnull], timeout=TOO_LONG, capture=True)
+    assert job.returncode == 0
+    waits = re.findall(r"^All ranks .* until sleep \(process \d+\) ends", job.stderr, re.MULTILINE)
+    assert len(waits) == keeps_output, job.stderr
 
 
 # What rank 1 does and is no death.
@@ -667,6 +744,22 @@ def test_another_makes_mpirun_is_refused(system_mpi: Callable[..., Path]) -> Non
 # --- the command line ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("program", ["{}", "-- {}", "-- -m a_module", "-m a_module"])
+def test_a_program_may_follow_two_hyphens(
+    program: str, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, list[str], bool]] = []
+
+    def record(size: int, command: list[str], *, drop_in: bool, **_: object) -> object:
+        given.append((size, command, drop_in))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("collectives.launch.command.launch", record)
+    words = program.format(script("")).split()
+    assert main(["-n", "2", "--drop-in", *words, "--", "-x"]) == 0
+    assert given == [(2, [*words[words[0] == "--" :], "--", "-x"], True)]
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -674,6 +767,8 @@ def test_another_makes_mpirun_is_refused(system_mpi: Callable[..., Path]) -> Non
         ("program.py", "the following arguments are required: -n"),
         ("-n 2", "a script, or -m and a module, is needed"),
         ("-n 2 -m", "a script, or -m and a module, is needed"),
+        ("-n 2 --", "a script, or -m and a module, is needed"),
+        ("-n 2 -- --drop-in", "there is no script --drop-in"),
         ("-n 2 nowhere.py", "there is no script nowhere.py"),
         ("-n 0 program.py", "argument -n: '0' is not a number of ranks"),
         ("-n two program.py", "argument -n: 'two' is not a number of ranks"),
