@@ -35,8 +35,12 @@ IN_MPI = b"in MPI"
 AT_ONCE = b" by os._exit"
 """Follows the exit status in the message of a rank that calls os._exit."""
 
+WITH_ALL = b" with all others?"
+"""Follows the exit status in the question of a rank that calls sys.exit; see `all_exit`."""
+
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")  # where an MPI sets the rank
 _ANSWER = 5.0  # seconds the launcher has to answer; after that the rank starts without an answer
+_AGREE = 1.0  # seconds the other ranks have to exit with the same status
 _HIGH = 1000  # see `_with_high_number`
 _LONGEST = 100  # bytes in the address of a Unix socket; Linux allows 107, macOS 103
 
@@ -132,6 +136,20 @@ def enter(descriptor: int) -> None:
 def leave(status: int = 0) -> None:
     """Report to the launcher, once, that this rank ends normally with this exit status."""
     _say_last(b"%d" % status)
+
+
+def all_exit(status: int) -> bool:
+    """Whether all ranks are about to call sys.exit with this status, about now.
+
+    Then none waits for another, and the job need not be aborted, which mpirun reports at length.
+    """
+    if _launcher is None:
+        return False
+    _launcher.settimeout(_AGREE)
+    with contextlib.suppress(OSError):
+        _launcher.sendall(b"%d%b\n" % (status, WITH_ALL))
+        return _launcher.recv(1) != b""
+    return False
 
 
 def leave_at_once(status: int) -> None:

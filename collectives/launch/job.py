@@ -116,7 +116,7 @@ def launch(
         extra["COLLECTIVES_CHECK"] = "1"
     with contextlib.ExitStack() as stack:
         home = stack.enter_context(tempfile.TemporaryDirectory(prefix="collectives-job-"))
-        monitor = stack.enter_context(process_monitor.ProcessMonitor(home))
+        monitor = stack.enter_context(process_monitor.ProcessMonitor(home, size))
         # Files, because a pipe must be read all the time, and may never be closed.
         out, err = (
             stack.enter_context(tempfile.TemporaryFile()) if capture else None for _ in range(2)
@@ -139,7 +139,7 @@ def launch(
             if directory is not None:
                 stack.enter_context(_forwarding(signal.SIGUSR1, monitor))
             say = notes.append if capture else _say
-            status = _wait(job, monitor, timeout, size if fault_tolerant else None, say)
+            status = _wait(job, monitor, timeout, is_tolerant=fault_tolerant, say=say)
             if status == TIMED_OUT and directory is not None and job.poll() is None:
                 say(_hang_report(monitor, directory, began))
         finally:
@@ -181,23 +181,24 @@ def _wait(
     job: subprocess.Popen[bytes],
     monitor: process_monitor.ProcessMonitor,
     timeout: float | None,
-    tolerant_size: int | None,
+    *,
+    is_tolerant: bool,
     say: Callable[[str], object],
 ) -> int:
     """Wait until the job ends or must be ended; return its exit status.
 
-    `tolerant_size`: the number of ranks, if the others continue when one dies; else None.
+    `is_tolerant`: the others continue when a rank dies.
     """
     limit = math.inf if timeout is None else time.monotonic() + timeout
     failed, is_ending, dead, dead_at = 0, False, None, math.inf
     monitor.begin(job.pid)
     while (died := monitor.wait(_POLL)) or job.poll() is None:
-        if died and tolerant_size:
+        if died and is_tolerant:
             say(f"{died}\n")
         if died and not dead:
             dead, dead_at = died, time.monotonic()
         is_late = not failed and time.monotonic() >= dead_at + _DEATH_SECONDS
-        if dead and is_late and not tolerant_size:
+        if dead and is_late and not is_tolerant:
             say(f"{dead}\n")
             return _status_of_death(dead)
         # The others may wait in MPI_Init for ever, even with fault tolerance.
@@ -206,13 +207,13 @@ def _wait(
             or monitor.are_missing(_START_SECONDS)
             or (is_late and monitor.are_starting())
         )
-        if tolerant_size and is_stuck and not monitor.status:
+        if is_tolerant and is_stuck and not monitor.status:
             say(_NO_MPI)
             return 1
         if time.monotonic() >= limit:
             if failed or is_ending:
                 return failed
-            if dead and not tolerant_size:
+            if dead and not is_tolerant:
                 say(f"{dead}\n")
             say(f"The job did not end within {timeout:g} s and was stopped.{_ended(monitor)}\n")
             return TIMED_OUT
@@ -221,11 +222,11 @@ def _wait(
         if not failed and (failed := monitor.status):
             limit = min(limit, time.monotonic() + _FAILURE_SECONDS)
         # Open MPI 5 can hang in the MPI_Finalize of the others if two have died at once.
-        if tolerant_size and dead and not is_ending and monitor.have_all_ended(tolerant_size):
+        if is_tolerant and dead and not is_ending and monitor.have_all_ended():
             is_ending, limit = True, min(limit, time.monotonic() + _FINALIZE_SECONDS)
     monitor.wait(0)  # what the ranks said in the end
     status = _status_of(job.returncode, monitor.status)
-    if tolerant_size or monitor.status:
+    if is_tolerant or monitor.status:
         return status
     if not dead:
         if status == 0 and (ranks := monitor.unfinished()):

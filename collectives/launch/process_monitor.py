@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives.launch.bootstrap import AT_ONCE, IN_MPI, JOB, address
+from collectives.launch.bootstrap import AT_ONCE, IN_MPI, JOB, WITH_ALL, address
 
 _LOCAL_SIZE = b"OMPI_COMM_WORLD_LOCAL_SIZE="  # in the environment of Open MPI's ranks
 _PF_EXITING = 0x4  # among the flags in /proc/PID/stat: the process is ending (linux/sched.h)
@@ -58,6 +58,7 @@ class _Connection:
     outputs: frozenset[str]  # what its standard output and error are
     received: bytes = b""
     number: int | None = None  # None: not received yet; -1: the rank does not know it
+    wanted: int | None = None  # the status with which it wants to exit, if all others do
     status: int | None = None  # that it has reported at its end
     is_lost: bool = False  # it can no longer be monitored
     has_died: bool = False
@@ -85,8 +86,9 @@ class ProcessMonitor:
     If the kernel cannot monitor processes (Linux can since 5.3), no deaths are noticed.
     """
 
-    def __init__(self, job: str) -> None:
-        """`job`: the job's directory."""
+    def __init__(self, job: str, size: int) -> None:
+        """`job`: the job's directory.  `size`: the number of its ranks, on all hosts."""
+        self._size = size
         self.status = 0  # of the first rank that reported a failure
         self._connections: list[_Connection] = []
         self._connected_at = time.monotonic()  # when the last rank connected
@@ -144,9 +146,9 @@ class ProcessMonitor:
         is_late = time.monotonic() > self._connected_at + seconds
         return is_late and len(self._connections) < self._local_size
 
-    def have_all_ended(self, size: int) -> bool:
-        """Whether all `size` ranks have connected, and each has died or reported its end."""
-        return len(self._connections) == size and not any(self._running())
+    def have_all_ended(self) -> bool:
+        """Whether all ranks have connected, and each has died or reported its end."""
+        return len(self._connections) == self._size and not any(self._running())
 
     def ended(self) -> list[int]:
         """The ranks that have reported their end."""
@@ -245,13 +247,22 @@ class ProcessMonitor:
                 connection.is_in_mpi = True
             elif connection.number is None:
                 connection.number = int(line)
-                with contextlib.suppress(OSError):
-                    connection.socket.send(b"\n")
+                _answer(connection)
+            elif line.endswith(WITH_ALL):
+                connection.wanted = int(line.removesuffix(WITH_ALL))
+                self._let_all_exit()
             elif line.endswith(AT_ONCE):
                 self._record_death(connection, int(line.removesuffix(AT_ONCE)))
             else:
                 connection.status = int(line)
                 self.status = self.status or connection.status
+
+    def _let_all_exit(self) -> None:
+        """Answer the ranks, if all of them want to exit with the same status."""
+        wanted = [each.wanted for each in self._connections]
+        if len(wanted) == self._size and len(set(wanted)) == 1:
+            for each in self._connections:
+                _answer(each)
 
     def _record_death(self, connection: _Connection, exit_code: int | None = None) -> None:
         """Note that a rank has died, unless it has reported its end."""
@@ -260,6 +271,11 @@ class ProcessMonitor:
         connection.has_died = True
         if connection.number is not None and connection.number >= 0:
             self._deaths.append(Death(Rank(connection.number, connection.pid), exit_code))
+
+
+def _answer(connection: _Connection) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        connection.socket.send(b"\n")
 
 
 def _peer(connected: socket.socket) -> int:

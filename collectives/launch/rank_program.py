@@ -24,7 +24,8 @@ def run_rank(command: list[str]) -> None:
 
     This does not work before MPI_Init: with MPICH the other ranks then wait in MPI_Init for ever,
     and Open MPI 5's mpirun hangs if it has to end a rank that is just connecting.  Therefore a
-    failing rank also reports to the launcher, which ends the job if mpirun does not.
+    failing rank also reports to the launcher, which ends the job if mpirun does not.  If all ranks
+    exit with the same status, nothing is aborted.
 
     `command`: the program, after the options of this file.
     """
@@ -45,8 +46,19 @@ def run_rank(command: list[str]) -> None:
         child.status = _status(error)
         if child.status and not child.is_one:
             drop_in.end(has_failed=True)
+            is_code = isinstance(error, SystemExit) and isinstance(error.code, int)
+            is_common = is_code and bootstrap.all_exit(child.status)
             bootstrap.leave(child.status)
+            if is_common:
+                _exit_without_abort()
         raise
+
+
+def _exit_without_abort() -> NoReturn:
+    """End this process normally, for mpirun too; the launcher knows the status."""
+    if mpi := sys.modules.get("mpi4py.MPI"):
+        mpi._set_abort_status(0)  # which mpi4py.run has set
+    raise SystemExit(0)
 
 
 class _ForkedChild:

@@ -260,6 +260,27 @@ def test_the_rank_that_died_is_named_and_the_job_ends_within_five_seconds(
     assert deaths(job.stderr) == ["1"]
 
 
+@pytest.mark.parametrize("code", [2, 256])
+def test_an_exit_of_all_ranks_alike_is_no_abort(code: int, script: Script) -> None:
+    """Then mpirun has nothing to report."""
+    source = f"""
+        import sys
+        from mpi4py import MPI
+        if MPI.COMM_WORLD.rank == 0:
+            print("a sentence", file=sys.stderr, flush=True)
+        sys.exit({code})
+    """
+    job = launch(3, [script(source)], timeout=TOO_LONG, capture=True)
+    assert (job.returncode, job.stderr) == (bootstrap.failure_status(code), "a sentence\n")
+
+
+def test_an_exit_of_all_ranks_with_different_statuses_is_an_abort(script: Script) -> None:
+    source = "import sys; from mpi4py import MPI; sys.exit(3 + MPI.COMM_WORLD.rank)"
+    job = launch(2, [script(source)], timeout=TOO_LONG, capture=True)
+    assert job.returncode in (3, 4)
+    assert "abort" in job.stderr.lower()
+
+
 def deaths(stderr: str) -> list[str]:
     """The numbers of the ranks of which the launcher says that they died, in that order."""
     words = r"^Rank (\d+) \(process \d+\) (?:died without a word:|ended by os\._exit)"
@@ -826,12 +847,13 @@ def test_what_a_rank_reported_counts_when_mpirun_itself_crashed(
     said: str, status: int, tmp_path: Path
 ) -> None:
     with (
-        process_monitor.ProcessMonitor(str(tmp_path)) as watch,
+        process_monitor.ProcessMonitor(str(tmp_path), 1) as watch,
         socket.socket(socket.AF_UNIX) as of_rank,
     ):
         of_rank.connect(str(tmp_path / "launcher"))
         of_rank.sendall(said.encode())
         crash = subprocess.Popen(["sh", "-c", "kill -SEGV $$"])
         sentences: list[str] = []
-        assert launcher._wait(crash, watch, 10, None, sentences.append) == status
+        say = sentences.append
+        assert launcher._wait(crash, watch, 10, is_tolerant=False, say=say) == status
     assert sentences == []
