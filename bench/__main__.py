@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if getattr(chosen, "ngpus", None) is not None:
         from bench import own_job  # noqa: PLC0415 - the launcher, which few commands need
 
-        return own_job.run(words)
+        return own_job.run(words, chosen)
     return int(chosen.run(chosen))
 
 

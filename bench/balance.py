@@ -35,7 +35,7 @@ from bench.balance_picture import picture
 from bench.balance_runs import SCHEMES, Run, Scheme, Settings, baseline, train
 from bench.balance_summary import MEASURES, Summary, summaries
 from bench.docs.provenance import provenance
-from bench.options import output
+from collectives.export import output_file
 from parallel import text
 from parallel.cli import at_least, console_of, print_table, table_with
 
@@ -62,8 +62,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--context", type=at_least(1), default=usual.context, help="default: %(default)s")
     add("--lr", type=float, default=usual.lr, help="default: %(default)s")
     add("--text", metavar="PATH", help="file or directory; default: Python's standard library")
-    add("--json", type=output, metavar="FILE", help="write all runs to FILE")
-    add("--svg", type=output, metavar="FILE", help="draw them in FILE")
+    add("--json", type=output_file, metavar="FILE", help="write all runs to FILE")
+    add("--svg", type=output_file, metavar="FILE", help="draw them in FILE")
 
 
 def run(options: argparse.Namespace) -> int:

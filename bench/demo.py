@@ -21,9 +21,10 @@ from typing import Any
 
 from bench import verdict
 from bench.jobs import Jobs, has_mpi
-from bench.options import output, seconds
+from bench.options import seconds
 from bench.verdict import TOLERANCES, Verdict
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
+from collectives.export import output_file
 from collectives.launch.mpirun import find_mpirun
 from parallel.cli import console_of, print_table
 
@@ -44,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--text", metavar="PATH", help="file or directory to learn; default: Python's own library")
     add("--timeout", type=seconds, default=120.0, metavar="S",
         help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
-    add("--json", type=output, metavar="FILE", help="write all results to FILE")
+    add("--json", type=output_file, metavar="FILE", help="write all results to FILE")
     add("--quick", action="store_true", help="a few sizes and steps, to try the demo itself")
 
 

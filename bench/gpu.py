@@ -59,7 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
     if reason := why_unavailable():
         print(f"make gpu: nothing was run: {reason}")
         return 2
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parse.error(f"--out: {folder} cannot be a folder ({error.strerror})")
     chosen = [step for step in steps(no_mpi()) if step.name.startswith(tuple(options.only or [""]))]
     lines = [ended(step, folder) for step in chosen]
     numbers = facts() | {step.name: found for step in chosen if (found := numbers_of(step, folder))}

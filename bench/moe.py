@@ -29,8 +29,9 @@ from bench import moe_cases
 from bench.docs.provenance import provenance
 from bench.jobs import Jobs, has_mpi
 from bench.moe_cases import RANKS, Found
-from bench.options import output, seconds
+from bench.options import seconds
 from bench.speed_tables import mpi_of
+from collectives.export import output_file
 from parallel.cli import at_least, console_of, print_table
 
 
@@ -45,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="samples of each contender; default: %(default)s")  # fmt: skip
     add("--timeout", type=seconds, default=600.0, metavar="S",
         help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
-    add("--json", type=output, metavar="FILE", help="write everything to FILE")
+    add("--json", type=output_file, metavar="FILE", help="write everything to FILE")
     add("--quick", action="store_true", help="few tokens and samples, to try the command itself")
 
 

@@ -18,7 +18,7 @@ from bench.samples import AVERAGES
 from collectives.arrays.operators import operators
 from collectives.schedule.contracts import SPECS
 from collectives.selection import labels
-from parallel.cli import at_least, can_be_written
+from parallel.cli import at_least
 
 Add = Callable[..., argparse.Action]
 FORMATS = ["nccl", "osu"]
@@ -167,13 +167,6 @@ def seconds(text: str) -> float:
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
     return float(text)
-
-
-def output(text: str) -> Path:
-    """An argument's type: a file that can be written.  For commands that are not run under MPI."""
-    if not can_be_written(path := Path(text)):
-        raise argparse.ArgumentTypeError(f"{path} cannot be written")
-    return path
 
 
 def run(options: argparse.Namespace) -> int:

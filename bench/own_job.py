@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from bench import sizes
 from bench.jobs import environment
+from collectives.export import unwritable
 from collectives.launch import launch
 from collectives.launch.bootstrap import RANK_VARIABLES
 from collectives.launch.mpirun import MpiNotFound
@@ -15,14 +17,22 @@ from collectives.launch.mpirun import MpiNotFound
 SECONDS = 3600.0  # after which the job is ended
 
 
-def run(words: Sequence[str]) -> int:
+def run(words: Sequence[str], options: argparse.Namespace) -> int:
     """Run `python -m bench` on the ranks that -g names; the exit status.
 
-    2 if this process is itself a rank of a job, or if there is no MPI.
+    2 if this process is itself a rank of a job, if there is no MPI, or if a look at the options
+    shows, before any rank is started, that nothing can be measured.
     """
     size, command = without_ranks(words)
     if any(name in os.environ for name in RANK_VARIABLES):
         return _refused("-g starts a job of its own; under mpirun leave it out")
+    try:
+        if hasattr(options, "usual"):
+            sizes.sizes_of(options)
+    except ValueError as error:
+        return _refused(str(error))
+    if options.json is not None and (reason := unwritable(options.json)):
+        return _refused(reason)
     command += ["--live"] * sys.stdout.isatty()
     try:
         done = launch(size, ["-m", "bench", *command], timeout=SECONDS, env=environment())

@@ -38,10 +38,11 @@ from bench.side_by_side import outcomes
 from bench.timing import BLOCK_CALLS, Effort
 from collectives import CollectiveError, Communicator, ScheduleError, algorithms
 from collectives.arrays.backends import Backend, backend_of_kind
+from collectives.export import unwritable
 from collectives.schedule.contracts import SPECS
 from collectives.selection import select
 from parallel import raise_on_all_ranks
-from parallel.cli import can_be_written, console_of, device_namespace, print_table
+from parallel.cli import console_of, device_namespace, print_table
 
 
 def run(options: argparse.Namespace) -> int:
@@ -246,8 +247,8 @@ def check_schedule(case: Case, name: str) -> None:
 
 def check_output(path: Path | None) -> None:
     """Raise ValueError, on every rank, if rank 0 cannot write this file."""
-    if path is not None and not MPI.COMM_WORLD.bcast(can_be_written(path)):
-        raise ValueError(f"{path} cannot be written")
+    if path is not None and (reason := MPI.COMM_WORLD.bcast(unwritable(path))):
+        raise ValueError(reason)
 
 
 def every_algorithm(collective: str, size: int) -> list[str]:

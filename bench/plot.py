@@ -21,9 +21,9 @@ from typing import Any
 
 from bench import sizes
 from bench.case import BOUND, MEMCPY
-from bench.options import output
 from bench.report import FORMS, Measurement
 from bench.results import Key, Result, result
+from collectives.export import output_file
 
 FORMATS = (".svg", ".png")
 Lines = Mapping[str, Sequence[tuple[int, Measurement]]]  # by label: size and what was measured
@@ -55,7 +55,7 @@ def picture_file(text: str) -> Path:
     """An argument's type: a file that can be written, of a kind that can be drawn."""
     if Path(text).suffix not in FORMATS:
         raise argparse.ArgumentTypeError(f"{text} is neither a .svg nor a .png")
-    return output(text)
+    return output_file(text)
 
 
 def run(options: argparse.Namespace) -> int:

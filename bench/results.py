@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,11 +43,13 @@ def result(text: str) -> Result:
     path = Path(text)
     try:
         read = fields(json.loads(path.read_bytes()), "the file")
-        return Result(path, *_facts_and_found(read))
+        facts, found = _facts_and_found(read)
+        _check_printable([*chain(*facts.items(), *found)])
     except (OSError, ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(
             f"{path} was not written by python -m bench COLLECTIVE -J ({error})"
         ) from None
+    return Result(path, facts, found)
 
 
 def _facts_and_found(read: dict[str, Any]) -> tuple[dict[str, Any], dict[Key, Measurement]]:
@@ -61,6 +65,13 @@ def _facts_and_found(read: dict[str, Any]) -> tuple[dict[str, Any], dict[Key, Me
         for key, value in _measurements(row, f"rows[{number}]")
     }
     return read, found
+
+
+def _check_printable(texts: Iterable[object]) -> None:
+    """Raise ValueError for characters with which a file could control a terminal."""
+    for each in texts:
+        if not str(each).isprintable():
+            raise ValueError(f"{str(each)!r} cannot be printed")
 
 
 def _measurements(value: object, place: str) -> list[tuple[Key, Measurement]]:

@@ -33,8 +33,9 @@ from bench.docs.provenance import provenance
 from bench.goals import OVERLAP, RANKS, WITH_GLOO, Finding
 from bench.jobs import Jobs, has_mpi
 from bench.measures import ALONE, AT_ONCE, BESIDE, IN_TURN
-from bench.options import output, seconds
+from bench.options import seconds
 from bench.timed import Overlap, Timed, Times, overlaps
+from collectives.export import output_file
 from parallel.cli import console_of
 
 NO_TORCH = "torch is not installed"
@@ -50,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     names = [*RANKS, START]
     add("--timeout", type=seconds, default=600.0, metavar="S",
         help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
-    add("--json", type=output, metavar="FILE", help="write everything to FILE")
+    add("--json", type=output_file, metavar="FILE", help="write everything to FILE")
     add("--job", dest="jobs", action="append", choices=names, metavar="NAME",
         help=f"only this one of {', '.join(names)}; may be repeated")  # fmt: skip
     add("--effort", type=positive, default=1.0, metavar="X",

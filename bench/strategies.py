@@ -29,9 +29,10 @@ from rich.table import Table
 
 from bench.docs.provenance import provenance
 from bench.jobs import Jobs, has_mpi
-from bench.options import output, seconds
+from bench.options import seconds
 from bench.verdict import largest_difference
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
+from collectives.export import output_file
 from collectives.launch.mpirun import find_mpirun
 from parallel import choose_group_size
 from parallel.cli import at_least, console_of, print_table, table_with
@@ -94,7 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--text", metavar="PATH", help="file or directory to learn; default: Python's own library")
     add("--timeout", type=seconds, default=300.0, metavar="S",
         help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
-    add("--json", type=output, metavar="FILE", help="write all results to FILE")
+    add("--json", type=output_file, metavar="FILE", help="write all results to FILE")
     add("--price-only", action="store_true", help="only the first table")
 
 

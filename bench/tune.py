@@ -89,11 +89,8 @@ def here() -> dict[str, str]:
 def earlier(comm: Communicator, options: argparse.Namespace) -> Decisions:
     """What the file says so far.  ValueError on every rank if it is wrong, or cannot be written."""
     path = options.output
-    has_folder, has_file = MPI.COMM_WORLD.bcast((path.parent.is_dir(), path.exists()))
-    if not has_folder:
-        raise ValueError(f"there is no folder {path.parent}")
     check_output(path)
-    if has_file:
+    if MPI.COMM_WORLD.bcast(path.exists()):
         comm.load_decisions(path)
     return comm.decisions or Decisions({})
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import algorithms
+from collectives.export import output_file
 from collectives.schedule import SPECS
 from collectives.selection import Choice, choose, even_parts, machine_in
 from collectives.simulation import (
@@ -235,7 +236,9 @@ def parser() -> argparse.ArgumentParser:
         help="a rank whose processor is slower; may be given several times")  # fmt: skip
     add("--folded", action="store_true",
         help="simulate one of the largest groups for all, where all ranks do the same")  # fmt: skip
-    add("--picture", type=Path, metavar="FILE.svg", help="write how much each link is in use")
+    add(
+        "--picture", type=output_file, metavar="FILE.svg", help="write how much each link is in use"
+    )
     return parse
 
 

@@ -26,13 +26,23 @@ from typing import Any
 
 import numpy as np
 
-from collectives import Communicator
+from collectives import Communicator, phase
+from collectives.export import unwritable
 from moe.cli import add_expert_options
 from moe.gpt import gate_by_name, moe_gpt
 from moe.inference import bytes_read, count_reads, without_capacity
 from moe.layer import mixtures
 from moe.log import RoutingLog
-from parallel import Mesh, TrafficMismatch, TrafficMonitor, TrafficTable, checkpoint, cli, gpt
+from parallel import (
+    Mesh,
+    TrafficMismatch,
+    TrafficMonitor,
+    TrafficTable,
+    checkpoint,
+    cli,
+    gpt,
+    raise_on_all_ranks,
+)
 from parallel.accounts import gather_json
 from parallel.inference import NEXT, Inference, check_request, generate
 from parallel.job import on_ranks, preparing, running
@@ -102,6 +112,9 @@ class Generation:
 
     def __init__(self, comm: Communicator, options: argparse.Namespace) -> None:
         self.comm, self.options, self.console = comm, options, cli.console_of(comm.rank)
+        with raise_on_all_ranks(comm, phase, "prepare", "looking at --json", ValueError):
+            if comm.rank == 0 and options.json is not None and (why := unwritable(options.json)):
+                raise ValueError(why)
         self.prompts = [os.fsencode(prompt) for prompt in options.prompt or ["\n"]]
         self.mesh, self.log = Mesh(comm, **options.mesh or {"data": comm.size}), RoutingLog()
         self.model = model_of(options, self.mesh, self.log)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from array_api_compat import numpy as numpy_namespace
@@ -68,11 +66,6 @@ def gpt_options(options: argparse.Namespace) -> dict[str, Any]:
         "num_layers": options.layers, "hidden": options.hidden, "num_heads": options.heads,
         "context": options.context, "is_tied": options.tied, "is_shared": options.shared,
     }  # fmt: skip
-
-
-def can_be_written(path: Path) -> bool:
-    """Return whether a file of this name exists or can be made, and can be written."""
-    return os.access(path if path.exists() else path.parent, os.W_OK) and not path.is_dir()
 
 
 def device_namespace(device: str, rank: int) -> Any:

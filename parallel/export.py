@@ -15,7 +15,7 @@ from pathlib import Path
 
 import collectives
 from collectives import Communicator
-from collectives.export import machine_in, summary, write
+from collectives.export import machine_in, output_file, summary, write
 from parallel import cli, presets
 from parallel.nn import gpt
 from parallel.optim import DTYPES
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add, positive = parse.add_argument, cli.at_least(1)
     add("--ranks", type=positive, required=True)
     add("--format", choices=("goal", "smpi", "chakra"), required=True)
-    add("-o", "--output", type=Path, metavar="PATH", help="default: standard output")
+    add("-o", "--output", type=output_file, metavar="PATH", help="default: standard output")
     add("--machine", type=Path, metavar="FILE",
         help="of bench fit: what copies and combinations cost; default: built in")  # fmt: skip
     add("--layer-seconds", type=float, default=0.0, metavar="S",

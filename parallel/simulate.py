@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from collectives.export import machine_in
+from collectives.export import machine_in, output_file
 from collectives.simulation import TOPOLOGIES, network_of
 from parallel import cli
 from parallel.mesh import Mesh
@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     add("--algorithm", default="ring", help="of what layers do not name; default: %(default)s")
     add("--flops", type=number, default=150e12, metavar="N",
         help="operations a second that a GPU reaches; default: 150T")  # fmt: skip
-    add("--picture", type=Path, metavar="FILE.svg", help="write the step in time")
+    add("--picture", type=output_file, metavar="FILE.svg", help="write the step in time")
     return parse
 
 

@@ -38,6 +38,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator, Ledger
+from collectives.export import unwritable
 from moe import RoutingLog, layout, mixtures, moe_gpt
 from moe.cli import (
     add_capacity_options,
@@ -335,8 +336,8 @@ class Training:
         if o.routing is not None:
             RoutingLog.read(o.routing)  # raises if it cannot be read
         for path in outputs.values():
-            if self.comm.rank == 0 and not cli.can_be_written(path):
-                raise ValueError(f"{path} cannot be written")
+            if self.comm.rank == 0 and (reason := unwritable(path)):
+                raise ValueError(reason)
             if o.text is not None and path.resolve() == Path(o.text).resolve():
                 raise ValueError(f"{path} is the text: it would be overwritten")
         for (one, path), (other, same) in combinations(outputs.items(), 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,29 @@ from pathlib import Path
 import pytest
 
 from collectives.__main__ import COMMANDS, about, lines
+
+CALL = "all_reduce ring --ranks 4 --bytes 1K --format goal"
+STEP = "--mesh data=2 --topology hosts:2x1 --layers 1 --hidden 8 --heads 2"
+# Commands with an output file; {} is the file.
+WRITING = [
+    ("collectives.export.__main__", f"{CALL} -o {{}}"),
+    ("collectives.export.__main__", f"{CALL} --platform {{}}"),
+    ("collectives.simulate", "all_reduce --ranks 2 --picture {}"),
+    ("parallel.export", "--ranks 2 --format goal --layers 1 --hidden 8 --heads 2 -o {}"),
+    ("parallel.simulate", f"{STEP} --picture {{}}"),
+    ("parallel.pipeline.__main__", "show 1f1b --svg {}"),
+    ("parallel.pipeline.__main__", "show 1f1b --csv {}"),
+    ("parallel.train", "--threads 2 --json {}"),
+    ("parallel.train", "--threads 2 --trace {}"),
+    ("parallel.train", "--threads 2 --save {}"),
+    ("moe.generate", "--threads 2 --json {}"),
+    ("moe.images.__main__", "--threads 2 --save {}"),
+    ("bench.__main__", "all_reduce -g 2 -J {}"),
+    ("bench.__main__", "pingpong -g 2 -J {}"),
+    *[("bench.__main__", f"{name} --json {{}}") for name in (
+        "demo", "speed", "strategies", "moe", "balance", "torch")],
+    ("bench.__main__", "balance --svg {}"),
+]  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,6 +57,32 @@ def test_every_command_explains_itself(module: str) -> None:
     helped = run(module, "--help")
     assert helped.returncode == 0, helped.stderr
     assert helped.stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize(("module", "words"), WRITING)
+def test_a_file_that_cannot_be_written_is_refused_at_once(
+    module: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In one sentence with status 2, before anything is computed and any rank is started."""
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a rank or a step was started")
+
+    for launcher in ("bench.own_job.launch", "bench.jobs.launch"):
+        monkeypatch.setattr(launcher, start)
+    monkeypatch.setattr("parallel.runtime.trainer.Trainer.step", start)
+    (tmp_path / "a_file").touch()
+    path = tmp_path / "a_file" / "x"
+    with pytest.raises(SystemExit) as stop:
+        sys.exit(importlib.import_module(module).main(words.format(path).split()))
+    assert stop.value.code == 2
+    said = capsys.readouterr()
+    (sentence,) = [line for line in (said.err + said.out).splitlines() if str(path) in line]
+    assert "cannot be written" in sentence or "Not a directory" in sentence
 
 
 def test_every_module_with_a_command_is_listed() -> None:

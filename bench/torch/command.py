@@ -32,9 +32,10 @@ from tempfile import TemporaryDirectory
 from bench import sizes
 from bench.docs.provenance import provenance
 from bench.jobs import Jobs, has_mpi
-from bench.options import Add, add_effort, output, seconds
+from bench.options import Add, add_effort, seconds
 from bench.torch import cases, start
 from bench.torch.cases import HEADS, PARTS, START, Both
+from collectives.export import output_file
 from collectives.launch import find_mpirun
 from parallel.cli import at_least, console_of, print_table
 
@@ -57,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of each backend, whose start is measured; default: %(default)s")  # fmt: skip
     add("--timeout", type=seconds, default=600.0, metavar="S",
         help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
-    add("-J", "--json", type=output, metavar="FILE", help="write everything to FILE")
+    add("-J", "--json", type=output_file, metavar="FILE", help="write everything to FILE")
     add("--quick", action="store_true", help="few sizes and samples, to try the command itself")
 
 

@@ -56,7 +56,7 @@ def read(paths: Iterable[Path]) -> tuple[dict[int, Dump], list[str]]:
         try:
             dump = _read(path)
         except ValueError as error:
-            faults.append(f"{path} is not the dump of a flight recorder: {error}")
+            faults.append(escaped(f"{path} is not the dump of a flight recorder: {error}"))
         else:
             dumps[dump["rank"]] = dump
     return dict(sorted(dumps.items())), faults
@@ -180,12 +180,21 @@ def _checked(what: str, value: object, fields: Fields) -> Mapping[str, Any]:
 
 
 def lines(dumps: Mapping[int, Dump]) -> Iterator[str]:
-    """The lines of the report.  Raises ValueError if a dump is malformed."""
+    """The lines of the report, as they may be printed.  ValueError if a dump is malformed."""
     for rank, dump in dumps.items():
         try:
             check(dump)
         except ValueError as error:
             raise ValueError(f"the dump of rank {rank} is malformed: {error}") from None
+    yield from map(escaped, _lines(dumps))
+
+
+def escaped(text: str) -> str:
+    """The text, in which what could control a terminal is written as Python writes it: \\x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _lines(dumps: Mapping[int, Dump]) -> Iterator[str]:
     under_way = 0
     for group, calls in sorted(_groups(dumps).items()):
         for name in _under_way(calls):

@@ -1,7 +1,7 @@
 """Export: programs as files that other simulators and runtimes read (GOAL, SMPI, MSCCL, Chakra)."""
 
 from collectives.export.call import Call
-from collectives.export.files import summary, write, write_text
+from collectives.export.files import output_file, summary, unwritable, write, write_text
 from collectives.export.smpi import platform
 from collectives.export.tasks import Stream, Task, tag, tasks_of
 from collectives.selection import machine_in, programs
@@ -13,11 +13,13 @@ __all__ = [
     "Stream",
     "Task",
     "machine_in",
+    "output_file",
     "platform",
     "programs",
     "summary",
     "tag",
     "tasks_of",
+    "unwritable",
     "write",
     "write_text",
 ]

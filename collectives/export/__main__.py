@@ -16,7 +16,15 @@ from pathlib import Path
 import numpy as np
 
 from collectives.algorithms import collectives as names_of_collectives
-from collectives.export import Call, machine_in, platform, summary, write, write_text
+from collectives.export import (
+    Call,
+    machine_in,
+    output_file,
+    platform,
+    summary,
+    write,
+    write_text,
+)
 from collectives.simulate import at_least_one, num_bytes
 
 FORMATS = ("goal", "smpi", "msccl", "chakra")
@@ -63,10 +71,10 @@ def parser() -> argparse.ArgumentParser:
     add("--ranks", type=at_least_one, required=True)
     add("--bytes", type=num_bytes, required=True, metavar="N", help="such as 1M")
     add("--format", choices=FORMATS, required=True)
-    add("-o", "--output", type=Path, metavar="PATH", help="default: standard output")
+    add("-o", "--output", type=output_file, metavar="PATH", help="default: standard output")
     add("--machine", type=Path, metavar="FILE",
         help="of bench fit: what copies and combinations cost; default: built in")  # fmt: skip
-    add("--platform", type=Path, metavar="FILE", help="write a platform for SimGrid")
+    add("--platform", type=output_file, metavar="FILE", help="write a platform for SimGrid")
     add("--root", type=int, default=0, help="of a rooted collective; default: %(default)s")
     add("--dtype", default="float32", help="elements are not divided; default: %(default)s")
     return parse

@@ -1,7 +1,9 @@
-"""Writes the tasks of all ranks to files or to standard output."""
+"""Writes the tasks of all ranks to files or to standard output; checks that files can be made."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +13,22 @@ from collectives.export.tasks import Task
 
 Ranks = Sequence[Sequence[Task]]
 TEXTS: dict[str, Callable[[Ranks], Iterator[str]]] = {"goal": goal.lines, "smpi": smpi.lines}
+
+
+def unwritable(path: Path) -> str | None:
+    """Why no file of this name can be written, as a sentence; None if it can."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{path} cannot be written: there is no folder {folder}"
+    can_write = os.access(path if path.exists() else folder, os.W_OK) and not path.is_dir()
+    return None if can_write else f"{path} cannot be written"
+
+
+def output_file(word: str) -> Path:
+    """A file that can be written; an argument type.  For commands that are not run under MPI."""
+    if reason := unwritable(path := Path(word)):
+        raise argparse.ArgumentTypeError(reason)
+    return path
 
 
 def write(ranks: Ranks, form: str, path: Path | None = None) -> list[Path]:

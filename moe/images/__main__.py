@@ -44,6 +44,7 @@ from parallel import (
     Trainer,
     checkpoint,
     cli,
+    raise_on_all_ranks,
 )
 from parallel.job import on_ranks, preparing, running
 from parallel.nn import Model
@@ -81,6 +82,10 @@ class Run:
         if options.teacher is not None:
             model = self._taught(model, mesh)
         check(options, mesh.size_of([axis for axis in ROW_AXES if axis in axes]))
+        with raise_on_all_ranks(
+            comm, collectives.phase, "prepare", "looking at --save", ValueError
+        ):
+            check_saving(options)
         self.monitor = TrafficMonitor(comm)
         recipe = Recipe(
             dtype=options.dtype, optimizer=partial(Adam, lr=options.lr),
@@ -195,7 +200,7 @@ class Run:
 
 
 def check(options: argparse.Namespace, num_parts: int) -> None:
-    """Raise ValueError if ranks would have no images, or if the checkpoint exists already.
+    """Raise ValueError if ranks would have no images.
 
     `num_parts` is the number of ranks that compute different images.
     """
@@ -204,9 +209,15 @@ def check(options: argparse.Namespace, num_parts: int) -> None:
             f"a batch of {options.batch} images is too small for {num_parts} ranks with"
             f" {options.micro_batches} micro-batches each"
         )
-    save, steps = options.save, options.steps
-    if save is not None and checkpoint.checkpoint_path(save, steps).exists():
-        raise ValueError(f"there is a checkpoint after {steps} steps in {save} already")
+
+
+def check_saving(options: argparse.Namespace) -> None:
+    """Make the folder of the checkpoint; ValueError or OSError if that must not or cannot be."""
+    if (save := options.save) is None:
+        return
+    save.mkdir(parents=True, exist_ok=True)
+    if checkpoint.checkpoint_path(save, options.steps).exists():
+        raise ValueError(f"there is a checkpoint after {options.steps} steps in {save} already")
 
 
 def sharding_of(axes: dict[str, int], zero: int) -> Sharding:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
+from collectives.export import output_file
 from parallel import cli
 from parallel.pipeline.catalogue import SCHEDULES, make
 from parallel.pipeline.formulas import ScheduleInfo
@@ -189,8 +190,9 @@ def parser() -> argparse.ArgumentParser:
             add("schedule", help=f"{', '.join(SCHEDULES)}, or a CSV file as PyTorch writes it")
             add("--chunks", type=positive, help="stages on a rank; of interleaved only")
             add("--messages", action="store_true", help="show lists with sends and receives")
-            add("--svg", type=Path, metavar="FILE", help="write a drawing")
-            add("--csv", type=Path, metavar="FILE", help="write the lists as PyTorch reads them")
+            add("--svg", type=output_file, metavar="FILE", help="write a drawing")
+            add("--csv", type=output_file, metavar="FILE",
+                help="write the lists as PyTorch reads them")  # fmt: skip
         add("--stages", type=positive, default=4, metavar="P", help="ranks; default: %(default)s")
         add("--micro-batches", type=positive, default=8, metavar="M", help="default: %(default)s")
         add("--times", type=times_of, default=Times(), metavar="F:I:W",

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from bench.__main__ import main
+from bench.results import KEYS
 
 TIMES = {"low": 0.99, "seconds": 1.0, "high": 1.01, "fastest": 0.9, "mean": 1.0, "slowest": 1.0}
 FORM = {
@@ -90,8 +91,23 @@ def test_results_of_other_ranks_or_of_nothing_in_common_are_refused(compared):
     assert status == 2 and "have measured nothing in common" in said
 
 
+COMMANDS = [["compare", "{}", "{}"], ["plot", "{}", "--out", "x.svg"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_whose_names_control_the_terminal_is_refused(command, tmp_path, capsys):
+    for place in ("name", "mpi"):
+        result = a_result()
+        (result["rows"][0] if place in KEYS else result)[place] = "\x1b[2J"
+        (tmp_path / "odd").write_text(json.dumps(result))
+        with pytest.raises(SystemExit) as stop:
+            main([word.format(tmp_path / "odd") for word in command])
+        assert stop.value.code == 2
+        assert "'\\x1b[2J' cannot be printed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", "no json", '{"rows": [{"size": 8}]}'])
-@pytest.mark.parametrize("command", [["compare", "{}", "{}"], ["plot", "{}", "--out", "x.svg"]])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_files_of_other_commands_are_refused(command, text, tmp_path, capsys):
     (tmp_path / "odd").write_text(text)
     with pytest.raises(SystemExit) as stop:

@@ -249,6 +249,22 @@ def test_text_that_cannot_be_written_is_escaped(
     assert "it is at \\udcff.py:7 in f" in (tmp_path / "said").read_text()
 
 
+def test_what_could_control_a_terminal_is_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In all texts of dumps, and in the names of files that are none."""
+    control = "\x1b[2J\r\n\x07\x9b\u202e"
+    odd = waiting(control, 1, collective=control, algorithm=control) | {"num_rounds": control}
+    (tmp_path / "flight.0.json").write_text(json.dumps(dump(0, odd, at=control)))
+    (tmp_path / f"flight.{control}.json").touch()
+    assert hang_report.main([str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    text = said.out + said.err
+    assert text.count("\\x1b[2J\\r\\n\\x07\\x9b\\u202e") == 6
+    assert text.replace("\n", "").isprintable()
+    assert hang_report.escaped("rank 0: Grüße, 环") == "rank 0: Grüße, 环"
+
+
 # What a field may hold instead.
 WRONG = [None, True, -1, 0, 1, 2, 3, 7.5, float("nan"), 10**400, "", "x", "17", "under way",
          [], [0], [[0, True]], [[3, False]], [[]], {}, {"rank": 0}]  # fmt: skip
