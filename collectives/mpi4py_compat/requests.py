@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 from mpi4py import MPI
@@ -63,6 +63,7 @@ class Operation:
     """
 
     error: BaseException | None = None
+    is_asked = False  # by a request of this module, which raises the error itself
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class Operation:
 
     def _query(self, status: MPI.Status) -> None:
         """Called by MPI in a wait for the complete request."""
-        if self.error is not None:
+        if self.error is not None and not self.is_asked:
             raise MPI.Exception(_error_code(self.error))
 
 
@@ -173,14 +174,19 @@ class _LibraryRequest:
         self.Wait(status)
 
     def _ask(self, question: Callable[..., Any], status: MPI.Status | None) -> Any:
-        """Call a function of MPI; for a failed call raise the library's error instead of MPI's."""
-        try:
+        """Call a function of MPI; if the call is complete and has failed, raise its error."""
+        operation = self._operation
+        if operation is None:
             return question(self, status)
-        except MPI.Exception as error:
-            if self._operation is None or self._operation.error is None:
-                raise
-            reason, self._operation.error = self._operation.error, None
-            raise reason from error
+        operation.is_asked = True
+        try:
+            answer = question(self, status)
+        finally:
+            operation.is_asked = False
+        if answer and operation.error is not None:
+            reason, operation.error = operation.error, None
+            raise reason
+        return answer
 
 
 class Request(_LibraryRequest, MPI.Grequest):
@@ -266,9 +272,15 @@ class PersistentRequest(_LibraryRequest, MPI.Prequest):
 
 
 def _error_code(error: BaseException) -> int:
-    """An error code of MPI with the text of the error."""
+    """An error code of MPI, whose text is that of the error until the next one of its type."""
     if isinstance(error, MPI.Exception):
         return error.Get_error_code()
-    code = MPI.Add_error_code(MPI.ERR_OTHER)
+    code = _code_of(type(error))
     MPI.Add_error_string(code, f"{type(error).__name__}: {error}"[: MPI.MAX_ERROR_STRING - 1])
     return code
+
+
+@cache
+def _code_of(_: type[BaseException]) -> int:
+    """A new error code for this type of errors; MPI has few, and they cannot be freed."""
+    return MPI.Add_error_code(MPI.ERR_OTHER)

@@ -7,6 +7,7 @@ import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -335,12 +336,17 @@ def test_a_call_that_is_over_keeps_no_buffer(comm: collectives.Intracomm) -> Non
     assert not is_kept
 
 
+def failing(comm: collectives.Intracomm) -> MPI.Request:
+    """A request that fails on all ranks but 0."""
+    length = 1 if comm.rank == 0 else 2
+    return comm.Ibcast(np.zeros(length), algorithm="linear")
+
+
 def test_a_failure_comes_out_where_it_is_waited_for(
     unchecked: None, comm: collectives.Intracomm
 ) -> None:
-    length = 1 if comm.rank == 0 else 2
-    ours = [comm.Ibcast(np.zeros(length), algorithm="linear") for _ in range(2)]
-    persistent = comm.Bcast_init(np.zeros(length), algorithm="linear")
+    ours = [failing(comm) for _ in range(2)]
+    persistent = comm.Bcast_init(np.zeros(1 if comm.rank == 0 else 2), algorithm="linear")
     persistent.Start()
     if comm.rank == 0:
         MPI.Request.Waitall([*ours, persistent])
@@ -354,6 +360,52 @@ def test_a_failure_comes_out_where_it_is_waited_for(
             persistent.Wait()
     persistent.Free()
     comm.Barrier()
+
+
+@pytest.mark.parametrize("is_tested", [False, True], ids=["Wait", "Test"])
+def test_an_error_that_is_raised_is_not_printed_too(
+    unchecked: None, comm: collectives.Intracomm, capfd: Any, is_tested: bool
+) -> None:
+    request = failing(comm)
+    if comm.rank == 0:
+        request.Wait()
+    else:
+        with pytest.raises(CollectiveMismatch):
+            if is_tested:
+                while not request.Test():
+                    pass
+            else:
+                request.Wait()
+    assert not request and request.Test()  # the error is raised once
+    comm.Barrier()
+    assert capfd.readouterr().err == ""
+
+
+def test_mpi4py_prints_an_error_that_only_mpi_raises(
+    unchecked: None, comm: collectives.Intracomm, capfd: Any
+) -> None:
+    """Negative control.  MPI's own exception does not say why."""
+    with raising_of_all_but_rank_0(comm):
+        MPI.Request.Waitall([failing(comm)])
+    comm.Barrier()
+    assert ("expected 16 bytes" in capfd.readouterr().err) == (comm.rank > 0)
+
+
+def test_failures_of_one_type_share_an_error_code_of_mpi(
+    unchecked: None, comm: collectives.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, add = list[int](), MPI.Add_error_code
+    monkeypatch.setattr(MPI, "Add_error_code", lambda kind: made.append(kind) or add(kind))
+    requests._code_of.cache_clear()
+    for _ in range(3):
+        with raising_of_all_but_rank_0(comm):
+            MPI.Request.Waitall([failing(comm)])
+    comm.Barrier()
+    assert made == ([MPI.ERR_OTHER] if comm.rank > 0 else [])
+
+
+def raising_of_all_but_rank_0(comm: MPI.Comm) -> Any:
+    return nullcontext() if comm.rank == 0 else pytest.raises(MPI.Exception)
 
 
 def test_waiting_has_the_time_limit_of_the_communicator(
