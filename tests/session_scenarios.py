@@ -68,6 +68,22 @@ def tags_keep_messages_apart(comm: Communicator) -> None:
         work.wait()
 
 
+def messages_to_oneself_keep_their_order_and_tags(comm: Communicator) -> None:
+    own, large = comm.rank, np.arange(100_000.0)
+    found = [np.zeros(1), np.zeros(1), np.zeros(1), np.zeros_like(large)]
+    with comm.record() as ledger:
+        works = [comm.send(np.array([1.0]), own, tag=6, async_op=True)]  # before any receive
+        receives = [(found[0], 6), (found[1], 7), (found[2], 6), (found[3], 6)]
+        works += [comm.recv(x, own, tag=tag, async_op=True) for x, tag in receives]
+        sends = [(np.array([2.0]), 6), (large, 6), (np.array([3.0]), 7)]
+        works += [comm.send(x, own, tag=tag, async_op=True) for x, tag in sends]
+        for work in works:
+            work.wait()
+    assert [x[0] for x in found[:3]] == [1.0, 3.0, 2.0]
+    assert np.array_equal(found[3], large)
+    assert {(row.src, row.dst) for row in ledger.rows()} == {(own, own)}  # as of `send_recv`
+
+
 def receives_take_messages_in_the_order_posted(comm: Communicator) -> None:
     """Whichever of them is asked first."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -608,6 +624,7 @@ SCENARIOS = [
     a_probe_finds_messages_from_any_rank,
     a_communicator_can_be_renamed,
     tags_keep_messages_apart,
+    messages_to_oneself_keep_their_order_and_tags,
     receives_take_messages_in_the_order_posted,
     split_makes_working_groups,
     split_leaves_out_ranks_without_color,

@@ -55,7 +55,7 @@ class PointToPoint:
             comm.send(x, 1) if comm.rank == 0 else comm.recv(x, 0)
 
         - `x`: the array to send.
-        - `peer`: the rank that receives it; not this one.
+        - `peer`: the rank that receives it; this one only with `async_op`.
         - `tag`: a number of at least 0; the receiver passes the same.  Messages between two ranks
           with the same tag arrive in order.
         - `async_op`: if True, return a `Work` at once; `x` must not change before its `wait()`.
@@ -67,7 +67,7 @@ class PointToPoint:
         """
         options = checked_options(self._maker, "send", None, async_op, timeout)
         arrays = Arrays(*self._caller.readable(x), None)
-        return self._message(options, arrays, tag, self._peer(peer), None)
+        return self._message(options, arrays, tag, self._peer(peer, options), None)
 
     @overload
     def recv(self, x: A, peer: int, tag: int = ..., **how: Unpack[Blocking]) -> A: ...
@@ -89,7 +89,7 @@ class PointToPoint:
             x = work.wait()
 
         - `x`: a C-contiguous array of the size of the message.
-        - `peer`: the rank that sends it; not this one.
+        - `peer`: the rank that sends it; this one only with `async_op`.
         - `tag`: the tag that the sender passes.
         - `async_op`: if True, return a `Work` at once; `x` is filled after its `wait()`.
         - `timeout`: seconds.  None: the communicator's `timeout`.
@@ -100,7 +100,8 @@ class PointToPoint:
         """
         options = checked_options(self._maker, "recv", None, async_op, timeout)
         backend, target = validation.writable(x, "x")
-        return self._message(options, Arrays(backend, None, target), tag, None, self._peer(peer))
+        source = self._peer(peer, options)
+        return self._message(options, Arrays(backend, None, target), tag, None, source)
 
     def probe(self, tag: int = 0) -> int | None:
         """Return a rank whose message with this tag has arrived, without waiting for one.
@@ -179,8 +180,10 @@ class PointToPoint:
         tag = self._caller.session.numbering.user_tag(tag)
         return self._maker.make_message(options, arrays, tag, dest, source)
 
-    def _peer(self, peer: object) -> int:
+    def _peer(self, peer: object, options: Options) -> int:
         number = validation.rank(peer, self._caller.size, "peer")
-        if number == self._caller.rank:
-            raise ValueError(f"rank {number} would wait for itself; send_recv can serve that")
+        if number == self._caller.rank and not options.async_op:
+            raise ValueError(
+                f"rank {number} would wait for itself; async_op=True or send_recv can serve that"
+            )
         return number

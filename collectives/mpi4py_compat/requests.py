@@ -275,12 +275,12 @@ def _error_code(error: BaseException) -> int:
     """An error code of MPI, whose text is that of the error until the next one of its type."""
     if isinstance(error, MPI.Exception):
         return error.Get_error_code()
-    code = _code_of(type(error))
+    code = _code_of(type(error).__name__)
     MPI.Add_error_string(code, f"{type(error).__name__}: {error}"[: MPI.MAX_ERROR_STRING - 1])
     return code
 
 
 @cache
-def _code_of(_: type[BaseException]) -> int:
-    """A new error code for this type of errors; MPI has few, and they cannot be freed."""
+def _code_of(_: str) -> int:
+    """A new error code for errors of this name; MPI has few, and they cannot be freed."""
     return MPI.Add_error_code(MPI.ERR_OTHER)

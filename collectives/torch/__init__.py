@@ -21,7 +21,7 @@ from collectives.torch import groups, launched, versions
 from collectives.torch.any_source import source_of_last
 from collectives.torch.options import Options
 from collectives.torch.recording import record
-from collectives.torch.registry import communicator
+from collectives.torch.registry import cancel_coalescing, communicator
 
 __all__ = ["Options", "communicator", "record", "register"]
 
@@ -36,6 +36,7 @@ def register() -> None:
             NAME, groups.make, extended_api=True, devices=["cpu", "cuda"]
         )
         versions.complete_works(source_of_last)
+        versions.end_blocks_that_raise(cancel_coalescing)
         add_library(os.path.dirname(torch.__file__))
         launched.set_variables()
         launched.use_mpi_for_rendezvous()

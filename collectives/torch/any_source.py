@@ -55,7 +55,8 @@ class ReceiveFromAny(Work):  # type: ignore[misc]
             if self._source is None and (found := self._communicator.probe(self._tag)) is not None:
                 target = filled(self._tensors)
                 try:
-                    self._communicator.recv(target.array, found, self._tag)
+                    # Asynchronous, because it may be a message of the rank to itself.
+                    self._communicator.recv(target.array, found, self._tag, async_op=True).wait()
                 except collectives.CollectiveError as error:
                     fail(error)
                 if target.finish is not None:

@@ -9,14 +9,15 @@ from datetime import timedelta
 from typing import Any
 
 import collectives
+from collectives.arrays import validation
 from collectives.engines import deadline_in, poll_until
 from collectives.torch import registry, versions
 from collectives.torch.any_source import ReceiveFromAny
 from collectives.torch.monitored import monitored_barrier
 from collectives.torch.operators import operation
 from collectives.torch.options import Options
-from collectives.torch.tensors import Filled, Tensor, filled, in_place, sent
-from collectives.torch.work import InProgress, Joined, fail, seconds
+from collectives.torch.tensors import Array, Filled, Tensor, filled, in_place, sent
+from collectives.torch.work import Batch, InProgress, Joined, Postponed, fail, seconds
 
 _NOTHING = Filled(None)
 # The methods of a communicator that take an array and all options.
@@ -45,7 +46,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
             for name, method in _METHODS.items()
         }
         self._lock = threading.Lock()  # autograd calls from threads of its own
-        self._coalesced: list[Any] | None = None
+        self._batch: Batch | None = None  # of a block of several calls
 
     # Reductions
 
@@ -189,27 +190,51 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         return Joined([self.reduce_scatter_single(part, whole, opts) for part, whole in pairs])
 
     def start_coalescing(self, _: object = None) -> None:
-        self._coalesced = []
+        self._batch = Batch()
 
     def end_coalescing(self, _: object = None) -> Any:
-        works, self._coalesced = self._coalesced or [], None
-        return Joined(works)
+        batch, self._batch = self._batch or Batch(), None
+        batch.start()
+        return Joined(batch.works)
+
+    def cancel_coalescing(self) -> None:
+        """End a block that has raised; messages that it has not started are never sent."""
+        self._batch = None
 
     # Messages
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        self._check_other(peer, "send to")
-        work = self.communicator.send(sent(tensors), peer, tag, async_op=True)
-        return self._in_progress(work, tensors, _NOTHING, None)
+        self._check_ends(peer, tag)
+        array = sent(tensors)
+        return self._message(self.communicator.send, array, peer, tag, tensors, _NOTHING)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        self._check_other(peer, "receive from")
+        self._check_ends(peer, tag)
         target = filled(tensors)
-        work = self.communicator.recv(target.array, peer, tag, async_op=True)
-        return self._in_progress(work, tensors, target, None)
+        return self._message(self.communicator.recv, target.array, peer, tag, tensors, target)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         return self._collected(ReceiveFromAny(self.communicator, tensors, tag))
+
+    def _message(
+        self,
+        call: Any,
+        array: Array,
+        peer: int,
+        tag: int,
+        tensors: list[Tensor],
+        target: Filled,
+    ) -> Any:
+        """Start a message; in a block of several calls when that ends, if none is refused."""
+
+        def start() -> InProgress:
+            try:
+                work = call(array, peer, tag, async_op=True)
+            except collectives.CollectiveError as error:
+                fail(error)
+            return InProgress(work, tensors, target.finish, self.communicator.timeout)
+
+        return start() if self._batch is None else self._collected(Postponed(start, self._batch))
 
     # Making a call
 
@@ -222,6 +247,8 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         """
         is_async, timeout = opts.asyncOp, seconds(opts.timeout)
         call, algorithm = self._calls[name]
+        if self._batch is not None:
+            self._batch.start()  # other ranks may wait for its messages before they make this call
         try:
             with self._lock:
                 work = call(
@@ -235,21 +262,16 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         except collectives.CollectiveError as error:
             fail(error)
         if is_async:
-            return self._in_progress(work, result, target, timeout)
+            limit = self.communicator.timeout if timeout is None else timeout
+            return self._collected(InProgress(work, result, target.finish, limit))
         if target.finish is not None:
             target.finish()
         return None
 
-    def _in_progress(
-        self, work: Any, result: list[Tensor], target: Filled, timeout: float | None
-    ) -> Any:
-        limit = self.communicator.timeout if timeout is None else timeout
-        return self._collected(InProgress(work, result, target.finish, limit))
-
     def _collected(self, work: Any) -> Any:
         """The work, which `end_coalescing` joins with others."""
-        if self._coalesced is not None:
-            self._coalesced.append(work)
+        if self._batch is not None:
+            self._batch.works.append(work)
         return work
 
     # Checks of sizes
@@ -279,10 +301,10 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         if counts is not None:
             raise ValueError(f"the tensors of {size} ranks must be equally large, not {counts}")
 
-    def _check_other(self, peer: int, what: str) -> None:
-        """Refuse a message to or from the rank itself."""
-        if peer == self.communicator.rank:
-            raise ValueError(f"rank {peer} cannot {what} itself")
+    def _check_ends(self, peer: int, tag: int) -> None:
+        """Refuse a message that would be refused when it starts."""
+        validation.rank(peer, self.communicator.size, "peer")
+        self.communicator._session.numbering.user_tag(tag)
 
     def _check_parts(self, whole: Tensor, part: Tensor) -> None:
         """Refuse a tensor for all ranks that is not as large as theirs together."""

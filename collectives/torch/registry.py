@@ -22,6 +22,9 @@ class Registered(Protocol):
     ) -> Registered:
         """The backend of some ranks, which call this.  `limit`: seconds, also of its calls."""
 
+    def cancel_coalescing(self) -> None:
+        """End a block of several calls that has raised."""
+
 
 Made = TypeVar("Made", bound=Registered)
 
@@ -60,6 +63,13 @@ def default_backend() -> Registered | None:
     """The backend of the default group, if it is this one."""
     world = distributed.group.WORLD
     return None if world is None else backends.get(world.group_name)
+
+
+def cancel_coalescing(group: Any) -> None:
+    """End a block of several calls that has raised, if the group has this backend."""
+    found = None if group is None else backends.get(group.group_name)
+    if found is not None:
+        found.cancel_coalescing()
 
 
 def add(name: str, backend: Made) -> Made:

@@ -6,7 +6,8 @@ Before, it is the process group itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from types import FunctionType
@@ -16,6 +17,7 @@ import torch
 from torch import distributed
 from torch._C import _distributed_c10d as c10d
 from torch._C._dynamo import eval_frame
+from torch.distributed import distributed_c10d
 
 AllgatherOptions = c10d.AllgatherOptions
 OLDEST = (2, 11)
@@ -58,8 +60,10 @@ _OLD_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
+    "end_coalescing": "_end_coalescing",
     "reduce_scatter_single": "_reduce_scatter_base",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "start_coalescing": "_start_coalescing",
 }
 
 
@@ -128,6 +132,31 @@ def complete_works(source_of_last: Callable[[], int]) -> None:
 
     work.is_completed, work.result = is_completed_or_done, result_of_future
     work._source_rank = source_rank_or_last
+
+
+def end_blocks_that_raise(cancel: Callable[[Any], None]) -> None:
+    """Let PyTorch's coalescing manager end its block also when that raises.
+
+    It does not: until the group is destroyed, PyTorch then takes every all-reduce of the group as
+    one of the block, and never makes it.  This holds for groups of all backends.
+
+    `cancel`: called with the group of a block that has raised.
+    """
+    manager, state = distributed._coalescing_manager, distributed_c10d._world.pg_coalesce_state
+
+    @contextmanager
+    @wraps(manager)
+    def ending(group: Any = None, *args: Any, **named: Any) -> Iterator[Any]:
+        group = group or distributed.group.WORLD
+        try:
+            with manager(group, *args, **named) as block:
+                yield block
+        except BaseException:
+            state.pop(group, None)
+            cancel(group)
+            raise
+
+    distributed._coalescing_manager = distributed_c10d._coalescing_manager = ending
 
 
 def _is_done(work: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -141,6 +142,65 @@ def _result_of(done: torch.futures.Future[Any]) -> Any:
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
+
+
+class Batch:
+    """The works of a block of several calls.  Its messages start together, in their order."""
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+    def start(self) -> None:
+        """Start the messages that have not started."""
+        for work in self.works:
+            if isinstance(work, Postponed):
+                work.start()
+
+
+@untraced
+class Postponed(Work):  # type: ignore[misc]
+    """A message of a batch, which starts when the block ends, or when it is asked for.
+
+    `begin`: starts it.
+    """
+
+    def __init__(self, begin: Callable[[], InProgress], batch: Batch) -> None:
+        super().__init__()
+        self._begin, self._batch, self._lock = begin, batch, threading.Lock()
+        self._work: InProgress | None = None
+
+    def start(self) -> None:
+        """Start the message unless it has started."""
+        with self._lock:
+            if self._work is None:
+                self._work = self._begin()
+
+    def _started(self) -> InProgress:
+        """The work of the message, after the whole batch has started."""
+        self._batch.start()
+        assert self._work is not None, "it is in the batch"
+        return self._work
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
+        return self._started().wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._started().is_completed()
+
+    def is_success(self) -> bool:
+        return self._started().is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._started().exception()
+
+    def result(self) -> list[Tensor]:
+        return self._started().result()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._started().get_future()
 
 
 @untraced

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import CollectiveMismatch
+from collectives.engines import poll_until
 from collectives.mpi4py_compat import requests
 from collectives.mpi4py_compat.intracomm import Cartcomm, Distgraphcomm, Graphcomm
 from tests.drop_in_program import collective_names
@@ -367,15 +369,9 @@ def test_an_error_that_is_raised_is_not_printed_too(
     unchecked: None, comm: collectives.Intracomm, capfd: Any, is_tested: bool
 ) -> None:
     request = failing(comm)
-    if comm.rank == 0:
-        request.Wait()
-    else:
-        with pytest.raises(CollectiveMismatch):
-            if is_tested:
-                while not request.Test():
-                    pass
-            else:
-                request.Wait()
+    wait = partial(poll_until, request.Test, None) if is_tested else request.Wait
+    with nullcontext() if comm.rank == 0 else pytest.raises(CollectiveMismatch):
+        wait()
     assert not request and request.Test()  # the error is raised once
     comm.Barrier()
     assert capfd.readouterr().err == ""

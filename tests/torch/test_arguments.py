@@ -160,20 +160,19 @@ def operators(p: int, rank: int) -> Iterator[Case]:
         yield f"{op} {dtype}", partial(dist.all_reduce, ones(2, dtype=dtype), operator(op)), says
 
 
-def messages_to_itself(rank: int) -> Iterator[Case]:
-    to = f"ValueError: rank {rank} cannot send to itself"
-    source = f"ValueError: rank {rank} cannot receive from itself"
+def messages(rank: int) -> Iterator[Case]:
+    """Messages that no rank can receive, alone and in batches."""
     by_pytorch = "ValueError: Invalid destination rank: destination rank should not be the same as"
-    yield "send", lambda: dist.send(ones(2), rank), by_pytorch
-    yield "isend", lambda: dist.isend(ones(2), rank), to
-    yield "recv", lambda: dist.recv(ones(2), rank), source
-    yield "irecv", lambda: dist.irecv(ones(2), rank), source
-    for call, says in [(dist.isend, "cannot send to"), (dist.irecv, "cannot receive from")]:
-        # PyTorch makes no further call in a group in which a batch was refused.
-        alone = dist.new_group([rank], use_local_synchronization=True)
-        batch = [dist.P2POp(call, ones(2), rank, alone)]
-        refusal = f"ValueError: rank 0 {says} itself"
-        yield f"a batch of {call.__name__}", partial(dist.batch_isend_irecv, batch), refusal
+    yield "send to itself", lambda: dist.send(ones(2), rank), by_pytorch
+    negative, overlapping = "ValueError: tag must be", "ValueError: a tensor to be filled"
+    for name, call, tensor, tag, says in [
+        ("isend", dist.isend, ones(2), -1, negative),
+        ("irecv", dist.irecv, ones(2), -1, negative),
+        ("irecv, overlapping", dist.irecv, ones(1).expand(2), 0, overlapping),
+    ]:
+        yield name, partial(call, tensor, rank, tag=tag), says
+        batch = [dist.P2POp(call, tensor, rank, tag=tag)]
+        yield f"a batch of {name}", partial(dist.batch_isend_irecv, batch), says
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
@@ -198,7 +197,7 @@ def all_cases(p: int, rank: int) -> Iterator[Case]:
     yield from layouts(p)
     yield from overlaps(p, rank)
     yield from operators(p, rank)
-    yield from messages_to_itself(rank)
+    yield from messages(rank)
 
 
 def refused(name: str, call: Callable[[], Any], says: str | tuple[str, ...]) -> None:

@@ -284,6 +284,83 @@ def test_coalesced_calls(ranks: range, is_async: bool) -> None:
         check(scattered, total[mine])
 
 
+def test_messages_in_a_block_with_a_barrier_and_waits(ranks: range) -> None:
+    """Messages start when the block ends, or before what would wait for them."""
+    mine, peer = my_rank(), my_rank() ^ 1
+    found = blanks([drawn(0)] * 2)
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        if peer in ranks:
+            dist.isend(drawn(mine), peer)
+            dist.irecv(found[0], peer).wait()
+        dist.isend(drawn(mine), mine)
+        dist.irecv(found[1], mine)
+        dist.barrier()
+    manager.wait()
+    check(found[1], drawn(mine))
+    if peer in ranks:
+        check(found[0], drawn(peer))
+
+
+class MistakeError(Exception):
+    """What the blocks below raise."""
+
+
+def an_error_of_the_program() -> None:
+    dist.all_reduce(torch.ones(3))
+    raise MistakeError
+
+
+def a_call_that_is_refused() -> None:
+    """At once, or when the block ends."""
+    dist.all_reduce(torch.ones(3, dtype=torch.float8_e5m2))
+
+
+def a_message_that_is_refused() -> None:
+    dist.isend(torch.ones(3), my_rank(), tag=-1)
+
+
+DEVICES = {"of one kind": None, "of any kind": torch.device("cpu")}
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize(
+    "content", [an_error_of_the_program, a_call_that_is_refused, a_message_that_is_refused]
+)
+def test_a_block_that_raises_leaves_the_group_as_usable_as_before(
+    ranks: range, content: Callable[[], None], device: torch.device | None
+) -> None:
+    block = dist._coalescing_manager(device=device)
+    with pytest.raises((MistakeError, TypeError, ValueError)), block:
+        content()
+    check_that_calls_are_made()
+    x = torch.full((2,), my_rank() + 1.0)
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+    assert x.tolist() == 2 * [sum(rank + 1.0 for rank in ranks)]
+
+
+def check_that_calls_are_made() -> None:
+    everyones = all_drawn()
+    found = everyones[my_rank()].clone()
+    dist.all_reduce(found)
+    check(found, combined("SUM", everyones))
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, f"rank {my_rank()}")
+    assert names == [f"rank {rank}" for rank in range(len(names))]
+
+
+def test_pytorchs_own_manager_does_not_end_a_block_that_raises(ranks: range) -> None:
+    """Negative control; where it fails, `versions.end_blocks_that_raise` is no longer needed."""
+    manager = dist._coalescing_manager.__wrapped__.__wrapped__
+    with pytest.raises(MistakeError), manager():
+        an_error_of_the_program()
+    found = torch.full((2,), 5.0)
+    dist.all_reduce(found)
+    assert found.tolist() == [5.0, 5.0]
+    dist.distributed_c10d._world.pg_coalesce_state.clear()
+    check_that_calls_are_made()
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asynchronous"])
 def test_gathers_and_sums_of_lists(ranks: range, is_async: bool) -> None:
     """Lists with as many tensors as ranks, and with fewer and more, each of another size."""

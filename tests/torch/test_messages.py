@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from collectives.torch.versions import HAS_BACKENDS
 from tests.torch.tensors import DTYPES, all_drawn, blank, blanks, check, check_all, drawn
 
 pytestmark = pytest.mark.mpi
@@ -120,6 +122,62 @@ def test_a_batch_of_messages_around_a_ring(ranks: range) -> None:
     for work in works:
         work.wait()
     check_all(found, [drawn(left), drawn(right)])
+
+
+def test_a_batch_has_messages_of_a_rank_to_itself_too(ranks: range) -> None:
+    mine, left, right = neighbours(ranks)
+    found = blanks([drawn(mine)] * 4)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, drawn(mine, seed=1), mine),
+            dist.P2POp(dist.isend, drawn(mine, seed=2), mine),
+            dist.P2POp(dist.isend, drawn(mine, seed=3), mine, tag=5),
+            dist.P2POp(dist.isend, drawn(mine), right),
+            dist.P2POp(dist.irecv, found[2], mine, tag=5),
+            dist.P2POp(dist.irecv, found[0], mine),
+            dist.P2POp(dist.irecv, found[1], mine),
+            dist.P2POp(dist.irecv, found[3], left),
+        ]
+    )
+    for work in works:
+        work.wait()
+    check_all(found, [*(drawn(mine, seed=i) for i in (1, 2, 3)), drawn(left)])
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["send first", "receive first"])
+def test_a_rank_sends_to_itself_without_a_batch(ranks: range, is_first: bool) -> None:
+    mine, found = dist.get_rank(), torch.zeros(2, 3).t()  # not contiguous
+    calls = [partial(dist.isend, drawn(mine), mine), partial(dist.irecv, found, mine)]
+    works = [call() for call in (calls if is_first else calls[::-1])]
+    for work in reversed(works):
+        work.wait()
+    check(found, drawn(mine))
+
+
+def test_a_receive_from_any_rank_takes_a_message_of_its_own(ranks: range) -> None:
+    mine, found = dist.get_rank(), blank(drawn(0))
+    sending = dist.isend(drawn(mine), mine, tag=4)
+    dist.irecv(found, tag=4).wait()
+    sending.wait()
+    check(found, drawn(mine))
+
+
+@pytest.mark.skipif(not HAS_BACKENDS, reason="PyTorch before 2.14 starts them one by one")
+def test_of_a_refused_batch_no_message_is_sent(ranks: range) -> None:
+    mine, left, right = neighbours(ranks)
+    found, other = torch.zeros(2), torch.zeros(2)
+    with pytest.raises(ValueError, match="tag must be from 0"):
+        dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.irecv, other, left),
+                dist.P2POp(dist.isend, torch.full((2,), 9.0), right),
+                dist.P2POp(dist.isend, torch.zeros(2), right, tag=-1),
+            ]
+        )
+    works = [dist.irecv(found, left), dist.isend(torch.full((2,), mine + 1.0), right)]
+    for work in works:
+        work.wait()
+    assert found.tolist() == 2 * [left + 1.0] and other.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("from_any", [False, True], ids=["from one rank", "from any rank"])
