@@ -192,6 +192,15 @@ def test_the_flight_recorder_of_pytorch_records_calls(tmp_path: Path) -> None:
     assert done.stdout == "['ring:all_reduce', 'ring:all_reduce']\n", done.stderr
 
 
+# The end
+
+
+def test_futures_complete_in_a_handler_that_runs_at_the_very_end() -> None:
+    program = str(ROOT / "tests" / "launch" / "ending_program.py")
+    done = launch(2, [program, "futures"], timeout=60, env=own({}), capture=True)
+    assert sorted(done.stdout.splitlines()) == ["rank 0 futures 2", "rank 1 futures 2"], done.stderr
+
+
 # Time limits
 
 NOBODY_WAITS = """

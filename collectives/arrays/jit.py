@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,15 @@ _compiled: dict[object, Any] = {}  # numba's objects; the code lives as long as 
 _warned: set[str] = set()  # messages that were logged as warnings
 
 
+def is_at_exit() -> bool:
+    """Whether the program has ended, and only what `atexit` has registered still runs.
+
+    Then what registers functions of its own comes too late, and from Python 3.12 on no thread
+    can be started.
+    """
+    return not threading.main_thread().is_alive()
+
+
 def why_unavailable() -> str | None:
     """Why numba cannot compile here, as text; None if it can."""
     with _one_thread:
@@ -39,6 +49,8 @@ def why_unavailable() -> str | None:
 
 @cache
 def _why_unavailable() -> str | None:
+    if is_at_exit() and "numba" not in sys.modules:
+        return "the program has ended, too late to import numba"
     try:
         import numba  # noqa: PLC0415 - takes a quarter of a second
         from numba.core import caching, ccallback, sigutils  # noqa: F401, PLC0415

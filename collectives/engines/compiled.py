@@ -64,7 +64,7 @@ def why_unavailable() -> str | None:
 def load_in_background() -> None:
     """Load the compiled loop in a thread.  Until that is done, Python runs the programs."""
     global _loader
-    if _loader is None:
+    if _loader is None and not jit.is_at_exit():
         _loader = threading.Thread(target=_load, name="collectives loading")
         _loader.start()
         # In a child of this process that is forked meanwhile, the import would never end.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.arrays import Bytes
+from collectives.arrays import Bytes, jit
 from collectives.diagnostics import Counters, FlightRecorder, Waiting
 from collectives.engines import compiled
 from collectives.engines.compiled import CompiledExecution, Port
@@ -233,7 +233,7 @@ def _call_by_deadline(what: str, call: Callable[[], Any], deadline: float | None
 
     If MPI supports threads, another thread makes the call and is left behind after `deadline`.
     """
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE or jit.is_at_exit():
         return call()
     answer: Future[Any] = Future()
 

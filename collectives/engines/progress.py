@@ -14,6 +14,7 @@ import threading
 import time
 from functools import cache
 
+from collectives.arrays import jit
 from collectives.engines.transport import PendingCall, back_off
 
 _log = logging.getLogger(__name__)
@@ -48,8 +49,11 @@ class ProgressThread:
         self._is_stopped = False
         self._is_asleep = False
         self._thread = threading.Thread(target=self._work, name="collectives", daemon=True)
-        self._thread.start()
-        atexit.register(self.stop)  # before MPI is finalized
+        if jit.is_at_exit():  # nobody would stop it before MPI is finalized
+            self._is_stopped = True
+        else:
+            self._thread.start()
+            atexit.register(self.stop)  # before MPI is finalized
 
     def adopt(self, call: PendingCall, delay: float = 0.0) -> None:
         """Advance a call, unless the program waits for it within `delay` seconds."""
@@ -63,6 +67,11 @@ class ProgressThread:
             if entry.call is call:
                 entry.since = 0.0
         self._woken.set()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the thread has ended, so that calls make progress only while they are awaited."""
+        return self._is_stopped
 
     @property
     def calls(self) -> list[PendingCall]:

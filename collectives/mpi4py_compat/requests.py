@@ -77,6 +77,8 @@ class Operation:
         self.request = MPI.Grequest.Start(self._query)
         pending_operations.add(self)
         started.add_done_callback(self._complete)
+        if require_thread().is_stopped:  # MPI's own waits would wait for ever
+            self.wait()
 
     def _complete(self) -> None:
         """Store the result of a call that is done, and complete the request.

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import DistBackendError, Work
 
 import collectives
+from collectives.arrays import jit
 from collectives.engines import deadline_in, poll_until
 from collectives.torch.tensors import Tensor, check_filled, filled
 from collectives.torch.versions import untraced
@@ -88,5 +89,8 @@ class ReceiveFromAny(Work):  # type: ignore[misc]
             else:
                 outcome.set_result(self._tensors)
 
-        threading.Thread(target=complete, name="collectives receive", daemon=True).start()
+        if jit.is_at_exit():
+            complete()
+        else:
+            threading.Thread(target=complete, name="collectives receive", daemon=True).start()
         return unwrapped(outcome)

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import DistBackendError, Work
 
 import collectives
+from collectives.arrays import jit
 from collectives.torch.deadlines import Limit, watch
 from collectives.torch.tensors import Finish, Tensor
 from collectives.torch.versions import untraced
@@ -105,6 +106,9 @@ class InProgress(Work):  # type: ignore[misc]
         if self._future is None:
             self._outcome = torch.futures.Future()
             self._future = unwrapped(self._outcome)
+            if jit.is_at_exit():  # no thread advances the call while the future is waited for
+                self._complete_future()
+                return self._future
             if self._limit is not None and not self._call.is_done:
                 watch().add(Limit(self._began + self._limit, self._limit, self._call))
             if _completing.is_true:  # its caller may wait, and nothing would advance this call

@@ -37,7 +37,47 @@ def late_call() -> None:
         total = threaded.all_reduce(x, async_op=True).wait()
         say(f"rank {MPI.COMM_WORLD.rank} thread {total[0]:g}", flush=True)
 
-    made += [with_requests, with_thread]
+    def with_waits_of_mpi(say) -> None:
+        MPI.Request.Waitall([drop_in.Iallreduce(x, out), drop_in.Iallreduce(x, np.empty(3))])
+        say(f"rank {MPI.COMM_WORLD.rank} Waitall {out[0]:g}", flush=True)
+
+    made += [with_requests, with_thread, with_waits_of_mpi]
+
+
+def first_call() -> None:
+    """The first calls of the program are those of a handler."""
+
+    @atexit.register
+    def call() -> None:
+        from mpi4py import MPI
+
+        import collectives
+
+        x, out = np.ones(3), np.empty(3)
+        collectives.Intracomm(MPI.COMM_WORLD).Iallreduce(x, out).Wait()
+        total = collectives.world(progress="thread").all_reduce(x, async_op=True).wait()
+        is_imported = "numba" in sys.modules
+        print(f"rank {MPI.COMM_WORLD.rank} {out[0]:g} {total[0]:g} {is_imported}", flush=True)
+
+
+def late_futures() -> None:
+    """Futures of PyTorch in a handler that runs when the library's thread has ended."""
+
+    @atexit.register
+    def call() -> None:
+        x, mine = torch.ones(3), dist.get_rank()
+        dist.all_reduce(x, async_op=True).get_future().wait()
+        sending, found = dist.isend(x, 1 - mine), torch.zeros(3)
+        dist.irecv(found).get_future().wait()
+        sending.wait()
+        dist.destroy_process_group()
+        print(f"rank {mine} futures {found[0]:g}", flush=True)
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("ring")
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
 
 
 def unawaited(progress: str | None) -> None:
@@ -66,6 +106,8 @@ def freed() -> None:
 if __name__ == "__main__":
     {
         "late": late_call,
+        "first": first_call,
+        "futures": late_futures,
         "unawaited": lambda: unawaited(None),
         "threaded": lambda: unawaited("thread"),
         "freed": freed,

@@ -15,7 +15,15 @@ def test_calls_in_a_handler_that_runs_at_the_very_end_complete() -> None:
     done = launch(2, [PROGRAM, "late"], timeout=60, capture=True)
     assert done.returncode == 0, done.stderr
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-    assert said == [f"rank {r} {what} 2" for r in (0, 1) for what in ("requests", "thread")]
+    ways = "Waitall", "requests", "thread"
+    assert said == [f"rank {r} {way} 2" for r in (0, 1) for way in ways]
+
+
+def test_a_first_call_in_a_handler_imports_no_numba_and_prints_nothing() -> None:
+    """numba registers functions for the end of the program, and would find it too late."""
+    done = launch(2, [PROGRAM, "first"], timeout=60, capture=True)
+    assert sorted(done.stdout.splitlines()) == [f"rank {r} 2 2 False" for r in (0, 1)]
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("way", ["unawaited", "threaded"])
