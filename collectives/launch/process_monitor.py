@@ -23,6 +23,7 @@ from typing import NamedTuple
 from collectives.launch.bootstrap import AT_ONCE, IN_MPI, JOB, WITH_ALL, address
 
 _LOCAL_SIZE = b"OMPI_COMM_WORLD_LOCAL_SIZE="  # in the environment of Open MPI's ranks
+_SHARED_MEMORY = "/dev/shm/mpich_shm_"  # how the names of MPICH's files of shared memory begin
 _PF_EXITING = 0x4  # among the flags in /proc/PID/stat: the process is ending (linux/sched.h)
 
 
@@ -96,6 +97,7 @@ class ProcessMonitor:
         self._gone_at = math.inf  # when the last process of a rank ended
         self._deaths: deque[Death] = deque()
         self._watches_deaths = False
+        self._shared_memory: set[str] = set()
         self._undo = contextlib.ExitStack()
         self._selector = self._undo.enter_context(selectors.DefaultSelector())
         self._listener = self._undo.enter_context(socket.socket(socket.AF_UNIX))
@@ -109,7 +111,13 @@ class ProcessMonitor:
         return self
 
     def __exit__(self, *failure: object) -> None:
+        """Stop monitoring a job that has ended, and remove the shared memory that it has left.
+
+        MPICH removes it in MPI_Finalize only.
+        """
         self._undo.close()
+        for path in self._shared_memory:
+            Path(path).unlink(missing_ok=True)
 
     def begin(self, mpirun: int) -> None:
         """Notice deaths from now on, until mpirun ends, which ends the ranks itself."""
@@ -245,6 +253,7 @@ class ProcessMonitor:
         for line in lines:
             if line == IN_MPI:
                 connection.is_in_mpi = True
+                self._shared_memory |= _shared_memory(connection.pid)
             elif connection.number is None:
                 connection.number = int(line)
                 _answer(connection)
@@ -312,6 +321,15 @@ def _writers(outputs: frozenset[str]) -> list[str]:
                 name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
                 found.append(f"{name} (process {pid})")
     return found
+
+
+def _shared_memory(pid: int) -> set[str]:
+    """The files of shared memory of MPICH that a process has mapped."""
+    with contextlib.suppress(OSError):  # it has ended
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        last = {line.split(maxsplit=5)[-1] for line in lines}
+        return {path for path in last if path.startswith(_SHARED_MEMORY)}
+    return set()
 
 
 def _is_ending(pid: int) -> bool:
