@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from collectives.arrays import Bytes
 from collectives.engines.transport import poll_until
-from collectives.errors import CollectiveMismatch
+from collectives.errors import CollectiveError, CollectiveMismatch
 
 # Only an Open MPI that was started with fault tolerance (ULFM) has these errors.
 FAILURES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
@@ -33,27 +33,51 @@ def translate_message_error(
 ) -> BaseException:
     """The error to raise for MPI's: a CollectiveMismatch if a message exceeded its buffer.
 
+    If a message failed for another reason, it is a CollectiveError that names the other rank: one
+    that has died, perhaps.  MPICH has no error class for that.
+
     `messages`: the messages that the failed call waited for.
     """
     if error.Get_error_class() not in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
         return error
     failed = [each for each in messages if each.code not in (MPI.SUCCESS, MPI.ERR_PENDING)]
-    for each in failed:
-        if (reason := MPI.Exception(each.code)).Get_error_class() in FAILURES:
+    reasons = [MPI.Exception(each.code) for each in failed]
+    for reason in reasons:
+        if reason.Get_error_class() in FAILURES:
             return reason
-    mismatch = CollectiveMismatch(
-        f"{_too_long(rank, failed)}: the ranks did not make the same call with the same sizes"
+    for each, reason in zip(failed, reasons, strict=True):
+        if reason.Get_error_class() != MPI.ERR_TRUNCATE:
+            return _caused_by(error, CollectiveError(_broken(rank, each, reason)))
+    return _caused_by(
+        error,
+        CollectiveMismatch(
+            f"{_too_long(rank, failed)}: the ranks did not make the same call with the same sizes"
+        ),
     )
-    mismatch.__cause__ = error
-    return mismatch
+
+
+def _caused_by(cause: MPI.Exception, error: CollectiveError) -> CollectiveError:
+    error.__cause__ = cause
+    return error
+
+
+def _broken(rank: int, message: Failed, reason: MPI.Exception) -> str:
+    sender, receiver = _ends(rank, message)
+    what = f"the message from rank {sender} to rank {receiver} failed"
+    text = " ".join(reason.Get_error_string().split())
+    return f"{what}; rank {message.peer} may have died (MPI says: {text})"
 
 
 def _too_long(rank: int, failed: Sequence[Failed]) -> str:
     if not failed:
         return f"a message between rank {rank} and another was longer than expected"
-    peer, is_receive, _ = failed[0]
-    sender, receiver = (peer, rank) if is_receive else (rank, peer)
+    sender, receiver = _ends(rank, failed[0])
     return f"rank {sender} sent rank {receiver} a longer message than it expected"
+
+
+def _ends(rank: int, message: Failed) -> tuple[int, int]:
+    """The sender and the receiver of a message of `rank`."""
+    return (message.peer, rank) if message.is_receive else (rank, message.peer)
 
 
 def request_of(handle: Bytes) -> MPI.Request:
