@@ -142,6 +142,9 @@ def launch(
             status = _wait(job, monitor, timeout, is_tolerant=fault_tolerant, say=say)
             if status == TIMED_OUT and directory is not None and job.poll() is None:
                 say(_hang_report(monitor, directory, began))
+            # What other ranks report after a death may be its consequence.
+            if monitor.first_death and not fault_tolerant and status == monitor.status != 0:
+                say(f"{monitor.first_death} had died without a word before that.\n")
         finally:
             if status != 0 or job.poll() is None:
                 _end(job, home)

@@ -177,6 +177,27 @@ def test_one_failing_rank_ends_the_job(failure: str, script: Script) -> None:
     assert time.monotonic() - start < TOO_LONG / 3
 
 
+def test_a_rank_that_died_before_another_one_failed_is_named(script: Script) -> None:
+    """The failure may be a consequence; mpirun, which would kill the others, is stopped."""
+    source = """
+        import os, signal, time
+        from mpi4py import MPI
+        world = MPI.COMM_WORLD
+        pid = world.bcast(os.getpid(), root=1)
+        if world.rank == 1:
+            os.kill(os.getppid(), signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        raise RuntimeError("the other rank does not answer")
+    """
+    job = launch(2, [script(source)], timeout=TOO_LONG, capture=True)
+    assert job.returncode == 1
+    named = re.findall(
+        r"^Rank (\d+) .* had died without a word before that", job.stderr, re.MULTILINE
+    )
+    assert named == ["1"], job.stderr
+
+
 STUCK = """
     import pathlib, sys, numpy, collectives
     comm = collectives.world()
