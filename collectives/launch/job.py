@@ -134,14 +134,14 @@ def launch(
             stderr=err,
             start_new_session=True,  # Ctrl-C reaches only the launcher, which ends the job
         )
-        status, began = TIMED_OUT, time.time()
+        status = TIMED_OUT
         try:
             if directory is not None:
                 stack.enter_context(_forwarding(signal.SIGUSR1, monitor))
             say = notes.append if capture else _say
             status = _wait(job, monitor, timeout, is_tolerant=fault_tolerant, say=say)
             if status == TIMED_OUT and directory is not None and job.poll() is None:
-                say(_hang_report(monitor, directory, began))
+                say(_hang_report(monitor, directory))
             # What other ranks report after a death may be its consequence.
             if monitor.first_death and not fault_tolerant and status == monitor.status != 0:
                 say(f"{monitor.first_death} had died without a word before that.\n")
@@ -257,15 +257,18 @@ def _forwarding(signum: signal.Signals, monitor: process_monitor.ProcessMonitor)
         signal.signal(signum, before)
 
 
-def _hang_report(monitor: process_monitor.ProcessMonitor, directory: Path, began: float) -> str:
-    """The hang report of the ranks, from dumps that they write on request."""
+def _hang_report(monitor: process_monitor.ProcessMonitor, directory: Path) -> str:
+    """The hang report of the ranks, from dumps that they write on request.
+
+    Older dumps, of another job or of a wait that timed out, would show what is no longer so.
+    """
     asked_at = time.time()
     asked = set(monitor.send_signal(signal.SIGUSR1))
     deadline = time.monotonic() + _DUMP_SECONDS
     try:
         while not asked <= _ranks_of(directory, asked_at) and time.monotonic() < deadline:
             time.sleep(_POLL / 10)
-        paths = hang_report.files(directory, began)  # it may hold the dumps of another job
+        paths = hang_report.files(directory, asked_at)
     except OSError as error:
         return f"{directory} cannot be read as a directory ({error.strerror}).\n"
     dumps, said = hang_report.read(paths)

@@ -219,6 +219,27 @@ def test_at_the_time_limit_the_ranks_say_what_they_are_doing(
     assert "another job" not in job.stderr
 
 
+STOPPED = """
+    import os, signal, numpy, collectives
+    comm = collectives.world()
+    if comm.rank == 1:
+        try:
+            comm.recv(numpy.empty(1), 0, timeout=0.1)
+        except collectives.CollectiveTimeout:  # which writes a dump
+            os.kill(os.getpid(), signal.SIGSTOP)
+    comm.all_reduce(numpy.ones(3))
+"""
+
+
+def test_what_a_stopped_rank_was_doing_earlier_is_not_shown_as_the_present(
+    script: Script, tmp_path: Path
+) -> None:
+    job = launch(2, [script(STOPPED)], timeout=10, capture=True, flight=tmp_path)
+    assert job.returncode == TIMED_OUT
+    assert (tmp_path / "flight.1.json").exists()
+    assert "rank 1: no dump: it is dead or stopped" in job.stderr, job.stderr
+
+
 def test_a_signal_to_the_launcher_makes_the_ranks_say_what_they_are_doing(
     script: Script, tmp_path: Path
 ) -> None:
