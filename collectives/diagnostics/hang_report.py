@@ -21,6 +21,7 @@ Call = Mapping[str, Any]
 Dump = Mapping[str, Any]  # as `FlightRecorder.report` makes it
 Group = tuple[tuple[int, ...], int]  # ranks of the job, and which communicator of these ranks
 
+_SAME_TIME = 2.0  # seconds between dumps that were asked for together
 _NAME = re.compile(r"flight\.(0|[1-9][0-9]{0,8})\.json")
 
 
@@ -195,6 +196,7 @@ def escaped(text: str) -> str:
 
 
 def _lines(dumps: Mapping[int, Dump]) -> Iterator[str]:
+    yield from _outdated(dumps)
     under_way = 0
     for group, calls in sorted(_groups(dumps).items()):
         for name in _under_way(calls):
@@ -203,6 +205,14 @@ def _lines(dumps: Mapping[int, Dump]) -> Iterator[str]:
     if not under_way:
         yield "no call is under way"
         yield from (f"  rank {rank}: {_last(dump['calls'], dump)}" for rank, dump in dumps.items())
+
+
+def _outdated(dumps: Mapping[int, Dump]) -> Iterator[str]:
+    """A line for each dump that does not show the same time as the others."""
+    times = {rank: dump["time"] for rank, dump in dumps.items() if _is_seconds(dump.get("time"))}
+    for rank, written in times.items():
+        if (age := max(times.values()) - written) > _SAME_TIME:
+            yield f"the dump of rank {rank} is {age:.3g} s older than the latest one"
 
 
 def _groups(dumps: Mapping[int, Dump]) -> dict[Group, dict[int, dict[str, Call]]]:

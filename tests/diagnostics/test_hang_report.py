@@ -53,6 +53,13 @@ def test_a_rank_without_a_dump_is_named() -> None:
     assert said[-1] == "  rank 2: no dump: it is dead or stopped, or has not been asked"
 
 
+def test_a_dump_of_another_time_is_named() -> None:
+    dumps = {rank: dump(rank, call("5")) | {"time": 100.0 + rank / 2} for rank in range(3)}
+    assert not any("older" in line for line in hang_report.lines(dumps))
+    dumps[0]["time"] = 90.0
+    assert next(hang_report.lines(dumps)) == "the dump of rank 0 is 11 s older than the latest one"
+
+
 def test_ranks_that_call_different_things_at_once_are_shown_as_such() -> None:
     other = waiting("5", 0, collective="broadcast")
     said = list(hang_report.lines({0: dump(0, waiting("5", 1)), 1: dump(1, other)}))
