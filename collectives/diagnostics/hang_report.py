@@ -196,8 +196,8 @@ def escaped(text: str) -> str:
 
 
 def _lines(dumps: Mapping[int, Dump]) -> Iterator[str]:
-    yield from _outdated(dumps)
     under_way = 0
+    yield from _outdated(dumps)
     for group, calls in sorted(_groups(dumps).items()):
         for name in _under_way(calls):
             under_way += 1

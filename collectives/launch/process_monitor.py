@@ -326,15 +326,6 @@ def _writers(outputs: frozenset[str]) -> list[str]:
     return found
 
 
-def _shared_memory(pid: int) -> set[str]:
-    """The files of shared memory of MPICH that a process has mapped."""
-    with contextlib.suppress(OSError):  # it has ended
-        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-        last = {line.split(maxsplit=5)[-1] for line in lines}
-        return {path for path in last if path.startswith(_SHARED_MEMORY)}
-    return set()
-
-
 def _is_ending(pid: int) -> bool:
     """Whether a process has ended, or is ending: the kernel is closing its files."""
     try:
@@ -349,6 +340,15 @@ def _handles(pid: int, signum: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     (caught,) = (line for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+
+
+def _shared_memory(pid: int) -> set[str]:
+    """The files of shared memory of MPICH that a process has mapped."""
+    with contextlib.suppress(OSError):  # it has ended
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        last = {line.split(maxsplit=5)[-1] for line in lines}
+        return {path for path in last if path.startswith(_SHARED_MEMORY)}
+    return set()
 
 
 def kill(job: str) -> None:
