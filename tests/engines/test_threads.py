@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -33,6 +35,39 @@ def test_the_first_error_is_raised_and_frees_the_others() -> None:
     with pytest.raises(KeyError, match="mine"):
         collectives.run(body, 3)
     assert time.perf_counter() - begin < 5
+
+
+def test_threads_of_a_rank_that_receive_with_the_same_tag_lose_no_message() -> None:
+    """They collect each other's messages."""
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            for number in range(4 * 250):
+                comm.send(np.array([number]), 0)
+            return
+        received, faults = list[int](), list[Exception]()
+
+        def receive() -> None:
+            try:
+                for _ in range(250):
+                    received.append(int(comm.recv(np.empty(1, int), 1, timeout=5)[0]))
+            except Exception as error:  # noqa: BLE001 - asserted below
+                faults.append(error)
+
+        threads = [threading.Thread(target=receive) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert faults == []
+        assert sorted(received) == [*range(4 * 250)]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        collectives.run(body, 2, timeout=30)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_ranks_that_wait_in_a_circle_are_told_at_once() -> None:
