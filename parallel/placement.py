@@ -12,7 +12,6 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
-from collectives import even_counts
 from parallel.mesh import AXES, Mesh
 
 Shape: TypeAlias = tuple[int, ...]
@@ -21,10 +20,10 @@ Split: TypeAlias = tuple[int, str] | tuple[int, str, int]
 
 @lru_cache(maxsize=4096)
 def span(total: int, num_ranks: int, rank: int) -> slice:
-    """Return the part of ``range(total)`` that belongs to `rank`, by `even_counts`."""
-    sizes = even_counts(total, num_ranks)
-    start = sum(sizes[:rank])
-    return slice(start, start + sizes[rank])
+    """Return the part of ``range(total)`` that belongs to `rank`, as `even_counts` divides it."""
+    size, num_larger = divmod(total, num_ranks)
+    start = rank * size + min(rank, num_larger)
+    return slice(start, start + size + (rank < num_larger))
 
 
 def length(part: slice) -> int:

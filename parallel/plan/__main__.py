@@ -22,6 +22,7 @@ from parallel.plan.cost import Cost, cost_of
 from parallel.plan.layouts import Job, Layout, Machine, layouts_for
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+HOSTS, ON_EACH = 128, 8  # hosts, and GPUs on each, if the user names none
 YEAR = 365.25 * 24 * 3600
 
 
@@ -29,22 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the table that the command line asks for; return the exit status."""
     parse = parser()
     options = parse.parse_args(arguments)
-    (num_hosts, on_each), (within, between) = options.hosts, options.links
-    machine = Machine(
-        num_hosts, on_each, options.gpu_memory, options.flops, 1e9 * within, 1e9 * between
-    )
-    job = Job(
-        options.layers, options.hidden, options.heads, options.context, options.vocab_size,
-        options.batch,
-    )  # fmt: skip
-    if options.hidden % options.heads:
-        parse.exit(2, f"{parse.prog}: {options.heads} heads do not divide {options.hidden}\n")
-    if options.ranks not in (None, machine.num_ranks):
-        parse.exit(
-            2, f"{parse.prog}: {machine.num_ranks} ranks are on the hosts, not {options.ranks}\n"
-        )
+    try:
+        job, machine = wanted(options)
+        layouts = every_layout(job, machine)
+    except ValueError as error:
+        parse.exit(2, f"{parse.prog}: {error}\n")
     console = cli.console_of(0)
-    found = [(cost_of(job, layout, machine), layout) for layout in layouts_for(job, machine)]
+    found = [(cost_of(job, layout, machine), layout) for layout in layouts]
     fitting = sorted(
         (each for each in found if each[0].memory <= machine.memory), key=lambda x: x[0].seconds
     )
@@ -69,6 +61,45 @@ def main(arguments: list[str] | None = None) -> int:
     cli.print_table(divided_by_axis(job), console)
     console.print(WHY, markup=False)
     return 0
+
+
+def wanted(options: argparse.Namespace) -> tuple[Job, Machine]:
+    """Return the job and the machine of the command line.  Raises ValueError for what is none."""
+    (num_hosts, on_each), (within, between) = hosts_of(options), options.links
+    if options.hidden % options.heads:
+        raise ValueError(f"{options.heads} heads do not divide {options.hidden}")
+    job = Job(
+        options.layers, options.hidden, options.heads, options.context, options.vocab_size,
+        options.batch,
+    )  # fmt: skip
+    return job, Machine(
+        num_hosts, on_each, options.gpu_memory, options.flops, 1e9 * within, 1e9 * between
+    )
+
+
+def hosts_of(options: argparse.Namespace) -> tuple[int, int]:
+    """Return the numbers of hosts and of GPUs on each: as named, or such hosts as are usual."""
+    ranks = options.ranks
+    if options.hosts is None:
+        on_each = min(ranks or ON_EACH, ON_EACH)
+        if ranks is not None and ranks % on_each:
+            raise ValueError(f"{ranks} ranks are no hosts of {ON_EACH} each: name them by --hosts")
+        return (ranks // on_each if ranks else HOSTS), on_each
+    num_hosts, on_each = options.hosts
+    if ranks not in (None, num_hosts * on_each):
+        raise ValueError(f"{num_hosts * on_each} ranks are on the hosts, not {ranks}")
+    return num_hosts, on_each
+
+
+def every_layout(job: Job, machine: Machine) -> list[Layout]:
+    """Return the layouts of a job on a machine.  Raises ValueError if there are none."""
+    if layouts := list(layouts_for(job, machine)):
+        return layouts
+    raise ValueError(
+        f"{machine.num_ranks} ranks cannot divide a batch of {job.batch}, {job.num_layers} layers"
+        f" and {job.num_heads} heads: the product of the ranks along data, pipe and tensor must be"
+        f" {machine.num_ranks}"
+    )
 
 
 def zero_alone(job: Job, machine: Machine, table: Any) -> str:
@@ -182,9 +213,10 @@ def parser() -> argparse.ArgumentParser:
     add("--context", type=positive, default=2048, help="tokens of a row; default: %(default)s")
     add("--vocab-size", type=positive, default=51200, help="default: %(default)s")
     add("--batch", type=positive, default=1536, help="rows of all ranks; default: %(default)s")
-    add("--ranks", type=positive, help="number of GPUs; those of the hosts")
-    add("--hosts", type=pair("x", int), default=(128, 8), metavar="HxG",
-        help="hosts, and GPUs on each; default: 128x8")  # fmt: skip
+    add("--ranks", type=positive, help="number of GPUs; default: those of the hosts")
+    add("--hosts", type=pair("x", int), metavar="HxG",
+        help=f"hosts, and GPUs on each; default: {HOSTS}x{ON_EACH}, or hosts of {ON_EACH} for"
+        " --ranks")  # fmt: skip
     add("--gpu-memory", type=number, default=80e9, metavar="BYTES", help="default: 80G")
     add("--flops", type=number, default=150e12, metavar="N",
         help="operations a second that a GPU reaches; default: 150T")  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -144,4 +145,5 @@ def _with(job: Job, pipe: int, data: int, tensor: int, micro_batch: int) -> Iter
 
 def divisors(n: int) -> list[int]:
     """Return the divisors of a number, in ascending order."""
-    return [i for i in range(1, n + 1) if n % i == 0]
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return small + [n // i for i in reversed(small) if i * i != n]

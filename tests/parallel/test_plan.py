@@ -198,8 +198,26 @@ def test_the_command_alone_plans_gpt_3(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.startswith("175.2 G parameters")
 
 
+@pytest.mark.parametrize("ranks", [3, 8, 24])
+def test_ranks_without_hosts_are_on_as_many_hosts_as_they_fill(
+    ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--layers", "4", "--hidden", "64", "--heads", "4", "--context", "64"]
+    hosts = {3: "1x3", 8: "1x8", 24: "3x8"}[ranks]
+    said = []
+    for words in (["--ranks", str(ranks)], ["--hosts", hosts]):
+        assert main([*small, *words]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize(("words", "said"), [
-    (["--heads", "3"], "3 heads do not divide"), (["--ranks", "5"], "not 5"),
+    (["--heads", "3"], "3 heads do not divide"),
+    (["--ranks", "5", "--hosts", "1x4"], "4 ranks are on the hosts, not 5"),
+    (["--ranks", "12"], "12 ranks are no hosts of 8 each: name them by --hosts"),
+    (["--ranks", "4", "--hosts", "1x4", "--layers", "2", "--heads", "2", "--batch", "1"],
+     "4 ranks cannot divide a batch of 1, 2 layers and 2 heads"),
+    (["--ranks", "7"], "7 ranks cannot divide a batch of 1536, 4 layers and 4 heads"),
     (["--hosts", "8"], "two numbers"), (["--gpu-memory", "x"], "not a number"),
 ])  # fmt: skip
 def test_the_command_refuses_in_a_sentence(
