@@ -91,7 +91,8 @@ def _measured(
     runs: list[Run] = [partial(in_turn, write, run) for run in (nothing, *(x.run for x in made))]
     members = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(range(comm.size)))
     slowest = OTHER_HOST if comm.topology.num_hosts > 1 else SAME_HOST
-    writing, *times = sampled(runs, members, samples, until, slowest)
+    found = sampled(runs, members, samples, until, slowest)
+    writing, *times = (each.seconds for each in found)
     writes = [writing * is_input for is_input in members.allgather(buffers.x is not None)]
     members.Free()
     for each in made:

@@ -5,9 +5,10 @@
 
 Two ranks on the same host, and two on different hosts, exchange messages: a ping-pong, one way,
 both ways at once, several at once.  Between hosts one rank of each host exchanges around a ring.
-If ranks outnumber the cores of a host, all ranks do so in pairs.  What is sent has just been
-written, as in programs.  The size from which a send waits for its receive is found by trying.  A
-machine of the LogGOPS model is fitted to the times by relative error.
+If ranks outnumber the cores of a host, all ranks do so in pairs; else samples in which a rank has
+lost its core to another program do not count, and on a busy machine nothing is fitted.  What is
+sent has just been written, as in programs.  The size from which a send waits for its receive is
+found by trying.  A machine of the LogGOPS model is fitted to the times by relative error.
 
 `Communicator.load_decisions` reads FILE; then predictions choose algorithms where `bench tune` has
 measured nothing.  Tables of `bench tune` in FILE are kept.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from mpi4py import MPI
@@ -29,14 +31,14 @@ from rich.console import Console
 
 import collectives
 from bench.fit import check, showing
-from bench.fit.fitting import fitted_links, rate
+from bench.fit.fitting import fitted_links, rate, undisturbed
 from bench.fit.measuring import Group, Measurement, groups_of
 from bench.fit.patterns import ITEMSIZE, PATTERNS, Sample
 from bench.options import seconds
 from bench.tune import earlier, here
 from collectives import Communicator, algorithms
 from collectives.selection.machine_file import Fitted
-from collectives.simulation import Machine
+from collectives.simulation import SAME_HOST, Machine
 from parallel.cli import at_least, console_of
 
 _SIZES = tuple(8 * 4**power for power in range(10))  # bytes, up to 2 MiB
@@ -106,10 +108,16 @@ def fit(comm: Communicator, options: argparse.Namespace, console: Console) -> Ma
     work = {kind: measurement.work(kind, _WORK_SIZES) for kind in ("copy", "combine")}
     rates = [rate(_WORK_SIZES, times) for times in work.values()]
     base = Machine({}, measurement.overhead, *rates)
-    at_once = options.at_once or comm.topology.max_per_host > len(os.sched_getaffinity(0))
+    is_crowded = comm.topology.max_per_host > len(os.sched_getaffinity(0))
+    at_once = options.at_once or is_crowded
     for group in groups_of(comm.topology.host_of, at_once=at_once):
         limit = measurement.eager_limit(group.pairs[0])
-        measured = measure_links(measurement, group, limit)
+        is_quiet = group.link_class == SAME_HOST and not is_crowded
+        measured = list[Sample]()
+        for samples in measure_links(measurement, group, limit):
+            quiet = undisturbed(samples) if is_quiet else samples
+            showing.show_left_out([each for each in samples if each not in quiet], console)
+            measured += quiet
         links[group.link_class] = fitted_links(measured, limit, base)
         found += measured
     machine = Machine(links, measurement.call(comm), *rates)
@@ -119,15 +127,15 @@ def fit(comm: Communicator, options: argparse.Namespace, console: Console) -> Ma
     return machine
 
 
-def measure_links(measurement: Measurement, group: Group, limit: int | None) -> list[Sample]:
-    """The samples of all patterns between ranks of a group."""
+def measure_links(
+    measurement: Measurement, group: Group, limit: int | None
+) -> Iterator[list[Sample]]:
+    """The samples of each pattern between ranks of a group."""
     around = () if limit is None else (limit, limit + 16 * ITEMSIZE, 2 * limit // 8 * 8)
     all_sizes = sorted({*_SIZES, *around})
-    found: list[Sample] = []
     for pattern in PATTERNS:
         sizes = [size for size in all_sizes if pattern != "burst" or size <= _BURST_BYTES]
-        found += measurement.pattern(group, pattern, sizes)
-    return found
+        yield measurement.pattern(group, pattern, sizes)
 
 
 def checked(

@@ -7,7 +7,7 @@ square up to a tenth, and linearly beyond it (Huber), so that disturbed samples 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 from statistics import fmean
 
@@ -48,6 +48,8 @@ def fitted_links(
         for each in samples
         if each.pattern == "ping-pong"
     }
+    samples = [each for each in samples if each.num_bytes in trips]
+    _refuse_few(trips, limit, samples[0].link_class)
     eager = divided([each for each in samples if each.num_bytes <= limit])
     late = divided([each for each in samples if each.num_bytes > limit])
     groups = [*eager, *late]
@@ -61,6 +63,31 @@ def fitted_links(
         links.append(fitted_link(of_link, start, base))
         _refuse_bad_fit(of_link, links[-1], base)
     return tuple(links)
+
+
+def undisturbed(samples: Sequence[Sample]) -> list[Sample]:
+    """The quiet samples of a pattern.  Raises ValueError if most are not."""
+    quiet = [each for each in samples if each.is_quiet]
+    if 2 * len(quiet) < len(samples):
+        raise ValueError(
+            f"ranks lost their cores in nearly every {samples[0].pattern} on"
+            f" {samples[0].link_class} ({len(samples) - len(quiet)} of {len(samples)} sizes):"
+            " other programs use this machine; repeat the measurement when it is idle"
+        )
+    return quiet
+
+
+def _refuse_few(sizes: Iterable[int], limit: float, link_class: str) -> None:
+    """Raise ValueError if too few sizes are left of messages that wait for no receive, or do."""
+    few = [name for name, number in (
+        (f"up to {limit:g}", sum(size <= limit for size in sizes)),
+        (f"above {limit:g}", FEWEST if limit == math.inf else sum(size > limit for size in sizes)),
+    ) if number < FEWEST]  # fmt: skip
+    if few:
+        raise ValueError(
+            f"too few messages {few[0]} bytes on {link_class} could be measured while no rank lost"
+            " its core: repeat the measurement when the machine is idle"
+        )
 
 
 def _refuse_nonsense(samples: Sequence[Sample]) -> None:

@@ -2,16 +2,23 @@
 
 A time is that of the slowest rank in one sample, and of the samples the 5 % quantile: what it takes
 if nothing else disturbs it.  Ranks that have no part in a pattern sleep.
+
+On one host short exchanges have two modes.  If both ranks keep their cores, a message takes some
+microseconds.  If one loses its core, to the other or to another program, both wait until it runs
+again, a hundred microseconds or more, and they may stay in step like that for many calls.  Only the
+first mode is that of a machine in which every rank has a core of its own.  Therefore a sample is
+quiet if the system has switched no rank off its core, and others count only where few are quiet.
 """
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, combinations, pairwise
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -38,8 +45,10 @@ from collectives.programs import Program
 from collectives.simulation import OTHER_HOST, SAME_HOST
 
 Run = Callable[[], object]
+T = TypeVar("T")
 
 QUANTILE = 0.05
+FEWEST_QUIET = 4  # undisturbed samples; if there are fewer, all samples count
 # How long a sample should take.  Between hosts a network may let bursts through before it slows
 # them down, which must not be all that is measured.
 SAMPLE_SECONDS = {SAME_HOST: 1e-4, OTHER_HOST: 1e-2}
@@ -51,6 +60,13 @@ LARGEST_EAGER = 4 << 20  # bytes; if a send does not wait even then, none does
 REST = 1e-3  # seconds of sleep, after which the system gives a process its processor at once
 _TURN = 1e-3  # seconds that an advance may take before Python runs
 _TAG = 1
+
+
+class Time(NamedTuple):
+    """Seconds of a call, and whether they are of quiet samples alone."""
+
+    seconds: float
+    is_quiet: bool
 
 
 class Group(NamedTuple):
@@ -89,15 +105,15 @@ def sampled(
     samples: int,
     end: float,
     link_class: str = SAME_HOST,
-) -> list[float]:
-    """Seconds of a call of each of `runs`, the same on all ranks.
+) -> list[Time]:
+    """The time of a call of each of `runs`, the same on all ranks.
 
     They take turns in random order.  A turn is a sample that brings the ranks into step and does
     not count, and then some samples, each of a number of calls.  No new turns begin after the time
     `end` of the clock of rank 0.  `link_class`: that of the slowest link.
     """
     plans = [_turn(run, comm, SAMPLE_SECONDS[link_class]) for run in runs]
-    taken: list[list[float]] = [[] for _ in runs]
+    taken: list[list[Taken]] = [[] for _ in runs]
     turns, shuffle = list(range(len(runs))), Random(0).shuffle  # the same on every rank
     for number in range(-(-samples // BLOCKS)):
         if number > 0 and not comm.bcast(time.perf_counter() < end):
@@ -105,34 +121,50 @@ def sampled(
         shuffle(turns)
         for turn in turns:
             taken[turn] += _samples(runs[turn], comm, *plans[turn])
-    return [_least(times, comm) for times in taken]
+    return [_least(each, comm) for each in taken]
 
 
-def _least(times: Sequence[float], comm: MPI.Comm) -> float:
+class Taken(NamedTuple):
+    """A sample on this rank: seconds of a call, and how often the rank has lost its core."""
+
+    seconds: float
+    switches: int
+
+
+def _least(taken: Sequence[Taken], comm: MPI.Comm) -> Time:
     """The time of the slowest rank where little disturbs it."""
-    slowest = np.array(times)
+    slowest = np.array(taken, float)
     comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
-    return float(np.quantile(slowest, QUANTILE))
+    seconds, switches = slowest.T
+    quiet = seconds[switches == 0]
+    is_quiet = len(quiet) >= FEWEST_QUIET
+    return Time(float(np.quantile(quiet if is_quiet else seconds, QUANTILE)), is_quiet)
 
 
 def _turn(run: Run, comm: MPI.Comm, seconds: float) -> tuple[int, int]:
     """The calls of a sample, no fewer than are simulated, and the samples of a turn."""
-    first = min(_samples(run, comm, 1, 2))
+    first = min(each.seconds for each in _samples(run, comm, 1, 2))
     slowest = max(comm.allreduce(first, op=MPI.MAX), LEAST_SECONDS)
     calls = max(CALLS, int(seconds / slowest))
     return calls, int(np.clip(TURN_SECONDS / (calls * slowest), 2, BLOCKS))
 
 
-def _samples(run: Run, comm: MPI.Comm, calls: int, blocks: int) -> list[float]:
+def _samples(run: Run, comm: MPI.Comm, calls: int, blocks: int) -> list[Taken]:
     """Some times of a call, each the mean over some calls, all one after the other."""
     time.sleep(REST)
     comm.Barrier()
-    times = []
+    marks = []
     for _ in range(1 + blocks):
         for _ in range(calls):
             run()
-        times.append(time.perf_counter())
-    return [(end - begin) / calls for begin, end in pairwise(times)]
+        marks.append((time.perf_counter(), _switches()))
+    return [Taken((t2 - t1) / calls, s2 - s1) for (t1, s1), (t2, s2) in pairwise(marks)]
+
+
+def _switches() -> int:
+    """How often this thread has been switched off its core."""
+    usage = resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF))
+    return usage.ru_nvcsw + usage.ru_nivcsw
 
 
 class Measurement:
@@ -143,7 +175,7 @@ class Measurement:
         self._world, self._samples, self._seconds = world, samples, seconds
         self._transport = MpiTransport(world.Dup())
         # What it takes to run a program from Python, without any row.
-        (self.overhead,) = self._sampled([self._run(empty_program(), 0)], world)
+        ((self.overhead, _),) = self._sampled([self._run(empty_program(), 0)], world)
 
     def free(self) -> None:
         """Free the communicator."""
@@ -152,7 +184,7 @@ class Measurement:
     def pattern(self, group: Group, pattern: str, sizes: Sequence[int]) -> list[Sample]:
         """The times of a pattern in the first pair, or the ring, for messages of some bytes."""
 
-        def measured(ranks: tuple[int, ...], comm: MPI.Comm) -> list[float]:
+        def measured(ranks: tuple[int, ...], comm: MPI.Comm) -> list[Time]:
             runs = [
                 self._run(pattern_program(pattern, comm.rank, ranks, size), BURST * size)
                 for size in sizes
@@ -162,8 +194,8 @@ class Measurement:
         where = group.rings if pattern == "exchange" else group.pairs
         times, num_ranks = self._among(where, measured), len(where[0])
         return [
-            Sample(pattern, group.link_class, size, seconds, num_ranks)
-            for size, seconds in zip(sizes, times, strict=True)
+            Sample(pattern, group.link_class, size, seconds, num_ranks, is_quiet)
+            for size, (seconds, is_quiet) in zip(sizes, times, strict=True)
         ]
 
     def waits_for_receive(self, pair: tuple[int, ...], num_bytes: int) -> bool:
@@ -192,10 +224,10 @@ class Measurement:
     def _among(
         self,
         groups: Sequence[tuple[int, ...]],
-        measure: Callable[[tuple[int, ...], MPI.Comm], list[float]],
-    ) -> list[float]:
+        measure: Callable[[tuple[int, ...], MPI.Comm], list[T]],
+    ) -> list[T]:
         """What the first group measures, on all ranks; ranks of no group sleep meanwhile."""
-        times: list[float] = []
+        times: list[T] = []
         mine = next((group for group in groups if self._world.rank in group), None)
         comm = self._world.Split(MPI.UNDEFINED if mine is None else mine[0], self._world.rank)
         if mine is not None:
@@ -206,7 +238,7 @@ class Measurement:
 
     def _sampled(
         self, runs: Sequence[Run], comm: MPI.Comm, link_class: str = SAME_HOST
-    ) -> list[float]:
+    ) -> list[Time]:
         end = time.perf_counter() + self._seconds
         return sampled(runs, comm, self._samples, end, link_class)
 
@@ -214,7 +246,7 @@ class Measurement:
         """Seconds of a copy or a combination of so many bytes, on all ranks at once."""
         runs = [self._run(work_program(kind, size), size) for size in sizes]
         times = self._sampled(runs, self._world)
-        return [(each - self.overhead) / REPEATS for each in times]
+        return [(each.seconds - self.overhead) / REPEATS for each in times]
 
     def call(self, comm: Communicator) -> float:
         """Seconds of a call that does nothing, a barrier of one rank, after an array is written."""
@@ -225,7 +257,7 @@ class Measurement:
         writing, both = self._sampled(runs, self._world)
         plan.free()
         alone.free()
-        return both - writing
+        return both.seconds - writing.seconds
 
     def _run(self, program: Program, num_bytes: int) -> Run:
         """Runs a program on arrays of float32."""

@@ -42,7 +42,7 @@ Steps = Callable[[int, Sequence[int], int], list[Step]]
 class Sample(NamedTuple):
     """What was measured: a pattern on a class of links, the bytes of a message, and seconds.
 
-    `num_ranks`: so many took part in the pattern.
+    `num_ranks`: so many took part in the pattern.  `is_quiet`: no rank lost its core meanwhile.
     """
 
     pattern: str
@@ -50,6 +50,7 @@ class Sample(NamedTuple):
     num_bytes: int
     seconds: float
     num_ranks: int = 2
+    is_quiet: bool = True
 
 
 def ping_pong(number: int, ranks: Sequence[int], count: int) -> list[Step]:

@@ -17,6 +17,13 @@ from collectives.simulation import Link, Machine
 from parallel.cli import print_table, table_with
 
 
+def show_left_out(samples: Sequence[Sample], console: Console) -> None:
+    """What is not fitted, because ranks lost their cores; nothing if that is nothing."""
+    if samples:
+        what = ", ".join(sizes.text(each.num_bytes) for each in samples)
+        console.print(f"Left out, because ranks lost their cores: {samples[0].pattern} of {what}")
+
+
 def show_machine(
     machine: Machine, samples: Sequence[Sample], base: Machine, console: Console
 ) -> None:

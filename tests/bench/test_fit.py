@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from bench.fit.check import Held, Verdict, regrets, verdict
-from bench.fit.fitting import divided, fitted_links, line, link_errors, rate
-from bench.fit.measuring import groups_of
+from bench.fit.fitting import divided, fitted_links, line, link_errors, rate, undisturbed
+from bench.fit.measuring import Taken, Time, _least, groups_of
 from bench.fit.patterns import PATTERNS, Sample, predicted
 from collectives.launch import launch
 from collectives.selection.decisions import Decisions
@@ -130,6 +130,46 @@ def test_times_without_any_order_are_refused() -> None:
         fitted_links(wrong, LIMIT, BASE)
 
 
+def test_samples_in_which_ranks_lost_their_cores_do_not_count() -> None:
+    """They take a hundred microseconds more, whatever their size; the others are fitted alone."""
+    slow = [
+        each._replace(seconds=each.seconds + 1e-4, is_quiet=False) if number % 3 == 1 else each
+        for number, each in enumerate(samples())
+    ]
+    by_pattern = [[each for each in slow if each.pattern == pattern] for pattern in PATTERNS]
+    quiet = [each for one in by_pattern for each in undisturbed(one)]
+    assert len(quiet) < 0.7 * len(slow) and all(each.is_quiet for each in quiet)
+    for found, true in zip(fitted_links(quiet, LIMIT, BASE), (EAGER, REST), strict=True):
+        for size in (8, 4096, 1 << 20):
+            assert found.seconds(size) == pytest.approx(true.seconds(size), rel=0.05)
+    spoilt = fitted_links([each._replace(is_quiet=True) for each in slow], LIMIT, BASE)
+    assert spoilt[0].seconds(8) > 1.05 * EAGER.seconds(8), "the negative control"
+
+
+def test_where_ranks_lose_their_cores_again_and_again_nothing_is_fitted() -> None:
+    pings = [each for each in samples() if each.pattern == "ping-pong"]
+    busy = [each._replace(is_quiet=each.num_bytes < 2000) for each in pings]
+    with pytest.raises(ValueError, match=r"nearly every ping-pong on same_host \(7 of 10 sizes\)"):
+        undisturbed(busy)
+    few = [each for each in samples() if each.num_bytes not in (8, 128, 512)]
+    with pytest.raises(ValueError, match="too few messages up to 4096 bytes on same_host"):
+        fitted_links(few, LIMIT, BASE)
+
+
+def test_a_time_is_of_the_samples_in_which_no_rank_lost_its_core() -> None:
+    slow, quiet = Taken(1e-4, 1), Taken(1e-6, 0)
+    assert least([slow] * 20 + [quiet] * 4) == (pytest.approx(1e-6), True)
+    assert least([slow] * 20 + [quiet] * 3) == (pytest.approx(1e-4, rel=1), False)
+
+
+def least(taken: list[Taken]) -> Time:
+    class Alone:
+        def Allreduce(self, *_: object) -> None:  # noqa: N802 - as in mpi4py
+            """One rank: nothing changes."""
+
+    return _least(taken, Alone())  # type: ignore[arg-type]
+
+
 def test_a_link_of_each_class_is_measured_between_the_first_ranks_that_have_it() -> None:
     def found(*host_of: int, at_once: bool = False) -> list[tuple[object, ...]]:
         return [tuple(each) for each in groups_of(host_of, at_once=at_once)]
@@ -190,7 +230,7 @@ def pattern(self, group, name, sizes):
     assert [each.num_bytes for each in samples] == list(sizes)
     assert all(1e-9 < each.seconds < 10 for each in samples)
     times = predicted(samples, MACHINE).tolist()
-    return [each._replace(seconds=time) for each, time in zip(samples, times)]
+    return [each._replace(seconds=time, is_quiet=True) for each, time in zip(samples, times)]
 
 Measurement.pattern = pattern
 sys.exit(main(["fit", *sys.argv[1:]]))
