@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for choice in choices:
             found.append(Found(choice.label, _simulated(options, choice, machine, network)))
             sys.stderr.write(f"{choice.label}: {_seconds(found[-1].call.seconds)}\n")
-    except (OSError, TypeError, ValueError) as error:
+    except (MemoryError, OSError, OverflowError, TypeError, ValueError) as error:
         parse.exit(2, f"{parse.prog}: {error}\n")
     found.sort(key=lambda each: each.call.seconds)
     num_bytes = f"{options.bytes} bytes of {options.dtype}"

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse.parse_args(arguments)
     try:
         written = export(call_of(options), options)
-    except (TypeError, ValueError, OSError) as error:
+    except (MemoryError, OverflowError, TypeError, ValueError, OSError) as error:
         parse.exit(2, f"{parse.prog}: {error}\n")
     sys.stderr.write(summary(written))
     return 0
