@@ -11,6 +11,7 @@ import argparse
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,9 @@ from importlib.util import find_spec
 from collectives.launch.mpirun import find_mpirun
 print(json.dumps([find_mpirun().vendor, find_spec("torch") is not None]))
 """
+# Time limits of the launcher, in seconds.  A job that is to be ended by it, and was too slow to get
+# to that step, gets the next one.
+LIMITS, TO_REACH = (300.0,), (8.0, 24.0, 72.0)
 NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
 
 
@@ -72,7 +76,10 @@ def run(
 ) -> Outcome:
     """Run a job and judge it."""
     began = time.monotonic()
-    record = Running(job, folder, python, hang_seconds).run()
+    for number, limit in enumerate(TO_REACH if job.is_to_time_out else LIMITS):
+        record = Running(job, folder / f"{number}", python, limit, hang_seconds).run()
+        if record.reached == len(job.steps) - 1:
+            break
     reached = [step.fault for step in job.steps[: record.reached + 1]]
     return Outcome(reached, judge(job, record), time.monotonic() - began)
 
@@ -147,6 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         help="the Python of an environment; several for one table",
     )  # fmt: skip
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # ends the job
     environments = [Environment.of(python) for python in options.python or [sys.executable]]
     home = Path(tempfile.mkdtemp(prefix="chaos-"))
     found = [

@@ -49,7 +49,6 @@ OUTLIVED = {
 }
 FAULTS = SURVIVED | ENDING | OUTLIVED
 
-JOB_SECONDS = 10.0  # the time limit of a job that is to reach it
 SIGNALS = ("SIGINT", "SIGINT", "SIGTERM", "SIGHUP")  # to the launcher
 
 
@@ -83,9 +82,9 @@ class Job:
     is_fault_tolerant: bool = False
 
     @property
-    def seconds(self) -> float:
-        """The time limit that the launcher gets."""
-        return JOB_SECONDS if self.steps[-1].fault == "job limit" else 300.0
+    def is_to_time_out(self) -> bool:
+        """Whether the launcher is to end it at its time limit."""
+        return self.steps[-1].fault == "job limit"
 
     def name_of(self, number: int) -> str:
         """The seed of what step `number` draws while it runs."""
@@ -131,7 +130,7 @@ def draw(seed: int, number: int, *, can_outlive: bool, has_torch: bool) -> Job:
         workloads: tuple[str, ...] = ("pytorch",)
     else:
         workloads = ALL[:-1]
-    ending = random.choice([*ENDING, "kill", "kill", "ctrl-c", "exception"])
+    ending = random.choice([*ENDING, *["kill", "ctrl-c", "exception"] * 2])
     if ending == "job limit":  # it must be reached within the limit
         num_steps = random.randint(0, 2)
     steps = [_step(random, SURVIVED, workloads, [*range(size)]) for _ in range(num_steps)]

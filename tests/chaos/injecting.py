@@ -60,14 +60,18 @@ class Ended(Exception):  # noqa: N818
 class Running:
     """A job that runs."""
 
-    def __init__(self, job: Job, folder: Path, python: str, hang_seconds: float) -> None:
+    def __init__(
+        self, job: Job, folder: Path, python: str, limit: float, hang_seconds: float
+    ) -> None:
+        """`limit`: the time limit of the launcher."""
         self.job, self.folder, self.hang_seconds = job, folder, hang_seconds
+        self.limit = limit
         self.record, self.shared = Record(), set[str]()
         self.flights, self.temporary = folder / "flights", folder / "tmp"
         self.temporary.mkdir(parents=True)
         (folder / "job.json").write_text(job.to_json())
         words = [python, "-m", "collectives.launch", "-n", str(job.size)]
-        words += [f"--timeout={job.seconds:g}", f"--flight={self.flights}"]
+        words += [f"--timeout={limit:g}", f"--flight={self.flights}"]
         words += ["--fault-tolerant"] * job.is_fault_tolerant
         words += ["-m", "tests.chaos.rank_program", str(folder)]
         environment = {
@@ -96,7 +100,8 @@ class Running:
             self.record.hung = f"{error}\n{self._hang_report()}"
         except Ended:
             pass
-        self._end()
+        finally:
+            self._end()
         self.record.events = [read(self.folder, rank) for rank in range(self.job.size)]
         self.record.stderr = (self.folder / "stderr").read_text(errors="replace")
         self.record.checkpoints = list(wrong_checkpoints(self.job, self.folder, self.record.events))
@@ -114,7 +119,7 @@ class Running:
         return [rank for rank in self.alive(number) if rank != guilty]
 
     def pid(self, rank: int) -> int:
-        return int(read(self.folder, rank)[0]["pid"])
+        return next(int(event["pid"]) for event in read(self.folder, rank) if "pid" in event)
 
     def has(self, rank: int, number: int, what: str) -> bool:
         """Whether a rank has written down an event of a step."""
@@ -155,7 +160,7 @@ class Running:
             time.sleep(0.05)
 
     def send(self, rank: int, signum: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, StopIteration):  # it has ended, or not begun
             os.kill(self.pid(rank), signum)
 
     def over(self, number: int) -> None:
@@ -166,7 +171,7 @@ class Running:
     # The end
 
     def _wait_for_end(self) -> None:
-        seconds = self.job.seconds if self.job.steps[-1].fault == "job limit" else 0.0
+        seconds = self.limit if self.job.is_to_time_out else 0.0
         deadline = time.monotonic() + seconds + max(END_SECONDS, self.hang_seconds)
         while self.launcher.poll() is None:
             if time.monotonic() > deadline:
@@ -186,8 +191,7 @@ class Running:
         """End the launcher, and note which processes and files are left then."""
         if self.launcher.poll() is None:
             for rank in range(self.job.size):
-                if read(self.folder, rank):
-                    self.send(rank, signal.SIGCONT)
+                self.send(rank, signal.SIGCONT)
             self.launcher.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.launcher.wait(END_SECONDS)
@@ -218,7 +222,7 @@ class Running:
     def _note_shared_memory(self) -> None:
         """Note the files of shared memory that the ranks have mapped."""
         for rank in range(self.job.size):
-            with contextlib.suppress(OSError, IndexError):
+            with contextlib.suppress(OSError, StopIteration):
                 maps = Path(f"/proc/{self.pid(rank)}/maps").read_text()
                 lines = [line.split(maxsplit=5) for line in maps.splitlines()]
                 self.shared |= {x[5] for x in lines if len(x) == 6 and x[5].startswith("/dev/shm/")}

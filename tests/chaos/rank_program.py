@@ -33,6 +33,7 @@ from tests.chaos.drawing import Job, Step
 from tests.chaos.events import EventFile, flag
 from tests.chaos.workloads import (
     Asynchronous,
+    Attempt,
     Collectives,
     ElasticTraining,
     Plans,
@@ -136,25 +137,24 @@ class Rank:
         except CollectiveTimeout as error:
             self.error(error)
             self.events.write("waits again")
-            result = error.work.wait(1e6)
+            result: T = error.work.wait(1e6)  # the time limit of the call is over
             self.events.write("has waited")
             return result
 
-    def is_over(self, attempt: Callable[[Callable[[], Any]], Any]) -> bool:
+    def is_over(self, attempt: Attempt) -> bool:
         """Whether the fault is over on all ranks, which agree on it by a call of the workload's."""
         seen = np.array([flag(self.folder, self.number).exists()], int)
         return bool(attempt(lambda: self.workload.comm.all_reduce(seen, "min"))[0])
 
-    def go_on(self, attempt: Callable[[Callable[[], Any]], Any], *, seconds: float = 1e9) -> None:
-        """Make rounds of calls until the fault is over, for at most some seconds."""
-        until = time.monotonic() + seconds
+    def go_on(self, attempt: Attempt) -> None:
+        """Make rounds of calls until the fault is over."""
         self.events.write("loops")
-        while time.monotonic() < until:
+        has_ended = False
+        while not has_ended:
             if self.is_guilty and self.step.sabotage == "hang":
                 time.sleep(1e6)
             self.workload.once(attempt)
-            if self.is_over(attempt):
-                return
+            has_ended = self.is_over(attempt)
 
     def wait_for_flag(self) -> None:
         """Wait, without making any call, until the judge says that the fault is over."""
