@@ -144,7 +144,7 @@ def launch(
                 say(_hang_report(monitor, directory))
             # What other ranks report after a death may be its consequence.
             if monitor.first_death and not fault_tolerant and status == monitor.status != 0:
-                say(f"{monitor.first_death} had died without a word before that.\n")
+                say(f"{monitor.first_death} Other ranks failed after that.\n")
         finally:
             if status != 0 or job.poll() is None:
                 _end(job, home)
@@ -200,7 +200,7 @@ def _wait(
             say(f"{died}\n")
         if died and not dead:
             dead, dead_at = died, time.monotonic()
-        is_late = not failed and time.monotonic() >= dead_at + _DEATH_SECONDS
+        is_late = not monitor.status and time.monotonic() >= dead_at + _DEATH_SECONDS
         if dead and is_late and not is_tolerant:
             say(f"{dead}\n")
             return _status_of_death(dead)

@@ -91,7 +91,7 @@ class ProcessMonitor:
         """`job`: the job's directory.  `size`: the number of its ranks, on all hosts."""
         self._size = size
         self.status = 0  # of the first rank that reported a failure
-        self.first_death: Rank | None = None  # that was noticed before any report of a failure
+        self.first_death: Death | None = None  # if it was noticed before any report of a failure
         self._connections: list[_Connection] = []
         self._connected_at = time.monotonic()  # when the last rank connected
         self._local_size = 0  # the number of ranks of this host, if known
@@ -278,11 +278,12 @@ class ProcessMonitor:
         """Note that a rank has died, unless it has reported its end."""
         if connection.has_ended or connection.has_died or not self._watches_deaths:
             return
-        if self.first_death is None and not self.status and connection.number is not None:
-            self.first_death = Rank(connection.number, connection.pid)
         connection.has_died = True
         if connection.number is not None and connection.number >= 0:
-            self._deaths.append(Death(Rank(connection.number, connection.pid), exit_code))
+            death = Death(Rank(connection.number, connection.pid), exit_code)
+            self._deaths.append(death)
+            if not self.status:
+                self.first_death = self.first_death or death
 
 
 def _answer(connection: _Connection) -> None:

@@ -179,7 +179,7 @@ def _of_end(job: Job, record: Record) -> Iterator[tuple[str, str]]:
     if status not in wanted:
         yield "end", f"the exit status is {status}, not one of {sorted(wanted)}: {said[-2000:]}"
     sentence = {
-        "kill": rf"^Rank {step.guilty} \(process \d+\) (had )?died without a word",
+        "kill": rf"^Rank {step.guilty} \(process \d+\) died without a word",
         "exception": f"OnPurpose: in rank {step.guilty}",
         "ctrl-c": "",
         "job limit": rf"^  rank {step.guilty}: no dump",
