@@ -42,13 +42,8 @@ class Row(NamedTuple):
 
 
 NUM_COLUMNS = len(Row._fields)
-_KIND, _PEER, _SIZE, _SLOT = map(Row._fields.index, ("kind", "peer", "size", "slot"))
-# The places in buffers that rows have, and for each kind which of them it uses.
-_BUFFERS = list(map(Row._fields.index, ("buffer", "left", "right")))
-_OFFSETS = list(map(Row._fields.index, ("offset", "left_offset", "right_offset")))
-_NUM_PLACES = {Kind.WAIT: 0, Kind.COPY: 2, Kind.COMBINE: 3}  # of other kinds: 1
-_USES = np.array([np.arange(3) < _NUM_PLACES.get(kind, 1) for kind in Kind])
-_WRITES = np.array([kind not in (Kind.SEND, Kind.WAIT) for kind in Kind])  # to the first place
+_RECEIVE, _SEND, _WAIT, _COPY, _COMBINE, _DIVIDE = map(int, Kind)  # faster than enum members
+_WITH_LEFT = _COPY, _COMBINE
 
 
 def extents(rows: NDArray[np.int64], num_slots: int) -> tuple[int, ...]:
@@ -57,25 +52,28 @@ def extents(rows: NDArray[np.int64], num_slots: int) -> tuple[int, ...]:
     Raises ScheduleError if a row is wrong whatever the sizes are: its kind, buffer or slot does not
     exist, it begins before a buffer, or it writes to the input.
     """
-    kind, size = rows[:, _KIND], rows[:, _SIZE]
-    if rows.min(initial=0) < 0 or kind.max(initial=0) > max(Kind):
-        raise ScheduleError("a program has an unknown kind of row, or begins before a buffer")
-    is_used = _USES[kind] & (size > 0)[:, None]  # an empty place may be anywhere
-    buffers, stops = rows[:, _BUFFERS], rows[:, _OFFSETS] + size[:, None]
-    if buffers.max(initial=0) > SCRATCH:
-        raise ScheduleError("a program uses an unknown buffer")
-    if (is_used[:, 0] & _WRITES[kind] & (buffers[:, 0] == INPUT)).any():
-        raise ScheduleError("a program writes to its input")
-    _check_slots(rows, kind == Kind.WAIT, num_slots)
-    needed = np.zeros(len(BUFFERS), np.int64)
-    np.maximum.at(needed, buffers[is_used], stops[is_used])
-    return tuple(needed.tolist())
+    needed = [0] * len(BUFFERS)
+    for row in rows.tolist():  # for the usual few rows faster than NumPy's functions
+        kind, _, peer, buffer, offset, size, slot, left, left_offset, right, right_offset = row
+        if kind > _DIVIDE or min(row) < 0:
+            raise ScheduleError("a program has an unknown kind of row, or begins before a buffer")
+        if kind <= _WAIT:
+            _check_slots(kind, peer, size, slot, num_slots)
+        if kind == _WAIT or not size:
+            continue  # an empty place may be anywhere
+        if max(buffer, left, right) > SCRATCH or (buffer == INPUT and kind != _SEND):
+            raise ScheduleError("a program uses an unknown buffer, or writes to its input")
+        needed[buffer] = max(needed[buffer], offset + size)
+        if kind in _WITH_LEFT:
+            needed[left] = max(needed[left], left_offset + size)
+        if kind == _COMBINE:
+            needed[right] = max(needed[right], right_offset + size)
+    return tuple(needed)
 
 
-def _check_slots(rows: NDArray[np.int64], is_wait: NDArray[np.bool_], num_slots: int) -> None:
-    """Raise ScheduleError if messages are in slots that do not exist."""
-    num_messages = np.where(is_wait, rows[:, _SIZE], rows[:, _KIND] <= Kind.SEND)
-    if (rows[:, _SLOT] + num_messages).max(initial=0) > num_slots:
+def _check_slots(kind: int, peer: int, size: int, slot: int, num_slots: int) -> None:
+    """Raise ScheduleError if a message, or those that a WAIT waits for, have no slots."""
+    if slot + (size if kind == _WAIT else 1) > num_slots:
         raise ScheduleError(f"a program has messages beyond its {num_slots} slots")
-    if (is_wait & (rows[:, _PEER] > rows[:, _SIZE])).any():
+    if kind == _WAIT and peer > size:
         raise ScheduleError("a program waits for more receives than messages")

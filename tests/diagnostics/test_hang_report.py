@@ -7,13 +7,14 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from collectives.diagnostics import hang_report
+from tests.mutations import places
 
 
 def call(name: str, state: str = "complete", ordinal: int = 1, **more: Any) -> dict[str, Any]:
@@ -275,15 +276,6 @@ def test_what_could_control_a_terminal_is_escaped(
 # What a field may hold instead.
 WRONG = [None, True, -1, 0, 1, 2, 3, 7.5, float("nan"), 10**400, "", "x", "17", "under way",
          [], [0], [[0, True]], [[3, False]], [[]], {}, {"rank": 0}]  # fmt: skip
-
-
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Everything inside, as (what holds it, its name or number there)."""
-    inside = list(value.items()) if isinstance(value, dict) else []
-    inside = list(enumerate(value)) if isinstance(value, list) else inside
-    for name, each in inside:
-        yield value, name
-        yield from places(each)
 
 
 def spoiled(good: dict[int, Any], chance: random.Random) -> dict[int, Any]:
