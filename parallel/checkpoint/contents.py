@@ -209,9 +209,12 @@ class Checkpoint:
         with reading(self.path):
             hook = list(self._hook(trainer))
         for name, x, parts in hook:
-            for shape in (part.get_shape() for part in parts):
-                if shape != list(x.shape):
+            dtype = f"F{8 * x.dtype.itemsize}" if x.dtype.kind == "f" else None
+            for part in parts:
+                if (shape := part.get_shape()) != list(x.shape):
                     raise ValueError(f"{name} has the shape {shape}, not {list(x.shape)}")
+                if dtype not in (None, part.get_dtype()):
+                    raise ValueError(f"{name} is {part.get_dtype()}, not {dtype}")
 
     def check_values(self, model: Model) -> None:
         """Raise ValueError unless these are the parameters of a model, each element once."""
