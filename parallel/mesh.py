@@ -11,6 +11,7 @@ import numpy as np
 from collectives import Communicator, Topology
 
 AXES = ("pipe", "replicate", "shard", "data", "context", "expert", "tensor")
+ROW_AXES = ("data", "context", "expert")  # along which ranks compute different tokens
 
 
 class Mesh:

@@ -10,7 +10,7 @@ from typing import Any
 from collectives import Communicator
 from parallel.cli import device_namespace
 from parallel.elastic import Elastic
-from parallel.mesh import AXES, Mesh
+from parallel.mesh import AXES, ROW_AXES, Mesh
 from parallel.nn import Model
 from parallel.optim import SGD, Adam, AdamW
 from parallel.places import Disk, HostMemory, Place
@@ -63,7 +63,6 @@ RUNTIMES: Named = {
 }
 STRATEGIES = SHARDINGS | RUNTIMES
 MODEL_AXES = ("pipe", "context", "expert", "tensor")  # along which ranks divide the model, or a row
-ROW_AXES = ("data", "context", "expert")  # along which ranks compute different tokens
 NEEDED_AXES = {"schedule": "pipe", "sequence_parallel": "tensor", "attention": "context"}
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from collectives.export import machine_in, output_file
 from collectives.simulation import TOPOLOGIES, network_of
 from parallel import cli
-from parallel.mesh import Mesh
+from parallel.mesh import ROW_AXES, Mesh
 from parallel.nn import context_positions, gpt
 from parallel.nn.gpt import ATTENTION
 from parallel.pipeline import SCHEDULES
@@ -28,7 +28,6 @@ from parallel.plan.cost import forward_flops
 from parallel.plan.ranks import PlannedMesh, PlannedTrainer
 from parallel.plan.step import Prices, Step, simulate_step
 from parallel.plan.step_picture import picture
-from parallel.presets import ROW_AXES
 from parallel.runtime import Recipe, Trainer
 from parallel.sharding import Sharding
 

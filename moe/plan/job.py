@@ -10,8 +10,8 @@ from moe.gpt import moe_gpt
 from moe.layer import MixtureOfExperts, mixtures
 from moe.log import RoutingLog
 from parallel import Mesh, Model, PredictedCall, Recipe, Sharding
+from parallel.mesh import ROW_AXES
 from parallel.plan.ranks import PlannedMesh, PlannedTrainer
-from parallel.presets import ROW_AXES
 from parallel.runtime.prediction import RunSize
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collectives
-from parallel.mesh import Mesh
+from parallel.mesh import ROW_AXES, Mesh
 from parallel.nn import ArraySpec, Model
 from parallel.pipeline import Schedule
 from parallel.places import Place
@@ -40,7 +40,7 @@ def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
     if mesh.axes.get("context", 1) > 1 and "context" not in sharding.axes:
         raise ValueError(
             "ranks along 'context' compute different tokens: the sharding must sum over it, such as"
-            " Sharding.zero(1, axes=('data', 'context'))"
+            f" {summing(mesh)}"
         )
     if sharding.every is not None and model.needs_rows:
         raise ValueError("local updates take no layer that depends on the rows of the whole batch")
@@ -48,10 +48,17 @@ def check_model(model: Model, mesh: Mesh, sharding: Sharding) -> None:
     used = {"pipe"} | wanted | partial if model.mesh.size > 1 else set()
     used |= set(sharding.axes)
     if rest := [axis for axis, n in mesh.axes.items() if n > 1 and axis not in used]:
+        also = ", or make the model with mesh=" if rest[0] in ("pipe", "tensor") else ""
+        also = f", or pass sharding={summing(mesh)}" if rest[0] in ROW_AXES else also
         raise ValueError(
-            f"neither the model nor the sharding uses the axis {rest[0]!r}: leave it out, or make"
-            " the model with mesh="
+            f"neither the model nor the sharding uses the axis {rest[0]!r}: leave it out{also}"
         )
+
+
+def summing(mesh: Mesh) -> str:
+    """Return a sharding, in words, that sums over all axes along which tokens may differ."""
+    axes = tuple(axis for axis in mesh.axes if axis in ROW_AXES)
+    return f"Sharding.zero(1, axes={axes})"
 
 
 def check_recipe(recipe: Recipe, sharding: Sharding) -> None:

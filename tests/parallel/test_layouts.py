@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections import Counter
 from functools import partial
@@ -15,7 +16,16 @@ from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer
 from parallel.accounts.table import by_axis, sums
 from parallel.pipeline import SCHEDULES, Schedule, parse, simulate
 from parallel.rank_report import differences
-from tests.parallel.layouts import CLIP, LAYOUTS, Setup, check_equal, with_optimizer
+from tests.parallel.layouts import (
+    CLIP,
+    LAYOUTS,
+    ROWS,
+    Setup,
+    batch,
+    check_equal,
+    with_optimizer,
+)
+from tests.parallel.training import CONTEXT
 
 OPTIMIZERS = {"sgd": partial(SGD, lr=0.5, momentum=0.9), "adam": Adam}
 each_layout = pytest.mark.parametrize(("pipe", "data", "tensor"), LAYOUTS)
@@ -141,6 +151,25 @@ def test_context_ranks_that_nothing_sums_over_are_refused() -> None:
     setup = Setup((("data", 1), ("context", 2)))
     with pytest.raises(ValueError, match="the sharding must sum over it"):
         setup.run()
+
+
+@pytest.mark.parametrize(
+    "axes", [{"data": 2}, {"context": 2}, {"data": 1, "context": 2}, {"context": 1, "expert": 2}]
+)
+def test_the_sharding_that_a_refusal_names_trains(axes: dict[str, int]) -> None:
+    def fn(comm: Any) -> None:
+        mesh = Mesh(comm, **axes)
+        with pytest.raises(ValueError, match=r"such as Sharding|pass sharding=") as refused:
+            Trainer(mesh, Setup(()).make_model(mesh))
+        _, _, words = str(refused.value).partition("Sharding.zero(1, axes=")
+        trainer = Trainer(
+            mesh, Setup(()).make_model(mesh),
+            sharding=Sharding.zero(1, axes=ast.literal_eval(words.removesuffix(")"))),
+        )  # fmt: skip
+        trainer.start()
+        trainer.step(*batch(0, *trainer.batch_part), ROWS * CONTEXT)
+
+    collectives.run(fn, size=2)
 
 
 SYNCHRONOUS = [name for name in SCHEDULES if name != "pipedream"]
