@@ -237,14 +237,25 @@ def test_a_trainer_refuses_an_impossible_batch_before_it_sends(case: Refused) ->
         trainer.start()
         with pytest.raises(ValueError, match=case.words):
             trainer.check_batch(case.rows, case.context)
-        rows = text.batch(
-            np.arange(256, dtype=np.uint8), seed=0, step=0, batch_size=case.rows,
-            context=case.context, rank=comm.rank, num_ranks=2,
-        )  # fmt: skip
+        rows = rows_of(comm, case.rows, case.context)
         with comm.record() as ledger, pytest.raises(ValueError, match=case.words):
             trainer.step(*rows, case.rows * case.context)
         assert not ledger.rows()
         trainer.check_batch(4, 4)
+
+    collectives.run(fn, size=2)
+
+
+def test_gathered_weights_are_forgotten_after_a_step() -> None:
+    """Else they stay alive, although nobody counts them."""
+
+    def fn(comm: Communicator) -> None:
+        trainer = trainer_of(comm, dispatch="weights")
+        trainer.start()
+        trainer.step(*rows_of(comm, 4, 4), 16)
+        (layer,) = mixtures(trainer.model)
+        way: Any = layer.way
+        assert way.all.value == way.all.gradient == {}
 
     collectives.run(fn, size=2)
 
@@ -258,6 +269,14 @@ def test_a_trainer_is_refused_if_experts_would_never_take_a_token() -> None:
         assert not ledger.rows()
 
     collectives.run(fn, size=2)
+
+
+def rows_of(comm: Communicator, rows: int, context: int) -> Any:
+    """This rank's part of a batch of both."""
+    return text.batch(
+        np.arange(256, dtype=np.uint8), seed=0, step=0, batch_size=rows, context=context,
+        rank=comm.rank, num_ranks=comm.size,
+    )  # fmt: skip
 
 
 def trainer_of(comm: Communicator, **options: Any) -> Trainer:
