@@ -31,7 +31,7 @@ from bench import sizes
 from bench.case import Buffers, Case, out_of_place
 from bench.others import FP32, KINDS, SLICES, Other, Product
 from bench.overlap_table import show
-from bench.perf import check_output, mpi_version
+from bench.perf import can_write, mpi_version
 from bench.side_by_side import Outcome, outcomes
 from bench.sizes import whole_blocks
 from bench.timed import Overlap
@@ -63,11 +63,7 @@ def run(options: argparse.Namespace) -> int:
     if comm.size == 1:
         console.print("bench overlap: one rank alone has nothing to communicate")
         return 2
-    try:
-        check_output(options.json)
-    except ValueError as error:
-        console.print(f"bench: {error}", markup=False)
-        comm.barrier()  # let rank 0 say it before the launcher ends the job
+    if not can_write(options.json, comm, console):
         return 2
     num_elements = whole_blocks(options.size, FP32.itemsize, num_blocks=1)
     case = Case("all_reduce", comm.rank, comm.size, num_elements, FP32)

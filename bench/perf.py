@@ -251,6 +251,17 @@ def check_output(path: Path | None) -> None:
         raise ValueError(reason)
 
 
+def can_write(path: Path | None, comm: Communicator, console: Console) -> bool:
+    """Whether rank 0 can write this file; if it cannot, it prints why."""
+    try:
+        check_output(path)
+    except ValueError as error:
+        console.print(f"bench: {error}", markup=False)
+        comm.barrier()  # let rank 0 say it before the launcher ends the job
+        return False
+    return True
+
+
 def every_algorithm(collective: str, size: int) -> list[str]:
     """The names of those that can run on so many ranks."""
     names = algorithms.names(collective)

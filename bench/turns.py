@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import collectives
-from bench.perf import check_output, mpi_version
+from bench.perf import can_write, mpi_version
 from collectives import Communicator
 from moe import moe_gpt
 from parallel import Mesh, Recipe, Sharding, Trainer, text
@@ -60,11 +60,7 @@ def run(options: argparse.Namespace) -> int:
     if comm.size % 2 or comm.size < 4:
         console.print(f"bench turns: {comm.size} ranks are not pipe=2,expert=N with N of 2 or more")
         return 2
-    try:
-        check_output(options.json)
-    except ValueError as error:
-        console.print(f"bench: {error}", markup=False)
-        comm.barrier()  # let rank 0 say it before the launcher ends the job
+    if not can_write(options.json, comm, console):
         return 2
     trainer = make(comm, options)
     if options.delay:
