@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -190,6 +191,48 @@ print([entry["profiling_name"] for entry in entries])
 def test_the_flight_recorder_of_pytorch_records_calls(tmp_path: Path) -> None:
     done = run(FLIGHT, tmp_path, 1)
     assert done.stdout == "['ring:all_reduce', 'ring:all_reduce']\n", done.stderr
+
+
+# The table of what was sent
+
+TRAFFIC = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group(sys.argv[1])
+dist.all_reduce(torch.ones(3000))
+for peer in dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(5), 1 - dist.get_rank()),
+                                    dist.P2POp(dist.irecv, torch.ones(5), 1 - dist.get_rank())]):
+    peer.wait()
+"""
+
+
+def traffic_of(backend: str, tmp_path: Path, **env: str) -> list[list[str]]:
+    """The table of a program on 2 ranks, and what it says that it does not show."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAFFIC)
+    command, more = [str(script), backend], {"drop_in": True, "traffic": True}
+    done = launch(2, command, timeout=90, env=own(env), capture=True, **more)
+    assert done.returncode == 0, done.stderr
+    return [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
+
+
+def test_traffic_has_what_the_backend_sends(tmp_path: Path) -> None:
+    found = [[cell.strip() for cell in line] for line in traffic_of("ring", tmp_path)]
+    sent = {(line[0], line[1]): line[-1] for line in found if len(line) > 1}
+    assert sent["train.py:4", "all_reduce"] == str(2 * 3000 * 4)
+    assert sent["train.py:5", "send"] == str(2 * 5 * 4)
+    assert not any("backend" in line[0] for line in found)
+
+
+def test_traffic_says_that_it_does_not_see_another_backend(tmp_path: Path) -> None:
+    sentence = "Not seen: what torch.distributed sent by the backend gloo, without this library."
+    assert [sentence] in traffic_of("gloo", tmp_path)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = str(server.getsockname()[1])
+    without_mpi = traffic_of("gloo", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert without_mpi == [
+        ["No table of what was sent: rank 0 has not used MPI by mpi4py."], [sentence]
+    ]  # fmt: skip
 
 
 # The end

@@ -4,7 +4,7 @@ It checks the arguments of a call, and describes the call for the runtime.
 """
 
 from collectives.communicator.communicator import Communicator
-from collectives.communicator.entry import adopt, adopt_child, mode_of, run, world, wrap
+from collectives.communicator.entry import adopt, adopt_child, follow, mode_of, run, world, wrap
 from collectives.communicator.exchange import SentReceived
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "SentReceived",
     "adopt",
     "adopt_child",
+    "follow",
     "mode_of",
     "run",
     "world",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 Result = TypeVar("Result")
+_followers: list[Callable[[Communicator], None]] = []
 Check = bool | Literal["finite"] | None
 
 
@@ -128,7 +129,18 @@ def adopt(
     transport = duplicated(*duplicate, timeout)
     _enable_dumps(transport.flight)
     hosts = Topology(hosts_of(transport, timeout)) if topology is None else topology
-    return Communicator(Session(transport, timeout, thread=thread, check=mode, topology=hosts))
+    made = Communicator(Session(transport, timeout, thread=thread, check=mode, topology=hosts))
+    for action in _followers:
+        action(made)
+    return made
+
+
+def follow(action: Callable[[Communicator], None]) -> None:
+    """Call `action` with each communicator of MPI ranks that is made from now on.
+
+    Not with those that are made from another one of this library, which are recorded with it.
+    """
+    _followers.append(action)
 
 
 def adopt_child(duplicate: tuple[MPI.Intracomm, MPI.Request], parent: Communicator) -> Communicator:

@@ -26,7 +26,8 @@ from collectives.diagnostics.ledger import (
 )
 from collectives.diagnostics.mpi_counters import Counters, MonitorUnavailable
 from collectives.diagnostics.totals import Totals
-from collectives.diagnostics.traffic_table import traffic_table
+from collectives.diagnostics.traffic_table import Sums, traffic_table
+from collectives.diagnostics.unseen import add_unseen, unseen
 
 __all__ = [
     "COMPLETE",
@@ -41,8 +42,10 @@ __all__ = [
     "Recorder",
     "Recording",
     "Sent",
+    "Sums",
     "Totals",
     "Waiting",
+    "add_unseen",
     "current_phase",
     "finish",
     "inner_phase",
@@ -50,4 +53,5 @@ __all__ = [
     "phase",
     "reason_of",
     "traffic_table",
+    "unseen",
 ]

@@ -1,4 +1,4 @@
-"""The table of what a program sent in its collectives, by call site."""
+"""The table of what a program sent by this library, by call site."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
+
+from collectives.diagnostics.unseen import ALWAYS
 
 Sums = Sequence[tuple[str, str, str, int, int, int]]
 """One rank's (call site, collective, algorithm, calls, messages, bytes)."""
@@ -29,15 +31,22 @@ class Line(NamedTuple):
 _NUM_WORDS = 3  # columns of words; then come numbers
 
 
-def traffic_table(parts: Mapping[int, Sums], size: int) -> Iterator[str]:
-    """The lines of the table.  `parts`: what each rank sent, of those that are known."""
+def traffic_table(
+    parts: Mapping[int, Sums], size: int, unseen: Iterable[str] = ()
+) -> Iterator[str]:
+    """The lines of the table, and what it does not show.
+
+    `parts`: what each rank sent, of those that are known.  `unseen`: sentences about what ranks
+    sent otherwise.
+    """
     missing = [rank for rank in range(size) if rank not in parts]
     lines = summed(parts.values())
     total = Line("total", "", "", len(parts), *_sums([line[-3:] for line in lines]))
-    yield f"What {_named(sorted(parts))} sent in collectives, by call site (sums over ranks):"
+    yield f"What {_named(sorted(parts))} sent by this library, by call site (sums over ranks):"
     yield from _aligned([Line._fields, *lines, total])
     if missing:
         yield f"The table lacks {_named(missing)}: no answer in time."
+    yield from (*unseen, *ALWAYS)
 
 
 def summed(parts: Iterable[Sums]) -> list[Line]:

@@ -81,7 +81,7 @@ def _connect() -> int:
         stack.callback(launcher.close)
         launcher.settimeout(_ANSWER)
         launcher.connect(stack.enter_context(address(job)))
-        launcher.sendall(b"%d\n" % _number())
+        launcher.sendall(b"%d\n" % number())
         with contextlib.suppress(TimeoutError):
             launcher.recv(1)
         descriptor = _with_high_number(launcher)
@@ -115,8 +115,8 @@ def address(job: str) -> Iterator[str]:
         os.close(directory)
 
 
-def _number() -> int:
-    """The number of this rank, or -1 if no MPI has set it."""
+def number() -> int:
+    """The number of this rank in the job, or -1 if no MPI has set it."""
     found = [os.environ[name] for name in RANK_VARIABLES if name in os.environ]
     return int(found[0]) if found and found[0].isdecimal() else -1
 

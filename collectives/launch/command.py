@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument(
         "--traffic",
         action="store_true",
-        help="print at the end what the collectives of --drop-in sent, by call site",
+        help="print at the end what this library sent, by call site; needs --drop-in",
     )
     parse.add_argument(
         "--check",

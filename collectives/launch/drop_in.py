@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from collectives.diagnostics import unseen
+from collectives.launch import bootstrap
+
 if TYPE_CHECKING:
     from collectives.mpi4py_compat import Traffic
+
+_NO_TABLE = "No table of what was sent: rank 0 has not used MPI by mpi4py."
 
 
 class DropIn:
@@ -45,6 +51,9 @@ class DropIn:
         """Print what was sent, once, if that is wanted."""
         if self._traffic is not None:
             self._traffic.report(has_failed)
+        elif self._is_recorded and bootstrap.number() == 0:
+            self._is_recorded = False
+            sys.stdout.writelines(f"{line}\n" for line in (_NO_TABLE, *unseen()))
 
 
 def _followed(initialize: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:

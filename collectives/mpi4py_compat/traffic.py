@@ -1,16 +1,17 @@
-"""What a program sends in its collectives, by call site, printed when it ends."""
+"""What a program sends by this library, by call site, printed when it ends."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import cache
 
 from mpi4py import MPI
 
-from collectives.diagnostics import Totals, inner_phase, traffic_table
+from collectives.communicator import Communicator, follow
+from collectives.diagnostics import Sums, Totals, inner_phase, traffic_table, unseen
 from collectives.engines import deadline_in, poll_until
 from collectives.mpi4py_compat.intracomm import Intracomm
 from collectives.runtime import place_of_caller
@@ -21,19 +22,27 @@ _NOTHING = [None, 0, MPI.BYTE]
 
 
 class Traffic:
-    """Records what a communicator, and those made from it, send; rank 0 prints it at the end."""
+    """Records what this library sends; rank 0 prints it at the end.
+
+    It sees the calls of `comm` and of all communicators of this library that are made later, by
+    `collectives.wrap` or as a process group of PyTorch as well.
+    """
 
     def __init__(self, comm: Intracomm) -> None:
         self._totals = Totals()
         self._comm = MPI.Intracomm(comm).Dup()
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._is_reported = False
-        session = comm.communicator._session
-        session.phase_of_call = call_site
-        self._recording = ExitStack()
-        self._recording.enter_context(session.recording(self._totals))
+        self._record(comm.communicator)
+        follow(self._record)
         self._finalize = MPI.Finalize
         MPI.Finalize = self._report_and_finalize
+
+    def _record(self, communicator: Communicator) -> None:
+        """Record what a communicator, and those made from it, send."""
+        session = communicator._session
+        session.phase_of_call = call_site
+        session.add_ledger(self._totals)
 
     def _report_and_finalize(self) -> None:
         """What `MPI.Finalize` does, if the program calls it."""
@@ -50,9 +59,9 @@ class Traffic:
         if self._is_reported or MPI.Is_finalized():
             return
         self._is_reported = True
-        self._recording.close()
         seconds = _SECONDS_AFTER_FAILURE if has_failed else _SECONDS
-        mine = json.dumps([[*kind, *sent] for kind, sent in self._totals.summary().items()])
+        sums = [[*kind, *sent] for kind, sent in self._totals.summary().items()]
+        mine = json.dumps([sums, unseen()])
         if self._comm.rank == 0:
             self._print_all(mine.encode(), seconds)
         elif not self._is_delivered(mine.encode(), 2 * seconds) and has_failed:
@@ -92,8 +101,12 @@ class Traffic:
         return False
 
     def _print(self, parts: dict[int, bytes]) -> None:
-        sums = {rank: json.loads(part) for rank, part in parts.items()}
-        sys.stdout.writelines(f"{line}\n" for line in traffic_table(sums, self._comm.size))
+        sums, sentences = dict[int, Sums](), dict[str, None]()
+        for rank, part in parts.items():
+            sums[rank], of_rank = json.loads(part)
+            sentences.update(dict.fromkeys(of_rank))
+        lines = traffic_table(sums, self._comm.size, sentences)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
         sys.stdout.flush()
 
 

@@ -115,10 +115,10 @@ def _in_place(spec: CallSpec, has_both: bool) -> str:
     return "no" if spec.aliasing == "none" else "yes"
 
 
-def add_library(folder: str) -> None:
-    """Let the functions in the files of a folder not count as callers, but those that call them."""
+def add_library(path: str) -> None:
+    """Let the functions in a file or folder not count as callers, but those that call them."""
     global _libraries
-    _libraries = (*_libraries, folder + os.sep)
+    _libraries = (*_libraries, path if path.endswith(".py") else path + os.sep)
 
 
 def place_of_caller() -> tuple[str, int]:

@@ -239,13 +239,17 @@ class Session:
     @contextmanager
     def recording(self, ledger: Recording) -> Iterator[None]:
         """Record the calls of this communicator, and of all communicators made from it."""
-        self.ledgers.append(ledger)
-        self._refresh_family()
+        self.add_ledger(ledger)
         try:
             yield
         finally:
             self.ledgers.remove(ledger)
             self._refresh_family()
+
+    def add_ledger(self, ledger: Recording) -> None:
+        """Record the same calls, from now to the end."""
+        self.ledgers.append(ledger)
+        self._refresh_family()
 
     def _refresh_family(self) -> None:
         with _FAMILIES:

@@ -11,6 +11,7 @@ It needs PyTorch 2.11 or newer and MPI.  Importing it registers the backend.
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import torch
@@ -20,7 +21,7 @@ from collectives.runtime import add_library
 from collectives.torch import groups, launched, versions
 from collectives.torch.any_source import source_of_last
 from collectives.torch.options import Options
-from collectives.torch.recording import record
+from collectives.torch.recording import note_backends, record
 from collectives.torch.registry import cancel_coalescing, communicator
 
 __all__ = ["Options", "communicator", "record", "register"]
@@ -37,7 +38,9 @@ def register() -> None:
         )
         versions.complete_works(source_of_last)
         versions.end_blocks_that_raise(cancel_coalescing)
+        versions.follow_groups(note_backends)
         add_library(os.path.dirname(torch.__file__))
+        add_library(contextlib.__file__)  # between PyTorch's blocks and their callers
         launched.set_variables()
         launched.use_mpi_for_rendezvous()
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import distributed
 
-from collectives.diagnostics import Ledger, current_phase
+from collectives.diagnostics import Ledger, add_unseen
 from collectives.torch.registry import backend_of, backends
 from collectives.torch.scopes import Scopes
 
@@ -49,9 +49,17 @@ def record(*models: torch.nn.Module, group: Any = None) -> Iterator[Ledger]:
         _in_progress.remove(scopes)
 
 
-def phase_of_call() -> str:
-    """The phase of a call that a process group makes now."""
-    return _in_progress[-1].phase() if _in_progress else current_phase()
+def phase_of_call(otherwise: Callable[[], str]) -> str:
+    """The phase of a call that a process group makes now.  `otherwise`: without a recording."""
+    return _in_progress[-1].phase() if _in_progress else otherwise()
+
+
+def note_backends(config: str) -> None:
+    """Note the other backends of a new group, such as "cpu:gloo,cuda:ring", as not recorded."""
+    for name in {part.rpartition(":")[2] for part in config.split(",")} - {"ring"}:
+        add_unseen(
+            f"Not seen: what torch.distributed sent by the backend {name}, without this library."
+        )
 
 
 def _name_axes() -> None:

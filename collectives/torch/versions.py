@@ -159,6 +159,20 @@ def end_blocks_that_raise(cancel: Callable[[Any], None]) -> None:
     distributed._coalescing_manager = distributed_c10d._coalescing_manager = ending
 
 
+def follow_groups(note: Callable[[str], None]) -> None:
+    """Call `note` with the backends of each new group, such as "gloo" or "cpu:gloo,cuda:ring"."""
+    make = distributed_c10d._new_process_group_helper
+
+    @wraps(make)
+    def make_and_note(*args: Any, **named: Any) -> Any:
+        made = make(*args, **named)
+        if config := distributed_c10d._world.pg_backend_config.get(made[0]):
+            note(str(config))
+        return made
+
+    distributed_c10d._new_process_group_helper = make_and_note
+
+
 def _is_done(work: Any) -> bool:
     """Whether the future of a work is done; False if it has none."""
     try:

@@ -37,15 +37,17 @@ def run(*command: str, check: bool = False) -> subprocess.CompletedProcess[str]:
     )
 
 
-def rows(output: str) -> dict[tuple[str, str], tuple[str, Sent]]:
+def rows(
+    output: str, source: list[str] = SOURCE, file: str = PROGRAM.name
+) -> dict[tuple[str, str], tuple[str, Sent]]:
     """The algorithm and the numbers by (comment on the calling line, collective)."""
     found = {}
     for line in output.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if cells and cells[0] != "site":
             name, _, number = cells[0].rpartition(":")
-            comment = SOURCE[int(number) - 1].partition("  # ")[2] if number.isdecimal() else ""
-            assert not number.isdecimal() or name == PROGRAM.name
+            comment = source[int(number) - 1].partition("  # ")[2] if number.isdecimal() else ""
+            assert not number.isdecimal() or name == file
             key = comment or cells[0], cells[1]
             assert key not in found, "several algorithms in one line"
             found[key] = cells[2], Sent(*map(int, cells[3:]))
@@ -61,7 +63,7 @@ def predicted(collective: str, algorithm: str, p: int, n: int, calls: int) -> Se
 def test_the_table_shows_what_every_line_sent() -> None:
     done = run(str(PROGRAM), "end")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("What ranks 0-2 sent in collectives, by call site")
+    assert done.stdout.startswith("What ranks 0-2 sent by this library, by call site")
     found = rows(done.stdout)
     expected = {
         ("allreduce", "all_reduce"): (3, 2400, 5),
@@ -78,6 +80,40 @@ def test_the_table_shows_what_every_line_sent() -> None:
     others = [sent for key, (_, sent) in rows(done.stdout).items() if key[0] != "total"]
     assert total[1:] == tuple(map(sum, zip(*others, strict=True)))[1:]
     assert "lacks" not in done.stdout
+
+
+BESIDE = """
+import numpy as np
+from mpi4py import MPI
+
+import collectives
+
+own = collectives.wrap(MPI.COMM_WORLD)
+own.all_reduce(np.ones(1000), algorithm="ring")  # wrap
+part = own.split(0)
+part.all_gather(np.ones(5))  # part
+own.send_recv(np.ones(7), (own.rank + 1) % 3, (own.rank - 1) % 3)  # send_recv
+"""
+
+
+def test_the_table_has_the_calls_of_other_communicators_of_this_library(tmp_path: Path) -> None:
+    program = tmp_path / "beside.py"
+    program.write_text(BESIDE)
+    done = run(program)
+    assert done.returncode == 0, done.stderr
+    found = rows(done.stdout, BESIDE.splitlines(), program.name)
+    assert found["wrap", "all_reduce"][1] == predicted("all_reduce", "ring", 3, 8000, 1)
+    algorithm, sent = found["part", "all_gather"]
+    assert sent == predicted("all_gather", algorithm, 3, 120, 1)
+    assert found["send_recv", "send_recv"][1] == Sent(3, 3, 3, 3 * 56)
+
+
+def test_a_program_without_mpi_gets_a_sentence_and_no_table(tmp_path: Path) -> None:
+    program = tmp_path / "alone.py"
+    program.write_text("print('done')")
+    done = run(program)
+    sentence = "No table of what was sent: rank 0 has not used MPI by mpi4py."
+    assert sorted(done.stdout.splitlines()) == [sentence, *3 * ["done"]], done.stderr
 
 
 def test_checked_mode_tells_how_the_calls_of_the_ranks_differ() -> None:
