@@ -28,7 +28,9 @@ class Operator:
 
     An operator must be associative.  Every combination of two arrays is rounded to their dtype.
     Floats of two bytes are combined, and an average of them is divided, in float32; what is sent
-    and kept has two bytes.
+    and kept has two bytes.  An average is a sum that is divided at the end, so that averages of
+    whole numbers are exact where they can be; one of float16 is infinite if a partial sum exceeds
+    65,504.  Then divide the input by the number of ranks, and sum: small values lose bits that way.
     """
 
     name: str

@@ -14,7 +14,7 @@ from collectives.engines import deadline_in, poll_until
 from collectives.torch import registry, versions
 from collectives.torch.any_source import ReceiveFromAny
 from collectives.torch.monitored import monitored_barrier
-from collectives.torch.operators import operation
+from collectives.torch.operators import Operation, operation
 from collectives.torch.options import Options
 from collectives.torch.tensors import Array, Filled, Tensor, filled, in_place, sent
 from collectives.torch.work import Batch, InProgress, Joined, Postponed, fail, seconds
@@ -52,7 +52,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         (tensor,) = tensors
-        op, target = operation(opts.reduceOp, tensor.dtype), in_place(tensor)
+        op, target = self._operation(opts, tensor), in_place(tensor)
         source = target.array
         if op.factor is not None:
             source = sent([op.contribution(tensor)]).reshape(source.shape)
@@ -60,7 +60,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         (tensor,) = tensors
-        op, root = operation(opts.reduceOp, tensor.dtype), opts.rootRank
+        op, root = self._operation(opts, tensor), opts.rootRank
         target = filled(tensors) if self.communicator.rank == root else _NOTHING
         return self._call(
             "reduce", opts, tensors, target, sent([op.contribution(tensor)]), op.name, root
@@ -77,9 +77,12 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     def _reduce_scatter(
         self, output: Tensor, parts: list[Tensor], opts: Any, counts: Sequence[int] | None
     ) -> Any:
-        op, target = operation(opts.reduceOp, output.dtype), filled([output])
+        op, target = self._operation(opts, output), filled([output])
         source = sent([op.contribution(part) for part in parts])
         return self._call("reduce_scatter", opts, [output], target, source, op.name, counts=counts)
+
+    def _operation(self, opts: Any, tensor: Tensor) -> Operation:
+        return operation(opts.reduceOp, tensor.dtype, self.communicator.size)
 
     # Between a root and the others
 

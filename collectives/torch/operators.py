@@ -26,7 +26,7 @@ _NAMES_FOR_BOOL = {**_NAMES, _Kind.SUM: "or", _Kind.PRODUCT: "and"}
 
 
 class Operation(NamedTuple):
-    """An operator of PyTorch: the library's name, and the factor of PREMUL_SUM, else None."""
+    """An operator of PyTorch: the library's name, and a factor of what ranks bring, else None."""
 
     name: str
     factor: float | Tensor | None = None
@@ -40,10 +40,16 @@ _PLAIN = {kind: Operation(name) for kind, name in _NAMES.items() if kind != _Kin
 _FOR_BOOL = {kind: Operation(name) for kind, name in _NAMES_FOR_BOOL.items() if kind in _PLAIN}
 
 
-def operation(op: Any, dtype: torch.dtype) -> Operation:
-    """The operation for tensors of this dtype.  Raises TypeError if they cannot be combined."""
+def operation(op: Any, dtype: torch.dtype, num_ranks: int) -> Operation:
+    """The operation for tensors of this dtype.  Raises TypeError if they cannot be combined.
+
+    Averages of float16 are sums of the ranks' parts divided by their number, as in NCCL: a sum that
+    is divided afterwards would exceed 65,504 where the average does not.
+    """
     if not can_be_combined(dtype):
         raise TypeError(f"tensors of dtype {dtype} can be sent, but not combined")
+    if op.op == _Kind.AVG and dtype is torch.float16:
+        return Operation("sum", 1 / num_ranks)
     found = (_FOR_BOOL if dtype is torch.bool else _PLAIN).get(op.op)
     if found is not None:
         return found

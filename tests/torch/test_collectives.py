@@ -117,6 +117,19 @@ def test_a_sum_of_what_is_multiplied_first(ranks: range) -> None:
                 check(found, wanted)
 
 
+def test_an_average_of_float16_fits_where_a_sum_does_not(ranks: range) -> None:
+    p, large = len(ranks), torch.full((3,), 60_000.0, dtype=torch.float16)
+    averaged, root, scattered = large.clone(), large.clone(), blank(large)
+    dist.all_reduce(averaged, dist.ReduceOp.AVG)
+    dist.reduce(root, 0, dist.ReduceOp.AVG)
+    dist.reduce_scatter(scattered, [large] * p, dist.ReduceOp.AVG)
+    assert (large == 60_000).all()
+    for found in (averaged, scattered, *([root] if my_rank() == 0 else [])):
+        assert found.isfinite().all() and (found / 60_000 - 1).abs().max() < p * 2**-11
+    dist.all_reduce(large)
+    assert large.isinf().all()  # negative control
+
+
 @pytest.mark.parametrize(("op", "dtype"), [("AVG", torch.int32), ("AVG", torch.bool)])
 def test_averages_of_whole_numbers_are_refused(ranks: range, op: str, dtype: torch.dtype) -> None:
     with pytest.raises((TypeError, ValueError)):
