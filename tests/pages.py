@@ -45,7 +45,7 @@ REASONS = {
     "idle": "needs a machine that does nothing else: the status says how well times are predicted",
     "failed": "needs what a job that failed has left",
     "sources": "needs the tests of mpi4py, which are in its sources only",
-    "hours": "measures for many minutes or hours: run by hand",
+    "hours": "takes many minutes or hours: run by hand",
 }
 NOT_RUN = {
     "make demo": "itself",
@@ -70,6 +70,7 @@ NOT_RUN = {
     "python -m collectives.flight flights": "failed",
     "python -m collectives.launch -n 3 --drop-in tests/world_program.py mpi4py-4.1.2/test"
     " --all": "sources",
+    "python -m tests.chaos --faults 1000 --seed 1": "hours",
     "python -m bench speed": "hours",
     "python -m bench balance": "hours",
     "python -m bench strategies": "hours",
@@ -77,7 +78,8 @@ NOT_RUN = {
 # Commands that stand in the text of pages without the arguments that they need.
 NAMES = {
     "python -m bench", "python -m bench --import MODULE", "python -m bench docs --speed FILE FILE",
-    "python -m collectives.launch --check", "python -m collectives.flight",
+    "python -m collectives.launch", "python -m collectives.launch --check",
+    "python -m collectives.flight",
     "python -m collectives.export", "python -m parallel.export", "python -m parallel.pipeline",
     "python -m parallel.pipeline show", "python -m moe.plan",
 }  # fmt: skip
