@@ -32,6 +32,7 @@ TIMED_OUT = 124
 
 _POLL = 0.1  # seconds between two looks at the job
 _FAILURE_SECONDS = 2.0  # that mpirun has to end the job by itself after a rank has failed
+_EXIT_SECONDS = 10.0  # the same if all ranks exit with the same status, and so finalize MPI
 _DEATH_SECONDS = 3.0  # the same after a rank has died: mpirun may have to kill many others
 _START_SECONDS = 5.0  # between the connections of two ranks; after that a missing one is dead
 _FINALIZE_SECONDS = 5.0  # that mpirun has after all programs have ended, if some of them died
@@ -223,7 +224,8 @@ def _wait(
         if left := monitor.left_behind(_OUTPUT_SECONDS):
             say(_WAITS.format(" and ".join(left)))
         if not failed and (failed := monitor.status):
-            limit = min(limit, time.monotonic() + _FAILURE_SECONDS)
+            patience = _EXIT_SECONDS if monitor.do_all_exit else _FAILURE_SECONDS
+            limit = min(limit, time.monotonic() + patience)
         # Open MPI 5 can hang in the MPI_Finalize of the others if two have died at once.
         if is_tolerant and dead and not is_ending and monitor.have_all_ended():
             is_ending, limit = True, min(limit, time.monotonic() + _FINALIZE_SECONDS)

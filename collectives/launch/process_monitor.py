@@ -92,6 +92,7 @@ class ProcessMonitor:
         self._size = size
         self.status = 0  # of the first rank that reported a failure
         self.first_death: Death | None = None  # if it was noticed before any report of a failure
+        self.do_all_exit = False  # with the same status
         self._connections: list[_Connection] = []
         self._connected_at = time.monotonic()  # when the last rank connected
         self._local_size = 0  # the number of ranks of this host, if known
@@ -270,7 +271,8 @@ class ProcessMonitor:
     def _let_all_exit(self) -> None:
         """Answer the ranks, if all of them want to exit with the same status."""
         wanted = [each.wanted for each in self._connections]
-        if len(wanted) == self._size and len(set(wanted)) == 1:
+        self.do_all_exit = len(wanted) == self._size and len(set(wanted)) == 1
+        if self.do_all_exit:
             for each in self._connections:
                 _answer(each)
 
