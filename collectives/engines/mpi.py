@@ -49,6 +49,7 @@ _flight = FlightRecorder(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
 _num_alike: Counter[tuple[int, ...]] = Counter()  # communicators of the same ranks
 
 _MAX_WAIT = 1e-3  # seconds that the compiled loop waits before Python checks for signals
+_FAILURE_POLL = 0.1  # seconds between two looks for ranks that have failed
 _FAILURE_NEWS = 1.0  # seconds within which every rank learns which ranks have failed
 
 # Set when Open MPI is started with fault tolerance.
@@ -110,7 +111,8 @@ class MpiTransport:
     def subgroup(self, ranks: Sequence[int], deadline: float | None) -> MpiTransport:
         everyone = self.comm.Get_group()
         group = everyone.Incl(list(ranks))
-        comm = _call_by_deadline("subgroup", partial(self.comm.Create_group, group), deadline)
+        make = partial(self.comm.Create_group, group)
+        comm = _call_by_deadline("subgroup", make, deadline, self._has_failed)
         group.Free()
         everyone.Free()
         return MpiTransport(comm)
@@ -118,7 +120,8 @@ class MpiTransport:
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> MpiTransport | None:
         # Open MPI counts the messages of Create_group as the user's, but not those of Split.
         color, key = (MPI.UNDEFINED, 0) if ranks is None else (min(ranks), ranks.index(self.rank))
-        comm = _call_by_deadline("split", partial(self.comm.Split, color, key), deadline)
+        make = partial(self.comm.Split, color, key)
+        comm = _call_by_deadline("split", make, deadline, self._has_failed)
         return None if ranks is None else MpiTransport(comm)
 
     @property
@@ -150,6 +153,15 @@ class MpiTransport:
         failed.Free()
         mine.Free()
         return tuple(sorted(ranks))
+
+    def _has_failed(self) -> bool:
+        """Whether a rank of this communicator is known to have failed."""
+        if not self.can_shrink:
+            return False
+        failed = self.comm.Get_failed()
+        size = failed.size
+        failed.Free()
+        return bool(size)
 
     can_shrink = _is_fault_tolerant
 
@@ -228,10 +240,16 @@ def _lowest_ranks(comm: MPI.Intracomm) -> list[int]:
     return list(map(int, found))
 
 
-def _call_by_deadline(what: str, call: Callable[[], Any], deadline: float | None) -> Any:
+def _call_by_deadline(
+    what: str,
+    call: Callable[[], Any],
+    deadline: float | None,
+    has_failed: Callable[[], bool] | None = None,
+) -> Any:
     """Make a blocking call of MPI, which has no time limit and blocks signals.
 
-    If MPI supports threads, another thread makes the call and is left behind after `deadline`.
+    If MPI supports threads, another thread makes the call, and is left behind after `deadline`, or
+    when `has_failed()`: Open MPI can wait for a dead rank for ever when it makes a communicator.
     """
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE or jit.is_at_exit():
         return call()
@@ -244,10 +262,16 @@ def _call_by_deadline(what: str, call: Callable[[], Any], deadline: float | None
             answer.set_exception(error)
 
     threading.Thread(target=make, name=f"collectives {what}", daemon=True).start()
-    try:
-        return answer.result(None if deadline is None else deadline - time.monotonic())
-    except TimeoutError:
-        raise CollectiveTimeout(f"{what}: not all ranks have called it in time") from None
+    while True:
+        seconds = _FAILURE_POLL if deadline is None else deadline - time.monotonic()
+        try:
+            return answer.result(min(seconds, _FAILURE_POLL))
+        except TimeoutError:
+            if deadline is not None and time.monotonic() >= deadline:
+                message = f"{what}: not all ranks have called it in time"
+                raise CollectiveTimeout(message) from None
+            if has_failed is not None and has_failed():
+                raise MPI.Exception(MPI.ERR_PROC_FAILED) from None
 
 
 class MpiMessages:

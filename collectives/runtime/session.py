@@ -359,5 +359,8 @@ class Session:
         try:
             return make(deadline)
         except BaseException as error:
-            self._break(what, error)
-            raise
+            failure = self.transport.translate_error(error)
+            self._break(what, failure)
+            if failure is error:
+                raise
+            raise failure from error

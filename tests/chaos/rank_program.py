@@ -340,7 +340,8 @@ def operator(rank: Rank) -> None:
             raise OnPurpose("in an operator")
         return left + right
 
-    op, x, limit = Operator.from_function(add, commutative=True), np.ones(600), rank.step.limit
+    op, x = Operator.from_function(add, commutative=True), np.ones(600)
+    limit = None if rank.is_guilty else rank.step.limit
     ways: dict[str, Callable[[], object]] = {
         "collectives": lambda: group.all_reduce(x, op, algorithm="ring", timeout=limit),
         "plans": lambda: group.plan.all_reduce(x, op, algorithm="ring").run(limit),

@@ -32,6 +32,8 @@ def runs(comm: Communicator) -> dict[str, Run]:
         "among_others": lambda: carrying(comm),
         "thread": lambda: threaded.all_reduce(LARGE),
         "recv": lambda: comm.recv(np.empty(1), (comm.rank + 1) % comm.size),
+        "split": lambda: comm.split(0),
+        "subgroup": lambda: comm.subgroup([*range(comm.size)]),
     }
 
 
@@ -134,9 +136,12 @@ def signalled(comm: Communicator, _: str) -> None:
 
 
 def killed(comm: Communicator, what: str) -> None:
+    """Rank 2 dies before the call; or, in one that makes a communicator, when MPI makes it."""
     run = runs(comm)[what]
     comm.barrier()
-    if comm.rank == 2:
+    if comm.rank == 2 and what in ("split", "subgroup"):
+        setattr(comm._session.transport, what, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    elif comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     seconds, error = seconds_until(PeerFailed, run)
     assert isinstance(error, PeerFailed) and error.ranks == (2,)

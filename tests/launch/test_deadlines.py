@@ -86,7 +86,7 @@ def test_signals_during_calls_neither_end_the_listener_nor_spoil_a_dump(tmp_path
 
 
 @pytest.mark.skipif(not is_open_mpi, reason="fault tolerance is Open MPI's alone")
-@pytest.mark.parametrize("what", ["call", "plan", "large", "async_op"])
+@pytest.mark.parametrize("what", ["call", "plan", "large", "async_op", "split", "subgroup"])
 def test_survivors_learn_who_died_and_go_on(what: str) -> None:
     done = run(f"killed_{what}", 4, "--with-ft", "ulfm")
     for rank in (0, 1, 3):
