@@ -117,6 +117,7 @@ def test_a_sum_of_what_is_multiplied_first(ranks: range) -> None:
                 check(found, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # until numba is loaded
 def test_an_average_of_float16_fits_where_a_sum_does_not(ranks: range) -> None:
     p, large = len(ranks), torch.full((3,), 60_000.0, dtype=torch.float16)
     averaged, root, scattered = large.clone(), large.clone(), blank(large)
