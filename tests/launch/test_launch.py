@@ -679,7 +679,8 @@ def test_an_mpirun_that_hangs_after_a_failure_is_ended(
     hanging.write_text('#!/bin/sh\ntrap "" TERM\nshift 2\n"$@"\nwhile :; do sleep 60; done\n')
     hanging.chmod(0o755)
     monkeypatch.setattr(launcher, "find_mpirun", lambda: Mpirun(str(hanging), "unknown"))
-    monkeypatch.setattr(launcher, "_FAILURE_SECONDS", 0.2)
+    for limit in ("_FAILURE_SECONDS", "_EXIT_SECONDS"):
+        monkeypatch.setattr(launcher, limit, 0.2)
     monkeypatch.setattr(launcher, "_KILL_SECONDS", 0.2)
     job = launch(1, [script("import sys; print('failing'); sys.exit(3)")], capture=True)
     assert (job.returncode, job.stdout, job.stderr) == (3, "failing\n", "")
