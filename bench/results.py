@@ -67,9 +67,9 @@ def _facts_and_found(read: dict[str, Any]) -> tuple[dict[str, Any], dict[Key, Me
     return read, found
 
 
-def _check_printable(texts: Iterable[object]) -> None:
+def _check_printable(values: Iterable[object]) -> None:
     """Raise ValueError for characters with which a file could control a terminal."""
-    for each in texts:
+    for each in values:
         if not str(each).isprintable():
             raise ValueError(f"{str(each)!r} cannot be printed")
 

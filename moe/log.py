@@ -165,7 +165,7 @@ def place_of(key: str) -> tuple[int, str, int]:
     """Return the step, the layer and the first row of an array in a file; see `to_bytes`."""
     found = re.fullmatch("([0-9]{1,15})/([0-9]{1,15})/(.*)", key)
     if found is None:
-        raise ValueError(f"{reprlib.repr(key)} is no step/row/layer")
+        raise ValueError(f"{reprlib.repr(key)} is not STEP/ROW/LAYER")
     return int(found[1]), found[3], int(found[2])
 
 

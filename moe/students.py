@@ -179,6 +179,7 @@ class Distillation(Layer):
         self.teacher, self.loss, self.alpha, self.stop = teacher, loss, alpha, stop
         self.region = loss.region if isinstance(loss, VocabularyCrossEntropy) else None
         self.comm_axes = teacher.model.comm_axes
+        self.context = teacher.model.context if stop else None
 
     def config(self) -> list[Any]:
         inner = [*self.loss.config(), *self.teacher.config()]

@@ -31,6 +31,7 @@ class FakeDeviceArray:
     dtype = property(lambda self: self._memory.dtype)
     size = property(lambda self: self._memory.size)
     ndim = property(lambda self: self._memory.ndim)
+    nbytes = property(lambda self: self._memory.nbytes)
 
     def reshape(self, *shape: int) -> FakeDeviceArray:
         return FakeDeviceArray(self._memory.reshape(*shape))

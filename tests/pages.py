@@ -45,6 +45,7 @@ REASONS = {
     "idle": "needs a machine that does nothing else: the status says how well times are predicted",
     "failed": "needs what a job that failed has left",
     "sources": "needs the tests of mpi4py, which are in its sources only",
+    "ranks": "needs several ranks: run where a page names it under the launcher",
     "hours": "takes many minutes or hours: run by hand",
 }
 NOT_RUN = {
@@ -71,6 +72,8 @@ NOT_RUN = {
     "python -m collectives.launch -n 3 --drop-in tests/world_program.py mpi4py-4.1.2/test"
     " --all": "sources",
     "python -m tests.chaos --faults 1000 --seed 1": "hours",
+    "python -m bench fit": "ranks",
+    "python -m bench tune": "ranks",
     "python -m bench speed": "hours",
     "python -m bench balance": "hours",
     "python -m bench strategies": "hours",

@@ -72,7 +72,8 @@ The formulas hold for two or more ranks; with one rank nothing is sent.
 Bytes are those of blocks of equal size. A large reduction runs in lanes, which are pieces of the
 vector whose messages have half a MiB; then the n of the scratch is what three lanes have, and a
 ring needs at most 4 MiB. Algorithms with segments of their own, and reduce-scatters that send several
-blocks at once, are not cut into lanes. A call uses no more `segments` than leave none empty.
+blocks at once, are not cut into lanes. A call does not use more `segments` than a piece, or the mean
+block, has elements.
 
 ## How to read a grid
 

@@ -203,8 +203,11 @@ class FlightRecorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         # So that no reader finds half of it, and two threads do not write the same file.
         unfinished = path.with_suffix(f".{threading.get_ident()}.part")
-        unfinished.write_text(json.dumps(self.report(), indent=1))
-        return unfinished.replace(path)
+        try:
+            unfinished.write_text(json.dumps(self.report(), indent=1))
+            return unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)  # if it could not be written, on a full disk
 
     def dump_if_asked(self) -> None:
         """Write a dump if `listen` was called.  An error is only logged.

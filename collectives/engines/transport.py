@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from operator import gt
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,8 +39,9 @@ class Operands(NamedTuple):
 
         Every execution checks what it is given before it runs; the rows are looked at once.
         """
-        arrays = self.input, self.output, self.scratch
-        program.check_buffers(*[x.size * x.dtype.itemsize for x in arrays])
+        given = self.input.nbytes, self.output.nbytes, self.scratch.nbytes
+        if any(map(gt, program.needed, given)):
+            program.refuse(given)
 
 
 class Execution(Protocol):

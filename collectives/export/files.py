@@ -20,8 +20,11 @@ def unwritable(path: Path) -> str | None:
     folder = path.parent
     if not folder.is_dir():
         return f"{path} cannot be written: there is no folder {folder}"
-    can_write = os.access(path if path.exists() else folder, os.W_OK) and not path.is_dir()
-    return None if can_write else f"{path} cannot be written"
+    if path.is_dir():
+        return f"{path} cannot be written: it is a folder"
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        return f"{path} cannot be written: this user may not write there"
+    return None
 
 
 def output_file(word: str) -> Path:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,14 +118,14 @@ class Program:
         """The bytes of input, output and scratch that the rows read or write; see `extents`."""
         return extents(self.rows, self.num_slots)
 
-    def check_buffers(self, *sizes: int) -> None:
-        """Raise ScheduleError if a row reaches outside buffers of these sizes in bytes."""
-        for buffer, needed, size in zip(BUFFERS, self.needed, sizes, strict=True):
-            if needed > size:
-                raise ScheduleError(
-                    f"a program needs {needed} bytes of {buffer}, and is given {size}: "
-                    "it was not compiled for these arrays"
-                )
+    def refuse(self, sizes: Sequence[int]) -> NoReturn:
+        """Raise ScheduleError, because a row reaches outside buffers of these sizes in bytes."""
+        found = zip(BUFFERS, self.needed, sizes, strict=True)
+        buffer, needed, size = next(each for each in found if each[1] > each[2])
+        raise ScheduleError(
+            f"a program needs {needed} bytes of {buffer}, and is given {size}: "
+            "it was not compiled for these arrays"
+        )
 
     def round_of(self, row: int) -> int:
         """The round of a row; after the last row, the number of rounds."""

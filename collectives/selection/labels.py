@@ -49,7 +49,9 @@ def parse_default(collective: str, text: str) -> NamedAlgorithm:
     """
     named = parse_label(collective, text)
     if shards := named.options.get("shards"):
-        raise ValueError(f"{collective} by {text} needs shards={shards}, and an x with shards")
+        raise ValueError(
+            f"{collective} by {named.label} needs shards={shards}, and an x with shards"
+        )
     return named
 
 

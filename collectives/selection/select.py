@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import chain
+from typing import Any
 
 from collectives import algorithms
 from collectives.algorithms import Algorithm, Option, registry
@@ -57,8 +58,8 @@ def choose(
     - `operator`: of a reduction; one that does not commute needs an algorithm that keeps the order.
     - `decisions`: what was measured, which counts before the built-in rules; None: only the rules.
     - `topology`: the hosts of the ranks; None: all are on one host.
-    - `itemsize`: the bytes of an element.  A vector or block is never cut into more `segments` than
-      it has elements: as many are used as leave none empty.
+    - `itemsize`: the bytes of an element.  More `segments` than a piece of the vector, or the mean
+      block, has elements are not used: some would be empty.
 
     What was measured on so many ranks comes first, then the least time predicted on the fitted
     machine, then what was measured on the nearest number of ranks, then the built-in rules.
@@ -91,8 +92,8 @@ def _with_options(
     """The choice of an algorithm, with the options and segments that depend on n and the hosts."""
     chosen = {**options(found.algorithm, size, num_bytes, topology), **found.options}
     if isinstance(named := found.options.get("segments"), int):
-        most = _max_segments(found.algorithm, size, num_bytes // itemsize)
-        chosen["segments"] = min(named, most)
+        num_parts = _num_parts(found.algorithm, size, tuple(found.options.items()))
+        chosen["segments"] = max(1, min(named, -(-(num_bytes // itemsize) // num_parts)))
     segments = num_lanes(found.algorithm, size, num_bytes, tuple(chosen.items()))
     return Choice(found.algorithm, chosen, found.label, reason, segments)
 
@@ -221,8 +222,6 @@ def _num_segments(algorithm: Algorithm, size: int, num_bytes: int) -> int:
     only a few numbers are used, and none for which the proof takes long.
     """
     num_parts = _num_parts(algorithm, size)
-    if not SPECS[algorithm.collective].has_pieces:
-        num_parts *= size
     segments = max(1, -(-num_bytes // (SEGMENT_BYTES * num_parts)))
     if algorithm.is_built_in:
         return min(segments, _MAX_SEGMENTS)
@@ -231,20 +230,17 @@ def _num_segments(algorithm: Algorithm, size: int, num_bytes: int) -> int:
     return max(1, min(power_of_two, most))
 
 
-def _max_segments(algorithm: Algorithm, size: int, num_elements: int) -> int:
-    """The largest number of segments of which none need be empty; at least 1.
-
-    Of blocks it is that of the largest block that counts can add up to.
-    """
-    if SPECS[algorithm.collective].has_pieces:
-        return max(1, -(-num_elements // _num_parts(algorithm, size)))
-    return max(1, num_elements * (size if algorithm.collective == "all_to_all" else 1))
-
-
 @lru_cache(maxsize=256)
-def _num_parts(algorithm: Algorithm, size: int) -> int:
-    """The number of pieces of a vector, or of a block, before they are cut into segments."""
-    return algorithm.case(size, segments=1).num_pieces
+def _num_parts(
+    algorithm: Algorithm, size: int, options: tuple[tuple[str, Option], ...] = ()
+) -> int:
+    """The number of pieces of a vector, or of all blocks, before they are cut into segments.
+
+    `options`: those that are given with the name of the algorithm.
+    """
+    given: dict[str, Any] = {**dict(options), "segments": 1}
+    num_pieces = algorithm.case(size, **given).num_pieces
+    return num_pieces if SPECS[algorithm.collective].has_pieces else num_pieces * size
 
 
 # A named algorithm

@@ -146,7 +146,9 @@ def checked_boxes(value: object) -> tuple[object, dict[str, list[int]]]:
         raise ValueError("the starts of its boxes must be an object")
     for key, start in value["starts"].items():
         if not isinstance(start, list) or not all(type(x) is int and x >= 0 for x in start):
-            raise ValueError(f"the box {shown(key)} begins at {shown(start)}")
+            raise ValueError(
+                f"the box {shown(key)} begins at {shown(start)}, which is no list of indices"
+            )
     return value["step"], value["starts"]
 
 

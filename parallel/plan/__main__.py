@@ -83,7 +83,7 @@ def hosts_of(options: argparse.Namespace) -> tuple[int, int]:
     if options.hosts is None:
         on_each = min(ranks or ON_EACH, ON_EACH)
         if ranks is not None and ranks % on_each:
-            raise ValueError(f"{ranks} ranks are no hosts of {ON_EACH} each: name them by --hosts")
+            raise ValueError(f"{ranks} ranks do not fill hosts of {ON_EACH}: name them by --hosts")
         return (ranks // on_each if ranks else HOSTS), on_each
     num_hosts, on_each = options.hosts
     if ranks not in (None, num_hosts * on_each):

@@ -338,16 +338,16 @@ class State:
     def check_batch(self, rows: int, context: int, shape: Shape | None = None) -> None:
         """Raise ValueError if some rank could not compute its part of a batch of all ranks.
 
-        The same on all ranks, and nothing is sent.  Each step asks it for its batch; ask before the
-        run to refuse it early.
+        The answer is the same on all ranks, and nothing is sent.  Each step checks its batch so;
+        call it before the run to refuse a batch early.
 
         Parameters
         ----------
         rows, context : int
             The shape of the targets of all ranks.
         shape : tuple of int, optional
-            That of a row of the inputs; by default ``(context,)``, or any shape if the first layer
-            takes another one, such as that of an image.
+            The shape of a row of the inputs; by default ``(context,)``, or any shape if the first
+            layer takes another one, such as that of an image.
         """
         if (rows, context, shape) in self._checked:
             return
@@ -360,7 +360,7 @@ class State:
     def _distinct_tokens(self, rows: int, context: int) -> Iterable[ArraySpec]:
         """Return the inputs of the model in all micro-batches of a batch, on all ranks.
 
-        Once for ranks that differ in nothing but which rows they have.
+        Ranks that differ in nothing but which rows they have appear once.
         """
         mesh, axes = self.mesh, self.sharding.row_axes
         found: dict[tuple[Shape, int], ArraySpec] = {}

@@ -50,7 +50,7 @@ def test_threads_of_a_rank_that_receive_with_the_same_tag_lose_no_message() -> N
         def receive() -> None:
             try:
                 for _ in range(250):
-                    received.append(int(comm.recv(np.empty(1, int), 1, timeout=5)[0]))
+                    received.append(int(comm.recv(np.empty(1, int), 1, timeout=25)[0]))
             except Exception as error:  # noqa: BLE001 - asserted below
                 faults.append(error)
 

@@ -31,7 +31,7 @@ LARGE = ("--steps", "1", "--batch", "192", "--hidden", "48", "--layers", "2")
 
 @pytest.mark.parametrize("words", [(), ("--model", "swin"), ("--mesh", "tensor=2")])
 def test_the_memory_of_large_arrays_is_predicted(words: tuple[str, ...]) -> None:
-    """Those of more than 256 KiB, no powers of two, which the allocator makes."""
+    """The allocator makes arrays of more than 256 KiB; these are no powers of two."""
     assert main(["--threads", "2", *LARGE, *words]) == 0
 
 

@@ -280,7 +280,7 @@ def rows_of(comm: Communicator, rows: int, context: int) -> Any:
 
 
 def trainer_of(comm: Communicator, **options: Any) -> Trainer:
-    """Of a small model with 4 positions, on the ranks of a mesh along ``expert``."""
+    """A trainer of a small model with 4 positions, on the ranks of a mesh along ``expert``."""
     mesh = Mesh(comm, expert=2)
     of_model = {"num_experts": 4, "num_layers": 2, "hidden": 4, "num_heads": 2, "context": 4}
     model = moe_gpt(mesh=mesh, **(of_model | options))

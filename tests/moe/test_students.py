@@ -413,3 +413,15 @@ def test_logits_of_other_classes_are_refused() -> None:
     model = teach(dense(), its)
     with pytest.raises(ValueError, match="they must be of the same classes"):
         Trainer(None, model)
+
+
+@pytest.mark.parametrize("stop", [0, 1])
+def test_a_teacher_with_fewer_positions_teaches_rows_that_it_has_positions_for(stop: int) -> None:
+    its = gpt(num_layers=1, hidden=6, num_heads=2, context=CONTEXT // 2)
+    trainer = Trainer(None, teach(dense(), its, stop=stop))
+    trainer.check_batch(2, CONTEXT // 2)
+    if stop:
+        with pytest.raises(ValueError, match=f"positions for {CONTEXT // 2} only"):
+            trainer.check_batch(2, CONTEXT)
+    else:
+        trainer.check_batch(2, CONTEXT)

@@ -214,7 +214,7 @@ def test_ranks_without_hosts_are_on_as_many_hosts_as_they_fill(
 @pytest.mark.parametrize(("words", "said"), [
     (["--heads", "3"], "3 heads do not divide"),
     (["--ranks", "5", "--hosts", "1x4"], "4 ranks are on the hosts, not 5"),
-    (["--ranks", "12"], "12 ranks are no hosts of 8 each: name them by --hosts"),
+    (["--ranks", "12"], "12 ranks do not fill hosts of 8: name them by --hosts"),
     (["--ranks", "4", "--hosts", "1x4", "--layers", "2", "--heads", "2", "--batch", "1"],
      "4 ranks cannot divide a batch of 1, 2 layers and 2 heads"),
     (["--ranks", "7"], "7 ranks cannot divide a batch of 1536, 4 layers and 4 heads"),

@@ -149,8 +149,8 @@ def test_no_more_segments_are_used_than_leave_none_empty() -> None:
     assert segments("broadcast", "pipeline(segments=11)", 80) == 11
     assert segments("all_reduce", "segmented_ring(segments=9)", 80, 8) == 3  # of 4 blocks
     assert segments("all_reduce", "segmented_ring(segments=9)", 0) == 1
-    assert segments("all_gather", "all_broadcast(segments=99)", 80, 8) == 10  # one rank has all
-    assert segments("all_to_all", "segmented_linear(segments=99)", 80, 8) == 40
+    assert segments("all_gather", "all_broadcast(segments=99)", 80, 8) == 3  # 4 blocks
+    assert segments("all_to_all", "segmented_linear(segments=99)", 80, 8) == 3
     with pytest.raises(ValueError, match="at least 1 byte"):
         segments("broadcast", "pipeline(segments=9)", 80, 0)
 
