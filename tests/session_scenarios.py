@@ -577,7 +577,7 @@ def header_left_over(comm: Communicator) -> Header:
     run = session.runs.call(
         spec, arrays, session.numbering.header_tag(session.numbering.num_calls), 0
     )
-    run.begin(phase="")
+    run.begin(phase="", site="")
     while not run.execution.advance(0.01):
         pass
     run.complete()

@@ -223,6 +223,37 @@ def test_traffic_has_what_the_backend_sends(tmp_path: Path) -> None:
     assert not any("backend" in line[0] for line in found)
 
 
+RECORDED = """
+import torch, torch.distributed as dist
+from collectives.torch import communicator, record
+dist.init_process_group("ring")
+with communicator().record() as outer:
+    dist.all_reduce(torch.ones(3000))
+    model = torch.nn.Linear(4, 4)
+    model.register_forward_hook(lambda *_: dist.all_reduce(torch.ones(5)))
+    with record(model) as inner:
+        model(torch.ones(1, 4))
+if dist.get_rank() == 0:
+    print(*outer.rows(), *inner.rows(), sep="\\n")
+dist.destroy_process_group()
+"""
+
+
+def test_what_a_program_records_does_not_change_with_traffic(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RECORDED)
+    plain, shown = (
+        launch(
+            2, [str(script)], timeout=90, env=own({}), capture=True, drop_in=True, traffic=traffic
+        )
+        for traffic in (False, True)
+    )
+    assert (plain.returncode, shown.returncode) == (0, 0), plain.stderr + shown.stderr
+    ledgers, table = shown.stdout.split("What ranks", 1)
+    assert ledgers == plain.stdout and ledgers.count("phase='forward'") == 2
+    assert "| train.py:6 " in table and "| forward/train.py:8 " in table
+
+
 def test_traffic_says_that_it_does_not_see_another_backend(tmp_path: Path) -> None:
     sentence = "Not seen: what torch.distributed sent by the backend gloo, without this library."
     assert [sentence] in traffic_of("gloo", tmp_path)

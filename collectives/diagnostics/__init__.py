@@ -21,7 +21,6 @@ from collectives.diagnostics.ledger import (
     Sent,
     current_phase,
     finish,
-    inner_phase,
     phase,
 )
 from collectives.diagnostics.mpi_counters import Counters, MonitorUnavailable
@@ -48,7 +47,6 @@ __all__ = [
     "add_unseen",
     "current_phase",
     "finish",
-    "inner_phase",
     "part_of_report",
     "phase",
     "reason_of",

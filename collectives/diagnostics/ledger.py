@@ -43,17 +43,12 @@ def phase(label: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _labelled(label: str) -> Iterator[None]:
-    token = _phase.set(inner_phase(label))
+    outer = _phase.get()
+    token = _phase.set(f"{outer}/{label}" if outer else label)
     try:
         yield
     finally:
         _phase.reset(token)
-
-
-def inner_phase(label: str) -> str:
-    """The name of a phase with this label inside the current one."""
-    outer = _phase.get()
-    return f"{outer}/{label}" if outer else label
 
 
 class Row(NamedTuple):
@@ -186,8 +181,8 @@ class Ledger:
         self._collect = collect
         self.entered: list[list[Any]] = []
 
-    def enter(self, entry: list[Any]) -> None:
-        """Record a call: an `Entry` as a list."""
+    def enter(self, entry: list[Any], site: str) -> None:
+        """Record a call: an `Entry` as a list.  Its `site`, a line of the program, is not kept."""
         self.entered.append(entry)
 
     @property
@@ -346,8 +341,8 @@ def _write(path: str | Path, text: str) -> None:
 class Recording(Protocol):
     """What calls are recorded in: a `Ledger`, or what only adds them up."""
 
-    def enter(self, entry: list[Any]) -> None:
-        """Record a call: an `Entry` as a list."""
+    def enter(self, entry: list[Any], site: str) -> None:
+        """Record a call: an `Entry` as a list.  `site`: see `Recorder.record`."""
 
 
 # What records a communicator, with its ranks as numbered by the recording one (None: the same).
@@ -383,16 +378,20 @@ class Recorder:
         return self._numbered(number)
 
     def record(
-        self, number: int, phase: str, started: float, finished: float = 0.0
+        self, number: int, phase: str, site: str, started: float, finished: float = 0.0
     ) -> list[list[Any]]:
-        """Record a run in the open ledgers, as quickly as possible; return the new entries."""
+        """Record a run in the open ledgers, as quickly as possible; return the new entries.
+
+        `site`: the line of the program that made the call, which only `Totals` show; "" if no line
+        is recorded.
+        """
         if not any(ledgers for ledgers, _ in self._ancestry):
             return []
         entered = []
         for ledgers, call in self._calls or self._made_calls():
             for ledger in tuple(ledgers):  # another thread may close one meanwhile
                 entry = [call, number, phase, started, finished]
-                ledger.enter(entry)
+                ledger.enter(entry, site)
                 entered.append(entry)
         return entered
 

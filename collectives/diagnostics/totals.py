@@ -9,15 +9,18 @@ from collectives.diagnostics.ledger import Summary
 
 
 class Kind(NamedTuple):
-    """What the calls that are added up have in common."""
+    """What the calls that are added up have in common.
 
-    phase: str
+    `site`: the phase, and in it the line of the program that made the call, if that is recorded.
+    """
+
+    site: str
     collective: str
     algorithm: str
 
 
 class Totals:
-    """The calls of one rank, and what it sent in them, by phase, collective and algorithm.
+    """The calls of one rank, and what it sent in them, by site, collective and algorithm.
 
     A `Ledger` keeps every call.  This keeps three numbers per kind of call.
     """
@@ -26,15 +29,17 @@ class Totals:
         self._sums: dict[Kind, list[int]] = {}
         self._lock = threading.Lock()  # calls may begin in the progress thread
 
-    def enter(self, entry: list[Any]) -> None:
-        """Add a call: an `Entry` as a list."""
+    def enter(self, entry: list[Any], site: str) -> None:
+        """Add a call: an `Entry` as a list.  `site`: see `Recorder.record`."""
         call, _, phase, *_ = entry
+        where = "/".join(part for part in (phase, site) if part)
         num_bytes = messages = 0
         for _, _, size, segments in call.sent:
             num_bytes += size
             messages += segments
+        kind = Kind(where, call.collective, call.algorithm)
         with self._lock:
-            sums = self._sums.setdefault(Kind(phase, call.collective, call.algorithm), [0, 0, 0])
+            sums = self._sums.setdefault(kind, [0, 0, 0])
             sums[0] += 1
             sums[1] += messages
             sums[2] += num_bytes

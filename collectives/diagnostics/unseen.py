@@ -4,7 +4,8 @@ from __future__ import annotations
 
 ALWAYS = (
     "Not seen: mpi4py's messages between two ranks, windows, files and neighbourhood collectives;",
-    "communicators of MPI's own classes; and what other libraries send by themselves.",
+    "collectives that MPI itself makes, as on an intercommunicator or on MPI.Cartcomm(comm);",
+    "and what other libraries send by themselves.",
 )
 
 _sentences: dict[str, None] = {}  # in the order in which they were added

@@ -11,7 +11,7 @@ from functools import cache
 from mpi4py import MPI
 
 from collectives.communicator import Communicator, follow
-from collectives.diagnostics import Sums, Totals, inner_phase, traffic_table, unseen
+from collectives.diagnostics import Sums, Totals, traffic_table, unseen
 from collectives.engines import deadline_in, poll_until
 from collectives.mpi4py_compat.intracomm import Intracomm
 from collectives.runtime import place_of_caller
@@ -25,7 +25,8 @@ class Traffic:
     """Records what this library sends; rank 0 prints it at the end.
 
     It sees the calls of `comm` and of all communicators of this library that are made later, by
-    `collectives.wrap` or as a process group of PyTorch as well.
+    `collectives.wrap` or as a process group of PyTorch as well.  The ledgers of the program do not
+    change.
     """
 
     def __init__(self, comm: Intracomm) -> None:
@@ -41,7 +42,7 @@ class Traffic:
     def _record(self, communicator: Communicator) -> None:
         """Record what a communicator, and those made from it, send."""
         session = communicator._session
-        session.phase_of_call = call_site
+        session.site_of_call = call_site
         session.add_ledger(self._totals)
 
     def _report_and_finalize(self) -> None:
@@ -102,8 +103,8 @@ class Traffic:
 
     def _print(self, parts: dict[int, bytes]) -> None:
         sums, sentences = dict[int, Sums](), dict[str, None]()
-        for rank, part in parts.items():
-            sums[rank], of_rank = json.loads(part)
+        for rank in sorted(parts):  # so that the order does not depend on which rank ended first
+            sums[rank], of_rank = json.loads(parts[rank])
             sentences.update(dict.fromkeys(of_rank))
         lines = traffic_table(sums, self._comm.size, sentences)
         sys.stdout.writelines(f"{line}\n" for line in lines)
@@ -111,9 +112,9 @@ class Traffic:
 
 
 def call_site() -> str:
-    """The innermost phase of a call that is recorded by call site: its file and line."""
+    """The file and the line of the program that makes a call now."""
     path, line = place_of_caller()
-    return inner_phase(f"{_shown(path)}:{line}")
+    return f"{_shown(path)}:{line}"
 
 
 @cache

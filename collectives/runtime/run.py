@@ -120,16 +120,16 @@ class Run:
         collective, algorithm = self._recorder.names
         return f"{collective} ({algorithm}), call {self.name}"
 
-    def begin(self, phase: str) -> None:
+    def begin(self, phase: str, site: str) -> None:
         """Start the run.  Its messages are posted when the execution is advanced.
 
-        `phase`: under which it is recorded.
+        `phase`: under which it is recorded.  `site`: see `Recorder.record`.
         """
         if not self.is_running:
             self.is_running = True
             self.execution.restart()
             self._entry = self.log.begin_entry(self.key, self.number)
-            self._entered = self._recorder.record(self.number, phase, time.perf_counter())
+            self._entered = self._recorder.record(self.number, phase, site, time.perf_counter())
 
     def started_by_code(self) -> None:
         """Note that compiled code has started this run and has entered it in the log."""

@@ -31,6 +31,11 @@ _FAMILIES = threading.Lock()  # threads may make communicators and open ledgers 
 Result = TypeVar("Result")
 
 
+def _no_site() -> str:
+    """The site of a call where sites are not recorded."""
+    return ""
+
+
 class Session:
     """What the calls of one rank on one communicator share, and what keeps them in order."""
 
@@ -54,6 +59,7 @@ class Session:
         self.decisions: Decisions | None = None
         self.ledgers: list[Recording] = []
         self.phase_of_call: Callable[[], str] = current_phase
+        self.site_of_call: Callable[[], str] = _no_site
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
         self._family: WeakSet[Session] = WeakSet() if parent is None else parent._family
         with _FAMILIES:
@@ -83,7 +89,8 @@ class Session:
             transport, self.timeout, name, self, ancestry, self.thread, check, axis,
             self.topology.among(members),
         )  # fmt: skip
-        child.decisions, child.phase_of_call = self.decisions, self.phase_of_call
+        child.phase_of_call, child.site_of_call = self.phase_of_call, self.site_of_call
+        child.decisions = self.decisions
         child.thread_delay = self.thread_delay
         if self.numbering.can_mix:
             child.numbering.mix(crc32(f"{self.numbering.async_tag(0)} {name}".encode()))

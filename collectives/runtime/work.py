@@ -28,10 +28,12 @@ class Owner(Protocol):
     """What makes calls: a session.
 
     `phase_of_call`: returns the phase under which a call that begins now is recorded.
+    `site_of_call`: returns the line of the program that makes it, "" if that is not recorded.
     """
 
     transport: Transport
     phase_of_call: Callable[[], str]
+    site_of_call: Callable[[], str]
 
     def when_failed(self, work: Work[Any], error: BaseException) -> None:
         """`work` has failed with `error`."""
@@ -75,7 +77,8 @@ class Work(Generic[Result]):
         self._in_flight = owner.transport.in_flight
         self._lock = threading.Lock()
         self._done_callbacks: list[Action] = []
-        self._phase = owner.phase_of_call()  # of all its runs, whoever advances it, and where
+        # Of all its runs, whoever advances it, and where.
+        self._phase, self._site = owner.phase_of_call(), owner.site_of_call()
 
     @classmethod
     def blocking(cls, owner: Owner, steps: Steps) -> Work[Any]:
@@ -255,7 +258,7 @@ class Work(Generic[Result]):
             self._end()
         else:
             self.scratch_bytes = max(self.scratch_bytes, self._run.scratch_bytes)
-            self._run.begin(self._phase)
+            self._run.begin(self._phase, self._site)
 
     def _advance(self, seconds: float) -> bool:
         """Advance it for at most `seconds`; return whether it is done.  A failure is kept."""

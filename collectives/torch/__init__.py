@@ -22,11 +22,9 @@ from collectives.torch import groups, launched, versions
 from collectives.torch.any_source import source_of_last
 from collectives.torch.options import Options
 from collectives.torch.recording import note_backends, record
-from collectives.torch.registry import cancel_coalescing, communicator
+from collectives.torch.registry import NAME, cancel_coalescing, communicator
 
 __all__ = ["Options", "communicator", "record", "register"]
-
-NAME = "ring"
 
 
 def register() -> None:

@@ -335,7 +335,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     # The group itself
 
     def getBackendName(self) -> str:  # noqa: N802
-        return "ring"
+        return registry.NAME
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> RingBackend | None:
         """The backend of some of the ranks; None on the others."""

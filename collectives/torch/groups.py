@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -86,8 +85,7 @@ def _wrapped(comm: Any, timeout: float | None, options: Options, number: int) ->
     compiled.load_in_background()
     communicator = collectives.wrap(comm, timeout=timeout, progress="thread", check=options.check)
     session = communicator._session
-    session.thread_delay = _DELAY
-    session.phase_of_call = partial(phase_of_call, session.phase_of_call)
+    session.thread_delay, session.phase_of_call = _DELAY, phase_of_call
     session.numbering.mix(number)  # `async_op` is a rank's own choice
     if session.checker is not None:
         session.checker.compares_place = False  # tensors of some ranks may be copied first

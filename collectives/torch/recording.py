@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import distributed
 
-from collectives.diagnostics import Ledger, add_unseen
-from collectives.torch.registry import backend_of, backends
+from collectives.diagnostics import Ledger, add_unseen, current_phase
+from collectives.torch.registry import NAME, backend_of, backends
 from collectives.torch.scopes import Scopes
 
 _OF_MESH = "mesh_"
@@ -49,14 +49,16 @@ def record(*models: torch.nn.Module, group: Any = None) -> Iterator[Ledger]:
         _in_progress.remove(scopes)
 
 
-def phase_of_call(otherwise: Callable[[], str]) -> str:
-    """The phase of a call that a process group makes now.  `otherwise`: without a recording."""
-    return _in_progress[-1].phase() if _in_progress else otherwise()
+def phase_of_call() -> str:
+    """The phase of a call that a process group makes now."""
+    return _in_progress[-1].phase() if _in_progress else current_phase()
 
 
 def note_backends(config: str) -> None:
     """Note the other backends of a new group, such as "cpu:gloo,cuda:ring", as not recorded."""
-    for name in {part.rpartition(":")[2] for part in config.split(",")} - {"ring"}:
+    names = dict.fromkeys(part.rpartition(":")[2] for part in config.split(","))
+    names.pop(NAME, None)
+    for name in names:
         add_unseen(
             f"Not seen: what torch.distributed sent by the backend {name}, without this library."
         )

@@ -10,6 +10,8 @@ from torch import distributed
 from collectives.communicator import Communicator
 from collectives.torch.options import Options
 
+NAME = "ring"  # of the backend, as PyTorch knows it
+
 
 class Registered(Protocol):
     """A backend of this package."""
@@ -40,7 +42,7 @@ def backend_of(group: Any = None) -> Registered:
     group = distributed.group.WORLD if group is None else group
     found = None if group is None else backends.get(group.group_name)
     if found is None:
-        raise ValueError('this process group does not have the backend "ring"')
+        raise ValueError(f'this process group does not have the backend "{NAME}"')
     return found
 
 

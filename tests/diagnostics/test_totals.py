@@ -58,6 +58,17 @@ def test_a_call_belongs_to_the_phase_that_its_session_names() -> None:
     assert {phase for phases in collectives.run(named, 4) for phase in phases} == {"a place"}
 
 
+def test_only_totals_show_the_site_that_the_session_names() -> None:
+    def named(comm: Communicator) -> tuple[Ledger, Totals]:
+        comm._session.site_of_call = lambda: "a.py:1"
+        return recorded(comm)
+
+    for ledger, totals in collectives.run(named, 4):
+        phases = {entry.phase for entry in ledger.entries}
+        assert phases == {"", "outer"}
+        assert {kind.site for kind in totals.summary()} == {"a.py:1", "outer/a.py:1"}
+
+
 def test_the_table_adds_up_ranks_and_starts_with_the_site_that_sends_most() -> None:
     parts = {
         0: [("a.py:1", "broadcast", "linear", 1, 2, 20), ("b.py:2", "barrier", "linear", 1, 1, 0)],

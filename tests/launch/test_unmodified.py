@@ -108,6 +108,52 @@ def test_the_table_has_the_calls_of_other_communicators_of_this_library(tmp_path
     assert found["send_recv", "send_recv"][1] == Sent(3, 3, 3, 3 * 56)
 
 
+RECORDED = """
+import numpy as np
+from mpi4py import MPI
+
+import collectives
+
+x, world = np.ones(1000), MPI.COMM_WORLD
+own = collectives.wrap(world)
+with world.record() as of_world, own.record() as of_own:
+    own.all_reduce(x)  # outside
+    with collectives.phase("outer"):
+        part = own.split(0)
+        work = part.all_gather(x, counts=None, async_op=True)
+        with collectives.phase("inner"):
+            part.broadcast(x if part.rank == 0 else None)  # inner
+            world.Allreduce(MPI.IN_PLACE, x)
+    work.wait()
+for ledger in (of_world, of_own):
+    whole = ledger.gather()
+    for row in [] if whole is None else whole.rows():
+        print(*row)
+"""
+
+
+def test_what_a_program_records_does_not_change(tmp_path: Path) -> None:
+    program = tmp_path / "recorded.py"
+    program.write_text(RECORDED)
+    plain, shown = (
+        launch(3, [str(program)], timeout=60, capture=True, drop_in=True, traffic=traffic)
+        for traffic in (False, True)
+    )
+    assert (plain.returncode, shown.returncode) == (0, 0), plain.stderr + shown.stderr
+    ledgers, table = shown.stdout.split("What ranks", 1)
+    assert ledgers == plain.stdout
+    assert {line.split()[0] for line in ledgers.splitlines()} == {
+        "all_reduce", "outer", "outer/inner"
+    }  # fmt: skip
+    lines = RECORDED.splitlines()
+    outside, inner = (
+        next(k for k, text in enumerate(lines, 1) if text.endswith(f"# {name}"))
+        for name in ("outside", "inner")
+    )
+    assert f"| recorded.py:{outside} " in table
+    assert f"| outer/inner/recorded.py:{inner} " in table
+
+
 def test_a_program_without_mpi_gets_a_sentence_and_no_table(tmp_path: Path) -> None:
     program = tmp_path / "alone.py"
     program.write_text("print('done')")

@@ -23,8 +23,10 @@ from bench.torch.models import Sizes, transformer
 from bench.torch.steps import TrainingStep
 from bench.torch.strategies import STRATEGIES, Strategy
 from collectives import Ledger
+from collectives.diagnostics import unseen
 from collectives.testing import Traffic, assert_traffic
 from collectives.torch import Options, communicator, record
+from collectives.torch.recording import note_backends
 from parallel import Mesh, PredictedCall, Recipe, Sharding, Trainer, gpt
 
 pytestmark = pytest.mark.mpi
@@ -365,3 +367,10 @@ def test_a_budget_is_kept_or_the_test_fails(rings: None) -> None:
     backward_of(model, budget)
     with pytest.raises(AssertionError, match=f"sent {budget} bytes, expected {budget - 1}"):
         backward_of(model, budget - 1)
+
+
+def test_other_backends_are_noted_once_and_in_their_order() -> None:
+    before = len(unseen())
+    note_backends("cpu:one,cuda:ring,xpu:two,hpu:three,mps:four,meta:one")
+    noted = [sentence.split()[8].rstrip(",") for sentence in unseen()[before:]]
+    assert noted == ["one", "two", "three", "four"]
