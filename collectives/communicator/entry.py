@@ -110,12 +110,12 @@ def wrap(
     thread = None if progress is None else shared_progress_thread()
     if topology is not None:
         topology.check_size(comm.size)
-    return adopt(
-        MPI.Intracomm(comm).Idup(), timeout=limit, thread=thread, mode=mode, topology=topology
-    )
+    duplicate = MPI.Intracomm(comm).Idup()
+    return adopt(comm, duplicate, timeout=limit, thread=thread, mode=mode, topology=topology)
 
 
 def adopt(
+    comm: MPI.Intracomm,
     duplicate: tuple[MPI.Intracomm, MPI.Request],
     *,
     timeout: float | None = None,
@@ -123,10 +123,10 @@ def adopt(
     mode: Mode | None,
     topology: Topology | None = None,
 ) -> Communicator:
-    """A communicator over a duplicate that `Idup` makes for the library."""
+    """A communicator over a duplicate that `comm.Idup` makes for the library."""
     from collectives.engines.mpi import duplicated, hosts_of  # noqa: PLC0415
 
-    transport = duplicated(*duplicate, timeout)
+    transport = duplicated(comm, *duplicate, timeout)
     _enable_dumps(transport.flight)
     hosts = Topology(hosts_of(transport, timeout)) if topology is None else topology
     made = Communicator(Session(transport, timeout, thread=thread, check=mode, topology=hosts))
@@ -143,12 +143,14 @@ def follow(action: Callable[[Communicator], None]) -> None:
     _followers.append(action)
 
 
-def adopt_child(duplicate: tuple[MPI.Intracomm, MPI.Request], parent: Communicator) -> Communicator:
+def adopt_child(
+    comm: MPI.Intracomm, duplicate: tuple[MPI.Intracomm, MPI.Request], parent: Communicator
+) -> Communicator:
     """The same for some ranks of `parent`, wherever that is recorded, with its settings."""
     from collectives.engines.mpi import duplicated  # noqa: PLC0415
 
     family = parent._session
-    transport = duplicated(*duplicate, family.timeout)
+    transport = duplicated(comm, *duplicate, family.timeout)
     ranks = {member: rank for rank, member in enumerate(family.transport.identity[0])}
     members = [ranks[member] for member in transport.identity[0]]
     return Communicator(family.child(transport, members))

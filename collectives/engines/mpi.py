@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from functools import cached_property, partial
 from typing import Any
 
@@ -112,7 +113,7 @@ class MpiTransport:
         everyone = self.comm.Get_group()
         group = everyone.Incl(list(ranks))
         make = partial(self.comm.Create_group, group)
-        comm = _call_by_deadline("subgroup", make, deadline, self._has_failed)
+        comm = _call_by_deadline("subgroup", make, deadline, partial(self.have_failed, ranks))
         group.Free()
         everyone.Free()
         return MpiTransport(comm)
@@ -121,7 +122,8 @@ class MpiTransport:
         # Open MPI counts the messages of Create_group as the user's, but not those of Split.
         color, key = (MPI.UNDEFINED, 0) if ranks is None else (min(ranks), ranks.index(self.rank))
         make = partial(self.comm.Split, color, key)
-        comm = _call_by_deadline("split", make, deadline, self._has_failed)
+        everyone = range(self.size)
+        comm = _call_by_deadline("split", make, deadline, partial(self.have_failed, everyone))
         return None if ranks is None else MpiTransport(comm)
 
     @property
@@ -135,33 +137,12 @@ class MpiTransport:
         if not isinstance(error, MPI.Exception) or error.Get_error_class() not in FAILURES:
             return error
         self.comm.Revoke()  # ranks that wait for this one would otherwise wait for ever
-        ranks = self._failed_ranks()
-        names = ", ".join(map(str, ranks)) or "of another communicator"
-        return PeerFailed(
-            f"rank {names} has failed; shrink() makes a communicator of the others", ranks
-        )
+        ranks = _news_of_failed(self.comm)
+        return PeerFailed(f"{_named(ranks)}; shrink() makes a communicator of the others", ranks)
 
-    def _failed_ranks(self) -> tuple[int, ...]:
-        """The ranks of this communicator that have failed; the news may take a moment."""
-        deadline = time.monotonic() + _FAILURE_NEWS
-        while (failed := self.comm.Get_failed()).size == 0 and time.monotonic() < deadline:
-            failed.Free()
-            MPI.COMM_SELF.Iprobe()  # MPI receives the news only while it is called
-            time.sleep(1e-3)
-        mine = self.comm.Get_group()
-        ranks = MPI.Group.Translate_ranks(failed, range(failed.size), mine)
-        failed.Free()
-        mine.Free()
-        return tuple(sorted(ranks))
-
-    def _has_failed(self) -> bool:
-        """Whether a rank of this communicator is known to have failed."""
-        if not self.can_shrink:
-            return False
-        failed = self.comm.Get_failed()
-        size = failed.size
-        failed.Free()
-        return bool(size)
+    def have_failed(self, ranks: Iterable[int]) -> bool:
+        """Whether any of these ranks is known to have failed."""
+        return not _failed_ranks(self.comm).isdisjoint(ranks)
 
     can_shrink = _is_fault_tolerant
 
@@ -195,16 +176,45 @@ class MpiTransport:
         return Counters(MPI._handleof(MPI.COMM_WORLD), MPI.COMM_WORLD.size)
 
 
+def _failed_ranks(comm: MPI.Intracomm) -> set[int]:
+    """The ranks of a communicator that are known to have failed."""
+    if not _is_fault_tolerant:
+        return set()
+    failed, group = comm.Get_failed(), comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(failed, range(failed.size), group)
+    failed.Free()
+    group.Free()
+    return set(ranks)
+
+
+def _news_of_failed(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """The same after MPI has reported a failure; the news of who it was may take a moment."""
+    deadline = time.monotonic() + _FAILURE_NEWS
+    while not (ranks := _failed_ranks(comm)) and time.monotonic() < deadline:
+        MPI.COMM_SELF.Iprobe()  # MPI receives the news only while it is called
+        time.sleep(1e-3)
+    return tuple(sorted(ranks))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks)) or "of another communicator"
+    return f"rank {names} has failed"
+
+
 def duplicated(
-    duplicate: MPI.Intracomm, request: MPI.Request, timeout: float | None
+    comm: MPI.Intracomm, duplicate: MPI.Intracomm, request: MPI.Request, timeout: float | None
 ) -> MpiTransport:
-    """The transport of a duplicate that `Idup` makes, when all ranks have called it."""
+    """The transport of a duplicate that `comm.Idup` makes, when all ranks have called it."""
+    is_made = partial(poll_until, request.Test)
+    deadline = deadline_in(timeout)
     try:
-        have_all_called = poll_until(request.Test, deadline_in(timeout))
-    except MPI.Exception as error:
-        if not _is_fault_tolerant:
+        have_all_called = _is_done_by(deadline, is_made, lambda: bool(_failed_ranks(comm)))
+    except MPI.Exception as error:  # Open MPI also reports a dead rank as an internal error
+        ranks = _news_of_failed(comm) if _is_fault_tolerant else ()
+        if not ranks and error.Get_error_class() not in FAILURES:
             raise
-        raise PeerFailed("a rank has failed before this communicator was made", ()) from error
+        message = f"{_named(ranks)} before this communicator was made"
+        raise PeerFailed(message, ranks) from error
     if not have_all_called:
         raise CollectiveTimeout(f"not all ranks have made this communicator within {timeout} s")
     return MpiTransport(duplicate)
@@ -224,7 +234,14 @@ def hosts_of(transport: MpiTransport, timeout: float | None) -> list[int]:
     if _hosts_of_world and MPI.UNDEFINED not in members:
         return [_hosts_of_world[rank] for rank in members]
     ask = partial(_lowest_ranks, transport.comm)
-    found: list[int] = _call_by_deadline("topology", ask, deadline_in(timeout))
+    has_failed = partial(transport.have_failed, range(transport.size))
+    try:
+        found: list[int] = _call_by_deadline("topology", ask, deadline_in(timeout), has_failed)
+    except MPI.Exception as error:
+        failure = transport.translate_error(error)
+        if failure is error:
+            raise
+        raise failure from error
     if sorted(members) == list(range(MPI.COMM_WORLD.size)):
         _hosts_of_world[:] = [found[members.index(rank)] for rank in range(transport.size)]
     return found
@@ -249,7 +266,7 @@ def _call_by_deadline(
     """Make a blocking call of MPI, which has no time limit and blocks signals.
 
     If MPI supports threads, another thread makes the call, and is left behind after `deadline`, or
-    when `has_failed()`: Open MPI can wait for a dead rank for ever when it makes a communicator.
+    when `has_failed()`.
     """
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE or jit.is_at_exit():
         return call()
@@ -262,16 +279,32 @@ def _call_by_deadline(
             answer.set_exception(error)
 
     threading.Thread(target=make, name=f"collectives {what}", daemon=True).start()
-    while True:
-        seconds = _FAILURE_POLL if deadline is None else deadline - time.monotonic()
-        try:
-            return answer.result(min(seconds, _FAILURE_POLL))
-        except TimeoutError:
-            if deadline is not None and time.monotonic() >= deadline:
-                message = f"{what}: not all ranks have called it in time"
-                raise CollectiveTimeout(message) from None
-            if has_failed is not None and has_failed():
-                raise MPI.Exception(MPI.ERR_PROC_FAILED) from None
+
+    def is_answered(until: float) -> bool:
+        return answer in wait([answer], until - time.monotonic()).done
+
+    if not _is_done_by(deadline, is_answered, has_failed):
+        raise CollectiveTimeout(f"{what}: not all ranks have called it in time")
+    return answer.result()
+
+
+def _is_done_by(
+    deadline: float | None,
+    is_done: Callable[[float], bool],
+    has_failed: Callable[[], bool] | None,
+) -> bool:
+    """Wait until `is_done(until)`, which itself waits until then; False after the deadline.
+
+    Raises MPI's error when `has_failed()`: Open MPI can wait for a dead rank for ever when it makes
+    a communicator.
+    """
+    end = math.inf if deadline is None else deadline
+    while not is_done(min(end, time.monotonic() + _FAILURE_POLL)):
+        if time.monotonic() >= end:
+            return False
+        if has_failed is not None and has_failed():
+            raise MPI.Exception(MPI.ERR_PROC_FAILED)
+    return True
 
 
 class MpiMessages:

@@ -70,9 +70,9 @@ class DropInCollectives(ObjectCalls):
             raise MPI.Exception(MPI.ERR_REVOKED)
         self._duplicate = self._duplicate or MPI.Intracomm(self).Idup()
         if self._parent is None:
-            made = adopt(self._duplicate, thread=progress_thread(), mode=mode_of(None))
+            made = adopt(self, self._duplicate, thread=progress_thread(), mode=mode_of(None))
         else:
-            made = adopt_child(self._duplicate, self._parent)
+            made = adopt_child(self, self._duplicate, self._parent)
         self._communicator = self._made = made
         self.pending_operations = set[Operation]()
         session = made._session

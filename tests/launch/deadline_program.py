@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import sys
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 import collectives
 from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerFailed
+from collectives.engines import mpi
 
 SMALL, LARGE = np.ones(3), np.ones(3_000_000)
 Run = Callable[[], Any]
@@ -34,6 +38,8 @@ def runs(comm: Communicator) -> dict[str, Run]:
         "recv": lambda: comm.recv(np.empty(1), (comm.rank + 1) % comm.size),
         "split": lambda: comm.split(0),
         "subgroup": lambda: comm.subgroup([*range(comm.size)]),
+        "wrap": lambda: collectives.wrap(MPI.COMM_WORLD),
+        "hosts": lambda: collectives.wrap(MPI.COMM_WORLD),
     }
 
 
@@ -126,30 +132,56 @@ def signalled(comm: Communicator, _: str) -> None:
     while comm.all_reduce(np.array(num_sent), "min")[0] < 100:
         for length in (3, 3000, 100_000):
             assert comm.all_reduce(np.ones(length))[0] == comm.size
-    time.sleep(1.0)  # until the last dump is written
-    dump.unlink()
+    asked_at = time.time()
     os.kill(os.getpid(), signal.SIGUSR1)
     deadline = time.monotonic() + 10
-    while not dump.exists() and time.monotonic() < deadline:
+    while not (is_new := dumped_at(dump) >= asked_at) and time.monotonic() < deadline:
         time.sleep(0.01)
-    say(comm, f"dumped: {dump.exists()}")
+    say(comm, f"dumped: {is_new}")
+
+
+def dumped_at(dump: Path) -> float:
+    """When a dump was written, which is replaced as a whole; minus infinity if there is none."""
+    try:
+        return float(json.loads(dump.read_text())["time"])
+    except FileNotFoundError:
+        return -math.inf
 
 
 def killed(comm: Communicator, what: str) -> None:
     """Rank 2 dies before the call; or, in one that makes a communicator, when MPI makes it."""
     run = runs(comm)[what]
+    mpi._hosts_of_world.clear()  # so that they are found anew
     comm.barrier()
     if comm.rank == 2 and what in ("split", "subgroup"):
         setattr(comm._session.transport, what, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    elif comm.rank == 2 and what == "hosts":
+        mpi._lowest_ranks = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     elif comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     seconds, error = seconds_until(PeerFailed, run)
     assert isinstance(error, PeerFailed) and error.ranks == (2,)
     say(comm, f"{seconds:.3f} s: {error}")
+    if what == "wrap":
+        leave()  # Open MPI makes no communicator after an Idup that failed, not even by shrink
     survivors = comm.shrink(timeout=20)
     total = int(survivors.all_reduce(np.array([1]))[0])
     ranks = ", ".join(map(str, survivors.all_gather(np.array([comm.rank]))))
     say(survivors, f"the survivors sum to {total} and are ranks {ranks}")
+    leave()
+
+
+def outsider(comm: Communicator, _: str) -> None:
+    """Rank 2 is dead when the others make a communicator, to which rank 1 comes late."""
+    comm.barrier()
+    if comm.rank == 2:
+        time.sleep(0.5)  # until the others are through the barrier
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 1:
+        make = comm._session.transport.subgroup  # when all have come to it
+        comm._session.transport.subgroup = lambda *given: time.sleep(1.5) or make(*given)
+    others = comm.subgroup([0, 1, 3], timeout=20)
+    say(comm, f"the others sum to {others.all_reduce(np.array([1]))[0]}")
     leave()
 
 
@@ -202,5 +234,5 @@ if kind == "shrink":
     shrinks = {"late": shrink_late, "patient": shrink_patient, "refused": shrink_refused}
     shrinks[how](collectives.world(), "")
 else:
-    programs = [stopped, interrupted, dumped, signalled, made, killed]
+    programs = [stopped, interrupted, dumped, signalled, made, killed, outsider]
     {program.__name__: program for program in programs}[kind](collectives.world(), how)
