@@ -32,11 +32,17 @@ JOB = "COLLECTIVES_JOB"
 IN_MPI = b"in MPI"
 """The message of a rank when MPI_Init has returned."""
 
+MONITORED = b"+"
+"""The launcher's answer to the number of a rank: it monitors this rank now."""
+
 AT_ONCE = b" by os._exit"
 """Follows the exit status in the message of a rank that calls os._exit."""
 
 WITH_ALL = b" with all others?"
 """Follows the exit status in the question of a rank that calls sys.exit; see `all_exit`."""
+
+ALL_EXIT = b"="
+"""The launcher's answer to that question when all ranks have asked it."""
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")  # where an MPI sets the rank
 _ANSWER = 5.0  # seconds the launcher has to answer; after that the rank starts without an answer
@@ -148,7 +154,9 @@ def all_exit(status: int) -> bool:
     _launcher.settimeout(_AGREE)
     with contextlib.suppress(OSError):
         _launcher.sendall(b"%d%b\n" % (status, WITH_ALL))
-        return _launcher.recv(1) != b""
+        while (answer := _launcher.recv(1)) == MONITORED:  # it came too late for `_connect`
+            pass
+        return answer == ALL_EXIT
     return False
 
 

@@ -52,10 +52,11 @@ _SIGNALS = (
 _KILLED = {*_SIGNALS, *(128 + signum for signum in _SIGNALS)}
 
 _WAITS = (
-    "All ranks of this host have ended. The job goes on until {} ends, which a rank has "
-    "started and which keeps its output open.\n"
+    "All ranks of this host have ended. The job waits for the end of every process that a rank "
+    "has started and that keeps its output open: {}.\n"
 )
 _ABORTED = "The job was aborted, although mpirun reports success: ranks {} did not end.\n"
+_FAILED_AFTER = " Other ranks failed after that."  # perhaps because of it
 _NO_MPI = "A rank died before MPI had started on all ranks, so the job was stopped.\n"
 
 # Runs in a process that is then replaced by mpirun: when the launcher dies, even by SIGKILL, the
@@ -140,12 +141,11 @@ def launch(
             if directory is not None:
                 stack.enter_context(_forwarding(signal.SIGUSR1, monitor))
             say = notes.append if capture else _say
-            status = _wait(job, monitor, timeout, is_tolerant=fault_tolerant, say=say)
+            status, death = _wait(job, monitor, timeout, is_tolerant=fault_tolerant, say=say)
+            if death is not None:
+                say(f"{death}{_FAILED_AFTER if monitor.status else ''}\n")
             if status == TIMED_OUT and directory is not None and job.poll() is None:
                 say(_hang_report(monitor, directory))
-            # What other ranks report after a death may be its consequence.
-            if monitor.first_death and not fault_tolerant and status == monitor.status != 0:
-                say(f"{monitor.first_death} Other ranks failed after that.\n")
         finally:
             if status != 0 or job.poll() is None:
                 _end(job, home)
@@ -188,23 +188,23 @@ def _wait(
     *,
     is_tolerant: bool,
     say: Callable[[str], object],
-) -> int:
-    """Wait until the job ends or must be ended; return its exit status.
+) -> tuple[int, process_monitor.Death | None]:
+    """Wait until the job ends or must be ended; return its exit status, and the death to name.
 
-    `is_tolerant`: the others continue when a rank dies.
+    `is_tolerant`: the others continue when a rank dies; then each death is said at once.
     """
     limit = math.inf if timeout is None else time.monotonic() + timeout
-    failed, is_ending, dead, dead_at = 0, False, None, math.inf
+    failed, is_ending, dead_at = 0, False, math.inf
     monitor.begin(job.pid)
     while (died := monitor.wait(_POLL)) or job.poll() is None:
         if died and is_tolerant:
             say(f"{died}\n")
-        if died and not dead:
-            dead, dead_at = died, time.monotonic()
+        if died:
+            dead_at = min(dead_at, time.monotonic())
+        dead = None if is_tolerant else monitor.first_death
         is_late = not monitor.status and time.monotonic() >= dead_at + _DEATH_SECONDS
-        if dead and is_late and not is_tolerant:
-            say(f"{dead}\n")
-            return _status_of_death(dead)
+        if dead and is_late:
+            return _status_of_death(dead), dead
         # The others may wait in MPI_Init for ever, even with fault tolerance.
         is_stuck = (
             monitor.has_died_starting()
@@ -213,37 +213,46 @@ def _wait(
         )
         if is_tolerant and is_stuck and not monitor.status:
             say(_NO_MPI)
-            return 1
+            return 1, None
         if time.monotonic() >= limit:
             if failed or is_ending:
-                return failed
-            if dead and not is_tolerant:
-                say(f"{dead}\n")
+                return failed, dead
             say(f"The job did not end within {timeout:g} s and was stopped.{_ended(monitor)}\n")
-            return TIMED_OUT
+            return TIMED_OUT, dead
         if left := monitor.left_behind(_OUTPUT_SECONDS):
-            say(_WAITS.format(" and ".join(left)))
+            say(_WAITS.format(", ".join(left)))
         if not failed and (failed := monitor.status):
             patience = _EXIT_SECONDS if monitor.do_all_exit else _FAILURE_SECONDS
             limit = min(limit, time.monotonic() + patience)
         # Open MPI 5 can hang in the MPI_Finalize of the others if two have died at once.
-        if is_tolerant and dead and not is_ending and monitor.have_all_ended():
+        has_died = dead_at < math.inf
+        if is_tolerant and has_died and not is_ending and monitor.have_all_ended():
             is_ending, limit = True, min(limit, time.monotonic() + _FINALIZE_SECONDS)
     monitor.wait(0)  # what the ranks said in the end
     status = _status_of(job.returncode, monitor.status)
-    if is_tolerant or monitor.status:
-        return status
-    if not dead:
+    return (status, None) if is_tolerant else _judged(status, monitor, say)
+
+
+def _judged(
+    status: int, monitor: process_monitor.ProcessMonitor, say: Callable[[str], object]
+) -> tuple[int, process_monitor.Death | None]:
+    """The exit status of a job that has ended with `status`, and the death to name.
+
+    The ranks that mpirun kills after an MPI_Abort die without a report, too: they are not named.
+    If the first rank has ended with status 0, MPICH's mpirun kills the others and may report
+    success.
+    """
+    dead = monitor.first_death
+    if dead is None:
         if status == 0 and (ranks := monitor.unfinished()):
             say(_ABORTED.format(", ".join(map(str, ranks))))
-            return 1
-        return status
-    # Ranks that mpirun kills after an MPI_Abort die without a report, too.  If the first rank has
-    # ended with status 0, MPICH's mpirun kills the others and may report success.
+            return 1, None
+        return status, None
     is_exit = dead.exit_code is not None
-    if is_exit or status in {0, *_KILLED} or not monitor.is_in_mpi:
-        say(f"{dead}\n")
-    return _status_of_death(dead) if is_exit or status == 0 else status
+    if not monitor.status and (is_exit or status == 0):
+        return _status_of_death(dead), dead
+    is_cause = is_exit or status in {monitor.status, *_KILLED} or not monitor.is_in_mpi
+    return status, dead if is_cause else None
 
 
 @contextlib.contextmanager

@@ -20,7 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives.launch.bootstrap import AT_ONCE, IN_MPI, JOB, WITH_ALL, address
+from collectives.launch.bootstrap import (
+    ALL_EXIT,
+    AT_ONCE,
+    IN_MPI,
+    JOB,
+    MONITORED,
+    WITH_ALL,
+    address,
+)
 
 _LOCAL_SIZE = b"OMPI_COMM_WORLD_LOCAL_SIZE="  # in the environment of Open MPI's ranks
 _SHARED_MEMORY = "/dev/shm/mpich_shm_"  # how the names of MPICH's files of shared memory begin
@@ -258,7 +266,7 @@ class ProcessMonitor:
                 self._shared_memory |= _shared_memory(connection.pid)
             elif connection.number is None:
                 connection.number = int(line)
-                _answer(connection)
+                _answer(connection, MONITORED)
             elif line.endswith(WITH_ALL):
                 connection.wanted = int(line.removesuffix(WITH_ALL))
                 self._let_all_exit()
@@ -270,11 +278,12 @@ class ProcessMonitor:
 
     def _let_all_exit(self) -> None:
         """Answer the ranks, if all of them want to exit with the same status."""
-        wanted = [each.wanted for each in self._connections]
+        # One that has ended does not wait for the answer any more.
+        wanted = [each.wanted for each in self._connections if each.is_running]
         self.do_all_exit = len(wanted) == self._size and len(set(wanted)) == 1
         if self.do_all_exit:
             for each in self._connections:
-                _answer(each)
+                _answer(each, ALL_EXIT)
 
     def _record_death(self, connection: _Connection, exit_code: int | None = None) -> None:
         """Note that a rank has died, unless it has reported its end."""
@@ -288,9 +297,9 @@ class ProcessMonitor:
                 self.first_death = self.first_death or death
 
 
-def _answer(connection: _Connection) -> None:
+def _answer(connection: _Connection, answer: bytes) -> None:
     with contextlib.suppress(OSError):  # it has ended
-        connection.socket.send(b"\n")
+        connection.socket.send(answer)
 
 
 def _peer(connected: socket.socket) -> int:

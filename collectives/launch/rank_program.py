@@ -45,10 +45,12 @@ def run_rank(command: list[str]) -> None:
     except BaseException as error:
         child.status = _status(error)
         if child.status and not child.is_one:
-            drop_in.end(has_failed=True)
-            is_code = isinstance(error, SystemExit) and isinstance(error.code, int)
-            is_common = is_code and bootstrap.all_exit(child.status)
-            bootstrap.leave(child.status)
+            try:
+                drop_in.end(has_failed=True)
+                is_code = isinstance(error, SystemExit) and isinstance(error.code, int)
+                is_common = is_code and bootstrap.all_exit(child.status)
+            finally:  # also after Ctrl-C
+                bootstrap.leave(child.status)
             if is_common:
                 _exit_without_abort()
         raise
