@@ -74,6 +74,8 @@ NOT_RUN = {
     "python -m tests.chaos --faults 1000 --seed 1": "hours",
     "python -m bench fit": "ranks",
     "python -m bench tune": "ranks",
+    "python -m tests.chaos --faults 1000 --python .venv-openmpi/bin/python"
+    " --python .venv-mpich/bin/python": "hours",
     "python -m bench speed": "hours",
     "python -m bench balance": "hours",
     "python -m bench strategies": "hours",

@@ -18,6 +18,8 @@ import pytest
 from collectives.launch import launch
 from collectives.launch.mpirun import find_mpirun
 from collectives.torch.versions import HAS_BACKENDS
+from tests.chaos import __main__ as chaos
+from tests.chaos.drawing import Job, Step
 from tests.pages import blocks
 
 ROOT = Path(__file__).parent.parent
@@ -372,6 +374,25 @@ def test_a_monitored_barrier_names_all_ranks_that_have_not_come(tmp_path: Path) 
         "have; the error on rank 0 names the others",
         "ranks 2, 3 have not come to the monitored barrier within 0.5 s",
     ]
+
+
+# Faults
+
+
+@pytest.mark.timeout(400)  # each step of the job has its own limit, and is reported
+def test_faults_in_a_program_of_pytorch_are_survived(tmp_path: Path) -> None:
+    steps = (
+        Step("pytorch", "stop", 1, delay=0.01, duration=0.1),
+        Step("pytorch", "slow", 0, duration=0.1),
+        Step("pytorch", "dump", 2, duration=0.05, choice=14),
+        Step("pytorch", "late", 1, limit=0.3),
+        Step("pytorch", "stop past limit", 2, delay=0.01, limit=0.3),
+        Step("pytorch", "refused", 0),
+        Step("pytorch", "kill", 1, delay=0.05),
+    )
+    outcome = chaos.run(Job("PyTorch", 3, steps), tmp_path / "job")
+    assert not outcome.verdicts, "\n".join(map(str, outcome.verdicts))
+    assert len(outcome.reached) == len(steps)
 
 
 # The page

@@ -2,7 +2,7 @@
 
 Every job draws workloads and faults by the seed and its number.  The table says how many faults of
 each kind were survived; a failure comes with the command that repeats its job.  The exit status is
-1 if a fault was not survived.
+1 if a fault was not survived, or if jobs do not begin.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 from collectives.simulate import table
 from tests.chaos.drawing import FAULTS, Job, draw
 from tests.chaos.injecting import HANG_SECONDS, ROOT, Running
-from tests.chaos.judging import Verdict, judge
+from tests.chaos.judging import Verdict, judge, was_too_slow
 
 ASK = """
 import json
@@ -34,6 +35,7 @@ print(json.dumps([find_mpirun().vendor, find_spec("torch") is not None]))
 # Time limits of the launcher, in seconds.  A job that is to be ended by it, and was too slow to get
 # to that step, gets the next one.
 LIMITS, TO_REACH = (300.0,), (8.0, 24.0, 72.0)
+NEVER_BEGAN = 3  # jobs in a row that have not begun their first step: no other will
 NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
 
 
@@ -74,14 +76,18 @@ class Outcome(NamedTuple):
 def run(
     job: Job, folder: Path, python: str = sys.executable, hang_seconds: float = HANG_SECONDS
 ) -> Outcome:
-    """Run a job and judge it."""
+    """Run a job and judge it; run it again if all that is wrong is that it was too slow."""
     began = time.monotonic()
     for number, limit in enumerate(TO_REACH if job.is_to_time_out else LIMITS):
         record = Running(job, folder / f"{number}", python, limit, hang_seconds).run()
-        if record.reached == len(job.steps) - 1:
+        verdicts = judge(job, record)
+        if verdicts or not was_too_slow(job, record):
             break
+    else:
+        sentence = f"did not get to step {len(job.steps) - 1} within {limit:g} s"
+        verdicts = [Verdict(max(record.reached, 0), "reached", sentence)]
     reached = [step.fault for step in job.steps[: record.reached + 1]]
-    return Outcome(reached, judge(job, record), time.monotonic() - began)
+    return Outcome(reached, verdicts, time.monotonic() - began)
 
 
 class Totals:
@@ -104,8 +110,8 @@ def command(environment: Environment, seed: int, number: int) -> str:
 
 
 def go_through(environment: Environment, options: argparse.Namespace, home: Path) -> Totals:
-    """Run jobs until there were enough faults."""
-    totals, numbers = Totals(), iter(options.job or range(1 << 60))
+    """Run jobs until there were enough faults, or until jobs do not even begin."""
+    totals, numbers, never_began = Totals(), options.job or count(), 0
     for number in numbers:
         if not options.job and totals.reached.total() >= options.faults:
             break
@@ -113,8 +119,8 @@ def go_through(environment: Environment, options: argparse.Namespace, home: Path
         outcome = run(job, folder, environment.python)
         totals.add(outcome)
         done = f"{NAMES.get(environment.vendor, environment.vendor)}, job {number}"
-        count = f"{len(outcome.survived)} of {len(outcome.reached)} faults survived"
-        print(f"{done}: {count} in {outcome.seconds:.1f} s", flush=True)
+        survived = f"{len(outcome.survived)} of {len(outcome.reached)} faults survived"
+        print(f"{done}: {survived} in {outcome.seconds:.1f} s", flush=True)
         if outcome.verdicts:
             print(f"FAILED: {job}")
             print("".join(f"  {verdict}\n" for verdict in outcome.verdicts), end="")
@@ -122,6 +128,11 @@ def go_through(environment: Environment, options: argparse.Namespace, home: Path
             print(f"  its files: {folder}", flush=True)
         else:
             shutil.rmtree(folder)
+        never_began = 0 if outcome.reached else never_began + 1
+        if never_began == NEVER_BEGAN:
+            print(f"Stopped: {NEVER_BEGAN} jobs in a row have not begun their first step.")
+            totals.is_red = True
+            break
     return totals
 
 

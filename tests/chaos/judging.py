@@ -17,6 +17,7 @@ IN_THREADS = re.compile(r"Exception (ignored )?in .*")  # and of no job at all
 
 PROMISES = {
     "no hang": "everything ends within its limit",
+    "reached": "a job gets to its last step before its time limit",
     "values": "no value is wrong",
     "errors": "every survivor raises an error that names a guilty rank",
     "end": "the launcher says how the job ended, and names the rank that died",
@@ -45,27 +46,47 @@ def judge(job: Job, record: Record) -> list[Verdict]:
     last = max(record.reached, 0)
     if record.hung:
         verdicts.append(Verdict(last, "no hang", record.hung))
+    cut_short = record.reached if record.hung or was_too_slow(job, record) else None
     for number in range(record.reached + 1):
-        verdicts += _of_step(job, number, record)
+        verdicts += _of_step(job, number, record, was_cut_short=number == cut_short)
     verdicts += [Verdict(last, "nothing left", each) for each in record.left]
-    verdicts += [Verdict(last, "checkpoints", each) for each in record.checkpoints]
+    verdicts += [Verdict(number, "checkpoints", each) for number, each in record.checkpoints]
     if not record.hung:
         verdicts += [Verdict(last, *each) for each in _of_end(job, record)]
     return verdicts
 
 
-def _of_step(job: Job, number: int, record: Record) -> Iterator[Verdict]:
+def was_too_slow(job: Job, record: Record) -> bool:
+    """Whether a job was ended at its time limit before the step that waits for this limit.
+
+    Then `judge` judges only the steps before the one that it was in.
+    """
+    was_early = record.reached < len(job.steps) - 1 and not record.hung
+    return job.is_to_time_out and was_early and record.status == TIMED_OUT
+
+
+def _of_step(job: Job, number: int, record: Record, was_cut_short: bool) -> Iterator[Verdict]:
     step = job.steps[number]
     alive = [rank for rank in range(job.size) if rank not in job.dead_before(number)]
     for rank in alive:
         for event in _events(record, rank, number, "wrong"):
             yield Verdict(number, "values", f"rank {rank}: {event['text']}")
+        for event in _events(record, rank, number, "loaded"):
+            saved = [(e["steps"], e["shards"]) for e in _events(record, rank, number, "saved")]
+            if (event["steps"], event["shards"]) not in saved:
+                sentence = f"rank {rank} has loaded other values than it has saved"
+                yield Verdict(number, "checkpoints", sentence)
     if missing := record.missing_dumps.get(number):
         yield Verdict(number, "dumps", f"ranks {missing} have not written one")
-    was_cut_short = record.hung and number == record.reached
-    if step.fault in EXPECTED and not was_cut_short:
+    if was_cut_short:
+        return
+    if step.fault in EXPECTED:
         for sentence in _wrong_errors(step, number, alive, record):
             yield Verdict(number, "errors", sentence)
+    if step.fault == "short limits":
+        timed_out = [e for rank in alive for e in _events(record, rank, number, "timed out")]
+        if not any(event["times"] for event in timed_out):
+            yield Verdict(number, "errors", "no call of any rank has timed out")
 
 
 def _events(record: Record, rank: int, number: int, what: str) -> list[Event]:
@@ -109,7 +130,7 @@ def _wrong_errors(step: Step, number: int, alive: list[int], record: Record) -> 
         elif not set(wanted.split(" or ")) & set(error["kinds"]):
             yield f"rank {rank} raised {error['kinds'][0]}, not {wanted}: {error['text'][:300]}"
         elif not is_guilty and not _names(step.guilty, rank, error, waits):
-            text = error["text"].splitlines()[0]
+            text = error["text"].partition("\n")[0]
             yield f"what rank {rank} raised does not lead to rank {step.guilty}: {text[:300]}"
     if step.fault == "operator" and step.workload == "collectives":
         later = _events(record, step.guilty, number, "error")[1:]
@@ -165,11 +186,14 @@ def _mentioned(text: str, group: list[int]) -> set[int]:
 def _of_end(job: Job, record: Record) -> Iterator[tuple[str, str]]:
     """How the launcher ended: its status, and what it said."""
     status, said, step = record.status, record.stderr, job.steps[-1]
-    if record.reached < len(job.steps) - 1 or step.fault not in ENDING:
+    is_slow = was_too_slow(job, record)
+    if step.fault not in ENDING or (record.reached < len(job.steps) - 1 and not is_slow):
         yield from _of_good_end(job, record)
         return
     if noise := IN_THREADS.search(said):
         yield "quiet", said[noise.start() :][:3000]
+    if is_slow:
+        return
     wanted = {
         "kill": {1, 128 + 9, 9},
         "exception": {1},
@@ -194,6 +218,9 @@ def _of_good_end(job: Job, record: Record) -> Iterator[tuple[str, str]]:
     if record.status != 0:
         yield "end", f"the exit status is {record.status}: {said[-3000:]}"
         return
+    for rank in set(range(job.size)) - dead:
+        if not any(event["what"] == "ended" for event in record.events[rank]):
+            yield "end", f"the exit status is 0, but rank {rank} has not come to its end"
     for rank in dead:
         sentence, count = re.subn(rf"(?m)^Rank {rank} \(process \d+\) died without.*\n", "", said)
         said = sentence

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,7 +87,6 @@ class Rank:
         self.events.write("begun")
         self.workload = self.make()
         FAULTS[step.fault](self)
-        self.events.write("done")
 
     @property
     def is_guilty(self) -> bool:
@@ -131,15 +131,19 @@ class Rank:
         self.events.write("error", kinds=kinds, text=str(error), group=group, named=named)
 
     def patiently(self, call: Callable[[], T]) -> T:
-        """Make a call; after a time-out go on waiting for it."""
-        try:
-            return call()
-        except CollectiveTimeout as error:
-            self.error(error)
-            self.events.write("waits again")
-            result: T = error.work.wait(1e6)  # the time limit of the call is over
-            self.events.write("has waited")
-            return result
+        """Make a call; after each time-out go on waiting for it, up to the same limit."""
+        has_timed_out = False
+        while True:
+            try:
+                result = call()
+            except CollectiveTimeout as error:
+                self.error(error)
+                self.events.write("waits again")
+                has_timed_out, call = True, partial(error.work.wait, self.step.limit)
+            else:
+                if has_timed_out:
+                    self.events.write("has waited")  # the last event no longer is "waits again"
+                return result
 
     def is_over(self, attempt: Attempt) -> bool:
         """Whether the fault is over on all ranks, which agree on it by a call of the workload's."""
@@ -382,8 +386,8 @@ def interrupt(rank: Rank) -> None:
 
     if not rank.is_guilty:
         mine.set_limit(rank.step.limit)
-    rank.events.write("loops")
     try:
+        rank.events.write("loops")  # from now on it may get the signal
         while True:
             mine.once(directly if rank.is_guilty else until_it_is_over)
     except KeyboardInterrupt as error:
@@ -436,7 +440,8 @@ def outlived(rank: Rank) -> None:
     comms = rank.around.comms
     for kind, comm in comms.items():
         comms[kind] = comm.shrink()
-    rank.events.write("shrunk", size=comms["plain"].size)
+        left = rank.job.size - len(rank.job.dead_before(rank.number + 1))
+        rank.around.check(np.array(comms[kind].size), np.array(left), f"the ranks of {kind}")
 
 
 def to_the_end(rank: Rank) -> None:
