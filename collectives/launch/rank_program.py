@@ -47,13 +47,21 @@ def run_rank(command: list[str]) -> None:
         if child.status and not child.is_one:
             try:
                 drop_in.end(has_failed=True)
-                is_code = isinstance(error, SystemExit) and isinstance(error.code, int)
-                is_common = is_code and bootstrap.all_exit(child.status)
+                is_common = _is_plain_exit(error) and bootstrap.all_exit(child.status)
             finally:  # also after Ctrl-C
                 bootstrap.leave(child.status)
             if is_common:
                 _exit_without_abort()
         raise
+
+
+def _is_plain_exit(error: BaseException) -> bool:
+    """Whether the rank calls sys.exit with a number, and MPI is finalized then, if it must be."""
+    if not isinstance(error, SystemExit) or not isinstance(error.code, int):
+        return False
+    rc = sys.modules["mpi4py"].rc  # a program that calls MPI_Init itself may leave out MPI_Finalize
+    does_finalize = rc.initialize if rc.finalize is None else rc.finalize
+    return bool(does_finalize) or not _must_finalize()
 
 
 def _exit_without_abort() -> NoReturn:
