@@ -39,8 +39,9 @@ WRONG: dict[str, tuple[Row, str]] = {
 
 
 def with_row(program: Program, row: Row) -> Program:
-    """A program that begins with another row."""
-    return replace(program, rows=np.vstack([np.array([row], np.int64), program.rows]))
+    """A program that begins with another row.  It has a slot, also if it sends no message."""
+    rows = np.vstack([np.array([row], np.int64), program.rows])
+    return replace(program, rows=rows, num_slots=max(program.num_slots, 1))
 
 
 def compiling_with(row: Row) -> Callable[..., Program]:
