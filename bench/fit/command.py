@@ -31,7 +31,7 @@ from rich.console import Console
 
 import collectives
 from bench.fit import check, showing
-from bench.fit.fitting import fitted_links, rate, undisturbed
+from bench.fit.fitting import fitted_links, rate, refuse_few, undisturbed
 from bench.fit.measuring import Group, Measurement, groups_of
 from bench.fit.patterns import ITEMSIZE, PATTERNS, Sample
 from bench.options import seconds
@@ -118,6 +118,7 @@ def fit(comm: Communicator, options: argparse.Namespace, console: Console) -> Ma
             quiet = undisturbed(samples) if is_quiet else samples
             showing.show_left_out([each for each in samples if each not in quiet], console)
             measured += quiet
+            refuse_few(measured, limit)  # the first pattern decides
         links[group.link_class] = fitted_links(measured, limit, base)
         found += measured
     machine = Machine(links, measurement.call(comm), *rates)

@@ -7,7 +7,7 @@ square up to a tenth, and linearly beyond it (Huber), so that disturbed samples 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 from statistics import fmean
 
@@ -48,8 +48,8 @@ def fitted_links(
         for each in samples
         if each.pattern == "ping-pong"
     }
+    refuse_few(samples, eager_limit)
     samples = [each for each in samples if each.num_bytes in trips]
-    _refuse_few(trips, limit, samples[0].link_class)
     eager = divided([each for each in samples if each.num_bytes <= limit])
     late = divided([each for each in samples if each.num_bytes > limit])
     groups = [*eager, *late]
@@ -77,16 +77,18 @@ def undisturbed(samples: Sequence[Sample]) -> list[Sample]:
     return quiet
 
 
-def _refuse_few(sizes: Iterable[int], limit: float, link_class: str) -> None:
-    """Raise ValueError if too few sizes are left of messages that wait for no receive, or do."""
+def refuse_few(samples: Sequence[Sample], eager_limit: int | None) -> None:
+    """Raise ValueError if ping-pongs of too few sizes are left, below or above `eager_limit`."""
+    limit = math.inf if eager_limit is None else eager_limit
+    sizes = [each.num_bytes for each in samples if each.pattern == "ping-pong"]
     few = [name for name, number in (
         (f"up to {limit:g}", sum(size <= limit for size in sizes)),
         (f"above {limit:g}", FEWEST if limit == math.inf else sum(size > limit for size in sizes)),
     ) if number < FEWEST]  # fmt: skip
     if few:
         raise ValueError(
-            f"too few messages {few[0]} bytes on {link_class} could be measured while no rank lost"
-            " its core: repeat the measurement when the machine is idle"
+            f"too few messages {few[0]} bytes on {samples[0].link_class} could be measured while no"
+            " rank lost its core: repeat the measurement when the machine is idle"
         )
 
 

@@ -266,4 +266,7 @@ def test_what_cannot_be_fitted_is_refused(tmp_path: Path) -> None:
     assert status == 2 and "one rank sends no messages; run it under mpirun" in said
     status, said = run(*fit, "--keep", "--check")
     assert status == 2 and f"--keep: {path} has no fitted machine" in said
-    assert not path.exists()
+    busy = PROGRAM.replace("is_quiet=True", "is_quiet=False")
+    status, said = run("-c", busy, "--samples", "5", "--output", str(path))
+    assert status == 2 and "ranks lost their cores in nearly every ping-pong on same_host" in said
+    assert "MPI_ABORT" not in said and not path.exists()
