@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.append(Found(choice.label, _simulated(options, choice, machine, network)))
             sys.stderr.write(f"{choice.label}: {_seconds(found[-1].call.seconds)}\n")
     except (MemoryError, OSError, OverflowError, TypeError, ValueError) as error:
-        parse.exit(2, f"{parse.prog}: {error}\n")
+        parse.exit(2, f"{parse.prog}: {str(error) or 'there is not enough memory'}\n")
     found.sort(key=lambda each: each.call.seconds)
     num_bytes = f"{options.bytes} bytes of {options.dtype}"
     title = f"{options.collective} of {num_bytes} on {network.num_ranks} ranks, {topology}"

@@ -33,10 +33,10 @@ _warned: set[str] = set()  # messages that were logged as warnings
 
 
 def is_at_exit() -> bool:
-    """Whether the program has ended, and only what `atexit` has registered still runs.
+    """Whether the main thread of the program has ended.
 
-    Then what registers functions of its own comes too late, and from Python 3.12 on no thread
-    can be started.
+    What `atexit` has registered runs then, and perhaps other threads of the program.  It is too
+    late to register more functions, and from Python 3.12 on no thread can be started.
     """
     return not threading.main_thread().is_alive()
 

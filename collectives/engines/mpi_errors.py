@@ -33,8 +33,8 @@ def translate_message_error(
 ) -> BaseException:
     """The error to raise for MPI's: a CollectiveMismatch if a message exceeded its buffer.
 
-    If a message failed for another reason, it is a CollectiveError that names the other rank: one
-    that has died, perhaps.  MPICH has no error class for that.
+    If a message failed for another reason, it is a CollectiveError that names the other rank, which
+    may have died: MPICH has no error class for that.
 
     `messages`: the messages that the failed call waited for.
     """

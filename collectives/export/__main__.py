@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         written = export(call_of(options), options)
     except (MemoryError, OverflowError, TypeError, ValueError, OSError) as error:
-        parse.exit(2, f"{parse.prog}: {error}\n")
+        parse.exit(2, f"{parse.prog}: {str(error) or 'there is not enough memory'}\n")
     sys.stderr.write(summary(written))
     return 0
 
