@@ -168,7 +168,7 @@ class CompiledExecution:
     """An execution whose state is a block of words for the compiled loop."""
 
     def __init__(self, port: Port, program: Program, operands: Operands, tag: int) -> None:
-        operands.check(program)
+        program.check_arrays(operands.input, operands.output, operands.scratch)
         self._port, self._names, self.program, self.loop = port, port.names, program, port.loop
         self._pending_answer: int | None = (
             None  # the answer of `loop.run` that Python has to handle
@@ -204,7 +204,7 @@ class CompiledExecution:
 
     def attach(self, operands: Operands, tag: int) -> None:
         """Set the arrays and the tag of the next run."""
-        operands.check(self.program)
+        self.program.check_arrays(operands.input, operands.output, operands.scratch)
         names, self._operands = self._names, operands
         places = address(operands.input), address(operands.output), address(operands.scratch)
         self.state[names.TAG : names.SCRATCH_AT + 1] = tag, *places

@@ -64,14 +64,14 @@ class Interpreted:
     """An execution in plain Python."""
 
     def __init__(self, program: Program, operands: Operands, messages: Messages) -> None:
-        operands.check(program)
+        program.check_arrays(operands.input, operands.output, operands.scratch)
         self.program, self.messages = program, messages
         self.memory = Memory(operands, program.itemsize)
         self.row = 0
 
     def attach(self, operands: Operands, tag: int) -> None:
         """Set the arrays and the tag of the next run."""
-        operands.check(self.program)
+        self.program.check_arrays(operands.input, operands.output, operands.scratch)
         self.memory, self.messages.tag = Memory(operands, self.program.itemsize), tag
 
     def detach(self) -> None:

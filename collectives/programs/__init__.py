@@ -5,8 +5,17 @@ A schedule says which blocks are sent; a program says which bytes of which buffe
 
 from collectives.programs.lanes import Lanes, num_lanes
 from collectives.programs.placement import passing_blocks
-from collectives.programs.program import CallSpec, Program, assembled, compile_call
-from collectives.programs.rows import INPUT, OUTPUT, SCRATCH, Kind, Row
+from collectives.programs.program import (
+    INPUT,
+    OUTPUT,
+    SCRATCH,
+    CallSpec,
+    Kind,
+    Program,
+    Row,
+    assembled,
+    compile_call,
+)
 from collectives.programs.steps import (
     Combine,
     CountOfEachBlock,

@@ -10,37 +10,61 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property, lru_cache
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple, NoReturn
+from operator import gt
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.algorithms import Algorithm, Option
-from collectives.arrays import Operator
+from collectives.arrays import Array, Operator
 from collectives.diagnostics import Sent
 from collectives.programs.lanes import Lanes, compile_lanes
-from collectives.programs.rows import (
-    BUFFERS,
-    INPUT,
-    NUM_COLUMNS,
-    OUTPUT,
-    SCRATCH,
-    Kind,
-    Row,
-    extents,
-)
 from collectives.programs.steps import Aliasing, Combine, Counts, Lane, Message, Move, OwnCounts
 from collectives.schedule import Region, ScheduleError
+
+INPUT, OUTPUT, SCRATCH = range(3)
+BUFFERS = "input", "output", "scratch"
 
 MESSAGE_BYTES = 2**30  # the largest message of MPI; longer ones are cut
 _ALIGNMENT = 64  # of each part of the scratch, in bytes: a cache line
 
 
+class Kind(IntEnum):
+    """The operation of a row."""
+
+    RECEIVE = 0  # into (buffer, offset), `size` bytes from `peer`
+    SEND = 1  # from (buffer, offset), `size` bytes to `peer`
+    WAIT = 2  # for `size` messages from `slot` on, of which the first `peer` are receives
+    COPY = 3  # `size` bytes to (buffer, offset) from (left, left_offset)
+    COMBINE = 4  # `size` bytes at (buffer, offset) become left (+) right
+    DIVIDE = 5  # `size` bytes at (buffer, offset), by the number of ranks
+
+
+class Row(NamedTuple):
+    """One operation.  `round`: the round of the algorithm.  `slot`: the index of the request."""
+
+    kind: int
+    round: int
+    peer: int = 0
+    buffer: int = 0
+    offset: int = 0
+    size: int = 0
+    slot: int = 0
+    left: int = 0
+    left_offset: int = 0
+    right: int = 0
+    right_offset: int = 0
+
+
+NUM_COLUMNS = len(Row._fields)
 _RECEIVE, _SEND, _WAIT, _COPY, _COMBINE, _DIVIDE = map(int, Kind)  # faster than enum members
+_WITH_LEFT = _COPY, _COMBINE
 _SIZE = Row._fields.index("size")
 
 
@@ -118,14 +142,19 @@ class Program:
         """The bytes of input, output and scratch that the rows read or write; see `extents`."""
         return extents(self.rows, self.num_slots)
 
-    def refuse(self, sizes: Sequence[int]) -> NoReturn:
-        """Raise ScheduleError, because a row reaches outside buffers of these sizes in bytes."""
-        found = zip(BUFFERS, self.needed, sizes, strict=True)
-        buffer, needed, size = next(each for each in found if each[1] > each[2])
-        raise ScheduleError(
-            f"a program needs {needed} bytes of {buffer}, and is given {size}: "
-            "it was not compiled for these arrays"
-        )
+    def check_arrays(self, source: Array, target: Array, scratch: Array) -> None:
+        """Raise ScheduleError if a row reaches outside the input, the output or the scratch.
+
+        Every execution checks the arrays that it is given; the rows are read once.
+        """
+        sizes = source.nbytes, target.nbytes, scratch.nbytes
+        if any(map(gt, self.needed, sizes)):
+            found = zip(BUFFERS, self.needed, sizes, strict=True)
+            buffer, needed, size = next(each for each in found if each[1] > each[2])
+            raise ScheduleError(
+                f"a program needs {needed} bytes of {buffer}, and is given {size}: "
+                "it was not compiled for these arrays"
+            )
 
     def round_of(self, row: int) -> int:
         """The round of a row; after the last row, the number of rounds."""
@@ -364,3 +393,36 @@ def _aligned(num_bytes: int, itemsize: int) -> int:
     """A number of bytes rounded up to whole cache lines and whole elements."""
     unit = math.lcm(_ALIGNMENT, itemsize)
     return -(-num_bytes // unit) * unit
+
+
+def extents(rows: NDArray[np.int64], num_slots: int) -> tuple[int, ...]:
+    """The bytes of the input, the output and the scratch that the rows read or write.
+
+    Raises ScheduleError if a row is wrong whatever the sizes are: its kind, buffer or slot does not
+    exist, it begins before a buffer, or it writes to the input.
+    """
+    needed = [0] * len(BUFFERS)
+    for row in rows.tolist():  # for the usual few rows faster than NumPy's functions
+        kind, _, peer, buffer, offset, size, slot, left, left_offset, right, right_offset = row
+        if kind > _DIVIDE or min(row) < 0:
+            raise ScheduleError("a program has an unknown kind of row, or begins before a buffer")
+        if kind <= _WAIT:
+            _check_slots(kind, peer, size, slot, num_slots)
+        if kind == _WAIT or not size:
+            continue  # an empty place may be anywhere
+        if max(buffer, left, right) > SCRATCH or (buffer == INPUT and kind != _SEND):
+            raise ScheduleError("a program uses an unknown buffer, or writes to its input")
+        needed[buffer] = max(needed[buffer], offset + size)
+        if kind in _WITH_LEFT:
+            needed[left] = max(needed[left], left_offset + size)
+        if kind == _COMBINE:
+            needed[right] = max(needed[right], right_offset + size)
+    return tuple(needed)
+
+
+def _check_slots(kind: int, peer: int, size: int, slot: int, num_slots: int) -> None:
+    """Raise ScheduleError if a message, or those that a WAIT waits for, have no slots."""
+    if slot + (size if kind == _WAIT else 1) > num_slots:
+        raise ScheduleError(f"a program has messages beyond its {num_slots} slots")
+    if kind == _WAIT and peer > size:
+        raise ScheduleError("a program waits for more receives than messages")
