@@ -203,7 +203,9 @@ def _of_end(job: Job, record: Record) -> Iterator[tuple[str, str]]:
     if status not in wanted:
         yield "end", f"the exit status is {status}, not one of {sorted(wanted)}: {said[-2000:]}"
     sentence = {
-        "kill": rf"^Rank {step.guilty} \(process \d+\) died without a word",
+        # Another rank may report its failure, which names the dead rank, before that.
+        "kill": rf"^Rank {step.guilty} \(process \d+\) died without a word"
+        rf"|rank {step.guilty} may have died",
         "exception": f"OnPurpose: in rank {step.guilty}",
         "ctrl-c": "",
         "job limit": rf"^  rank {step.guilty}: no dump",

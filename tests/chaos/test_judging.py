@@ -155,6 +155,9 @@ def test_the_end_of_a_job_is_judged_by_its_status_and_what_is_said(fault: str) -
     if said:
         assert promises(status, said.replace("1", "0")) == ["end"]
     assert promises(status, f"{said}Exception in thread 5\n") == ["quiet"]
+    if fault == "kill":
+        assert promises(status, "the message failed; rank 1 may have died\n") == []
+        assert promises(status, "the message failed; rank 0 may have died\n") == ["end"]
 
 
 def test_a_death_that_is_outlived_is_said_and_named_by_the_others() -> None:
