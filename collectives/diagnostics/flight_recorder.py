@@ -145,7 +145,8 @@ def _position_of(run: Run) -> Position:
     """The position of a run; `UNKNOWN` if it cannot be found, which must not end the report."""
     try:
         return run.position()
-    except Exception:  # noqa: BLE001 - see above
+    except Exception as error:  # noqa: BLE001 - see above
+        logging.getLogger(__name__).warning("a position is not known: %s", reason_of(error))
         return UNKNOWN
 
 
