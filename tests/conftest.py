@@ -77,6 +77,14 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests, which have a time limit of their own.
+
+    In the end one of the processes would run them, and the others would have nothing to do.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     # Whether a cluster can be made is tried, which not every rank of a job should do.
     is_rank = config.getoption("--with-mpi", default=False)

@@ -27,7 +27,7 @@ from tests import hygiene
 from tests.mpi.hygiene import MadeOverMpi, forget_completed
 from tests.scenarios import ALGORITHMS, Job, call, dtype, random_rows, same
 
-WARM_UP, NUM_STEPS, EVERY = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[2]) // 4
+WARM_UP, NUM_STEPS, EVERY = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[2]) // 8
 LEAKS = sys.argv[3:] == ["leak"]  # on purpose
 NUM_JOBS = 300  # more than are remembered
 KINDS = ["int32", "float64", "complex64", "bfloat16"]

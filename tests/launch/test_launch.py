@@ -15,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,25 @@ def script(tmp_path: Path) -> Script:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def limit_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Lets the time limit of a job be reached two seconds after a file was written."""
+
+    def let(path: Path) -> None:
+        ahead = 0.0
+
+        def monotonic() -> float:
+            nonlocal ahead
+            if not ahead and path.exists() and time.time() - path.stat().st_mtime > 2:
+                ahead = TOO_LONG
+            return time.monotonic() + ahead
+
+        clock = SimpleNamespace(monotonic=monotonic, time=time.time, sleep=time.sleep)
+        monkeypatch.setattr(launcher, "time", clock)
+
+    return let
 
 
 def reports(stdout: str) -> list[list[Any]]:
@@ -235,11 +255,13 @@ STUCK = """
 
 
 def test_at_the_time_limit_the_ranks_say_what_they_are_doing(
-    script: Script, tmp_path: Path
+    script: Script, tmp_path: Path, limit_after: Callable[[Path], None]
 ) -> None:
+    limit_after(tmp_path / "here.0")
     (tmp_path / "flight.7.json").write_text('{"rank": 7, "calls": [], "at": ["another job"]}')
     os.utime(tmp_path / "flight.7.json", (0, 0))
-    job = launch(2, [script(STUCK), str(tmp_path)], timeout=15, capture=True, flight=tmp_path)
+    words = [script(STUCK), str(tmp_path)]
+    job = launch(2, words, timeout=TOO_LONG, capture=True, flight=tmp_path)
     assert job.returncode == TIMED_OUT
     assert "all_reduce" in job.stderr and "rank 1: has not called it" in job.stderr, job.stderr
     assert "another job" not in job.stderr
@@ -258,9 +280,10 @@ STOPPED = """
 
 
 def test_what_a_stopped_rank_was_doing_earlier_is_not_shown_as_the_present(
-    script: Script, tmp_path: Path
+    script: Script, tmp_path: Path, limit_after: Callable[[Path], None]
 ) -> None:
-    job = launch(2, [script(STOPPED)], timeout=15, capture=True, flight=tmp_path)
+    limit_after(tmp_path / "flight.1.json")
+    job = launch(2, [script(STOPPED)], timeout=TOO_LONG, capture=True, flight=tmp_path)
     assert job.returncode == TIMED_OUT
     assert (tmp_path / "flight.1.json").exists()
     assert "rank 1: no dump: it is dead or stopped" in job.stderr, job.stderr
@@ -292,9 +315,12 @@ def wait_for(folder: Path, names: str, number: int) -> bool:
     return True
 
 
-def test_a_rank_that_would_die_of_the_question_is_not_asked(script: Script, tmp_path: Path) -> None:
-    job = launch(2, [script(DYING.format(death="", work="time.sleep(60)")), os.devnull],
-                 timeout=5, capture=True, flight=tmp_path)  # fmt: skip
+def test_a_rank_that_would_die_of_the_question_is_not_asked(
+    script: Script, tmp_path: Path, limit_after: Callable[[Path], None]
+) -> None:
+    limit_after(tmp_path / "here")
+    words = [script(DYING.format(death="", work="time.sleep(60)")), str(tmp_path / "here")]
+    job = launch(2, words, timeout=TOO_LONG, capture=True, flight=tmp_path)
     assert job.returncode == TIMED_OUT
     assert "No rank has written" in job.stderr
     assert deaths(job.stderr) == []
@@ -421,9 +447,12 @@ def test_a_job_that_is_aborted_with_status_0_is_no_success(code: int, script: Sc
     assert sum(each in job.stderr for each in sentences) == 1, job.stderr
 
 
-def test_at_the_time_limit_the_ranks_that_ended_before_are_named(script: Script) -> None:
+def test_at_the_time_limit_the_ranks_that_ended_before_are_named(
+    script: Script, tmp_path: Path, limit_after: Callable[[Path], None]
+) -> None:
+    limit_after(tmp_path / "ended")
     source = script(DYING.format(death="sys.exit(0)", work="world.Barrier()"))
-    job = launch(2, [source, os.devnull], timeout=15, capture=True)
+    job = launch(2, [source, str(tmp_path / "ended")], timeout=TOO_LONG, capture=True)
     assert job.returncode == TIMED_OUT
     assert job.stderr.endswith("although these ranks had ended: 1.\n")
 
@@ -583,7 +612,7 @@ def test_a_child_that_keeps_the_output_open_after_all_ranks_is_named(
     """mpirun waits for it.  A child with another output keeps nobody waiting."""
     monkeypatch.setattr(launcher, "_OUTPUT_SECONDS", 0.5)
     output = None if keeps_output else subprocess.DEVNULL
-    start = f"subprocess.Popen(['sleep', '8'], stdout={output}, stderr={output})"
+    start = f"subprocess.Popen(['sleep', '4'], stdout={output}, stderr={output})"
     death = f"import subprocess; {start}; {start}"
     source = script(DYING.format(death=death, work="world.Barrier()"))
     job = launch(2, [source, os.devnull], timeout=TOO_LONG, capture=True)
@@ -779,7 +808,7 @@ def test_at_the_time_limit_nothing_is_left(
     script: Script, pids: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even ranks that are deaf to SIGTERM, which MPICH's mpirun would wait for in vain."""
-    monkeypatch.setattr(launcher, "_KILL_SECONDS", 1.0)
+    monkeypatch.setattr(launcher, "_KILL_SECONDS", 0.5)
     job = launch(2, [script(ENDLESS), str(pids), "deaf"], timeout=5.0, capture=True)
     assert job.returncode == TIMED_OUT
     assert job.stderr.endswith("The job did not end within 5 s and was stopped.\n")

@@ -181,7 +181,7 @@ def test_time_limits_while_the_thread_advances_the_calls_change_nothing(
     comms = [collectives.wrap(mpi_world, progress="thread", timeout=20) for _ in range(2)]
     draw, reports = random.Random(mpi_world.rank), list[str]()
     x, total = np.full(length, 1.0 + mpi_world.rank), sum(range(mpi_world.size + 1))
-    for number in range(20):
+    for number in range(-(-40 // mpi_world.size)):
         if number % mpi_world.size == mpi_world.rank:
             time.sleep(5e-3)  # then the others time out, also on a machine that does nothing else
         works = [comm.all_reduce(x, async_op=True) for _ in range(10) for comm in comms]

@@ -267,7 +267,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(ranks: range) -> None:
     for last in ranks:
         store = dist.distributed_c10d._get_default_store()
         if my_rank() == last:
-            store.set(f"came {last}", "yes")
+            store.add(f"came {last}", 1)  # unlike `set`, it waits for the answer of the store
         dist.barrier()
         assert store.check([f"came {last}"])
 
