@@ -42,7 +42,7 @@ test: $(READY) ## run the tests
 
 torch: $(TORCH_VENV)/ready ## run the tests of the PyTorch backend (TORCH=newest|oldest)
 	@$(TORCH_VENV)/bin/python -m collectives.warm
-	$(TORCH_VENV)/bin/python -m pytest $(TORCH_TESTS) $(ARGS)
+	$(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal $(TORCH_TESTS) $(ARGS)
 
 gpu: ## run all that needs a GPU, and write tables to GPU_OUT=gpu-results
 	@$(PYTHON) -m bench.gpu --out $(GPU_OUT) $(ARGS)
@@ -67,10 +67,12 @@ $(TORCH_VENV)/ready: NEEDS = '.[$(MPI),test]' --requirement $(TORCH_FILE)
 
 $(TORCH_VENV)/ready: $(TORCH_FILE)
 
-# Touched last, so that an installation that was cut short is done again.
+# Touched last, so that an installation that was cut short is done again.  What is not imported need
+# not be compiled, which takes longer than the rest.
 $(READY) $(TORCH_VENV)/ready: pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'ring-collectives needs Python 3.11 or newer: make PYTHON=/path/to/it' >&2; exit 1; }
 	$(PYTHON) -m venv $(HERE)
-	$(HERE)/bin/python -m pip install --quiet --disable-pip-version-check --editable $(NEEDS)
+	$(HERE)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  --editable $(NEEDS)
 	@touch $@

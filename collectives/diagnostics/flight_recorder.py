@@ -55,6 +55,11 @@ class Position(NamedTuple):
     num_rounds: str
     waiting_for: list[Waiting]
 
+    def __str__(self) -> str:
+        where = f"in round {self.round} of {self.num_rounds}"
+        waiting_for = ", ".join(map(str, self.waiting_for))
+        return f"{where} for {waiting_for}" if waiting_for else f"{where}; no message is missing"
+
 
 class Run(Protocol):
     """A run that may be in progress.  `key`: its current key in the log."""
@@ -273,4 +278,12 @@ def reason_of(error: Exception) -> str:
 
 def _line(call: dict[str, Any]) -> str:
     what = f"{call['call']} {call['collective']} ({call['algorithm']}), {call['bytes']} bytes sent"
-    return f"{what}, begun {call['seconds_ago']:.3g} s ago, {call['state']}"
+    line = f"{what}, begun {call['seconds_ago']:.3g} s ago, {call['state']}"
+    return f"{line} {_place_of(call)}" if "waiting_for" in call else line
+
+
+def _place_of(call: dict[str, Any]) -> Position:
+    """The position of a call that is under way, with the numbers that ranks have in the job."""
+    members = call["members"]
+    waits = [Waiting(members[peer], is_receive) for peer, is_receive in call["waiting_for"]]
+    return Position(call["round"], call["num_rounds"], waits)

@@ -204,9 +204,6 @@ class Run:
     def _position_as_text(self) -> str:
         """The position, the ranks that it waits for, and its place in the schedules."""
         position = self.position()
-        waiting_for = ", ".join(map(str, position.waiting_for))
-        where = f"in round {position.round} of {position.num_rounds}"
-        where = f"{where} for {waiting_for}" if waiting_for else f"{where}; no message is missing"
         if (show := self.show_position) is None:
-            return where
-        return "\n".join([where, part_of_report(lambda: show(position))])
+            return str(position)
+        return "\n".join([str(position), part_of_report(lambda: show(position))])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from collectives.launch import TIMED_OUT
@@ -169,12 +169,16 @@ def _names(guilty: int, rank: int, error: Event, waits: dict[int, set[int]]) -> 
 
 
 def _waits_for(error: Event) -> set[int]:
-    """The ranks of the job for which a rank waited at its time limit."""
-    waiting = re.search(r"waited .* in round \d+ of .*? for (.*)", error["text"])
-    return _mentioned(waiting[1], error["group"]) if waiting else set()
+    """The ranks of the job for which a rank waited at its time limit, in any call under way."""
+    text = error["text"]
+    waiting = re.search(r"waited .* in round \d+ of .*? for (.*)", text)
+    found = _mentioned(waiting[1], error["group"]) if waiting else set()
+    for line in re.findall(r"under way in round \d+ of .*? for (.*)", text):
+        found |= _mentioned(line, range(1 << 20))  # by the numbers of the job
+    return found
 
 
-def _mentioned(text: str, group: list[int]) -> set[int]:
+def _mentioned(text: str, group: Sequence[int]) -> set[int]:
     """The ranks that a text names, "rank 1" or "ranks 0, 2", by their numbers in the job."""
     found = re.findall(r"\branks? (\d+(?:, \d+)*)", text)
     return {group[int(rank)] for each in found for rank in each.split(", ")}

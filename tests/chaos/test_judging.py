@@ -61,6 +61,16 @@ def test_a_record_in_which_everything_holds_has_no_verdict() -> None:
     assert judge(JOB, good()) == []
 
 
+def test_another_call_under_way_may_name_the_guilty_rank() -> None:
+    record = good()
+    line = "  2 all_gather (ring), 8 bytes sent, begun 1 s ago, under way in round 0 of 1 for rank"
+    text = WAITED.replace("rank 1", "rank 0")
+    other(0, LATE, "error", text=f"{text}\n{line} 1")(record)
+    assert judge(JOB, record) == []
+    other(0, LATE, "error", text=f"{text}\n{line} 0")(record)
+    assert [verdict[:2] for verdict in judge(JOB, record)] == [(LATE, "errors")]
+
+
 def add(rank: int, new: Event) -> Callable[[Record], None]:
     return lambda record: record.events[rank].append(new)
 

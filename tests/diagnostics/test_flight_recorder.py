@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -119,8 +121,33 @@ def test_a_time_out_shows_the_schedules_with_its_place_and_the_last_calls() -> N
     assert lines[2].startswith("0     [")
     assert [line[0] for line in lines[3:5]] == ["1", "2"] and "[" not in lines[3] + lines[4]
     assert lines[5] == "last calls of rank 0:"
-    assert lines[6].startswith("  2 all_reduce (ring), ") and lines[6].endswith("under way")
+    assert lines[6].startswith("  2 all_reduce (ring), ")
+    assert lines[6].endswith("under way in round 0 of 4 for a message from rank 2")
     assert lines[7].startswith("  1 barrier (dissemination), ")
+
+
+def test_a_time_out_says_for_whom_each_call_under_way_waits() -> None:
+    """By the numbers that ranks have in the job, also on a communicator of some of them."""
+
+    def body(comm: Communicator) -> str:
+        half = comm.split(comm.rank % 2)
+        assert half is not None
+        if comm.rank == 3:
+            time.sleep(0.4)
+        start = partial(Communicator.all_reduce, algorithm="ring", async_op=True)
+        works = [start(each, np.ones(4)) for each in (half, comm)]
+        said = ""
+        if comm.rank == 1:
+            with pytest.raises(CollectiveTimeout) as error:
+                works[1].wait(timeout=0.1)
+            said = str(error.value)
+        for work in works:
+            work.wait(timeout=20)
+        return said
+
+    said = collectives.run(body, 4, timeout=20)[1]
+    calls = re.findall(r"^  (\S*) all_reduce .* under way .* from rank (\d)$", said, re.MULTILINE)
+    assert calls == [("2", "0"), ("[1,3]1", "3")]
 
 
 def test_among_many_ranks_only_those_concerned_and_the_rounds_near_are_shown() -> None:
