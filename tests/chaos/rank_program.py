@@ -31,7 +31,7 @@ from collectives import (
 from parallel import checkpoint
 from parallel.checkpoint import SaveFailed
 from tests.chaos.drawing import Job, Step
-from tests.chaos.events import EventFile, flag
+from tests.chaos.events import EventFile, flag, read
 from tests.chaos.workloads import (
     Asynchronous,
     Attempt,
@@ -129,6 +129,11 @@ class Rank:
         named = [group[rank] for rank in getattr(error, "ranks", ())]
         kinds = [kind.__name__ for kind in type(error).__mro__]
         self.events.write("error", kinds=kinds, text=str(error), group=group, named=named)
+
+    def has_raised(self, rank: int) -> bool:
+        """Whether another rank has written down an error of this step."""
+        seen = read(self.folder, rank)
+        return any((each["step"], each["what"]) == (self.number, "error") for each in seen)
 
     def patiently(self, call: Callable[[], T]) -> T:
         """Make a call; after each time-out go on waiting for it, up to the same limit."""
@@ -357,14 +362,30 @@ def operator(rank: Rank) -> None:
     }
     try:
         ways[rank.step.workload]()
-    except (OnPurpose, CollectiveTimeout) as error:
+    except OnPurpose as error:
         rank.error(error, group)
+    except CollectiveTimeout as error:
+        rank.error(time_out_of_the_fault(rank, error), group)
     if is_blocking and rank.is_guilty:
         try:
             group.all_reduce(x)
         except CollectiveError as error:
             rank.error(error, group)
     undisturbed(rank)
+
+
+def time_out_of_the_fault(rank: Rank, error: CollectiveTimeout) -> CollectiveTimeout:
+    """The error of a wait that began when the guilty rank had raised its own.
+
+    The first time-out may have another reason: not all ranks are equally quick to begin.
+    """
+    while not rank.has_raised(rank.step.guilty):
+        time.sleep(0.01)
+    try:
+        error.work.wait(rank.step.limit)
+    except CollectiveTimeout as later:
+        return later
+    return error
 
 
 def interrupt(rank: Rank) -> None:
