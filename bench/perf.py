@@ -20,6 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import mpi4py.run
 from mpi4py import MPI
 from rich.console import Console
 
@@ -63,12 +64,16 @@ def communicator(timeout: float | None) -> Communicator:
 
 @contextmanager
 def ending_the_job() -> Iterator[None]:
-    """Let an error of a call end the job, because the other ranks would wait for ever."""
+    """Let an error of a call end the job, because the other ranks would wait for ever.
+
+    Not at once: MPICH's mpirun can lose what was printed just before an MPI_Abort.
+    """
     try:
         yield
     except CollectiveError as error:
         print(f"bench: {error}", file=sys.stderr, flush=True)
-        MPI.COMM_WORLD.Abort(1)
+        mpi4py.run.set_abort_status(1)  # takes effect when Python exits
+        sys.exit(1)
 
 
 def measured(comm: Communicator, options: argparse.Namespace, console: Console) -> int:
