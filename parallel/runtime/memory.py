@@ -284,6 +284,8 @@ def activation_traffic(
 
     `batches` are as in `peak_memory`.
     """
+    if not trainer.activations.columns:
+        return {}
     if trainer.model.needs_rows:
         saved = sum(saved_in_step(trainer, rows, context, whole) for whole in batches)
     else:
