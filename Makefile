@@ -42,7 +42,7 @@ test: $(READY) ## run the tests
 
 torch: $(TORCH_VENV)/ready ## run the tests of the PyTorch backend (TORCH=newest|oldest)
 	@$(TORCH_VENV)/bin/python -m collectives.warm
-	$(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal $(TORCH_TESTS) $(ARGS)
+	$(TORCH_VENV)/bin/python -m pytest $(TORCH_TESTS) $(ARGS)
 
 gpu: ## run all that needs a GPU, and write tables to GPU_OUT=gpu-results
 	@$(PYTHON) -m bench.gpu --out $(GPU_OUT) $(ARGS)
