@@ -68,7 +68,7 @@ $(TORCH_VENV)/ready: NEEDS = '.[$(MPI),test]' --requirement $(TORCH_FILE)
 $(TORCH_VENV)/ready: $(TORCH_FILE)
 
 # Touched last, so that an installation that was cut short is done again.  What is not imported need
-# not be compiled, which takes longer than the rest.
+# not be compiled.
 $(READY) $(TORCH_VENV)/ready: pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'ring-collectives needs Python 3.11 or newer: make PYTHON=/path/to/it' >&2; exit 1; }

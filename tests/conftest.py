@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests, which have a time limit of their own.
 
-    In the end one of the processes would run them, and the others would have nothing to do.
+    At the end one process would still run them, and the others would have nothing to do.
     """
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 

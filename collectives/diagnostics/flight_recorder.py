@@ -279,10 +279,10 @@ def reason_of(error: Exception) -> str:
 def _line(call: dict[str, Any]) -> str:
     what = f"{call['call']} {call['collective']} ({call['algorithm']}), {call['bytes']} bytes sent"
     line = f"{what}, begun {call['seconds_ago']:.3g} s ago, {call['state']}"
-    return f"{line} {_place_of(call)}" if "waiting_for" in call else line
+    return f"{line} {_position_in_job(call)}" if "waiting_for" in call else line
 
 
-def _place_of(call: dict[str, Any]) -> Position:
+def _position_in_job(call: dict[str, Any]) -> Position:
     """The position of a call that is under way, with the numbers that ranks have in the job."""
     members = call["members"]
     waits = [Waiting(members[peer], is_receive) for peer, is_receive in call["waiting_for"]]

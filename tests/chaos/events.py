@@ -36,5 +36,10 @@ def read(folder: Path, rank: int) -> list[Event]:
     return [json.loads(line) for line in lines]
 
 
+def has_written(folder: Path, rank: int, step: int, what: str) -> bool:
+    """Whether a rank has written down an event of a step."""
+    return any((each["step"], each["what"]) == (step, what) for each in read(folder, rank))
+
+
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"events.{rank}"

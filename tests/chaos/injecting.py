@@ -21,7 +21,7 @@ from collectives.launch.process_monitor import _environment, _processes
 from parallel import checkpoint
 from parallel.checkpoint import LoadFailed
 from tests.chaos.drawing import OUTLIVED, SIGNALS, Job, Step
-from tests.chaos.events import Event, flag, read
+from tests.chaos.events import Event, flag, has_written, read
 from tests.chaos.workloads import digest, model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -124,7 +124,7 @@ class Running:
 
     def has(self, rank: int, number: int, what: str) -> bool:
         """Whether a rank has written down an event of a step."""
-        return any((e["step"], e["what"]) == (number, what) for e in read(self.folder, rank))
+        return has_written(self.folder, rank, number, what)
 
     def _have_begun(self, number: int) -> bool:
         return all(self.has(rank, number, "begun") for rank in self.alive(number))

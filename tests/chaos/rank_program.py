@@ -31,7 +31,7 @@ from collectives import (
 from parallel import checkpoint
 from parallel.checkpoint import SaveFailed
 from tests.chaos.drawing import Job, Step
-from tests.chaos.events import EventFile, flag, read
+from tests.chaos.events import EventFile, flag, has_written
 from tests.chaos.workloads import (
     Asynchronous,
     Attempt,
@@ -129,11 +129,6 @@ class Rank:
         named = [group[rank] for rank in getattr(error, "ranks", ())]
         kinds = [kind.__name__ for kind in type(error).__mro__]
         self.events.write("error", kinds=kinds, text=str(error), group=group, named=named)
-
-    def has_raised(self, rank: int) -> bool:
-        """Whether another rank has written down an error of this step."""
-        seen = read(self.folder, rank)
-        return any((each["step"], each["what"]) == (self.number, "error") for each in seen)
 
     def patiently(self, call: Callable[[], T]) -> T:
         """Make a call; after each time-out go on waiting for it, up to the same limit."""
@@ -379,7 +374,7 @@ def time_out_of_the_fault(rank: Rank, error: CollectiveTimeout) -> CollectiveTim
 
     The first time-out may have another reason: not all ranks are equally quick to begin.
     """
-    while not rank.has_raised(rank.step.guilty):
+    while not has_written(rank.folder, rank.step.guilty, rank.number, "error"):
         time.sleep(0.01)
     try:
         error.work.wait(rank.step.limit)

@@ -35,7 +35,7 @@ def growth(report: dict[str, Any], what: str) -> float:
     """By the median of the eighths: a leak is in each.
 
     The system and MPI occupy memory a few MiB at a time (a huge page, a list of requests), which
-    may happen in some of the eighths.
+    may happen in three of the eighths.
     """
     sizes = [sample[what] for sample in report["samples"]]
     return (len(sizes) - 1) * median(later - earlier for earlier, later in pairwise(sizes))

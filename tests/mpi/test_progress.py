@@ -181,6 +181,7 @@ def test_time_limits_while_the_thread_advances_the_calls_change_nothing(
     comms = [collectives.wrap(mpi_world, progress="thread", timeout=20) for _ in range(2)]
     draw, reports = random.Random(mpi_world.rank), list[str]()
     x, total = np.full(length, 1.0 + mpi_world.rank), sum(range(mpi_world.size + 1))
+    # 40 rounds of all ranks together: on few cores, a round of many ranks takes long.
     for number in range(-(-40 // mpi_world.size)):
         if number % mpi_world.size == mpi_world.rank:
             time.sleep(5e-3)  # then the others time out, also on a machine that does nothing else
