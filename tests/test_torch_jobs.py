@@ -385,7 +385,7 @@ def test_faults_in_a_program_of_pytorch_are_survived(tmp_path: Path) -> None:
         Step("pytorch", "stop", 1, delay=0.01, duration=0.1),
         Step("pytorch", "slow", 0, duration=0.1),
         Step("pytorch", "dump", 2, duration=0.05, choice=14),
-        Step("pytorch", "late", 1, limit=0.3),
+        Step("pytorch", "late", 1, limit=0.3),  # by its seed, DistributedDataParallel waits first
         Step("pytorch", "stop past limit", 2, delay=0.01, limit=0.3),
         Step("pytorch", "refused", 0),
         Step("pytorch", "kill", 1, delay=0.05),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives.torch  # noqa: F401 - registers the backend
-from collectives import Communicator
+from collectives import CollectiveTimeout, Communicator
 from tests.chaos.workloads import Attempt, Surroundings, Workload
 
 OPS = {
@@ -38,10 +41,11 @@ class PyTorch(Workload):
 
     def once(self, attempt: Attempt) -> None:
         super().once(attempt)
-        for number in range(3):
-            self.all_reduce(number, attempt)
-        self.all_gather(attempt)
-        self.step()
+        calls: list[Callable[[], None]] = [partial(self.all_gather, attempt), self.step]
+        calls += [partial(self.all_reduce, number, attempt) for number in range(3)]
+        self.around.random(self.num_rounds, "order").shuffle(calls)
+        for call in calls:
+            call()
 
     def inputs(self, number: int) -> list[torch.Tensor]:
         random = self.around.random(self.num_rounds, number)
@@ -82,3 +86,14 @@ class PyTorch(Workload):
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)
+
+
+def timeout_of(error: RuntimeError) -> CollectiveTimeout | None:
+    """The time-out that PyTorch reports by an error.
+
+    DistributedDataParallel waits in C++, which keeps of an error only its text.
+    """
+    if isinstance(error.__cause__, CollectiveTimeout):
+        return error.__cause__
+    text = str(error).partition("DistBackendError: ")[2]
+    return CollectiveTimeout(text) if re.match(r".* waited [\d.e-]+ s in round", text) else None

@@ -205,6 +205,8 @@ def stopped_past_limit(rank: Rank) -> None:
 
 def until_given_up(rank: Rank) -> None:
     """In a group of PyTorch all ranks give up at its limit; then they make another group."""
+    from tests.chaos.pytorch import timeout_of
+
     rank.events.write("loops")
     if rank.step.fault == "late" and rank.is_guilty:
         rank.wait_for_flag()
@@ -212,9 +214,10 @@ def until_given_up(rank: Rank) -> None:
         while True:
             rank.workload.once(directly)
     except RuntimeError as error:
-        if not isinstance(error.__cause__, CollectiveTimeout):
+        timeout = timeout_of(error)
+        if timeout is None:
             raise
-        rank.error(error.__cause__)
+        rank.error(timeout)
         rank.events.write("waits again")
     rank.wait_for_flag()
     rank.workload.close()
