@@ -208,7 +208,8 @@ def activations_of(
 ) -> list[dict[str, Activations]]:
     """Return what each layer keeps, by micro-batch; see `tokens_of`."""
     each = tokens_of(trainer, rows, context, whole)
-    return [trainer.model.activation_bytes(x) for x in each]
+    kept = {x: trainer.model.activation_bytes(x) for x in dict.fromkeys(each)}  # most are equal
+    return [kept[x] for x in each]
 
 
 def num_shard_elements(trainer: Trainer) -> int:
