@@ -247,6 +247,7 @@ def test_a_rank_that_died_first_is_named_whatever_mpirun_reports(
 STUCK = """
     import pathlib, sys, numpy, collectives
     comm = collectives.world()
+    comm.all_reduce(numpy.ones(3))  # the first call may take seconds
     pathlib.Path(sys.argv[1], f"here.{comm.rank}").touch()
     if comm.rank == 1:
         comm.recv(numpy.empty(1), 0)
