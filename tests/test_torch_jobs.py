@@ -329,6 +329,32 @@ def test_a_group_can_end_after_a_time_limit_and_another_one_begin(tmp_path: Path
     assert sorted(done.stdout.split()) == ["2.0", "2.0", "late"]
 
 
+LATE_IN_BACKWARD = """
+import time, torch, torch.distributed as dist
+from datetime import timedelta
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("ring")
+for limit in (60, 0.5):  # the first time takes seconds
+    group = dist.new_group(timeout=timedelta(seconds=limit))
+    model = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+    if limit == 0.5 and dist.get_rank() == 0:
+        time.sleep(1)
+        break
+    try:
+        model(torch.ones(2)).backward()
+    except RuntimeError as error:
+        print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_the_backward_pass_of_ddp_says_for_whom_it_waited(tmp_path: Path) -> None:
+    done = run(LATE_IN_BACKWARD, tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = r"DistBackendError: .* rank 1 waited 0.5 s .* rank 0"
+    assert re.search(said, done.stdout), done.stdout
+
+
 LEFT_MESSAGES = """
 import torch, torch.distributed as dist
 for value in (7.0, 5.0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 from parallel.actions import Action
 from parallel.lowering import SENDS
@@ -47,7 +48,8 @@ class Walk:
         self._pending: list[Iterator[int]] = []  # the scratch of the calls that follow each other
         self._gathers: dict[str, Iterator[int]] = {}
         self._activations = activations_of(trainer, rows, context, whole)
-        self._inputs = [trainer.model.inputs(x) for x in tokens_of(trainer, rows, context, whole)]
+        inputs = cache(trainer.model.inputs)  # most micro-batches are equal
+        self._inputs = [inputs(x) for x in tokens_of(trainer, rows, context, whole)]
         self._table = {
             "F": self._compute, "B": self._compute, "I": self._compute, "W": self._compute,
             "UNSHARD": self._unshard, "RESHARD": self._reshard, "REDUCE": self._reduce,
@@ -207,9 +209,8 @@ def activations_of(
     trainer: Trainer, rows: int, context: int, whole: BatchSize | None = None
 ) -> list[dict[str, Activations]]:
     """Return what each layer keeps, by micro-batch; see `tokens_of`."""
-    each = tokens_of(trainer, rows, context, whole)
-    kept = {x: trainer.model.activation_bytes(x) for x in dict.fromkeys(each)}  # most are equal
-    return [kept[x] for x in each]
+    kept = cache(trainer.model.activation_bytes)  # most micro-batches are equal
+    return [kept(x) for x in tokens_of(trainer, rows, context, whole)]
 
 
 def num_shard_elements(trainer: Trainer) -> int:

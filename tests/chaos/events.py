@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+
+# What a time-out says; the group is for whom it waited.
+WAITED = re.compile(r"waited .* in round \d+ of .*? for (.*)")
 
 
 def flag(folder: Path, number: int) -> Path:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from collectives.launch import TIMED_OUT
 from tests.chaos.drawing import ENDING, Job, Step
-from tests.chaos.events import Event
+from tests.chaos.events import WAITED, Event
 from tests.chaos.injecting import Record
 
 # What must not be on the standard error of a job that goes on.
@@ -171,7 +171,7 @@ def _names(guilty: int, rank: int, error: Event, waits: dict[int, set[int]]) -> 
 def _waits_for(error: Event) -> set[int]:
     """The ranks of the job for which a rank waited at its time limit, in any call under way."""
     text = error["text"]
-    waiting = re.search(r"waited .* in round \d+ of .*? for (.*)", text)
+    waiting = WAITED.search(text)
     found = _mentioned(waiting[1], error["group"]) if waiting else set()
     for line in re.findall(r"under way in round \d+ of .*? for (.*)", text):
         found |= _mentioned(line, range(1 << 20))  # by the numbers of the job

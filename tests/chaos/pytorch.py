@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives.torch  # noqa: F401 - registers the backend
-from collectives import CollectiveTimeout, Communicator
+from collectives import Communicator
 from tests.chaos.workloads import Attempt, Surroundings, Workload
 
 OPS = {
@@ -86,14 +85,3 @@ class PyTorch(Workload):
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)
-
-
-def timeout_of(error: RuntimeError) -> CollectiveTimeout | None:
-    """The time-out that PyTorch reports by an error.
-
-    DistributedDataParallel waits in C++, which keeps of an error only its text.
-    """
-    if isinstance(error.__cause__, CollectiveTimeout):
-        return error.__cause__
-    text = str(error).partition("DistBackendError: ")[2]
-    return CollectiveTimeout(text) if re.match(r".* waited [\d.e-]+ s in round", text) else None

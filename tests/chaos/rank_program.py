@@ -31,7 +31,7 @@ from collectives import (
 from parallel import checkpoint
 from parallel.checkpoint import SaveFailed
 from tests.chaos.drawing import Job, Step
-from tests.chaos.events import EventFile, flag, has_written
+from tests.chaos.events import WAITED, EventFile, flag, has_written
 from tests.chaos.workloads import (
     Asynchronous,
     Attempt,
@@ -205,8 +205,6 @@ def stopped_past_limit(rank: Rank) -> None:
 
 def until_given_up(rank: Rank) -> None:
     """In a group of PyTorch all ranks give up at its limit; then they make another group."""
-    from tests.chaos.pytorch import timeout_of
-
     rank.events.write("loops")
     if rank.step.fault == "late" and rank.is_guilty:
         rank.wait_for_flag()
@@ -214,7 +212,7 @@ def until_given_up(rank: Rank) -> None:
         while True:
             rank.workload.once(directly)
     except RuntimeError as error:
-        timeout = timeout_of(error)
+        timeout = _timeout_of(error)
         if timeout is None:
             raise
         rank.error(timeout)
@@ -224,6 +222,17 @@ def until_given_up(rank: Rank) -> None:
     rank.around.limit = 0.0
     rank.workload = rank.make()
     undisturbed(rank)
+
+
+def _timeout_of(error: RuntimeError) -> CollectiveTimeout | None:
+    """The time-out that PyTorch reports by an error.
+
+    DistributedDataParallel waits in C++, which keeps only the text of an error.
+    """
+    if isinstance(error.__cause__, CollectiveTimeout):
+        return error.__cause__
+    text = str(error).partition("DistBackendError: ")[2]
+    return CollectiveTimeout(text) if WAITED.search(text) else None
 
 
 def late(rank: Rank) -> None:
