@@ -139,7 +139,7 @@ dist.all_reduce(x, dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
 def test_checked_mode_names_both_lines_of_the_script(tmp_path: Path) -> None:
     done = run(DIFFERENT_ROOTS, tmp_path, COLLECTIVES_CHECK="1")
     shown = next(text for text in blocks(PAGE, "text") if text.startswith("DistBackendError"))
-    assert done.stdout == 2 * shown
+    assert done.stdout.startswith(2 * shown)  # mpirun may add how the job ended
     assert (
         "rank 1 called all_reduce(op=max), rank 0 op=sum (call 2, from train.py:13)" in done.stderr
     )
@@ -173,7 +173,7 @@ dist.all_reduce(torch.ones(3 + dist.get_rank()))
 @with_backends
 def test_the_wrapper_of_pytorch_for_debugging_works(tmp_path: Path) -> None:
     done = run(OTHER_SIZES, tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    assert done.stdout == "2.0\n2.0\n"
+    assert done.stdout.startswith("2.0\n2.0\n")  # mpirun may add how the job ended
     assert "Detected mismatch between collectives on ranks" in done.stderr
     assert "Detected mismatch" not in run(OTHER_SIZES, tmp_path).stderr
 
@@ -308,12 +308,12 @@ def test_a_future_fails_at_the_time_limit_although_nobody_waits(tmp_path: Path) 
 AFTER_A_LIMIT = """
 import time, torch, torch.distributed as dist
 from datetime import timedelta
-for attempt in range(2):
-    dist.init_process_group("ring", timeout=timedelta(seconds=0.5))
+for limit in 2, 60:
+    dist.init_process_group("ring", timeout=timedelta(seconds=limit))
     x = torch.ones(2)
     try:
-        if attempt == 0 and dist.get_rank() == 0:
-            time.sleep(1)
+        if limit == 2 and dist.get_rank() == 0:
+            time.sleep(3)
         else:
             dist.all_reduce(x)
             print(x[0].item())
@@ -381,11 +381,10 @@ MISSING = """
 import time, torch, torch.distributed as dist
 from datetime import timedelta
 dist.init_process_group("ring")
-limit = timedelta(seconds=0.5)
-dist.monitored_barrier(timeout=limit)
+dist.monitored_barrier()
 if dist.get_rank() < 2:
     try:
-        dist.monitored_barrier(timeout=limit)
+        dist.monitored_barrier(timeout=timedelta(seconds=0.5))
     except dist.DistBackendError as error:
         print(error)
 time.sleep(1)
