@@ -228,7 +228,7 @@ def _wait(
         has_died = dead_at < math.inf
         if is_tolerant and has_died and not is_ending and monitor.have_all_ended():
             is_ending, limit = True, min(limit, time.monotonic() + _FINALIZE_SECONDS)
-    monitor.wait(0)  # what the ranks said in the end
+    monitor.finish()
     status = _status_of(job.returncode, monitor.status)
     return (status, None) if is_tolerant else _judged(status, monitor, say)
 

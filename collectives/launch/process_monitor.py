@@ -136,12 +136,22 @@ class ProcessMonitor:
     def wait(self, seconds: float) -> Death | None:
         """The next death of a rank; None after `seconds`, or when mpirun ends."""
         deadline, were_watched = time.monotonic() + seconds, self._watches_deaths
-        while events := self._selector.select(max(deadline - time.monotonic(), 0.0)):
-            for key, _ in events:
-                key.data()
+        while self._react(max(deadline - time.monotonic(), 0.0)):
             if self._deaths or were_watched != self._watches_deaths:
                 break
         return self._deaths.popleft() if self._deaths else None
+
+    def finish(self) -> None:
+        """Take in all that has happened, after mpirun has ended."""
+        while self._react(0.0):
+            pass
+
+    def _react(self, seconds: float) -> bool:
+        """Take in the next events; return False if there are none for so many seconds."""
+        events = self._selector.select(seconds)
+        for key, _ in events:
+            key.data()
+        return bool(events)
 
     @property
     def is_in_mpi(self) -> bool:
@@ -255,7 +265,8 @@ class ProcessMonitor:
         self._selector.unregister(connection.socket)
         if _is_ending(connection.pid):
             self._record_death(connection)
-        connection.is_lost = True  # it has closed its files, or has started another program
+        else:  # it has closed its files, or has started another program
+            connection.is_lost = True
 
     def _parse(self, connection: _Connection, received: bytes) -> None:
         """A rank first sends its number, and gets an answer; at its end it sends its status."""

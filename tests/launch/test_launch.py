@@ -441,11 +441,36 @@ def test_a_rank_that_leaves_the_others_by_os_exit_is_named(
 
 @pytest.mark.parametrize("code", [0, 256])
 def test_a_job_that_is_aborted_with_status_0_is_no_success(code: int, script: Script) -> None:
-    source = script(DYING.format(death=f"world.Abort({code})", work="world.Barrier()"))
+    # MPICH's MPI_Abort returns there, and the rank goes on until it is killed.
+    death = f"world.Abort({code}); time.sleep(60)"
+    source = script(DYING.format(death=death, work="world.Barrier()"))
     job = launch(3, [source, os.devnull], timeout=TOO_LONG, capture=True)
     assert job.returncode == 1
     sentences = "died without a word", "although mpirun reports success"
     assert sum(each in job.stderr for each in sentences) == 1, job.stderr
+
+
+def test_ranks_that_end_after_mpirun_without_a_report_have_not_finished(tmp_path: Path) -> None:
+    """Whatever the order in which the launcher learns of both: mpirun kills ranks, then it ends."""
+    connect = (
+        "import socket, sys, time; it = socket.socket(socket.AF_UNIX); it.connect(sys.argv[1])"
+    )
+    program = f"{connect}; it.sendall(sys.argv[2].encode() + b'\\nin MPI\\n'); time.sleep(60)"
+    words = [sys.executable, "-c", program, str(tmp_path / "launcher")]
+    with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(process_monitor.ProcessMonitor(str(tmp_path), 2))
+        processes = []
+        for command in (["sleep", "60"], [*words, "0"], [*words, "1"]):
+            processes.append(stack.enter_context(subprocess.Popen(command)))
+            stack.callback(processes[-1].kill)
+        watch.begin(processes[0].pid)
+        while watch.unfinished() != [0, 1]:
+            watch.wait(0.1)
+        for process in processes:
+            process.kill()
+            process.wait()
+            watch.finish()
+        assert (watch.first_death, watch.unfinished()) == (None, [0, 1])
 
 
 def test_at_the_time_limit_the_ranks_that_ended_before_are_named(
@@ -611,9 +636,19 @@ def test_a_child_that_keeps_the_output_open_after_all_ranks_is_named(
     keeps_output: bool, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mpirun waits for it.  A child with another output keeps nobody waiting."""
+    left_behind = process_monitor.ProcessMonitor.left_behind
+
+    def ended(monitor: process_monitor.ProcessMonitor, seconds: float) -> list[str]:
+        """End the children that are found, so that mpirun waits no longer."""
+        found = left_behind(monitor, seconds)
+        for pid in re.findall(r"process (\d+)", " ".join(found)):
+            os.kill(int(pid), signal.SIGKILL)
+        return found
+
+    monkeypatch.setattr(process_monitor.ProcessMonitor, "left_behind", ended)
     monkeypatch.setattr(launcher, "_OUTPUT_SECONDS", 0.5)
     output = None if keeps_output else subprocess.DEVNULL
-    start = f"subprocess.Popen(['sleep', '4'], stdout={output}, stderr={output})"
+    start = f"subprocess.Popen(['sleep', '30'], stdout={output}, stderr={output})"
     death = f"import subprocess; {start}; {start}"
     source = script(DYING.format(death=death, work="world.Barrier()"))
     job = launch(2, [source, os.devnull], timeout=TOO_LONG, capture=True)
