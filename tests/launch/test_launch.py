@@ -441,7 +441,7 @@ def test_a_rank_that_leaves_the_others_by_os_exit_is_named(
 
 @pytest.mark.parametrize("code", [0, 256])
 def test_a_job_that_is_aborted_with_status_0_is_no_success(code: int, script: Script) -> None:
-    # MPICH's MPI_Abort returns there, and the rank goes on until it is killed.
+    # MPICH's MPI_Abort returns, and the rank goes on until it is killed.
     death = f"world.Abort({code}); time.sleep(60)"
     source = script(DYING.format(death=death, work="world.Barrier()"))
     job = launch(3, [source, os.devnull], timeout=TOO_LONG, capture=True)
@@ -450,20 +450,25 @@ def test_a_job_that_is_aborted_with_status_0_is_no_success(code: int, script: Sc
     assert sum(each in job.stderr for each in sentences) == 1, job.stderr
 
 
-def test_ranks_that_end_after_mpirun_without_a_report_have_not_finished(tmp_path: Path) -> None:
-    """Whatever the order in which the launcher learns of both: mpirun kills ranks, then it ends."""
-    connect = (
-        "import socket, sys, time; it = socket.socket(socket.AF_UNIX); it.connect(sys.argv[1])"
-    )
-    program = f"{connect}; it.sendall(sys.argv[2].encode() + b'\\nin MPI\\n'); time.sleep(60)"
-    words = [sys.executable, "-c", program, str(tmp_path / "launcher")]
+def test_ranks_that_end_after_mpirun_without_a_report_have_not_finished(
+    script: Script, tmp_path: Path
+) -> None:
+    """mpirun kills the ranks and ends; the launcher may notice its end first."""
+    source = """
+        import time
+        from collectives.launch import bootstrap
+        bootstrap._send(bootstrap.IN_MPI)
+        time.sleep(60)
+    """
+    words, job = bootstrap.command([script(source)]), {bootstrap.JOB: str(tmp_path)}
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(process_monitor.ProcessMonitor(str(tmp_path), 2))
         processes = []
-        for command in (["sleep", "60"], [*words, "0"], [*words, "1"]):
-            processes.append(stack.enter_context(subprocess.Popen(command)))
+        for command, rank in ((["sleep", "60"], ""), (words, "0"), (words, "1")):
+            env = os.environ | job | {"PMI_RANK": rank}
+            processes.append(stack.enter_context(subprocess.Popen(command, env=env)))
             stack.callback(processes[-1].kill)
-        watch.begin(processes[0].pid)
+        watch.begin(processes[0].pid)  # as that of mpirun
         while watch.unfinished() != [0, 1]:
             watch.wait(0.1)
         for process in processes:
