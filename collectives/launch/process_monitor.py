@@ -97,7 +97,7 @@ class ProcessMonitor:
 
     def __init__(self, job: str, size: int) -> None:
         """`job`: the job's directory.  `size`: the number of its ranks, on all hosts."""
-        self._size = size
+        self._job, self._size = job, size
         self.status = 0  # of the first rank that reported a failure
         self.first_death: Death | None = None  # if it was noticed before any report of a failure
         self.do_all_exit = False  # with the same status
@@ -198,7 +198,7 @@ class ProcessMonitor:
             return []
         self._gone_at = math.inf
         outputs = frozenset().union(*(each.outputs for each in self._connections))
-        return _writers(outputs - _outputs("self"))
+        return _writers(outputs - _outputs("self"), self._job)
 
     def send_signal(self, signum: int) -> list[int]:
         """Send a signal to the running ranks that handle it; return their numbers."""
@@ -338,14 +338,18 @@ def _outputs(pid: int | str) -> frozenset[str]:
     return frozenset(found - {os.devnull})
 
 
-def _writers(outputs: frozenset[str]) -> list[str]:
-    """The processes of this host whose standard output or error is one of these."""
+def _writers(outputs: frozenset[str], job: str) -> list[str]:
+    """The processes of this host whose standard output or error is one of these.
+
+    Not those of other jobs: the terminal of a rank that has ended may be that of their ranks now.
+    """
     found = []
     for pid in _processes():
         if outputs & _outputs(pid):
             with contextlib.suppress(OSError):  # it has ended
                 name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-                found.append(f"{name} (process {pid})")
+                if _jobs_of(pid) <= {job}:
+                    found.append(f"{name} (process {pid})")
     return found
 
 
@@ -382,8 +386,15 @@ def kill(job: str) -> None:
     """
     for pid in _processes():
         with contextlib.suppress(OSError):
-            if os.fsencode(f"{JOB}={job}") in _environment(pid):
+            if job in _jobs_of(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _jobs_of(pid: int) -> set[str]:
+    """The job that the environment of a process names, if it names one."""
+    name = f"{JOB}="
+    entries = map(os.fsdecode, _environment(pid))
+    return {entry.removeprefix(name) for entry in entries if entry.startswith(name)}
 
 
 def _processes() -> Iterator[int]:

@@ -641,19 +641,9 @@ def test_a_child_that_keeps_the_output_open_after_all_ranks_is_named(
     keeps_output: bool, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mpirun waits for it.  A child with another output keeps nobody waiting."""
-    left_behind = process_monitor.ProcessMonitor.left_behind
-
-    def ended(monitor: process_monitor.ProcessMonitor, seconds: float) -> list[str]:
-        """End the children that are found, so that mpirun waits no longer."""
-        found = left_behind(monitor, seconds)
-        for pid in re.findall(r"process (\d+)", " ".join(found)):
-            os.kill(int(pid), signal.SIGKILL)
-        return found
-
-    monkeypatch.setattr(process_monitor.ProcessMonitor, "left_behind", ended)
     monkeypatch.setattr(launcher, "_OUTPUT_SECONDS", 0.5)
     output = None if keeps_output else subprocess.DEVNULL
-    start = f"subprocess.Popen(['sleep', '30'], stdout={output}, stderr={output})"
+    start = f"subprocess.Popen(['sleep', '4'], stdout={output}, stderr={output})"
     death = f"import subprocess; {start}; {start}"
     source = script(DYING.format(death=death, work="world.Barrier()"))
     job = launch(2, [source, os.devnull], timeout=TOO_LONG, capture=True)
@@ -661,6 +651,23 @@ def test_a_child_that_keeps_the_output_open_after_all_ranks_is_named(
     sleep = r"sleep \(process \d+\)"
     waits = re.findall(rf"^All ranks .* output open: {sleep}, {sleep}\.$", job.stderr, re.MULTILINE)
     assert len(waits) == keeps_output, job.stderr
+
+
+def test_a_process_of_another_job_is_not_taken_for_a_child_of_a_rank() -> None:
+    """It may have the pseudo-terminal that a rank had which has ended."""
+    with contextlib.ExitStack() as stack:
+        reading, writing = os.pipe()
+        stack.callback(os.close, reading)
+        stack.callback(os.close, writing)
+        children = []
+        for job in ("ours", "of others"):
+            env = os.environ | {bootstrap.JOB: job}
+            child = subprocess.Popen(["sleep", "60"], stdout=writing, env=env)
+            children.append(stack.enter_context(child))
+            stack.callback(child.kill)
+        outputs = process_monitor._outputs(children[0].pid) - process_monitor._outputs("self")
+        found = process_monitor._writers(outputs, "ours")
+    assert found == [f"sleep (process {children[0].pid})"]
 
 
 # What rank 1 does and is no death.
