@@ -16,6 +16,7 @@ ORDER = [
     "diagnostics",
     "arrays",
     "programs",
+    "lowering",
     "simulation",
     "selection",
     "export",

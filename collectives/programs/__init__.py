@@ -6,6 +6,7 @@ A schedule says which blocks are sent; a program says which bytes of which buffe
 from collectives.programs.lanes import Lanes, num_lanes
 from collectives.programs.placement import passing_blocks
 from collectives.programs.program import (
+    BUFFERS,
     INPUT,
     OUTPUT,
     SCRATCH,
@@ -17,6 +18,7 @@ from collectives.programs.program import (
     compile_call,
 )
 from collectives.programs.steps import (
+    Aliasing,
     Combine,
     CountOfEachBlock,
     Counts,
@@ -28,9 +30,11 @@ from collectives.programs.steps import (
 )
 
 __all__ = [
+    "BUFFERS",
     "INPUT",
     "OUTPUT",
     "SCRATCH",
+    "Aliasing",
     "CallSpec",
     "Combine",
     "CountOfEachBlock",

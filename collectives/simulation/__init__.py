@@ -1,6 +1,7 @@
 """Simulation: how long the programs of all ranks take on a machine, and what its links carry."""
 
 from collectives.simulation.calls import Call, simulate_call
+from collectives.simulation.devices import DeviceLink, simulate_devices
 from collectives.simulation.engine import Simulation, simulate
 from collectives.simulation.machine import (
     DEFAULT,
@@ -25,6 +26,7 @@ __all__ = [
     "TOPOLOGIES",
     "Apart",
     "Call",
+    "DeviceLink",
     "Level",
     "Link",
     "Machine",
@@ -36,5 +38,6 @@ __all__ = [
     "picture",
     "simulate",
     "simulate_call",
+    "simulate_devices",
     "work_rates",
 ]

@@ -1,0 +1,319 @@
+"""Proves device programs: every read is in order with every write, and finds what programs say.
+
+Elements are random words of 64 bits, and so is what a combination or a division makes of them; it
+depends on the order of the operands.  So a result is right only if it comes from the same elements,
+combined in the same way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.lowering.operations import (
+    MOST_OPERANDS,
+    RAISING,
+    Counter,
+    DeviceKind,
+    DeviceOperation,
+    DeviceProgram,
+    Place,
+)
+from collectives.lowering.order import Clock, in_order
+from collectives.programs import INPUT, OUTPUT, SCRATCH, Aliasing, Kind, Program, Row
+from collectives.schedule import ScheduleError
+
+Words = NDArray[np.uint64]
+_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
+
+
+class Sizes(NamedTuple):
+    """The elements of a rank's input and output, and where its output lies beside its input."""
+
+    num_input: int
+    num_output: int
+    aliasing: Aliasing = "none"
+
+
+class LoweredCall(NamedTuple):
+    """A call: for each rank its program, its device program, and the sizes of its arrays."""
+
+    programs: Sequence[Program]
+    lowered: Sequence[DeviceProgram]
+    sizes: Sequence[Sizes]
+    is_barrier: bool = False
+
+
+def verify_lowered(*calls: LoweredCall) -> None:
+    """Prove the device programs of all ranks, in calls that follow each other on the same memory.
+
+    Before each call, the caller of each rank writes to all buffers, in order with its device;
+    after it, the caller reads the output.
+
+    Raises ScheduleError if two ranks use the same bytes without an order between them, if ranks
+    wait for each other forever, if a rank writes to a peer's memory, or if a result is wrong.
+    """
+    _Run(calls).run()
+
+
+class _Layout:
+    """Where the buffers of one rank lie in its memory, of one word for each element."""
+
+    def __init__(self, sizes: Sizes, program: Program) -> None:
+        self.itemsize = program.itemsize
+        num_input, num_output, aliasing = sizes
+        shift = num_input if isinstance(aliasing, str) else aliasing  # of the output
+        first, last = min(0, shift), max(num_input, shift + num_output)
+        self.starts = {INPUT: -first, OUTPUT: shift - first, SCRATCH: last - first}
+        self.num_words = last - first + program.num_scratch // self.itemsize
+        self.output = slice(shift - first, shift - first + num_output)
+
+    def part(self, buffer: int, offset: int, size: int) -> slice:
+        """The words of a region."""
+        start = self.starts[buffer] + offset // self.itemsize
+        stop = start + size // self.itemsize
+        assert 0 <= start <= stop <= self.num_words, "a region lies outside of its buffer"
+        return slice(start, stop)
+
+
+def _contents(call: int, rank: int, num_words: int) -> Words:
+    """What the caller of a rank writes before a call."""
+    random = np.random.default_rng((call, rank))
+    words: Words = random.integers(0, 2**64, num_words, np.uint64)
+    return words
+
+
+def _combined(left: Words, right: Words) -> Words:
+    """A word for each pair of words, in this order."""
+    mixed: Words = left * _FACTORS[0] + (right ^ (right >> np.uint64(29))) * _FACTORS[1]
+    mixed ^= mixed >> np.uint64(32)
+    return mixed
+
+
+def _divided(words: Words) -> Words:
+    """A word for each word that is divided."""
+    changed: Words = words * _FACTORS[2] + _FACTORS[0]
+    return changed
+
+
+# What the programs say
+
+
+def _results(number: int, call: LoweredCall) -> list[Words]:
+    """The outputs of all ranks if the programs run as they are meant, with messages."""
+    layouts = [*map(_Layout, call.sizes, call.programs)]
+    memories = [_contents(number, rank, x.num_words) for rank, x in enumerate(layouts)]
+    queues: dict[tuple[int, int], deque[Words]] = {}
+    waiting = {
+        rank: _rows(rank, program.listed, layouts[rank], memories[rank], queues)
+        for rank, program in enumerate(call.programs)
+    }
+    while waiting:
+        moves = {rank: next(rows, None) for rank, rows in waiting.items()}
+        waiting = {
+            rank: waiting[rank] for rank, has_moved in moves.items() if has_moved is not None
+        }
+        if not any(has_moved is None or has_moved for has_moved in moves.values()):
+            raise ScheduleError(f"ranks {sorted(waiting)} wait for messages forever")
+    return [words[layout.output] for words, layout in zip(memories, layouts, strict=True)]
+
+
+def _rows(
+    rank: int,
+    rows: Sequence[Row],
+    layout: _Layout,
+    words: Words,
+    queues: dict[tuple[int, int], deque[Words]],
+) -> Iterator[bool]:
+    """Run one rank; say whether it has moved, each time before it looks for messages again."""
+    posted: dict[int, Row] = {}
+    has_moved = True
+    for row in rows:
+        if row.kind == Kind.RECEIVE:
+            posted[row.slot] = row
+        elif row.kind == Kind.SEND:
+            here = layout.part(row.buffer, row.offset, row.size)
+            queues.setdefault((rank, row.peer), deque()).append(words[here].copy())
+        elif row.kind == Kind.WAIT:
+            for receive in [posted.pop(row.slot + at) for at in range(row.peer)]:
+                while not queues.get((receive.peer, rank)):
+                    yield has_moved
+                    has_moved = False
+                here = layout.part(receive.buffer, receive.offset, receive.size)
+                words[here] = queues[receive.peer, rank].popleft()
+                has_moved = True
+        else:
+            _work(row, layout, words)
+        has_moved = True
+
+
+def _work(row: Row, layout: _Layout, words: Words) -> None:
+    """Copy, combine or divide."""
+    here = layout.part(row.buffer, row.offset, row.size)
+    if row.kind == Kind.DIVIDE:
+        words[here] = _divided(words[here])
+        return
+    value = words[layout.part(row.left, row.left_offset, row.size)].copy()
+    if row.kind == Kind.COMBINE:
+        value = _combined(value, words[layout.part(row.right, row.right_offset, row.size)])
+    words[here] = value
+
+
+# What the devices do
+
+
+class _Watched:
+    """The memory of a rank, and when each rank has read or written each of its words."""
+
+    def __init__(self, owner: int, num_ranks: int, num_words: int) -> None:
+        self.owner = owner
+        self.words: Words = np.zeros(num_words, np.uint64)
+        self._read_at = np.zeros((num_ranks, num_words), np.int64)
+        self._written_at = np.zeros(num_words, np.int64)
+
+    def read(self, rank: int, clock: Clock, part: slice) -> Words:
+        """What a rank finds there."""
+        if (self._written_at[part] > clock[self.owner]).any():
+            raise ScheduleError(
+                f"rank {rank} reads what rank {self.owner} may write at the same time"
+            )
+        self._read_at[rank, part] = clock[rank]
+        return self.words[part]
+
+    def write(self, clock: Clock, part: slice, words: Words) -> None:
+        """Let the owner write there."""
+        for rank, read_at in enumerate(self._read_at):
+            if (read_at[part] > clock[rank]).any():
+                raise ScheduleError(f"rank {self.owner} writes what rank {rank} may still read")
+        self._written_at[part] = clock[self.owner]
+        self.words[part] = words
+
+
+class _Run:
+    """One run of all devices, with vector clocks.
+
+    `clocks`: for each rank, how much each rank has certainly done before what this rank does now.
+    `call_of`: the call that each rank has begun.  `starts`: the clock of each rank at that moment.
+    """
+
+    def __init__(self, calls: Sequence[LoweredCall]) -> None:
+        self.calls, size = calls, len(calls[0].programs)
+        self.layouts = [[*map(_Layout, call.sizes, call.programs)] for call in calls]
+        self.results = [_results(number, call) for number, call in enumerate(calls)]
+        self.memories = [
+            _Watched(rank, size, max(layouts[rank].num_words for layouts in self.layouts))
+            for rank in range(size)
+        ]
+        self.clocks: Clock = np.zeros((size, size), np.int64)
+        self.call_of, self.starts = [-1] * size, np.zeros((len(calls) + 1, size), np.int64)
+        self.caused: dict[tuple[int, int], Clock] = {}
+        self.sent: dict[tuple[Counter, int], Words] = {}
+
+    def run(self) -> None:
+        ranks, ends = _one_after_another(self.calls)
+        for rank, index, operation, cause in in_order(ranks):
+            while self.call_of[rank] < 0 or index >= ends[self.call_of[rank]][rank]:
+                self._next_call(rank)
+            clock = self.clocks[rank]
+            clock[rank] += 1
+            if operation.kind in RAISING:
+                self.caused[rank, index] = clock.copy()
+            elif cause is not None:
+                np.maximum(clock, self.caused[cause], out=clock)
+            self._work(rank, operation)
+        for rank in range(len(ranks)):
+            while self.call_of[rank] < len(self.calls):
+                self._next_call(rank)
+
+    def _next_call(self, rank: int) -> None:
+        """What a caller does between two calls: read the output, and write everything."""
+        number, memory, clock = self.call_of[rank], self.memories[rank], self.clocks[rank]
+        clock[rank] += 1
+        if number >= 0:
+            self._check_end(rank, number)
+            found = memory.read(rank, clock, self.layouts[number][rank].output)
+            if not np.array_equal(found, self.results[number][rank]):
+                raise ScheduleError(f"rank {rank} gets another result than its program says")
+        self.call_of[rank] = number = number + 1
+        clock[rank] += 1
+        self.starts[number, rank] = clock[rank]
+        words = _contents(number, rank, memory.words.size)
+        if number < len(self.calls):
+            num_words = self.layouts[number][rank].num_words
+            words[:num_words] = _contents(number, rank, num_words)
+        memory.write(clock, slice(None), words)
+
+    def _check_end(self, rank: int, number: int) -> None:
+        """That every rank has come to a barrier that this one leaves."""
+        starts = self.starts[number]
+        is_early = (starts == 0).any() or (self.clocks[rank] < starts).any()
+        if self.calls[number].is_barrier and is_early:
+            raise ScheduleError("a rank may leave the barrier before another one has come")
+
+    def _work(self, rank: int, operation: DeviceOperation) -> None:
+        """The data that an operation reads and writes."""
+        target, size, clock = operation.target, operation.size, self.clocks[rank]
+        kind, operands = operation.kind, operation.operands
+        if not size:
+            return
+        layout = self.layouts[self.call_of[rank]]
+        values = [self._read(rank, clock, place, size) for place in operands]
+        if kind == DeviceKind.SEND:
+            assert operation.counter is not None
+            self.sent[operation.counter, operation.value] = values[0].copy()
+            return
+        if target is None or target.rank != rank or len(operands) > MOST_OPERANDS:
+            raise ScheduleError(f"rank {rank} cannot run {operation}")
+        part = layout[rank].part(*target[1:], size)
+        own = [layout[rank].part(*place[1:], size) for place in operands if place.rank == rank]
+        if any(x != part and x.start < part.stop and part.start < x.stop for x in own):
+            raise ScheduleError(f"rank {rank} overwrites what it still reads: {operation}")
+        self.memories[rank].write(clock, part, self._value(rank, operation, values, part))
+
+    def _value(
+        self, rank: int, operation: DeviceOperation, values: Sequence[Words], part: slice
+    ) -> Words:
+        """What an operation writes."""
+        if operation.kind == DeviceKind.RECEIVE:
+            assert operation.counter is not None
+            return self.sent.pop((operation.counter, operation.value))
+        if operation.kind == DeviceKind.DIVIDE:
+            return _divided(self.memories[rank].read(rank, self.clocks[rank], part))
+        result = values[0].copy()
+        for at, value in enumerate(values[1:], 1):
+            is_left = operation.lefts >> at & 1
+            result = _combined(value, result) if is_left else _combined(result, value)
+        return result
+
+    def _read(self, rank: int, clock: Clock, place: Place, size: int) -> Words:
+        layout = self.layouts[self.call_of[rank]][place.rank]
+        return self.memories[place.rank].read(rank, clock, layout.part(*place[1:], size))
+
+
+def _one_after_another(
+    calls: Sequence[LoweredCall],
+) -> tuple[list[list[DeviceOperation]], list[list[int]]]:
+    """The operations of all calls, for each rank, and where those of each call end.
+
+    The counters go on from call to call.
+    """
+    ranks: list[list[DeviceOperation]] = [[] for _ in calls[0].programs]
+    ends: list[list[int]] = []
+    reached: dict[Counter, int] = {}
+    for call in calls:
+        highest = dict(reached)
+        for operations, lowered in zip(ranks, call.lowered, strict=True):
+            for operation in lowered.operations:
+                if (counter := operation.counter) is not None:
+                    value = operation.value + reached.get(counter, 0)
+                    highest[counter] = max(highest.get(counter, 0), value)
+                    operations.append(operation._replace(value=value))
+                else:
+                    operations.append(operation)
+        reached = highest
+        ends.append([*map(len, ranks)])
+    return ranks, ends
