@@ -20,8 +20,8 @@ from collectives.lowering import (
 class DeviceLink(NamedTuple):
     """What operations of devices of one host cost, in seconds and bytes per second.
 
-    - `synchronize`, `copy`, `kernel`: of the host, to enqueue a batch of signals and awaits, a copy,
-      or a combination or division.
+    - `synchronize`, `copy`, `kernel`: of the host, to enqueue a batch of signals and awaits, a
+      copy, or a combination or division.
     - `hop`: from a signal until the device of another rank has seen it.
     - `start`: of the device, to begin a copy or a kernel.
     - `rate`: of all that the device of a rank reads and writes; ranks that share a device have a
