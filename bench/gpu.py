@@ -1,12 +1,16 @@
-"""Run everything that needs a GPU: tests, bandwidths, and a training run of every strategy.
+"""Run everything that needs a GPU: tests, times of collectives, and training by every strategy.
 
     make gpu
     PYTHON=python3 GPU_OUT=results make gpu
+    make gpu ARGS='--only "tests devices" --only "devices 2"'
 
 The output of each step is written to its own file in the folder, the result of each step to
 summary.txt, and the numbers of all steps to gpu.json, for `make docs ARGS='--gpu FILE'`.  If a step
-fails, the others run all the same.  Without an MPI the ranks are threads, and steps that need MPI
-are skipped.  Nothing is installed: all modules must be present.
+fails, the others run all the same.  Tests run at the same time, then the other steps one after the
+other.  All together take at most 9 minutes: what then is left fails without being run, and can be
+run by --only.  Without an MPI the ranks are threads, and steps that need MPI are skipped.
+The steps with "mps" in their names need NVIDIA's Multi-Process Service, start it, and end it; where
+there is none, they say so.  Nothing is installed: all modules must be present.
 
 The exit status is 1 if a step failed, 2 if there is no GPU or a module is missing.
 """
@@ -21,15 +25,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
+
+from bench import mps
+from bench.jobs import ROOT
 
 MODULES = (
     "array_api_compat", "cupy", "hypothesis", "ml_dtypes", "mpi4py", "numba", "numpy", "pytest",
     "pytest_timeout", "rich",
 )  # fmt: skip
-LIMIT = 300  # seconds for a step
-SIZES = "-b 1K -e 16M -f 128 -w 2 -n 5 --seconds 0.3 --algorithm all --call"
+BUDGET = 490  # seconds in which steps may run
+LIMIT = 240  # seconds for a step
+PATIENCE = 45  # seconds for a step to end what it has started, when its time is up
+SIZES = "-b 1K -e 16M -f 128 -w 1 -n 3 --seconds 0.1 --algorithm all --call"
+TESTS = "tests "  # how their names begin
 MODEL = "--device cuda --steps 5 --layers 2 --hidden 64 --context 32 --batch 19 --dtype float32"
 LAYOUTS = {
     "tensor": "--mesh tensor=2 --sequence-parallel",
@@ -64,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         parse.error(f"--out: {folder} cannot be a folder ({error.strerror})")
     chosen = [step for step in steps(no_mpi()) if step.name.startswith(tuple(options.only or [""]))]
-    lines = [ended(step, folder) for step in chosen]
+    lines = all_ended(chosen, folder)
     numbers = facts() | {step.name: found for step in chosen if (found := numbers_of(step, folder))}
     (folder / "gpu.json").write_text(json.dumps(numbers, indent=1) + "\n")
     failed = [line for line in lines if not line.startswith("ok")]
@@ -103,16 +114,16 @@ def no_mpi() -> str | None:
 def steps(no_mpi: str | None) -> Iterator[Step]:
     """All steps that can run here, on two ranks, which may share a GPU."""
     from bench.strategies import KINDS  # noqa: PLC0415 - takes the modules
-    from collectives import algorithms  # noqa: PLC0415
     from collectives.diagnostics.mpi_counters import MPIRUN_ARGS  # noqa: PLC0415
     from collectives.launch.mpirun import find_mpirun  # noqa: PLC0415
 
-    yield Step("tests", ["-m", "pytest", "tests/gpu"])
-    launch = ["-m", "collectives.launch", "-n", "2", "--timeout", str(LIMIT - 30)]
-    for collective in algorithms.collectives():
-        if no_mpi is None and collective != "barrier":
-            words = ["-m", "bench", collective, "--device", "cuda", *SIZES.split()]
-            yield Step(collective, launch + words, "-J")
+    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        yield Step(TESTS + path.stem.removeprefix("test_"), ["-m", "pytest", str(path)])
+    launch = launched(2)
+    if no_mpi is None:
+        yield from device_tables()
+        words = ["-m", "bench", "all", "--device", "cuda", *SIZES.split()]
+        yield Step("collectives", launch + words, "-J")
     if no_mpi is None and find_mpirun().vendor == "openmpi":
         launch += ["--mpi-args", shlex.join(MPIRUN_ARGS)]  # its counters observe
     layouts = {name: words.split() for name, words in LAYOUTS.items()}
@@ -122,7 +133,32 @@ def steps(no_mpi: str | None) -> Iterator[Step]:
         yield Step("train " + name.replace(",", ""), prefix, "--json")
 
 
-def ended(step: Step, folder: Path) -> str:
+def device_tables() -> Iterator[Step]:
+    """Collectives on devices, on 2 and on 4 ranks, without and with MPS."""
+    for num_ranks in (2, 4):
+        words = [*launched(num_ranks), "-m", "bench.device_table"]
+        yield Step(f"devices {num_ranks}", words, "--json")
+        with_mps = ["-m", "bench.mps", str(LIMIT - PATIENCE), *words]
+        yield Step(f"devices {num_ranks} mps", with_mps, "--json")
+
+
+def launched(num_ranks: int) -> list[str]:
+    """The words before a command that ranks run."""
+    seconds = str(LIMIT - PATIENCE)
+    return ["-m", "collectives.launch", "-n", str(num_ranks), "--timeout", seconds]
+
+
+def all_ended(chosen: Sequence[Step], folder: Path) -> list[str]:
+    """Run steps; a line for each.  Tests run at the same time, for they take no times."""
+    end = time.monotonic() + BUDGET
+    tests = [step for step in chosen if step.name.startswith(TESTS)]
+    others = [step for step in chosen if step not in tests]
+    with ThreadPoolExecutor(max(1, len(tests))) as pool:
+        lines = list(pool.map(lambda step: ended(step, folder, BUDGET), tests))
+    return lines + [ended(step, folder, end - time.monotonic()) for step in others]
+
+
+def ended(step: Step, folder: Path, seconds_left: float) -> str:
     """Run a step; return a line with its result, which begins with "ok" if it succeeded."""
     print(f"\n== {step.name}: python {' '.join(step.command)}", flush=True)
     path, began = file_of(step, folder, "txt"), time.monotonic()
@@ -131,13 +167,23 @@ def ended(step: Step, folder: Path) -> str:
         if step.json is not None:
             (numbers := file_of(step, folder, "json")).unlink(missing_ok=True)  # of another run
             command += [step.json, str(numbers)]
-        try:
-            done = subprocess.run(command, stdout=file, stderr=file, timeout=LIMIT, check=False)
-            how = f"failed with status {done.returncode}" if done.returncode else "ok"
-        except subprocess.TimeoutExpired:
-            how = f"failed: not done after {LIMIT} s"
+        limit = int(min(LIMIT, seconds_left))
+        status = status_of(command, file, limit) if limit > 0 else None
+        late = f"failed: not done after {limit} s" if limit > 0 else "failed: no time was left"
+        how = late if status is None else f"failed with status {status}" if status else "ok"
     print(path.read_text(errors="replace"))
     return f"{how}: {step.name}, {time.monotonic() - began:.0f} s"
+
+
+def status_of(command: Sequence[str], file: IO[str], limit: float) -> int | None:
+    """Run a command; its exit status, or None if it is not done in time and had to be ended."""
+    process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        mps.ended(process, PATIENCE)
 
 
 def file_of(step: Step, folder: Path, suffix: str) -> Path:

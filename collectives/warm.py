@@ -13,17 +13,19 @@ from collections.abc import Sequence
 
 from collectives import selection, simulation
 from collectives.arrays import kernels
+from collectives.devices import enqueue_loop
 from collectives.engines import compiled
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile the loop, the most used kernels and the simulator.  0, also without numba."""
+    """Compile the loops, the most used kernels and the simulator.  0, also without numba."""
     parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if (reason := compiled.why_unavailable()) is not None:
         logging.warning("programs will be interpreted: %s", reason)
         return 0
     compiled.loop()
+    enqueue_loop()
     for function, dtype in kernels.common():
         kernels.combine(function, dtype)
     # What predicts the times of calls, if `comm.load_decisions` reads a machine that was fitted.

@@ -1,19 +1,21 @@
 """An array that behaves like device memory: nobody on the host can look into it.
 
-It holds NumPy memory and refuses every way in (buffer protocol, array interface, DLPack,
-iteration), so a test that passes with it has handed no device buffer to the host's MPI.
+It lies in the memory of the fake GPU (`fake_driver.py`) and refuses every way in (buffer protocol,
+array interface, DLPack, iteration), so a test that passes with it has handed no device buffer to
+the host's MPI.  What is done with it is put on a stream, and is done when that pleases the GPU.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from collectives.arrays.backends import HOST, BinaryFunction, Bytes, register_backend
+from tests.fake_driver import gpu
 
 
 class FakeDeviceArray:
@@ -37,7 +39,7 @@ class FakeDeviceArray:
         return FakeDeviceArray(self._memory.reshape(*shape))
 
     def fill(self, value: float) -> None:
-        self._memory.fill(value)
+        BACKEND.enqueue(lambda: self._memory.fill(value))
 
     def __getitem__(self, index: slice) -> FakeDeviceArray:
         return FakeDeviceArray(self._memory[index])
@@ -48,19 +50,13 @@ def _refuse() -> Any:
 
 
 class FakeStream:
-    """Work in order; it may read host memory until somebody waits for it."""
+    """Work in order.  `ptr`: the driver's handle."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self._reading: list[tuple[Bytes, bytes]] = []
-
-    def read(self, host: Bytes) -> None:
-        self._reading.append((host, host.tobytes()))
+        self.name, self.ptr = name, gpu().new_stream()
 
     def synchronize(self) -> None:
-        for host, contents in self._reading:
-            assert host.tobytes() == contents, "host memory has changed while it was being copied"
-        self._reading.clear()
+        gpu().synchronize(self.ptr)
 
 
 class FakeBackend:
@@ -73,25 +69,45 @@ class FakeBackend:
         self._thread = threading.local()
         self.reset()
 
+    @property
+    def driver(self) -> Any:
+        """The driver of the fake GPU."""
+        return gpu().driver
+
     def reset(self) -> None:
         self.bytes_to_host = self.bytes_to_device = self.num_combined = 0
         self.streams_used: set[str] = set()
 
+    def enqueue(self, function: Callable[[], object]) -> None:
+        """Put work on the current stream."""
+        self.streams_used.add(self.current_stream().name)
+        gpu().enqueue(self.current_stream().ptr, function)
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> FakeDeviceArray:
-        return FakeDeviceArray(np.empty(shape, dtype))
+        return FakeDeviceArray(gpu().array(shape, dtype))
 
     def contiguous(self, x: FakeDeviceArray) -> FakeDeviceArray:
-        same = HOST.contiguous(x._memory)
-        return x if same is x._memory else FakeDeviceArray(same)
+        if x._memory.flags.c_contiguous:
+            return x
+        new = self.empty(x._memory.shape, x._memory.dtype)
+        self.copy(x, new)
+        return new
 
     def extent(self, x: FakeDeviceArray) -> tuple[int, int]:
         return HOST.extent(x._memory)
+
+    def owner(self, x: FakeDeviceArray) -> object:
+        """What keeps the allocation of an array from being freed."""
+        return x._memory
 
     def is_writable(self, x: FakeDeviceArray) -> bool:
         return HOST.is_writable(x._memory)
 
     def copy(self, src: FakeDeviceArray, dst: FakeDeviceArray) -> None:
-        dst._memory[...] = src._memory
+        def execute() -> None:
+            dst._memory[...] = src._memory
+
+        self.enqueue(execute)
 
     def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> Any:
         is_name = isinstance(function, str)
@@ -99,20 +115,26 @@ class FakeBackend:
 
         def combine(left: FakeDeviceArray, right: FakeDeviceArray, out: FakeDeviceArray) -> None:
             self.num_combined += 1
-            self.streams_used.add(self.current_stream().name)
-            if not is_name:
-                left, right = self.protected(left), self.protected(right)
+            if is_name:
+                self.enqueue(lambda: on_memory(left._memory, right._memory, out._memory))
+                return
+            self.synchronize()  # a function of Python's works at once
+            left, right = self.protected(left), self.protected(right)
+            self.synchronize()
             on_memory(left._memory, right._memory, out._memory)
 
         return combine
 
     def protected(self, x: FakeDeviceArray) -> FakeDeviceArray:
-        return on_device(x._memory)  # as CuPy, it has no read-only arrays
+        new = self.empty(x._memory.shape, x._memory.dtype)  # as CuPy, it has no read-only arrays
+        self.copy(x, new)
+        return new
 
     def divide(self, x: FakeDeviceArray, divisor: int) -> None:
-        HOST.divide(x._memory, divisor)
+        self.enqueue(lambda: HOST.divide(x._memory, divisor))
 
     def first_not_finite(self, x: FakeDeviceArray) -> tuple[int, str] | None:
+        self.synchronize()
         return HOST.first_not_finite(x._memory)
 
     def host_buffer(self, x: FakeDeviceArray) -> Bytes:
@@ -120,17 +142,14 @@ class FakeBackend:
 
     def to_host(self, pairs: Sequence[tuple[FakeDeviceArray, Bytes]]) -> None:
         for device, host in pairs:
-            host[...] = device._memory.view(np.uint8)
+            self.enqueue(lambda device=device, host=host: _copy(_bytes(device), host))
             self.bytes_to_host += host.size
-        self.streams_used.add(self.current_stream().name)
         self.synchronize()
 
     def to_device(self, pairs: Sequence[tuple[FakeDeviceArray, Bytes]]) -> None:
         for device, host in pairs:
-            device._memory.view(np.uint8)[...] = host
+            self.enqueue(lambda device=device, host=host: _copy(host, _bytes(device)))
             self.bytes_to_device += host.size
-            self.current_stream().read(host)
-        self.streams_used.add(self.current_stream().name)
 
     def synchronize(self) -> None:
         self.current_stream().synchronize()
@@ -143,19 +162,34 @@ class FakeBackend:
     @contextmanager
     def on_stream(self, stream: FakeStream) -> Iterator[None]:
         before, self._thread.stream = self.current_stream(), stream
-        yield
-        self._thread.stream = before
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+
+def _bytes(x: FakeDeviceArray) -> Bytes:
+    return x._memory.reshape(-1).view(np.uint8)
+
+
+def _copy(source: Bytes, target: Bytes) -> None:
+    target[...] = source
 
 
 BACKEND = FakeBackend()
 register_backend(FakeDeviceArray, BACKEND)
 
 
-def on_device(x: np.ndarray) -> FakeDeviceArray:
-    """A copy of a host array in fake device memory."""
-    return FakeDeviceArray(x.copy())
+def on_device(x: np.ndarray, exportable: bool = True) -> FakeDeviceArray:
+    """A copy of a host array in fake device memory, as it is now."""
+    memory = gpu().array(x.shape, x.dtype, exportable)
+    memory[...] = x
+    return FakeDeviceArray(memory)
 
 
 def on_host(x: FakeDeviceArray | np.ndarray | None) -> np.ndarray | None:
     """The contents, which only a test may look at."""
-    return x._memory if isinstance(x, FakeDeviceArray) else x
+    if not isinstance(x, FakeDeviceArray):
+        return x
+    BACKEND.synchronize()
+    return x._memory

@@ -22,6 +22,7 @@ import collectives
 from bench.oracle import expected
 from collectives import Communicator, Operator
 from collectives.diagnostics.flight_recorder import FlightRecorder
+from collectives.engines.board import Board
 from collectives.runtime.session import Session
 from tests.scenarios import COLLECTIVES, REDUCTIONS, ROOTED, WHOLE, same
 
@@ -252,6 +253,7 @@ class Nowhere:
         self.flight = FlightRecorder(rank, size)
         self.identity = tuple(range(size)), 1
         self.log = self.flight.log(*self.identity)
+        self.board = Board(None, range(size), rank, self.identity)
 
     patience = 0.0
     why_interpreted = "nothing is run"

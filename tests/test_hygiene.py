@@ -39,7 +39,7 @@ def leaves_tags_out_of_step(comm):
     leaves_page_locked_memory, leaves_tags_out_of_step, leaves_nothing,
 ])
 def test(function):
-    collectives.run(function, 2)
+    collectives.run(function, 2, device="staged")
 """
 LEFT_ON_THREADS = {
     "leaves_a_message": r"1 message\(s\) from rank 0 to rank 1 with tag 0\n"

@@ -21,6 +21,7 @@ ORDER = [
     "selection",
     "export",
     "engines",
+    "devices",
     "runtime",
     "communicator",
     "mpi4py_compat",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.case import CALL, FRESH, NATIVE, NATIVE_FRESH, PLAN
+from bench.device_results import COPY, STAGED, THROUGH_HOST, cases_of, short, title
+from bench.device_results import is_result as is_device_table
 from bench.docs.provenance import note
 from bench.docs.sections import table
 from bench.goals import PAIR
@@ -73,9 +75,10 @@ def gpu_section(path: str) -> str:
     if "gpu" not in facts or not measured:
         raise argparse.ArgumentTypeError(f"{path} was not written by make gpu with an MPI")
     first = next(iter(measured.values()))
-    sizes = [text(row["size"]) for row in first["summary"]]
+    collectives = by_collective(measured.values())
+    sizes = [text(row["size"]) for row in next(iter(collectives.values()))]
     heads = [head for size in sizes for head in (f"{size}: best", "call")]
-    rows = [[name, *gpu_cells(found)] for name, found in measured.items()]
+    rows = [[name, *gpu_cells(found)] for name, found in collectives.items()]
     heads_trained = ["sent: predicted", "recorded", "observed", "first loss", "last", "ms a step"]
     rows_trained = [
         [name.removeprefix("train "), *training_cells(found)] for name, found in trained.items()
@@ -83,12 +86,29 @@ def gpu_section(path: str) -> str:
     where = f"CuPy {facts['cupy']}, one {facts['gpu']} for {first['ranks']} ranks"
     said = note(facts, [where, first["mpi"]])
     tables = table(["collective"], heads, rows), table(["training"], heads_trained, rows_trained)
-    return "\n\n".join([*tables, said])
+    on_devices = [device_table(found) for found in result.values() if is_device_table(found)]
+    return "\n\n".join([*on_devices, *tables, said])
 
 
-def gpu_cells(found: dict[str, Any]) -> Iterator[str]:
+def device_table(found: dict[str, Any]) -> str:
+    """What a job measured of collectives on devices, under a line that says where."""
+    heads = [STAGED, "auto", "best of auto", THROUGH_HOST, COPY]
+    rows = [case.cells for case in cases_of(found)]
+    return f"{title(found)}:\n\n{table(['collective', 'size'], heads, rows)}"
+
+
+def by_collective(measured: Iterable[Result]) -> dict[str, list[Result]]:
+    """The summaries of steps that measured one collective or several, without the barrier."""
+    found: dict[str, list[Result]] = {}
+    for row in (row for result in measured for row in result["summary"]):
+        if row["collective"] != "barrier":
+            found.setdefault(row["collective"], []).append(row)
+    return found
+
+
+def gpu_cells(summary: Sequence[Result]) -> Iterator[str]:
     """The times of a collective at each size: of the best algorithm, and of the call."""
-    for row in found["summary"]:
+    for row in summary:
         yield f"{short(row['best_seconds'])} ({row['best']})"
         yield short(row["call"])
 
@@ -165,12 +185,6 @@ def size_cells(seconds: dict[str, float]) -> list[str]:
         for name in ours:
             cells += [short(seconds[name]), times_faster(seconds[native] / seconds[name])]
     return cells
-
-
-def short(seconds: float) -> str:
-    """Microseconds with about three digits."""
-    us = seconds * 1e6
-    return f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 
 def name_of(result: Result) -> str:

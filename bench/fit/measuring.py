@@ -280,7 +280,7 @@ def in_turn(first: Run, second: Run) -> None:
 
 
 def _complete(execution: Any) -> None:
-    execution.restart()
+    execution.restart(0)
     while not execution.advance(_TURN):
         pass
 

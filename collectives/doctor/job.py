@@ -42,6 +42,8 @@ def job() -> list[Finding] | None:
         if facts is not None:
             found += [*alike(facts), *placed(comm.topology, [fact["cores"] for fact in facts])]
             found += [*_threads(), *links]
+        if all_have_gpus(comm):
+            found += _devices(comm)
         if sums[0] != comm.size * (comm.size - 1) // 2:
             found.append(wrong("An all-reduce has a wrong result."))
     return found if comm.rank == 0 else None
@@ -121,6 +123,33 @@ def _threads() -> Iterator[Finding]:
             "MPI was started without MPI_THREAD_MULTIPLE: progress='thread' is refused, and "
             "asynchronous calls continue only in test and wait."
         )
+
+
+# Devices
+
+
+def all_have_gpus(comm: Communicator) -> bool:
+    """Whether CuPy finds a GPU on every rank."""
+    try:
+        import cupy  # noqa: PLC0415 - it is optional
+
+        number = cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # noqa: BLE001 - CuPy has an error for each reason
+        number = 0
+    return bool(comm.all_reduce(np.array([number]), "min")[0])
+
+
+def _devices(comm: Communicator) -> list[Finding]:
+    """Which ranks read each other's arrays on GPUs, as rank 0 sees it."""
+    import cupy  # noqa: PLC0415 - there is a GPU
+
+    x = cupy.full(1000, comm.rank, np.float32)
+    total = float(comm.all_reduce(x)[0])
+    if total != comm.size * (comm.size - 1) // 2:
+        return [wrong("An all-reduce of arrays on GPUs has a wrong result.")]
+    links = comm.explain("all_reduce", x).links
+    said = f"Arrays on GPUs, from rank 0: {links or 'there is no other rank'}."
+    return [slow(said) if "staged" in links else good(said)]
 
 
 # The links

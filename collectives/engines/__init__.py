@@ -1,15 +1,20 @@
 """Engines: how the rows of a program run and how messages travel; no collective, no algorithm.
 
 `executor` and `compiled` run programs over MPI; `interpreter` serves threads and operators written
-in Python; `staging` serves GPUs.
+in Python; `staging` sends the data of GPUs through host memory.
 """
 
+from collectives.engines.board import FAILS, WORKS, Board, CallKey
+from collectives.engines.host_memory import BUFFER as BUFFER_RECORD
+from collectives.engines.host_memory import HostMemory
 from collectives.engines.networks import leave_out_networks
 from collectives.engines.progress import ProgressThread, shared_progress_thread
+from collectives.engines.staging import PinnedMemory, Staged
 from collectives.engines.threads import ThreadTransport, run_threads
 from collectives.engines.transport import (
     Action,
     Execution,
+    Messages,
     Operands,
     Reusable,
     Transport,
@@ -19,11 +24,20 @@ from collectives.engines.transport import (
 )
 
 __all__ = [
+    "BUFFER_RECORD",
+    "FAILS",
+    "WORKS",
     "Action",
+    "Board",
+    "CallKey",
     "Execution",
+    "HostMemory",
+    "Messages",
     "Operands",
+    "PinnedMemory",
     "ProgressThread",
     "Reusable",
+    "Staged",
     "ThreadTransport",
     "Transport",
     "call_all",

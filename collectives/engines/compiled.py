@@ -167,7 +167,15 @@ class Port:
 class CompiledExecution:
     """An execution whose state is a block of words for the compiled loop."""
 
-    def __init__(self, port: Port, program: Program, operands: Operands, tag: int) -> None:
+    def __init__(
+        self,
+        port: Port,
+        program: Program,
+        operands: Operands,
+        tag: int,
+        host_calls: Words | None = None,
+    ) -> None:
+        """`host_calls`: see `Transport.execution`."""
         program.check_arrays(operands.input, operands.output, operands.scratch)
         self._port, self._names, self.program, self.loop = port, port.names, program, port.loop
         self._pending_answer: int | None = (
@@ -201,6 +209,9 @@ class CompiledExecution:
             *(operands.divisor, program.itemsize),
         )
         self.state[: len(words)] = words
+        self._host_calls = host_calls
+        if host_calls is not None:
+            self.state[self._names.HOST_CALLS] = address(host_calls)
 
     def attach(self, operands: Operands, tag: int) -> None:
         """Set the arrays and the tag of the next run."""
@@ -258,6 +269,7 @@ class CompiledExecution:
         first = self._names.KEY
         self.state[first:] = other.state[first:]
         self._counter, self._log, self._dtypes = other._counter, other._log, list(other._dtypes)
+        self._host_calls = other._host_calls
         self._scratch = None if self._operands is None else self._operands.scratch
         self.state[first] = key
 
@@ -316,8 +328,10 @@ class CompiledExecution:
         """The row that runs next."""
         return int(self.state[self._names.ROW])
 
-    def restart(self) -> None:
+    def restart(self, number: int) -> None:
         """Go back to the first row."""
+        if self._host_calls is not None:
+            self._host_calls[number % len(self._host_calls)] = number
         self.state[self._names.ROW] = self.state[self._names.NUMBER] = 0
         self._completed = _NOTHING_NOTED
 

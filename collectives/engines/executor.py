@@ -18,6 +18,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from collectives.diagnostics import flight_recorder
+from collectives.engines import host_memory
 from collectives.programs import Kind, Row
 
 # Words of a port, one for each communicator.
@@ -32,7 +33,9 @@ ERROR, WHERE, GOT, FLAG, TIME = range(16, 21)  # TIME has two words
 # the counter and the log of the runs:
 ENTRY, NUMBER, KEY, LOG, COUNTER, FIRST_TAG, NUM_TAGS = range(22, 29)
 # and the arrays that fit (see `fits`): their forms, and the output's offset from the input.
-INPUT_FORM, OUTPUT_FORM, SHIFT, NUM_STATE_WORDS = 29, 41, 53, 54
+INPUT_FORM, OUTPUT_FORM, SHIFT = 29, 41, 53
+# And where the numbers of runs are shown to other ranks, each at its remainder; 0: nowhere.
+HOST_CALLS, NUM_STATE_WORDS = 54, 55
 
 # Words of the form of an array: whether it exists, its dtype's address, its shape.
 EXISTS, DTYPE, NUM_BYTES, NDIM, SHAPE = range(5)
@@ -53,9 +56,11 @@ _RECEIVE, _SEND, _WAIT, _COPY, _COMBINE, _DIVIDE = range(6)
 (KIND, ROUND, PEER, BUFFER, OFFSET, SIZE, SLOT, LEFT, LEFT_OFFSET, RIGHT, RIGHT_OFFSET,
  _ROW_BYTES) = range(0, 96, 8)  # fmt: skip
 _NUM_ENTRIES, _ENTRY_BYTES, _UNDER_WAY, _COMPLETE = 256, 32, 1, 2
+_NUM_HOST_CALLS = 64
 assert [*Kind] == [_RECEIVE, _SEND, _WAIT, _COPY, _COMBINE, _DIVIDE]
 assert [globals()[name.upper()] for name in Row._fields] == [*range(0, _ROW_BYTES, 8)]
 assert (flight_recorder.NUM_CALLS, 8 * flight_recorder.WORDS) == (_NUM_ENTRIES, _ENTRY_BYTES)
+assert host_memory.NUM_HOST_CALLS == _NUM_HOST_CALLS
 assert (flight_recorder.UNDER_WAY, flight_recorder.COMPLETE) == (_UNDER_WAY, _COMPLETE)
 
 _YIELDS_PER_CLOCK = 8  # times that a waiting rank yields before it reads the clock
@@ -119,7 +124,7 @@ def move(_: Any, target: Any, source: Any, count: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-def _caller(num_arguments: int, answer: Any) -> Any:
+def caller(num_arguments: int, answer: Any) -> Any:
     """A call by address, with 64-bit arguments; it returns 32 bits or nothing."""
 
     @intrinsic
@@ -137,13 +142,13 @@ def _caller(num_arguments: int, answer: Any) -> Any:
     return call
 
 
-call0 = _caller(0, _I32)
-call2 = _caller(2, _I32)
-call3 = _caller(3, _I32)
-call4 = _caller(4, _I32)
-call7 = _caller(7, _I32)
-divide_by = _caller(3, ir.VoidType())
-combine_with = _caller(4, ir.VoidType())
+call0 = caller(0, _I32)
+call2 = caller(2, _I32)
+call3 = caller(3, _I32)
+call4 = caller(4, _I32)
+call7 = caller(7, _I32)
+divide_by = caller(3, ir.VoidType())
+combine_with = caller(4, ir.VoidType())
 
 
 @njit(nogil=True, error_model="numpy")
@@ -322,6 +327,8 @@ def begin(state: int) -> None:
     port, counter = load(state + 8 * PORT), load(state + 8 * COUNTER)
     number = load(counter) + 1
     store(counter, number)
+    if load(state + 8 * HOST_CALLS) != 0:
+        store(load(state + 8 * HOST_CALLS) + 8 * (number % _NUM_HOST_CALLS), number)
     log = load(state + 8 * LOG)
     num_entered = load(log)
     at = num_entered % _NUM_ENTRIES

@@ -6,6 +6,9 @@ where the compiled loop of `executor.py` is not available.
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from collectives.arrays import Array, Bytes
 from collectives.diagnostics import Waiting
 from collectives.engines.transport import Messages, Operands
@@ -63,9 +66,16 @@ class Memory:
 class Interpreted:
     """An execution in plain Python."""
 
-    def __init__(self, program: Program, operands: Operands, messages: Messages) -> None:
+    def __init__(
+        self,
+        program: Program,
+        operands: Operands,
+        messages: Messages,
+        host_calls: NDArray[np.int64] | None = None,
+    ) -> None:
+        """`host_calls`: see `Transport.execution`."""
         program.check_arrays(operands.input, operands.output, operands.scratch)
-        self.program, self.messages = program, messages
+        self.program, self.messages, self._host_calls = program, messages, host_calls
         self.memory = Memory(operands, program.itemsize)
         self.row = 0
 
@@ -78,9 +88,11 @@ class Interpreted:
         """Release the arrays; the next run has others."""
         del self.memory
 
-    def restart(self) -> None:
+    def restart(self, number: int) -> None:
         """Go back to the first row."""
         self.row = 0
+        if self._host_calls is not None:
+            self._host_calls[number % len(self._host_calls)] = number
 
     def interrupt(self, is_wanted: bool) -> None:
         """Do nothing: this execution never waits."""

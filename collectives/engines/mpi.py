@@ -9,18 +9,21 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from collectives.arrays import Bytes, jit
 from collectives.diagnostics import Counters, FlightRecorder, Waiting
 from collectives.engines import compiled
+from collectives.engines.board import Board
 from collectives.engines.compiled import CompiledExecution, Port
+from collectives.engines.host_memory import FOLDER, HostMemory, make_file, map_file
 from collectives.engines.interpreter import Interpreted
 from collectives.engines.mpi_errors import (
     FAILURES,
@@ -35,6 +38,8 @@ from collectives.engines.transport import (
     Execution,
     Operands,
     PendingCall,
+    Transport,
+    Waiter,
     back_off,
     deadline_in,
     poll_until,
@@ -72,7 +77,8 @@ def _keep_memory_past_finalize() -> None:
 class MpiTransport:
     """One rank's end of an MPI communicator that only this library uses."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, host: Host | None = None) -> None:
+        """`host`: the memory of its host, where it is known."""
         self.comm = comm
         comm.Set_errhandler(MPI.ERRORS_RETURN)  # so that mpi4py raises them
         self.rank, self.size = comm.rank, comm.size
@@ -84,6 +90,13 @@ class MpiTransport:
         _num_alike[members] += 1
         self.identity = members, _num_alike[members]
         self.log = _flight.log(*self.identity)
+        self.use_host(host or Host(None, {}, "the memory of the host is not shared"))
+
+    def use_host(self, host: Host) -> None:
+        """Show the other ranks of the host what this rank does in memory that they share."""
+        self.host, (members, _) = host, self.identity
+        parts = [host.parts.get(rank) for rank in members]
+        self.board = Board(host.memory, parts, self.rank, self.identity, host.why_none)
 
     @cached_property
     def port(self) -> Port:
@@ -95,12 +108,18 @@ class MpiTransport:
         """Why Python runs the programs instead of the compiled loop; None if the loop does."""
         return compiled.why_unavailable()
 
-    def execution(self, program: Program, operands: Operands, tag: int) -> Execution:
+    def execution(
+        self,
+        program: Program,
+        operands: Operands,
+        tag: int,
+        host_calls: NDArray[np.int64] | None = None,
+    ) -> Execution:
         if not operands.backend.is_host:
-            return Staged(program, operands, self.messages(tag))
+            return Staged(program, operands, self.messages(tag), host_calls)
         if self.why_interpreted is not None:
-            return Interpreted(program, operands, self.messages(tag))
-        return CompiledExecution(self.port, program, operands, tag)
+            return Interpreted(program, operands, self.messages(tag), host_calls)
+        return CompiledExecution(self.port, program, operands, tag, host_calls)
 
     def messages(self, tag: int) -> MpiMessages:
         return MpiMessages(self.comm, tag)
@@ -116,7 +135,7 @@ class MpiTransport:
         comm = _call_by_deadline("subgroup", make, deadline, partial(self.have_failed, ranks))
         group.Free()
         everyone.Free()
-        return MpiTransport(comm)
+        return MpiTransport(comm, self.host)
 
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> MpiTransport | None:
         # Open MPI counts the messages of Create_group as the user's, but not those of Split.
@@ -124,11 +143,17 @@ class MpiTransport:
         make = partial(self.comm.Split, color, key)
         everyone = range(self.size)
         comm = _call_by_deadline("split", make, deadline, partial(self.have_failed, everyone))
-        return None if ranks is None else MpiTransport(comm)
+        return None if ranks is None else MpiTransport(comm, self.host)
 
     @property
     def max_wait(self) -> float:
         return 0.0 if self.why_interpreted else _MAX_WAIT
+
+    def watch(self, waiter: Waiter) -> None:
+        """Do nothing: `pause` is short."""
+
+    def unwatch(self, waiter: Waiter) -> None:
+        """Do nothing."""
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
         back_off(num_tries)
@@ -156,7 +181,7 @@ class MpiTransport:
             self.comm.Revoke()
         self._wait_for_survivors(deadline)
         comm: MPI.Intracomm = _call_by_deadline("shrink", self.comm.Shrink, deadline)
-        return MpiTransport(comm), list(_ranks_in(self.comm, comm))
+        return MpiTransport(comm, self.host), list(_ranks_in(self.comm, comm))
 
     def _wait_for_survivors(self, deadline: float | None) -> None:
         """Wait until all ranks that are alive call this, even if the communicator is revoked."""
@@ -202,9 +227,16 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def duplicated(
-    comm: MPI.Intracomm, duplicate: MPI.Intracomm, request: MPI.Request, timeout: float | None
+    comm: MPI.Intracomm,
+    duplicate: MPI.Intracomm,
+    request: MPI.Request,
+    timeout: float | None,
+    parent: Transport | None = None,
 ) -> MpiTransport:
-    """The transport of a duplicate that `comm.Idup` makes, when all ranks have called it."""
+    """The transport of a duplicate that `comm.Idup` makes, when all ranks have called it.
+
+    `parent`: the transport of a communicator that has all its ranks.
+    """
     is_made = partial(poll_until, request.Test)
     deadline = deadline_in(timeout)
     try:
@@ -217,10 +249,24 @@ def duplicated(
         raise PeerFailed(message, ranks) from error
     if not have_all_called:
         raise CollectiveTimeout(f"not all ranks have made this communicator within {timeout} s")
-    return MpiTransport(duplicate)
+    return MpiTransport(duplicate, parent.host if isinstance(parent, MpiTransport) else None)
 
 
 _hosts_of_world: list[int] = []  # for each rank of COMM_WORLD, once they have been found together
+
+
+class Host(NamedTuple):
+    """The memory of a host, and the part of each of its ranks of COMM_WORLD; or why there is none.
+
+    It is made once for all communicators, if the first one has all ranks of the job.
+    """
+
+    memory: HostMemory | None
+    parts: Mapping[int, int]
+    why_none: str = ""
+
+
+_host_of_world: list[Host] = []
 
 
 def hosts_of(transport: MpiTransport, timeout: float | None) -> list[int]:
@@ -232,29 +278,58 @@ def hosts_of(transport: MpiTransport, timeout: float | None) -> list[int]:
     if transport.size == 1:
         return [0]
     if _hosts_of_world and MPI.UNDEFINED not in members:
+        transport.use_host(_host_of_world[0])
         return [_hosts_of_world[rank] for rank in members]
     ask = partial(_lowest_ranks, transport.comm)
     has_failed = partial(transport.have_failed, range(transport.size))
     try:
-        found: list[int] = _call_by_deadline("topology", ask, deadline_in(timeout), has_failed)
+        found, host = _call_by_deadline("topology", ask, deadline_in(timeout), has_failed)
     except MPI.Exception as error:
         failure = transport.translate_error(error)
         if failure is error:
             raise
         raise failure from error
+    transport.use_host(host)
     if sorted(members) == list(range(MPI.COMM_WORLD.size)):
+        _host_of_world[:] = [host]
         _hosts_of_world[:] = [found[members.index(rank)] for rank in range(transport.size)]
-    return found
+    return list(found)
 
 
-def _lowest_ranks(comm: MPI.Intracomm) -> list[int]:
-    """For each rank, the lowest rank that shares memory with it."""
+def _lowest_ranks(comm: MPI.Intracomm) -> tuple[list[int], Host]:
+    """For each rank, the lowest rank that shares memory with it; and that memory."""
     host: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
     lowest = np.array(_ranks_in(comm, host)[:1], np.intc)
+    shared = _shared_by(host)
     host.Free()
     found = np.empty(comm.size, np.intc)
     comm.Allgather(lowest, found)
-    return list(map(int, found))
+    return list(map(int, found)), shared
+
+
+def _shared_by(host: MPI.Intracomm) -> Host:
+    """Memory for the ranks of a host: a file that has no name once all have opened it."""
+    members = _ranks_in(MPI.COMM_WORLD, host)
+    if MPI.UNDEFINED in members:
+        return Host(None, {}, "the ranks belong to several jobs")
+    path, why = "", ""
+    try:
+        path = make_file(host.size) if host.rank == 0 else ""
+    except OSError as error:
+        why = f"{FOLDER} has no room for what ranks share: {error}"
+    path, why = host.bcast((path, why))
+    memory = None
+    try:
+        memory = map_file(path, host.size) if path else None
+    except (OSError, ValueError) as error:
+        why = f"what ranks share cannot be mapped: {error}"
+    whys = host.allgather(why)
+    if path and host.rank == 0:
+        os.unlink(path)
+    if memory is None or any(whys):
+        return Host(None, {}, next(filter(None, whys), ""))
+    parts = {rank: part for part, rank in enumerate(members)}
+    return Host(HostMemory(memory, host.size, host.rank), parts)
 
 
 def _call_by_deadline(

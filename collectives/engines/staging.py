@@ -5,6 +5,9 @@ MPI never receives a device pointer, so every MPI works.
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from collectives.arrays import Array, Backend, Bytes
 from collectives.engines.interpreter import Interpreted
 from collectives.engines.transport import Messages, Operands
@@ -35,8 +38,14 @@ class Staged(Interpreted):
     whichever thread continues it.
     """
 
-    def __init__(self, program: Program, operands: Operands, messages: Messages) -> None:
-        super().__init__(program, operands, messages)
+    def __init__(
+        self,
+        program: Program,
+        operands: Operands,
+        messages: Messages,
+        host_calls: NDArray[np.int64] | None = None,
+    ) -> None:
+        super().__init__(program, operands, messages, host_calls)
         self._pinned = PinnedMemory(operands.backend)  # kept from run to run of a plan
         self._arriving: dict[int, tuple[Array, Bytes]] = {}
         self._leaving: dict[int, Bytes] = {}
@@ -47,8 +56,8 @@ class Staged(Interpreted):
         self._pinned = PinnedMemory(self.memory.backend)
         super().detach()
 
-    def restart(self) -> None:
-        super().restart()
+    def restart(self, number: int) -> None:
+        super().restart(number)
         self._stream = self.memory.backend.current_stream()
 
     def advance(self, seconds: float) -> bool:

@@ -12,31 +12,66 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from collectives.arrays import Bytes
 from collectives.diagnostics import FlightRecorder, Waiting
+from collectives.engines.board import Board
+from collectives.engines.host_memory import HostMemory, of_threads
 from collectives.engines.interpreter import Interpreted
 from collectives.engines.staging import Staged
-from collectives.engines.transport import Execution, Operands, PendingCall, wrong_length
+from collectives.engines.transport import (
+    Execution,
+    Operands,
+    PendingCall,
+    Waiter,
+    wrong_length,
+)
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerFailed
 from collectives.programs import Program
 
 _GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 
 Address = tuple[Hashable, int, int, int]  # context, source, destination, tag
+Watched = tuple[tuple[int, ...], Waiter]  # with the members of its communicator
+_LOOK = 1e-4  # seconds between two looks at waiters, which nobody notifies
+
+
+class Wait(NamedTuple):
+    """What a rank waits for: messages, or what waiters of a communicator's members wait for."""
+
+    addresses: Sequence[Address]
+    waiters: Sequence[Watched]
+
+    def can_move(self, mail: Container[Address]) -> bool:
+        """Whether the rank can go on."""
+        has_mail = any(address in mail for address in self.addresses)
+        return has_mail or any(waiter.can_move for _, waiter in self.waiters)
+
+    def is_stuck(self, mail: Container[Address]) -> bool:
+        """Whether the rank can only go on after another one."""
+        return not self.can_move(mail) and not any(w.is_at_work for _, w in self.waiters)
+
+    @property
+    def sources(self) -> list[int]:
+        """The ranks of the world that it waits for."""
+        of_messages = [source for _, source, _, _ in self.addresses]
+        return of_messages + [members[r] for members, w in self.waiters for r in w.missing]
 
 
 class World:
     """What the ranks of one process share: mailboxes, and what each rank waits for."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.memory = size, of_threads(size)
         self.lock = threading.RLock()
         self.arrived = [threading.Condition(self.lock) for _ in range(size)]  # of each rank
         self.mail: defaultdict[Address, deque[Bytes]] = defaultdict(deque)
         self.running = set(range(size))
-        self.waiting: dict[int, Sequence[Address]] = {}
+        self.waiting: dict[int, Wait] = {}
         self.failure: CollectiveError | None = None
 
     def post(self, address: Address, data: Bytes) -> None:
@@ -57,9 +92,6 @@ class World:
                 del self.mail[address]
             return data
 
-    def has_mail(self, addresses: Sequence[Address]) -> bool:
-        return any(address in self.mail for address in addresses)
-
     def leave(self, rank: int) -> None:
         """Note that the function of a rank has ended."""
         with self.lock:
@@ -73,33 +105,34 @@ class World:
             for condition in self.arrived:
                 condition.notify_all()
 
-    def wait_for_any(self, rank: int, addresses: Sequence[Address], deadline: float | None) -> bool:
-        """Wait for a message at one of the addresses; return False if the deadline comes first."""
+    def wait_for_any(self, rank: int, wait: Wait, deadline: float | None) -> bool:
+        """Wait until a rank can go on; return False if the deadline comes first."""
         with self.lock:
             if deadline is None:  # a wait with a deadline ends by itself
-                self.waiting[rank] = addresses
+                self.waiting[rank] = wait
             try:
-                while not self.has_mail(addresses):
+                while not wait.can_move(self.mail):
                     self._notice_deadlock()
                     if self.failure is not None:
                         raise self.failure
-                    left = None if deadline is None else deadline - time.monotonic()
-                    if left is not None and left <= 0:
+                    left = math.inf if deadline is None else deadline - time.monotonic()
+                    if left <= 0:
                         return False
-                    self.arrived[rank].wait(left)
+                    left = min(left, _LOOK) if wait.waiters else left
+                    self.arrived[rank].wait(None if left == math.inf else left)
                 return True
             finally:
                 self.waiting.pop(rank, None)
 
     def _notice_deadlock(self) -> None:
         """Fail if all running ranks wait, and none has a message where it waits."""
-        is_stuck = self.running <= set(self.waiting) and not any(
-            map(self.has_mail, self.waiting.values())
+        is_stuck = self.running <= set(self.waiting) and all(
+            wait.is_stuck(self.mail) for wait in self.waiting.values()
         )
         if self.running and is_stuck:
             waits = "; ".join(
-                f"rank {rank} waits for rank {addresses[0][1]}"
-                for rank, addresses in sorted(self.waiting.items())
+                f"rank {rank} waits for rank {', '.join(map(str, wait.sources[:1]))}"
+                for rank, wait in sorted(self.waiting.items())
             )
             self.fail(CollectiveMismatch(f"deadlock, the ranks' calls do not match: {waits}"))
 
@@ -139,10 +172,24 @@ class ThreadTransport:
         self._num_alike[self.members] += 1
         self.identity = self.members, self._num_alike[self.members]
         self.log = self.flight.log(*self.identity)
+        me = self.members[rank]
+        memory = (
+            parent.board.memory
+            if parent
+            else HostMemory(world.memory, world.size, me, is_of_threads=True)
+        )
+        self.board: Board = Board(memory, self.members, rank, self.identity)
+        self._waiters: list[Watched] = parent._waiters if parent else []
 
-    def execution(self, program: Program, operands: Operands, tag: int) -> Execution:
+    def execution(
+        self,
+        program: Program,
+        operands: Operands,
+        tag: int,
+        host_calls: NDArray[np.int64] | None = None,
+    ) -> Execution:
         kind = Interpreted if operands.backend.is_host else Staged
-        return kind(program, operands, self.messages(tag))
+        return kind(program, operands, self.messages(tag), host_calls)
 
     def messages(self, tag: int) -> ThreadMessages:
         return ThreadMessages(self, tag)
@@ -168,7 +215,8 @@ class ThreadTransport:
     def pause(self, deadline: float | None, num_tries: int) -> None:
         with self.pending_lock:
             addresses = [address for messages in self.pending for address in messages.addresses()]
-        self.world.wait_for_any(self.members[self.rank], addresses, deadline)
+        wait = Wait(addresses, tuple(self._waiters))
+        self.world.wait_for_any(self.members[self.rank], wait, deadline)
 
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> ThreadTransport | None:
         return None if ranks is None else self.subgroup(ranks, deadline)
@@ -180,6 +228,13 @@ class ThreadTransport:
 
     def shrink(self, deadline: float | None, interrupt: bool) -> tuple[ThreadTransport, list[int]]:
         raise CollectiveError("threads of one process fail together: there is nothing to shrink to")
+
+    def watch(self, waiter: Waiter) -> None:
+        self._waiters.append((self.members, waiter))
+
+    def unwatch(self, waiter: Waiter) -> None:
+        if (self.members, waiter) in self._waiters:
+            self._waiters.remove((self.members, waiter))
 
     def free(self) -> None:
         """The mailboxes go with the world."""

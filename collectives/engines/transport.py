@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from collectives.arrays import Array, Backend, BinaryFunction, Bytes
 from collectives.diagnostics import CallLog, FlightRecorder, Waiting
+from collectives.engines.board import Board
 from collectives.programs import Program
 
 Action = Callable[[], object]
@@ -51,8 +52,8 @@ class Execution(Protocol):
         Raises CollectiveMismatch for a message of the wrong length, and what an operator raises.
         """
 
-    def restart(self) -> None:
-        """Go back to the first row, after the program was complete."""
+    def restart(self, number: int) -> None:
+        """Go back to the first row, for the run of this number."""
 
     def attach(self, operands: Operands, tag: int) -> None:
         """Set the arrays and the tag of the next run."""
@@ -205,6 +206,22 @@ class PendingCall(Protocol):
         """
 
 
+class Waiter(Protocol):
+    """An execution that waits for other ranks without a message of theirs."""
+
+    @property
+    def can_move(self) -> bool:
+        """Whether it can go on."""
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a device is at work for it, so that it may go on later."""
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that it waits for."""
+
+
 class Transport(Protocol):
     """One rank's end of a communicator.
 
@@ -213,6 +230,7 @@ class Transport(Protocol):
     orders would deadlock.  `failed`: objects that are kept until the process ends, because MPI may
     still write into their buffers.  `flight`: the flight recorder of all communicators of this
     rank.  `identity`: the ranks of the job, and the ordinal of this communicator among theirs.
+    `board`: what the ranks of this host show each other.
     """
 
     rank: int
@@ -223,6 +241,7 @@ class Transport(Protocol):
     flight: FlightRecorder
     log: CallLog
     identity: tuple[tuple[int, ...], int]
+    board: Board
 
     @property
     def max_wait(self) -> float:
@@ -232,8 +251,17 @@ class Transport(Protocol):
     def why_interpreted(self) -> str | None:
         """Why Python runs the programs instead of compiled code; None if compiled code does."""
 
-    def execution(self, program: Program, operands: Operands, tag: int) -> Execution:
-        """An execution of a program on arrays that live until it is complete."""
+    def execution(
+        self,
+        program: Program,
+        operands: Operands,
+        tag: int,
+        host_calls: NDArray[np.int64] | None = None,
+    ) -> Execution:
+        """An execution of a program on arrays that live until it is complete.
+
+        `host_calls`: an array to which it writes the number of each run, at its remainder.
+        """
 
     def messages(self, tag: int) -> Messages:
         """The messages of an interpreted execution."""
@@ -249,6 +277,12 @@ class Transport(Protocol):
 
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> Transport | None:
         """A transport among `ranks`; every rank calls it, with its own group or None."""
+
+    def watch(self, waiter: Waiter) -> None:
+        """Let `pause` return as soon as an execution can move that waits for no message."""
+
+    def unwatch(self, waiter: Waiter) -> None:
+        """Forget it."""
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
         """Let time pass, at most until `deadline`, because no call can continue now."""

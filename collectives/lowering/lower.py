@@ -27,7 +27,7 @@ from collectives.schedule import ScheduleError
 
 
 def lower(
-    programs: Sequence[Program],
+    programs: Sequence[Program | None],
     aliasings: Sequence[Aliasing],
     *,
     staged: Collection[tuple[int, int]] = frozenset(),
@@ -35,6 +35,8 @@ def lower(
 ) -> list[DeviceProgram]:
     """The device programs of all ranks.
 
+    - `programs`: of each rank; None for ranks on other hosts, with which all messages are staged,
+      and which get an empty device program.
     - `aliasings`: of each rank; see `programs.placement.compile_lane`.
     - `staged`: the pairs of ranks, the lower one first, that cannot read each other's memory.
     - `is_barrier`: whether messages of no bytes order ranks; else they are left out.
@@ -42,15 +44,35 @@ def lower(
     Raises ScheduleError if a rank receives what nobody sends, or if ranks wait for each other.
     """
     memories = [
-        Spans(aliasing, program.itemsize)
+        Spans(aliasing, 1 if program is None else program.itemsize)
         for aliasing, program in zip(aliasings, programs, strict=True)
     ]
     ranks = [
-        _operations(_Calls(programs, rank, staged, is_barrier), memory)
-        for rank, memory in enumerate(memories)
+        []
+        if program is None
+        else _operations(_Calls(programs, rank, staged, is_barrier), memories[rank])
+        for rank, program in enumerate(programs)
     ]
+    for rank, program in enumerate(programs):
+        if program is None:  # its messages come whatever the others do
+            ranks[rank] = _sends_to(ranks, rank)
     needed = without_superfluous(ranks, memories, is_barrier=is_barrier)
-    return [DeviceProgram(tuple(fused(*each))) for each in zip(needed, memories, strict=True)]
+    return [
+        DeviceProgram(() if program is None else tuple(fused(operations, memory)))
+        for program, operations, memory in zip(programs, needed, memories, strict=True)
+    ]
+
+
+def _sends_to(ranks: Sequence[Sequence[DeviceOperation]], sender: int) -> list[DeviceOperation]:
+    """The sends of what ranks receive from a rank on another host."""
+    return [
+        DeviceOperation(DeviceKind.SEND, operation.round, operation.counter, operation.value)
+        for operations in ranks
+        for operation in operations
+        if operation.kind == DeviceKind.RECEIVE
+        and operation.counter is not None
+        and operation.counter.writer == sender
+    ]
 
 
 class MessageId(NamedTuple):
@@ -65,21 +87,28 @@ class _Calls:
 
     def __init__(
         self,
-        programs: Sequence[Program],
+        programs: Sequence[Program | None],
         rank: int,
         staged: Collection[tuple[int, int]],
         is_barrier: bool,
     ) -> None:
-        self.rank, self.is_barrier, self.rows = rank, is_barrier, programs[rank].listed
-        self._staged = staged
+        self.rank, self.is_barrier, self._staged = rank, is_barrier, staged
+        self._rows = [[] if program is None else program.listed for program in programs]
+        self._elsewhere = {other for other, program in enumerate(programs) if program is None}
         self._sent_to_me = [
-            [row for row in program.listed if row.kind == Kind.SEND and row.peer == rank]
-            for program in programs
+            [row for row in rows if row.kind == Kind.SEND and row.peer == rank]
+            for rows in self._rows
         ]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of this rank."""
+        return self._rows[self.rank]
 
     def is_staged(self, peer: int) -> bool:
         """Whether messages between this rank and a peer go through host memory."""
-        return (min(self.rank, peer), max(self.rank, peer)) in self._staged
+        pair = min(self.rank, peer), max(self.rank, peer)
+        return peer in self._elsewhere or pair in self._staged
 
     def sent(self, message: MessageId, size: int) -> Place:
         """Where a message that this rank receives lies in the memory of its sender."""
@@ -143,13 +172,15 @@ class _Lowering:
 
     def _send(self, row: Row) -> None:
         self.num_sent[row.peer] += 1
-        message = MessageId(row.peer, self.num_sent[row.peer])
-        if not (row.size or self.call.is_barrier):
-            return
-        counter = Counter(self.rank, row.peer)
-        if self.call.is_staged(row.peer):
+        message, counter = (
+            MessageId(row.peer, self.num_sent[row.peer]),
+            Counter(self.rank, row.peer),
+        )
+        if self.call.is_staged(row.peer):  # also without bytes: the peer may run its own program
             place = (self._own(row),) if row.size else ()
             self._add(DeviceKind.SEND, counter, message.number, size=row.size, operands=place)
+            return
+        if not (row.size or self.call.is_barrier):
             return
         self._add(DeviceKind.SIGNAL, counter, message.number)
         if row.size:
@@ -157,14 +188,15 @@ class _Lowering:
 
     def _receive(self, at: int, row: Row, message: MessageId) -> None:
         """Await a message, and copy it unless it can be read where it lies."""
-        source, span = self.call.sent(message, row.size), self.spans.written(row)
-        counter = Counter(message.peer, self.rank)
-        if not (row.size or self.call.is_barrier):
-            return
+        span, counter = self.spans.written(row), Counter(message.peer, self.rank)
         if self.call.is_staged(message.peer):
-            self._before_writing(span)
+            if row.size:
+                self._before_writing(span)
             target = self._own(row) if row.size else None
             self._add(DeviceKind.RECEIVE, counter, message.number, target=target, size=row.size)
+            return
+        source = self.call.sent(message, row.size)
+        if not (row.size or self.call.is_barrier):
             return
         self._add(DeviceKind.AWAIT, counter, message.number)
         if not row.size:

@@ -25,7 +25,7 @@ class _Ended:
 
     row, is_running = -1, False
 
-    def restart(self) -> None:
+    def restart(self, number: int) -> None:
         raise AssertionError("this run has ended")
 
     def attach(self, operands: Operands, tag: int) -> None:
@@ -63,12 +63,14 @@ class Run:
     - `is_ahead`: whether this is a header exchange that precedes the call itself.
     - `scratch_bytes`: of its program; of a comparison in checked mode, those of the call itself.
     - `release`: called with the run when it is complete.
+    - `when_detached`: called when it does not run again.
     """
 
     part_of = num_rounds = ""
     show_position: Callable[[Position], str] | None = None
     is_ahead = False
     release: Callable[[Run], object] | None = None
+    when_detached: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class Run:
         """
         if not self.is_running:
             self.is_running = True
-            self.execution.restart()
+            self.execution.restart(self.number)
             self._entry = self.log.begin_entry(self.key, self.number)
             self._entered = self._recorder.record(self.number, phase, site, time.perf_counter())
 
@@ -176,6 +178,9 @@ class Run:
     def detach(self) -> None:
         """Release the arrays; the run does not run again."""
         self.execution = ENDED
+        if (action := self.when_detached) is not None:
+            self.when_detached = None
+            action()
 
     def note_completed(self) -> None:
         """Note which messages are complete, for `position`.

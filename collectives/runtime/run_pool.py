@@ -11,8 +11,9 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from collectives.arrays import HOST, Array, Arrays, Operator
+from collectives.devices import DeviceCall, Devices
 from collectives.diagnostics import Ancestry, CallLog, Position, Recorder
-from collectives.engines import Operands, Transport
+from collectives.engines import Execution, Operands, Transport
 from collectives.programs import (
     CallSpec,
     Lane,
@@ -54,8 +55,16 @@ class RunPool:
     `name`: the prefix of their numbers in the ledger.
     """
 
-    def __init__(self, transport: Transport, name: str, ancestry: Ancestry, axis: str = "") -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        devices: Devices,
+        name: str,
+        ancestry: Ancestry,
+        axis: str = "",
+    ) -> None:
         self._transport, self._ancestry, self._axis = transport, ancestry, axis
+        self._devices = devices
         self._number = partial("{}{}".format, name)  # of calls in the ledger
         self._number_ahead = partial("{}{}a".format, name)
         self._number_message = partial("{}p{}".format, name)
@@ -84,10 +93,14 @@ class RunPool:
 
     def plan(self, spec: CallSpec, arrays: Arrays, tag: int, number: int) -> Run:
         """The run of a plan."""
-        return self._of_call(spec, arrays, tag, partial(_of_runs, self._number(number)))
+        numbered = partial(_of_runs, self._number(number))
+        run = self._of_call(spec, arrays, tag, numbered, plan=number)
+        run.when_detached = partial(self._transport.board.forget_plan, number)
+        return run
 
     def renumber_plan(self, run: Run, number: int) -> None:
-        """Give the run of a freed plan to another plan."""
+        """Give the run of a freed plan, on host arrays, to another plan."""
+        self._transport.board.note_host_call(number)
         run.renumber(partial(_of_runs, self._number(number)))
 
     def message(self, ends: Ends, arrays: Arrays, tag: int) -> Run:
@@ -107,7 +120,9 @@ class RunPool:
     def subgroup_barrier(self, steps: Sequence[Step], tag: int, name: str) -> Run:
         """The run of a barrier among the members of a new subgroup."""
         names, operands = ("subgroup", "dissemination"), operands_of(Arrays(HOST, None, None))
-        return self._run(names, _program_of(steps, 1), operands, tag, lambda _: name)
+        program = _program_of(steps, 1)
+        execution = self._transport.execution(program, operands, tag)
+        return self._run(names, program, execution, lambda _: name)
 
     def rename(self, axis: str) -> None:
         """Give new runs another name of the communicator."""
@@ -160,11 +175,17 @@ class RunPool:
         numbered: Callable[[int], str],
         *,
         is_ahead: bool = False,
+        plan: int = 0,
     ) -> Run:
         rank, size = self._transport.rank, self._transport.size
         program = compile_call(spec, rank, size)
         operands = self._operands(arrays, program, spec)
-        run = self._run(spec.names, program, operands, tag, numbered)
+        execution = (
+            self._transport.execution(program, operands, tag)
+            if is_ahead
+            else self._devices.execution(program, operands, tag, DeviceCall(spec, plan))
+        )
+        run = self._run(spec.names, program, execution, numbered)
         run.is_ahead, run.show_position = is_ahead, partial(_schedule_grid, spec, rank, size)
         return run
 
@@ -173,20 +194,19 @@ class RunPool:
     ) -> Run:
         if self._message_log is None:
             self._message_log = self._transport.flight.log(*self._transport.identity)
-        names, operands = (ends.name, "point_to_point"), operands_of(arrays)
-        return self._run(names, _message(ends), operands, tag, numbered, self._message_log)
+        names, program = (ends.name, "point_to_point"), _message(ends)
+        execution = self._transport.execution(program, operands_of(arrays), tag)
+        return self._run(names, program, execution, numbered, self._message_log)
 
     def _run(
         self,
         names: tuple[str, str],
         program: Program,
-        operands: Operands,
-        tag: int,
+        execution: Execution,
         numbered: Callable[[int], str],
         log: CallLog | None = None,
     ) -> Run:
         transport = self._transport
-        execution = transport.execution(program, operands, tag)
         recorder = Recorder(
             names, numbered, program.sent, self._ancestry, transport.rank, self._axis
         )

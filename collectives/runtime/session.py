@@ -11,6 +11,7 @@ from weakref import WeakSet
 from zlib import crc32
 
 from collectives.arrays import Arrays, Operator, validation
+from collectives.devices import DeviceMode, Devices
 from collectives.diagnostics import Ancestry, Recording, current_phase
 from collectives.engines import ProgressThread, Transport
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
@@ -50,6 +51,7 @@ class Session:
         check: Mode | None = None,
         axis: str = "",
         topology: Topology | None = None,
+        device: DeviceMode = "auto",
     ) -> None:
         self.topology = topology or Topology.consecutive(transport.size, transport.size)
         self.transport, self.timeout, self.name, self.axis = transport, timeout, name, axis
@@ -70,7 +72,8 @@ class Session:
         self._broken_by: CollectiveError | None = None  # why nothing can be called any more
         self._has_left_messages = False  # of a call that was ended at its time limit
         self.num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
-        self.runs = RunPool(transport, name, self.ancestry, axis)
+        self.devices = Devices(transport, device)
+        self.runs = RunPool(transport, self.devices, name, self.ancestry, axis)
         self.call_cache, self.plan_cache = CallCache(), CallCache()
         self.fast_calls = self.fast_plans = NO_CALLS
         self.refresh()
@@ -87,7 +90,7 @@ class Session:
         check = None if self.checker is None else self.checker.mode
         child = Session(
             transport, self.timeout, name, self, ancestry, self.thread, check, axis,
-            self.topology.among(members),
+            self.topology.among(members), self.devices.mode,
         )  # fmt: skip
         child.phase_of_call, child.site_of_call = self.phase_of_call, self.site_of_call
         child.decisions = self.decisions
@@ -206,10 +209,12 @@ class Session:
                 raise RuntimeError(f"{work.title} is already running; wait for it first")
         self.forget_calls()
         self.runs.free()
+        self.devices.free()
         self.transport.flight.close(self.transport.log)
         # MPI reuses the number of a freed communicator: after a failure the next communicator could
         # receive messages that this one has left.
         has_not_failed = self._broken_by is None or isinstance(self._broken_by, PeerFailed)
+        self.transport.board.free()
         if has_not_failed and not self._has_left_messages:
             self.transport.free()
         if has_not_failed:

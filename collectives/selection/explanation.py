@@ -31,8 +31,9 @@ class Explanation(NamedTuple):
 
     `num_bytes`: the n of the formulas.  `chosen`: the algorithm as a caller names it.  `reason`:
     who or what chose it.  `run_by`: what runs the program, and why it is not compiled code if it is
-    not.  `candidates`: all that could run, by predicted time.  The predictions
-    decide only where nothing was measured and a machine was fitted.
+    not.  `links`: of arrays on a GPU, how this rank and the others reach each other.  `candidates`:
+    all that could run, by predicted time.  The predictions decide only where nothing was measured
+    and a machine was fitted.
     """
 
     collective: str
@@ -43,6 +44,7 @@ class Explanation(NamedTuple):
     candidates: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
     run_by: str = ""
+    links: str = ""
 
     def __str__(self) -> str:
         width = max(len(label) for label, _ in (*self.candidates, *self.rejected))
@@ -50,6 +52,7 @@ class Explanation(NamedTuple):
             f"{self.collective} of {self.num_bytes} bytes on {self.size} ranks: {self.chosen}",
             f"why: {self.reason}",
             *([f"run by: {self.run_by}"] if self.run_by else []),
+            *([f"links: {self.links}"] if self.links else []),
             f"  {'algorithm':{width}}  predicted us",
         ]
         for label, seconds in self.candidates:

@@ -7,13 +7,12 @@ import sys
 
 import pytest
 
-from bench import gpu
+from bench import gpu, mps
 from bench.__main__ import parsed
 from bench.docs import measured
 from bench.docs.provenance import provenance
 from bench.gpu import Step
 from bench.strategies import KINDS
-from collectives import algorithms
 from collectives.launch.mpirun import MpiNotFound
 from parallel import cli, train
 
@@ -69,6 +68,39 @@ def test_what_fails_does_not_keep_the_others_from_running(tmp_path, monkeypatch,
     assert summary in capsys.readouterr().out
 
 
+def test_when_the_time_is_up_the_rest_is_not_run(tmp_path, monkeypatch):
+    made = [Step("slow", ["-c", "import time; time.sleep(60)"]), Step("last", ["-c", "print(1)"])]
+    monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
+    monkeypatch.setattr(gpu, "steps", lambda no_mpi: made)
+    monkeypatch.setattr(gpu, "BUDGET", 1.5)
+    assert gpu.main(["--out", str(tmp_path)]) == 1
+    lines = (tmp_path / "summary.txt").read_text().splitlines()
+    assert lines[0].startswith("failed: not done after 1 s: slow, ")
+    assert lines[1] == "failed: no time was left: last, 0 s"
+    assert (tmp_path / "last.txt").read_text() == ""
+
+
+def test_tests_run_at_the_same_time(tmp_path, monkeypatch):
+    """Each waits for a file that the other makes."""
+    code = """if True:
+        import pathlib, sys, time
+        mine, other = map(pathlib.Path, sys.argv[1:])
+        mine.touch()
+        while not other.exists():
+            time.sleep(0.05)
+    """
+    both = [str(tmp_path / name) for name in ("a", "b")]
+    made = [Step(f"tests {k}", ["-c", code, *both[::step]]) for k, step in enumerate((1, -1))]
+    monkeypatch.setattr(gpu, "LIMIT", 30)
+    lines = gpu.all_ended([Step("last", ["-c", ""]), *made], tmp_path)
+    assert [line.split(",")[0] for line in lines] == ["ok: tests 0", "ok: tests 1", "ok: last"]
+
+
+def test_all_steps_end_in_nine_minutes():
+    assert gpu.BUDGET + gpu.PATIENCE <= 9 * 60
+    assert mps.QUIT_SECONDS * 6 < gpu.PATIENCE < gpu.LIMIT
+
+
 def test_where_all_is_well_the_status_is_zero_and_the_rest_can_be_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
     monkeypatch.setattr(
@@ -83,7 +115,7 @@ def test_without_an_mpi_it_says_what_is_left_out(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("collectives.launch.mpirun.find_mpirun", find_mpirun)
     monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
-    monkeypatch.setattr(gpu, "ended", lambda step, folder: f"ok: {step.command[1]}")
+    monkeypatch.setattr(gpu, "ended", lambda step, folder, seconds: f"ok: {step.command[1]}")
     assert gpu.main(["--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "there is no MPI: what takes mpirun.  mpi4py finds no MPI library" in said
@@ -93,19 +125,23 @@ def test_without_an_mpi_it_says_what_is_left_out(tmp_path, monkeypatch, capsys):
 def test_its_numbers_become_tables_of_the_documents(tmp_path, monkeypatch):
     """Steps run on the host here; a run without an MPI has no numbers of collectives."""
     monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
+    monkeypatch.setattr(gpu, "SIZES", "-b 1K -e 1K -w 0 -n 1 -m 1 --algorithm all --call")
     all_steps = [
         Step(step.name, ["cpu" if word == "cuda" else word for word in step.command], step.json)
         for step in gpu.steps(None)
     ]
     monkeypatch.setattr(gpu, "steps", lambda no_mpi: all_steps)
-    assert gpu.main(["--out", str(tmp_path), "--only", "exscan", "--only", "train tensor"]) == 0
+    assert (
+        gpu.main(["--out", str(tmp_path), "--only", "collectives", "--only", "train tensor"]) == 0
+    )
     lines = measured.gpu_section(str(tmp_path / "gpu.json")).splitlines()
     assert lines[0].startswith("| collective | 1 KiB: best | call |")
-    assert [line.split()[1] for line in lines if line.startswith("| ")].count("exscan") == 1
+    names = [line.split()[1] for line in lines if line.startswith("| ")]
+    assert names.count("exscan") == 1 and "barrier" not in names
     (cells,) = [line.split(" | ") for line in lines if line.startswith("| tensor")]
     assert cells[1] == cells[2] and float(cells[5]) < float(cells[4])
     assert "CuPy 1.0, one a GPU for 2 ranks and " in lines[-1]
-    monkeypatch.setattr(gpu, "steps", lambda no_mpi: [Step("exscan", ["-c", "1 / 0"], "-J")])
+    monkeypatch.setattr(gpu, "steps", lambda no_mpi: [Step("collectives", ["-c", "1 / 0"], "-J")])
     assert gpu.main(["--out", str(tmp_path)]) == 1  # what another run wrote does not count
     with pytest.raises(argparse.ArgumentTypeError, match="was not written by make gpu"):
         measured.gpu_section(str(tmp_path / "gpu.json"))
@@ -116,8 +152,19 @@ def test_every_step_is_a_command_that_can_be_run(no_mpi):
     found = {step.name: list(step.command) for step in gpu.steps(no_mpi)}
     names = [*(kind.name.replace(",", "") for kind in KINDS), *gpu.LAYOUTS]
     trained = [found.pop(f"train {name}") for name in names]
-    assert found.pop("tests")[1:] == ["pytest", "tests/gpu"]
-    assert set(found) == (set() if no_mpi else set(algorithms.collectives()) - {"barrier"})
+    paths = sorted((gpu.ROOT / "tests" / "gpu").glob("test_*.py"))
+    assert {"tests cupy", "tests devices"} < set(found)
+    tests = [found.pop(name) for name in list(found) if name.startswith(gpu.TESTS)]
+    assert tests == [["-m", "pytest", str(path)] for path in paths]
+    tables = {name: found.pop(name) for name in list(found) if name.startswith("devices ")}
+    assert list(tables) == (
+        [] if no_mpi else [f"devices {n}" for n in ("2", "2 mps", "4", "4 mps")]
+    )
+    for name, words in tables.items():
+        assert words[-2:] == ["-m", "bench.device_table"]
+        assert ("bench.mps" in words) == ("mps" in name)
+        assert words[words.index("-n") + 1] == name.split()[1]
+    assert set(found) == (set() if no_mpi else {"collectives"})
     for words in trained:
         options = train.parser().parse_args(words[words.index("parallel.train") + 1 :])
         assert options.device == "cuda" and options.threads == (2 if no_mpi else None)

@@ -17,12 +17,12 @@ import pytest
 from collectives import ScheduleError, algorithms
 from collectives.lowering import (
     MOST_OPERANDS,
-    SYNCHRONIZING,
     Counter,
     DeviceKind,
     DeviceOperation,
     DeviceProgram,
     Place,
+    lower,
     verify_lowered,
 )
 from collectives.lowering.spans import Span
@@ -129,8 +129,8 @@ def test_nothing_of_no_bytes_is_copied() -> None:
     for collective, name in EVERY:
         for case in cases(collective, name, [4], 12):
             for operation in (x for program in case.lowered() for x in program.operations):
-                is_barrier = collective == "barrier"
-                assert operation.size or is_barrier or operation.kind in SYNCHRONIZING
+                is_copy = operation.kind in (DeviceKind.COPY, DeviceKind.COMBINE)
+                assert operation.size or not is_copy
 
 
 def test_ranks_that_share_no_memory_are_staged() -> None:
@@ -144,6 +144,17 @@ def test_ranks_that_share_no_memory_are_staged() -> None:
     }
     assert messages == {(0, 2), (2, 1)}
     assert [program.counts["receive"] for program in programs] == [0, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["ring", "two_shot", "hierarchical", "recursive_doubling"])
+def test_the_ranks_of_a_host_need_the_programs_of_their_own_host_only(name: str) -> None:
+    pairs = frozenset({(0, 2), (0, 3), (1, 2), (1, 3)})
+    case = Case("all_reduce", name, 4, 12, staged=pairs)
+    programs: list[Any] = case.programs()
+    aliasings = [*map(case.aliasing, range(4))]
+    whole = lower(programs, aliasings, staged=pairs)
+    assert lower([*programs[:2], None, None], aliasings) == [*whole[:2], *[DeviceProgram(())] * 2]
+    assert lower([None, None, *programs[2:]], aliasings) == [*[DeviceProgram(())] * 2, *whole[2:]]
 
 
 # What the proof notices

@@ -1,8 +1,10 @@
-"""CuPy arrays: every algorithm, the caller's stream, host and device in one program, over MPI."""
+"""CuPy arrays of ranks that are threads, sent directly or staged in host memory.
+
+Ranks that are processes and read each other's memory are in `test_devices.py`.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import cupy
@@ -10,10 +12,7 @@ import numpy as np
 import pytest
 
 import collectives
-from bench.gpu import no_mpi
-from bench.jobs import environment
 from collectives import Communicator
-from collectives.launch import launch
 from tests import device_scenarios as scenarios
 from tests.operator_scenarios import ordered_jobs, perform_in_order
 from tests.scenarios import OPS, Job, all_jobs
@@ -22,17 +21,33 @@ pytestmark = pytest.mark.gpu
 ON_CUPY = sorted({d for dtypes in OPS.values() for d in dtypes} - {"longdouble", "clongdouble"})
 
 
+SECONDS = 100  # for all calls of a test
+MODES = ["auto", "staged"]
+
+
 def to_host(x: Any) -> Any:
     return cupy.asnumpy(x) if isinstance(x, cupy.ndarray) else x
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_every_algorithm(size: int) -> None:
     def every(comm: Communicator) -> None:
         for job in all_jobs(size):
             scenarios.perform_on_device(comm, job, cupy.asarray, to_host)
+        if size > 1:
+            links = comm._session.devices._links
+            assert links.staged == frozenset(), links.why
 
-    collectives.run(every, size)
+    collectives.run(every, size, timeout=SECONDS)
+
+
+def test_every_third_call_staged() -> None:
+    def every(comm: Communicator) -> None:
+        for job in all_jobs(comm.size)[::3]:
+            scenarios.perform_on_device(comm, job, cupy.asarray, to_host)
+        assert comm._session.devices._links is None
+
+    collectives.run(every, 3, timeout=SECONDS, device="staged")
 
 
 @pytest.mark.parametrize("dtype", ON_CUPY)
@@ -44,23 +59,28 @@ def test_every_dtype(dtype: str) -> None:
             job = Job("all_reduce", None, comm.size, 1001, dtype, op)
             scenarios.perform_on_device(comm, job, cupy.asarray, to_host)
 
-    collectives.run(every, 3)
+    collectives.run(every, 3, timeout=SECONDS)
 
 
+@pytest.mark.parametrize("device", MODES)
 @pytest.mark.parametrize("scenario", [scenarios.mixed_program, scenarios.plan_reads_afresh])
-def test_programs(scenario: Any) -> None:
-    collectives.run(lambda comm: scenario(comm, cupy.asarray, to_host), 3)
+def test_programs(scenario: Any, device: Any) -> None:
+    run = collectives.run
+    run(lambda comm: scenario(comm, cupy.asarray, to_host), 3, timeout=SECONDS, device=device)
 
 
 def test_operators_of_the_callers() -> None:
+    """They are functions in Python, for which all messages are staged."""
+
     def every(comm: Communicator) -> None:
         for job in ordered_jobs(comm.size):
             perform_in_order(comm, job, cupy.asarray, to_host)
 
-    collectives.run(every, 3)
+    collectives.run(every, 3, timeout=SECONDS)
 
 
-def test_work_on_the_callers_stream_is_waited_for() -> None:
+@pytest.mark.parametrize("device", MODES)
+def test_work_on_the_callers_stream_is_waited_for(device: Any) -> None:
     def body(comm: Communicator) -> None:
         with cupy.cuda.Stream(non_blocking=True):
             x = cupy.zeros(1 << 22, cupy.float32)
@@ -70,10 +90,11 @@ def test_work_on_the_callers_stream_is_waited_for() -> None:
             y *= 2
             assert float(cupy.abs(y - 400.0 * comm.size).max()) == 0.0
 
-    collectives.run(body, 2)
+    collectives.run(body, 2, timeout=SECONDS, device=device)
 
 
-def test_a_call_under_way_stays_on_the_callers_stream() -> None:
+@pytest.mark.parametrize("device", MODES)
+def test_a_call_under_way_stays_on_the_callers_stream(device: Any) -> None:
     def body(comm: Communicator) -> None:
         with cupy.cuda.Stream(non_blocking=True):
             x = cupy.zeros(1 << 22, cupy.float32)
@@ -83,26 +104,19 @@ def test_a_call_under_way_stays_on_the_callers_stream() -> None:
         y = work.wait()  # here another stream is the current one
         assert float(cupy.abs(y - 200.0 * comm.size).max()) == 0.0
 
-    collectives.run(body, 2)
+    collectives.run(body, 2, timeout=SECONDS, device=device)
 
 
-@pytest.mark.skipif(no_mpi() is not None, reason="takes an MPI")
-def test_over_mpi(tmp_path: Path) -> None:
-    script = tmp_path / "on_gpu.py"
-    script.write_text(
-        "import cupy, numpy, collectives\n"
-        "from tests.gpu.test_cupy import to_host\n"
-        "from tests.scenarios import all_jobs\n"
-        "from tests import device_scenarios as s\n"
-        "comm = collectives.world()\n"
-        "for job in all_jobs(comm.size): s.perform_on_device(comm, job, cupy.asarray, to_host)\n"
-        "s.mixed_program(comm, cupy.asarray, to_host)\n"
-        "s.plan_reads_afresh(comm, cupy.asarray, to_host)\n"
-        "print('served', comm.rank)\n"
-    )
-    done = launch(3, [str(script)], timeout=100, env=environment(), capture=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("served") == 3
+def test_host_and_device_arrays_in_one_call() -> None:
+    """Ranks that pass arrays of the host are noticed, and all messages of the call are staged."""
+
+    def body(comm: Communicator) -> None:
+        for turn in range(12):
+            make = np.copy if (turn + comm.rank) % 4 == 0 else cupy.asarray
+            y = to_host(comm.all_reduce(make(np.arange(5.0)), algorithm="ring"))
+            assert y.tolist() == [comm.size * k for k in range(5)]
+
+    collectives.run(body, 3, timeout=SECONDS)
 
 
 def test_results_stay_on_the_device() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import collectives
 from collectives import Communicator
 from tests import device_scenarios
 from tests.fake_device import on_device, on_host
+from tests.fake_driver import gpu
 from tests.scenarios import all_jobs
 from tests.session_scenarios import SCENARIOS
 
@@ -66,11 +68,16 @@ def test_a_message_of_the_wrong_length_is_noticed(mpi_world: MPI.Intracomm) -> N
     wrapped.free()
 
 
-def test_device_arrays_are_staged(world: Communicator) -> None:
-    for job in all_jobs(world.size)[::3]:  # all of them run on threads
-        device_scenarios.perform_on_device(world, job, on_device, on_host)
-    device_scenarios.mixed_program(world, on_device, on_host)
-    device_scenarios.plan_reads_afresh(world, on_device, on_host)
+@pytest.mark.parametrize("device", ["auto", "staged"])
+def test_device_arrays(mpi_world: MPI.Intracomm, device: Any) -> None:
+    comm = collectives.wrap(mpi_world, device=device)
+    step = 3 if device == "auto" else 9
+    for job in all_jobs(comm.size)[::step]:  # all of them run on threads
+        device_scenarios.perform_on_device(comm, job, on_device, on_host)
+    device_scenarios.mixed_program(comm, on_device, on_host)
+    device_scenarios.plan_reads_afresh(comm, on_device, on_host)
+    comm.free()
+    gpu().check()
 
 
 def test_mpi_itself_would_refuse_a_fake_device_array(mpi_world: MPI.Intracomm) -> None:

@@ -213,6 +213,7 @@ class Backend(FakeBackend):
     """By which the library sends these arrays."""
 
     name = kind = "fake, with arithmetic"
+    driver = None  # the arrays are in memory of the host
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return FakeArray(np.empty(shape, dtype))

@@ -1,0 +1,116 @@
+"""Device memory that processes show each other: what is exported, and what is opened."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.devices.driver import Driver
+from collectives.engines import BUFFER_RECORD
+
+MOST_EXPORTED = 256  # allocations of a communicator, on each rank
+NUM_CLOSING = 3  # that peers close in a call: as many as the call can export
+
+
+class Exported(NamedTuple):
+    """An allocation that peers may have opened.  `owner`: keeps it from being freed."""
+
+    base: int
+    handle: bytes
+    owner: object
+
+
+class Exports:
+    """The allocations that the peers of a communicator may have opened, by their ids.
+
+    When there are too many, those that have not been used for longest are closed: the record of a
+    call names them, and they are held until all peers have answered it.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._open: OrderedDict[int, Exported] = OrderedDict()
+        self._closing: dict[int, Exported] = {}
+
+    def describe(self, address: int, size: int, owner: object) -> Any:
+        """The record of a buffer.  Raises DriverError if its memory cannot be exported."""
+        record = np.zeros((), BUFFER_RECORD)
+        record["address"], record["size"] = address, size
+        if not size:
+            return record
+        number = self._driver.buffer_id(address)
+        if number not in self._open:
+            base, _ = self._driver.allocation(address)
+            self._open[number] = Exported(base, self._driver.handle(base), owner)
+        self._open.move_to_end(number)
+        exported = self._open[number]
+        record["id"], record["offset"] = number, address - exported.base
+        record["handle"] = np.void(exported.handle)
+        return record
+
+    def to_close(self) -> list[int]:
+        """The ids of allocations that peers must close now."""
+        while len(self._open) > MOST_EXPORTED and len(self._closing) < NUM_CLOSING:
+            number, exported = self._open.popitem(last=False)
+            self._closing[number] = exported
+        return list(self._closing)
+
+    def closed(self, numbers: Iterable[int]) -> None:
+        """Release allocations that all peers have closed."""
+        for number in numbers:
+            self._closing.pop(number, None)
+
+    def free(self) -> None:
+        """Release everything."""
+        self._open.clear()
+        self._closing.clear()
+
+
+class Openings:
+    """The allocations of other processes that this process has opened.
+
+    A handle can be opened only once in a process, so all communicators share them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened: dict[tuple[int, int], tuple[int, set[int]]] = {}
+
+    def open(self, driver: Driver, process: int, record: Any, user: int) -> int:
+        """The address, in this process, of a buffer of another process.
+
+        `user`: what uses it, until it calls `close`.  Raises DriverError.
+        """
+        key = process, int(record["id"])
+        with self._lock:
+            if key not in self._opened:
+                self._opened[key] = driver.open(record["handle"].tobytes()), set()
+            base, users = self._opened[key]
+            users.add(user)
+        return base + int(record["offset"])
+
+    def has(self, process: int, record: Any, user: int) -> bool:
+        """Whether this user has opened the allocation of a buffer, if it has one."""
+        _, users = self._opened.get((process, int(record["id"])), (0, set[int]()))
+        return user in users or not record["id"]
+
+    def close(self, driver: Driver, process: int, number: int, user: int) -> None:
+        """Close an allocation that this user no longer needs, if no other one does."""
+        with self._lock:
+            base, users = self._opened.get((process, number), (0, {0}))
+            users.discard(user)
+            if not users:
+                del self._opened[process, number]
+                driver.close(base)
+
+    def free(self, driver: Driver, user: int) -> None:
+        """Close all that only this user needs."""
+        for process, number in list(self._opened):
+            self.close(driver, process, number, user)
+
+
+OPENINGS = Openings()

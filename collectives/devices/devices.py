@@ -1,0 +1,126 @@
+"""What a communicator needs for calls on devices: its links, and the executions that use them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from collectives.arrays import Backend, jit
+from collectives.devices.call import DeviceCall
+from collectives.devices.driver import DriverError
+from collectives.devices.drivers import driver_of
+from collectives.devices.execution import OnDevice
+from collectives.devices.links import Links
+from collectives.engines import Execution, Operands, Transport
+from collectives.programs import OwnCounts, Program
+
+DeviceMode = Literal["auto", "staged"]
+DEVICE_MODES: tuple[DeviceMode, ...] = ("auto", "staged")
+
+
+class Devices:
+    """The calls of one rank of a communicator on devices.
+
+    `mode`: "auto": ranks of one host read each other's memory where they can.  "staged": all
+    messages go through host memory.
+    """
+
+    def __init__(self, transport: Transport, mode: DeviceMode) -> None:
+        self._transport, self.mode = transport, mode
+        self._links: Links | None = None
+
+    def execution(
+        self, program: Program, operands: Operands, tag: int, call: DeviceCall
+    ) -> Execution:
+        """The execution of a call, on host arrays or on a device."""
+        transport, board, backend = self._transport, self._transport.board, operands.backend
+        if not backend.is_host:
+            with backend.on_stream(backend.current_stream()):  # the device is the current one
+                if not self.why_staged(operands, call):
+                    return self._on_device(program, operands, tag, call)
+        if call.plan:
+            board.note_host_call(call.plan)
+        noted = None if call.plan else board.host_calls
+        return transport.execution(program, operands, tag, noted)
+
+    def _on_device(
+        self, program: Program, operands: Operands, tag: int, call: DeviceCall
+    ) -> Execution:
+        links = self._links
+        assert links is not None
+        why = ""
+        if links.backend is not operands.backend:
+            why = f"the array is on {operands.backend.name}, the links are for {links.backend.name}"
+        return OnDevice(self._transport, links, call, program, operands, tag, why)
+
+    def why_staged(self, operands: Operands, call: DeviceCall) -> str:
+        """Why this rank stages the messages of a call by itself; "" if it does not."""
+        board = self._transport.board
+        if why := self._why_always_staged():
+            return why
+        if isinstance(call.spec.counts, OwnCounts):
+            return "no rank knows all counts"
+        try:
+            links = self._links_for(operands.backend)
+            why = _why_no_kernel(links, operands)
+        except (LookupError, DriverError) as error:
+            return str(error)
+        if why:
+            return why
+        if board.area is None:
+            return board.why_no_device
+        if call.plan and not board.note_plan(call.plan):
+            return "too many plans use a device"
+        return ""
+
+    def _why_always_staged(self) -> str:
+        """Why this rank stages all calls; "" if it does not."""
+        board = self._transport.board
+        if self.mode == "staged":
+            return "device='staged' was asked for"
+        if len(board.local_ranks) == 1:
+            return "no other rank is on this host"
+        return board.why_no_device or jit.why_unavailable() or ""
+
+    def explain(self, backend: Backend) -> str:
+        """How this rank and the others send arrays of a backend to each other; "" on the host."""
+        links, board = self._links, self._transport.board
+        if backend.is_host:
+            return ""
+        if why := self._why_always_staged():
+            return f"all staged in host memory: {why}"
+        if links is None or links.staged is None:
+            return "not known before the first call on devices"
+        others = [rank for rank in range(self._transport.size) if rank != board.rank]
+        direct = [str(rank) for rank in others if links.is_direct(rank)]
+        texts = [f"memory of rank {', '.join(direct)} is read directly"] if direct else []
+        texts += [
+            f"rank {rank} is staged: {links.why.get(rank) or 'it is on another host'}"
+            for rank in others
+            if str(rank) not in direct
+        ]
+        return "; ".join(texts)
+
+    def _links_for(self, backend: Backend) -> Links:
+        if self._links is None:
+            self._links = Links(self._transport.board, backend, driver_of(backend))
+        return self._links
+
+    def free(self) -> None:
+        """Close the memory of peers."""
+        if self._links is not None:
+            self._links.free()
+            self._links = None
+
+
+def _why_no_kernel(links: Links, operands: Operands) -> str:
+    """Why no kernel combines or divides; "" if there is one where one is needed."""
+    function, dtype, kernels = operands.function, operands.output.dtype, links.driver.kernels
+    if function is None:
+        return ""
+    if not isinstance(function, str):
+        return "its operator is a function in Python"
+    if kernels.combine(function, dtype) is None:
+        return f"no kernel combines {dtype}"
+    if operands.divisor > 1 and kernels.divide(dtype) is None and dtype.kind in "fcV":
+        return f"no kernel divides {dtype}"
+    return ""

@@ -1,0 +1,295 @@
+"""The links between the devices of a communicator's ranks: which can read each other's memory.
+
+The ranks of a host agree on it at the first call on a device.  Each reads a pattern out of the
+memory of every other one, and their streams await each other once: what a device says of its
+abilities is not asked.  Pairs for which that fails are staged, as are ranks of other hosts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays import Backend
+from collectives.devices.allocations import OPENINGS, Exports
+from collectives.devices.driver import (
+    MAPPED,
+    MEMORY_OPERATION_WORDS,
+    PORTABLE,
+    WAIT_VALUE,
+    WRITE_VALUE,
+    Driver,
+    DriverError,
+)
+from collectives.devices.meeting import Meeting, Wait, Waits
+from collectives.devices.shadow import Allocation
+from collectives.devices.streams import STREAMS
+from collectives.engines import BUFFER_RECORD, Board, CallKey
+
+_PATTERN_WORDS = 64
+_PATTERN_BYTES = 8 * _PATTERN_WORDS
+_SECONDS = 5.0  # within which a stream sees what another one has written
+_ANSWERED = 1 << 62  # a verdict that no bit of a rank makes 0
+
+Pair = tuple[int, int]
+PROCESS = int.from_bytes(os.urandom(7), "little")  # two containers may have a process of one number
+_users = itertools.count(1)  # the numbers of links in this process
+
+
+def pattern(process: int) -> Any:
+    """The words that the ranks of a process let the others read."""
+    return np.random.default_rng(process).integers(0, 2**63, _PATTERN_WORDS, np.int64)
+
+
+class Links:
+    """The links of one rank of a communicator, for one device.
+
+    `staged`: the pairs of ranks of this host that cannot read each other's memory; None until all
+    have agreed.  `why`: for other ranks, why this one cannot read their memory.
+    """
+
+    def __init__(self, board: Board, backend: Backend, driver: Driver) -> None:
+        self.board, self.backend, self.driver = board, backend, driver
+        self.process, self.exports = PROCESS, Exports(driver)
+        self.user = next(_users)
+        self.staged: frozenset[Pair] | None = None
+        self.why: dict[int, str] = {}
+        self.uuids: dict[int, bytes] = {}
+        self.uuid = driver.uuid()
+
+    def is_direct(self, rank: int) -> bool:
+        """Whether this rank and another one can read each other's memory."""
+        pair = min(rank, self.board.rank), max(rank, self.board.rank)
+        is_local = self.board.parts[rank] is not None
+        return is_local and self.staged is not None and pair not in self.staged
+
+    def pointer(self, stream: Any) -> int:
+        """The driver's handle of a stream of the backend."""
+        return int(stream.ptr)
+
+    def describe(self, address: int, num_bytes: int, owner: object = None) -> Any:
+        """The record of a buffer for the others.  Raises DriverError if they cannot open it.
+
+        `owner`: what keeps its memory as long as others may have it open; None: the caller does.
+        """
+        if self.is_of_one_process:
+            record = np.zeros((), BUFFER_RECORD)
+            record["address"], record["size"] = address, num_bytes
+            return record
+        return self.exports.describe(address, num_bytes, owner)
+
+    @property
+    def is_of_one_process(self) -> bool:
+        """Whether all ranks are threads of this process."""
+        memory = self.board.memory
+        return memory is not None and memory.is_of_threads
+
+    def address(self, record: Any, number: int) -> int:
+        """The address, in this process, of a buffer of a rank.  Raises DriverError."""
+        buffer, process = record["buffers"][number], int(record["process"])
+        if process == self.process or not buffer["size"]:
+            return int(buffer["address"])
+        return OPENINGS.open(self.driver, process, buffer, self.user)
+
+    def is_open(self, record: Any) -> bool:
+        """Whether this rank has opened all memory of a rank, and need not close any of it."""
+        process = int(record["process"])
+        if process == self.process:
+            return True
+        are_open = (OPENINGS.has(process, buffer, self.user) for buffer in record["buffers"])
+        return all(are_open) and not record["closing"].any()
+
+    def close(self, record: Any) -> None:
+        """Close the allocations that a rank wants to free."""
+        if record["process"] != self.process:
+            for number in filter(None, record["closing"].tolist()):
+                OPENINGS.close(self.driver, int(record["process"]), number, self.user)
+
+    def free(self) -> None:
+        """Close all memory of peers, and release what they had opened."""
+        OPENINGS.free(self.driver, self.user)
+        self.exports.free()
+
+
+class Proposal:
+    """One attempt of a rank to agree on the links, before a call."""
+
+    def __init__(self, links: Links, key: CallKey) -> None:
+        self._links, self._driver, self._rank = links, links.driver, links.board.rank
+        self._meeting = Meeting(links.board, CallKey(key.call, -1 - key.run))
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the other ranks can see it."""
+        return self._meeting.is_published
+
+    def publish(self) -> bool:
+        """Publish the memory that holds the pattern of this rank."""
+        links = self._links
+        fields: dict[str, Any] = {"process": links.process, "uuid": np.void(links.uuid)}
+        try:
+            probe = probe_of(self._driver, links.process)
+            fields["buffers"] = [links.describe(probe.address, _PATTERN_BYTES, probe)] * 3
+        except DriverError as error:
+            fields["why_staged"] = str(error).encode()
+        return self._meeting.publish({"why_staged": b"", **fields})
+
+    def agree(self, call: Meeting) -> Waits:
+        """Agree with the others; False if some rank makes the call on host arrays.
+
+        `call`: the meeting for the call itself.
+        """
+        meeting, links = self._meeting, self._links
+        is_over, missing = meeting.for_all()[:2]
+        yield Wait(lambda: is_over() or self._is_needless(call), missing)
+        if missing() and self._is_needless(call):
+            meeting.leave()
+            yield Wait(lambda: links.staged is not None, missing)
+            return True
+        if meeting.absent():
+            meeting.leave()
+            return False
+        yield from self._look(meeting)
+        if links.staged is None:
+            links.staged = frozenset(self._staged_pairs(meeting.verdicts()))
+        for rank in meeting.ranks:
+            if rank != self._rank and not links.why[rank] and not links.is_direct(rank):
+                links.why[rank] = f"rank {rank} cannot read the memory of rank {self._rank}"
+        meeting.leave()
+        return True
+
+    def _is_needless(self, call: Meeting) -> bool:
+        """Whether a rank has come to the call that proposes nothing.
+
+        It has agreed on links in another call, in which this rank agrees as well.
+        """
+        call.missing()
+        self._meeting.missing()  # after that: a proposal is published before the record
+        return any(rank not in self._meeting.slots for rank in call.slots)
+
+    def _look(self, meeting: Meeting) -> Waits:
+        """Find out which ranks this one can read, and say so."""
+        links, driver = self._links, self._driver
+        peers = [rank for rank in meeting.ranks if rank != self._rank]
+        links.uuids = {rank: meeting.record(rank)["uuid"].tobytes() for rank in meeting.ranks}
+        records = [meeting.record(rank) for rank in peers]
+        if not all(map(links.is_open, records)):
+            yield Wait(partial(STREAMS.may_block, driver), list, is_at_work=True)
+        links.why = {rank: self._why_unreadable(rank) for rank in peers}
+        yield from self._try_counters([rank for rank in peers if not links.why[rank]])
+        readable = [links.board.parts[rank] or 0 for rank in peers if not links.why[rank]]
+        meeting.answer(_ANSWERED | sum(1 << part for part in readable))
+        yield meeting.for_answers(_ANSWERED)
+
+    def _staged_pairs(self, verdicts: dict[int, int]) -> Iterator[Pair]:
+        """The pairs of which one cannot read the other's memory."""
+        parts = self._links.board.parts
+        for low, high in combinations(sorted(verdicts), 2):
+            both = verdicts[low] >> (parts[high] or 0) & verdicts[high] >> (parts[low] or 0) & 1
+            if not both:
+                yield low, high
+
+    def _why_unreadable(self, rank: int) -> str:
+        """Why this rank cannot read the memory of another one; "" if the pattern is there."""
+        record = self._meeting.record(rank)
+        if record["why_staged"]:
+            return f"rank {rank}: {record['why_staged'].decode(errors='replace')}"
+        found = np.zeros(_PATTERN_WORDS, np.int64)
+        place = probe_of(self._driver, self._links.process).address + _PATTERN_BYTES
+        stream = STREAMS.borrow(self._driver)
+        try:
+            source = self._links.address(record, 0)
+            self._driver.call("cuMemcpyDtoDAsync_v2", place, source, _PATTERN_BYTES, stream.handle)
+            arguments = found.ctypes.data, place, _PATTERN_BYTES, stream.handle
+            self._driver.call("cuMemcpyDtoHAsync_v2", *arguments)
+            self._driver.call("cuStreamSynchronize", stream.handle)
+        except DriverError as error:
+            return f"the memory of rank {rank} cannot be read: {error}"
+        finally:
+            STREAMS.give_back(self._driver, stream)
+        if not np.array_equal(found, pattern(int(record["process"]))):
+            return f"the memory of rank {rank} is read with wrong contents"
+        return ""
+
+    def _try_counters(self, ranks: Sequence[int]) -> Waits:
+        """Let the streams of these ranks and of this one await each other.
+
+        A stream waits only for what is certainly written: all answer when that is enqueued.
+        """
+        others = [rank for rank in ranks if self._is_in_other_process(rank)]
+        board, slots, driver = self._links.board, self._meeting.slots, self._driver
+        written = [board.counter(self._rank, slots[self._rank], rank, False) for rank in others]
+        awaited = [board.counter(rank, slots[rank], self._rank, False) for rank in others]
+        stream = STREAMS.borrow(driver)
+        handle, event = stream
+        try:
+            _page_lock(driver, board, others)
+            self._enqueue(handle, WRITE_VALUE, written)
+        except DriverError as error:
+            self._links.why |= dict.fromkeys(others, f"streams cannot write values: {error}")
+        self._meeting.answer(1)
+        yield self._meeting.for_answers(1)
+        STREAMS.note_waiting(driver, stream)
+        try:
+            self._enqueue(handle, WAIT_VALUE, awaited)
+        except DriverError as error:
+            self._links.why |= dict.fromkeys(others, f"streams cannot await values: {error}")
+        driver.call("cuEventRecord", event, handle)
+        deadline = time.monotonic() + _SECONDS
+        is_over = lambda: driver.is_complete(event) or time.monotonic() > deadline  # noqa: E731
+        yield Wait(is_over, lambda: others, is_at_work=True)
+        for rank, counter in zip(others, awaited, strict=True):
+            if not counter[0]:
+                self._links.why[rank] = f"what the stream of rank {rank} writes is not seen"
+                counter[0] = 1  # or this stream would wait for ever
+        yield Wait(partial(driver.is_complete, event), lambda: others, is_at_work=True)
+        STREAMS.give_back(driver, stream)
+
+    def _is_in_other_process(self, rank: int) -> bool:
+        return bool(self._meeting.record(rank)["process"] != self._links.process)
+
+    def _enqueue(self, stream: int, kind: int, counters: Sequence[Any]) -> None:
+        """Let a stream write 1 to counters, or wait for it."""
+        words = np.zeros((len(counters), MEMORY_OPERATION_WORDS), np.int64)
+        for row, counter in zip(words, counters, strict=True):
+            row[:3] = kind, counter.ctypes.data, 1
+        if len(words):
+            arguments = stream, len(words), words.ctypes.data, 0
+            self._driver.call("cuStreamBatchMemOp_v2", *arguments)
+
+
+_LOCK = threading.Lock()
+_probes: dict[Driver, Allocation] = {}
+_page_locked: dict[int, Any] = {}  # by address, the memory of hosts
+
+
+def probe_of(driver: Driver, process: int) -> Allocation:
+    """Memory with the pattern of this process, and room for another one; made once."""
+    with _LOCK:
+        if driver not in _probes:
+            probe, words = Allocation(driver, 2 * _PATTERN_BYTES), pattern(process)
+            stream = STREAMS.borrow(driver)
+            arguments = probe.address, words.ctypes.data, words.nbytes, stream.handle
+            driver.call("cuMemcpyHtoDAsync_v2", *arguments)
+            driver.call("cuStreamSynchronize", stream.handle)
+            STREAMS.give_back(driver, stream)
+            _probes[driver] = probe
+        return _probes[driver]
+
+
+def _page_lock(driver: Driver, board: Board, others: Sequence[int]) -> None:
+    """Let devices write and read the memory of the host, once in a process."""
+    if others and board.memory is not None:
+        memory = board.memory.bytes
+        address = memory.ctypes.data
+        if address not in _page_locked:
+            driver.call("cuMemHostRegister_v2", address, memory.nbytes, PORTABLE | MAPPED)
+            _page_locked[address] = memory

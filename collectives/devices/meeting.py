@@ -1,0 +1,94 @@
+"""The meeting of the ranks of a host before a call on a device: what each of them brings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, NamedTuple
+
+from collectives.engines import Board, CallKey
+
+
+class Wait(NamedTuple):
+    """What an execution waits for, and the ranks that are still missing.
+
+    `is_at_work`: whether a device is at work meanwhile.
+    """
+
+    is_over: Callable[[], bool]
+    missing: Callable[[], list[int]]
+    is_at_work: bool = False
+
+
+NO_WAIT = Wait(lambda: True, list)
+Waits = Generator[Wait | None, None, Any]
+"""The steps of a call: what it waits for between them; None: for a message."""
+
+
+class Meeting:
+    """The records of one call, of all ranks of the communicator on this host.
+
+    Each rank publishes a record, and answers when it has read all others.  A rank that makes the
+    call on host arrays does not come, which all ranks see; then nobody answers.
+    """
+
+    def __init__(self, board: Board, key: CallKey) -> None:
+        self.board, self.key = board, key
+        self.ranks = board.local_ranks
+        self.slots: dict[int, int] = {}
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the record of this rank is published."""
+        return self.board.rank in self.slots
+
+    def publish(self, fields: Mapping[str, Any]) -> bool:
+        """Publish the record of this rank; False if too many calls are under way."""
+        slot = self.board.publish(self.key, fields)
+        if slot is not None:
+            self.slots[self.board.rank] = slot
+        return slot is not None
+
+    def absent(self) -> list[int]:
+        """The ranks that are known to make the call on host arrays."""
+        board = self.board
+        others = [rank for rank in self.ranks if rank not in self.slots]
+        return [rank for rank in others if board.is_on_host(rank, self.key)]
+
+    def missing(self) -> list[int]:
+        """The ranks of which it is not known what they do."""
+        for rank in self.ranks:
+            if rank not in self.slots:
+                slot = self.board.find(rank, self.key)
+                if slot is not None:
+                    self.slots[rank] = slot
+        absent = self.absent()
+        return [rank for rank in self.ranks if rank not in self.slots and rank not in absent]
+
+    def for_all(self) -> Wait:
+        """Wait until all ranks have come, or one is known not to come."""
+        return Wait(lambda: not self.missing() or bool(self.absent()), self.missing)
+
+    def record(self, rank: int) -> Any:
+        """The record of a rank that has come."""
+        return self.board.record(rank, self.slots[rank])
+
+    def answer(self, verdict: int) -> None:
+        """Say that this rank has read all records, and what follows for it."""
+        self.record(self.board.rank)["verdict"] = verdict
+
+    def verdicts(self) -> dict[int, int]:
+        """The answers of all ranks; 0 where there is none yet."""
+        return {rank: int(self.record(rank)["verdict"]) for rank in self.ranks}
+
+    def for_answers(self, least: int = 1) -> Wait:
+        """Wait until all ranks have answered, with at least this number."""
+
+        def missing() -> list[int]:
+            return [rank for rank, verdict in self.verdicts().items() if verdict < least]
+
+        return Wait(lambda: not missing(), missing)
+
+    def leave(self) -> None:
+        """Let all ranks use the memory of their records for other calls."""
+        for rank in self.ranks:
+            self.board.acknowledge(rank, self.key)

@@ -1,0 +1,109 @@
+"""The rows of a device program that need the host: staged messages, and events between threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays import Backend
+from collectives.devices.driver import Driver
+from collectives.devices.meeting import Wait, Waits
+from collectives.devices.streams import EVENTS, Stream
+from collectives.devices.table import TARGET, Words
+from collectives.engines import Messages, PinnedMemory
+from collectives.lowering import Counter, DeviceKind, DeviceOperation
+
+
+class HostRows:
+    """Runs the rows of one call that need the host.
+
+    `memory`: for messages.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        messages: Messages,
+        stream: Stream,
+        backend: Backend,
+        memory: PinnedMemory,
+    ) -> None:
+        self._driver, self._messages = driver, messages
+        self._stream, self._event = stream
+        self._backend, self._memory = backend, memory
+        self._buffers: dict[int, Any] = {}
+        self._sent: list[int] = []
+
+    def post_receives(self, operations: Sequence[DeviceOperation]) -> None:
+        """Post the receives of all rows, in their order."""
+        for row, operation in enumerate(operations):
+            if operation.kind == DeviceKind.RECEIVE and operation.counter is not None:
+                self._messages.receive(row, operation.counter.writer, self._buffer(row, operation))
+
+    def _buffer(self, row: int, operation: DeviceOperation) -> Any:
+        """Host memory for the message of a row."""
+        like = self._backend.empty((operation.size,), np.dtype(np.uint8))
+        self._buffers[row] = self._memory.buffer(row, like)
+        return self._buffers[row]
+
+    def run(
+        self, row: int, operation: DeviceOperation, rows: Words, word_of: Callable[[Counter], Any]
+    ) -> Waits:
+        """Run one row.  `rows`: with addresses.  `word_of`: finds the memory of a counter."""
+        counter = operation.counter
+        assert counter is not None
+        if operation.kind == DeviceKind.SEND:
+            yield from self._send(row, operation, int(rows[row, TARGET + 1]))
+        elif operation.kind == DeviceKind.RECEIVE:
+            yield from self._receive(row, operation, int(rows[row, TARGET]))
+        elif operation.kind == DeviceKind.SIGNAL:
+            self._signal(operation, word_of(counter))
+        else:
+            yield from self._await(operation, word_of(counter))
+
+    def _signal(self, operation: DeviceOperation, word: Any) -> None:
+        """Record an event, then let the host of the other thread know it."""
+        event = EVENTS.of(self._driver, word.ctypes.data, operation.value)
+        self._driver.call("cuEventRecord", event, self._stream)
+        word[0] = operation.value
+
+    def _await(self, operation: DeviceOperation, word: Any) -> Waits:
+        """Let the stream wait for the event of another thread, once it is recorded."""
+        counter = operation.counter
+        assert counter is not None
+        yield Wait(lambda: bool(word[0] >= operation.value), lambda: [counter.writer])
+        event = EVENTS.of(self._driver, word.ctypes.data, operation.value)
+        self._driver.call("cuStreamWaitEvent", self._stream, event, 0)
+
+    def _send(self, row: int, operation: DeviceOperation, source: int) -> Waits:
+        """Copy to the host, and send."""
+        assert operation.counter is not None
+        host = self._buffer(row, operation)
+        if operation.size:
+            arguments = host.ctypes.data, source, operation.size, self._stream
+            self._driver.call("cuMemcpyDtoHAsync_v2", *arguments)
+            self._driver.call("cuEventRecord", self._event, self._stream)
+            yield Wait(partial(self._driver.is_complete, self._event), list, is_at_work=True)
+        self._messages.send(row, operation.counter.reader, host)
+        self._sent.append(row)
+
+    def _receive(self, row: int, operation: DeviceOperation, target: int) -> Waits:
+        """Receive, and copy to the device."""
+        while not self._messages.test(range(row, row + 1), 1):
+            yield None
+        if operation.size:
+            arguments = target, self._buffers[row].ctypes.data, operation.size, self._stream
+            self._driver.call("cuMemcpyHtoDAsync_v2", *arguments)
+
+    def finish(self) -> Waits:
+        """Wait until all that was sent has left the host memory."""
+        for row in self._sent:
+            while not self._messages.test(range(row, row + 1), 0):
+                yield None
+
+    def abandon(self) -> bool:
+        """See `Execution.abandon`."""
+        return self._messages.abandon()

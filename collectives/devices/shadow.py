@@ -1,0 +1,96 @@
+"""Memory that other processes can open, in the place of arrays that they cannot.
+
+Arrays of an allocator such as cudaMallocAsync's have no handle.  A call copies them into a shadow
+on its stream, uses the shadow, and copies the result back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from collectives.devices.driver import Driver
+
+_ALIGNMENT = 512  # of each part of a shadow, in bytes: that of allocations
+
+
+class Extent(NamedTuple):
+    """The addresses of the first byte of an array, and of the byte after the last."""
+
+    start: int
+    stop: int
+
+
+class Allocation:
+    """Memory of the driver, which ends with this object."""
+
+    def __init__(self, driver: Driver, num_bytes: int) -> None:
+        self._driver, self.num_bytes = driver, num_bytes
+        self.address = driver.allocate(num_bytes)
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            self._driver.try_call("cuMemFree_v2", self.address)
+
+
+_idle: dict[Driver, list[Allocation]] = {}  # shadows are kept: peers may have them open
+
+
+class Shadow:
+    """The shadow of the arrays of a call."""
+
+    def __init__(self, driver: Driver, source: Extent, target: Extent, scratch: Extent) -> None:
+        self._driver, self._target, self._scratch = driver, target, scratch
+        self._parts = [*_merged((source, target, scratch))]
+        self._offsets: list[int] = []
+        size = _ALIGNMENT
+        for part in self._parts:
+            self._offsets.append(size)
+            size += -(-(part.stop - part.start) // _ALIGNMENT) * _ALIGNMENT
+        self.memory = _taken(driver, size)
+
+    def address(self, extent: Extent) -> int:
+        """Where the shadow of an array begins."""
+        for part, offset in zip(self._parts, self._offsets, strict=True):
+            if part.start <= extent.start and extent.stop <= part.stop:
+                return self.memory.address + offset + extent.start - part.start
+        return 0  # of an empty array
+
+    def copy_in(self, stream: int) -> None:
+        """Copy the input and the output to their shadows."""
+        for part in self._parts:
+            if part != self._scratch:
+                self._copy(stream, self.address(part), part.start, part)
+
+    def copy_back(self, stream: int) -> None:
+        """Copy the shadow of the output back."""
+        self._copy(stream, self._target.start, self.address(self._target), self._target)
+
+    def _copy(self, stream: int, target: int, source: int, extent: Extent) -> None:
+        if size := extent.stop - extent.start:
+            self._driver.call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
+
+    def give_back(self) -> None:
+        """Let other calls have the memory."""
+        _idle.setdefault(self._driver, []).append(self.memory)
+
+
+def _taken(driver: Driver, num_bytes: int) -> Allocation:
+    """An allocation of at least this size that no call uses."""
+    idle = _idle.setdefault(driver, [])
+    for allocation in sorted(idle, key=lambda each: each.num_bytes):
+        if allocation.num_bytes >= num_bytes:
+            idle.remove(allocation)
+            return allocation
+    return Allocation(driver, 1 << (num_bytes - 1).bit_length())
+
+
+def _merged(extents: Iterable[Extent]) -> list[Extent]:
+    """The extents of arrays, with those that overlap as one."""
+    merged: list[Extent] = []
+    for extent in sorted(extent for extent in extents if extent.stop > extent.start):
+        if merged and extent.start < merged[-1].stop:
+            merged[-1] = Extent(merged[-1].start, max(merged[-1].stop, extent.stop))
+        else:
+            merged.append(extent)
+    return merged

@@ -1,0 +1,89 @@
+"""Streams for calls, and the events that order the streams of threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import NamedTuple
+
+from collectives.devices.driver import Driver, DriverError
+
+
+class Stream(NamedTuple):
+    """A stream of the driver, and an event to wait for it with."""
+
+    handle: int
+    event: int
+
+
+class Streams:
+    """Streams that calls borrow: one for each call that is under way.
+
+    On streams of their own, calls that ranks start in different orders do not wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._idle = defaultdict[Driver, list[Stream]](list)
+        self._waiting = defaultdict[Driver, set[Stream]](set)
+        self._abandoned = defaultdict[Driver, list[Stream]](list)
+
+    def borrow(self, driver: Driver) -> Stream:
+        """A stream on which nothing is."""
+        try:
+            return self._idle[driver].pop()
+        except IndexError:
+            return Stream(driver.new_stream(), driver.new_event())
+
+    def give_back(self, driver: Driver, stream: Stream) -> None:
+        """Give a stream back on which nothing is left."""
+        self._waiting[driver].discard(stream)
+        self._idle[driver].append(stream)
+
+    def abandon(self, driver: Driver, stream: Stream) -> bool:
+        """Give a stream back as soon as nothing is left on it; return whether that is now."""
+        try:
+            driver.call("cuEventRecord", stream.event, stream.handle)
+        except DriverError:  # the driver has failed for good
+            return True
+        self._abandoned[driver].append(stream)
+        self._sweep(driver)
+        return stream not in self._abandoned[driver]
+
+    def note_waiting(self, driver: Driver, stream: Stream) -> None:
+        """Note that a stream may wait for other ranks, until it is given back."""
+        self._waiting[driver].add(stream)
+
+    def may_block(self, driver: Driver) -> bool:
+        """Whether the host may make calls that wait for all streams of the process.
+
+        If streams waited for ranks meanwhile whose hosts do the same, all would wait for ever.
+        """
+        self._sweep(driver)
+        return not self._waiting[driver]
+
+    def _sweep(self, driver: Driver) -> None:
+        """Give back the abandoned streams on which nothing is left."""
+        for stream in list(self._abandoned[driver]):
+            if driver.is_complete(stream.event):
+                self._abandoned[driver].remove(stream)
+                self.give_back(driver, stream)
+
+
+class Events:
+    """The events that order the streams of threads, by the address of a counter and its value."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[Driver, int, int], int] = {}
+
+    def of(self, driver: Driver, counter: int, value: int) -> int:
+        """The event that stands for a value of a counter."""
+        with self._lock:
+            key = driver, counter, value
+            if key not in self._known:
+                self._known[key] = driver.new_event()
+            return self._known[key]
+
+
+STREAMS = Streams()
+EVENTS = Events()  # a counter belongs to one rank, and a slot of it to one call at a time

@@ -1,0 +1,74 @@
+"""Device programs with addresses: the tables that the compiled loop enqueues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.lowering import (
+    MOST_OPERANDS,
+    SYNCHRONIZING,
+    Counter,
+    DeviceKind,
+    DeviceOperation,
+    DeviceProgram,
+    Place,
+)
+from collectives.programs import BUFFERS
+
+Words = NDArray[np.int64]
+
+# The words of a row; see `enqueue`.
+KIND, SIZE, NUM_OPERANDS, LEFTS, TARGET, COUNTER, VALUE, ROW_WORDS = 0, 1, 2, 3, 4, 13, 14, 16
+PLACES = slice(TARGET, TARGET + 1 + MOST_OPERANDS)  # the target, then the operands
+ON_HOST = len(DeviceKind)  # added to the kind of what another thread's events order
+
+
+class Table(NamedTuple):
+    """A device program without addresses.
+
+    `rows`: with offsets in the place of addresses.  `bases`: for each of their places the number of
+    its buffer, `BUFFERS` for each rank.  `counters`: those of the rows `signals`, in this order.
+    """
+
+    operations: tuple[DeviceOperation, ...]
+    rows: Words
+    bases: Words
+    signals: Words
+    counters: Sequence[Counter]
+
+    def fill(self, rows: Words, starts: Words, counters: Mapping[Counter, int]) -> None:
+        """Write the rows with addresses: those where buffers start, and those of counters."""
+        rows[:] = self.rows
+        rows[:, PLACES] += starts[self.bases]
+        rows[self.signals, COUNTER] = [counters[counter] for counter in self.counters]
+
+
+def table_of(program: DeviceProgram, by_events: frozenset[int]) -> Table:
+    """The table of a device program.
+
+    `by_events`: the peers in the same process, with which events keep the order.
+    """
+    operations = program.operations
+    rows = np.zeros((len(operations), ROW_WORDS), np.int64)
+    bases = np.zeros((len(operations), 1 + MOST_OPERANDS), np.int64)
+    signals = [at for at, each in enumerate(operations) if each.kind in SYNCHRONIZING]
+    for at, operation in enumerate(operations):
+        counter = operation.counter
+        is_on_host = counter is not None and not by_events.isdisjoint(counter[:2])
+        rows[at, KIND] = operation.kind + ON_HOST * is_on_host
+        rows[at, SIZE], rows[at, LEFTS] = operation.size, operation.lefts
+        rows[at, NUM_OPERANDS], rows[at, VALUE] = len(operation.operands), operation.value
+        for number, place in enumerate((operation.target, *operation.operands)):
+            if place is not None:
+                bases[at, number], rows[at, TARGET + number] = _base(place), place.offset
+    found = [operations[at].counter for at in signals]
+    counters = [counter for counter in found if counter is not None]
+    return Table(operations, rows, bases, np.array(signals, np.int64), counters)
+
+
+def _base(place: Place) -> int:
+    return place.rank * len(BUFFERS) + place.buffer

@@ -1,0 +1,270 @@
+"""What the ranks of a communicator show each other in the memory that their host shares.
+
+A rank notes each call on host arrays by its number, and publishes a record of each call on a
+device.  So every rank of the host sees what each of the others does in a call, without a message.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.engines.host_memory import (
+    NUM_AREAS,
+    NUM_HOST_CALLS,
+    NUM_SLOTS,
+    HostMemory,
+)
+
+WORKS, FAILS = 1, 2  # of verdicts
+
+
+class CallKey(NamedTuple):
+    """A call: its number, or that of its plan; and the number of the plan's run, or 0."""
+
+    call: int
+    run: int = 0
+
+
+class Board:
+    """One rank's view of what the ranks of a communicator on its host show.
+
+    `parts`: the part of the memory of each rank; None for ranks on other hosts.  `host_calls`: the
+    numbers of the last calls of this rank on host arrays, each at its remainder; compiled code
+    writes them too.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory | None,
+        parts: Sequence[int | None],
+        rank: int,
+        identity: object,
+        why_none: str = "",
+    ) -> None:
+        self.memory, self.parts, self.rank = memory, parts, rank
+        self._identity = np.void(blake2b(repr(identity).encode(), digest_size=16).digest())
+        self.why_no_device = why_none if memory is None else memory.why_no_device
+        self.host_calls: NDArray[np.int64] = np.zeros(NUM_HOST_CALLS, np.int64)
+        self._lock = threading.Lock()  # the progress thread publishes too
+        self._entry: Any = None
+        self._peers: dict[int, Any] = {}  # the entries of other ranks
+        self._acks_due: list[tuple[int, CallKey]] = []
+        if memory is not None and len(self.local_ranks) > 1:
+            self._take_entry(memory)
+
+    def _take_entry(self, memory: HostMemory) -> None:
+        """Show this communicator to the others."""
+        _give_back(memory)
+        mine = memory.entries[memory.part]
+        free = np.flatnonzero(mine["identity"][1:] == np.void(bytes(16)))
+        if not len(free):
+            mine["area"][0] = 1  # or ranks would wait for this one to show the communicator
+        if mine["area"][0]:
+            self.why_no_device = "the rank has more communicators than it can show"
+            return
+        at = 1 + int(free[0])
+        self._entry = mine[at : at + 1]
+        self._entry["host_calls"], self._entry["area"] = 0, 0
+        self.host_calls = self._entry["host_calls"][0]
+        self._entry["identity"] = self._identity
+
+    def free(self) -> None:
+        """Give back the memory of a communicator that is freed, when no other rank reads it."""
+        if self.memory is not None and self._entry is not None:
+            if self not in self.memory.closing:
+                self.memory.closing.append(self)
+            _give_back(self.memory)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no other rank can still read what this one has shown."""
+        return not self._entry["area"][0] or all(map(self._is_free, range(NUM_SLOTS)))
+
+    def give_back(self) -> None:
+        """Let other communicators have the memory."""
+        self.host_calls = np.zeros(NUM_HOST_CALLS, np.int64)
+        self._entry["identity"] = np.void(bytes(16))
+        self._entry["area"] = 0
+        self._entry = self.__dict__["area"] = None
+        self._acks_due.clear()
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """The ranks of the communicator on this host, this one among them."""
+        local = [rank for rank, part in enumerate(self.parts) if part is not None]
+        return local or [self.rank]
+
+    # Areas, for calls on a device
+
+    @cached_property
+    def area(self) -> Any:
+        """This rank's area; None if all are in use."""
+        memory = self.memory
+        if memory is None or self._entry is None or self.why_no_device:
+            return None
+        _give_back(memory)
+        used = set(memory.entries[memory.part]["area"][1:].tolist())
+        free = [number for number in range(1, NUM_AREAS + 1) if number not in used]
+        if not free:
+            self.why_no_device = "too many communicators of this rank use a device"
+            return None
+        area = memory.areas[memory.part, free[0] - 1 : free[0]]
+        area.view(np.uint8)[:] = 0
+        self._entry["area"] = free[0]
+        return area[0]
+
+    def _area_of(self, rank: int) -> Any:
+        """The area of another rank; None as long as it has none."""
+        if rank == self.rank:
+            return self.area
+        memory, entry = self.memory, self._entry_of(rank)
+        number = 0 if entry is None else int(entry["area"][0])
+        return None if memory is None or not number else memory.areas[self.parts[rank], number - 1]
+
+    def _entry_of(self, rank: int) -> Any:
+        """The entry of another rank; None as long as it has not made the communicator."""
+        if rank not in self._peers:
+            memory, part = self.memory, self.parts[rank]
+            assert memory is not None and part is not None
+            found = np.flatnonzero(memory.entries[part]["identity"] == self._identity)
+            if not len(found):
+                return None
+            self._peers[rank] = memory.entries[part][found[0] : found[0] + 1]
+        entry = self._peers[rank]
+        return entry if entry["identity"][0] == self._identity else None
+
+    # What a rank does in a call
+
+    def note_host_call(self, number: int) -> None:
+        """Note that this rank makes a call on host arrays."""
+        self.host_calls[number % NUM_HOST_CALLS] = number
+
+    def note_plan(self, number: int) -> bool:
+        """Note that the plan of this number is on a device; False if there is no room for it."""
+        free: Any = [] if self.area is None else np.flatnonzero(self.area["plans"] == 0)
+        if not len(free):
+            return False
+        self.area["plans"][free[0]] = number
+        return True
+
+    def forget_plan(self, number: int) -> None:
+        """Note that a plan was freed."""
+        if self.area is not None:
+            plans = self.area["plans"]
+            plans[plans == number] = 0
+
+    def is_on_host(self, rank: int, key: CallKey) -> bool:
+        """Whether it is certain that a rank makes a call on host arrays."""
+        entry = self._entry_of(rank)
+        if entry is None:
+            return self._is_invisible(rank)
+        if entry["host_calls"][0, key.call % NUM_HOST_CALLS] < key.call:
+            return False
+        if self.find(rank, key) is not None:
+            return False
+        area = self._area_of(rank)
+        return not key.run or area is None or key.call not in area["plans"]
+
+    def _is_invisible(self, rank: int) -> bool:
+        """Whether a rank has no entry for this communicator, and will not have one."""
+        memory, part = self.memory, self.parts[rank]
+        if memory is None or part is None or rank in self._peers:
+            return False
+        return bool(memory.entries[part]["area"][0])
+
+    def find(self, rank: int, key: CallKey) -> int | None:
+        """The slot in which a rank has published its record of a call; None if it has not."""
+        area = self._area_of(rank)
+        if area is None:
+            return None
+        records = area["records"]
+        is_it = (records["call"] == key.call) & (records["run"] == key.run)
+        found = np.flatnonzero(is_it & (records["generation"] > 0))
+        return int(found[0]) if len(found) else None
+
+    def record(self, rank: int, slot: int) -> Any:
+        """The record in a slot."""
+        return self._area_of(rank)["records"][slot]
+
+    def counter(self, writer: int, slot: int, reader: int, is_read: bool) -> NDArray[np.uint32]:
+        """A counter of a slot of the rank that writes it: an array of one element."""
+        counters = self._area_of(writer)["counters"][slot]
+        counter: NDArray[np.uint32] = counters[self.parts[reader], int(is_read), :1]
+        return counter
+
+    # Slots
+
+    def publish(self, key: CallKey, fields: Mapping[str, Any]) -> int | None:
+        """Publish the record of a call; return its slot, or None while all are in use."""
+        self._pay_acks()
+        with self._lock:
+            return self._publish(key, fields)
+
+    def _publish(self, key: CallKey, fields: Mapping[str, Any]) -> int | None:
+        records = self.area["records"]
+        slot = next(filter(self._is_free, range(NUM_SLOTS)), None)
+        if slot is None:
+            return None
+        record, generation = records[slot], abs(int(records[slot]["generation"])) + 1
+        record["generation"] = -generation  # not published
+        self.area["counters"][slot] = 0
+        record["verdict"] = 0
+        for name, value in {"call": key.call, "run": key.run, **fields}.items():
+            record[name] = value
+        record["generation"] = generation
+        return slot
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `publish` would find a slot."""
+        self._pay_acks()
+        return any(map(self._is_free, range(NUM_SLOTS)))
+
+    def _is_free(self, slot: int) -> bool:
+        """Whether no rank can still read a slot."""
+        record = self.area["records"][slot]
+        generation = int(record["generation"])
+        if generation <= 0:
+            return True
+        key = CallKey(int(record["call"]), int(record["run"]))
+        return all(self._has_acknowledged(rank, slot, generation, key) for rank in self.local_ranks)
+
+    def _has_acknowledged(self, rank: int, slot: int, generation: int, key: CallKey) -> bool:
+        assert self.memory is not None
+        area = self._area_of(rank)
+        if area is not None and area["acks"][self.memory.part, slot] >= generation:
+            return True
+        if rank in self._peers and self._entry_of(rank) is None:  # it has freed the communicator
+            return True
+        return rank != self.rank and self.is_on_host(rank, key)
+
+    def acknowledge(self, rank: int, key: CallKey) -> None:
+        """Say that this rank no longer reads a rank's record of a call, once it is published."""
+        if self._entry is None:
+            return
+        self._acks_due.append((rank, key))
+        self._pay_acks()
+
+    def _pay_acks(self) -> None:
+        due, self._acks_due = self._acks_due, []
+        for rank, key in due:
+            if (slot := self.find(rank, key)) is not None:
+                generation = self.record(rank, slot)["generation"]
+                self.area["acks"][self.parts[rank], slot] = generation
+            elif not self.is_on_host(rank, key):
+                self._acks_due.append((rank, key))
+
+
+def _give_back(memory: HostMemory) -> None:
+    """Give back the memory of communicators that are freed, where no rank reads it any more."""
+    for board in list(memory.closing):
+        if board.is_quiet:
+            memory.closing.remove(board)
+            board.give_back()

@@ -1,0 +1,162 @@
+"""Calls on devices of ranks that are processes; `test_over_mpi.py` starts it.
+
+Its argument names one of the functions below.  All raise an error for what is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator
+from collectives.devices import allocations
+from tests import device_scenarios as scenarios
+from tests.fake_device import BACKEND, on_device, on_host
+from tests.fake_driver import gpu
+from tests.scenarios import all_jobs
+
+PROGRAMS: dict[str, Callable[[Communicator], None]] = {}
+
+
+def program(function: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def links(comm: Communicator) -> Any:
+    return comm._session.devices._links
+
+
+@program
+def every_algorithm(comm: Communicator) -> None:
+    jobs = all_jobs(comm.size)
+    for job in jobs:
+        scenarios.perform_on_device(comm, job, on_device, on_host)
+    assert links(comm).staged == frozenset()
+    assert BACKEND.bytes_to_host == gpu().bytes_copied["HtoD"] - 512 == 0
+
+
+@program
+def mixed_calls_and_plans(comm: Communicator) -> None:
+    for _ in range(3):
+        scenarios.mixed_program(comm, on_device, on_host)
+        scenarios.plan_reads_afresh(comm, on_device, on_host)
+    for turn in range(30):  # in some calls, some ranks pass arrays of the host
+        make = np.copy if (turn + comm.rank) % 7 == 0 else on_device
+        y = comm.all_reduce(make(np.arange(5.0)), algorithm="ring")
+        assert on_host(y).tolist() == [comm.size * k for k in range(5)]
+
+
+@program
+def memory_that_cannot_be_opened_is_copied(comm: Communicator) -> None:
+    for name in ("ring", "one_shot"):
+        x = on_device(np.arange(300.0), exportable=comm.rank % 2 == 1)
+        y = on_host(comm.all_reduce(x, algorithm=name))
+        assert np.array_equal(y, comm.size * np.arange(300.0))
+        assert np.array_equal(on_host(x), np.arange(300.0))
+        comm.all_reduce(x, out=x, algorithm=name)  # in place
+        assert np.array_equal(on_host(x), comm.size * np.arange(300.0))
+    plan = comm.plan.all_gather(on_device(np.ones(3) * comm.rank, exportable=False))
+    for _ in range(3):
+        assert on_host(plan.run()).tolist() == np.repeat(np.arange(float(comm.size)), 3).tolist()
+    plan.free()
+    assert BACKEND.bytes_to_host == 0
+
+
+@program
+def handles_are_kept_and_closed(comm: Communicator) -> None:
+    allocations.MOST_EXPORTED = 4
+    for turn in range(40):
+        size = 1 << 19  # more than half of a part of the pool: each has its own allocation
+        x = on_device(np.full(size, float(turn)))
+        comm.all_reduce(x, out=x, algorithm="one_shot")
+        assert on_host(x)[-1] == comm.size * turn
+        del x
+    assert len(links(comm).exports._open) <= 4
+    opened = len(allocations.OPENINGS._opened)
+    assert 0 < opened <= (comm.size - 1) * 8, opened
+
+
+@program
+def communicators_come_and_go(comm: Communicator) -> None:
+    for _ in range(20):
+        other = comm.split(comm.rank % 2)
+        assert on_host(other.all_reduce(on_device(np.ones(3))))[0] == other.size
+        other.free()
+    groups = [comm.split(0) for _ in range(3)]
+    works = [c.all_reduce(on_device(np.ones(2)), async_op=True) for c in groups * 3]
+    for work in works if comm.rank % 2 else works[::-1]:
+        assert on_host(work.wait())[0] == comm.size
+    for group in groups:
+        group.free()
+
+
+@program
+def plans_in_different_orders(comm: Communicator) -> None:
+    gpu().reset(seed=comm.rank, queue_length=8)  # streams are soon full
+    arrays = [on_device(np.full(16, float(k))) for k in range(3)]
+    plans = [comm.plan.all_reduce(x, algorithm="ring") for x in arrays]
+    for turn in range(8):
+        for k in range(3):
+            plans[(k + comm.rank + turn) % 3].start()
+        for k, plan in enumerate(plans):
+            assert on_host(plan.wait())[0] == comm.size * k
+    for plan in plans:
+        plan.free()
+
+
+@program
+def a_driver_without_memory_operations_is_staged(comm: Communicator) -> None:
+    refused = gpu().driver
+    if comm.rank == 1:
+        right = refused.try_call
+        refused.try_call = lambda name, *arguments: (  # type: ignore[method-assign]
+            801 if name == "cuStreamBatchMemOp_v2" else right(name, *arguments)
+        )
+    for name in ("ring", "one_shot", "two_shot"):
+        y = comm.all_reduce(on_device(np.ones(9)), algorithm=name)
+        assert on_host(y).tolist() == [comm.size] * 9
+    pairs = {(min(1, r), max(1, r)) for r in range(comm.size) if r != 1}
+    assert links(comm).staged == pairs, links(comm).staged
+    assert any(
+        "await" in why or "not seen" in why or "cannot" in why for why in links(comm).why.values()
+    )
+
+
+@program
+def progress_in_a_thread(_: Communicator) -> None:
+    comm = collectives.wrap(_mpi().COMM_WORLD, progress="thread")
+    works = [comm.all_reduce(on_device(np.full(4, float(k))), async_op=True) for k in range(12)]
+    for k, work in enumerate(works):
+        assert on_host(work.wait())[0] == comm.size * k
+    comm.free()
+
+
+def _mpi() -> Any:
+    from mpi4py import MPI
+
+    return MPI
+
+
+@program
+def checked_mode(_: Communicator) -> None:
+    comm = collectives.wrap(_mpi().COMM_WORLD, check=True)
+    x = on_device(np.ones(4))
+    assert on_host(comm.all_reduce(x))[0] == comm.size
+    with pytest.raises(collectives.CollectiveMismatch, match="all_gather"):
+        comm.all_gather(x) if comm.rank == 0 else comm.all_reduce(x)
+    assert on_host(comm.all_reduce(x))[0] == comm.size
+    comm.free()
+
+
+if __name__ == "__main__":
+    world = collectives.world()
+    gpu().reset(seed=world.rank + 17, queue_length=16)
+    PROGRAMS[sys.argv[1]](world)
+    gpu().check()
+    print(f"rank {world.rank} is right")

@@ -1,0 +1,588 @@
+"""Calls on devices of ranks that are threads: on the fake GPU, in orders drawn by a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import CollectiveMismatch, Communicator, algorithms
+from collectives.arrays import operator
+from collectives.devices.devices import Devices
+from collectives.engines.board import Board
+from collectives.schedule import Topology
+from collectives.selection.select import choose
+from tests import device_scenarios as scenarios
+from tests.fake_device import BACKEND, FakeBackend, FakeDeviceArray, FakeStream, on_device, on_host
+from tests.fake_driver import gpu
+from tests.operator_scenarios import ordered_jobs, perform_in_order
+from tests.scenarios import OPS, Job, all_jobs
+
+ON_GPU = sorted({d for dtypes in OPS.values() for d in dtypes} - {"longdouble", "clongdouble"})
+
+
+@pytest.fixture(autouse=True)
+def _no_violations() -> Iterator[None]:
+    BACKEND.reset()
+    gpu().reset()
+    yield
+    gpu().check()
+
+
+def run(body: Callable[[Communicator], Any], size: int, **options: Any) -> list[Any]:
+    return collectives.run(body, size, timeout=60, **options)
+
+
+def links(comm: Communicator) -> Any:
+    return comm._session.devices._links
+
+
+def is_staged() -> bool:
+    """Whether the data of some message has been in host memory."""
+    return BACKEND.bytes_to_host > 0
+
+
+# All algorithms
+
+
+@pytest.mark.parametrize(("size", "queue_length"), [(1, 64), (2, 8), (3, 64), (4, 16), (5, 64)])
+def test_every_algorithm(size: int, queue_length: int) -> None:
+    gpu().reset(seed=size, queue_length=queue_length)
+
+    def every(comm: Communicator) -> None:
+        for job in all_jobs(size):
+            scenarios.perform_on_device(comm, job, on_device, on_host)
+
+    run(every, size)
+    assert not is_staged() or size == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_orders(seed: int) -> None:
+    gpu().reset(seed, queue_length=8 + seed)
+
+    def every(comm: Communicator) -> None:
+        for job in all_jobs(comm.size)[seed::40]:
+            scenarios.perform_on_device(comm, job, on_device, on_host)
+
+    run(every, 3 + seed % 3)
+    assert not is_staged()
+
+
+@pytest.mark.parametrize("dtype", ON_GPU)
+def test_every_dtype(dtype: str) -> None:
+    ops = [op for op, dtypes in OPS.items() if dtype in dtypes]
+
+    def every(comm: Communicator) -> None:
+        for op in ops:
+            job = Job("all_reduce", "one_shot", comm.size, 101, dtype, op)
+            scenarios.perform_on_device(comm, job, on_device, on_host)
+
+    run(every, 3)
+    assert not is_staged()
+
+
+@pytest.mark.parametrize("scenario", [scenarios.mixed_program, scenarios.plan_reads_afresh])
+def test_programs(scenario: Any) -> None:
+    run(lambda comm: scenario(comm, on_device, on_host), 3)
+
+
+def test_results_have_the_bits_of_the_host() -> None:
+    """Also of float16, for which each combination is rounded."""
+
+    def body(comm: Communicator) -> None:
+        rng = np.random.default_rng(comm.rank)
+        for dtype in (np.float16, np.float32, np.complex64):
+            x = rng.standard_normal(301).astype(dtype)
+            for name in algorithms.names("all_reduce"):
+                if algorithms.info("all_reduce", name).serves(comm.size):
+                    want = comm.all_reduce(x, algorithm=name)
+                    found = on_host(comm.all_reduce(on_device(x), algorithm=name))
+                    assert found.tobytes() == want.tobytes(), (name, dtype)
+
+    run(body, 4)
+    assert not is_staged()
+
+
+# What is recorded, and what is moved
+
+
+def test_the_ledger_is_that_of_the_host() -> None:
+    def rows(comm: Communicator, make: Any) -> list[Any]:
+        with comm.record() as ledger:
+            comm.all_reduce(make(np.ones(60)), algorithm="ring")
+            comm.all_gather(make(np.ones(7)), algorithm="bruck")
+        return [(row.algorithm, row.round, row.dst, row.bytes) for row in ledger.rows()]
+
+    on_gpu = run(lambda comm: rows(comm, on_device), 4)
+    assert on_gpu == run(lambda comm: rows(comm, np.copy), 4)
+    assert not is_staged()
+
+
+def test_only_the_data_of_messages_is_read_from_peers() -> None:
+    def body(comm: Communicator) -> None:
+        comm.all_reduce(on_device(np.zeros(1)), algorithm="ring")  # agrees on links
+        comm.barrier()
+        gpu().bytes_copied["DtoD"] = 0
+        comm.barrier()
+        comm.all_gather(on_device(np.zeros(10)), algorithm="ring")
+
+    run(body, 3)
+    # Each rank copies its own block, and 2 of others.
+    assert gpu().bytes_copied["DtoD"] == 3 * 3 * 80
+
+
+def test_ranks_that_read_each_other_do_not_cut_reductions_into_lanes() -> None:
+    x = np.arange(1 << 20, dtype=np.float32)
+
+    def body(comm: Communicator) -> None:
+        op = operator("sum", "all_reduce")
+        assert choose("all_reduce", "ring", comm.size, x.nbytes, op, itemsize=4).segments > 1
+        y = on_host(comm.all_reduce(on_device(x), algorithm="ring"))
+        assert np.array_equal(y, 3 * x)
+
+    run(body, 3)
+    assert gpu().num_calls["cuLaunchKernel"] == 3 * 2
+
+
+# Who is staged, and why
+
+
+def test_ranks_may_use_one_stream() -> None:
+    stream = FakeStream("of all")
+
+    def body(comm: Communicator) -> Any:
+        with BACKEND.on_stream(stream):
+            return on_host(comm.all_reduce(on_device(np.arange(5.0)), algorithm="ring")).tolist()
+
+    assert run(body, 3) == [[0, 3, 6, 9, 12]] * 3
+    assert not is_staged()
+
+
+def test_a_call_begins_after_what_is_on_the_callers_stream() -> None:
+    def body(comm: Communicator) -> None:
+        with BACKEND.on_stream(FakeStream("the caller's")):
+            for turn in range(10):
+                x = on_device(np.zeros(100))
+                for k in range(5):  # still to be done when the call is made
+                    x.fill(k + turn)
+                work = comm.all_reduce(x, async_op=True)
+                y = on_host(work.wait())
+                assert y.tolist() == [(4 + turn) * comm.size] * 100
+
+    run(body, 3)
+    assert not is_staged()
+
+
+@pytest.mark.parametrize("on_host_here", [{0}, {1, 2}, {3}])
+def test_a_call_in_which_some_arrays_are_on_the_host_is_staged(on_host_here: set[int]) -> None:
+    def body(comm: Communicator) -> None:
+        make = np.copy if comm.rank in on_host_here else on_device
+        for name in ("ring", "one_shot"):
+            y = comm.all_reduce(make(np.arange(6.0) + comm.rank), algorithm=name)
+            assert on_host(y).tolist() == [6, 10, 14, 18, 22, 26]
+            y = comm.all_reduce(on_device(np.ones(3)), algorithm=name)  # and on devices again
+            assert on_host(y).tolist() == [4, 4, 4]
+
+    run(body, 4)
+    assert is_staged()
+
+
+def test_calls_of_both_kinds_in_any_order() -> None:
+    def body(comm: Communicator) -> None:
+        rng = np.random.default_rng(5)
+        for _ in range(60):
+            mixed = (np.copy, on_device)[(comm.rank + rng.integers(2)) % 2]
+            make = (np.copy, on_device, mixed)[rng.integers(3)]
+            name = rng.choice(["ring", "one_shot", "recursive_doubling"])
+            y = comm.all_reduce(make(np.arange(4.0) + comm.rank), algorithm=str(name))
+            assert on_host(y).tolist() == [3, 6, 9, 12]
+
+    run(body, 3)
+
+
+def test_a_stream_that_is_captured_is_staged_by_all() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            gpu().capturing.add(BACKEND.current_stream().ptr)
+        assert on_host(comm.all_reduce(on_device(np.ones(3)))).tolist() == [3, 3, 3]
+
+    try:
+        run(body, 3)
+    finally:
+        gpu().capturing.clear()
+    assert is_staged()
+
+
+def test_an_array_between_two_elements_is_staged_by_all() -> None:
+    def body(comm: Communicator) -> None:
+        x = on_device(np.zeros(33, np.uint8))
+        shift = comm.rank == 1
+        x = FakeDeviceArray(x._memory[shift : shift + 32].view(np.float64))
+        x.fill(2.0)
+        assert on_host(comm.all_reduce(x)).tolist() == [6] * 4
+
+    run(body, 3)
+    assert is_staged()
+
+
+def test_an_operator_in_python_is_staged() -> None:
+    run(lambda comm: [perform_in_order(comm, j, on_device, on_host) for j in ordered_jobs(3)], 3)
+    assert is_staged()
+
+
+def test_a_dtype_without_a_kernel_is_staged() -> None:
+    x = np.ones(3, np.longdouble)
+    (y, *_) = run(lambda comm: on_host(comm.all_reduce(on_device(x))), 3)
+    assert y.tolist() == [3, 3, 3]
+    assert is_staged()
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 1)])
+def test_ranks_of_other_hosts_are_staged(
+    hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks see only what those of their own host show, and compile only their programs."""
+    right = Board.__init__
+
+    def of_host(
+        self: Board, memory: Any, parts: Any, rank: int, identity: Any, why_none: str = ""
+    ) -> None:
+        mine = [part if hosts[part] == hosts[parts[rank]] else None for part in parts]
+        right(self, memory, mine, rank, identity, why_none)
+
+    monkeypatch.setattr(Board, "__init__", of_host)
+
+    def body(comm: Communicator) -> str:
+        for job in all_jobs(comm.size)[::5]:
+            scenarios.perform_on_device(comm, job, on_device, on_host)
+        return comm.explain("all_reduce", on_device(np.ones(3))).links
+
+    found = run(body, 4, topology=Topology(hosts))
+    why = {
+        (0, 0, 1, 1): "rank 2 is staged: it is on another host",
+        (0, 1, 1, 1): "all staged in host memory: no other rank is on this host",
+        (0, 1, 0, 1): "rank 1 is staged: it is on another host",
+    }
+    assert why[hosts] in found[0]
+    assert gpu().bytes_copied["DtoH"] > 0 and gpu().num_calls["cuStreamWaitEvent"] > 100
+
+
+def test_staged_is_staged() -> None:
+    run(lambda comm: comm.all_reduce(on_device(np.ones(3))), 3, device="staged")
+    assert is_staged()
+    with pytest.raises(ValueError, match="device must be 'auto' or 'staged', not 'cuda'"):
+        run(lambda comm: None, 3, device="cuda")
+
+
+# Links
+
+
+def test_links_are_agreed_once() -> None:
+    def body(comm: Communicator) -> Any:
+        before = gpu().num_calls["cuMemAlloc_v2"]
+        for _ in range(3):
+            comm.all_reduce(on_device(np.ones(3)))
+        return links(comm).staged, gpu().num_calls["cuMemAlloc_v2"] - before
+
+    found = run(body, 3)
+    assert [staged for staged, _ in found] == [frozenset()] * 3
+    assert gpu().num_calls["cuMemAlloc_v2"] <= 1  # for the pattern of this process
+
+
+def test_the_links_are_explained() -> None:
+    def body(comm: Communicator) -> list[str]:
+        x = on_device(np.ones(3))
+        texts = [comm.explain("all_reduce", np.ones(3)).links, comm.explain("all_reduce", x).links]
+        comm.all_reduce(x)
+        return [*texts, comm.explain("all_reduce", x).links]
+
+    before = "not known before the first call on devices"
+    assert run(body, 3)[1] == ["", before, "memory of rank 0, 2 is read directly"]
+    explain = lambda comm: str(comm.explain("all_reduce", on_device(np.ones(3))))  # noqa: E731
+    found, _ = run(explain, 2, device="staged")
+    assert "links: all staged in host memory: device='staged' was asked for" in found
+
+
+def test_memory_that_is_read_with_wrong_contents_is_noticed(monkeypatch: Any) -> None:
+    from collectives.devices import links as module
+
+    wrong_between = {(0, 2)}
+
+    def why(self: Any, rank: int) -> str:
+        found = original(self, rank)
+        pair = min(rank, self._rank), max(rank, self._rank)
+        return "read with wrong contents" if pair in wrong_between and self._rank == 0 else found
+
+    original = module.Proposal._why_unreadable
+    monkeypatch.setattr(module.Proposal, "_why_unreadable", why)
+
+    def body(comm: Communicator) -> Any:
+        for name in ("ring", "one_shot", "two_shot"):
+            y = on_host(comm.all_reduce(on_device(np.arange(6.0)), algorithm=name))
+            assert y.tolist() == [0, 3, 6, 9, 12, 15]
+        return links(comm).staged, links(comm).why
+
+    found = run(body, 3)
+    assert [staged for staged, _ in found] == [{(0, 2)}] * 3
+    assert found[0][1] == {1: "", 2: "read with wrong contents"}
+    assert found[2][1] == {0: "rank 0 cannot read the memory of rank 2", 1: ""}
+    assert gpu().bytes_copied["DtoH"] > 0
+
+
+def test_another_device_of_a_rank_is_staged() -> None:
+    class Other(FakeBackend):
+        name = "fake:1"
+
+    other = Other()
+
+    def body(comm: Communicator) -> None:
+        from collectives.arrays import backends
+
+        comm.all_reduce(on_device(np.ones(3)))
+        with pytest.MonkeyPatch.context() as patch:
+            if comm.rank == 1:
+                patch.setattr(backends, "backend_of", lambda *_: other)
+        assert on_host(comm.all_reduce(on_device(np.ones(3))))[0] == 3
+
+    run(body, 3)
+
+
+# Several calls at once
+
+
+def test_more_calls_under_way_than_there_are_slots() -> None:
+    def body(comm: Communicator) -> None:
+        arrays = [on_device(np.full(5, comm.rank + float(k))) for k in range(60)]
+        works = [comm.all_reduce(x, async_op=True) for x in arrays]
+        for k, work in reversed([*enumerate(works)]):
+            assert on_host(work.wait())[0] == 3 * k + 3
+
+    run(body, 3)
+
+
+def test_calls_that_ranks_wait_for_in_different_orders() -> None:
+    def body(comm: Communicator) -> None:
+        other = comm.split(0)
+        works = [c.all_reduce(on_device(np.ones(4)), async_op=True) for c in (comm, other) * 3]
+        order = works if comm.rank % 2 else works[::-1]
+        assert all(on_host(work.wait())[0] == comm.size for work in order)
+        other.free()
+
+    run(body, 4)
+
+
+def test_plans_that_ranks_run_in_different_orders() -> None:
+    def body(comm: Communicator) -> None:
+        arrays = [on_device(np.full(6, float(k))) for k in range(32)]
+        plans = [comm.plan.all_reduce(x) for x in arrays]
+        for _ in range(3):
+            order = plans if comm.rank % 2 else plans[::-1]
+            for plan in order:
+                plan.start()
+            for k, plan in enumerate(plans):
+                assert on_host(plan.wait())[0] == 3.0 * k
+        for plan in plans:
+            plan.free()
+
+    run(body, 3)
+    assert not is_staged()
+
+
+def test_a_queue_that_is_full_blocks_no_other_call() -> None:
+    """Each rank has another plan under way whose stream is full."""
+    gpu().reset(queue_length=8)
+
+    def body(comm: Communicator) -> None:
+        arrays = [on_device(np.full(16, float(k))) for k in range(3)]
+        plans = [comm.plan.all_reduce(x, algorithm="ring") for x in arrays]
+        for turn in range(4):
+            for k in range(3):
+                plans[(k + comm.rank + turn) % 3].start()
+            for k, plan in enumerate(plans):
+                assert on_host(plan.wait())[0] == 3.0 * k
+        for plan in plans:
+            plan.free()
+
+    run(body, 3)
+
+
+def test_more_plans_than_there_is_room_for() -> None:
+    def body(comm: Communicator) -> None:
+        plans = [comm.plan.all_reduce(on_device(np.full(2, float(k)))) for k in range(70)]
+        for k, plan in enumerate(plans):
+            assert on_host(plan.run())[0] == 2.0 * k
+        for plan in plans:
+            plan.free()
+        plan = comm.plan.all_reduce(on_device(np.ones(2)))
+        assert on_host(plan.run())[0] == 2
+        plan.free()
+
+    run(body, 2)
+
+
+def test_a_plan_of_which_one_rank_has_a_host_array_is_staged() -> None:
+    def body(comm: Communicator) -> None:
+        make = np.copy if comm.rank == 1 else on_device
+        plan = comm.plan.all_reduce(make(np.ones(3)))
+        for _ in range(12):
+            assert on_host(plan.run()).tolist() == [3, 3, 3]
+            assert on_host(comm.all_reduce(on_device(np.ones(2))))[0] == 3
+        plan.free()
+
+    run(body, 3)
+
+
+def test_communicators_come_and_go() -> None:
+    def body(comm: Communicator) -> None:
+        for _ in range(12):  # more than a rank has areas for
+            other = comm.split(0)
+            assert on_host(other.all_reduce(on_device(np.ones(3))))[0] == comm.size
+            other.free()
+
+    run(body, 3)
+    assert not is_staged()
+
+
+def test_more_communicators_than_there_is_room_for() -> None:
+    def body(comm: Communicator) -> None:
+        others = [comm.split(0) for _ in range(12)]
+        for other in (*others, *others):
+            assert on_host(other.all_reduce(on_device(np.ones(3))))[0] == comm.size
+        for other in others:
+            other.free()
+
+    run(body, 3)
+    assert is_staged()
+
+
+def test_calls_that_begin_in_another_order_than_that_of_their_numbers() -> None:
+    """A call with a header begins later than the call on host arrays that follows it."""
+
+    def body(comm: Communicator) -> None:
+        for turn in range(8):
+            x = on_device(np.full(4, float(turn))) if comm.rank == 0 else None
+            first = comm.broadcast(x, async_op=True)
+            second = comm.all_reduce(np.ones(3), async_op=True)
+            third = comm.all_reduce(on_device(np.ones(3)), async_op=True)
+            for work in (first, second, third) if comm.rank % 2 else (third, second, first):
+                work.wait()
+            assert on_host(first.wait())[0] == turn
+            assert on_host(third.wait())[0] == comm.size == second.wait()[0]
+
+    run(body, 3)
+    run(body, 3, check=True)
+
+
+def test_events_and_streams_are_used_again() -> None:
+    def body(comm: Communicator) -> None:
+        for _ in range(10):
+            plan = comm.plan.all_reduce(on_device(np.ones(3)))
+            plan.run()
+            plan.free()
+
+    run(body, 3)
+    first = gpu().num_calls["cuEventCreate"]
+    run(body, 3)
+    assert gpu().num_calls["cuEventCreate"] <= 2 * first < 200
+
+
+# What goes wrong
+
+
+def test_different_calls_are_refused_by_all() -> None:
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(6))
+        comm.all_reduce(x)
+        with pytest.raises(CollectiveMismatch, match=r"rank 0: all_reduce .*; rank 2: all_gather"):
+            comm.all_gather(x) if comm.rank == 2 else comm.all_reduce(x, algorithm="ring")
+
+    run(body, 3)
+
+
+def test_a_rank_that_makes_no_call_is_noticed() -> None:
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(6))
+        comm.all_reduce(x)
+        if comm.rank:
+            comm.all_reduce(x)
+
+    with pytest.raises(CollectiveMismatch, match="deadlock, the ranks' calls do not match"):
+        run(body, 3)
+
+
+def test_a_failure_of_the_driver_is_raised() -> None:
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(6))
+        comm.all_reduce(x)
+        gpu().error = 719
+        comm.all_reduce(x)
+
+    with pytest.raises(collectives.CollectiveError, match=r"719|rank \d raised"):
+        run(body, 2)
+    gpu().error = 0
+
+
+def test_a_time_limit_names_who_is_missing() -> None:
+    def body(comm: Communicator) -> str:
+        x = on_device(np.ones(6))
+        comm.all_reduce(x)
+        if comm.rank == 1:
+            comm.recv(np.empty(1), 0)
+            comm.all_reduce(x)
+            comm.all_reduce(x)
+            return ""
+        with pytest.raises(collectives.CollectiveTimeout) as caught:
+            comm.all_reduce(x, timeout=0.2)
+        if comm.rank == 0:
+            comm.send(np.ones(1), 1)
+        comm.all_reduce(x)
+        return str(caught.value)
+
+    found = run(lambda comm: body(comm), 3)
+    assert "waits for rank 1" in found[0] or "rank 1" in found[0]
+
+
+def test_a_lowering_without_awaits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: results are wrong, or memory is used that must not be used."""
+    from collectives.devices import execution
+    from collectives.lowering import DeviceKind, DeviceProgram
+
+    right = execution.table_of
+
+    def table_of(program: DeviceProgram, by_events: frozenset[int]) -> Any:
+        kept = [x for x in program.operations if x.kind != DeviceKind.AWAIT]
+        return right(DeviceProgram(tuple(kept)), by_events)
+
+    monkeypatch.setattr(execution, "table_of", table_of)
+
+    def body(comm: Communicator) -> None:
+        for _ in range(20):
+            y = comm.all_reduce(on_device(np.arange(8.0) + comm.rank), algorithm="ring")
+            assert on_host(y).tolist() == [4 * k + 6.0 for k in range(8)]
+
+    with pytest.raises((AssertionError, collectives.CollectiveError)):
+        run(body, 4)
+    gpu().violations.clear()
+
+
+def test_all_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Devices] = []
+    right = Devices.__init__
+
+    def noted(self: Devices, *arguments: Any) -> None:
+        made.append(self)
+        right(self, *arguments)
+
+    monkeypatch.setattr(Devices, "__init__", noted)
+
+    def body(comm: Communicator) -> None:
+        other = comm.split(0)
+        other.all_reduce(on_device(np.ones(3)))
+        other.free()
+
+    run(body, 3)
+    assert [devices._links for devices in made] == [None] * 6

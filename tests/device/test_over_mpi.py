@@ -1,0 +1,31 @@
+"""Calls on devices of ranks that are processes, over the MPI of this environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.jobs import environment
+from collectives.launch import launch
+from tests.device.mpi_program import PROGRAMS
+
+PROGRAM = str(Path(__file__).parent / "mpi_program.py")
+
+
+def run(name: str, num_ranks: int) -> None:
+    done = launch(num_ranks, [PROGRAM, name], timeout=80, env=environment(), capture=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.count("is right") == num_ranks
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "every_algorithm"])
+def test_a_program_is_right(name: str) -> None:
+    run(name, 3)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_every_algorithm(num_ranks: int) -> None:
+    run("every_algorithm", num_ranks)
