@@ -93,6 +93,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"cluster tier: {f'NOT RUN, {missing}' if missing else 'run'}",
         f"GPU tier: {'run' if has_gpu() else 'NOT RUN, no CuPy with a CUDA device here'}",
         f"against PyTorch: {'run' if has_torch() else 'NOT RUN, torch is not installed here'}",
+        f"GPU kernels as C++: {'run' if which('g++') else 'NOT RUN, no g++ on the path'}",
         f"Chakra traces: {'run' if has_protobuf() else 'NOT RUN, protobuf is not installed here'}",
         *(
             f"against {names[-1]}: "

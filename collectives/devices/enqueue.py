@@ -9,7 +9,9 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import njit
 
+from collectives.devices import driver, table
 from collectives.engines.executor import call4, caller, load, store
+from collectives.lowering import MOST_OPERANDS, DeviceKind
 
 # Words of a state, one for each execution.
 (STREAM, TABLE, NUM_ROWS, ROW, BATCH, VALUES, PARAMETERS, COMBINE, DIVIDE, DIVISOR, ITEMSIZE,
@@ -29,7 +31,19 @@ DONE, HOST, FULL, DRIVER_ERROR = range(4)  # answers of the loop
 SIGNAL, AWAIT, COPY, COMBINATION, DIVISION = range(5)
 WAIT_VALUE, WRITE_VALUE, MEMORY_OPERATION_WORDS = 1, 2, 6
 MOST_IN_BATCH = 64
-_THREADS, _BYTES_EACH, _MOST_BLOCKS = 256, 16, 1056
+THREADS, _BYTES_EACH, _MOST_BLOCKS = 256, 16, 1056
+assert [*DeviceKind][: DIVISION + 1] == [SIGNAL, AWAIT, COPY, COMBINATION, DIVISION]
+assert (WAIT_VALUE, WRITE_VALUE) == (driver.WAIT_VALUE, driver.WRITE_VALUE)
+assert driver.MEMORY_OPERATION_WORDS == MEMORY_OPERATION_WORDS
+assert (*(table.KIND, table.SIZE, table.NUM_OPERANDS, table.LEFTS, table.TARGET),) == (
+    KIND,
+    SIZE,
+    NUM_OPERANDS,
+    LEFTS,
+    TARGET,
+)
+assert (OPERANDS, COUNTER) == (TARGET + 1, OPERANDS + MOST_OPERANDS)
+assert (COUNTER, VALUE, ROW_WORDS) == (table.COUNTER, table.VALUE, table.ROW_WORDS)
 
 call11 = caller(11, ir.IntType(32))
 
@@ -92,6 +106,13 @@ def copy(state: int, row: int) -> None:
 
 
 @njit(nogil=True, error_model="numpy")
+def num_blocks(num_bytes: int) -> int:
+    """The blocks of threads of a kernel on so many bytes; each thread has 16 bytes at a time."""
+    each = THREADS * _BYTES_EACH
+    return max(1, min((num_bytes + each - 1) // each, _MOST_BLOCKS))
+
+
+@njit(nogil=True, error_model="numpy")
 def launch(state: int, row: int, kind: int) -> None:
     """Enqueue the kernel of a combination or a division."""
     values, num_bytes = load(state + 8 * VALUES), load(row + 8 * SIZE)
@@ -108,8 +129,6 @@ def launch(state: int, row: int, kind: int) -> None:
         kernel = load(state + 8 * DIVIDE)
         store(values + 8, num_elements)
         store(values + 16, load(state + 8 * DIVISOR))
-    each = _THREADS * _BYTES_EACH
-    blocks = max(1, min((num_bytes + each - 1) // each, _MOST_BLOCKS))
-    shape = (kernel, blocks, 1, 1, _THREADS, 1, 1, 0)
+    shape = (kernel, num_blocks(num_bytes), 1, 1, THREADS, 1, 1, 0)
     end = load(state + 8 * STREAM), load(state + 8 * PARAMETERS), 0
     store(state + 8 * ERROR, call11(load(state + 8 * LAUNCH), shape + end))

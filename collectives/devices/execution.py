@@ -146,10 +146,12 @@ class OnDevice:
         if self._is_staged and self._staged is not None:
             return self._staged.position()
         row, operations = self._loop.row, self._operations
-        is_before = row < len(operations) or not operations
-        number = self.program.num_rounds
-        if is_before:
-            number = operations[row].round if operations else 0
+        if not operations:  # the ranks are still meeting
+            number = 0
+        elif row < len(operations):
+            number = operations[row].round
+        else:
+            number = self.program.num_rounds
         return number, [Waiting(rank, is_receive=True) for rank in self.missing]
 
     def abandon(self) -> bool:
@@ -218,20 +220,26 @@ class OnDevice:
 
     def _run(self) -> Waits:
         """All steps of a call."""
-        board, meeting, proposal = self._links.board, self._meeting, self._proposal
-        while self._call.plan and not meeting.is_published:
-            yield Wait(lambda: board.has_room, lambda: board.local_ranks)
-            self._come()
-        is_direct = True
-        if proposal is not None and proposal.is_published:
-            is_direct = yield from proposal.agree(meeting)
-        if is_direct := is_direct and meeting.is_published:
-            yield self._meeting.for_all()
-            is_direct = not self._meeting.absent() and self._all_can()
+        is_direct = yield from self._meet()
         if is_direct:
             is_direct = yield from self._run_direct()
         if not is_direct:
             yield from self._run_staged()
+
+    def _meet(self) -> Waits:
+        """Wait for the other ranks of the host; return whether all can use their devices."""
+        board, meeting, proposal = self._links.board, self._meeting, self._proposal
+        while self._call.plan and not meeting.is_published:
+            yield Wait(lambda: board.has_room, lambda: board.local_ranks)
+            self._come()
+        if proposal is not None and proposal.is_published:
+            have_agreed = yield from proposal.agree(meeting)
+            if not have_agreed:
+                return False
+        if not meeting.is_published:
+            return False
+        yield meeting.for_all()
+        return not meeting.absent() and self._all_can()
 
     def _run_staged(self) -> Waits:
         """Let all messages go through host memory."""

@@ -19,7 +19,6 @@ from collectives.arrays import HOST, OPERATORS, has_infinities
 
 OPTIONS = ("--std=c++14", "--fmad=false")  # of the compiler; no product is fused with a sum
 
-_THREADS, _MOST_BLOCKS = 256, 1056  # of a launch: 8 blocks for each of 132 multiprocessors
 _VECTOR = 16  # bytes that a thread loads at once
 
 _FUNCTIONS = {op.function: op for op in OPERATORS.values() if not op.is_average}
@@ -234,12 +233,6 @@ def divide_source(dtype: np.dtype[Any]) -> str | None:
         return None
     real = "double" if dtype.name in ("float64", "complex128") else "float"
     return f"typedef {real} Real;\n{_types(dtype, _value('add', dtype))}{_UNITS}{_DIVIDE}"
-
-
-def grid(num_bytes: int) -> tuple[int, int]:
-    """The numbers of blocks and of threads in each for an array of this size."""
-    blocks = -(-num_bytes // (_THREADS * _VECTOR))
-    return min(max(blocks, 1), _MOST_BLOCKS), _THREADS
 
 
 class CudaKernels:

@@ -184,7 +184,8 @@ class Proposal:
         if not all(map(links.is_open, records)):
             yield Wait(partial(STREAMS.may_block, driver), list, is_at_work=True)
         links.why = {rank: self._why_unreadable(rank) for rank in peers}
-        yield from self._try_counters([rank for rank in peers if not links.why[rank]])
+        if not links.is_of_one_process:
+            yield from self._try_counters([rank for rank in peers if not links.why[rank]])
         readable = [links.board.parts[rank] or 0 for rank in peers if not links.why[rank]]
         meeting.answer(_ANSWERED | sum(1 << part for part in readable))
         yield meeting.for_answers(_ANSWERED)
@@ -219,19 +220,18 @@ class Proposal:
             return f"the memory of rank {rank} is read with wrong contents"
         return ""
 
-    def _try_counters(self, ranks: Sequence[int]) -> Waits:
+    def _try_counters(self, others: list[int]) -> Waits:
         """Let the streams of these ranks and of this one await each other.
 
         A stream waits only for what is certainly written: all answer when that is enqueued.
         """
-        others = [rank for rank in ranks if self._is_in_other_process(rank)]
         board, slots, driver = self._links.board, self._meeting.slots, self._driver
         written = [board.counter(self._rank, slots[self._rank], rank, False) for rank in others]
         awaited = [board.counter(rank, slots[rank], self._rank, False) for rank in others]
         stream = STREAMS.borrow(driver)
         handle, event = stream
         try:
-            _page_lock(driver, board, others)
+            _page_lock(driver, board)
             self._enqueue(handle, WRITE_VALUE, written)
         except DriverError as error:
             self._links.why |= dict.fromkeys(others, f"streams cannot write values: {error}")
@@ -252,9 +252,6 @@ class Proposal:
                 counter[0] = 1  # or this stream would wait for ever
         yield Wait(partial(driver.is_complete, event), lambda: others, is_at_work=True)
         STREAMS.give_back(driver, stream)
-
-    def _is_in_other_process(self, rank: int) -> bool:
-        return bool(self._meeting.record(rank)["process"] != self._links.process)
 
     def _enqueue(self, stream: int, kind: int, counters: Sequence[Any]) -> None:
         """Let a stream write 1 to counters, or wait for it."""
@@ -285,11 +282,11 @@ def probe_of(driver: Driver, process: int) -> Allocation:
         return _probes[driver]
 
 
-def _page_lock(driver: Driver, board: Board, others: Sequence[int]) -> None:
+def _page_lock(driver: Driver, board: Board) -> None:
     """Let devices write and read the memory of the host, once in a process."""
-    if others and board.memory is not None:
-        memory = board.memory.bytes
-        address = memory.ctypes.data
-        if address not in _page_locked:
-            driver.call("cuMemHostRegister_v2", address, memory.nbytes, PORTABLE | MAPPED)
-            _page_locked[address] = memory
+    assert board.memory is not None
+    memory = board.memory.bytes
+    address = memory.ctypes.data
+    if address not in _page_locked:
+        driver.call("cuMemHostRegister_v2", address, memory.nbytes, PORTABLE | MAPPED)
+        _page_locked[address] = memory

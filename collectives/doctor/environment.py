@@ -72,16 +72,22 @@ def _numba() -> Iterator[Finding]:
         )
 
 
-def _gpu() -> Iterator[Finding]:
+def num_gpus() -> tuple[int, str]:
+    """The GPUs that CuPy finds; if it finds none, the reason."""
     try:
         import cupy  # noqa: PLC0415 - it is optional
 
-        number = cupy.cuda.runtime.getDeviceCount()
+        return cupy.cuda.runtime.getDeviceCount(), ""
     except ImportError:
-        yield good("CuPy is not installed: arrays are NumPy's.")
-        return
+        return 0, "CuPy is not installed"
     except Exception as error:  # noqa: BLE001 - CuPy has an error for each reason
-        yield good(f"CuPy finds no GPU ({error}): arrays are NumPy's.")
+        return 0, f"CuPy finds no GPU ({error})"
+
+
+def _gpu() -> Iterator[Finding]:
+    number, why_none = num_gpus()
+    if why_none:
+        yield good(f"{why_none}: arrays are NumPy's.")
         return
     yield good(
         f"CuPy finds {number} GPU(s). Ranks of a host read each other's arrays, and others stage "

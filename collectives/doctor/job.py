@@ -13,7 +13,7 @@ import numpy as np
 
 import collectives
 from collectives.communicator import Communicator
-from collectives.doctor.environment import num_cores
+from collectives.doctor.environment import num_cores, num_gpus
 from collectives.doctor.findings import Finding, good, slow, wrong
 from collectives.schedule import Topology
 
@@ -130,12 +130,7 @@ def _threads() -> Iterator[Finding]:
 
 def all_have_gpus(comm: Communicator) -> bool:
     """Whether CuPy finds a GPU on every rank."""
-    try:
-        import cupy  # noqa: PLC0415 - it is optional
-
-        number = cupy.cuda.runtime.getDeviceCount()
-    except Exception:  # noqa: BLE001 - CuPy has an error for each reason
-        number = 0
+    number, _ = num_gpus()
     return bool(comm.all_reduce(np.array([number]), "min")[0])
 
 

@@ -20,6 +20,7 @@ from collectives.engines.host_memory import (
     NUM_HOST_CALLS,
     NUM_SLOTS,
     HostMemory,
+    note_host_call,
 )
 
 WORKS, FAILS = 1, 2  # of verdicts
@@ -144,7 +145,7 @@ class Board:
 
     def note_host_call(self, number: int) -> None:
         """Note that this rank makes a call on host arrays."""
-        self.host_calls[number % NUM_HOST_CALLS] = number
+        note_host_call(self.host_calls, number)
 
     def note_plan(self, number: int) -> bool:
         """Note that the plan of this number is on a device; False if there is no room for it."""

@@ -22,7 +22,8 @@ import pytest
 
 from collectives.arrays import HOST
 from collectives.devices import kernels
-from collectives.devices.kernels import CudaKernels, divide_source, grid, source
+from collectives.devices.enqueue import THREADS, num_blocks
+from collectives.devices.kernels import CudaKernels, divide_source, source
 from tests.arrays.test_kernels import (
     COMBINATIONS,
     COMPLEX,
@@ -492,7 +493,7 @@ def test_numpy_is_asked_which_zero_is_the_lesser(
     [(0, 1), (1, 1), (4096, 1), (4097, 2), (1056 * 4096, 1056), (1 << 40, 1056)],
 )
 def test_the_grid_of_a_launch(num_bytes: int, blocks: int) -> None:
-    assert grid(num_bytes) == (blocks, 256)
+    assert (num_blocks(num_bytes), THREADS) == (blocks, 256)
 
 
 class FakeCuda:
