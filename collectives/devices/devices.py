@@ -30,17 +30,13 @@ class Devices:
 
     def execution(
         self, program: Program, operands: Operands, tag: int, call: DeviceCall
-    ) -> Execution:
-        """The execution of a call, on host arrays or on a device."""
-        transport, board, backend = self._transport, self._transport.board, operands.backend
-        if not backend.is_host:
-            with backend.on_stream(backend.current_stream()):  # the device is the current one
-                if not self.why_staged(operands, call):
-                    return self._on_device(program, operands, tag, call)
-        if call.plan:
-            board.note_host_call(call.plan)
-        noted = None if call.plan else board.host_calls
-        return transport.execution(program, operands, tag, noted)
+    ) -> Execution | None:
+        """The execution of a call on devices; None if this rank stages its messages by itself."""
+        backend = operands.backend
+        with backend.on_stream(backend.current_stream()):  # the device is the current one
+            if self.why_staged(operands, call):
+                return None
+            return self._on_device(program, operands, tag, call)
 
     def _on_device(
         self, program: Program, operands: Operands, tag: int, call: DeviceCall

@@ -20,7 +20,6 @@ from collectives.engines.host_memory import (
     NUM_HOST_CALLS,
     NUM_SLOTS,
     HostMemory,
-    note_host_call,
 )
 
 WORKS, FAILS = 1, 2  # of verdicts
@@ -145,7 +144,7 @@ class Board:
 
     def note_host_call(self, number: int) -> None:
         """Note that this rank makes a call on host arrays."""
-        note_host_call(self.host_calls, number)
+        self.host_calls[number % NUM_HOST_CALLS] = number
 
     def note_plan(self, number: int) -> bool:
         """Note that the plan of this number is on a device; False if there is no room for it."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from collectives.arrays import Array, jit, kernels
 from collectives.diagnostics import CallLog, Waiting
-from collectives.engines.host_memory import note_host_call
+from collectives.engines.host_memory import NUM_HOST_CALLS
 from collectives.engines.interpreter import Memory
 from collectives.engines.mpi_errors import (
     Failed,
@@ -332,7 +332,7 @@ class CompiledExecution:
     def restart(self, number: int) -> None:
         """Go back to the first row."""
         if self._host_calls is not None:
-            note_host_call(self._host_calls, number)
+            self._host_calls[number % NUM_HOST_CALLS] = number
         self.state[self._names.ROW] = self.state[self._names.NUMBER] = 0
         self._completed = _NOTHING_NOTED
 

@@ -83,11 +83,6 @@ def area_of(num_parts: int) -> np.dtype[Any]:
     )
 
 
-def note_host_call(host_calls: NDArray[np.int64], number: int) -> None:
-    """Note the number of a call on host arrays, at its remainder; as `executor.begin` does."""
-    host_calls[number % NUM_HOST_CALLS] = number
-
-
 class HostMemory:
     """The memory of all ranks of a host, as this rank sees it.
 

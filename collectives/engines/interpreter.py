@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from collectives.arrays import Array, Bytes
 from collectives.diagnostics import Waiting
-from collectives.engines.host_memory import note_host_call
+from collectives.engines.host_memory import NUM_HOST_CALLS
 from collectives.engines.transport import Messages, Operands
 from collectives.programs import INPUT, OUTPUT, SCRATCH, Kind, Program, Row
 
@@ -93,7 +93,7 @@ class Interpreted:
         """Go back to the first row."""
         self.row = 0
         if self._host_calls is not None:
-            note_host_call(self._host_calls, number)
+            self._host_calls[number % NUM_HOST_CALLS] = number
 
     def interrupt(self, is_wanted: bool) -> None:
         """Do nothing: this execution never waits."""

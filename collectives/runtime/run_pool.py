@@ -183,11 +183,25 @@ class RunPool:
         execution = (
             self._transport.execution(program, operands, tag)
             if is_ahead
-            else self._devices.execution(program, operands, tag, DeviceCall(spec, plan))
+            else self._execution(program, operands, tag, spec, plan)
         )
         run = self._run(spec.names, program, execution, numbered)
         run.is_ahead, run.show_position = is_ahead, partial(_schedule_grid, spec, rank, size)
         return run
+
+    def _execution(
+        self, program: Program, operands: Operands, tag: int, spec: CallSpec, plan: int
+    ) -> Execution:
+        """The execution of a call or a plan, which the others see if it is in host memory."""
+        if operands.backend is not HOST:
+            on_devices = self._devices.execution(program, operands, tag, DeviceCall(spec, plan))
+            if on_devices is not None:
+                return on_devices
+        board = self._transport.board
+        if plan:
+            board.note_host_call(plan)
+        noted = None if plan else board.host_calls
+        return self._transport.execution(program, operands, tag, noted)
 
     def _of_message(
         self, ends: Ends, arrays: Arrays, tag: int, numbered: Callable[[int], str]
