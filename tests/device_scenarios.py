@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from bench.oracle import expected
 from collectives import Communicator
-from tests.scenarios import Job, call, same
+from tests.scenarios import REDUCTIONS, ROOTED, WHOLE, Job, call, in_place, same
 
 ToDevice = Callable[[np.ndarray], Any]
 ToHost = Callable[[Any], Any]
+Write = Callable[[Any, np.ndarray], None]
 
 
 def perform_on_device(comm: Communicator, job: Job, to_device: ToDevice, to_host: ToHost) -> None:
@@ -23,6 +25,42 @@ def perform_on_device(comm: Communicator, job: Job, to_device: ToDevice, to_host
     got = call(comm, job, x, to_host)
     assert got is None or type(got) is type(x), f"{job}: the result is a {type(got)}"
     same(to_host(got), want[comm.rank], job)
+
+
+def perform_again(
+    comm: Communicator, job: Job, to_device: ToDevice, to_host: ToHost, write: Write, num_runs: int
+) -> None:
+    """A plan that runs, and then calls, on the same arrays with other contents each time."""
+    inputs = job.inputs()
+    options = options_of(job)
+    x, out = to_device(inputs[comm.rank]), None
+    if job.is_in_place:
+        x, out = in_place(comm, job, x)
+    if job.collective == "scatter" and comm.rank != job.root:
+        x = None
+    plan = getattr(comm.plan, job.collective)(x, out=out, **options)
+    # Where only the root knows how many elements others get, they pass no array.
+    out = None if job.collective == "scatter" and job.counts() is None else plan.result
+    call_again = partial(getattr(comm, job.collective), x, out=out, **options)
+    for turn, run in enumerate([plan.run] * num_runs + [call_again] * num_runs, start=1):
+        new = [values * turn for values in inputs]
+        if x is not None:
+            write(x, new[comm.rank])
+        want = expected(job.collective, new, op=job.op, root=job.root, counts=job.counts())
+        same(to_host(run()), want[comm.rank], f"turn {turn} of {job}")
+    plan.free()
+
+
+def options_of(job: Job) -> dict[str, Any]:
+    """The keywords of its call, without arrays."""
+    options: dict[str, Any] = {"algorithm": job.algorithm}
+    if job.collective in ROOTED:
+        options["root"] = job.root
+    if job.collective in REDUCTIONS:
+        options["op"] = job.op
+    if job.counts() is not None and job.collective not in WHOLE:
+        options["counts"] = job.counts()
+    return options
 
 
 def mixed_program(comm: Communicator, to_device: ToDevice, to_host: ToHost) -> None:

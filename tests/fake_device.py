@@ -63,7 +63,7 @@ class FakeBackend:
     """Counts what crosses between host and device; combines on the device."""
 
     name = kind = "fake"
-    is_host = False
+    is_host, is_current = False, True
 
     def __init__(self) -> None:
         self._thread = threading.local()

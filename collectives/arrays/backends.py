@@ -87,6 +87,10 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait until all work on the current stream is done."""
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the device of the arrays is the current one of this thread."""
+
     def current_stream(self) -> Stream:
         """The current stream of this thread.  All operations are in order with it."""
 
@@ -98,7 +102,7 @@ class NumpyBackend:
     """Arrays in host memory."""
 
     name = kind = "numpy"
-    is_host = True
+    is_host = is_current = True
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         if num_elements(shape) * dtype.itemsize < LARGE:
@@ -246,6 +250,10 @@ class CupyBackend:
 
     def synchronize(self) -> None:
         self.current_stream().synchronize()
+
+    @property
+    def is_current(self) -> bool:
+        return bool(self.cupy.cuda.runtime.getDevice() == self.device.id)
 
     def current_stream(self) -> Stream:
         with self.device:

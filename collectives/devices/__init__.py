@@ -2,6 +2,7 @@
 
 from collectives.devices.call import DeviceCall
 from collectives.devices.devices import DEVICE_MODES, DeviceMode, Devices
+from collectives.devices.execution import OnDevice
 from collectives.devices.loop import compiled as enqueue_loop
 
-__all__ = ["DEVICE_MODES", "DeviceCall", "DeviceMode", "Devices", "enqueue_loop"]
+__all__ = ["DEVICE_MODES", "DeviceCall", "DeviceMode", "Devices", "OnDevice", "enqueue_loop"]

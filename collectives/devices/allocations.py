@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from collectives.devices.driver import Driver
-from collectives.engines import BUFFER_RECORD
 
 MOST_EXPORTED = 256  # allocations of a communicator, on each rank
 NUM_CLOSING = 3  # that peers close in a call: as many as the call can export
@@ -35,13 +35,11 @@ class Exports:
         self._driver = driver
         self._open: OrderedDict[int, Exported] = OrderedDict()
         self._closing: dict[int, Exported] = {}
+        self._pins = Counter[int]()
 
-    def describe(self, address: int, size: int, owner: object) -> Any:
-        """The record of a buffer.  Raises DriverError if its memory cannot be exported."""
-        record = np.zeros((), BUFFER_RECORD)
-        record["address"], record["size"] = address, size
-        if not size:
-            return record
+    def describe(self, record: Any, owner: object) -> None:
+        """Write the allocation of a buffer into its record.  Raises DriverError if it has none."""
+        address = int(record["address"])
         number = self._driver.buffer_id(address)
         if number not in self._open:
             base, _ = self._driver.allocation(address)
@@ -50,14 +48,23 @@ class Exports:
         exported = self._open[number]
         record["id"], record["offset"] = number, address - exported.base
         record["handle"] = np.void(exported.handle)
-        return record
 
     def to_close(self) -> list[int]:
         """The ids of allocations that peers must close now."""
-        while len(self._open) > MOST_EXPORTED and len(self._closing) < NUM_CLOSING:
-            number, exported = self._open.popitem(last=False)
-            self._closing[number] = exported
+        excess = min(len(self._open) - MOST_EXPORTED, NUM_CLOSING - len(self._closing))
+        unpinned = (number for number in self._open if not self._pins[number])
+        for number in list(islice(unpinned, max(excess, 0))):
+            self._closing[number] = self._open.pop(number)
         return list(self._closing)
+
+    def pin(self, numbers: Iterable[int]) -> None:
+        """Keep allocations open until `unpin`, as often as they are pinned."""
+        self._pins.update(numbers)
+
+    def unpin(self, numbers: Iterable[int]) -> None:
+        """Undo `pin`."""
+        self._pins.subtract(numbers)
+        self._pins = +self._pins
 
     def closed(self, numbers: Iterable[int]) -> None:
         """Release allocations that all peers have closed."""

@@ -9,6 +9,7 @@ from collectives.devices.call import DeviceCall
 from collectives.devices.driver import DriverError
 from collectives.devices.drivers import driver_of
 from collectives.devices.execution import OnDevice
+from collectives.devices.kept import Kept
 from collectives.devices.links import Links
 from collectives.engines import Execution, Operands, Transport
 from collectives.programs import OwnCounts, Program
@@ -27,6 +28,7 @@ class Devices:
     def __init__(self, transport: Transport, mode: DeviceMode) -> None:
         self._transport, self.mode = transport, mode
         self._links: Links | None = None
+        self._kept = Kept()
 
     def execution(
         self, program: Program, operands: Operands, tag: int, call: DeviceCall
@@ -46,7 +48,12 @@ class Devices:
         why = ""
         if links.backend is not operands.backend:
             why = f"the array is on {operands.backend.name}, the links are for {links.backend.name}"
-        return OnDevice(self._transport, links, call, program, operands, tag, why)
+        return OnDevice(self._transport, links, self._kept, call, program, operands, tag, why)
+
+    def free_plan(self, number: int) -> None:
+        """Note that the plan of this number was freed."""
+        self._transport.board.forget_plan(number)
+        self._kept.free_plan(number)
 
     def why_staged(self, operands: Operands, call: DeviceCall) -> str:
         """Why this rank stages the messages of a call by itself; "" if it does not."""
@@ -103,6 +110,7 @@ class Devices:
 
     def free(self) -> None:
         """Close the memory of peers."""
+        self._kept.free()
         if self._links is not None:
             self._links.free()
             self._links = None

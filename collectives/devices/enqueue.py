@@ -1,7 +1,9 @@
-"""The loop that enqueues a device program on a stream, compiled by numba.
+"""The loop that runs a device program: it enqueues operations on a stream, compiled by numba.
 
 It calls the functions of the driver by address, without the interpreter and without its lock.  It
-returns to Python for rows that need the host, and when too many operations are outstanding.
+returns to Python when the program is complete, at the time limit, for rows that need the host, and
+if the ranks must meet.  Its state begins with the words of `executor.py`, so that it numbers and
+logs runs with the same code.
 """
 
 from __future__ import annotations
@@ -10,42 +12,210 @@ from llvmlite import ir
 from numba import njit
 
 from collectives.devices import driver, table
-from collectives.engines.executor import call4, caller, load, store
+from collectives.engines import executor
+from collectives.engines.executor import (
+    begin,
+    call2,
+    call3,
+    call4,
+    caller,
+    load,
+    load32,
+    log_completion,
+    pause,
+    peek,
+    store,
+)
 from collectives.lowering import MOST_OPERANDS, DeviceKind
 
-# Words of a state, one for each execution.
-(STREAM, TABLE, NUM_ROWS, ROW, BATCH, VALUES, PARAMETERS, COMBINE, DIVIDE, DIVISOR, ITEMSIZE,
- NUM_OUTSTANDING, MOST_OUTSTANDING, ERROR, BATCH_OPERATION, COPY_BYTES, LAUNCH,
- NUM_STATE_WORDS) = range(18)  # fmt: skip
+# Words of a state that the loop on host memory has too.
+PORT, TABLE, NUM_ROWS, ROW = executor.PORT, executor.ROWS, executor.NUM_ROWS, executor.ROW
+COMBINE, DIVIDE, DIVISOR = executor.COMBINE, executor.DIVIDE, executor.DIVISOR
+ITEMSIZE, INTERRUPT, ERROR, FLAG = (
+    *(executor.ITEMSIZE, executor.INTERRUPT),
+    *(executor.ERROR, executor.FLAG),
+)
+ENTRY, NUMBER, KEY, COUNTER_AT = executor.ENTRY, executor.NUMBER, executor.KEY, executor.COUNTER
+_FIRST = executor.NUM_STATE_WORDS
+# Where it enqueues, and how:
+(STREAM, EVENT, OF_CALLER, BATCH, VALUES, PARAMETERS, NUM_OUTSTANDING, MOST_OUTSTANDING,
+ STAGE, IS_BUSY, RUN) = range(_FIRST, _FIRST + 11)  # fmt: skip
+# the word by which this rank says that it has come, and the addresses of those of its peers:
+MINE, PEERS, NUM_PEERS, TURN, LAST_TURN = range(_FIRST + 11, _FIRST + 16)
+# and the functions of the driver.
+(BATCH_OPERATION, COPY_BYTES, LAUNCH, RECORD_EVENT, WAIT_EVENT, QUERY_EVENT, IS_CAPTURING,
+ NUM_STATE_WORDS) = range(_FIRST + 16, _FIRST + 24)  # fmt: skip
 
 # Words of a row: its kind, bytes, number of operands and those on the left; addresses of the
-# target, of the operands and of a counter; the value of the counter.
-KIND, SIZE, NUM_OPERANDS, LEFTS, TARGET, OPERANDS, COUNTER, VALUE, ROW_WORDS = (
-    *(0, 1, 2, 3, 4, 5, 13, 14),
+# target, of the operands and of a counter; the value of the counter, and by how much it rises with
+# each run.
+KIND, SIZE, NUM_OPERANDS, LEFTS, TARGET, OPERANDS, COUNTER, VALUE, RISE, ROW_WORDS = (
+    *(0, 1, 2, 3, 4, 5, 13, 14, 15),
     16,
 )
 
-DONE, HOST, FULL, DRIVER_ERROR = range(4)  # answers of the loop
+# Answers of the loop.
+DONE, WAITING, MISFIT = executor.DONE, executor.WAITING, executor.MISFIT
+HOST, FULL, DRIVER_ERROR, MEET = range(10, 14)
+
+IDLE, COMING, FOLLOWING, ENQUEUEING, DRAINING, FINISHING = range(6)  # stages of a run
+
+# What the word of a rank says: the number of the run, its turn, and whether the ranks must meet.
+TURN_BITS = 22
+MOST_TURNS = 2**TURN_BITS - 2
 
 # Compiled code is cached until this file changes, so constants of other files are repeated here.
 SIGNAL, AWAIT, COPY, COMBINATION, DIVISION = range(5)
-WAIT_VALUE, WRITE_VALUE, MEMORY_OPERATION_WORDS = 1, 2, 6
+WAIT_VALUE, WRITE_VALUE, MEMORY_OPERATION_WORDS, NOT_READY = 1, 2, 6, 600
 MOST_IN_BATCH = 64
 THREADS, _BYTES_EACH, _MOST_BLOCKS = 256, 16, 1056
+_ROW_BYTES = 8 * ROW_WORDS
 assert [*DeviceKind][: DIVISION + 1] == [SIGNAL, AWAIT, COPY, COMBINATION, DIVISION]
 assert (WAIT_VALUE, WRITE_VALUE) == (driver.WAIT_VALUE, driver.WRITE_VALUE)
-assert driver.MEMORY_OPERATION_WORDS == MEMORY_OPERATION_WORDS
-assert (*(table.KIND, table.SIZE, table.NUM_OPERANDS, table.LEFTS, table.TARGET),) == (
-    KIND,
-    SIZE,
-    NUM_OPERANDS,
-    LEFTS,
-    TARGET,
-)
-assert (OPERANDS, COUNTER) == (TARGET + 1, OPERANDS + MOST_OPERANDS)
-assert (COUNTER, VALUE, ROW_WORDS) == (table.COUNTER, table.VALUE, table.ROW_WORDS)
+assert (MEMORY_OPERATION_WORDS, NOT_READY) == (driver.MEMORY_OPERATION_WORDS, driver.NOT_READY)
+assert (table.KIND, table.SIZE, table.NUM_OPERANDS) == (KIND, SIZE, NUM_OPERANDS)
+assert (table.LEFTS, table.TARGET, OPERANDS) == (LEFTS, TARGET, TARGET + 1)
+assert (table.COUNTER, table.VALUE, table.RISE) == (COUNTER, VALUE, RISE)
+assert (OPERANDS + MOST_OPERANDS, table.ROW_WORDS) == (COUNTER, ROW_WORDS)
 
+call1 = caller(1, ir.IntType(32))
 call11 = caller(11, ir.IntType(32))
+
+
+# A run of ranks that have met before
+
+
+@njit(nogil=True, error_model="numpy")
+def run(state: int, nanoseconds: int) -> int:
+    """Number and log a run, and advance it for at most `nanoseconds`."""
+    if load(state + 8 * MINE) == 0 or load(state + 8 * TURN) >= load(state + 8 * LAST_TURN):
+        return MISFIT
+    begin(state)
+    if come(state, load(state + 8 * NUMBER)) == MEET:
+        return MEET
+    return advance(state, nanoseconds)
+
+
+@njit(nogil=True, error_model="numpy")
+def come(state: int, number: int) -> int:
+    """Let the peers see that this rank has come to a run; MEET if it cannot run on the device."""
+    turn = load(state + 8 * TURN) + 1
+    store(state + 8 * TURN, turn)
+    store(state + 8 * RUN, number)
+    store(state + 8 * STAGE, COMING)
+    function, status = load(state + 8 * IS_CAPTURING), state + 8 * FLAG
+    error = call2(function, (load(state + 8 * OF_CALLER), status))
+    must_meet = error != 0 or load32(status) != 0
+    store(load(state + 8 * MINE), word_of(number, turn, must_meet))
+    return MEET if must_meet else DONE
+
+
+@njit(nogil=True, error_model="numpy")
+def word_of(number: int, turn: int, must_meet: bool) -> int:
+    """The word that says that a rank has come."""
+    return (((number << TURN_BITS) | turn) << 1) | (1 if must_meet else 0)
+
+
+@njit(nogil=True, error_model="numpy")
+def look(state: int) -> int:
+    """Whether all peers have come; MEET if one of them makes this run in another way.
+
+    A peer that has already come to its next turn was here in this one.
+    """
+    turn, expected, answer = load(state + 8 * TURN), load(load(state + 8 * MINE)), DONE
+    for peer in range(load(state + 8 * NUM_PEERS)):
+        word = peek(load(load(state + 8 * PEERS) + 8 * peer))
+        if word == expected:
+            continue
+        its_turn = (word >> 1) & ((1 << TURN_BITS) - 1)
+        if its_turn == turn and (word & 1 != 0 or word > expected):
+            return MEET
+        if its_turn <= turn:
+            answer = WAITING
+    return answer
+
+
+# Any run
+
+
+@njit(nogil=True, error_model="numpy")
+def advance(state: int, nanoseconds: int) -> int:
+    """Continue a run; wait for peers and for the device at most `nanoseconds` each."""
+    while True:
+        stage = load(state + 8 * STAGE)
+        if stage == FOLLOWING:
+            answer, stage = follow(state), ENQUEUEING
+        elif stage == ENQUEUEING:
+            answer = enqueue(state)
+            stage = DRAINING if answer == FULL else FINISHING
+            if answer in (FULL, DONE):
+                answer = record_event(state, load(state + 8 * STREAM))
+        else:
+            answer = wait(state, nanoseconds)
+            if stage == COMING:
+                stage = FOLLOWING
+            elif stage == DRAINING:
+                stage = ENQUEUEING
+            else:
+                stage = IDLE
+        if answer != DONE:
+            return answer
+        store(state + 8 * STAGE, stage)
+        if stage == ENQUEUEING:
+            store(state + 8 * NUM_OUTSTANDING, 0)
+        if stage == IDLE:
+            store(state + 8 * IS_BUSY, 0)
+            if load(state + 8 * NUMBER) != 0:
+                log_completion(state)
+            return DONE
+
+
+@njit(nogil=True, error_model="numpy")
+def wait(state: int, nanoseconds: int) -> int:
+    """Wait for the peers, or for the device."""
+    port, started, tries = load(state + 8 * PORT), 0, 0
+    while True:
+        answer = look(state) if load(state + 8 * STAGE) == COMING else query(state)
+        if answer != WAITING:
+            return answer
+        tries += 1
+        started = pause(state, port, nanoseconds, tries, started)
+        if started < 0:
+            return WAITING
+
+
+@njit(nogil=True, error_model="numpy")
+def query(state: int) -> int:
+    """Whether the device has done all that is enqueued."""
+    code = call1(load(state + 8 * QUERY_EVENT), (load(state + 8 * EVENT),))
+    if code == NOT_READY:
+        return WAITING
+    store(state + 8 * ERROR, code)
+    return DONE if code == 0 else DRIVER_ERROR
+
+
+@njit(nogil=True, error_model="numpy")
+def record_event(state: int, stream: int) -> int:
+    """Record the event of the run on a stream."""
+    code = call2(load(state + 8 * RECORD_EVENT), (load(state + 8 * EVENT), stream))
+    store(state + 8 * ERROR, code)
+    return DONE if code == 0 else DRIVER_ERROR
+
+
+@njit(nogil=True, error_model="numpy")
+def follow(state: int) -> int:
+    """Begin after what is on the caller's stream, with higher values than those of the last run."""
+    store(state + 8 * IS_BUSY, 1)
+    if record_event(state, load(state + 8 * OF_CALLER)) != DONE:
+        return DRIVER_ERROR
+    arguments = load(state + 8 * STREAM), load(state + 8 * EVENT), 0
+    store(state + 8 * ERROR, call3(load(state + 8 * WAIT_EVENT), arguments))
+    rows = load(state + 8 * TABLE)
+    for number in range(load(state + 8 * NUM_ROWS)):
+        value = rows + _ROW_BYTES * number + 8 * VALUE
+        store(value, load(value) + load(value + 8 * (RISE - VALUE)))
+    store(state + 8 * ROW, 0)
+    return DONE if load(state + 8 * ERROR) == 0 else DRIVER_ERROR
 
 
 @njit(nogil=True, error_model="numpy")
@@ -54,7 +224,7 @@ def enqueue(state: int) -> int:
     rows, stop = load(state + 8 * TABLE), load(state + 8 * NUM_ROWS)
     number, answer = load(state + 8 * ROW), DONE
     while number < stop:
-        row = rows + 8 * ROW_WORDS * number
+        row = rows + _ROW_BYTES * number
         kind = load(row)
         if kind > DIVISION:
             answer = HOST
@@ -90,7 +260,7 @@ def batch(state: int, row: int, most: int) -> int:
         store(at + 8, load(row + 8 * COUNTER))
         store(at + 16, load(row + 8 * VALUE))
         store(at + 24, 0)
-        row += 8 * ROW_WORDS
+        row += _ROW_BYTES
         count += 1
     function, stream = load(state + 8 * BATCH_OPERATION), load(state + 8 * STREAM)
     store(state + 8 * ERROR, call4(function, (stream, count, operations, 0)))

@@ -80,11 +80,12 @@ class Links:
 
         `owner`: what keeps its memory as long as others may have it open; None: the caller does.
         """
-        if self.is_of_one_process:
-            record = np.zeros((), BUFFER_RECORD)
+        record = np.zeros((), BUFFER_RECORD)
+        if num_bytes:
             record["address"], record["size"] = address, num_bytes
-            return record
-        return self.exports.describe(address, num_bytes, owner)
+            if not self.is_of_one_process:
+                self.exports.describe(record, owner)
+        return record
 
     @property
     def is_of_one_process(self) -> bool:

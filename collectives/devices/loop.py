@@ -1,24 +1,64 @@
-"""The state of the compiled loop that enqueues a device program."""
+"""The state of the compiled loop that runs a device program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from collectives.arrays import jit
 from collectives.devices.driver import MEMORY_OPERATION_WORDS, Driver, DriverError
+from collectives.devices.streams import Stream
 from collectives.devices.table import ROW_WORDS, Words
+from collectives.diagnostics import CallLog
 from collectives.engines import Operands
+
+_SPINS = 10  # polls before a waiting rank yields its processor
+
+
+class Functions(NamedTuple):
+    """The compiled functions; see `enqueue`."""
+
+    run: Callable[[int, int], int]
+    come: Callable[[int, int], int]
+    look: Callable[[int], int]
+    advance: Callable[[int, int], int]
+    word_of: Callable[[int, int, bool], int]
+    log_completion: Callable[[int], None]
 
 
 @cache
-def compiled() -> Callable[[int], int]:
-    """The compiled loop, which is compiled or loaded at first use."""
+def compiled() -> Functions:
+    """The compiled functions, which are compiled or loaded at first use."""
     from collectives.devices import enqueue  # noqa: PLC0415 - it imports numba
+    from collectives.engines.executor import log_completion  # noqa: PLC0415
 
-    return jit.function(enqueue.enqueue.py_func, "int64(int64)")
+    return Functions(
+        jit.function(enqueue.run.py_func, "int64(int64, int64)"),
+        jit.function(enqueue.come.py_func, "int64(int64, int64)"),
+        jit.function(enqueue.look.py_func, "int64(int64)"),
+        jit.function(enqueue.advance.py_func, "int64(int64, int64)"),
+        jit.function(enqueue.word_of.py_func, "int64(int64, int64, boolean)"),
+        jit.function(log_completion.py_func, "void(int64)"),
+    )
+
+
+@cache
+def _port() -> Words:
+    """The words of `executor.py` that a device program needs of a port."""
+    from collectives.engines import executor  # noqa: PLC0415 - it imports numba
+
+    library, port = ctypes.CDLL(None), np.zeros(executor.NUM_PORT_WORDS, np.int64)
+    for name, function in (
+        (executor.CLOCK, library.clock_gettime),
+        (executor.YIELD, library.sched_yield),
+    ):
+        port[name] = ctypes.cast(function, ctypes.c_void_p).value or 0
+    port[executor.SPINS] = _SPINS
+    return port
 
 
 class Loop:
@@ -27,18 +67,19 @@ class Loop:
     def __init__(self, driver: Driver, operands: Operands, itemsize: int) -> None:
         from collectives.devices import enqueue  # noqa: PLC0415 - it imports numba
 
-        self.names = enqueue
+        self.names, self._functions = enqueue, compiled()
         self.rows = np.zeros((0, ROW_WORDS), np.int64)
         self._values = np.zeros(12, np.int64)
         self._parameters = self._values.ctypes.data + 8 * np.arange(12)
         self._batch = np.zeros((enqueue.MOST_IN_BATCH, MEMORY_OPERATION_WORDS), np.int64)
         self.words = np.zeros(enqueue.NUM_STATE_WORDS, np.int64)
-        self._address = self.words.ctypes.data
+        self.address = self.words.ctypes.data
         dtype, kernels = operands.output.dtype, driver.kernels
         function = operands.function if isinstance(operands.function, str) else ""
         is_average = operands.divisor > 1
         self._driver, addresses = driver, driver.addresses
         for name, value in {
+            enqueue.PORT: _port().ctypes.data,
             enqueue.BATCH: self._batch.ctypes.data,
             enqueue.VALUES: self._values.ctypes.data,
             enqueue.PARAMETERS: self._parameters.ctypes.data,
@@ -49,27 +90,132 @@ class Loop:
             enqueue.BATCH_OPERATION: addresses["cuStreamBatchMemOp_v2"],
             enqueue.COPY_BYTES: addresses["cuMemcpyDtoDAsync_v2"],
             enqueue.LAUNCH: addresses["cuLaunchKernel"],
+            enqueue.RECORD_EVENT: addresses["cuEventRecord"],
+            enqueue.WAIT_EVENT: addresses["cuStreamWaitEvent"],
+            enqueue.QUERY_EVENT: addresses["cuEventQuery"],
+            enqueue.IS_CAPTURING: addresses["cuStreamIsCapturing"],
         }.items():
             self.words[name] = value
 
-    def begin(self, rows: Words, stream: int) -> None:
-        """Set the rows of the next run."""
+    def log_runs(self, log: CallLog, key: int, counter: Words) -> None:
+        """Let `run` number and log the runs that it starts; see `Reusable.make_reusable`."""
+        words = key, log.words.ctypes.data, counter.ctypes.data
+        self.words[self.names.KEY : self.names.COUNTER_AT + 1] = words
+        self._logged = log, counter
+
+    # Runs after a meeting
+
+    def begin(self, rows: Words, stream: Stream, of_caller: int) -> None:
+        """Set the rows of the next run, which begins after what is on the caller's stream."""
         self.rows, names = rows, self.names
-        self.words[names.STREAM], self.words[names.TABLE] = stream, rows.ctypes.data
-        self.words[names.NUM_ROWS], self.words[names.ROW] = len(rows), 0
-        self.words[names.NUM_OUTSTANDING] = 0
-        self.words[names.MOST_OUTSTANDING] = self._driver.most_outstanding
+        for name, value in {
+            names.STREAM: stream.handle,
+            names.EVENT: stream.event,
+            names.OF_CALLER: of_caller,
+            names.TABLE: rows.ctypes.data,
+            names.NUM_ROWS: len(rows),
+            names.MOST_OUTSTANDING: self._driver.most_outstanding,
+            names.STAGE: names.FOLLOWING,
+        }.items():
+            self.words[name] = value
 
-    def nothing_outstanding(self) -> None:
-        """Note that the device has done all that was enqueued."""
-        self.words[self.names.NUM_OUTSTANDING] = 0
+    # Runs without one
 
-    def advance(self) -> int:
-        """Enqueue what can be enqueued; return the answer of the loop."""
-        answer = int(compiled()(self._address))
+    def keep(self, mine: Words, peers: Sequence[Words], most_turns: int) -> None:
+        """Let the same rows run again.
+
+        `mine`: the word by which the peers see that this rank has come.  `peers`: theirs.
+        `most_turns`: how often they can run again at most.
+        """
+        names = self.names
+        self._mine = mine, peers
+        self._peers = np.array([word.ctypes.data for word in peers], np.int64)
+        self.words[names.PEERS], self.words[names.NUM_PEERS] = self._peers.ctypes.data, len(peers)
+        self.words[names.TURN] = 0
+        self.words[names.LAST_TURN] = min(most_turns, names.MOST_TURNS)
+        self.words[names.MINE] = mine.ctypes.data
+
+    def forget(self) -> None:
+        """Let the peers see that this rank does not run the same rows again."""
+        names, words = self.names, self.words
+        if words[names.MINE]:
+            turn = int(words[names.TURN]) + (not self.is_coming)
+            self._mine[0][0] = self._functions.word_of(0, turn, True)
+            words[names.MINE] = 0
+        words[names.STAGE] = names.IDLE
+
+    @property
+    def can_run_again(self) -> bool:
+        """Whether the rows of the last run can run once more."""
+        words, names = self.words, self.names
+        return bool(words[names.MINE]) and bool(words[names.TURN] < words[names.LAST_TURN])
+
+    def run(self, of_caller: int, nanoseconds: int) -> int:
+        """Start a run and advance it, after what is on the caller's stream."""
+        self.words[self.names.OF_CALLER] = of_caller
+        return self._functions.run(self.address, nanoseconds)
+
+    def come(self, number: int, of_caller: int) -> int:
+        """Start a run of this number; MEET if the ranks must meet."""
+        self.words[self.names.OF_CALLER] = of_caller
+        return self._functions.come(self.address, number)
+
+    # Any run
+
+    def advance(self, seconds: float) -> int:
+        """Advance a run; return the answer of the loop.  Raises DriverError."""
+        answer = self._functions.advance(self.address, int(seconds * 1e9))
         if answer == self.names.DRIVER_ERROR:
-            raise DriverError("enqueueing", int(self.words[self.names.ERROR]))
+            self.raise_error()
         return answer
+
+    def raise_error(self) -> NoReturn:
+        """Raise DriverError for what has failed."""
+        raise DriverError("running a program", int(self.words[self.names.ERROR]))
+
+    def interrupt(self, is_wanted: bool) -> None:
+        """End a wait in another thread at once; with False, allow waits again."""
+        self.words[self.names.INTERRUPT] = is_wanted
+
+    def end(self) -> None:
+        """Note that another one waits for what is on the stream."""
+        self.words[self.names.IS_BUSY] = 0
+
+    def log_completion(self) -> None:
+        """Log that a run that `run` has started is complete, unless that is done."""
+        if self.run_number:
+            self._functions.log_completion(self.address)
+
+    def can_advance(self) -> bool:
+        """Whether it would not only wait."""
+        if self.is_coming:
+            return self._functions.look(self.address) != self.names.WAITING
+        return self._driver.is_complete(int(self.words[self.names.EVENT]))
+
+    def late(self) -> list[int]:
+        """The indices of the peers that are not known to have come to the run."""
+        expected = int(self._mine[0][0])
+        return [at for at, word in enumerate(self._mine[1]) if int(word[0]) < expected]
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether the run waits for its peers to come."""
+        return bool(self.words[self.names.STAGE] == self.names.COMING)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something of it may be on its stream."""
+        return bool(self.words[self.names.IS_BUSY])
+
+    @property
+    def run_number(self) -> int:
+        """The number of the run that `run` has started; 0 if it is complete."""
+        return int(self.words[self.names.NUMBER])
+
+    @property
+    def log_entry(self) -> int:
+        """The index of that run's entry in the log."""
+        return int(self.words[self.names.ENTRY])
 
     @property
     def row(self) -> int:

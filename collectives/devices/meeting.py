@@ -19,7 +19,6 @@ class Wait(NamedTuple):
     is_at_work: bool = False
 
 
-NO_WAIT = Wait(lambda: True, list)
 Waits = Generator[Wait | None, None, Any]
 """The steps of a call: what it waits for between them; None: for a message."""
 
@@ -71,6 +70,10 @@ class Meeting:
     def record(self, rank: int) -> Any:
         """The record of a rank that has come."""
         return self.board.record(rank, self.slots[rank])
+
+    def arrival(self, rank: int) -> Any:
+        """The word by which a rank that has come says that it has come again: one element."""
+        return self.board.arrival(rank, self.slots[rank])
 
     def answer(self, verdict: int) -> None:
         """Say that this rank has read all records, and what follows for it."""

@@ -12,7 +12,7 @@ from collectives.arrays import Backend
 from collectives.devices.driver import Driver
 from collectives.devices.meeting import Wait, Waits
 from collectives.devices.streams import EVENTS, Stream
-from collectives.devices.table import TARGET, Words
+from collectives.devices.table import TARGET, VALUE, Words
 from collectives.engines import Messages, PinnedMemory
 from collectives.lowering import Counter, DeviceKind, DeviceOperation
 
@@ -60,21 +60,21 @@ class HostRows:
         elif operation.kind == DeviceKind.RECEIVE:
             yield from self._receive(row, operation, int(rows[row, TARGET]))
         elif operation.kind == DeviceKind.SIGNAL:
-            self._signal(operation, word_of(counter))
+            self._signal(operation, word_of(counter), int(rows[row, VALUE]))
         else:
-            yield from self._await(operation, word_of(counter))
+            yield from self._await(operation, word_of(counter), int(rows[row, VALUE]))
 
-    def _signal(self, operation: DeviceOperation, word: Any) -> None:
+    def _signal(self, operation: DeviceOperation, word: Any, value: int) -> None:
         """Record an event, then let the host of the other thread know it."""
         event = EVENTS.of(self._driver, word.ctypes.data, operation.value)
         self._driver.call("cuEventRecord", event, self._stream)
-        word[0] = operation.value
+        word[0] = value
 
-    def _await(self, operation: DeviceOperation, word: Any) -> Waits:
+    def _await(self, operation: DeviceOperation, word: Any, value: int) -> Waits:
         """Let the stream wait for the event of another thread, once it is recorded."""
         counter = operation.counter
         assert counter is not None
-        yield Wait(lambda: bool(word[0] >= operation.value), lambda: [counter.writer])
+        yield Wait(lambda: bool(word[0] >= value), lambda: [counter.writer])
         event = EVENTS.of(self._driver, word.ctypes.data, operation.value)
         self._driver.call("cuStreamWaitEvent", self._stream, event, 0)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from collectives.devices.driver import Driver
+from collectives.devices.table import Words, copy_row
 
 _ALIGNMENT = 512  # of each part of a shadow, in bytes: that of allocations
 
@@ -56,19 +57,19 @@ class Shadow:
                 return self.memory.address + offset + extent.start - part.start
         return 0  # of an empty array
 
-    def copy_in(self, stream: int) -> None:
-        """Copy the input and the output to their shadows."""
-        for part in self._parts:
-            if part != self._scratch:
-                self._copy(stream, self.address(part), part.start, part)
+    def rows_before(self) -> list[Words]:
+        """The rows that copy the input and the output to their shadows."""
+        return [
+            copy_row(self.address(part), part.start, part.stop - part.start)
+            for part in self._parts
+            if part != self._scratch
+        ]
 
-    def copy_back(self, stream: int) -> None:
-        """Copy the shadow of the output back."""
-        self._copy(stream, self._target.start, self.address(self._target), self._target)
-
-    def _copy(self, stream: int, target: int, source: int, extent: Extent) -> None:
-        if size := extent.stop - extent.start:
-            self._driver.call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
+    def rows_after(self) -> list[Words]:
+        """The rows that copy the shadow of the output back."""
+        target = self._target
+        size = target.stop - target.start
+        return [copy_row(target.start, self.address(target), size)] if size else []
 
     def give_back(self) -> None:
         """Let other calls have the memory."""

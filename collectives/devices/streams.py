@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 from collectives.devices.driver import Driver, DriverError
 
@@ -16,6 +17,14 @@ class Stream(NamedTuple):
     event: int
 
 
+class User(Protocol):
+    """What uses a stream."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something of it may be on its stream."""
+
+
 class Streams:
     """Streams that calls borrow: one for each call that is under way.
 
@@ -25,6 +34,8 @@ class Streams:
     def __init__(self) -> None:
         self._idle = defaultdict[Driver, list[Stream]](list)
         self._waiting = defaultdict[Driver, set[Stream]](set)
+        self._users = defaultdict[Driver, WeakSet[User]](WeakSet)
+        self._lock = threading.Lock()
         self._abandoned = defaultdict[Driver, list[Stream]](list)
 
     def borrow(self, driver: Driver) -> Stream:
@@ -49,6 +60,11 @@ class Streams:
         self._sweep(driver)
         return stream not in self._abandoned[driver]
 
+    def add_user(self, driver: Driver, user: User) -> None:
+        """Note what uses a stream now and then, without a call of `note_waiting`."""
+        with self._lock:
+            self._users[driver].add(user)
+
     def note_waiting(self, driver: Driver, stream: Stream) -> None:
         """Note that a stream may wait for other ranks, until it is given back."""
         self._waiting[driver].add(stream)
@@ -59,7 +75,9 @@ class Streams:
         If streams waited for ranks meanwhile whose hosts do the same, all would wait for ever.
         """
         self._sweep(driver)
-        return not self._waiting[driver]
+        with self._lock:
+            is_busy = any(user.is_busy for user in self._users[driver])
+        return not is_busy and not self._waiting[driver] and not self._abandoned[driver]
 
     def _sweep(self, driver: Driver) -> None:
         """Give back the abandoned streams on which nothing is left."""

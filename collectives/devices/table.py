@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,13 +22,18 @@ from collectives.programs import BUFFERS
 Words = NDArray[np.int64]
 
 # The words of a row; see `enqueue`.
-KIND, SIZE, NUM_OPERANDS, LEFTS, TARGET, COUNTER, VALUE, ROW_WORDS = 0, 1, 2, 3, 4, 13, 14, 16
+KIND, SIZE, NUM_OPERANDS, LEFTS, TARGET, COUNTER, VALUE, RISE, ROW_WORDS = (
+    *(0, 1, 2, 3, 4, 13, 14, 15),
+    16,
+)
 PLACES = slice(TARGET, TARGET + 1 + MOST_OPERANDS)  # the target, then the operands
 ON_HOST = len(DeviceKind)  # added to the kind of what another thread's events order
 
 
 class Table(NamedTuple):
     """A device program without addresses.
+
+    The values of its counters are those of a run before the first one: each run raises them.
 
     `rows`: with offsets in the place of addresses.  `bases`: for each of their places the number of
     its buffer, `BUFFERS` for each rank.  `counters`: those of the rows `signals`, in this order.
@@ -40,6 +45,11 @@ class Table(NamedTuple):
     signals: Words
     counters: Sequence[Counter]
 
+    @property
+    def most_runs(self) -> int:
+        """How often the counters can rise: their values have 31 bits."""
+        return (2**31 - 1) // max(int(self.rows[:, RISE].max(initial=1)), 1)
+
     def fill(self, rows: Words, starts: Words, counters: Mapping[Counter, int]) -> None:
         """Write the rows with addresses: those where buffers start, and those of counters."""
         rows[:] = self.rows
@@ -47,10 +57,30 @@ class Table(NamedTuple):
         rows[self.signals, COUNTER] = [counters[counter] for counter in self.counters]
 
 
-def table_of(program: DeviceProgram, by_events: frozenset[int]) -> Table:
+def rises_of(programs: Iterable[DeviceProgram]) -> dict[Counter, int]:
+    """By how much each counter rises when these programs run once."""
+    return {
+        operation.counter: operation.value  # the last one of each counter
+        for program in programs
+        for operation in program.operations
+        if operation.kind == DeviceKind.SIGNAL and operation.counter is not None
+    }
+
+
+def copy_row(target: int, source: int, size: int) -> Words:
+    """A row, with addresses, that copies some bytes."""
+    row = np.zeros((1, ROW_WORDS), np.int64)
+    row[0, [KIND, SIZE, TARGET, TARGET + 1]] = DeviceKind.COPY, size, target, source
+    return row
+
+
+def table_of(
+    program: DeviceProgram, by_events: frozenset[int], rises: Mapping[Counter, int]
+) -> Table:
     """The table of a device program.
 
-    `by_events`: the peers in the same process, with which events keep the order.
+    `by_events`: the peers in the same process, with which events keep the order.  `rises`: by how
+    much each run raises the counters.
     """
     operations = program.operations
     rows = np.zeros((len(operations), ROW_WORDS), np.int64)
@@ -61,7 +91,10 @@ def table_of(program: DeviceProgram, by_events: frozenset[int]) -> Table:
         is_on_host = counter is not None and not by_events.isdisjoint(counter[:2])
         rows[at, KIND] = operation.kind + ON_HOST * is_on_host
         rows[at, SIZE], rows[at, LEFTS] = operation.size, operation.lefts
-        rows[at, NUM_OPERANDS], rows[at, VALUE] = len(operation.operands), operation.value
+        rows[at, NUM_OPERANDS] = len(operation.operands)
+        if operation.kind in SYNCHRONIZING and counter is not None:
+            rows[at, RISE] = rises[counter]
+            rows[at, VALUE] = operation.value - rises[counter]
         for number, place in enumerate((operation.target, *operation.operands)):
             if place is not None:
                 bases[at, number], rows[at, TARGET + number] = _base(place), place.offset

@@ -193,6 +193,11 @@ class Board:
         """The record in a slot."""
         return self._area_of(rank)["records"][slot]
 
+    def arrival(self, rank: int, slot: int) -> NDArray[np.int64]:
+        """The word by which a rank says that it makes the call of a slot again: one element."""
+        words: NDArray[np.int64] = self._area_of(rank)["records"]["arrived"][slot : slot + 1]
+        return words
+
     def counter(self, writer: int, slot: int, reader: int, is_read: bool) -> NDArray[np.uint32]:
         """A counter of a slot of the rank that writes it: an array of one element."""
         counters = self._area_of(writer)["counters"][slot]
@@ -215,7 +220,7 @@ class Board:
         record, generation = records[slot], abs(int(records[slot]["generation"])) + 1
         record["generation"] = -generation  # not published
         self.area["counters"][slot] = 0
-        record["verdict"] = 0
+        record["verdict"] = record["arrived"] = 0
         for name, value in {"call": key.call, "run": key.run, **fields}.items():
             record[name] = value
         record["generation"] = generation

@@ -191,29 +191,41 @@ def post(state: int, port: int, row: int) -> int:
 
 
 @njit(nogil=True, error_model="numpy")
+def pause(state: int, port: int, nanoseconds: int, tries: int, started: int) -> int:
+    """Let time pass between two polls; return -1 if a wait of some `nanoseconds` is over.
+
+    Otherwise return when it has started, by the clock; 0 if the clock was not read yet.
+    """
+    if nanoseconds == 0 or peek(state + 8 * INTERRUPT) != 0:
+        return -1
+    if tries < load(port + 8 * SPINS):
+        return started
+    call0(load(port + 8 * YIELD), ())
+    if tries % _YIELDS_PER_CLOCK != 0:
+        return started
+    time = now(port, state)
+    if started == 0:
+        return time
+    return -1 if time - started > nanoseconds else started
+
+
+@njit(nogil=True, error_model="numpy")
 def wait(state: int, port: int, row: int, nanoseconds: int) -> int:
     """Wait for the messages of a row, for at most `nanoseconds`, and check their lengths."""
     slot, count, num_receives = load(row + SLOT), load(row + SIZE), load(row + PEER)
     requests = load(state + 8 * REQUESTS) + slot * load(port + 8 * REQUEST_BYTES)
     statuses, flag = load(state + 8 * STATUSES), state + 8 * FLAG
-    spins, started, tries = load(port + 8 * SPINS), 0, 0
+    started, tries = 0, 0
     while True:
         error = call4(load(port + 8 * TESTALL), (count, requests, flag, statuses))
         if error != 0:
             return fail(state, slot, error, 0, MPI_ERROR)
         if load32(flag) != 0:
             break
-        if nanoseconds == 0 or peek(state + 8 * INTERRUPT) != 0:
-            return WAITING
         tries += 1
-        if tries >= spins:
-            call0(load(port + 8 * YIELD), ())
-            if tries % _YIELDS_PER_CLOCK == 0:
-                time = now(port, state)
-                if started == 0:
-                    started = time
-                elif time - started > nanoseconds:
-                    return WAITING
+        started = pause(state, port, nanoseconds, tries, started)
+        if started < 0:
+            return WAITING
     for i in range(num_receives):
         status = statuses + i * load(port + 8 * STATUS_BYTES)
         call3(load(port + 8 * GET_COUNT), (status, load(port + 8 * BYTE), flag))

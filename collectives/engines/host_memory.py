@@ -61,6 +61,8 @@ RECORD = np.dtype(
         ("what", "S160"),  # the call as text
         ("why_staged", "S160"),  # "" if this rank can use its device
         ("verdict", "<i8"),  # 0: none yet; see `Meeting.answer`
+        ("lasts", "<i8"),  # whether this rank can make the call again with the same record
+        ("arrived", "<i8"),  # says that it does; see `enqueue.word_of`
     ]
 )
 """What a rank says of a call."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays import HOST, Array, Arrays
+from collectives.devices import OnDevice
 from collectives.engines import Reusable
 from collectives.programs import CallSpec
 from collectives.runtime.cached_calls import (
@@ -174,9 +175,10 @@ def _plan(
 ) -> Plan:
     """Make a plan.  `is_compiled`: whether compiled code can run all of it."""
     plan, (_, source, target) = Plan(session, run, steps, result), arrays
-    if is_compiled:
+    if is_compiled or isinstance(run.execution, OnDevice):
         run.reusable.make_reusable(run.log, run.key, plan.num_runs, source, target)
         plan.use_compiled_start(source, target)
+    if is_compiled:
         run.reusable.detach()  # of the arrays, which the plan keeps
     return plan
 

@@ -95,7 +95,7 @@ class RunPool:
         """The run of a plan."""
         numbered = partial(_of_runs, self._number(number))
         run = self._of_call(spec, arrays, tag, numbered, plan=number)
-        run.when_detached = partial(self._transport.board.forget_plan, number)
+        run.when_detached = partial(self._devices.free_plan, number)
         return run
 
     def renumber_plan(self, run: Run, number: int) -> None:

@@ -16,7 +16,7 @@ import collectives
 from collectives import Communicator
 from collectives.devices import allocations
 from tests import device_scenarios as scenarios
-from tests.fake_device import BACKEND, on_device, on_host
+from tests.fake_device import BACKEND, FakeDeviceArray, on_device, on_host
 from tests.fake_driver import gpu
 from tests.scenarios import all_jobs
 
@@ -39,6 +39,26 @@ def every_algorithm(comm: Communicator) -> None:
         scenarios.perform_on_device(comm, job, on_device, on_host)
     assert links(comm).staged == frozenset()
     assert BACKEND.bytes_to_host == gpu().bytes_copied["HtoD"] - 512 == 0
+
+
+@program
+def calls_again_on_the_same_arrays(comm: Communicator) -> None:
+    for job in all_jobs(comm.size)[::3]:
+        scenarios.perform_again(comm, job, on_device, on_host, write, num_runs=2)
+    assert BACKEND.bytes_to_host == 0
+    x, y, other = (on_device(np.ones(6)) for _ in range(3))
+    plan = comm.plan.all_reduce(x, out=y, algorithm="ring")
+    for turn in range(60):
+        source = other if turn % 7 == comm.rank else x  # then all ranks meet again
+        write(source, np.full(6, float(turn)))
+        assert on_host(comm.all_reduce(source, out=y, algorithm="ring"))[0] == comm.size * turn
+        write(x, np.full(6, float(turn)))
+        assert on_host(plan.run())[0] == comm.size * turn
+    plan.free()
+
+
+def write(x: FakeDeviceArray, values: np.ndarray) -> None:
+    BACKEND.copy(on_device(values), x)
 
 
 @program

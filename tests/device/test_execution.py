@@ -563,9 +563,9 @@ def test_a_lowering_without_awaits_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
     right = execution.table_of
 
-    def table_of(program: DeviceProgram, by_events: frozenset[int]) -> Any:
+    def table_of(program: DeviceProgram, *others: Any) -> Any:
         kept = [x for x in program.operations if x.kind != DeviceKind.AWAIT]
-        return right(DeviceProgram(tuple(kept)), by_events)
+        return right(DeviceProgram(tuple(kept)), *others)
 
     monkeypatch.setattr(execution, "table_of", table_of)
 

@@ -1,0 +1,279 @@
+"""Calls that all ranks make again on the same arrays of a device: without another meeting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator
+from collectives.devices import kept, table
+from collectives.devices.execution import OnDevice
+from collectives.engines.board import Board
+from tests import device_scenarios as scenarios
+from tests.fake_device import BACKEND, FakeDeviceArray, on_device, on_host
+from tests.fake_driver import gpu
+from tests.scenarios import all_jobs
+
+
+@pytest.fixture(autouse=True)
+def _no_violations() -> Iterator[None]:
+    BACKEND.reset()
+    gpu().reset()
+    yield
+    gpu().check()
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks that have published a record, in this order."""
+    published: list[int] = []
+    right = Board.publish
+
+    def publish(self: Board, *arguments: Any) -> Any:
+        published.append(self.rank)
+        return right(self, *arguments)
+
+    monkeypatch.setattr(Board, "publish", publish)
+    return published
+
+
+def run(body: Callable[[Communicator], Any], size: int, **options: Any) -> list[Any]:
+    return collectives.run(body, size, timeout=60, **options)
+
+
+def write(x: FakeDeviceArray, values: np.ndarray) -> None:
+    BACKEND.copy(on_device(values), x)
+
+
+def check_sum(
+    comm: Communicator, call: Callable[[], Any], x: FakeDeviceArray, value: float
+) -> None:
+    write(x, np.full(x.shape, value * (comm.rank + 1)))
+    total = value * comm.size * (comm.size + 1) / 2
+    assert on_host(call()).tolist() == [total] * x.size
+
+
+# Results
+
+
+@pytest.mark.parametrize(("size", "queue_length"), [(2, 8), (3, 64), (4, 16), (5, 64)])
+def test_every_algorithm(size: int, queue_length: int) -> None:
+    """All calls on 2 ranks; on more ranks every second, third or fourth of them."""
+    gpu().reset(seed=size, queue_length=queue_length)
+
+    def every(comm: Communicator) -> None:
+        for job in all_jobs(size)[:: size - 1]:
+            scenarios.perform_again(comm, job, on_device, on_host, write, num_runs=2)
+
+    run(every, size)
+    assert BACKEND.bytes_to_host == 0
+
+
+def test_counters_that_do_not_rise_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the test above: awaits are fulfilled by the signals of before."""
+    from collectives.devices import execution
+
+    right = execution.table_of
+
+    def table_of(*arguments: Any) -> Any:
+        made = right(*arguments)
+        made.rows[:, table.VALUE] += made.rows[:, table.RISE]
+        made.rows[:, table.RISE] = 0
+        return made
+
+    monkeypatch.setattr(execution, "table_of", table_of)
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(16))
+        plan = comm.plan.all_reduce(x, algorithm="ring")
+        for turn in range(1, 20):
+            check_sum(comm, plan.run, x, turn)
+
+    with pytest.raises((AssertionError, collectives.CollectiveError)):
+        run(body, 4)
+    gpu().violations.clear()
+
+
+def test_runs_and_calls_do_not_meet_again(records: list[int]) -> None:
+    def body(comm: Communicator) -> list[int]:
+        x, y = on_device(np.ones(6)), on_device(np.ones(6))
+        ring = {"algorithm": "ring"}  # needs no scratch memory, which may lie elsewhere
+        plan = comm.plan.all_reduce(x, out=y, **ring)
+        counted = []
+        for call in (plan.run, lambda: comm.all_reduce(x, out=y, **ring)):
+            for turn in range(1, 12):
+                check_sum(comm, call, x, turn)
+                counted.append(records.count(comm.rank))
+        return counted
+
+    for counted in run(body, 3):
+        assert counted == [2] * 11 + [3] * 11  # the links and the plan, then the first call
+
+
+# Runs that must meet again
+
+
+def test_other_arrays_of_one_rank_let_all_meet_again(records: list[int]) -> None:
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(5)), on_device(np.ones(5))
+        other = on_device(np.ones(5))
+        for turn in range(1, 30):
+            mine = other if turn % 5 == comm.rank else x
+            check_sum(comm, partial(comm.all_reduce, mine, out=y), mine, turn)
+
+    run(body, 3)
+    assert len(records) > 20
+
+
+def test_a_host_array_of_one_rank_lets_all_stage() -> None:
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(5)), on_device(np.ones(5))
+        for turn in range(1, 20):
+            if turn % 4 == comm.rank:
+                total = comm.all_reduce(np.full(5, float(turn * (comm.rank + 1))))
+                assert total.tolist() == [turn * 6.0] * 5
+            else:
+                check_sum(comm, lambda: comm.all_reduce(x, out=y), x, turn)
+
+    run(body, 3)
+
+
+def test_a_stream_that_is_captured_stages_one_run() -> None:
+    def body(comm: Communicator) -> list[int]:
+        x, staged = on_device(np.ones(5)), list[int]()
+        plan = comm.plan.all_reduce(x)
+        for turn in range(1, 8):
+            comm.barrier()
+            before = BACKEND.bytes_to_host
+            comm.barrier()
+            if turn == 4 and comm.rank == 1:
+                gpu().capturing.add(BACKEND.current_stream().ptr)
+            check_sum(comm, plan.run, x, turn)
+            gpu().capturing.discard(BACKEND.current_stream().ptr)
+            comm.barrier()
+            if BACKEND.bytes_to_host > before:
+                staged.append(turn)
+        plan.free()
+        return staged
+
+    assert run(body, 3) == [[4]] * 3
+
+
+def test_ranks_that_keep_different_calls_meet_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = OnDevice._can_run_again
+
+    def can_run_again(self: OnDevice) -> bool:
+        forgets = self._transport.rank == self._key.call % 5
+        return right(self) and not forgets
+
+    monkeypatch.setattr(OnDevice, "_can_run_again", can_run_again)
+
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(5)), on_device(np.ones(5))
+        for turn in range(1, 30):
+            check_sum(comm, lambda: comm.all_reduce(x, out=y), x, turn)
+
+    run(body, 3)
+
+
+def test_more_calls_than_are_kept(records: list[int]) -> None:
+    num_calls = kept.MOST_CALLS + 3
+
+    def body(comm: Communicator) -> None:
+        arrays = [on_device(np.ones(size)) for size in range(1, num_calls + 1)]
+        for turn in range(1, 4):
+            for x in arrays if turn % 2 else arrays[::-1]:
+                check_sum(comm, lambda x=x: comm.all_reduce(x, out=x), x, turn)
+
+    run(body, 2)
+    assert len(records) < 2 * (1 + 3 * num_calls)
+
+
+def test_an_allocation_at_the_address_of_another_one_is_noticed() -> None:
+    """Its peers have the old one open."""
+
+    def body(comm: Communicator) -> None:
+        for turn in range(1, 6):
+            x = on_device(np.ones(1 << 19))
+            write(x, np.full(x.shape, float(turn)))
+            assert on_host(comm.all_reduce(x, out=x))[-1] == comm.size * turn
+            del x
+            comm.barrier()
+            gpu().trim()
+            comm.barrier()
+
+    run(body, 2)
+
+
+def test_counters_do_not_overflow(monkeypatch: pytest.MonkeyPatch, records: list[int]) -> None:
+    monkeypatch.setattr(table.Table, "most_runs", 4)
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(5))
+        plan = comm.plan.all_reduce(x)
+        for turn in range(1, 20):
+            check_sum(comm, plan.run, x, turn)
+
+    run(body, 3)
+    assert 3 * 5 <= len(records) <= 3 * 7
+
+
+# Plans
+
+
+def test_plans_in_any_order() -> None:
+    gpu().reset(seed=3, queue_length=8)
+
+    def body(comm: Communicator) -> None:
+        arrays = [on_device(np.ones(6)) for _ in range(4)]
+        plans = [comm.plan.all_reduce(x, algorithm="ring") for x in arrays]
+        for turn in range(1, 12):
+            for k, x in enumerate(arrays):
+                write(x, np.full(6, float(turn + k)))
+            order = np.random.default_rng([turn, comm.rank]).permutation(4)
+            for k in order:
+                plans[k].start()
+            for k in reversed(order):
+                plans[k].wait()
+            for k, plan in enumerate(plans):
+                assert on_host(plan.result).tolist() == [(turn + k) * comm.size] * 6
+
+    run(body, 3)
+
+
+def test_a_freed_plan_gives_its_slot_back() -> None:
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(3))
+        for turn in range(1, 70):
+            plan = comm.plan.all_reduce(x)
+            for _ in range(2):
+                check_sum(comm, plan.run, x, turn)
+            plan.free()
+
+    run(body, 2)
+    assert BACKEND.bytes_to_host == 0
+
+
+def test_a_time_limit_names_who_has_not_come() -> None:
+    def body(comm: Communicator) -> str:
+        x = on_device(np.ones(4))
+        plan = comm.plan.all_reduce(x)
+        plan.run()
+        text = ""
+        if comm.rank == 0:
+            with pytest.raises(collectives.CollectiveTimeout) as caught:
+                plan.run(timeout=0.3)
+            text = str(caught.value)
+        comm.barrier()
+        if comm.rank:
+            plan.run()
+        assert on_host(plan.wait())[0] == comm.size
+        plan.run()
+        return text
+
+    assert "rank 1" in run(body, 3)[0]
