@@ -11,6 +11,7 @@ from collectives.arrays.backends import (
     Backend,
     BinaryFunction,
     backend_of_kind,
+    is_device_array,
     num_elements,
 )
 from collectives.arrays.jit import compiled
@@ -32,6 +33,7 @@ __all__ = [
     "empty",
     "has_infinities",
     "is_bfloat16",
+    "is_device_array",
     "num_elements",
     "operator",
 ]

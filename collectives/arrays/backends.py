@@ -339,6 +339,13 @@ def backend_of(x: object, what: str = "x") -> Backend:
     )
 
 
+def is_device_array(x: object) -> bool:
+    """Whether `x` is an array in the memory of a device."""
+    if type(x) in _kinds:
+        return not _backends[_kinds[type(x)]].is_host
+    return "cupy" in sys.modules and bool(array_api_compat.is_cupy_array(x))
+
+
 def check_dtype(dtype: np.dtype[Any], what: str = "x") -> None:
     """Raise TypeError for elements of size 0, and for Python objects."""
     if dtype.hasobject:

@@ -43,7 +43,7 @@ def world(
 
     - `progress`: None or "thread", see `wrap`.
     - `check`: None, False, True or "finite", see `wrap`.
-    - `device`: "auto" or "staged", see `wrap`.
+    - `device`: "auto", "peer" or "staged", see `wrap`.
 
     Raises ImportError, which says what to install, if mpi4py finds no MPI library, and ValueError
     for another `progress`, `check` or `device`.
@@ -98,7 +98,8 @@ def wrap(
       according to MPI are on the same host.
     - `device`: how arrays on GPUs are sent, the same on all ranks.  With "auto", ranks of a host
       read each other's GPU memory where that works, which the first such call finds out; all other
-      messages are staged in host memory.  With "staged" all are.
+      messages are staged in host memory.  With "peer" all ranks refuse a call that would be staged,
+      with a CollectiveError that says why.  With "staged" all are staged.
 
     Returns a `Communicator`.  Raises TypeError or ValueError for an invalid argument, RuntimeError
     if `progress="thread"` and MPI was started without MPI_THREAD_MULTIPLE, and `CollectiveTimeout`
@@ -196,7 +197,7 @@ def run(
     - `timeout`: seconds for all of it; None: no limit.
     - `check`: None, False, True or "finite", see `wrap`.
     - `topology`: the hosts on which the ranks are supposed to be; None: all are on one host.
-    - `device`: "auto" or "staged", see `wrap`.
+    - `device`: "auto", "peer" or "staged", see `wrap`.
 
     Returns a list of each rank's result, in the order of the ranks.  Raises the error of the rank
     that failed first, `CollectiveMismatch` as soon as the ranks are deadlocked, and

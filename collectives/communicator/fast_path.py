@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from numpy import ndarray
 
-from collectives.arrays import validation
+from collectives.arrays import is_device_array, validation
 from collectives.communicator.making import checked_options
 from collectives.runtime import MISFIT
 from collectives.selection import preferences
@@ -98,4 +98,6 @@ def _key(request: tuple[Any, ...], x: Any, out: Any) -> tuple[Any, ...] | None:
     like = out if x is None else x
     if type(like) is ndarray:
         return request, like.shape, like.dtype
-    return (request,) if like is None else None
+    if like is None:
+        return (request,)
+    return (request, type(like), like.shape, like.dtype) if is_device_array(like) else None

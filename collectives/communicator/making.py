@@ -16,7 +16,9 @@ from collectives.runtime import (
     Session,
     Steps,
     cached,
+    cached_on_device,
     can_cache,
+    can_cache_on_device,
     ends_of,
     make_message_plan,
     make_plan,
@@ -92,6 +94,10 @@ class Calling:
             key = None
         if key is not None and can_cache(session, key, spec, ready.arrays):
             yield from cached(session, key, spec, ready.arrays, call_id, ready.unwritten_out)
+        elif key is not None and can_cache_on_device(
+            session, spec, ready.arrays, ready.result, ready.has_out
+        ):
+            yield from cached_on_device(session, key, spec, ready.arrays, call_id)
         else:
             yield from session.perform(spec, ready.arrays, call_id)
         return ready.result

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from collectives.devices.driver import Driver
 
 MOST_EXPORTED = 256  # allocations of a communicator, on each rank
@@ -22,6 +20,16 @@ class Exported(NamedTuple):
     base: int
     handle: bytes
     owner: object
+
+
+class Buffer(NamedTuple):
+    """What the others must know of a buffer, in the order of a record's fields."""
+
+    address: int
+    size: int
+    offset: int = 0
+    id: int = 0
+    handle: bytes = bytes(64)
 
 
 class Exports:
@@ -37,17 +45,20 @@ class Exports:
         self._closing: dict[int, Exported] = {}
         self._pins = Counter[int]()
 
-    def describe(self, record: Any, owner: object) -> None:
-        """Write the allocation of a buffer into its record.  Raises DriverError if it has none."""
-        address = int(record["address"])
+    def describe(self, address: int, size: int, owner: object) -> Buffer:
+        """A buffer with its allocation.  Raises DriverError if it cannot be exported."""
         number = self._driver.buffer_id(address)
         if number not in self._open:
             base, _ = self._driver.allocation(address)
             self._open[number] = Exported(base, self._driver.handle(base), owner)
         self._open.move_to_end(number)
         exported = self._open[number]
-        record["id"], record["offset"] = number, address - exported.base
-        record["handle"] = np.void(exported.handle)
+        return Buffer(address, size, address - exported.base, number, exported.handle)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether peers must close some in a meeting."""
+        return len(self._open) > MOST_EXPORTED
 
     def to_close(self) -> list[int]:
         """The ids of allocations that peers must close now."""

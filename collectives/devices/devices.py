@@ -8,37 +8,43 @@ from collectives.arrays import Backend, jit
 from collectives.devices.call import DeviceCall
 from collectives.devices.driver import DriverError
 from collectives.devices.drivers import driver_of
-from collectives.devices.execution import OnDevice
+from collectives.devices.execution import OnDevice, not_staged
 from collectives.devices.kept import Kept
 from collectives.devices.links import Links
-from collectives.engines import Execution, Operands, Transport
+from collectives.engines import Execution, Operands, Refusals, Transport
 from collectives.programs import OwnCounts, Program
 
-DeviceMode = Literal["auto", "staged"]
-DEVICE_MODES: tuple[DeviceMode, ...] = ("auto", "staged")
+DeviceMode = Literal["auto", "peer", "staged"]
+DEVICE_MODES: tuple[DeviceMode, ...] = ("auto", "peer", "staged")
 
 
 class Devices:
     """The calls of one rank of a communicator on devices.
 
-    `mode`: "auto": ranks of one host read each other's memory where they can.  "staged": all
-    messages go through host memory.
+    `mode`: "auto": ranks of one host read each other's memory where they can.  "peer": a call that
+    cannot do so is refused.  "staged": all messages go through host memory.
     """
 
-    def __init__(self, transport: Transport, mode: DeviceMode) -> None:
+    def __init__(self, transport: Transport, mode: DeviceMode, refusals: Refusals) -> None:
         self._transport, self.mode = transport, mode
+        is_one_host = len(transport.board.local_ranks) == transport.size
+        self._refusals = refusals if is_one_host else Refusals()  # others do not know of it
         self._links: Links | None = None
         self._kept = Kept()
 
     def execution(
         self, program: Program, operands: Operands, tag: int, call: DeviceCall
     ) -> Execution | None:
-        """The execution of a call on devices; None if this rank stages its messages by itself."""
-        backend = operands.backend
+        """The execution of a call on devices; None if this rank stages its messages by itself.
+
+        Raises CollectiveError if it would and `mode` is "peer".
+        """
+        backend, is_strict = operands.backend, self.mode == "peer" and self._transport.size > 1
         with backend.on_stream(backend.current_stream()):  # the device is the current one
-            if self.why_staged(operands, call):
-                return None
-            return self._on_device(program, operands, tag, call)
+            why = self.why_staged(operands, call)
+            if why and is_strict:
+                raise self._refusals.noted(not_staged(why))
+            return None if why else self._on_device(program, operands, tag, call)
 
     def _on_device(
         self, program: Program, operands: Operands, tag: int, call: DeviceCall
@@ -48,7 +54,11 @@ class Devices:
         why = ""
         if links.backend is not operands.backend:
             why = f"the array is on {operands.backend.name}, the links are for {links.backend.name}"
-        return OnDevice(self._transport, links, self._kept, call, program, operands, tag, why)
+        return OnDevice(
+            *(self._transport, links, self._kept, self._refusals, call, program, operands, tag),
+            why,
+            is_strict=self.mode == "peer",
+        )
 
     def free_plan(self, number: int) -> None:
         """Note that the plan of this number was freed."""

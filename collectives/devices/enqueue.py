@@ -56,12 +56,14 @@ KIND, SIZE, NUM_OPERANDS, LEFTS, TARGET, OPERANDS, COUNTER, VALUE, RISE, ROW_WOR
 
 # Answers of the loop.
 DONE, WAITING, MISFIT = executor.DONE, executor.WAITING, executor.MISFIT
-HOST, FULL, DRIVER_ERROR, MEET = range(10, 14)
+HOST, FULL, DRIVER_ERROR, CHANGED, MEET = range(10, 15)
 
 IDLE, COMING, FOLLOWING, ENQUEUEING, DRAINING, FINISHING = range(6)  # stages of a run
 
-# What the word of a rank says: the number of the run, its turn, and whether the ranks must meet.
-TURN_BITS = 22
+# What the word of a rank says: the number of the run, its turn, whether this rank has other arrays
+# than in the last turn, and whether the ranks must meet.
+TURN_BITS, FLAG_BITS, HAS_CHANGED, MUST_MEET = 22, 2, 2, 1
+NUMBER_AT = TURN_BITS + FLAG_BITS
 MOST_TURNS = 2**TURN_BITS - 2
 
 # Compiled code is cached until this file changes, so constants of other files are repeated here.
@@ -91,47 +93,54 @@ def run(state: int, nanoseconds: int) -> int:
     if load(state + 8 * MINE) == 0 or load(state + 8 * TURN) >= load(state + 8 * LAST_TURN):
         return MISFIT
     begin(state)
-    if come(state, load(state + 8 * NUMBER)) == MEET:
+    if come(state, load(state + 8 * NUMBER), 0) == MEET:
         return MEET
     return advance(state, nanoseconds)
 
 
 @njit(nogil=True, error_model="numpy")
-def come(state: int, number: int) -> int:
-    """Let the peers see that this rank has come to a run; MEET if it cannot run on the device."""
+def come(state: int, number: int, flags: int) -> int:
+    """Let the peers see that this rank has come to a run; MEET if it cannot run on the device.
+
+    `flags`: HAS_CHANGED or 0.
+    """
     turn = load(state + 8 * TURN) + 1
     store(state + 8 * TURN, turn)
     store(state + 8 * RUN, number)
     store(state + 8 * STAGE, COMING)
     function, status = load(state + 8 * IS_CAPTURING), state + 8 * FLAG
     error = call2(function, (load(state + 8 * OF_CALLER), status))
-    must_meet = error != 0 or load32(status) != 0
-    store(load(state + 8 * MINE), word_of(number, turn, must_meet))
-    return MEET if must_meet else DONE
+    if error != 0 or load32(status) != 0:
+        flags = MUST_MEET
+    store(load(state + 8 * MINE), word_of(number, turn, flags))
+    return MEET if flags == MUST_MEET else DONE
 
 
 @njit(nogil=True, error_model="numpy")
-def word_of(number: int, turn: int, must_meet: bool) -> int:
+def word_of(number: int, turn: int, flags: int) -> int:
     """The word that says that a rank has come."""
-    return (((number << TURN_BITS) | turn) << 1) | (1 if must_meet else 0)
+    return (((number << TURN_BITS) | turn) << FLAG_BITS) | flags
 
 
 @njit(nogil=True, error_model="numpy")
 def look(state: int) -> int:
-    """Whether all peers have come; MEET if one of them makes this run in another way.
+    """Whether all peers have come; CHANGED if one of them, or this rank, has other arrays.
 
-    A peer that has already come to its next turn was here in this one.
+    MEET if one of them makes this run in another way.  A peer that has already come to its next
+    turn was here in this one, and no rank had other arrays.
     """
-    turn, expected, answer = load(state + 8 * TURN), load(load(state + 8 * MINE)), DONE
+    turn, mine = load(state + 8 * TURN), load(load(state + 8 * MINE))
+    answer = CHANGED if mine & HAS_CHANGED != 0 else DONE
     for peer in range(load(state + 8 * NUM_PEERS)):
         word = peek(load(load(state + 8 * PEERS) + 8 * peer))
-        if word == expected:
-            continue
-        its_turn = (word >> 1) & ((1 << TURN_BITS) - 1)
-        if its_turn == turn and (word & 1 != 0 or word > expected):
+        its_turn = (word >> FLAG_BITS) & ((1 << TURN_BITS) - 1)
+        if its_turn == turn and (word & MUST_MEET != 0 or word >> FLAG_BITS > mine >> FLAG_BITS):
             return MEET
-        if its_turn <= turn:
+        is_late = its_turn == turn and word >> FLAG_BITS < mine >> FLAG_BITS
+        if its_turn < turn or is_late:
             answer = WAITING
+        elif its_turn == turn and word & HAS_CHANGED != 0 and answer == DONE:
+            answer = CHANGED
     return answer
 
 

@@ -3,44 +3,58 @@
 Before a call, the ranks of a host meet: each publishes where its arrays are, opens the memory of
 its peers, and says so.  Then each enqueues its device program on a stream that begins after what is
 on the caller's, and the host polls an event.  If some rank cannot do that, all ranks stage their
-messages in host memory.  As long as all ranks make a call again on the same arrays, they do not
-meet again: each says that it has come, and enqueues the same program.
+messages in host memory.
+
+When all ranks make a call of the same kind again, they do not meet again: each says that it has
+come, and whether its arrays are others than before, and enqueues the same program.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays import Array
+from collectives.devices.agreement import Agreement
 from collectives.devices.call import DeviceCall
+from collectives.devices.check import Check, until
 from collectives.devices.driver import DriverError
-from collectives.devices.exposed import Exposed, aliasing_of
+from collectives.devices.exposed import Exposed
 from collectives.devices.kept import Kept
-from collectives.devices.links import Links, Proposal
+from collectives.devices.links import Links
 from collectives.devices.loop import Loop
-from collectives.devices.meeting import Meeting, Wait, Waits
-from collectives.devices.rows import HostRows
-from collectives.devices.streams import STREAMS, Stream
-from collectives.devices.table import VALUE, Table, Words, rises_of, table_of
+from collectives.devices.meeting import Wait, Waits
+from collectives.devices.placed import Placed
+from collectives.devices.streams import STREAMS
 from collectives.diagnostics import CallLog, Waiting
-from collectives.engines import FAILS, WORKS, CallKey, Operands, PinnedMemory, Staged, Transport
-from collectives.errors import CollectiveMismatch
-from collectives.lowering import Counter, DeviceKind, DeviceOperation
-from collectives.programs import BUFFERS, Program
+from collectives.engines import (
+    FAILS,
+    WORKS,
+    CallKey,
+    Operands,
+    Refusals,
+    Staged,
+    Transport,
+)
+from collectives.errors import CollectiveError
+from collectives.programs import Program
 
 
 class OnDevice:
     """An execution of a call on devices.
 
-    `kept`: the executions of this communicator that can run again without a meeting.
-    `why_staged`: why this rank's array cannot be used by its peers; "" if it can.
+    `kept`: the executions of this communicator that can run again without a meeting.  `is_strict`:
+    whether a call that would be staged is refused.  `refusals`: where that is noted.
+    `why_staged`: why this rank's array cannot be used by its peers; "" if it can.  `check`: the
+    comparison of the next run, in checked mode.  `mark`: set by who may start it again on the
+    arrays of the last run, until others are attached.
     """
 
+    check: Check | None = None
+    mark: object = None
     state_address = 0  # the state is its own
 
     def __init__(
@@ -48,47 +62,50 @@ class OnDevice:
         transport: Transport,
         links: Links,
         kept: Kept,
+        refusals: Refusals,
         call: DeviceCall,
         program: Program,
         operands: Operands,
         tag: int,
         why_staged: str = "",
+        *,
+        is_strict: bool = False,
     ) -> None:
         self._transport, self._links, self._call, self.program = transport, links, call, program
-        self._kept, self._backend, self._driver = kept, operands.backend, links.driver
+        self._kept, self._backend, self._is_strict = kept, operands.backend, is_strict
+        self._refusals = refusals
         self._num_scratch = call.num_scratch(transport.rank, transport.size)
         self._exposed = Exposed(links, call, why_staged)
+        self._scratch: Array | None = None  # kept for calls that follow without a meeting
         self.attach(operands, tag)
         self._loop = Loop(links.driver, operands, program.itemsize)
         STREAMS.add_user(links.driver, self._loop)
+        self._placed = Placed(transport, links, call, self._loop, operands.backend)
         self._others = [rank for rank in links.board.local_ranks if rank != transport.rank]
-        self._tables: dict[Any, Table] = {}  # the last one, by what it depends on
-        self._pinned = PinnedMemory(operands.backend)
         self._staged: Staged | None = None
-        self._is_staged, self.row, self._seconds = False, 0, 0.0
+        self._is_staged, self.row = False, 0
         self._wait: Wait | None = None
-        self._borrowed: Stream | None = None
-        self._on_host: HostRows | None = None
-        self._operations: tuple[DeviceOperation, ...] = ()
-        self._first_row = 0  # of the operations
+        self._agreement: Agreement  # the last one
 
     # The interface of executions
 
     def attach(self, operands: Operands, tag: int) -> None:
         """Set the arrays and the tag of the next run."""
         self.program.check_arrays(operands.input, operands.output, operands.scratch)
-        if operands.scratch.nbytes < self._num_scratch:
+        if self._scratch is not None:  # its peers know it
+            operands = operands._replace(scratch=self._scratch)
+        elif operands.scratch.nbytes < self._num_scratch:
             dtype = operands.scratch.dtype
             shape = (self._num_scratch // dtype.itemsize,)
             operands = operands._replace(scratch=operands.backend.empty(shape, dtype))
-        self._operands, self._tag = operands, tag
+        self._operands, self._tag, self.mark = operands, tag, None
         self._exposed.attach(operands)
 
     def detach(self) -> None:
         """Release the arrays; the next run has others."""
         del self._operands
         self._exposed.detach()
-        self._pinned = PinnedMemory(self._backend)
+        self._placed.detach()
         self._staged = None
 
     def interrupt(self, is_wanted: bool) -> None:
@@ -100,12 +117,9 @@ class OnDevice:
         self._begin(number)
         with self._backend.on_stream(self._stream):
             if self._can_run_again():
-                answer = self._loop.come(number, self._of_caller)
-                self._steps = self._run_again(answer == self._loop.names.MEET)
+                self._steps = self._run_again(self._come_again())
             else:
-                self.forget()
-                self._come_to_meeting()
-                self._steps = self._run()
+                self._steps = self._run_anew()
 
     def _begin(self, number: int) -> None:
         """Note the number and the stream of a run that begins."""
@@ -119,20 +133,24 @@ class OnDevice:
 
     def advance(self, seconds: float) -> bool:
         """See `Execution.advance`; it waits only for ranks and devices, in compiled code."""
-        self._seconds = seconds
+        self._loop.seconds = seconds
         with self._backend.on_stream(self._stream):
             while self._wait is None or self._wait.is_over():
                 self.row += 1
                 try:
                     self._wait = next(self._steps)
                 except StopIteration:
-                    self._transport.unwatch(self)
-                    self._loop.log_completion()
-                    self._wait = None  # which refers to this object
+                    self._end()
                     return True
                 if self._wait is None:
                     break
         return False
+
+    def _end(self) -> None:
+        """End a run that is complete."""
+        self._transport.unwatch(self)
+        self._loop.log_completion()
+        self._wait = self.check = None  # which refer to this object, or to arrays
 
     @property
     def can_move(self) -> bool:
@@ -158,14 +176,8 @@ class OnDevice:
         """See `Execution.position`."""
         if self._is_staged and self._staged is not None:
             return self._staged.position()
-        row, operations = self._loop.row - self._first_row, self._operations
-        if not self._loop.is_busy:  # the ranks are still coming
-            number = 0
-        elif row < len(operations):
-            number = operations[max(row, 0)].round
-        else:
-            number = self.program.num_rounds
-        return number, [Waiting(rank, is_receive=True) for rank in self.missing]
+        waiting = [Waiting(rank, is_receive=True) for rank in self.missing]
+        return self._placed.round_of(self.program.num_rounds), waiting
 
     def abandon(self) -> bool:
         """See `Execution.abandon`; what is enqueued goes on.
@@ -175,15 +187,16 @@ class OnDevice:
         self._transport.unwatch(self)
         if self._is_staged and self._staged is not None:
             return self._staged.abandon()
-        self._loop.forget()
-        is_done = self._on_host is None or self._on_host.abandon()
-        if self._borrowed is not None:
-            is_done &= STREAMS.abandon(self._driver, self._borrowed)
-            self._borrowed = None
-        self._loop.end()
+        is_done = self._placed.abandon()
+        if self.check is not None:
+            is_done &= self.check.abandon()
         if is_done:
-            self._meeting.leave()
+            self._agreement.meeting.leave()
         return is_done
+
+    def _missing(self) -> list[int]:
+        """The ranks that this rank or its device waits for in compiled code."""
+        return self._not_come() if self._loop.is_coming else self._placed.late()
 
     # Runs of a plan that compiled code starts
 
@@ -239,30 +252,50 @@ class OnDevice:
 
     def _can_run_again(self) -> bool:
         """Whether the last run can be repeated; then nothing but this run can end that."""
-        is_kept = bool(self._call.plan) or self._kept.take_call(self)
-        return is_kept and self._loop.can_run_again and self._is_unchanged()
+        if self._call.plan:
+            return self._loop.can_run_again
+        return self.take() and self._loop.can_run_again
 
-    def _is_unchanged(self) -> bool:
-        """Whether the arrays are those of the last run; those of a plan always are."""
-        return bool(self._call.plan) or self._exposed.is_unchanged
+    def take(self) -> bool:
+        """Return whether it is kept for calls; then it no longer is, since a call begins."""
+        return self._kept.take_call(self)
+
+    def _come_again(self) -> bool:
+        """Let the peers see that this rank has come; return whether the ranks must meet."""
+        others = None
+        if not self._call.plan:
+            try:
+                others = self._exposed.other_buffers
+            except DriverError:
+                return True
+            if not self._exposed.can_keep:
+                return True
+        if others is not None:
+            self._agreement.meeting.change(others)
+            self._exposed.keep(others)
+        answer = self._loop.come(
+            self._key.run or self._key.call, self._of_caller, has_changed=others is not None
+        )
+        return bool(answer == self._loop.names.MEET)
 
     def _run_again(self, must_meet: bool, has_failed: bool = False) -> Waits:
-        """The steps of a run on the same arrays as before, unless a rank has others."""
+        """The steps of a run without a meeting, unless a rank makes it in another way."""
         loop = self._loop
         if has_failed:
             loop.raise_error()
         while loop.is_coming and not must_meet:
-            must_meet = loop.advance(self._seconds) == loop.names.MEET
-            if loop.is_coming and not must_meet:
-                yield Wait(self._is_decided, self._not_come)
+            answer = loop.advance()
+            must_meet = answer == loop.names.MEET
+            if answer == loop.names.CHANGED:
+                must_meet = not (yield from self._change())
+            elif loop.is_coming and not must_meet:
+                yield from until(Wait(self._is_decided, self._not_come), self.check)
                 must_meet = bool(self._elsewhere())
         if must_meet:
-            self.forget()
-            self._come_to_meeting()
-            yield from self._run()
+            yield from self._run_anew()
         else:
-            yield from self._finish()
-            self._note_kept()
+            yield from self._placed.finish(self._tag)
+            self.note_kept()
 
     def _is_decided(self) -> bool:
         """Whether it is known how the ranks make this run."""
@@ -274,22 +307,42 @@ class OnDevice:
 
     def _elsewhere(self) -> list[int]:
         """The ranks that make this run in another way."""
+        return [rank for rank in self._not_come() if self._is_elsewhere(rank)]
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        """Whether a rank meets others, has a host array, or has come with another execution.
+
+        The last may be so if several calls of a kind are under way.
+        """
         board, key = self._links.board, self._key
-        return [
-            rank
-            for rank in self._not_come()
-            if board.find(rank, key) is not None or board.is_on_host(rank, key)
-        ]
+        if board.find(rank, key) is not None or board.is_on_host(rank, key):
+            return True
+        numbers = board.arrivals_at_calls(rank) >> self._loop.names.NUMBER_AT
+        return not key.run and bool((numbers == key.call).any())
 
-    def _keep(self, table: Table) -> None:
-        """Let the next run do without a meeting, if it is on the same arrays."""
-        meeting, loop = self._meeting, self._loop
-        self._exposed.keep(self._records[self._transport.rank])
-        arrivals = [meeting.arrival(rank) for rank in self._others]
-        loop.keep(meeting.arrival(self._transport.rank), arrivals, table.most_runs - 1)
+    def _change(self) -> Waits:
+        """Take over the other buffers of some ranks; return whether all ranks can."""
+        meeting, records = self._agreement.meeting, self._agreement.records
+        for rank, record in records.items():
+            record["buffers"] = meeting.record(rank)["buffers"]
+        if not all(map(self._links.is_open, records.values())):
+            yield self._until_it_may_block()
+        verdict, turn = WORKS, self._loop.turn
+        try:
+            starts = self._placed.find(records)
+        except DriverError:
+            verdict = FAILS
+        except BaseException:
+            meeting.answer_change(turn, FAILS)  # or the others would wait for the answer
+            raise
+        yield meeting.answer_change(turn, verdict)
+        if not meeting.all_can_change():
+            return False
+        self._placed.move(starts)
+        return True
 
-    def _note_kept(self) -> None:
-        """Note that this run is over, and that the next one may do without a meeting."""
+    def note_kept(self) -> None:
+        """Note that a run is over, and that the next one may do without a meeting."""
         if plan := self._call.plan:
             self._kept.add_plan(plan, self)
         else:
@@ -297,62 +350,85 @@ class OnDevice:
 
     def forget(self) -> None:
         """Let the ranks meet before the next run."""
-        if self._borrowed is not None:
-            self._loop.forget()
-            self._exposed.forget()
-            STREAMS.give_back(self._driver, self._borrowed)
-            self._borrowed = None
-            self._meeting.leave()
+        self._placed.end()
+        self._exposed.keep(None)
+        self._scratch = None
 
-    # The meeting
+    # Runs that begin with a meeting
 
-    def _come_to_meeting(self) -> None:
-        """Publish the records of this rank, unless too many calls are under way."""
-        links, plan = self._links, self._call.plan
-        self._operations, self._records = (), dict[int, Any]()
-        self._meeting, self._proposal = Meeting(links.board, self._key), None
-        if links.staged is None:
-            self._proposal = Proposal(links, self._key)
-        self._publish()
-        if not self._meeting.is_published and not plan:  # too many calls are under way
-            links.board.note_host_call(self._key.call)
-
-    def _publish(self) -> None:
-        """Publish the records, if there is room.
-
-        The proposal comes first: a rank whose record is there proposes nothing any more.
-        """
-        proposal = self._proposal
-        if proposal is None or proposal.is_published or proposal.publish():
-            is_plan = bool(self._call.plan)
-            self._meeting.publish(self._exposed.fields(self._of_caller, is_plan=is_plan))
+    def _run_anew(self) -> Waits:
+        """The steps of a run that begins with a meeting, to which this rank comes at once."""
+        self.forget()
+        self._agreement = Agreement(
+            *(self._links, self._refusals, self._call, self._key, self._exposed, self.check)
+        )
+        self._agreement.come(self._of_caller)
+        return self._run()
 
     def _run(self) -> Waits:
-        """The steps of a run that begins with a meeting."""
-        is_direct = yield from self._meet()
-        if is_direct:
-            is_direct = yield from self._run_direct()
-        if not is_direct:
+        """The steps of such a run."""
+        why_staged = yield from self._agreement.meet()
+        if not why_staged and self._is_strict:
+            why_staged = self._links.why_any_staged
+        if not why_staged:
+            why_staged = yield from self._run_direct()
+        if why_staged and self._is_strict:
+            self._agreement.meeting.leave()
+            raise self._refusals.noted(not_staged(why_staged))
+        if why_staged:
             yield from self._run_staged()
 
-    def _meet(self) -> Waits:
-        """Wait for the other ranks of the host; return whether all can use their devices."""
-        board, meeting, proposal = self._links.board, self._meeting, self._proposal
-        while self._call.plan and not meeting.is_published:
-            yield Wait(lambda: board.has_room, lambda: board.local_ranks)
-            self._publish()
-        if proposal is not None and proposal.is_published:
-            have_agreed = yield from proposal.agree(meeting)
-            if not have_agreed:
-                return False
-        if not meeting.is_published:
-            return False
-        yield meeting.for_all()
-        return not meeting.absent() and self._all_can()
+    def _run_direct(self) -> Waits:
+        """Open the memory of the others, enqueue, and wait for the device; return "".
+
+        If a rank cannot open the memory of another one, or knows of other links, return that.
+        """
+        meeting, records = self._agreement.meeting, self._agreement.records
+        links, me = self._links, self._transport.rank
+        are_open = all(map(links.is_open, records.values()))
+        if not are_open or any(record["closing"].any() for record in records.values()):
+            yield self._until_it_may_block()
+            for record in records.values():
+                links.close(record)
+        try:
+            starts = self._placed.find(records)
+            verdict = WORKS + 4 * crc32(repr(sorted(links.staged or ())).encode())
+        except DriverError:
+            verdict = FAILS
+        except BaseException:
+            meeting.answer(FAILS)  # or the others would wait for the answer
+            raise
+        meeting.answer(verdict)
+        yield meeting.for_answers()
+        links.exports.closed(records[me]["closing"].tolist())
+        if verdict == FAILS or set(meeting.verdicts().values()) != {verdict}:
+            return "a rank cannot open the memory of another one"
+        self._placed.begin(starts, meeting, self._exposed, self._of_caller)
+        yield from self._placed.finish(self._tag)
+        if all(record["lasts"] for record in records.values()):
+            self._keep()
+        else:
+            self.forget()
+        return ""
+
+    def _until_it_may_block(self) -> Wait:
+        """Wait until this rank may make calls that wait for all streams of its process."""
+        return Wait(partial(STREAMS.may_block, self._links.driver), list, is_at_work=True)
+
+    def _keep(self) -> None:
+        """Let the next run do without a meeting."""
+        meeting, me, self._scratch = (
+            *(self._agreement.meeting, self._transport.rank),
+            self._operands.scratch,
+        )
+        self._exposed.keep(self._agreement.records[me]["buffers"])
+        arrivals = [meeting.arrival(rank) for rank in self._others]
+        self._loop.keep(meeting.arrival(me), arrivals, self._placed.table.most_runs - 1)
+        self.note_kept()
 
     def _run_staged(self) -> Waits:
         """Let all messages go through host memory."""
-        self._meeting.leave()
+        self._agreement.meeting.leave()
         self._transport.unwatch(self)
         if self._staged is None:
             messages = self._transport.messages(self._tag)
@@ -364,133 +440,7 @@ class OnDevice:
         while not self._staged.advance(0.0):
             yield None
 
-    def _all_can(self) -> bool:
-        """Whether all ranks can use their devices; all see the same.
 
-        Raises CollectiveMismatch if the ranks make different calls.
-        """
-        meeting, links = self._meeting, self._links
-        self._records = {rank: meeting.record(rank).copy() for rank in meeting.ranks}
-        first = min(self._records)
-        for rank, record in self._records.items():
-            if record["digest"] != self._records[first]["digest"]:
-                raise CollectiveMismatch(self._difference(first, rank))
-        return not any(
-            record["why_staged"] or links.uuids[rank] != record["uuid"].tobytes()
-            for rank, record in self._records.items()
-        )
-
-    def _difference(self, *ranks: int) -> str:
-        texts = {rank: self._records[rank]["what"].decode(errors="replace") for rank in ranks}
-        said = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
-        return f"the ranks make different calls (call {self._key.call}): {said}"
-
-    # The call
-
-    def _run_direct(self) -> Waits:
-        """Open the memory of the others, enqueue, and wait for the device.
-
-        Returns False if a rank cannot open the memory of another one, or knows of other links.
-        """
-        meeting, links, records = self._meeting, self._links, self._records
-        if not all(map(links.is_open, records.values())):
-            yield Wait(partial(STREAMS.may_block, self._driver), list, is_at_work=True)
-            for record in records.values():
-                links.close(record)
-        try:
-            table, starts = self._table(), self._starts()
-            verdict = WORKS + 4 * crc32(repr(sorted(links.staged or ())).encode())
-        except DriverError:
-            verdict = FAILS
-        except BaseException:
-            meeting.answer(FAILS)  # or the others would wait for the answer
-            raise
-        meeting.answer(verdict)
-        yield meeting.for_answers()
-        links.exports.closed(records[self._transport.rank]["closing"].tolist())
-        if verdict == FAILS or set(meeting.verdicts().values()) != {verdict}:
-            return False
-        self._operations, self._borrowed = table.operations, STREAMS.borrow(self._driver)
-        rows, self._first_row = self._exposed.with_shadow(self._rows(table, starts))
-        self._loop.begin(rows, self._borrowed, self._of_caller)
-        yield from self._finish()
-        if all(record["lasts"] for record in records.values()):
-            self._keep(table)
-            self._note_kept()
-        else:
-            self.forget()
-        return True
-
-    def _table(self) -> Table:
-        """The table of this rank, which depends on where each rank's output lies."""
-        records, me = self._records, self._transport.rank
-        size, staged = self._transport.size, self._links.staged or frozenset()
-        aliasings = [aliasing_of(records[r]) if r in records else "none" for r in range(size)]
-        key = tuple(aliasings), staged
-        if key not in self._tables:
-            lowered = self._call.lowered(aliasings, records, staged)
-            process = self._links.process
-            threads = {rank for rank in records if records[rank]["process"] == process}
-            rises = rises_of(lowered[rank] for rank in records)
-            self._tables = {key: table_of(lowered[me], frozenset(threads - {me}), rises)}
-        return self._tables[key]
-
-    def _starts(self) -> Words:
-        """The addresses of all buffers of all ranks.  Raises DriverError."""
-        starts = np.zeros((self._transport.size, len(BUFFERS)), np.int64)
-        for rank, record in self._records.items():
-            if rank == self._transport.rank or self._links.is_direct(rank):
-                starts[rank] = [self._links.address(record, k) for k in range(len(BUFFERS))]
-        return starts.reshape(-1)
-
-    def _rows(self, table: Table, starts: Words) -> Words:
-        """The rows of a table with addresses."""
-        rows = np.empty_like(table.rows)
-        counters = {counter: self._word(counter).ctypes.data for counter in set(table.counters)}
-        table.fill(rows, starts, counters)
-        return rows
-
-    def _word(self, counter: Counter) -> Any:
-        """The memory of a counter."""
-        slot = self._meeting.slots[counter.writer]
-        return self._links.board.counter(counter.writer, slot, counter.reader, counter.is_read)
-
-    def _finish(self) -> Waits:
-        """Enqueue all rows, except for those that need the host, and wait for the device."""
-        loop, for_device = self._loop, Wait(self._loop.can_advance, self._late, is_at_work=True)
-        while (answer := loop.advance(self._seconds)) != loop.names.DONE:
-            if answer == loop.names.WAITING:
-                yield for_device
-            else:
-                yield from self._run_on_host(loop.row - self._first_row)
-                loop.row += 1
-        if self._on_host is not None:
-            yield from self._on_host.finish()
-            self._on_host = None
-
-    def _run_on_host(self, at: int) -> Waits:
-        """Run an operation that needs the host."""
-        assert self._borrowed is not None
-        if self._on_host is None:
-            messages = self._transport.messages(self._tag)
-            self._on_host = HostRows(
-                self._driver, messages, self._borrowed, self._backend, self._pinned
-            )
-            self._on_host.post_receives(self._operations)
-        rows = self._loop.rows[self._first_row :]
-        yield from self._on_host.run(at, self._operations[at], rows, self._word)
-
-    def _missing(self) -> list[int]:
-        """The ranks that this rank or its device waits for in compiled code."""
-        return self._not_come() if self._loop.is_coming else self._late()
-
-    def _late(self) -> list[int]:
-        """The ranks whose signals the device of this rank still awaits."""
-        late = set()
-        rows = self._loop.rows[self._first_row :]
-        for operation, row in zip(self._operations, rows, strict=False):
-            counter = operation.counter
-            is_await = operation.kind == DeviceKind.AWAIT
-            if is_await and counter is not None and self._word(counter)[0] < row[VALUE]:
-                late.add(counter.writer)
-        return sorted(late)
+def not_staged(why: str) -> CollectiveError:
+    """The error of a call that would be staged for some reason, and must not be."""
+    return CollectiveError(f"device='peer' was asked for, but the call would be staged: {why}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from collectives.devices.allocations import Buffer
 from collectives.devices.call import DeviceCall
 from collectives.devices.driver import DriverError
 from collectives.devices.links import Links
@@ -16,6 +18,8 @@ from collectives.programs import Aliasing
 
 _ODD, _NONE = -(2**62), -(2**62) + 1  # aliasings that are no offset
 _TEXT_BYTES = 160
+_CAPTURED = b"the stream is being captured for a graph, which cannot contain this call"
+MOST_SCRATCH = 16 << 20  # bytes that a call keeps for the next one of its kind
 
 
 class Exposed:
@@ -28,12 +32,14 @@ class Exposed:
         self._links, self._why_staged = links, why_staged
         self._constant = _constant_fields(links, call)
         self._shadow: Shadow | None = None
-        self._lasting: Any = None
+        self._kept: Any = None  # the records of buffers that peers know
+        self._pinned: list[int] = []
 
     def attach(self, operands: Operands) -> None:
         """Set the arrays."""
         arrays = operands.input, operands.output, operands.scratch
-        self._operands, self._extents = operands, [operands.backend.extent(x) for x in arrays]
+        self._operands = operands
+        self._extents = [Extent(*operands.backend.extent(x)) for x in arrays]
 
     def detach(self) -> None:
         """Release the arrays."""
@@ -50,14 +56,15 @@ class Exposed:
         links, why, fields = self._links, self._why_staged, dict(self._constant)
         try:
             if links.driver.is_capturing(of_caller):
-                why = why or "the stream is being captured"
+                return {**fields, "why_refused": _CAPTURED}
             if not self._is_aligned():
                 why = why or "an array begins between two elements, which kernels cannot read"
-            fields["buffers"] = self._buffers()
+            fields["buffers"] = self.buffers()
             fields["closing"] = (*links.exports.to_close(), 0, 0, 0)[:3]
         except DriverError as error:
             why = str(error)
-        fields["lasts"] = is_plan or self._shadow is None
+        is_small = self._operands.scratch.nbytes <= MOST_SCRATCH
+        fields["lasts"] = is_plan or (self._shadow is None and is_small)
         return {**fields, "why_staged": why.encode()[:_TEXT_BYTES]}
 
     def _is_aligned(self) -> bool:
@@ -68,20 +75,18 @@ class Exposed:
         are_aligned = not any(start % unit for start, stop in extents if stop > start)
         return are_aligned or self._operands.function is None
 
-    def _buffers(self) -> list[Any]:
+    def buffers(self) -> Any:
         """The records of the buffers of this rank, or of their shadow.  Raises DriverError."""
-        links = self._links
+        describe, extents = self._links.describe, self._extents
         try:
             if self._shadow is None:
-                return [links.describe(start, stop - start) for start, stop in self._extents]
+                return _as_records([describe(start, stop - start) for start, stop in extents])
         except DriverError:
             pass
-        extents = [Extent(*extent) for extent in self._extents]
-        shadow = self._shadow = self._shadow or Shadow(links.driver, *extents)
-        return [
-            links.describe(shadow.address(extent), extent.stop - extent.start, shadow.memory)
-            for extent in extents
-        ]
+        shadow = self._shadow = self._shadow or Shadow(self._links.driver, *extents)
+        return _as_records(
+            [describe(shadow.address(e), e.stop - e.start, shadow.memory) for e in extents]
+        )
 
     def with_shadow(self, rows: Words) -> tuple[Words, int]:
         """The rows of a program with those that copy to and from the shadow; where it begins."""
@@ -90,30 +95,34 @@ class Exposed:
         before, after = self._shadow.rows_before(), self._shadow.rows_after()
         return np.concatenate([*before, rows, *after]), len(before)
 
-    # Arrays that stay where they are
+    # Arrays of calls that follow each other without a meeting
 
-    def keep(self, record: Any) -> None:
-        """Let the peers keep what they have opened: the next call may have the same arrays.
-
-        `record`: that of this rank.
-        """
-        self._lasting = record["buffers"].tobytes()
-        self._pinned = [number for number in record["buffers"]["id"].tolist() if number]
-        self._links.exports.pin(self._pinned)
-
-    def forget(self) -> None:
-        """Undo `keep`."""
-        if self._lasting is not None:
-            self._links.exports.unpin(self._pinned)
-            self._lasting = None
+    def keep(self, buffers: Any) -> None:
+        """Let the peers keep these buffers open, and no others; None: none at all."""
+        pinned = [] if buffers is None else [number for number in buffers["id"].tolist() if number]
+        self._links.exports.pin(pinned)
+        self._links.exports.unpin(self._pinned)
+        self._kept, self._pinned = buffers, pinned
 
     @property
-    def is_unchanged(self) -> bool:
-        """Whether the arrays are those of the call that was followed by `keep`."""
-        try:
-            return bool(self._lasting == np.array(self._buffers(), BUFFER_RECORD).tobytes())
-        except DriverError:
-            return False
+    def other_buffers(self) -> Any:
+        """The records of the buffers if the peers do not know them; else None.
+
+        Raises DriverError.
+        """
+        buffers = self.buffers()
+        return None if buffers.tobytes() == self._kept.tobytes() else buffers
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether its peers may use the arrays as they are, and need not close any."""
+        is_full = self._links.exports.is_full
+        return self._shadow is None and not is_full and self._is_aligned()
+
+
+def _as_records(buffers: Sequence[Buffer]) -> Any:
+    """The records of buffers, as one array."""
+    return np.array(buffers, BUFFER_RECORD)
 
 
 def _constant_fields(links: Links, call: DeviceCall) -> dict[str, Any]:
@@ -126,7 +135,10 @@ def _constant_fields(links: Links, call: DeviceCall) -> dict[str, Any]:
         "digest": np.void(call.digest),
         "uuid": np.void(links.uuid),
         "what": call.text.encode()[:_TEXT_BYTES],
+        "compared": np.void(bytes(16)),
         "closing": (0, 0, 0),
+        "why_staged": b"",
+        "why_refused": b"",
     }
 
 

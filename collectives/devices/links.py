@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays import Backend
-from collectives.devices.allocations import OPENINGS, Exports
+from collectives.devices.allocations import OPENINGS, Buffer, Exports
+from collectives.devices.check import Check, until
 from collectives.devices.driver import (
     MAPPED,
     MEMORY_OPERATION_WORDS,
@@ -32,7 +33,7 @@ from collectives.devices.driver import (
 from collectives.devices.meeting import Meeting, Wait, Waits
 from collectives.devices.shadow import Allocation
 from collectives.devices.streams import STREAMS
-from collectives.engines import BUFFER_RECORD, Board, CallKey
+from collectives.engines import Board, CallKey
 
 _PATTERN_WORDS = 64
 _PATTERN_BYTES = 8 * _PATTERN_WORDS
@@ -71,21 +72,29 @@ class Links:
         is_local = self.board.parts[rank] is not None
         return is_local and self.staged is not None and pair not in self.staged
 
+    @property
+    def why_any_staged(self) -> str:
+        """Why some pair of ranks is staged; "" if none is."""
+        others = (rank for rank in range(len(self.board.parts)) if rank != self.board.rank)
+        staged = next((rank for rank in others if not self.is_direct(rank)), None)
+        if staged is not None:
+            return f"rank {staged} is staged: {self.why.get(staged) or 'it is on another host'}"
+        return "another pair of ranks is staged" if self.staged else ""
+
     def pointer(self, stream: Any) -> int:
         """The driver's handle of a stream of the backend."""
         return int(stream.ptr)
 
-    def describe(self, address: int, num_bytes: int, owner: object = None) -> Any:
-        """The record of a buffer for the others.  Raises DriverError if they cannot open it.
+    def describe(self, address: int, num_bytes: int, owner: object = None) -> Buffer:
+        """A buffer for the others.  Raises DriverError if they cannot open it.
 
         `owner`: what keeps its memory as long as others may have it open; None: the caller does.
         """
-        record = np.zeros((), BUFFER_RECORD)
-        if num_bytes:
-            record["address"], record["size"] = address, num_bytes
-            if not self.is_of_one_process:
-                self.exports.describe(record, owner)
-        return record
+        if not num_bytes:
+            return Buffer(0, 0)
+        if self.is_of_one_process:
+            return Buffer(address, num_bytes)
+        return self.exports.describe(address, num_bytes, owner)
 
     @property
     def is_of_one_process(self) -> bool:
@@ -101,12 +110,11 @@ class Links:
         return OPENINGS.open(self.driver, process, buffer, self.user)
 
     def is_open(self, record: Any) -> bool:
-        """Whether this rank has opened all memory of a rank, and need not close any of it."""
+        """Whether this rank has opened all memory of a rank."""
         process = int(record["process"])
         if process == self.process:
             return True
-        are_open = (OPENINGS.has(process, buffer, self.user) for buffer in record["buffers"])
-        return all(are_open) and not record["closing"].any()
+        return all(OPENINGS.has(process, buffer, self.user) for buffer in record["buffers"])
 
     def close(self, record: Any) -> None:
         """Close the allocations that a rank wants to free."""
@@ -143,21 +151,21 @@ class Proposal:
             fields["why_staged"] = str(error).encode()
         return self._meeting.publish({"why_staged": b"", **fields})
 
-    def agree(self, call: Meeting) -> Waits:
-        """Agree with the others; False if some rank makes the call on host arrays.
+    def agree(self, call: Meeting, check: Check | None) -> Waits:
+        """Agree with the others, unless some rank makes the call on host arrays.
 
         `call`: the meeting for the call itself.
         """
         meeting, links = self._meeting, self._links
         is_over, missing = meeting.for_all()[:2]
-        yield Wait(lambda: is_over() or self._is_needless(call), missing)
+        yield from until(Wait(lambda: is_over() or self._is_needless(call), missing), check)
         if missing() and self._is_needless(call):
             meeting.leave()
             yield Wait(lambda: links.staged is not None, missing)
-            return True
+            return
         if meeting.absent():
             meeting.leave()
-            return False
+            return
         yield from self._look(meeting)
         if links.staged is None:
             links.staged = frozenset(self._staged_pairs(meeting.verdicts()))
@@ -165,7 +173,6 @@ class Proposal:
             if rank != self._rank and not links.why[rank] and not links.is_direct(rank):
                 links.why[rank] = f"rank {rank} cannot read the memory of rank {self._rank}"
         meeting.leave()
-        return True
 
     def _is_needless(self, call: Meeting) -> bool:
         """Whether a rank has come to the call that proposes nothing.

@@ -23,10 +23,10 @@ class Functions(NamedTuple):
     """The compiled functions; see `enqueue`."""
 
     run: Callable[[int, int], int]
-    come: Callable[[int, int], int]
+    come: Callable[[int, int, int], int]
     look: Callable[[int], int]
     advance: Callable[[int, int], int]
-    word_of: Callable[[int, int, bool], int]
+    word_of: Callable[[int, int, int], int]
     log_completion: Callable[[int], None]
 
 
@@ -38,10 +38,10 @@ def compiled() -> Functions:
 
     return Functions(
         jit.function(enqueue.run.py_func, "int64(int64, int64)"),
-        jit.function(enqueue.come.py_func, "int64(int64, int64)"),
+        jit.function(enqueue.come.py_func, "int64(int64, int64, int64)"),
         jit.function(enqueue.look.py_func, "int64(int64)"),
         jit.function(enqueue.advance.py_func, "int64(int64, int64)"),
-        jit.function(enqueue.word_of.py_func, "int64(int64, int64, boolean)"),
+        jit.function(enqueue.word_of.py_func, "int64(int64, int64, int64)"),
         jit.function(log_completion.py_func, "void(int64)"),
     )
 
@@ -62,7 +62,12 @@ def _port() -> Words:
 
 
 class Loop:
-    """The words of the compiled loop; see `enqueue`."""
+    """The words of the compiled loop; see `enqueue`.
+
+    `seconds`: how long `advance` may wait.
+    """
+
+    seconds = 0.0
 
     def __init__(self, driver: Driver, operands: Operands, itemsize: int) -> None:
         from collectives.devices import enqueue  # noqa: PLC0415 - it imports numba
@@ -139,8 +144,8 @@ class Loop:
         """Let the peers see that this rank does not run the same rows again."""
         names, words = self.names, self.words
         if words[names.MINE]:
-            turn = int(words[names.TURN]) + (not self.is_coming)
-            self._mine[0][0] = self._functions.word_of(0, turn, True)
+            turn = self.turn + (not self.is_coming)
+            self._mine[0][0] = self._functions.word_of(0, turn, names.MUST_MEET)
             words[names.MINE] = 0
         words[names.STAGE] = names.IDLE
 
@@ -155,16 +160,24 @@ class Loop:
         self.words[self.names.OF_CALLER] = of_caller
         return self._functions.run(self.address, nanoseconds)
 
-    def come(self, number: int, of_caller: int) -> int:
-        """Start a run of this number; MEET if the ranks must meet."""
+    def come(self, number: int, of_caller: int, *, has_changed: bool) -> int:
+        """Start a run of this number; MEET if the ranks must meet.
+
+        `has_changed`: whether this rank has other arrays than in the last run.
+        """
         self.words[self.names.OF_CALLER] = of_caller
-        return self._functions.come(self.address, number)
+        flags = self.names.HAS_CHANGED if has_changed else 0
+        return self._functions.come(self.address, number, flags)
+
+    def follow(self) -> None:
+        """Go on with a run to which all have come, some of them with other arrays."""
+        self.words[self.names.STAGE] = self.names.FOLLOWING
 
     # Any run
 
-    def advance(self, seconds: float) -> int:
+    def advance(self) -> int:
         """Advance a run; return the answer of the loop.  Raises DriverError."""
-        answer = self._functions.advance(self.address, int(seconds * 1e9))
+        answer = self._functions.advance(self.address, int(self.seconds * 1e9))
         if answer == self.names.DRIVER_ERROR:
             self.raise_error()
         return answer
@@ -194,8 +207,20 @@ class Loop:
 
     def late(self) -> list[int]:
         """The indices of the peers that are not known to have come to the run."""
-        expected = int(self._mine[0][0])
-        return [at for at, word in enumerate(self._mine[1]) if int(word[0]) < expected]
+        mine, peers = self._mine
+        return [at for at, word in enumerate(peers) if self._is_late(int(word[0]), int(mine[0]))]
+
+    def _is_late(self, word: int, mine: int) -> bool:
+        """Whether the word of a peer says that it has not come to the turn of this rank."""
+        names = self.names
+        its_turn = (word >> names.FLAG_BITS) % (1 << names.TURN_BITS)
+        is_earlier = bool(word >> names.FLAG_BITS < mine >> names.FLAG_BITS)
+        return its_turn < self.turn or (its_turn == self.turn and is_earlier)
+
+    @property
+    def turn(self) -> int:
+        """How many runs there were after the one that has begun with a meeting."""
+        return int(self.words[self.names.TURN])
 
     @property
     def is_coming(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
-from collectives.engines import Board, CallKey
+from collectives.engines import WORKS, Board, CallKey
 
 
 class Wait(NamedTuple):
@@ -34,6 +34,7 @@ class Meeting:
         self.board, self.key = board, key
         self.ranks = board.local_ranks
         self.slots: dict[int, int] = {}
+        self._records: dict[int, Any] = {}
 
     @property
     def is_published(self) -> bool:
@@ -68,8 +69,10 @@ class Meeting:
         return Wait(lambda: not self.missing() or bool(self.absent()), self.missing)
 
     def record(self, rank: int) -> Any:
-        """The record of a rank that has come."""
-        return self.board.record(rank, self.slots[rank])
+        """The record of a rank that has come, in the memory that the ranks share."""
+        if rank not in self._records:
+            self._records[rank] = self.board.record(rank, self.slots[rank])
+        return self._records[rank]
 
     def arrival(self, rank: int) -> Any:
         """The word by which a rank that has come says that it has come again: one element."""
@@ -78,6 +81,24 @@ class Meeting:
     def answer(self, verdict: int) -> None:
         """Say that this rank has read all records, and what follows for it."""
         self.record(self.board.rank)["verdict"] = verdict
+
+    def change(self, buffers: Any) -> None:
+        """Write the records of other buffers of this rank, which it shows when it comes again."""
+        self.record(self.board.rank)["buffers"] = buffers
+
+    def answer_change(self, turn: int, verdict: int) -> Wait:
+        """Say that this rank has read the records of other buffers; wait for all to say so."""
+        self.record(self.board.rank)["answer"] = 4 * turn + verdict
+
+        def missing() -> list[int]:
+            answers = ((rank, int(self.record(rank)["answer"])) for rank in self.ranks)
+            return [rank for rank, answer in answers if answer < 4 * turn]
+
+        return Wait(lambda: not missing(), missing)
+
+    def all_can_change(self) -> bool:
+        """Whether all ranks have answered that they can use the other buffers."""
+        return all(self.record(rank)["answer"] % 4 == WORKS for rank in self.ranks)
 
     def verdicts(self) -> dict[int, int]:
         """The answers of all ranks; 0 where there is none yet."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,11 +50,15 @@ class Table(NamedTuple):
         """How often the counters can rise: their values have 31 bits."""
         return (2**31 - 1) // max(int(self.rows[:, RISE].max(initial=1)), 1)
 
-    def fill(self, rows: Words, starts: Words, counters: Mapping[Counter, int]) -> None:
-        """Write the rows with addresses: those where buffers start, and those of counters."""
-        rows[:] = self.rows
-        rows[:, PLACES] += starts[self.bases]
-        rows[self.signals, COUNTER] = [counters[counter] for counter in self.counters]
+    def with_counters(self, address_of: Callable[[Counter], int]) -> Words:
+        """The rows with the addresses of counters."""
+        rows, addresses = self.rows.copy(), {each: address_of(each) for each in set(self.counters)}
+        rows[self.signals, COUNTER] = [addresses[counter] for counter in self.counters]
+        return rows
+
+    def set_starts(self, rows: Words, starts: Words) -> None:
+        """Write into the rows where the buffers start."""
+        np.add(self.rows[:, PLACES], starts[self.bases], out=rows[:, PLACES])
 
 
 def rises_of(programs: Iterable[DeviceProgram]) -> dict[Counter, int]:

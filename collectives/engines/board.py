@@ -52,6 +52,7 @@ class Board:
         self._identity = np.void(blake2b(repr(identity).encode(), digest_size=16).digest())
         self.why_no_device = why_none if memory is None else memory.why_no_device
         self.host_calls: NDArray[np.int64] = np.zeros(NUM_HOST_CALLS, np.int64)
+        self._headers = np.zeros_like(self.host_calls)
         self._lock = threading.Lock()  # the progress thread publishes too
         self._entry: Any = None
         self._peers: dict[int, Any] = {}  # the entries of other ranks
@@ -71,8 +72,8 @@ class Board:
             return
         at = 1 + int(free[0])
         self._entry = mine[at : at + 1]
-        self._entry["host_calls"], self._entry["area"] = 0, 0
-        self.host_calls = self._entry["host_calls"][0]
+        self._entry["host_calls"] = self._entry["headers"] = self._entry["area"] = 0
+        self.host_calls, self._headers = self._entry["host_calls"][0], self._entry["headers"][0]
         self._entry["identity"] = self._identity
 
     def free(self) -> None:
@@ -89,7 +90,7 @@ class Board:
 
     def give_back(self) -> None:
         """Let other communicators have the memory."""
-        self.host_calls = np.zeros(NUM_HOST_CALLS, np.int64)
+        self.host_calls, self._headers = np.zeros((2, NUM_HOST_CALLS), np.int64)
         self._entry["identity"] = np.void(bytes(16))
         self._entry["area"] = 0
         self._entry = self.__dict__["area"] = None
@@ -146,6 +147,15 @@ class Board:
         """Note that this rank makes a call on host arrays."""
         self.host_calls[number % NUM_HOST_CALLS] = number
 
+    def note_header(self, number: int) -> None:
+        """Note that this rank begins a call, in checked mode, with the exchange of a header."""
+        self._headers[number % NUM_HOST_CALLS] = number
+
+    def has_header(self, rank: int, number: int) -> bool:
+        """Whether a rank, but not this one, begins a call with the exchange of a header."""
+        entry, at = self._entry_of(rank), number % NUM_HOST_CALLS
+        return entry is not None and bool(self._headers[at] < number <= entry["headers"][0, at])
+
     def note_plan(self, number: int) -> bool:
         """Note that the plan of this number is on a device; False if there is no room for it."""
         free: Any = [] if self.area is None else np.flatnonzero(self.area["plans"] == 0)
@@ -198,6 +208,14 @@ class Board:
         words: NDArray[np.int64] = self._area_of(rank)["records"]["arrived"][slot : slot + 1]
         return words
 
+    def arrivals_at_calls(self, rank: int) -> NDArray[np.int64]:
+        """All words by which a rank says that it makes a call again, without those of plans."""
+        area = self._area_of(rank)
+        if area is None:
+            return np.zeros(0, np.int64)
+        words: NDArray[np.int64] = area["records"]["arrived"][area["records"]["run"] == 0]
+        return words
+
     def counter(self, writer: int, slot: int, reader: int, is_read: bool) -> NDArray[np.uint32]:
         """A counter of a slot of the rank that writes it: an array of one element."""
         counters = self._area_of(writer)["counters"][slot]
@@ -220,7 +238,7 @@ class Board:
         record, generation = records[slot], abs(int(records[slot]["generation"])) + 1
         record["generation"] = -generation  # not published
         self.area["counters"][slot] = 0
-        record["verdict"] = record["arrived"] = 0
+        record["verdict"] = record["arrived"] = record["answer"] = 0
         for name, value in {"call": key.call, "run": key.run, **fields}.items():
             record[name] = value
         record["generation"] = generation

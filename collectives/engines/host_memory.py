@@ -27,15 +27,16 @@ _LINE = 64  # bytes of a cache line
 
 ENTRY = np.dtype(
     {
-        "names": ["identity", "host_calls", "area"],
-        "formats": ["V16", ("<i8", (NUM_HOST_CALLS,)), "<i8"],
-        "offsets": [0, _LINE, 16],
-        "itemsize": _LINE + 8 * NUM_HOST_CALLS,
+        "names": ["identity", "area", "host_calls", "headers"],
+        "formats": ["V16", "<i8", *[("<i8", (NUM_HOST_CALLS,))] * 2],
+        "offsets": [0, 16, _LINE, _LINE + 8 * NUM_HOST_CALLS],
+        "itemsize": _LINE + 16 * NUM_HOST_CALLS,
     }
 )
 """A communicator: what identifies it, its calls on host arrays, and the number of its area or 0.
 
-`host_calls`: the numbers of calls, each at its remainder.  The first entry of a rank stands for no
+`host_calls`: the numbers of calls, each at its remainder.  `headers`: in the
+same way those that begin with a header, in checked mode.  The first entry of a rank stands for no
 communicator; its area is 1 if there are communicators without an entry.
 """
 
@@ -55,14 +56,17 @@ RECORD = np.dtype(
         ("process", "<i8"),
         ("aliasing", "<i8"),
         ("digest", "V16"),
+        ("compared", "V16"),  # a digest of what checked mode compares
         ("uuid", "V16"),
         ("buffers", BUFFER, (3,)),
         ("closing", "<i8", (3,)),  # ids of allocations that peers must close
         ("what", "S160"),  # the call as text
         ("why_staged", "S160"),  # "" if this rank can use its device
+        ("why_refused", "S160"),  # "" if this rank can make the call at all
         ("verdict", "<i8"),  # 0: none yet; see `Meeting.answer`
         ("lasts", "<i8"),  # whether this rank can make the call again with the same record
         ("arrived", "<i8"),  # says that it does; see `enqueue.word_of`
+        ("answer", "<i8"),  # to other buffers of a rank; see `Meeting.answer_change`
     ]
 )
 """What a rank says of a call."""

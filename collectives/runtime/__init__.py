@@ -3,6 +3,7 @@
 Each rank has one `Session` for each communicator, which its calls share.
 """
 
+from collectives.runtime.cached_on_device import cached_on_device, can_cache_on_device
 from collectives.runtime.caching import (
     FastPlans,
     cached,
@@ -50,7 +51,9 @@ __all__ = [
     "broadcast_header",
     "broadcast_integers",
     "cached",
+    "cached_on_device",
     "can_cache",
+    "can_cache_on_device",
     "ends_of",
     "fields_with_header",
     "gather_bytes",

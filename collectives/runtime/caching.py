@@ -110,6 +110,7 @@ def _checked_call(
     call = Compared(spec, arrays, run, call_id.check_tag, {})
     steps = checker.steps(call)
     session.call_cache.add(key, CheckedCall(session, run, _result_form(arrays.target), steps))
+    checker.show(run, call_id.number)
     yield from session.with_checks(run, spec, arrays, lambda: call_id.check_tag)
 
 

@@ -11,7 +11,7 @@ that starts is compared with the n-th call of the other ranks, even if their cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Literal, NoReturn, Protocol
 
@@ -26,8 +26,9 @@ from collectives.arrays import (
     Bytes,
     has_infinities,
 )
+from collectives.devices import Check, OnDevice
 from collectives.diagnostics import Ancestry, Recorder
-from collectives.engines import Operands
+from collectives.engines import Execution, Operands, Refusals
 from collectives.errors import CollectiveError, CollectiveMismatch, NotFinite
 from collectives.programs import CallSpec, compile_call
 from collectives.runtime import fingerprint
@@ -49,20 +50,19 @@ class Owner(Caller, Protocol):
     axis: str
 
     numbering: Numbering
+    refusals: Refusals
 
 
 class Checker:
     """Compares the calls of one communicator.
 
     `compares_place`: whether the ranks must agree on being in place.  The drop-in for mpi4py sets
-    it to False, because it copies the data of some ranks.  `mismatch`: the last error that all
-    ranks raised together.
+    it to False, because it copies the data of some ranks.
     """
 
     def __init__(self, owner: Owner, mode: Mode) -> None:
         self._owner, self.mode = owner, mode
         self.compares_place = True
-        self.mismatch: CollectiveError | None = None
 
     def before(self, call: Compared) -> Steps:
         """The comparison before a call: all ranks continue, or all raise the same error."""
@@ -119,6 +119,36 @@ class Checker:
         self._raise_together(ranks, CollectiveMismatch, fingerprint.difference(ranks))
         self._raise_together(ranks, NotFinite, fingerprint.not_finite(ranks, "brings", "to"))
 
+    @property
+    def can_use_records(self) -> bool:
+        """Whether ranks with arrays on devices compare by the records of their calls."""
+        transport = self._owner.transport
+        return self.mode == "calls" and len(transport.board.local_ranks) == transport.size
+
+    def show(self, run: Run, number: int) -> None:
+        """Let ranks with arrays on devices see that this one compares a call by messages.
+
+        `number`: of the call.
+        """
+        board = self._owner.transport.board
+        if run.is_ahead:
+            board.note_header(number)
+        elif not isinstance(run.execution, OnDevice):
+            board.note_host_call(number)
+
+    def on_device(self, call: Compared) -> Check:
+        """The comparison before a call on devices."""
+        digest, owner = np.array(self.digest(call), np.uint64).tobytes(), self._owner
+        phase, site = owner.phase_of_call(), owner.site_of_call()
+
+        def messages() -> Iterator[Execution]:
+            for run in self.before(call):
+                run.begin(phase, site)
+                yield run.execution
+                run.complete()
+
+        return Check(owner.transport.board, digest, call.number, messages)
+
     def steps(self, call: Compared) -> CheckedSteps:
         """The comparison before cached calls like this one."""
         return CheckedSteps(self, self._owner, call)
@@ -141,8 +171,7 @@ class Checker:
 
     def stop(self, sentence: str) -> NoReturn:
         """Raise CollectiveMismatch in a call in which all ranks find the same difference."""
-        self.mismatch = CollectiveMismatch(sentence)
-        raise self.mismatch
+        raise self._owner.refusals.noted(CollectiveMismatch(sentence))
 
     def _raise_together(
         self, ranks: Sequence[Fingerprint], kind: type[CollectiveError], sentence: str | None
@@ -150,8 +179,7 @@ class Checker:
         """Raise the same error on all ranks, whose next calls then have equal numbers."""
         if sentence is not None:
             self._owner.numbering.catch_up(max(int(rank.num_calls) for rank in ranks))
-            self.mismatch = kind(sentence)
-            raise self.mismatch
+            raise self._owner.refusals.noted(kind(sentence))
 
 
 @lru_cache(maxsize=64)
@@ -218,6 +246,7 @@ class CheckedSteps:
         """Whether all digests have arrived and agree.  If not, `steps` completes the call."""
         mine, (own, table) = self._mine, self._arrays
         mine[0], mine[1] = self._digest.numbered(number)
+        self._owner.transport.board.note_host_call(number)
         execution = self._execution
         try:
             self._answer = execution.loop.run(execution.state_address, id(own), id(table), max_wait)

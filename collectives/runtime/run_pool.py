@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from collectives.arrays import HOST, Array, Arrays, Operator
+from collectives.arrays import HOST, Array, Arrays, Backend, Operator
 from collectives.devices import DeviceCall, Devices
 from collectives.diagnostics import Ancestry, CallLog, Position, Recorder
 from collectives.engines import Execution, Operands, Transport
@@ -140,6 +140,15 @@ class RunPool:
             self._transport.flight.close(self._message_log)
 
     # Those that are kept
+
+    def idle(self, spec: CallSpec, backend: Backend) -> list[Run]:
+        """The idle runs of a call, of which the caller may take one and give it back."""
+        return self._idle.setdefault((spec, backend.name, False), [])
+
+    def attach(self, run: Run, arrays: Arrays, tag: int, spec: CallSpec) -> None:
+        """Give arrays to a run that is no longer idle, and let it come back when it is complete."""
+        run.execution.attach(self._operands(arrays, run.program, spec), tag)
+        run.release = partial(self._take_back, (spec, arrays.backend.name, False))
 
     def _reuse(
         self, key: Hashable, arrays: Arrays, tag: int, spec: CallSpec | None = None

@@ -11,9 +11,9 @@ from weakref import WeakSet
 from zlib import crc32
 
 from collectives.arrays import Arrays, Operator, validation
-from collectives.devices import DeviceMode, Devices
+from collectives.devices import DeviceMode, Devices, OnDevice
 from collectives.diagnostics import Ancestry, Recording, current_phase
-from collectives.engines import ProgressThread, Transport
+from collectives.engines import ProgressThread, Refusals, Transport
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
 from collectives.programs import CallSpec, Counts
 from collectives.runtime.call_cache import NO_CALLS, CallCache
@@ -72,7 +72,8 @@ class Session:
         self._broken_by: CollectiveError | None = None  # why nothing can be called any more
         self._has_left_messages = False  # of a call that was ended at its time limit
         self.num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
-        self.devices = Devices(transport, device)
+        self.refusals = Refusals()
+        self.devices = Devices(transport, device, self.refusals)
         self.runs = RunPool(transport, self.devices, name, self.ancestry, axis)
         self.call_cache, self.plan_cache = CallCache(), CallCache()
         self.fast_calls = self.fast_plans = NO_CALLS
@@ -162,12 +163,11 @@ class Session:
 
         The next call would take them for its own.  That holds for blocking calls, and for calls
         that failed before the call itself, which other ranks may have begun.  A call that all ranks
-        stopped together, in checked mode, leaves nothing behind.
+        refuse together leaves nothing behind.
         """
         self.forget_calls()
-        is_stopped = self.checker is not None and self.checker.mismatch is error
         self._has_left_messages |= isinstance(error, CollectiveTimeout)
-        if (work.is_blocking or work.was_ahead) and not is_stopped:
+        if (work.is_blocking or work.was_ahead) and not self.refusals.has(error):
             self._break(work.title, error)
 
     def _break(self, what: str, error: BaseException) -> None:
@@ -332,6 +332,8 @@ class Session:
         self.check()
         tag = call_id.header_tag if is_ahead else call_id.tag
         run = self.runs.call(spec, arrays, tag, call_id.number, is_ahead=is_ahead)
+        if self.checker is not None:
+            self.checker.show(run, call_id.number)
         yield from self.with_checks(run, spec, arrays, lambda: call_id.check_tag, fields)
 
     def with_checks(
@@ -347,7 +349,10 @@ class Session:
             yield run
             return
         call = Compared(spec, arrays, run, tag(), fields or {})
-        yield from self.checker.before(call)
+        if isinstance(run.execution, OnDevice) and self.checker.can_use_records:
+            run.execution.check = self.checker.on_device(call)
+        else:
+            yield from self.checker.before(call)
         yield run
         yield from self.checker.after(call)
 

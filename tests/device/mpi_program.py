@@ -16,6 +16,7 @@ import collectives
 from collectives import Communicator
 from collectives.devices import allocations
 from tests import device_scenarios as scenarios
+from tests.device.test_again import calls_of_a_kind_under_way
 from tests.fake_device import BACKEND, FakeDeviceArray, on_device, on_host
 from tests.fake_driver import gpu
 from tests.scenarios import all_jobs
@@ -55,6 +56,11 @@ def calls_again_on_the_same_arrays(comm: Communicator) -> None:
         write(x, np.full(6, float(turn)))
         assert on_host(plan.run())[0] == comm.size * turn
     plan.free()
+
+
+@program
+def calls_of_a_kind_under_way_at_once(comm: Communicator) -> None:
+    calls_of_a_kind_under_way(comm)
 
 
 def write(x: FakeDeviceArray, values: np.ndarray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -76,9 +77,9 @@ def test_every_algorithm(size: int, queue_length: int) -> None:
 
 def test_counters_that_do_not_rise_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above: awaits are fulfilled by the signals of before."""
-    from collectives.devices import execution
+    from collectives.devices import placed
 
-    right = execution.table_of
+    right = placed.table_of
 
     def table_of(*arguments: Any) -> Any:
         made = right(*arguments)
@@ -86,7 +87,7 @@ def test_counters_that_do_not_rise_are_noticed(monkeypatch: pytest.MonkeyPatch) 
         made.rows[:, table.RISE] = 0
         return made
 
-    monkeypatch.setattr(execution, "table_of", table_of)
+    monkeypatch.setattr(placed, "table_of", table_of)
 
     def body(comm: Communicator) -> None:
         x = on_device(np.ones(16))
@@ -115,19 +116,88 @@ def test_runs_and_calls_do_not_meet_again(records: list[int]) -> None:
         assert counted == [2] * 11 + [3] * 11  # the links and the plan, then the first call
 
 
-# Runs that must meet again
+def with_other_arrays(comm: Communicator) -> None:
+    """Calls in which some ranks, all of them, or none have other arrays than in the last call."""
+    x, y = on_device(np.ones(6)), on_device(np.ones(6))
+    others = [on_device(np.ones(6)) for _ in range(3)]
+    for turn in range(1, 40):
+        mine = others[turn % 3] if (turn * 7 + comm.rank) % 5 < 2 or turn % 4 == 0 else x
+        out = y if turn % 3 else mine
+        call = partial(comm.all_reduce, mine, out=out, algorithm=["ring", "one_shot"][turn % 2])
+        check_sum(comm, call, mine, turn)
 
 
-def test_other_arrays_of_one_rank_let_all_meet_again(records: list[int]) -> None:
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_other_arrays_are_taken_over_without_a_meeting(size: int, records: list[int]) -> None:
+    run(with_other_arrays, size)
+    assert len(records) <= size * 5  # the links, and two algorithms, each apart and in place
+
+
+def test_arrays_that_are_not_taken_over_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: a rank goes on with the arrays that it knows."""
+    right = table.Table.set_starts
+
+    def once(self: table.Table, rows: Any, starts: Any) -> None:
+        if id(rows) not in written:
+            written.append(id(rows))
+            right(self, rows, starts)
+
+    written: list[int] = []
+    monkeypatch.setattr(table.Table, "set_starts", once)
+    with pytest.raises((AssertionError, collectives.CollectiveError)):
+        run(with_other_arrays, 3)
+    gpu().violations.clear()
+
+
+def test_calls_on_the_same_arrays_are_started_by_compiled_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from collectives.devices.loop import Loop
+
+    started: list[int] = []
+    right = Loop.run
+
+    def noted(self: Loop, *arguments: int) -> int:
+        started.append(right(self, *arguments))
+        return started[-1]
+
+    monkeypatch.setattr(Loop, "run", noted)
+
     def body(comm: Communicator) -> None:
-        x, y = on_device(np.ones(5)), on_device(np.ones(5))
-        other = on_device(np.ones(5))
-        for turn in range(1, 30):
-            mine = other if turn % 5 == comm.rank else x
-            check_sum(comm, partial(comm.all_reduce, mine, out=y), mine, turn)
+        x, y = on_device(np.ones(6)), on_device(np.ones(6))
+        for turn in range(1, 12):
+            check_sum(comm, partial(comm.all_reduce, x, out=y, algorithm="ring"), x, turn)
+            other = on_device(np.ones(6))
+            if turn % 4 == 0:
+                check_sum(comm, partial(comm.all_reduce, other, out=y, algorithm="ring"), other, 5)
 
-    run(body, 3)
-    assert len(records) > 20
+    run(body, 2)
+    assert len(started) >= 2 * 6
+
+
+def test_calls_that_share_a_run_do_not_use_each_others_arrays() -> None:
+    def body(comm: Communicator) -> None:
+        x, y, other = (on_device(np.ones(6)) for _ in range(3))
+        for turn in range(1, 8):
+            check_sum(comm, partial(comm.all_reduce, x, out=y), x, turn)
+            check_sum(comm, partial(comm.all_reduce, other), other, turn + 1)
+
+    run(body, 2)
+
+
+def test_no_array_of_the_caller_is_kept() -> None:
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(6)), on_device(np.ones(6))
+        for _ in range(4):
+            comm.all_reduce(x, out=y)
+        still_there = weakref.ref(x), weakref.ref(y)
+        del x, y
+        assert [each() for each in still_there] == [None, None]
+
+    run(body, 2)
+
+
+# Runs that must meet again
 
 
 def test_a_host_array_of_one_rank_lets_all_stage() -> None:
@@ -143,25 +213,28 @@ def test_a_host_array_of_one_rank_lets_all_stage() -> None:
     run(body, 3)
 
 
-def test_a_stream_that_is_captured_stages_one_run() -> None:
-    def body(comm: Communicator) -> list[int]:
-        x, staged = on_device(np.ones(5)), list[int]()
+def test_a_stream_that_is_captured_is_refused_by_all() -> None:
+    def body(comm: Communicator) -> list[str]:
+        x, y, refused = on_device(np.ones(6)), on_device(np.ones(6)), []
+        again = partial(comm.all_reduce, x, out=y)
         plan = comm.plan.all_reduce(x)
-        for turn in range(1, 8):
-            comm.barrier()
-            before = BACKEND.bytes_to_host
-            comm.barrier()
-            if turn == 4 and comm.rank == 1:
+        for turn in range(1, 6):
+            for call in (again, plan.run):
+                check_sum(comm, call, x, turn)
+        for call in (again, plan.run):
+            if comm.rank == 1:
                 gpu().capturing.add(BACKEND.current_stream().ptr)
-            check_sum(comm, plan.run, x, turn)
+            with pytest.raises(collectives.CollectiveError) as caught:
+                call()
             gpu().capturing.discard(BACKEND.current_stream().ptr)
-            comm.barrier()
-            if BACKEND.bytes_to_host > before:
-                staged.append(turn)
+            refused.append(str(caught.value))
+            check_sum(comm, again, x, 7)
         plan.free()
-        return staged
+        return refused
 
-    assert run(body, 3) == [[4]] * 3
+    found = run(body, 3)
+    assert found[0] == found[1] == found[2]
+    assert all("rank 1: the stream is being captured" in sentence for sentence in found[0])
 
 
 def test_ranks_that_keep_different_calls_meet_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +294,25 @@ def test_counters_do_not_overflow(monkeypatch: pytest.MonkeyPatch, records: list
 
     run(body, 3)
     assert 3 * 5 <= len(records) <= 3 * 7
+
+
+def calls_of_a_kind_under_way(comm: Communicator) -> None:
+    """Several at once, whose runs the ranks take for the next calls in different orders."""
+    arrays = [on_device(np.ones(6)) for _ in range(4)]
+    for turn in range(12):
+        for k, x in enumerate(arrays):
+            write(x, np.full(6, float(turn + k)))
+        several = arrays[: 4 - turn % 4]
+        works = [comm.all_reduce(x, async_op=True, algorithm="ring") for x in several]
+        for k, work in enumerate(works):
+            assert on_host(work.wait()).tolist() == [(turn + k) * comm.size] * 6
+        for idle in comm._session.runs._idle.values():
+            np.random.default_rng([turn, comm.rank]).shuffle(idle)  # type: ignore[arg-type]
+
+
+def test_calls_of_a_kind_under_way_at_once() -> None:
+    run(calls_of_a_kind_under_way, 3)
+    assert BACKEND.bytes_to_host == 0
 
 
 # Plans

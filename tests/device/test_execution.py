@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import CollectiveMismatch, Communicator, algorithms
+from collectives import CollectiveMismatch, Communicator, Operator, algorithms
 from collectives.arrays import operator
 from collectives.devices.devices import Devices
 from collectives.engines.board import Board
@@ -204,17 +204,21 @@ def test_calls_of_both_kinds_in_any_order() -> None:
     run(body, 3)
 
 
-def test_a_stream_that_is_captured_is_staged_by_all() -> None:
-    def body(comm: Communicator) -> None:
+def test_a_stream_that_is_captured_is_refused_by_all() -> None:
+    def body(comm: Communicator) -> str:
+        x, stream = on_device(np.ones(3)), BACKEND.current_stream().ptr
         if comm.rank == 1:
-            gpu().capturing.add(BACKEND.current_stream().ptr)
-        assert on_host(comm.all_reduce(on_device(np.ones(3)))).tolist() == [3, 3, 3]
+            gpu().capturing.add(stream)
+        with pytest.raises(collectives.CollectiveError) as caught:
+            comm.all_reduce(x)
+        gpu().capturing.discard(stream)
+        assert on_host(comm.all_reduce(x)).tolist() == [3, 3, 3]  # all goes on
+        return str(caught.value)
 
-    try:
-        run(body, 3)
-    finally:
-        gpu().capturing.clear()
-    assert is_staged()
+    found = run(body, 3)
+    assert found[0] == found[1] == found[2]
+    assert "rank 1: the stream is being captured" in found[0]
+    assert not is_staged()
 
 
 def test_an_array_between_two_elements_is_staged_by_all() -> None:
@@ -274,11 +278,56 @@ def test_ranks_of_other_hosts_are_staged(
 def test_staged_is_staged() -> None:
     run(lambda comm: comm.all_reduce(on_device(np.ones(3))), 3, device="staged")
     assert is_staged()
-    with pytest.raises(ValueError, match="device must be 'auto' or 'staged', not 'cuda'"):
+    with pytest.raises(ValueError, match="device must be 'auto' or 'peer' or 'staged', not 'cuda'"):
         run(lambda comm: None, 3, device="cuda")
 
 
 # Links
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_peer_refuses_what_would_be_staged(check: bool) -> None:
+    add = Operator.from_function(lambda x, y: x + y, commutative=True)
+
+    def body(comm: Communicator) -> list[str]:
+        x, sentences = on_device(np.ones(4)), []
+        memory = on_device(np.zeros(40, np.uint8))._memory[comm.rank == 2 :]
+        odd = FakeDeviceArray(memory[:32].view(np.float64))
+        for call in (lambda: comm.all_reduce(x, op=add), lambda: comm.all_reduce(odd)):
+            with pytest.raises(collectives.CollectiveError) as caught:
+                call()
+            sentences.append(str(caught.value))
+            assert on_host(comm.all_reduce(x)).tolist() == [3.0] * 4  # all goes on
+        return sentences
+
+    found = run(body, 3, device="peer", check=check)
+    assert found[0] == found[1] == found[2]
+    assert "device='peer' was asked for" in found[0][0]
+    assert "its operator is a function in Python" in found[0][0]
+    assert "rank 2: an array begins between two elements" in found[0][1]
+    assert not is_staged()
+
+
+def test_peer_refuses_links_that_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    from collectives.devices.links import Proposal
+
+    right = Proposal._why_unreadable
+
+    def unreadable(self: Proposal, rank: int) -> str:
+        return "no way" if {rank, self._rank} == {0, 2} else right(self, rank)
+
+    monkeypatch.setattr(Proposal, "_why_unreadable", unreadable)
+
+    def body(comm: Communicator) -> str:
+        with pytest.raises(collectives.CollectiveError) as caught:
+            comm.all_reduce(on_device(np.ones(4)))
+        return str(caught.value)
+
+    found = run(body, 3, device="peer")
+    assert "rank 2 is staged: no way" in found[0]
+    assert "another pair of ranks is staged" in found[1]
+    assert "rank 0 is staged: no way" in found[2]
+    assert not is_staged()
 
 
 def test_links_are_agreed_once() -> None:
@@ -558,16 +607,16 @@ def test_a_time_limit_names_who_is_missing() -> None:
 
 def test_a_lowering_without_awaits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: results are wrong, or memory is used that must not be used."""
-    from collectives.devices import execution
+    from collectives.devices import placed
     from collectives.lowering import DeviceKind, DeviceProgram
 
-    right = execution.table_of
+    right = placed.table_of
 
     def table_of(program: DeviceProgram, *others: Any) -> Any:
         kept = [x for x in program.operations if x.kind != DeviceKind.AWAIT]
         return right(DeviceProgram(tuple(kept)), *others)
 
-    monkeypatch.setattr(execution, "table_of", table_of)
+    monkeypatch.setattr(placed, "table_of", table_of)
 
     def body(comm: Communicator) -> None:
         for _ in range(20):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,19 @@ def run(name: str, num_ranks: int) -> None:
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "every_algorithm"])
 def test_a_program_is_right(name: str) -> None:
     run(name, 3)
+
+
+@pytest.mark.timeout(100)
+def test_the_host_time_of_calls_is_measured() -> None:
+    program = str(Path(PROGRAM).with_name("host_time_program.py"))
+    done = launch(2, [program], timeout=80, env=environment(), capture=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert re.findall(r"^(.*): \d+\.\d us$", done.stdout, re.MULTILINE) == [
+        "a plan",
+        "a call on the same arrays",
+        "a call on other arrays",
+        "a plan on the host, with its messages",
+    ]
 
 
 @pytest.mark.timeout(100)

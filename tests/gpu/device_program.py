@@ -344,17 +344,20 @@ def checked_calls(place: Place, world: Communicator) -> None:
 
 
 def captured_stream(place: Place, comm: Communicator) -> None:
-    """The stream of one rank is captured: all are staged, or that rank says why it cannot."""
-    x = place.on_device(np.ones(301))
-    comm.all_reduce(x)
+    """The stream of one rank is captured: all ranks refuse the call, and go on after that."""
+    x, y = place.on_device(np.ones(301)), place.on_device(np.zeros(301))
+    comm.all_reduce(x, out=y)
     check_links(comm)
     stream = place.new_stream()
     with place.on_stream(stream):
         if comm.rank == 1:
             place.capture(stream)
-        y = comm.all_reduce(x, timeout=SECONDS)
-    same(place.on_host(y), np.full(301, float(comm.size)), "captured")
-    assert comm.rank != 0 or place.bytes_staged
+        with pytest.raises(collectives.CollectiveError, match="rank 1: the stream is being capt"):
+            comm.all_reduce(x, out=y, timeout=SECONDS)
+        if comm.rank == 1:
+            place.end_capture(stream)
+        comm.all_reduce(x, out=y)
+    same(place.on_host(y), np.full(301, float(comm.size)), "after the capture")
 
 
 ALONE["captured_stream"] = captured_stream

@@ -88,6 +88,10 @@ class OnCupy:
         """Record what is put on a stream from now on for a graph, in the place of doing it."""
         stream.begin_capture()
 
+    def end_capture(self, stream: Any) -> None:
+        """Forget what was recorded."""
+        stream.end_capture()
+
     def check(self) -> None:
         """Raise the error of anything that has failed on the device."""
         self.cupy.cuda.Device().synchronize()
@@ -136,6 +140,9 @@ class OnFake:
 
     def capture(self, stream: Any) -> None:
         self.gpu.capturing.add(stream.ptr)
+
+    def end_capture(self, stream: Any) -> None:
+        self.gpu.capturing.discard(stream.ptr)
 
     def check(self) -> None:
         self.gpu.check()

@@ -10,7 +10,7 @@ import pytest
 
 from bench.gpu import no_mpi
 from bench.jobs import environment
-from collectives.launch import TIMED_OUT, launch
+from collectives.launch import launch
 from tests.gpu.device_program import PROGRAMS
 
 pytestmark = [
@@ -53,10 +53,5 @@ def test_staged_is_staged() -> None:
     check(run(3, "staged_after_all"), "staged_after_all", 3)
 
 
-def test_a_captured_stream_is_staged_or_refused_and_nothing_hangs() -> None:
-    done = run(2, "captured_stream")
-    assert done.returncode != TIMED_OUT, done.stderr
-    if done.returncode:
-        assert "captur" in done.stderr.lower(), done.stderr
-    else:
-        check(done, "captured_stream", 2)
+def test_a_captured_stream_is_refused() -> None:
+    check(run(2, "captured_stream"), "captured_stream", 2)

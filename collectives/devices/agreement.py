@@ -1,0 +1,123 @@
+"""How the ranks of a host agree, before a call, whether and how all of them use their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import starmap
+from typing import Any
+
+import numpy as np
+
+from collectives.devices.call import DeviceCall
+from collectives.devices.check import Check, until
+from collectives.devices.exposed import Exposed
+from collectives.devices.links import Links, Proposal
+from collectives.devices.meeting import Meeting, Wait, Waits
+from collectives.engines import CallKey, Refusals
+from collectives.errors import CollectiveError, CollectiveMismatch
+
+
+class Agreement:
+    """One rank's part in the agreement on a call.
+
+    `records`: those of all ranks, once all have come to the meeting.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        refusals: Refusals,
+        call: DeviceCall,
+        key: CallKey,
+        exposed: Exposed,
+        check: Check | None,
+    ) -> None:
+        self._links, self._refusals, self._call = links, refusals, call
+        self._exposed, self._check = exposed, check
+        self.meeting = Meeting(links.board, key)
+        self.records: dict[int, Any] = {}
+        self._proposal = Proposal(links, key) if links.staged is None else None
+
+    def come(self, of_caller: int) -> None:
+        """Publish the records of this rank, unless too many calls are under way.
+
+        `of_caller`: the caller's stream.
+        """
+        self._of_caller = of_caller
+        self._publish()
+        if not self.meeting.is_published and not self._call.plan:
+            self._links.board.note_host_call(self.meeting.key.call)
+
+    def _publish(self) -> None:
+        """Publish the records, if there is room.
+
+        The proposal comes first: a rank whose record is there proposes nothing any more.
+        """
+        proposal = self._proposal
+        if proposal is None or proposal.is_published or proposal.publish():
+            fields = self._exposed.fields(self._of_caller, is_plan=bool(self._call.plan))
+            if self._check is not None:
+                fields["compared"] = np.void(self._check.digest)
+            self.meeting.publish(fields)
+
+    def meet(self) -> Waits:
+        """Wait for the other ranks of the host; return why all stage, "" if they do not.
+
+        Raises CollectiveMismatch if the ranks make different calls, and CollectiveError on all
+        ranks if one cannot make it.
+        """
+        board, meeting, proposal = self._links.board, self.meeting, self._proposal
+        while self._call.plan and not meeting.is_published:
+            yield Wait(lambda: board.has_room, lambda: board.local_ranks)
+            self._publish()
+        if proposal is not None and proposal.is_published:
+            yield from proposal.agree(meeting, self._check)
+        if meeting.is_published:
+            yield from until(meeting.for_all(), self._check)
+        if not meeting.is_published or meeting.absent():
+            if self._check is not None:
+                yield from self._check.compare_once()
+            return _why_absent(meeting.absent())
+        self.records = {rank: meeting.record(rank).copy() for rank in meeting.ranks}
+        yield from self._refuse_differences()
+        for rank, record in self.records.items():
+            if record["why_refused"]:
+                error = CollectiveError(f"rank {rank}: {_text(record['why_refused'])}")
+                raise self._refusals.noted(error)
+        return next(filter(None, starmap(self._why_staged, self.records.items())), "")
+
+    def _why_staged(self, rank: int, record: Any) -> str:
+        """Why a rank cannot use its device; "" if it can."""
+        if record["why_staged"]:
+            return f"rank {rank}: {_text(record['why_staged'])}"
+        is_same = self._links.uuids[rank] == record["uuid"].tobytes()
+        return "" if is_same else f"rank {rank} uses another device than before"
+
+    def _refuse_differences(self) -> Waits:
+        """Raise CollectiveMismatch if the ranks make different calls."""
+        first, *others = self.records
+        if self._check is not None and not all(self._are_equal(first, rank) for rank in others):
+            yield from self._check.compare_once()  # which can tell what is different
+        for rank in others:
+            if self.records[rank]["digest"] != self.records[first]["digest"]:
+                raise self._refusals.noted(CollectiveMismatch(self._difference(first, rank)))
+
+    def _are_equal(self, *ranks: int) -> bool:
+        """Whether the digests of two ranks are equal."""
+        one, other = (self.records[rank] for rank in ranks)
+        return bool(one["digest"] == other["digest"] and one["compared"] == other["compared"])
+
+    def _difference(self, *ranks: int) -> str:
+        texts = {rank: _text(self.records[rank]["what"]) for rank in ranks}
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+        return f"the ranks make different calls (call {self.meeting.key.call}): {said}"
+
+
+def _text(field: Any) -> str:
+    return bytes(field).decode(errors="replace")
+
+
+def _why_absent(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "too many calls are under way"
+    return f"rank {ranks[0]} makes the call on arrays of the host"

@@ -1,0 +1,68 @@
+"""The comparison of checked mode before a call on devices: by the records of the ranks.
+
+Ranks with arrays on devices publish a digest of the call in their records, and send nothing.  If a
+rank has an array on the host, or exchanges a header first, it compares by messages, and the others
+see that in the memory that the host shares.  Then all compare by messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from collectives.devices.meeting import Wait, Waits
+from collectives.engines import Board, Execution
+
+
+class Check:
+    """The comparison of one call on one rank.
+
+    `digest`: of the call.  `number`: of the call, or of its plan.  `messages`: the executions of
+    the comparison by messages, each of which ends before the next one is asked for.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        digest: bytes,
+        number: int,
+        messages: Callable[[], Iterable[Execution]],
+    ) -> None:
+        self._board, self.digest, self._number, self._messages = board, digest, number, messages
+        self._has_compared = False
+        self._under_way: Execution | None = None
+
+    def is_wanted(self, ranks: Iterable[int]) -> bool:
+        """Whether one of these ranks exchanges a header, which this one does not."""
+        if self._has_compared:
+            return False
+        return any(self._board.has_header(rank, self._number) for rank in ranks)
+
+    def compare(self) -> Waits:
+        """Compare by messages.  Raises CollectiveMismatch if the calls of the ranks differ."""
+        self._has_compared = True
+        for execution in self._messages():
+            self._under_way = execution
+            while not execution.advance(0.0):
+                yield None
+            self._under_way = None
+
+    def compare_once(self) -> Waits:
+        """Compare by messages, unless that was done."""
+        if not self._has_compared:
+            yield from self.compare()
+
+    def abandon(self) -> bool:
+        """See `Execution.abandon`."""
+        return self._under_way is None or self._under_way.abandon()
+
+
+def until(wait: Wait, check: Check | None) -> Waits:
+    """Wait; meanwhile compare by messages if a rank that is missing does."""
+
+    def is_wanted() -> bool:
+        return check is not None and check.is_wanted(wait.missing())
+
+    yield Wait(lambda: wait.is_over() or is_wanted(), wait.missing)
+    if check is not None and is_wanted():
+        yield from check.compare()
+        yield wait

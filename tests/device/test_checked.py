@@ -1,0 +1,128 @@
+"""Checked mode on devices: the ranks compare calls by their records, and send nothing for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import CollectiveMismatch, Communicator
+from tests.fake_device import BACKEND, on_device, on_host
+from tests.fake_driver import gpu
+
+
+@pytest.fixture(autouse=True)
+def _no_violations() -> Iterator[None]:
+    BACKEND.reset()
+    gpu().reset()
+    yield
+    gpu().check()
+
+
+def run(body: Callable[[Communicator], Any], size: int, **options: Any) -> list[Any]:
+    return collectives.run(body, size, timeout=60, check=True, **options)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises(CollectiveMismatch) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_calls_and_plans_send_nothing_for_it() -> None:
+    def body(comm: Communicator) -> int:
+        x, y = on_device(np.ones(6)), on_device(np.ones(6))
+        with comm.record() as ledger:
+            for _ in range(4):
+                assert on_host(comm.all_reduce(x, out=y)).tolist() == [3.0] * 6
+            plan = comm.plan.all_gather(x)
+            for _ in range(3):
+                assert on_host(plan.run()).tolist() == [1.0] * 18
+            works = [comm.all_reduce(x, async_op=True) for _ in range(3)]
+            assert all(on_host(work.wait())[0] == 3 for work in works)
+            plan.free()
+        return sum(row.collective == "check" for row in ledger.rows())
+
+    assert run(body, 3) == [0, 0, 0]
+    assert BACKEND.bytes_to_host == 0
+
+
+def test_a_host_call_is_compared_by_messages() -> None:
+    """The negative control of the test above."""
+
+    def body(comm: Communicator) -> int:
+        with comm.record() as ledger:
+            comm.all_reduce(np.ones(3))
+        return sum(row.collective == "check" for row in ledger.rows())
+
+    assert min(run(body, 3)) > 0
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_different_calls_are_refused_by_all_with_the_same_sentence(num_before: int) -> None:
+    def body(comm: Communicator) -> list[str]:
+        x, y = on_device(np.ones(6)), on_device(np.ones(6))
+        for _ in range(num_before):
+            comm.all_reduce(x, out=y)
+        sentences = [
+            refused(partial(comm.all_reduce, x, "max" if comm.rank == 1 else "sum", out=y)),
+            refused(partial(comm.scan if comm.rank == 2 else comm.all_reduce, x)),
+            refused(partial(comm.all_reduce, on_device(np.ones(6 + (comm.rank == 0))))),
+        ]
+        assert on_host(comm.all_reduce(x, out=y)).tolist() == [3.0] * 6  # all goes on
+        return sentences
+
+    found = run(body, 3)
+    assert found[0] == found[1] == found[2]
+    assert "rank 1 called all_reduce(op=max)" in found[0][0]
+    assert "rank 2 called scan" in found[0][1]
+    assert "layout=(7,)" in found[0][2]
+
+
+def test_a_header_that_only_one_rank_exchanges_is_noticed() -> None:
+    def body(comm: Communicator) -> str:
+        x = on_device(np.ones(6))
+        for _ in range(2):
+            received = comm.broadcast(x if comm.rank == 0 else None)
+            assert on_host(received).tolist() == [1.0] * 6
+        if comm.rank == 0:
+            sentence = refused(partial(comm.broadcast, x))
+        else:
+            sentence = refused(partial(comm.all_reduce, x))
+        assert on_host(comm.all_reduce(x)).tolist() == [3.0] * 6
+        return sentence
+
+    found = run(body, 3)
+    assert found[0] == found[1] == found[2]
+    assert "rank 0 called broadcast" in found[0]
+
+
+@pytest.mark.parametrize("mode", [True, "finite"])
+def test_some_ranks_may_have_host_arrays(mode: Any) -> None:
+    def body(comm: Communicator) -> None:
+        x, on_the_host = on_device(np.ones(6)), np.ones(6)
+        for turn in range(12):
+            mine = on_the_host if turn % 4 == comm.rank else x
+            assert on_host(comm.all_reduce(mine)).tolist() == [3.0] * 6
+            received = comm.broadcast(mine if comm.rank == 1 else None, root=1)
+            assert on_host(received).tolist() == [1.0] * 6
+        plan = comm.plan.all_reduce(on_the_host if comm.rank == 1 else x)
+        for _ in range(3):
+            assert on_host(plan.run()).tolist() == [3.0] * 6
+        works = [
+            comm.all_reduce(x if (k + comm.rank) % 3 else on_the_host, async_op=True)
+            for k in range(6)
+        ]
+        assert all(on_host(work.wait()).tolist() == [3.0] * 6 for work in works)
+        if comm.rank == 2:
+            mismatch = refused(partial(comm.all_reduce, x, "max"))
+        else:
+            mismatch = refused(partial(comm.all_reduce, on_the_host if comm.rank else x))
+        assert "rank 2 called all_reduce(op=max)" in mismatch
+        plan.free()
+
+    collectives.run(body, 3, timeout=60, check=mode)
