@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.oracle import expected
 from collectives import Communicator
-from tests.scenarios import REDUCTIONS, ROOTED, WHOLE, Job, call, in_place, same
+from tests.scenarios import Job, call, in_place, options_of, same
 
 ToDevice = Callable[[np.ndarray], Any]
 ToHost = Callable[[Any], Any]
@@ -49,18 +49,6 @@ def perform_again(
         want = expected(job.collective, new, op=job.op, root=job.root, counts=job.counts())
         same(to_host(run()), want[comm.rank], f"turn {turn} of {job}")
     plan.free()
-
-
-def options_of(job: Job) -> dict[str, Any]:
-    """The keywords of its call, without arrays."""
-    options: dict[str, Any] = {"algorithm": job.algorithm}
-    if job.collective in ROOTED:
-        options["root"] = job.root
-    if job.collective in REDUCTIONS:
-        options["op"] = job.op
-    if job.counts() is not None and job.collective not in WHOLE:
-        options["counts"] = job.counts()
-    return options
 
 
 def mixed_program(comm: Communicator, to_device: ToDevice, to_host: ToHost) -> None:

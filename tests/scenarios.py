@@ -132,13 +132,7 @@ def call(
 
     What it reads is the same when the call is complete, unless it is where the result goes.
     """
-    keywords: dict[str, Any] = {"algorithm": job.algorithm, "async_op": job.is_async}
-    if job.collective in ROOTED:
-        keywords["root"] = job.root
-    if job.collective in REDUCTIONS:
-        keywords["op"] = job.op
-    if job.counts() is not None and job.collective not in WHOLE:
-        keywords["counts"] = job.counts()
+    keywords: dict[str, Any] = {**options_of(job), "async_op": job.is_async}
     if job.is_in_place:
         x, keywords["out"] = in_place(comm, job, x)
     if job.collective == "scatter" and comm.rank != job.root:
@@ -153,6 +147,18 @@ def call(
         got = got.wait()
     assert fingerprint(*read) == before, f"{job} has changed what it reads"
     return got
+
+
+def options_of(job: Job) -> dict[str, Any]:
+    """The keywords of the call, without arrays."""
+    options: dict[str, Any] = {"algorithm": job.algorithm}
+    if job.collective in ROOTED:
+        options["root"] = job.root
+    if job.collective in REDUCTIONS:
+        options["op"] = job.op
+    if job.counts() is not None and job.collective not in WHOLE:
+        options["counts"] = job.counts()
+    return options
 
 
 def fingerprint(counts: object, x: np.ndarray | None) -> tuple[str, str]:

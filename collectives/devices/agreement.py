@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -38,13 +38,16 @@ class Agreement:
         self.records: dict[int, Any] = {}
         self._proposal = Proposal(links, key) if links.staged is None else None
 
-    def come(self, of_caller: int) -> None:
+    def come(self, of_caller: int, make_room: Callable[[], None]) -> None:
         """Publish the records of this rank, unless too many calls are under way.
 
-        `of_caller`: the caller's stream.
+        `of_caller`: the caller's stream.  `make_room`: gives slots back.
         """
         self._of_caller = of_caller
         self._publish()
+        if not self.meeting.is_published:
+            make_room()
+            self._publish()
         if not self.meeting.is_published and not self._call.plan:
             self._links.board.note_host_call(self.meeting.key.call)
 

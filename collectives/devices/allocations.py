@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -43,16 +44,17 @@ class Exports:
         self._driver = driver
         self._open: OrderedDict[int, Exported] = OrderedDict()
         self._closing: dict[int, Exported] = {}
-        self._pins = Counter[int]()
+        self._pins, self._lock = Counter[int](), threading.Lock()  # threads may pin too
 
     def describe(self, address: int, size: int, owner: object) -> Buffer:
         """A buffer with its allocation.  Raises DriverError if it cannot be exported."""
         number = self._driver.buffer_id(address)
-        if number not in self._open:
-            base, _ = self._driver.allocation(address)
-            self._open[number] = Exported(base, self._driver.handle(base), owner)
-        self._open.move_to_end(number)
-        exported = self._open[number]
+        with self._lock:
+            if number not in self._open:
+                base, _ = self._driver.allocation(address)
+                self._open[number] = Exported(base, self._driver.handle(base), owner)
+            self._open.move_to_end(number)
+            exported = self._open[number]
         return Buffer(address, size, address - exported.base, number, exported.handle)
 
     @property
@@ -62,20 +64,23 @@ class Exports:
 
     def to_close(self) -> list[int]:
         """The ids of allocations that peers must close now."""
-        excess = min(len(self._open) - MOST_EXPORTED, NUM_CLOSING - len(self._closing))
-        unpinned = (number for number in self._open if not self._pins[number])
-        for number in list(islice(unpinned, max(excess, 0))):
-            self._closing[number] = self._open.pop(number)
-        return list(self._closing)
+        with self._lock:
+            excess = min(len(self._open) - MOST_EXPORTED, NUM_CLOSING - len(self._closing))
+            unpinned = (number for number in self._open if not self._pins[number])
+            for number in list(islice(unpinned, max(excess, 0))):
+                self._closing[number] = self._open.pop(number)
+            return list(self._closing)
 
     def pin(self, numbers: Iterable[int]) -> None:
         """Keep allocations open until `unpin`, as often as they are pinned."""
-        self._pins.update(numbers)
+        with self._lock:
+            self._pins.update(numbers)
 
     def unpin(self, numbers: Iterable[int]) -> None:
         """Undo `pin`."""
-        self._pins.subtract(numbers)
-        self._pins = +self._pins
+        with self._lock:
+            self._pins.subtract(numbers)
+            self._pins = +self._pins
 
     def closed(self, numbers: Iterable[int]) -> None:
         """Release allocations that all peers have closed."""
@@ -89,16 +94,16 @@ class Exports:
 
 
 class Openings:
-    """The allocations of other processes that this process has opened.
+    """The allocations of other processes that this process has opened for one device.
 
-    A handle can be opened only once in a process, so all communicators share them.
+    A handle can be opened only once for a device, so all communicators share them.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._lock = driver, threading.Lock()
         self._opened: dict[tuple[int, int], tuple[int, set[int]]] = {}
 
-    def open(self, driver: Driver, process: int, record: Any, user: int) -> int:
+    def open(self, process: int, record: Any, user: int) -> int:
         """The address, in this process, of a buffer of another process.
 
         `user`: what uses it, until it calls `close`.  Raises DriverError.
@@ -106,7 +111,7 @@ class Openings:
         key = process, int(record["id"])
         with self._lock:
             if key not in self._opened:
-                self._opened[key] = driver.open(record["handle"].tobytes()), set()
+                self._opened[key] = self._driver.open(record["handle"].tobytes()), set()
             base, users = self._opened[key]
             users.add(user)
         return base + int(record["offset"])
@@ -116,19 +121,25 @@ class Openings:
         _, users = self._opened.get((process, int(record["id"])), (0, set[int]()))
         return user in users or not record["id"]
 
-    def close(self, driver: Driver, process: int, number: int, user: int) -> None:
+    def close(self, process: int, number: int, user: int) -> None:
         """Close an allocation that this user no longer needs, if no other one does."""
         with self._lock:
             base, users = self._opened.get((process, number), (0, {0}))
             users.discard(user)
             if not users:
                 del self._opened[process, number]
-                driver.close(base)
+                self._driver.close(base)
 
-    def free(self, driver: Driver, user: int) -> None:
+    def free(self, user: int) -> None:
         """Close all that only this user needs."""
         for process, number in list(self._opened):
-            self.close(driver, process, number, user)
+            self.close(process, number, user)
+
+    def __len__(self) -> int:
+        return len(self._opened)
 
 
-OPENINGS = Openings()
+@cache
+def openings_of(driver: Driver) -> Openings:
+    """What this process has opened for the device of a driver."""
+    return Openings(driver)

@@ -1,23 +1,25 @@
 """The comparison of checked mode before a call on devices: by the records of the ranks.
 
-Ranks with arrays on devices publish a digest of the call in their records, and send nothing.  If a
-rank has an array on the host, or exchanges a header first, it compares by messages, and the others
-see that in the memory that the host shares.  Then all compare by messages.
+Ranks with arrays on devices publish a digest of the call in their records, and send nothing.  Each
+rank also notes, in the memory that the host shares, how it makes its n-th comparison: by messages,
+because it has an array on the host or exchanges a header first, or by the record of which call.  If
+that differs, all ranks compare by messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from zlib import crc32
 
 from collectives.devices.meeting import Wait, Waits
-from collectives.engines import Board, Execution
+from collectives.engines import MESSAGES, Board, CallKey, Execution
 
 
 class Check:
     """The comparison of one call on one rank.
 
-    `digest`: of the call.  `number`: of the call, or of its plan.  `messages`: the executions of
-    the comparison by messages, each of which ends before the next one is asked for.
+    `digest`: of the call.  `number`: of the comparison.  `messages`: the executions of the
+    comparison by messages, each of which ends before the next one is asked for.
     """
 
     def __init__(
@@ -31,11 +33,15 @@ class Check:
         self._has_compared = False
         self._under_way: Execution | None = None
 
+    def begin(self, key: CallKey) -> None:
+        """Let the other ranks see which record this rank publishes."""
+        self._board.note_check(self._number, MESSAGES + 1 + crc32(repr(key).encode()) % 2**31)
+
     def is_wanted(self, ranks: Iterable[int]) -> bool:
-        """Whether one of these ranks exchanges a header, which this one does not."""
+        """Whether one of these ranks compares by messages, or another call."""
         if self._has_compared:
             return False
-        return any(self._board.has_header(rank, self._number) for rank in ranks)
+        return any(self._board.differs_in_check(rank, self._number) for rank in ranks)
 
     def compare(self) -> Waits:
         """Compare by messages.  Raises CollectiveMismatch if the calls of the ranks differ."""
@@ -57,7 +63,7 @@ class Check:
 
 
 def until(wait: Wait, check: Check | None) -> Waits:
-    """Wait; meanwhile compare by messages if a rank that is missing does."""
+    """Wait; meanwhile compare by messages if a rank that is missing does something else."""
 
     def is_wanted() -> bool:
         return check is not None and check.is_wanted(wait.missing())

@@ -39,12 +39,12 @@ ENTRY, NUMBER, KEY, COUNTER_AT = executor.ENTRY, executor.NUMBER, executor.KEY, 
 _FIRST = executor.NUM_STATE_WORDS
 # Where it enqueues, and how:
 (STREAM, EVENT, OF_CALLER, BATCH, VALUES, PARAMETERS, NUM_OUTSTANDING, MOST_OUTSTANDING,
- STAGE, IS_BUSY, RUN) = range(_FIRST, _FIRST + 11)  # fmt: skip
+ STAGE, IS_BUSY) = range(_FIRST, _FIRST + 10)  # fmt: skip
 # the word by which this rank says that it has come, and the addresses of those of its peers:
-MINE, PEERS, NUM_PEERS, TURN, LAST_TURN = range(_FIRST + 11, _FIRST + 16)
+MINE, PEERS, NUM_PEERS, TURN, LAST_TURN = range(_FIRST + 10, _FIRST + 15)
 # and the functions of the driver.
 (BATCH_OPERATION, COPY_BYTES, LAUNCH, RECORD_EVENT, WAIT_EVENT, QUERY_EVENT, IS_CAPTURING,
- NUM_STATE_WORDS) = range(_FIRST + 16, _FIRST + 24)  # fmt: skip
+ NUM_STATE_WORDS) = range(_FIRST + 15, _FIRST + 23)  # fmt: skip
 
 # Words of a row: its kind, bytes, number of operands and those on the left; addresses of the
 # target, of the operands and of a counter; the value of the counter, and by how much it rises with
@@ -106,7 +106,6 @@ def come(state: int, number: int, flags: int) -> int:
     """
     turn = load(state + 8 * TURN) + 1
     store(state + 8 * TURN, turn)
-    store(state + 8 * RUN, number)
     store(state + 8 * STAGE, COMING)
     function, status = load(state + 8 * IS_CAPTURING), state + 8 * FLAG
     error = call2(function, (load(state + 8 * OF_CALLER), status))

@@ -125,6 +125,8 @@ class OnDevice:
         """Note the number and the stream of a run that begins."""
         plan = self._call.plan
         self._key = CallKey(plan, number) if plan else CallKey(number)
+        if self.check is not None:
+            self.check.begin(self._key)
         self.row, self._is_staged = 0, False
         self._wait = Wait(lambda: True, self._missing)
         self._stream = self._backend.current_stream()
@@ -192,6 +194,8 @@ class OnDevice:
             is_done &= self.check.abandon()
         if is_done:
             self._agreement.meeting.leave()
+            self._exposed.keep(None)
+        self._wait = None  # which refers to this object
         return is_done
 
     def _missing(self) -> list[int]:
@@ -265,7 +269,9 @@ class OnDevice:
         others = None
         if not self._call.plan:
             try:
-                others = self._exposed.other_buffers
+                if self._links.driver.is_capturing(self._of_caller):
+                    return True
+                others = self._exposed.other_buffers()
             except DriverError:
                 return True
             if not self._exposed.can_keep:
@@ -306,8 +312,13 @@ class OnDevice:
         return [self._others[at] for at in self._loop.late()]
 
     def _elsewhere(self) -> list[int]:
-        """The ranks that make this run in another way."""
-        return [rank for rank in self._not_come() if self._is_elsewhere(rank)]
+        """The ranks that make this run in another way.
+
+        A rank that comes while it is looked at is not one of them.
+        """
+        elsewhere = [rank for rank in self._not_come() if self._is_elsewhere(rank)]
+        late = self._not_come() if elsewhere else []
+        return [rank for rank in elsewhere if rank in late]
 
     def _is_elsewhere(self, rank: int) -> bool:
         """Whether a rank meets others, has a host array, or has come with another execution.
@@ -362,7 +373,7 @@ class OnDevice:
         self._agreement = Agreement(
             *(self._links, self._refusals, self._call, self._key, self._exposed, self.check)
         )
-        self._agreement.come(self._of_caller)
+        self._agreement.come(self._of_caller, self._kept.forget_calls)
         return self._run()
 
     def _run(self) -> Waits:
@@ -374,7 +385,8 @@ class OnDevice:
             why_staged = yield from self._run_direct()
         if why_staged and self._is_strict:
             self._agreement.meeting.leave()
-            raise self._refusals.noted(not_staged(why_staged))
+            error = not_staged(why_staged)  # which a rank with a host array does not raise
+            raise error if self._agreement.meeting.absent() else self._refusals.noted(error)
         if why_staged:
             yield from self._run_staged()
 
@@ -417,10 +429,8 @@ class OnDevice:
 
     def _keep(self) -> None:
         """Let the next run do without a meeting."""
-        meeting, me, self._scratch = (
-            *(self._agreement.meeting, self._transport.rank),
-            self._operands.scratch,
-        )
+        meeting, me = self._agreement.meeting, self._transport.rank
+        self._scratch = self._operands.scratch
         self._exposed.keep(self._agreement.records[me]["buffers"])
         arrivals = [meeting.arrival(rank) for rank in self._others]
         self._loop.keep(meeting.arrival(me), arrivals, self._placed.table.most_runs - 1)

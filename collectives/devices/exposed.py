@@ -104,7 +104,6 @@ class Exposed:
         self._links.exports.unpin(self._pinned)
         self._kept, self._pinned = buffers, pinned
 
-    @property
     def other_buffers(self) -> Any:
         """The records of the buffers if the peers do not know them; else None.
 

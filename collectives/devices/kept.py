@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 MOST_CALLS = 8  # that are kept: each has a slot of the memory in which the ranks meet
 
@@ -21,7 +22,7 @@ class Kept:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: dict[Keepable, None] = {}  # in the order of their use
-        self._plans: dict[int, Keepable] = {}
+        self._plans = WeakValueDictionary[int, Keepable]()  # not to keep what a program drops
 
     def add_plan(self, number: int, execution: Keepable) -> None:
         """Keep the execution of a plan, until it is freed."""
@@ -49,10 +50,17 @@ class Kept:
             if execution is not None:
                 execution.forget()
 
-    def free(self) -> None:
-        """Forget all."""
+    def forget_calls(self) -> None:
+        """Forget all calls that do not run."""
         with self._lock:
-            for execution in (*self._calls, *self._plans.values()):
+            for execution in self._calls:
                 execution.forget()
             self._calls.clear()
+
+    def free(self) -> None:
+        """Forget all."""
+        self.forget_calls()
+        with self._lock:
+            for execution in list(self._plans.values()):
+                execution.forget()
             self._plans.clear()

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays import Backend
-from collectives.devices.allocations import OPENINGS, Buffer, Exports
+from collectives.devices.allocations import Buffer, Exports, openings_of
 from collectives.devices.check import Check, until
 from collectives.devices.driver import (
     MAPPED,
@@ -60,6 +60,7 @@ class Links:
     def __init__(self, board: Board, backend: Backend, driver: Driver) -> None:
         self.board, self.backend, self.driver = board, backend, driver
         self.process, self.exports = PROCESS, Exports(driver)
+        self._openings = openings_of(driver)
         self.user = next(_users)
         self.staged: frozenset[Pair] | None = None
         self.why: dict[int, str] = {}
@@ -107,24 +108,24 @@ class Links:
         buffer, process = record["buffers"][number], int(record["process"])
         if process == self.process or not buffer["size"]:
             return int(buffer["address"])
-        return OPENINGS.open(self.driver, process, buffer, self.user)
+        return self._openings.open(process, buffer, self.user)
 
     def is_open(self, record: Any) -> bool:
         """Whether this rank has opened all memory of a rank."""
         process = int(record["process"])
         if process == self.process:
             return True
-        return all(OPENINGS.has(process, buffer, self.user) for buffer in record["buffers"])
+        return all(self._openings.has(process, buffer, self.user) for buffer in record["buffers"])
 
     def close(self, record: Any) -> None:
         """Close the allocations that a rank wants to free."""
         if record["process"] != self.process:
             for number in filter(None, record["closing"].tolist()):
-                OPENINGS.close(self.driver, int(record["process"]), number, self.user)
+                self._openings.close(int(record["process"]), number, self.user)
 
     def free(self) -> None:
         """Close all memory of peers, and release what they had opened."""
-        OPENINGS.free(self.driver, self.user)
+        self._openings.free(self.user)
         self.exports.free()
 
 

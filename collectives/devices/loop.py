@@ -169,7 +169,7 @@ class Loop:
         flags = self.names.HAS_CHANGED if has_changed else 0
         return self._functions.come(self.address, number, flags)
 
-    def follow(self) -> None:
+    def go_on(self) -> None:
         """Go on with a run to which all have come, some of them with other arrays."""
         self.words[self.names.STAGE] = self.names.FOLLOWING
 

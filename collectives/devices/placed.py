@@ -83,7 +83,7 @@ class Placed:
     def move(self, starts: Words) -> None:
         """Go on with a run in which buffers start elsewhere than in the last one."""
         self.table.set_starts(self._loop.rows, starts)
-        self._loop.follow()
+        self._loop.go_on()
 
     def _word(self, counter: Counter) -> Any:
         """The memory of a counter."""
@@ -139,11 +139,6 @@ class Placed:
         return self._operations[max(row, 0)].round if row < len(self._operations) else num_rounds
 
     # The end
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there was a run since the last `end`."""
-        return self._stream is not None
 
     def detach(self) -> None:
         """Release the memory for messages."""

@@ -4,7 +4,7 @@
 in Python; `staging` sends the data of GPUs through host memory.
 """
 
-from collectives.engines.board import FAILS, WORKS, Board, CallKey
+from collectives.engines.board import FAILS, HEADER, MESSAGES, WORKS, Board, CallKey
 from collectives.engines.host_memory import BUFFER as BUFFER_RECORD
 from collectives.engines.host_memory import HostMemory
 from collectives.engines.networks import leave_out_networks
@@ -27,6 +27,8 @@ from collectives.engines.transport import (
 __all__ = [
     "BUFFER_RECORD",
     "FAILS",
+    "HEADER",
+    "MESSAGES",
     "WORKS",
     "Action",
     "Board",

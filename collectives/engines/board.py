@@ -23,6 +23,7 @@ from collectives.engines.host_memory import (
 )
 
 WORKS, FAILS = 1, 2  # of verdicts
+HEADER, MESSAGES = 1, 2  # of ways to compare calls in checked mode; larger: by records
 
 
 class CallKey(NamedTuple):
@@ -52,7 +53,7 @@ class Board:
         self._identity = np.void(blake2b(repr(identity).encode(), digest_size=16).digest())
         self.why_no_device = why_none if memory is None else memory.why_no_device
         self.host_calls: NDArray[np.int64] = np.zeros(NUM_HOST_CALLS, np.int64)
-        self._headers = np.zeros_like(self.host_calls)
+        self._checks, self._headers = np.zeros((2, NUM_HOST_CALLS), np.int64)
         self._lock = threading.Lock()  # the progress thread publishes too
         self._entry: Any = None
         self._peers: dict[int, Any] = {}  # the entries of other ranks
@@ -72,8 +73,8 @@ class Board:
             return
         at = 1 + int(free[0])
         self._entry = mine[at : at + 1]
-        self._entry["host_calls"] = self._entry["headers"] = self._entry["area"] = 0
-        self.host_calls, self._headers = self._entry["host_calls"][0], self._entry["headers"][0]
+        self._entry["host_calls"] = self._entry["checks"] = self._entry["area"] = 0
+        self.host_calls, self._checks = self._entry["host_calls"][0], self._entry["checks"][0]
         self._entry["identity"] = self._identity
 
     def free(self) -> None:
@@ -90,7 +91,7 @@ class Board:
 
     def give_back(self) -> None:
         """Let other communicators have the memory."""
-        self.host_calls, self._headers = np.zeros((2, NUM_HOST_CALLS), np.int64)
+        self.host_calls, self._checks = np.zeros((2, NUM_HOST_CALLS), np.int64)
         self._entry["identity"] = np.void(bytes(16))
         self._entry["area"] = 0
         self._entry = self.__dict__["area"] = None
@@ -147,14 +148,26 @@ class Board:
         """Note that this rank makes a call on host arrays."""
         self.host_calls[number % NUM_HOST_CALLS] = number
 
-    def note_header(self, number: int) -> None:
-        """Note that this rank begins a call, in checked mode, with the exchange of a header."""
-        self._headers[number % NUM_HOST_CALLS] = number
+    def note_check(self, number: int, way: int) -> None:
+        """Note how this rank makes the comparison of this number, in checked mode.
 
-    def has_header(self, rank: int, number: int) -> bool:
-        """Whether a rank, but not this one, begins a call with the exchange of a header."""
+        `way`: HEADER or MESSAGES, or a larger number that stands for the record of a call.
+        """
+        at = number % NUM_HOST_CALLS
+        self._checks[at] = number << 32 | way
+        if way == HEADER:
+            self._headers[at] = number
+
+    def differs_in_check(self, rank: int, number: int) -> bool:
+        """Whether a rank makes a comparison in another way, or about another call.
+
+        Not so a rank that still compares the header, as this one has done before.
+        """
         entry, at = self._entry_of(rank), number % NUM_HOST_CALLS
-        return entry is not None and bool(self._headers[at] < number <= entry["headers"][0, at])
+        theirs = 0 if entry is None else int(entry["checks"][0, at])
+        if theirs >> 32 != number or theirs == self._checks[at]:
+            return False
+        return theirs & 0xFFFFFFFF != HEADER or bool(self._headers[at] != number)
 
     def note_plan(self, number: int) -> bool:
         """Note that the plan of this number is on a device; False if there is no room for it."""

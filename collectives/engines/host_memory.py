@@ -27,7 +27,7 @@ _LINE = 64  # bytes of a cache line
 
 ENTRY = np.dtype(
     {
-        "names": ["identity", "area", "host_calls", "headers"],
+        "names": ["identity", "area", "host_calls", "checks"],
         "formats": ["V16", "<i8", *[("<i8", (NUM_HOST_CALLS,))] * 2],
         "offsets": [0, 16, _LINE, _LINE + 8 * NUM_HOST_CALLS],
         "itemsize": _LINE + 16 * NUM_HOST_CALLS,
@@ -35,8 +35,8 @@ ENTRY = np.dtype(
 )
 """A communicator: what identifies it, its calls on host arrays, and the number of its area or 0.
 
-`host_calls`: the numbers of calls, each at its remainder.  `headers`: in the
-same way those that begin with a header, in checked mode.  The first entry of a rank stands for no
+`host_calls`: the numbers of calls, each at its remainder.  `checks`: the ways of the comparisons of
+checked mode, in the same order; see `Board.note_check`.  The first entry of a rank stands for no
 communicator; its area is 1 if there are communicators without an entry.
 """
 

@@ -1,4 +1,4 @@
-"""Errors with which all ranks refuse a call together, before anything of it is sent."""
+"""Errors with which all ranks of a communicator refuse a call, before anything of it is sent."""
 
 from __future__ import annotations
 

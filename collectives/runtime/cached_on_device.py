@@ -34,13 +34,13 @@ class CachedOnDevice:
         self._spec, self._backend, self._tag = spec, arrays.backend, tag
         self._idle = session.runs.idle(spec, arrays.backend)
         self._x, self._out = (_nothing if x is None else ref(x) for x in arrays[1:])
+        self._shapes = [None if x is None else x.shape for x in arrays[1:]]
         self._mark = execution.mark = object()
         self._max_wait = int(session.transport.max_wait * 1e9)
 
     def make(self, x: Array | None, out: Array | None, timeout: float | None) -> Any:
         """Make the call; return MISFIT, without any effect, if the arrays are others."""
-        is_same = x is self._x() and out is self._out() and self._execution.mark is self._mark
-        if not is_same or self._session.is_recorded:
+        if not self._are_same(x, out) or self._session.is_recorded:
             return MISFIT
         try:
             token = self._session.call_token.pop()
@@ -50,6 +50,12 @@ class CachedOnDevice:
             return self._make(x, out, timeout)
         finally:
             self._session.call_token.append(token)
+
+    def _are_same(self, x: Array | None, out: Array | None) -> bool:
+        """Whether the arrays are those of the last run, and have the same shapes."""
+        if x is not self._x() or out is not self._out() or self._execution.mark is not self._mark:
+            return False
+        return [None if each is None else each.shape for each in (x, out)] == self._shapes
 
     def _make(self, x: Array | None, out: Array | None, timeout: float | None) -> Any:
         try:
@@ -61,11 +67,13 @@ class CachedOnDevice:
             if execution.take():
                 max_wait = 0 if self._session.transport.in_flight else self._max_wait
                 answer = execution.run(0, 0, 0, max_wait)
+            if answer not in (_DONE, _MISFIT):
+                return self._continue(answer, x, out, timeout)
         except BaseException as error:
             end_interrupted(self._started_work(x, out), self._run, error)
+            if self._run.execution is execution and not self._run.is_running:
+                execution.forget()  # the run was complete, or has not begun
             raise
-        if answer not in (_DONE, _MISFIT):
-            return self._continue(answer, x, out, timeout)
         self._idle.append(self._run)
         if answer == _MISFIT:
             return MISFIT

@@ -107,11 +107,10 @@ def _checked_call(
     call_id: CallId,
 ) -> Steps:
     """A blocking call in checked mode."""
-    call = Compared(spec, arrays, run, call_id.check_tag, {})
+    call = Compared(spec, arrays, run, call_id.check, {})
     steps = checker.steps(call)
     session.call_cache.add(key, CheckedCall(session, run, _result_form(arrays.target), steps))
-    checker.show(run, call_id.number)
-    yield from session.with_checks(run, spec, arrays, lambda: call_id.check_tag)
+    yield from session.with_checks(run, spec, arrays, lambda: call_id.check)
 
 
 # Plans
@@ -145,8 +144,8 @@ def make_plan(
     is_compiled = is_fully_compiled(session.transport, spec, arrays)
     make = partial(session.runs.plan, spec)
     run = make(arrays, session.numbering.async_tag(call_id.number), call_id.number)
-    next_tag = session.numbering.next_check_tag
-    steps = partial(session.with_checks, run, spec, arrays, next_tag)
+    next_check = session.numbering.next_check
+    steps = partial(session.with_checks, run, spec, arrays, next_check)
     plan = _plan(session, run, steps, arrays, result, is_compiled)
     cache = session.plan_cache
     can_keep = session.fast_plans is cache and is_compiled and spec.aliasing != "odd"

@@ -68,8 +68,9 @@ class CallCache:
         """Add a call; if the cache is full, forget all others first."""
         if len(self) >= _MAX_CALLS or self._num_bytes + call.num_bytes > _MAX_BYTES:
             self.forget()
+        if key not in self._calls:
+            self._num_bytes += call.num_bytes
         self._calls[key] = self.latest[key[0]] = call.make
-        self._num_bytes += call.num_bytes
 
     def forget(self) -> None:
         """Forget all calls, for example when an algorithm is registered again."""

@@ -26,9 +26,9 @@ from collectives.arrays import (
     Bytes,
     has_infinities,
 )
-from collectives.devices import Check, OnDevice
+from collectives.devices import Check
 from collectives.diagnostics import Ancestry, Recorder
-from collectives.engines import Execution, Operands, Refusals
+from collectives.engines import HEADER, MESSAGES, Execution, Operands, Refusals
 from collectives.errors import CollectiveError, CollectiveMismatch, NotFinite
 from collectives.programs import CallSpec, compile_call
 from collectives.runtime import fingerprint
@@ -61,11 +61,12 @@ class Checker:
     """
 
     def __init__(self, owner: Owner, mode: Mode) -> None:
-        self._owner, self.mode = owner, mode
+        self._owner, self.mode, self._board = owner, mode, owner.transport.board
         self.compares_place = True
 
     def before(self, call: Compared) -> Steps:
         """The comparison before a call: all ranks continue, or all raise the same error."""
+        self._board.note_check(call.check, HEADER if call.is_header else MESSAGES)
         bad_value = self._bad_value(call, call.arrays.source)
         ranks = yield from self._compare(call, bad_value)
         if ranks:
@@ -125,17 +126,6 @@ class Checker:
         transport = self._owner.transport
         return self.mode == "calls" and len(transport.board.local_ranks) == transport.size
 
-    def show(self, run: Run, number: int) -> None:
-        """Let ranks with arrays on devices see that this one compares a call by messages.
-
-        `number`: of the call.
-        """
-        board = self._owner.transport.board
-        if run.is_ahead:
-            board.note_header(number)
-        elif not isinstance(run.execution, OnDevice):
-            board.note_host_call(number)
-
     def on_device(self, call: Compared) -> Check:
         """The comparison before a call on devices."""
         digest, owner = np.array(self.digest(call), np.uint64).tobytes(), self._owner
@@ -147,7 +137,7 @@ class Checker:
                 yield run.execution
                 run.complete()
 
-        return Check(owner.transport.board, digest, call.number, messages)
+        return Check(self._board, digest, call.check, messages)
 
     def steps(self, call: Compared) -> CheckedSteps:
         """The comparison before cached calls like this one."""
@@ -209,7 +199,7 @@ def exchange(
         _exchange_spec(transport.size, mine.size), transport.rank, transport.size
     )
     operands = Operands(HOST, mine, table, np.empty(program.num_scratch, np.uint8))
-    execution = transport.execution(program, operands, call.tag)
+    execution = transport.execution(program, operands, owner.numbering.check_tag(call.check))
     recorder = Recorder(
         (LABEL, ALGORITHM), named, program.sent, owner.ancestry, transport.rank, owner.axis
     )
@@ -246,8 +236,8 @@ class CheckedSteps:
         """Whether all digests have arrived and agree.  If not, `steps` completes the call."""
         mine, (own, table) = self._mine, self._arrays
         mine[0], mine[1] = self._digest.numbered(number)
-        self._owner.transport.board.note_host_call(number)
-        execution = self._execution
+        owner, execution = self._owner, self._execution
+        owner.transport.board.note_check(int(owner.numbering.num_checks_made[0]) + 1, MESSAGES)
         try:
             self._answer = execution.loop.run(execution.state_address, id(own), id(table), max_wait)
             if self._answer:
@@ -270,7 +260,8 @@ class CheckedSteps:
             yield self._run
         run.number = self._owner.numbering.next_number()
         if not (self._table == self._mine).all():
-            call = Compared(self._spec, Arrays(HOST, x, out), run, execution.tag, self._fields)
+            number = int(self._owner.numbering.num_checks_made[0])
+            call = Compared(self._spec, Arrays(HOST, x, out), run, number, self._fields)
             yield from checker.refuse(call)
         run.reusable.set_arrays(x, out)
         yield run

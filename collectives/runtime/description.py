@@ -19,17 +19,18 @@ _PLACE_NOT_COMPARED = ("exscan", "barrier")  # not every rank has both arrays
 
 
 class Compared:
-    """A call that the ranks compare before a run, with messages of tag `tag`.
+    """A call that the ranks compare before a run.
 
-    `fields`: fields of its fingerprint that do not follow from the spec.
+    `check`: the number of the comparison.  `fields`: fields of its fingerprint that do not follow
+    from the spec.
     """
 
     def __init__(
-        self, spec: CallSpec, arrays: Arrays, run: Run, tag: int, fields: Mapping[str, str]
+        self, spec: CallSpec, arrays: Arrays, run: Run, check: int, fields: Mapping[str, str]
     ) -> None:
-        self.spec, self.arrays, self.fields, self.tag = spec, arrays, fields, tag
+        self.spec, self.arrays, self.fields, self.check = spec, arrays, fields, check
         self.name, self.title, self.number = run.name, run.title, run.number
-        self.scratch_bytes = run.scratch_bytes
+        self.scratch_bytes, self.is_header = run.scratch_bytes, run.is_ahead
         self.place = "" if spec.blocking == "yes" else line_of_caller()
 
     def fingerprint(self, compares_place: bool) -> Fingerprint:

@@ -96,10 +96,14 @@ class Numbering:
         """The tag of headers and counts that are sent before the call of this number."""
         return self._header_tags[number % len(self._header_tags)]
 
-    def next_check_tag(self) -> int:
-        """The tag of the next comparison in checked mode."""
+    def next_check(self) -> int:
+        """The number of the next comparison in checked mode."""
         self.num_checks_made[0] += 1
-        return self.check_tags[int(self.num_checks_made[0]) % len(self.check_tags)]
+        return int(self.num_checks_made[0])
+
+    def check_tag(self, number: int) -> int:
+        """The tag of the comparison of this number."""
+        return self.check_tags[number % len(self.check_tags)]
 
     def user_tag(self, tag: object) -> int:
         """MPI's tag for the user's.  Raises TypeError or ValueError if that is not valid."""
@@ -118,7 +122,7 @@ class CallId:
     def __init__(self, numbering: Numbering, is_blocking: bool) -> None:
         self._numbering, self.is_blocking = numbering, is_blocking
         self._number: int | None = None
-        self._check_tag: int | None = None
+        self._check: int | None = None
 
     @property
     def number(self) -> int:
@@ -140,8 +144,8 @@ class CallId:
         return self._numbering.header_tag(self.number)
 
     @property
-    def check_tag(self) -> int:
-        """The tag of the call's comparison in checked mode."""
-        if self._check_tag is None:
-            self._check_tag = self._numbering.next_check_tag()
-        return self._check_tag
+    def check(self) -> int:
+        """The number of the call's comparison in checked mode."""
+        if self._check is None:
+            self._check = self._numbering.next_check()
+        return self._check

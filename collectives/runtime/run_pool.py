@@ -143,7 +143,7 @@ class RunPool:
 
     def idle(self, spec: CallSpec, backend: Backend) -> list[Run]:
         """The idle runs of a call, of which the caller may take one and give it back."""
-        return self._idle.setdefault((spec, backend.name, False), [])
+        return self._idle_of((spec, backend.name, False))
 
     def attach(self, run: Run, arrays: Arrays, tag: int, spec: CallSpec) -> None:
         """Give arrays to a run that is no longer idle, and let it come back when it is complete."""
@@ -168,11 +168,15 @@ class RunPool:
 
     def _take_back(self, key: Hashable, run: Run) -> None:
         run.execution.detach()
-        if len(self._idle) >= _MAX_KINDS and key not in self._idle:
-            self._idle.clear()
-        idle = self._idle.setdefault(key, [])
+        idle = self._idle_of(key)
         if len(idle) < _MAX_PER_KIND:
             idle.append(run)
+
+    def _idle_of(self, key: Hashable) -> list[Run]:
+        """The idle runs of a kind; of all kinds a bounded number is known."""
+        if len(self._idle) >= _MAX_KINDS and key not in self._idle:
+            self._idle.clear()
+        return self._idle.setdefault(key, [])
 
     # New ones
 

@@ -332,23 +332,24 @@ class Session:
         self.check()
         tag = call_id.header_tag if is_ahead else call_id.tag
         run = self.runs.call(spec, arrays, tag, call_id.number, is_ahead=is_ahead)
-        if self.checker is not None:
-            self.checker.show(run, call_id.number)
-        yield from self.with_checks(run, spec, arrays, lambda: call_id.check_tag, fields)
+        yield from self.with_checks(run, spec, arrays, lambda: call_id.check, fields)
 
     def with_checks(
         self,
         run: Run,
         spec: CallSpec,
         arrays: Arrays,
-        tag: Callable[[], int],
+        next_check: Callable[[], int],
         fields: Mapping[str, str] | None = None,
     ) -> Steps:
-        """A run, with the comparisons of checked mode before and after it."""
+        """A run, with the comparisons of checked mode before and after it.
+
+        `next_check`: returns the number of the comparison.
+        """
         if self.checker is None:
             yield run
             return
-        call = Compared(spec, arrays, run, tag(), fields or {})
+        call = Compared(spec, arrays, run, next_check(), fields or {})
         if isinstance(run.execution, OnDevice) and self.checker.can_use_records:
             run.execution.check = self.checker.on_device(call)
         else:

@@ -1,10 +1,24 @@
-"""Says how many device programs the tests have proved."""
+"""Resets the fake GPU for tests, and says how many device programs the tests have proved."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.fake_device import BACKEND
+from tests.fake_driver import gpu
+
 PROVED = "device_programs_proved"
+
+
+@pytest.fixture
+def new_gpu() -> Iterator[None]:
+    """The fake GPU as it is at first; afterwards nothing was done that CUDA forbids."""
+    BACKEND.reset()
+    gpu().reset()
+    yield
+    gpu().check()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

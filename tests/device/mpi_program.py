@@ -104,7 +104,7 @@ def handles_are_kept_and_closed(comm: Communicator) -> None:
         assert on_host(x)[-1] == comm.size * turn
         del x
     assert len(links(comm).exports._open) <= 4
-    opened = len(allocations.OPENINGS._opened)
+    opened = len(allocations.openings_of(gpu().driver))
     assert 0 < opened <= (comm.size - 1) * 8, opened
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,15 +19,9 @@ from collectives.engines.board import Board
 from tests import device_scenarios as scenarios
 from tests.fake_device import BACKEND, FakeDeviceArray, on_device, on_host
 from tests.fake_driver import gpu
-from tests.scenarios import all_jobs
+from tests.scenarios import Job, all_jobs
 
-
-@pytest.fixture(autouse=True)
-def _no_violations() -> Iterator[None]:
-    BACKEND.reset()
-    gpu().reset()
-    yield
-    gpu().check()
+pytestmark = pytest.mark.usefixtures("new_gpu")
 
 
 @pytest.fixture
@@ -51,6 +46,10 @@ def write(x: FakeDeviceArray, values: np.ndarray) -> None:
     BACKEND.copy(on_device(values), x)
 
 
+def algorithm(job: Job) -> tuple[str, str]:
+    return job.collective, (job.algorithm or "").partition("(")[0]
+
+
 def check_sum(
     comm: Communicator, call: Callable[[], Any], x: FakeDeviceArray, value: float
 ) -> None:
@@ -64,11 +63,13 @@ def check_sum(
 
 @pytest.mark.parametrize(("size", "queue_length"), [(2, 8), (3, 64), (4, 16), (5, 64)])
 def test_every_algorithm(size: int, queue_length: int) -> None:
-    """All calls on 2 ranks; on more ranks every second, third or fourth of them."""
+    """One call of so many as there are ranks, but each algorithm."""
     gpu().reset(seed=size, queue_length=queue_length)
+    jobs = all_jobs(size)[::size]
+    assert set(map(algorithm, jobs)) == set(map(algorithm, all_jobs(size)))
 
     def every(comm: Communicator) -> None:
-        for job in all_jobs(size)[:: size - 1]:
+        for job in jobs:
             scenarios.perform_again(comm, job, on_device, on_host, write, num_runs=2)
 
     run(every, size)
@@ -185,6 +186,18 @@ def test_calls_that_share_a_run_do_not_use_each_others_arrays() -> None:
     run(body, 2)
 
 
+def test_an_array_that_has_another_shape_now_is_looked_at_again() -> None:
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones((4, 6))), on_device(np.zeros(((2, 1, 1)[comm.rank], 6)))
+        for _ in range(3):
+            comm.reduce_scatter(x, out=y)
+        x._memory.shape = (8, 3)
+        with pytest.raises(ValueError, match="shape"):
+            comm.reduce_scatter(x, out=y)
+
+    run(body, 3)
+
+
 def test_no_array_of_the_caller_is_kept() -> None:
     def body(comm: Communicator) -> None:
         x, y = on_device(np.ones(6)), on_device(np.ones(6))
@@ -252,6 +265,28 @@ def test_ranks_that_keep_different_calls_meet_again(monkeypatch: pytest.MonkeyPa
             check_sum(comm, lambda: comm.all_reduce(x, out=y), x, turn)
 
     run(body, 3)
+
+
+def test_ranks_that_come_while_they_are_looked_for_are_not_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, records: list[int]
+) -> None:
+    right = Board.is_on_host
+
+    def is_on_host(self: Board, rank: int, key: Any) -> bool:
+        found = right(self, rank, key)
+        time.sleep(0.003)  # meanwhile the others come
+        return found
+
+    monkeypatch.setattr(Board, "is_on_host", is_on_host)
+
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(6)), on_device(np.ones(6))
+        for turn in range(1, 25):
+            time.sleep(0.002 * ((turn + comm.rank) % 4))
+            check_sum(comm, partial(comm.all_reduce, x, out=y, algorithm="ring"), x, turn)
+
+    run(body, 4)
+    assert len(records) == 4 * 2  # the links, and the first call
 
 
 def test_more_calls_than_are_kept(records: list[int]) -> None:

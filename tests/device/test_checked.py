@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,15 +12,8 @@ import pytest
 import collectives
 from collectives import CollectiveMismatch, Communicator
 from tests.fake_device import BACKEND, on_device, on_host
-from tests.fake_driver import gpu
 
-
-@pytest.fixture(autouse=True)
-def _no_violations() -> Iterator[None]:
-    BACKEND.reset()
-    gpu().reset()
-    yield
-    gpu().check()
+pytestmark = pytest.mark.usefixtures("new_gpu")
 
 
 def run(body: Callable[[Communicator], Any], size: int, **options: Any) -> list[Any]:
@@ -99,6 +92,40 @@ def test_a_header_that_only_one_rank_exchanges_is_noticed() -> None:
     found = run(body, 3)
     assert found[0] == found[1] == found[2]
     assert "rank 0 called broadcast" in found[0]
+
+
+def test_a_plan_that_meets_a_call_is_noticed() -> None:
+    def body(comm: Communicator) -> list[str]:
+        x, sentences = on_device(np.ones(6)), []
+        comm.barrier()
+        plan = comm.plan.all_reduce(x)
+        sentences.append(refused(plan.run if comm.rank == 0 else partial(comm.all_reduce, x)))
+        again = comm.plan.all_reduce(x)
+        assert on_host(again.run()).tolist() == [3.0] * 6
+        other = again.run if comm.rank == 1 else partial(comm.all_reduce, np.ones(6))
+        sentences.append(refused(other))
+        if comm.rank == 2:
+            comm.plan.all_reduce(x)  # one more than the other ranks have
+        sentences.append(refused(partial(comm.all_reduce, x)))
+        assert on_host(comm.all_reduce(x)).tolist() == [3.0] * 6
+        return sentences
+
+    found = run(body, 3)
+    assert found[0] == found[1] == found[2]
+    assert all("in call" in sentence for sentence in found[0])
+
+
+def test_a_plan_whose_header_only_one_rank_exchanges_is_noticed() -> None:
+    def body(comm: Communicator) -> str:
+        comm.barrier()
+        x = on_device(np.ones(6))
+        if comm.rank == 0:
+            return refused(partial(comm.plan.broadcast, x))
+        return refused(comm.plan.broadcast(None, out=x).run)
+
+    found = run(body, 2)
+    assert found[0] == found[1]
+    assert "out=" in found[0]
 
 
 @pytest.mark.parametrize("mode", [True, "finite"])

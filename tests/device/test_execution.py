@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,7 @@ from tests.scenarios import OPS, Job, all_jobs
 
 ON_GPU = sorted({d for dtypes in OPS.values() for d in dtypes} - {"longdouble", "clongdouble"})
 
-
-@pytest.fixture(autouse=True)
-def _no_violations() -> Iterator[None]:
-    BACKEND.reset()
-    gpu().reset()
-    yield
-    gpu().check()
+pytestmark = pytest.mark.usefixtures("new_gpu")
 
 
 def run(body: Callable[[Communicator], Any], size: int, **options: Any) -> list[Any]:

@@ -122,7 +122,7 @@ def test_a_rank_that_learns_of_a_mismatch_before_others_call_on_counts_as_they_d
 def test_tags_of_fingerprints_are_nobody_elses_when_they_begin_again() -> None:
     numbering = Numbering(num_tags=4 * 5)
     # 15 is that of blocking calls, 16 that of ranks which make a communicator.
-    assert {numbering.next_check_tag() for _ in range(20)} == {17, 18, 19}
+    assert {numbering.check_tag(numbering.next_check()) for _ in range(20)} == {17, 18, 19}
 
 
 def test_a_blocking_and_an_asynchronous_call_meet() -> None:

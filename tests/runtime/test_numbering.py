@@ -13,7 +13,7 @@ def tags_of(numbering: Numbering) -> list[int]:
     """All tags of the calls with these numbers, and of messages of the user."""
     numbers = range(1, 301)
     own = [tag for n in numbers for tag in (numbering.async_tag(n), numbering.header_tag(n))]
-    checks = [numbering.next_check_tag() for _ in numbers]
+    checks = [numbering.check_tag(numbering.next_check()) for _ in numbers]
     users = [numbering.user_tag(n) for n in numbers]
     return [*own, *checks, *users, numbering.blocking_tag, numbering.subgroup_tag]
 
