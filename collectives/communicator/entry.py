@@ -98,8 +98,8 @@ def wrap(
       according to MPI are on the same host.
     - `device`: how arrays on GPUs are sent, the same on all ranks.  With "auto", ranks of a host
       read each other's GPU memory where that works, which the first such call finds out; all other
-      messages are staged in host memory.  With "peer" all ranks refuse a call that would be staged,
-      with a CollectiveError that says why.  With "staged" all are staged.
+      messages are staged in host memory.  With "peer" a rank refuses a call on GPUs that would be
+      staged, with a CollectiveError that says why.  With "staged" all are staged.
 
     Returns a `Communicator`.  Raises TypeError or ValueError for an invalid argument, RuntimeError
     if `progress="thread"` and MPI was started without MPI_THREAD_MULTIPLE, and `CollectiveTimeout`

@@ -91,6 +91,7 @@ class Exports:
         """Release everything."""
         self._open.clear()
         self._closing.clear()
+        self._pins.clear()
 
 
 class Openings:

@@ -122,6 +122,14 @@ def word_of(number: int, turn: int, flags: int) -> int:
 
 
 @njit(nogil=True, error_model="numpy")
+def is_late(word: int, mine: int) -> bool:
+    """Whether the word of a peer says that it has not come to the turn of this rank."""
+    turns = (1 << TURN_BITS) - 1
+    its_turn, turn = (word >> FLAG_BITS) & turns, (mine >> FLAG_BITS) & turns
+    return its_turn < turn or (its_turn == turn and word >> FLAG_BITS < mine >> FLAG_BITS)
+
+
+@njit(nogil=True, error_model="numpy")
 def look(state: int) -> int:
     """Whether all peers have come; CHANGED if one of them, or this rank, has other arrays.
 
@@ -135,8 +143,7 @@ def look(state: int) -> int:
         its_turn = (word >> FLAG_BITS) & ((1 << TURN_BITS) - 1)
         if its_turn == turn and (word & MUST_MEET != 0 or word >> FLAG_BITS > mine >> FLAG_BITS):
             return MEET
-        is_late = its_turn == turn and word >> FLAG_BITS < mine >> FLAG_BITS
-        if its_turn < turn or is_late:
+        if is_late(word, mine):
             answer = WAITING
         elif its_turn == turn and word & HAS_CHANGED != 0 and answer == DONE:
             answer = CHANGED

@@ -195,6 +195,7 @@ class OnDevice:
         if is_done:
             self._agreement.meeting.leave()
             self._exposed.keep(None)
+            self.check = None  # which refers to arrays
         self._wait = None  # which refers to this object
         return is_done
 
@@ -202,7 +203,7 @@ class OnDevice:
         """The ranks that this rank or its device waits for in compiled code."""
         return self._not_come() if self._loop.is_coming else self._placed.late()
 
-    # Runs of a plan that compiled code starts
+    # Runs that compiled code starts
 
     @property
     def loop(self) -> OnDevice:
@@ -234,7 +235,7 @@ class OnDevice:
         if answer == names.MISFIT:
             return False
         self._begin(self._loop.run_number)
-        self._steps = self._run_again(answer == names.MEET, answer == names.DRIVER_ERROR)
+        self._steps = self._run_again(answer == names.MEET)
         return True
 
     @property
@@ -284,11 +285,9 @@ class OnDevice:
         )
         return bool(answer == self._loop.names.MEET)
 
-    def _run_again(self, must_meet: bool, has_failed: bool = False) -> Waits:
+    def _run_again(self, must_meet: bool) -> Waits:
         """The steps of a run without a meeting, unless a rank makes it in another way."""
         loop = self._loop
-        if has_failed:
-            loop.raise_error()
         while loop.is_coming and not must_meet:
             answer = loop.advance()
             must_meet = answer == loop.names.MEET

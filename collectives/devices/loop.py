@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,6 @@ class Functions(NamedTuple):
     come: Callable[[int, int, int], int]
     look: Callable[[int], int]
     advance: Callable[[int, int], int]
-    word_of: Callable[[int, int, int], int]
     log_completion: Callable[[int], None]
 
 
@@ -41,7 +40,6 @@ def compiled() -> Functions:
         jit.function(enqueue.come.py_func, "int64(int64, int64, int64)"),
         jit.function(enqueue.look.py_func, "int64(int64)"),
         jit.function(enqueue.advance.py_func, "int64(int64, int64)"),
-        jit.function(enqueue.word_of.py_func, "int64(int64, int64, int64)"),
         jit.function(log_completion.py_func, "void(int64)"),
     )
 
@@ -145,7 +143,7 @@ class Loop:
         names, words = self.names, self.words
         if words[names.MINE]:
             turn = self.turn + (not self.is_coming)
-            self._mine[0][0] = self._functions.word_of(0, turn, names.MUST_MEET)
+            self._mine[0][0] = names.word_of.py_func(0, turn, names.MUST_MEET)
             words[names.MINE] = 0
         words[names.STAGE] = names.IDLE
 
@@ -156,9 +154,12 @@ class Loop:
         return bool(words[names.MINE]) and bool(words[names.TURN] < words[names.LAST_TURN])
 
     def run(self, of_caller: int, nanoseconds: int) -> int:
-        """Start a run and advance it, after what is on the caller's stream."""
+        """Start a run and advance it, after what is on the caller's stream.
+
+        Raises DriverError.
+        """
         self.words[self.names.OF_CALLER] = of_caller
-        return self._functions.run(self.address, nanoseconds)
+        return self._checked(self._functions.run(self.address, nanoseconds))
 
     def come(self, number: int, of_caller: int, *, has_changed: bool) -> int:
         """Start a run of this number; MEET if the ranks must meet.
@@ -177,14 +178,13 @@ class Loop:
 
     def advance(self) -> int:
         """Advance a run; return the answer of the loop.  Raises DriverError."""
-        answer = self._functions.advance(self.address, int(self.seconds * 1e9))
-        if answer == self.names.DRIVER_ERROR:
-            self.raise_error()
-        return answer
+        return self._checked(self._functions.advance(self.address, int(self.seconds * 1e9)))
 
-    def raise_error(self) -> NoReturn:
-        """Raise DriverError for what has failed."""
-        raise DriverError("running a program", int(self.words[self.names.ERROR]))
+    def _checked(self, answer: int) -> int:
+        """The answer of the loop, unless the driver has failed."""
+        if answer == self.names.DRIVER_ERROR:
+            raise DriverError("running a program", int(self.words[self.names.ERROR]))
+        return answer
 
     def interrupt(self, is_wanted: bool) -> None:
         """End a wait in another thread at once; with False, allow waits again."""
@@ -207,15 +207,8 @@ class Loop:
 
     def late(self) -> list[int]:
         """The indices of the peers that are not known to have come to the run."""
-        mine, peers = self._mine
-        return [at for at, word in enumerate(peers) if self._is_late(int(word[0]), int(mine[0]))]
-
-    def _is_late(self, word: int, mine: int) -> bool:
-        """Whether the word of a peer says that it has not come to the turn of this rank."""
-        names = self.names
-        its_turn = (word >> names.FLAG_BITS) % (1 << names.TURN_BITS)
-        is_earlier = bool(word >> names.FLAG_BITS < mine >> names.FLAG_BITS)
-        return its_turn < self.turn or (its_turn == self.turn and is_earlier)
+        (mine, peers), is_late = self._mine, self.names.is_late.py_func
+        return [at for at, word in enumerate(peers) if is_late(int(word[0]), int(mine[0]))]
 
     @property
     def turn(self) -> int:

@@ -159,8 +159,10 @@ class Placed:
         """
         self._loop.forget()
         is_done = self._on_host is None or self._on_host.abandon()
-        if self._stream is not None:
+        if self._stream is not None and self._loop.is_busy:
             is_done &= STREAMS.abandon(self._driver, self._stream)
-            self._stream = None
+        elif self._stream is not None:
+            STREAMS.give_back(self._driver, self._stream)  # nothing is on it
+        self._stream = None
         self._loop.end()
         return is_done

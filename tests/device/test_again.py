@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
 import time
 import weakref
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import pytest
 import collectives
 from collectives import Communicator
 from collectives.devices import kept, table
+from collectives.devices.driver import DriverError
 from collectives.devices.execution import OnDevice
 from collectives.engines.board import Board
 from tests import device_scenarios as scenarios
@@ -342,7 +345,7 @@ def calls_of_a_kind_under_way(comm: Communicator) -> None:
         for k, work in enumerate(works):
             assert on_host(work.wait()).tolist() == [(turn + k) * comm.size] * 6
         for idle in comm._session.runs._idle.values():
-            np.random.default_rng([turn, comm.rank]).shuffle(idle)  # type: ignore[arg-type]
+            random.Random(10 * turn + comm.rank).shuffle(idle)
 
 
 def test_calls_of_a_kind_under_way_at_once() -> None:
@@ -371,6 +374,28 @@ def test_plans_in_any_order() -> None:
                 assert on_host(plan.result).tolist() == [(turn + k) * comm.size] * 6
 
     run(body, 3)
+
+
+@pytest.mark.parametrize("is_plan", [True, False])
+def test_a_failure_of_the_driver_in_compiled_code_is_raised(is_plan: bool) -> None:
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64)(lambda *_: 719)
+
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(6)), on_device(np.ones(6))
+        plan = comm.plan.all_reduce(x, out=y, algorithm="ring")
+        call = plan.run if is_plan else partial(comm.all_reduce, x, out=y, algorithm="ring")
+        for _ in range(3):
+            call()
+        known = comm._session.devices._kept
+        for execution in (*known._plans.values(), *known._calls):
+            loop = execution._loop  # type: ignore[attr-defined]
+            loop.words[loop.names.RECORD_EVENT] = ctypes.cast(function, ctypes.c_void_p).value
+        with pytest.raises(DriverError, match="719"):
+            call()
+        with pytest.raises((RuntimeError, collectives.CollectiveError), match="fail"):
+            call()
+
+    run(body, 2)
 
 
 def test_a_freed_plan_gives_its_slot_back() -> None:
