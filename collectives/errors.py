@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 
 class CollectiveError(RuntimeError):
-    """A call failed because of an event between ranks.  The base class of the others."""
+    """A call failed because of an event between ranks.  The base class of the others.
+
+    `is_on_all_ranks`: whether all ranks raise it, and no message of the call is under way.  If so,
+    the communicator can still be used.
+    """
+
+    is_on_all_ranks = False
 
 
 class CollectiveTimeout(CollectiveError):  # noqa: N818 - the name is part of the public face
@@ -54,3 +60,12 @@ class PeerFailed(CollectiveError):  # noqa: N818
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+Error = TypeVar("Error", bound=CollectiveError)
+
+
+def on_all_ranks(error: Error) -> Error:
+    """The error, marked as one that all ranks raise."""
+    error.is_on_all_ranks = True
+    return error

@@ -13,7 +13,7 @@ from collectives.devices.check import Check, until
 from collectives.devices.exposed import Exposed
 from collectives.devices.links import Links, Proposal
 from collectives.devices.meeting import Meeting, Wait, Waits
-from collectives.engines import CallKey, Refusals
+from collectives.engines import CallKey
 from collectives.errors import CollectiveError, CollectiveMismatch
 
 
@@ -26,13 +26,12 @@ class Agreement:
     def __init__(
         self,
         links: Links,
-        refusals: Refusals,
         call: DeviceCall,
         key: CallKey,
         exposed: Exposed,
         check: Check | None,
     ) -> None:
-        self._links, self._refusals, self._call = links, refusals, call
+        self._links, self._call = links, call
         self._exposed, self._check = exposed, check
         self.meeting = Meeting(links.board, key)
         self.records: dict[int, Any] = {}
@@ -86,7 +85,7 @@ class Agreement:
         for rank, record in self.records.items():
             if record["why_refused"]:
                 error = CollectiveError(f"rank {rank}: {_text(record['why_refused'])}")
-                raise self._refusals.noted(error)
+                raise self._links.board.on_this_host(error)
         return next(filter(None, starmap(self._why_staged, self.records.items())), "")
 
     def _why_staged(self, rank: int, record: Any) -> str:
@@ -103,7 +102,8 @@ class Agreement:
             yield from self._check.compare_once()  # which can tell what is different
         for rank in others:
             if self.records[rank]["digest"] != self.records[first]["digest"]:
-                raise self._refusals.noted(CollectiveMismatch(self._difference(first, rank)))
+                error = CollectiveMismatch(self._difference(first, rank))
+                raise self._links.board.on_this_host(error)
 
     def _are_equal(self, *ranks: int) -> bool:
         """Whether the digests of two ranks are equal."""

@@ -8,10 +8,11 @@ that differs, all ranks compare by messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from zlib import crc32
 
 from collectives.devices.meeting import Wait, Waits
+from collectives.diagnostics import Waiting
 from collectives.engines import MESSAGES, Board, CallKey, Execution
 
 
@@ -19,7 +20,8 @@ class Check:
     """The comparison of one call on one rank.
 
     `digest`: of the call.  `number`: of the comparison.  `messages`: the executions of the
-    comparison by messages, each of which ends before the next one is asked for.
+    comparison by messages, each of which ends before the next one is asked for.  It keeps the
+    memory of one that does not end.
     """
 
     def __init__(
@@ -27,10 +29,10 @@ class Check:
         board: Board,
         digest: bytes,
         number: int,
-        messages: Callable[[], Iterable[Execution]],
+        messages: Callable[[], Generator[Execution, None, None]],
     ) -> None:
-        self._board, self.digest, self._number, self._messages = board, digest, number, messages
-        self._has_compared = False
+        self._board, self.digest, self._number = board, digest, number
+        self._messages, self._has_compared = messages(), False
         self._under_way: Execution | None = None
 
     def begin(self, key: CallKey) -> None:
@@ -46,7 +48,7 @@ class Check:
     def compare(self) -> Waits:
         """Compare by messages.  Raises CollectiveMismatch if the calls of the ranks differ."""
         self._has_compared = True
-        for execution in self._messages():
+        for execution in self._messages:
             self._under_way = execution
             while not execution.advance(0.0):
                 yield None
@@ -57,9 +59,18 @@ class Check:
         if not self._has_compared:
             yield from self.compare()
 
-    def abandon(self) -> bool:
-        """See `Execution.abandon`."""
-        return self._under_way is None or self._under_way.abandon()
+    def note_completed(self) -> None:
+        """See `Execution.note_completed`."""
+        if self._under_way is not None:
+            self._under_way.note_completed()
+
+    def waiting_for(self) -> list[Waiting]:
+        """The messages of the comparison that are not known to be complete."""
+        return [] if self._under_way is None else self._under_way.position()[1]
+
+    def abandon(self) -> None:
+        """End the comparison by messages."""
+        self._messages.close()
 
 
 def until(wait: Wait, check: Check | None) -> Waits:

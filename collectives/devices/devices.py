@@ -6,12 +6,12 @@ from typing import Literal
 
 from collectives.arrays import Backend, jit
 from collectives.devices.call import DeviceCall
-from collectives.devices.driver import DriverError
+from collectives.devices.driver import Driver, DriverError
 from collectives.devices.drivers import driver_of
 from collectives.devices.execution import OnDevice, not_staged
 from collectives.devices.kept import Kept
 from collectives.devices.links import Links
-from collectives.engines import Execution, Operands, Refusals, Transport
+from collectives.engines import Execution, Operands, Transport
 from collectives.programs import OwnCounts, Program
 
 DeviceMode = Literal["auto", "peer", "staged"]
@@ -25,25 +25,28 @@ class Devices:
     cannot do so is refused.  "staged": all messages go through host memory.
     """
 
-    def __init__(self, transport: Transport, mode: DeviceMode, refusals: Refusals) -> None:
+    def __init__(self, transport: Transport, mode: DeviceMode) -> None:
         self._transport, self.mode = transport, mode
-        is_one_host = len(transport.board.local_ranks) == transport.size
-        self._refusals = refusals if is_one_host else Refusals()  # others do not know of it
         self._links: Links | None = None
         self._kept = Kept()
 
     def execution(
-        self, program: Program, operands: Operands, tag: int, call: DeviceCall
+        self, program: Program, operands: Operands, tag: int, call: DeviceCall, number: int
     ) -> Execution | None:
         """The execution of a call on devices; None if this rank stages its messages by itself.
 
-        Raises CollectiveError if it would and `mode` is "peer".
+        `number`: of the call or plan.  Raises CollectiveError if it would and `mode` is "peer".
         """
-        backend, is_strict = operands.backend, self.mode == "peer" and self._transport.size > 1
+        board, backend = self._transport.board, operands.backend
+        is_strict = self.mode == "peer" and self._transport.size > 1
         with backend.on_stream(backend.current_stream()):  # the device is the current one
-            why = self.why_staged(operands, call)
+            why = self._why_all_stage(operands, call)
             if why and is_strict:
-                raise self._refusals.noted(not_staged(why))
+                raise board.on_this_host(not_staged(why))
+            why = why or self._why_this_rank_stages(operands, call)
+            if why and is_strict:
+                board.note_host_call(number)  # or the others would wait for this rank
+                raise not_staged(why)
             return None if why else self._on_device(program, operands, tag, call)
 
     def _on_device(
@@ -55,8 +58,7 @@ class Devices:
         if links.backend is not operands.backend:
             why = f"the array is on {operands.backend.name}, the links are for {links.backend.name}"
         return OnDevice(
-            *(self._transport, links, self._kept, self._refusals, call, program, operands, tag),
-            why,
+            *(self._transport, links, self._kept, call, program, operands, tag, why),
             is_strict=self.mode == "peer",
         )
 
@@ -65,28 +67,32 @@ class Devices:
         self._transport.board.forget_plan(number)
         self._kept.free_plan(number)
 
-    def why_staged(self, operands: Operands, call: DeviceCall) -> str:
-        """Why this rank stages the messages of a call by itself; "" if it does not."""
-        board = self._transport.board
+    def _why_all_stage(self, operands: Operands, call: DeviceCall) -> str:
+        """Why all ranks of this host stage the messages of a call by themselves, or ""."""
         if why := self._why_always_staged():
             return why
         if isinstance(call.spec.counts, OwnCounts):
             return "no rank knows all counts"
         try:
-            links = self._links_for(operands.backend)
-            why = _why_no_kernel(links, operands)
+            return _why_no_kernel(driver_of(operands.backend), operands)
+        except LookupError:  # on this rank
+            return ""
+
+    def _why_this_rank_stages(self, operands: Operands, call: DeviceCall) -> str:
+        """Why this rank stages the messages of a call, though others may not; "" if it does not."""
+        board = self._transport.board
+        try:
+            self._links_for(operands.backend)
         except (LookupError, DriverError) as error:
             return str(error)
-        if why:
-            return why
         if board.area is None:
-            return board.why_no_device
+            return board.why_no_area
         if call.plan and not board.note_plan(call.plan):
             return "too many plans use a device"
         return ""
 
     def _why_always_staged(self) -> str:
-        """Why this rank stages all calls; "" if it does not."""
+        """Why the ranks of this host stage all calls; "" if they do not."""
         board = self._transport.board
         if self.mode == "staged":
             return "device='staged' was asked for"
@@ -99,7 +105,7 @@ class Devices:
         links, board = self._links, self._transport.board
         if backend.is_host:
             return ""
-        if why := self._why_always_staged():
+        if why := self._why_always_staged() or board.why_no_area:
             return f"all staged in host memory: {why}"
         if links is None or links.staged is None:
             return "not known before the first call on devices"
@@ -126,9 +132,9 @@ class Devices:
             self._links = None
 
 
-def _why_no_kernel(links: Links, operands: Operands) -> str:
+def _why_no_kernel(driver: Driver, operands: Operands) -> str:
     """Why no kernel combines or divides; "" if there is one where one is needed."""
-    function, dtype, kernels = operands.function, operands.output.dtype, links.driver.kernels
+    function, dtype, kernels = operands.function, operands.output.dtype, driver.kernels
     if function is None:
         return ""
     if not isinstance(function, str):

@@ -35,7 +35,6 @@ from collectives.engines import (
     WORKS,
     CallKey,
     Operands,
-    Refusals,
     Staged,
     Transport,
 )
@@ -47,10 +46,9 @@ class OnDevice:
     """An execution of a call on devices.
 
     `kept`: the executions of this communicator that can run again without a meeting.  `is_strict`:
-    whether a call that would be staged is refused.  `refusals`: where that is noted.
-    `why_staged`: why this rank's array cannot be used by its peers; "" if it can.  `check`: the
-    comparison of the next run, in checked mode.  `mark`: set by who may start it again on the
-    arrays of the last run, until others are attached.
+    whether a call that would be staged is refused.  `why_staged`: why this rank's array cannot be
+    used by its peers; "" if it can.  `check`: the comparison of the next run, in checked mode.
+    `mark`: set by who may start it again on the arrays of the last run, until others are attached.
     """
 
     check: Check | None = None
@@ -62,7 +60,6 @@ class OnDevice:
         transport: Transport,
         links: Links,
         kept: Kept,
-        refusals: Refusals,
         call: DeviceCall,
         program: Program,
         operands: Operands,
@@ -73,7 +70,6 @@ class OnDevice:
     ) -> None:
         self._transport, self._links, self._call, self.program = transport, links, call, program
         self._kept, self._backend, self._is_strict = kept, operands.backend, is_strict
-        self._refusals = refusals
         self._num_scratch = call.num_scratch(transport.rank, transport.size)
         self._exposed = Exposed(links, call, why_staged)
         self._scratch: Array | None = None  # kept for calls that follow without a meeting
@@ -136,8 +132,10 @@ class OnDevice:
     def advance(self, seconds: float) -> bool:
         """See `Execution.advance`; it waits only for ranks and devices, in compiled code."""
         self._loop.seconds = seconds
+        may_wait = seconds > 0.0 and self._wait is not None and self._wait.is_in_code
         with self._backend.on_stream(self._stream):
-            while self._wait is None or self._wait.is_over():
+            while may_wait or self._wait is None or self._wait.is_over():
+                may_wait = False
                 self.row += 1
                 try:
                     self._wait = next(self._steps)
@@ -173,11 +171,15 @@ class OnDevice:
         """See `Execution.note_completed`."""
         if self._is_staged and self._staged is not None:
             self._staged.note_completed()
+        elif self.check is not None:
+            self.check.note_completed()
 
     def position(self) -> tuple[int, list[Waiting]]:
         """See `Execution.position`."""
         if self._is_staged and self._staged is not None:
             return self._staged.position()
+        if self.check is not None and (messages := self.check.waiting_for()):
+            return 0, messages
         waiting = [Waiting(rank, is_receive=True) for rank in self.missing]
         return self._placed.round_of(self.program.num_rounds), waiting
 
@@ -189,9 +191,9 @@ class OnDevice:
         self._transport.unwatch(self)
         if self._is_staged and self._staged is not None:
             return self._staged.abandon()
-        is_done = self._placed.abandon()
         if self.check is not None:
-            is_done &= self.check.abandon()
+            self.check.abandon()
+        is_done = self._placed.abandon()
         if is_done:
             self._agreement.meeting.leave()
             self._exposed.keep(None)
@@ -369,9 +371,7 @@ class OnDevice:
     def _run_anew(self) -> Waits:
         """The steps of a run that begins with a meeting, to which this rank comes at once."""
         self.forget()
-        self._agreement = Agreement(
-            *(self._links, self._refusals, self._call, self._key, self._exposed, self.check)
-        )
+        self._agreement = Agreement(self._links, self._call, self._key, self._exposed, self.check)
         self._agreement.come(self._of_caller, self._kept.forget_calls)
         return self._run()
 
@@ -384,8 +384,10 @@ class OnDevice:
             why_staged = yield from self._run_direct()
         if why_staged and self._is_strict:
             self._agreement.meeting.leave()
-            error = not_staged(why_staged)  # which a rank with a host array does not raise
-            raise error if self._agreement.meeting.absent() else self._refusals.noted(error)
+            error = not_staged(why_staged)
+            if self._agreement.meeting.absent():  # a rank with a host array does not raise it
+                raise error
+            raise self._links.board.on_this_host(error)
         if why_staged:
             yield from self._run_staged()
 

@@ -11,12 +11,14 @@ from collectives.engines import WORKS, Board, CallKey
 class Wait(NamedTuple):
     """What an execution waits for, and the ranks that are still missing.
 
-    `is_at_work`: whether a device is at work meanwhile.
+    `is_at_work`: whether a device is at work meanwhile.  `is_in_code`: whether the next step can
+    wait too, in compiled code.
     """
 
     is_over: Callable[[], bool]
     missing: Callable[[], list[int]]
     is_at_work: bool = False
+    is_in_code: bool = False
 
 
 Waits = Generator[Wait | None, None, Any]

@@ -97,7 +97,8 @@ class Placed:
 
         `tag`: of messages.
         """
-        loop, for_device = self._loop, Wait(self._loop.can_advance, self.late, is_at_work=True)
+        loop = self._loop
+        for_device = Wait(loop.can_advance, self.late, is_at_work=True, is_in_code=True)
         while (answer := loop.advance()) != loop.names.DONE:
             if answer == loop.names.WAITING:
                 yield for_device

@@ -83,7 +83,10 @@ class Streams:
         """Give back the abandoned streams on which nothing is left."""
         for stream in list(self._abandoned[driver]):
             if driver.is_complete(stream.event):
-                self._abandoned[driver].remove(stream)
+                try:
+                    self._abandoned[driver].remove(stream)
+                except ValueError:  # another thread was faster
+                    continue
                 self.give_back(driver, stream)
 
 

@@ -9,7 +9,6 @@ from collectives.engines.host_memory import BUFFER as BUFFER_RECORD
 from collectives.engines.host_memory import HostMemory
 from collectives.engines.networks import leave_out_networks
 from collectives.engines.progress import ProgressThread, shared_progress_thread
-from collectives.engines.refusals import Refusals
 from collectives.engines.staging import PinnedMemory, Staged
 from collectives.engines.threads import ThreadTransport, run_threads
 from collectives.engines.transport import (
@@ -39,7 +38,6 @@ __all__ = [
     "Operands",
     "PinnedMemory",
     "ProgressThread",
-    "Refusals",
     "Reusable",
     "Staged",
     "ThreadTransport",

@@ -21,6 +21,7 @@ from collectives.engines.host_memory import (
     NUM_SLOTS,
     HostMemory,
 )
+from collectives.errors import Error, on_all_ranks
 
 WORKS, FAILS = 1, 2  # of verdicts
 HEADER, MESSAGES = 1, 2  # of ways to compare calls in checked mode; larger: by records
@@ -38,7 +39,8 @@ class Board:
 
     `parts`: the part of the memory of each rank; None for ranks on other hosts.  `host_calls`: the
     numbers of the last calls of this rank on host arrays, each at its remainder; compiled code
-    writes them too.
+    writes them too.  `why_no_device`: why no rank of this host can use a device; "" if they can.
+    `why_no_area`: why this one cannot, if others can.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Board:
         self.memory, self.parts, self.rank = memory, parts, rank
         self._identity = np.void(blake2b(repr(identity).encode(), digest_size=16).digest())
         self.why_no_device = why_none if memory is None else memory.why_no_device
+        self.why_no_area = ""
         self.host_calls: NDArray[np.int64] = np.zeros(NUM_HOST_CALLS, np.int64)
         self._checks, self._headers = np.zeros((2, NUM_HOST_CALLS), np.int64)
         self._lock = threading.Lock()  # the progress thread publishes too
@@ -69,7 +72,7 @@ class Board:
         if not len(free):
             mine["area"][0] = 1  # or ranks would wait for this one to show the communicator
         if mine["area"][0]:
-            self.why_no_device = "the rank has more communicators than it can show"
+            self.why_no_area = "the rank has more communicators than it can show"
             return
         at = 1 + int(free[0])
         self._entry = mine[at : at + 1]
@@ -103,6 +106,15 @@ class Board:
         local = [rank for rank, part in enumerate(self.parts) if part is not None]
         return local or [self.rank]
 
+    @property
+    def has_all_ranks(self) -> bool:
+        """Whether all ranks of the communicator are on this host."""
+        return len(self.local_ranks) == len(self.parts)
+
+    def on_this_host(self, error: Error) -> Error:
+        """An error that all ranks of this host raise, marked if there are no others."""
+        return on_all_ranks(error) if self.has_all_ranks else error
+
     # Areas, for calls on a device
 
     @cached_property
@@ -115,7 +127,7 @@ class Board:
         used = set(memory.entries[memory.part]["area"][1:].tolist())
         free = [number for number in range(1, NUM_AREAS + 1) if number not in used]
         if not free:
-            self.why_no_device = "too many communicators of this rank use a device"
+            self.why_no_area = "too many communicators of this rank use a device"
             return None
         area = memory.areas[memory.part, free[0] - 1 : free[0]]
         area.view(np.uint8)[:] = 0

@@ -11,7 +11,7 @@ that starts is compared with the n-th call of the other ranks, even if their cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache, partial
 from typing import Literal, NoReturn, Protocol
 
@@ -28,8 +28,8 @@ from collectives.arrays import (
 )
 from collectives.devices import Check
 from collectives.diagnostics import Ancestry, Recorder
-from collectives.engines import HEADER, MESSAGES, Execution, Operands, Refusals
-from collectives.errors import CollectiveError, CollectiveMismatch, NotFinite
+from collectives.engines import HEADER, MESSAGES, Execution, Operands
+from collectives.errors import CollectiveError, CollectiveMismatch, NotFinite, on_all_ranks
 from collectives.programs import CallSpec, compile_call
 from collectives.runtime import fingerprint
 from collectives.runtime.description import Compared, line_of_caller
@@ -50,7 +50,6 @@ class Owner(Caller, Protocol):
     axis: str
 
     numbering: Numbering
-    refusals: Refusals
 
 
 class Checker:
@@ -123,18 +122,21 @@ class Checker:
     @property
     def can_use_records(self) -> bool:
         """Whether ranks with arrays on devices compare by the records of their calls."""
-        transport = self._owner.transport
-        return self.mode == "calls" and len(transport.board.local_ranks) == transport.size
+        return self.mode == "calls" and self._board.has_all_ranks
 
     def on_device(self, call: Compared) -> Check:
         """The comparison before a call on devices."""
         digest, owner = np.array(self.digest(call), np.uint64).tobytes(), self._owner
         phase, site = owner.phase_of_call(), owner.site_of_call()
 
-        def messages() -> Iterator[Execution]:
+        def messages() -> Generator[Execution, None, None]:
             for run in self.before(call):
                 run.begin(phase, site)
-                yield run.execution
+                try:
+                    yield run.execution
+                except GeneratorExit:
+                    run.fail()
+                    raise
                 run.complete()
 
         return Check(self._board, digest, call.check, messages)
@@ -161,7 +163,7 @@ class Checker:
 
     def stop(self, sentence: str) -> NoReturn:
         """Raise CollectiveMismatch in a call in which all ranks find the same difference."""
-        raise self._owner.refusals.noted(CollectiveMismatch(sentence))
+        raise on_all_ranks(CollectiveMismatch(sentence))
 
     def _raise_together(
         self, ranks: Sequence[Fingerprint], kind: type[CollectiveError], sentence: str | None
@@ -169,7 +171,7 @@ class Checker:
         """Raise the same error on all ranks, whose next calls then have equal numbers."""
         if sentence is not None:
             self._owner.numbering.catch_up(max(int(rank.num_calls) for rank in ranks))
-            raise self._owner.refusals.noted(kind(sentence))
+            raise on_all_ranks(kind(sentence))
 
 
 @lru_cache(maxsize=64)

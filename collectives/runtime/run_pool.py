@@ -82,19 +82,19 @@ class RunPool:
         run = self._reuse(key, arrays, tag, spec)
         if run is None:
             numbered = self._number_ahead if is_ahead else self._number
-            run = self._of_call(spec, arrays, tag, numbered, is_ahead=is_ahead)
+            run = self._of_call(spec, arrays, tag, numbered, number, is_ahead=is_ahead)
         return self._lend(run, key, number)
 
     def new_call(self, spec: CallSpec, arrays: Arrays, tag: int, number: int) -> Run:
         """The run of a call that is not kept here, but perhaps in the cache of calls."""
-        run = self._of_call(spec, arrays, tag, self._number)
+        run = self._of_call(spec, arrays, tag, self._number, number)
         run.number = number
         return run
 
     def plan(self, spec: CallSpec, arrays: Arrays, tag: int, number: int) -> Run:
         """The run of a plan."""
         numbered = partial(_of_runs, self._number(number))
-        run = self._of_call(spec, arrays, tag, numbered, plan=number)
+        run = self._of_call(spec, arrays, tag, numbered, number, is_plan=True)
         run.when_detached = partial(self._devices.free_plan, number)
         return run
 
@@ -186,9 +186,10 @@ class RunPool:
         arrays: Arrays,
         tag: int,
         numbered: Callable[[int], str],
+        number: int,
         *,
         is_ahead: bool = False,
-        plan: int = 0,
+        is_plan: bool = False,
     ) -> Run:
         rank, size = self._transport.rank, self._transport.size
         program = compile_call(spec, rank, size)
@@ -196,24 +197,32 @@ class RunPool:
         execution = (
             self._transport.execution(program, operands, tag)
             if is_ahead
-            else self._execution(program, operands, tag, spec, plan)
+            else self._execution(program, operands, tag, spec, number, is_plan=is_plan)
         )
         run = self._run(spec.names, program, execution, numbered)
         run.is_ahead, run.show_position = is_ahead, partial(_schedule_grid, spec, rank, size)
         return run
 
     def _execution(
-        self, program: Program, operands: Operands, tag: int, spec: CallSpec, plan: int
+        self,
+        program: Program,
+        operands: Operands,
+        tag: int,
+        spec: CallSpec,
+        number: int,
+        *,
+        is_plan: bool,
     ) -> Execution:
         """The execution of a call or a plan, which the others see if it is in host memory."""
         if operands.backend is not HOST:
-            on_devices = self._devices.execution(program, operands, tag, DeviceCall(spec, plan))
+            call = DeviceCall(spec, number if is_plan else 0)
+            on_devices = self._devices.execution(program, operands, tag, call, number)
             if on_devices is not None:
                 return on_devices
         board = self._transport.board
-        if plan:
-            board.note_host_call(plan)
-        noted = None if plan else board.host_calls
+        if is_plan:
+            board.note_host_call(number)
+        noted = None if is_plan else board.host_calls
         return self._transport.execution(program, operands, tag, noted)
 
     def _of_message(

@@ -13,7 +13,7 @@ from zlib import crc32
 from collectives.arrays import Arrays, Operator, validation
 from collectives.devices import DeviceMode, Devices, OnDevice
 from collectives.diagnostics import Ancestry, Recording, current_phase
-from collectives.engines import ProgressThread, Refusals, Transport
+from collectives.engines import ProgressThread, Transport
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
 from collectives.programs import CallSpec, Counts
 from collectives.runtime.call_cache import NO_CALLS, CallCache
@@ -72,8 +72,7 @@ class Session:
         self._broken_by: CollectiveError | None = None  # why nothing can be called any more
         self._has_left_messages = False  # of a call that was ended at its time limit
         self.num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
-        self.refusals = Refusals()
-        self.devices = Devices(transport, device, self.refusals)
+        self.devices = Devices(transport, device)
         self.runs = RunPool(transport, self.devices, name, self.ancestry, axis)
         self.call_cache, self.plan_cache = CallCache(), CallCache()
         self.fast_calls = self.fast_plans = NO_CALLS
@@ -162,12 +161,13 @@ class Session:
         """Make the communicator unusable if a failed call may have left messages behind.
 
         The next call would take them for its own.  That holds for blocking calls, and for calls
-        that failed before the call itself, which other ranks may have begun.  A call that all ranks
-        refuse together leaves nothing behind.
+        that failed before the call itself, which other ranks may have begun.  An error that all
+        ranks raise leaves nothing behind.
         """
         self.forget_calls()
         self._has_left_messages |= isinstance(error, CollectiveTimeout)
-        if (work.is_blocking or work.was_ahead) and not self.refusals.has(error):
+        is_common = isinstance(error, CollectiveError) and error.is_on_all_ranks
+        if (work.is_blocking or work.was_ahead) and not is_common:
             self._break(work.title, error)
 
     def _break(self, what: str, error: BaseException) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import CollectiveMismatch, Communicator
+from collectives import CollectiveError, CollectiveMismatch, CollectiveTimeout, Communicator
 from tests.fake_device import BACKEND, on_device, on_host
 
 pytestmark = pytest.mark.usefixtures("new_gpu")
@@ -126,6 +126,43 @@ def test_a_plan_whose_header_only_one_rank_exchanges_is_noticed() -> None:
     found = run(body, 2)
     assert found[0] == found[1]
     assert "out=" in found[0]
+
+
+def test_a_time_limit_in_a_comparison_by_messages_names_who_is_missing() -> None:
+    def body(comm: Communicator) -> str:
+        x = on_device(np.ones(6))
+        comm.all_reduce(x)
+        if comm.rank == 2:
+            comm.recv(np.empty(1), 0)
+            comm.recv(np.empty(1), 1)
+            assert on_host(comm.all_reduce(x)).tolist() == [3.0] * 6
+            return ""
+        with pytest.raises(CollectiveTimeout) as caught:
+            comm.all_reduce(x if comm.rank else np.ones(6), timeout=0.3)
+        comm.send(np.ones(1), 2)
+        assert on_host(caught.value.work.wait()).tolist() == [3.0] * 6
+        return str(caught.value)
+
+    assert all("for a message from rank 2" in found.splitlines()[0] for found in run(body, 3)[:2])
+
+
+def test_a_comparison_by_messages_that_fails_is_logged_as_failed() -> None:
+    def body(comm: Communicator) -> list[int]:
+        if comm.rank == 2:
+            comm.recv(np.empty(1), 0)
+            comm.recv(np.empty(1), 1)
+            return [0, 0]
+        x = np.ones(6) if comm.rank == 0 else on_device(np.ones(6))
+        work = comm.all_reduce(x, async_op=True)
+        with pytest.raises(CollectiveTimeout):
+            work.wait(timeout=0.3)
+        comm.send(np.ones(1), 2)
+        lines = comm._session.transport.flight.lines
+        before = lines().count("under way")
+        work.give_up(CollectiveError("given up"))
+        return [before > 0, lines().count("under way")]
+
+    assert run(body, 3) == [[1, 0], [1, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("mode", [True, "finite"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +15,9 @@ import collectives
 from collectives import CollectiveMismatch, Communicator, Operator, algorithms
 from collectives.arrays import operator
 from collectives.devices.devices import Devices
+from collectives.devices.streams import Stream, Streams
 from collectives.engines.board import Board
+from collectives.engines.host_memory import NUM_AREAS
 from collectives.schedule import Topology
 from collectives.selection.select import choose
 from tests import device_scenarios as scenarios
@@ -302,6 +307,25 @@ def test_peer_refuses_what_would_be_staged(check: bool) -> None:
     assert not is_staged()
 
 
+def test_peer_refuses_for_what_only_some_ranks_know() -> None:
+    """Nobody waits for a rank that refuses."""
+
+    def body(comm: Communicator) -> str:
+        pairs = [comm.subgroup([1, 2]) for _ in range(NUM_AREAS)] if comm.rank else []
+        for pair in pairs:
+            assert on_host(pair.all_reduce(on_device(np.ones(4)))).tolist() == [2.0] * 4
+        comm.barrier()
+        with pytest.raises(collectives.CollectiveError) as caught:
+            comm.all_reduce(on_device(np.ones(4)))
+        return str(caught.value)
+
+    found = run(body, 3, device="peer")
+    assert re.search("rank [12] makes the call on arrays of the host", found[0])
+    assert "too many communicators of this rank use a device" in found[1]
+    assert "too many communicators of this rank use a device" in found[2]
+    assert not is_staged()
+
+
 def test_peer_refuses_links_that_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     from collectives.devices.links import Proposal
 
@@ -537,6 +561,29 @@ def test_events_and_streams_are_used_again() -> None:
     assert max(run(body, 3)) < 60
 
 
+def test_an_abandoned_stream_is_given_back_once_though_two_threads_see_its_end() -> None:
+    class TwoThreads:
+        """A driver; while a thread asks whether an event is complete, another one does."""
+
+        are_two = True
+
+        def call(self, name: str, *arguments: Any) -> None:
+            assert name == "cuEventRecord"
+
+        def is_complete(self, event: int) -> bool:
+            if self.are_two:
+                self.are_two = False
+                assert streams.may_block(driver)  # type: ignore[arg-type]
+            return True
+
+        new_stream = new_event = lambda self: 9
+
+    streams, driver = Streams(), TwoThreads()
+    assert streams.abandon(driver, Stream(1, 2))  # type: ignore[arg-type]
+    assert streams.borrow(driver) == (1, 2)  # type: ignore[arg-type]
+    assert streams.borrow(driver) == (9, 9)  # type: ignore[arg-type]
+
+
 def run_a_plan(comm: Communicator) -> None:
     plan = comm.plan.all_reduce(on_device(np.ones(3)))
     plan.run()
@@ -579,6 +626,30 @@ def test_a_failure_of_the_driver_is_raised() -> None:
     gpu().error = 0
 
 
+def test_a_long_wait_for_the_device_is_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither holds the interpreter lock nor sleeps."""
+    execute, is_frozen = gpu().execute, threading.Event()
+    monkeypatch.setattr(gpu(), "execute", lambda n: 0 if is_frozen.is_set() else execute(n))
+
+    def body(comm: Communicator) -> None:
+        comm.all_reduce(on_device(np.ones(6)))
+        comm.barrier()
+        is_frozen.set()
+        work = comm.all_reduce(on_device(np.ones(6)), async_op=True)
+        execution = work._run.execution
+        while not execution.is_at_work:
+            work.test()
+        for seconds in (0.1, 0.2):
+            start = time.monotonic()
+            assert not execution.advance(seconds)
+            assert time.monotonic() - start >= seconds
+        comm.barrier()
+        is_frozen.clear()
+        assert on_host(work.wait()).tolist() == [2.0] * 6
+
+    run(body, 2)
+
+
 def test_a_time_limit_names_who_is_missing() -> None:
     def body(comm: Communicator) -> str:
         x = on_device(np.ones(6))
@@ -587,7 +658,7 @@ def test_a_time_limit_names_who_is_missing() -> None:
             comm.recv(np.empty(1), 0)
             comm.all_reduce(x)
             comm.all_reduce(x)
-            return ""
+            return "this is rank 1"
         with pytest.raises(collectives.CollectiveTimeout) as caught:
             comm.all_reduce(x, timeout=0.2)
         if comm.rank == 0:
@@ -595,8 +666,7 @@ def test_a_time_limit_names_who_is_missing() -> None:
         comm.all_reduce(x)
         return str(caught.value)
 
-    found = run(lambda comm: body(comm), 3)
-    assert "waits for rank 1" in found[0] or "rank 1" in found[0]
+    assert all("rank 1" in found.splitlines()[0] for found in run(body, 3))
 
 
 def test_a_lowering_without_awaits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

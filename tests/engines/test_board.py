@@ -142,8 +142,8 @@ def test_areas_and_entries_that_are_used_up_leave_calls_on_the_host() -> None:
     made = [Board(memory, range(2), 0, number) for number in range(NUM_ENTRIES + 1)]
     areas = [board.area for board in made[: NUM_AREAS + 1]]
     assert [area is None for area in areas] == [False] * NUM_AREAS + [True]
-    assert "too many communicators" in made[NUM_AREAS].why_no_device
-    assert "more communicators than it can show" in made[-1].why_no_device
+    assert "too many communicators" in made[NUM_AREAS].why_no_area
+    assert "more communicators than it can show" in made[-1].why_no_area
     made[-1].note_host_call(1)  # which nobody sees
 
 
@@ -155,7 +155,7 @@ def test_a_rank_without_an_entry_is_known_to_be_on_the_host() -> None:
     for number in range(NUM_ENTRIES):
         Board(memories[1], range(2), 1, number)
     other = Board(memories[1], range(2), 1, "the last")
-    assert other.why_no_device and mine.is_on_host(1, CallKey(1))
+    assert other.why_no_area and mine.is_on_host(1, CallKey(1))
 
 
 def test_what_belongs_to_a_freed_communicator_is_not_changed_any_more() -> None:
