@@ -56,11 +56,12 @@ class Agreement:
         The proposal comes first: a rank whose record is there proposes nothing any more.
         """
         proposal = self._proposal
-        if proposal is None or proposal.is_published or proposal.publish():
+        number = 0 if self._check is None else self._check.number
+        if proposal is None or proposal.is_published or proposal.publish(number):
             fields = self._exposed.fields(self._of_caller, is_plan=bool(self._call.plan))
             if self._check is not None:
                 fields["compared"] = np.void(self._check.digest)
-            self.meeting.publish(fields)
+            self.meeting.publish({"check": number, **fields})
 
     def meet(self) -> Waits:
         """Wait for the other ranks of the host; return why all stage, "" if they do not.
@@ -87,6 +88,11 @@ class Agreement:
                 error = CollectiveError(f"rank {rank}: {_text(record['why_refused'])}")
                 raise self._links.board.on_this_host(error)
         return next(filter(None, starmap(self._why_staged, self.records.items())), "")
+
+    def leave(self) -> None:
+        """Let all ranks use the memory of their records for other calls."""
+        if self.records or self._check is None or not self._check.has_refused:
+            self.meeting.leave()
 
     def _why_staged(self, rank: int, record: Any) -> str:
         """Why a rank cannot use its device; "" if it can."""

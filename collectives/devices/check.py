@@ -14,6 +14,7 @@ from zlib import crc32
 from collectives.devices.meeting import Wait, Waits
 from collectives.diagnostics import Waiting
 from collectives.engines import MESSAGES, Board, CallKey, Execution
+from collectives.errors import CollectiveError
 
 
 class Check:
@@ -21,8 +22,11 @@ class Check:
 
     `digest`: of the call.  `number`: of the comparison.  `messages`: the executions of the
     comparison by messages, each of which ends before the next one is asked for.  It keeps the
-    memory of one that does not end.
+    memory of one that does not end.  `has_refused`: whether the comparison by messages has refused
+    the call.
     """
+
+    has_refused = False
 
     def __init__(
         self,
@@ -31,28 +35,32 @@ class Check:
         number: int,
         messages: Callable[[], Generator[Execution, None, None]],
     ) -> None:
-        self._board, self.digest, self._number = board, digest, number
+        self._board, self.digest, self.number = board, digest, number
         self._messages, self._has_compared = messages(), False
         self._under_way: Execution | None = None
 
     def begin(self, key: CallKey) -> None:
         """Let the other ranks see which record this rank publishes."""
-        self._board.note_check(self._number, MESSAGES + 1 + crc32(repr(key).encode()) % 2**31)
+        self._board.note_check(self.number, MESSAGES + 1 + crc32(repr(key).encode()) % 2**31)
 
     def is_wanted(self, ranks: Iterable[int]) -> bool:
         """Whether one of these ranks compares by messages, or another call."""
         if self._has_compared:
             return False
-        return any(self._board.differs_in_check(rank, self._number) for rank in ranks)
+        return any(self._board.differs_in_check(rank, self.number) for rank in ranks)
 
     def compare(self) -> Waits:
         """Compare by messages.  Raises CollectiveMismatch if the calls of the ranks differ."""
         self._has_compared = True
-        for execution in self._messages:
-            self._under_way = execution
-            while not execution.advance(0.0):
-                yield None
-            self._under_way = None
+        try:
+            for execution in self._messages:
+                self._under_way = execution
+                while not execution.advance(0.0):
+                    yield None
+                self._under_way = None
+        except CollectiveError as error:
+            self.has_refused = error.is_on_all_ranks
+            raise
 
     def compare_once(self) -> Waits:
         """Compare by messages, unless that was done."""

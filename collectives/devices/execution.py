@@ -195,7 +195,7 @@ class OnDevice:
             self.check.abandon()
         is_done = self._placed.abandon()
         if is_done:
-            self._agreement.meeting.leave()
+            self._agreement.leave()
             self._exposed.keep(None)
             self.check = None  # which refers to arrays
         self._wait = None  # which refers to this object

@@ -141,10 +141,14 @@ class Proposal:
         """Whether the other ranks can see it."""
         return self._meeting.is_published
 
-    def publish(self) -> bool:
-        """Publish the memory that holds the pattern of this rank."""
+    def publish(self, check: int) -> bool:
+        """Publish the memory that holds the pattern of this rank.
+
+        `check`: the number of the comparison before the call, or 0.
+        """
         links = self._links
         fields: dict[str, Any] = {"process": links.process, "uuid": np.void(links.uuid)}
+        fields["check"] = check
         try:
             probe = probe_of(self._driver, links.process)
             fields["buffers"] = [links.describe(probe.address, _PATTERN_BYTES, probe)] * 3
@@ -161,7 +165,7 @@ class Proposal:
         is_over, missing = meeting.for_all()[:2]
         yield from until(Wait(lambda: is_over() or self._is_needless(call), missing), check)
         if missing() and self._is_needless(call):
-            meeting.leave()
+            meeting.withdraw()
             yield Wait(lambda: links.staged is not None, missing)
             return
         if meeting.absent():

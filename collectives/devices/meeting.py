@@ -114,6 +114,10 @@ class Meeting:
 
         return Wait(lambda: not missing(), missing)
 
+    def withdraw(self) -> None:
+        """Take back the record of this rank, because the ranks do not meet."""
+        self.board.withdraw(self.slots[self.board.rank])
+
     def leave(self) -> None:
         """Let all ranks use the memory of their records for other calls."""
         for rank in self.ranks:

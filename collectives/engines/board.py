@@ -300,6 +300,21 @@ class Board:
         self._acks_due.append((rank, key))
         self._pay_acks()
 
+    def withdraw(self, slot: int) -> None:
+        """Take back a record of this rank that no rank reads."""
+        self.area["records"]["generation"][slot] *= -1
+
+    def acknowledge_refusal(self, check: int) -> None:
+        """Say that this rank reads no record of the calls that a comparison has refused.
+
+        It may have made another call than the ranks with records.  `check`: of the comparison.
+        """
+        for rank in self.local_ranks if self.area is not None else ():
+            if (area := self._area_of(rank)) is not None:
+                generations = area["records"]["generation"]
+                refused = (area["records"]["check"] == check) & (generations > 0)
+                self.area["acks"][self.parts[rank], refused] = generations[refused]
+
     def _pay_acks(self) -> None:
         due, self._acks_due = self._acks_due, []
         for rank, key in due:

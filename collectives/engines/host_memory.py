@@ -53,6 +53,7 @@ RECORD = np.dtype(
         ("generation", "<i8"),  # of this slot; written last
         ("call", "<i8"),
         ("run", "<i8"),
+        ("check", "<i8"),  # the number of the comparison of checked mode; 0: there is none
         ("process", "<i8"),
         ("aliasing", "<i8"),
         ("digest", "V16"),

@@ -69,7 +69,7 @@ class Checker:
         bad_value = self._bad_value(call, call.arrays.source)
         ranks = yield from self._compare(call, bad_value)
         if ranks:
-            self._refuse_differences(ranks)
+            self._refuse_differences(ranks, call)
 
     def after(self, call: Compared) -> Steps:
         """The comparison after a reduction, if values are checked."""
@@ -77,9 +77,8 @@ class Checker:
             bad_value = self._bad_value(call, call.arrays.target)
             ranks = yield from self._compare(call, bad_value)
             if ranks:
-                self._raise_together(
-                    ranks, NotFinite, fingerprint.not_finite(ranks, "gets", "from")
-                )
+                sentence = fingerprint.not_finite(ranks, "gets", "from")
+                self._raise_together(ranks, call, NotFinite, sentence)
 
     def _compare(self, call: Compared, bad_value: str) -> Steps:
         """Compare digests; the result is the fingerprints of all ranks, or none if all agree."""
@@ -106,18 +105,17 @@ class Checker:
 
     def refuse(self, call: Compared) -> Steps:
         """Exchange fingerprints after digests have differed, and raise if the calls differ."""
-        self._refuse_differences(
-            (yield from self._all_fingerprints(call, self._own_fingerprint(call)))
-        )
+        ranks = yield from self._all_fingerprints(call, self._own_fingerprint(call))
+        self._refuse_differences(ranks, call)
 
     def _own_fingerprint(self, call: Compared) -> Fingerprint:
         """The fingerprint of a call that starts now on this rank."""
         found = call.fingerprint(self.compares_place)
         return found._replace(mode=self.mode, num_calls=str(self._owner.numbering.num_calls))
 
-    def _refuse_differences(self, ranks: Sequence[Fingerprint]) -> None:
-        self._raise_together(ranks, CollectiveMismatch, fingerprint.difference(ranks))
-        self._raise_together(ranks, NotFinite, fingerprint.not_finite(ranks, "brings", "to"))
+    def _refuse_differences(self, ranks: Sequence[Fingerprint], call: Compared) -> None:
+        self._raise_together(ranks, call, CollectiveMismatch, fingerprint.difference(ranks))
+        self._raise_together(ranks, call, NotFinite, fingerprint.not_finite(ranks, "brings", "to"))
 
     @property
     def can_use_records(self) -> bool:
@@ -166,10 +164,15 @@ class Checker:
         raise on_all_ranks(CollectiveMismatch(sentence))
 
     def _raise_together(
-        self, ranks: Sequence[Fingerprint], kind: type[CollectiveError], sentence: str | None
+        self,
+        ranks: Sequence[Fingerprint],
+        call: Compared,
+        kind: type[CollectiveError],
+        sentence: str | None,
     ) -> None:
         """Raise the same error on all ranks, whose next calls then have equal numbers."""
         if sentence is not None:
+            self._board.acknowledge_refusal(call.check)
             self._owner.numbering.catch_up(max(int(rank.num_calls) for rank in ranks))
             raise on_all_ranks(kind(sentence))
 

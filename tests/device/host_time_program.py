@@ -1,6 +1,6 @@
 """Measure the host time of calls on devices without that of the GPU's driver.
 
-    python -m collectives.launch -n 2 tests/device/host_time_program.py
+    python -m collectives.launch -n 2 -m tests.device.host_time_program
 
 All functions of the driver return at once and do nothing, so what is left is the library's own: the
 median of the calls of rank 0, in microseconds.  Calls take turns.

@@ -11,6 +11,7 @@ import pytest
 
 import collectives
 from collectives import CollectiveError, CollectiveMismatch, CollectiveTimeout, Communicator
+from collectives.engines.host_memory import NUM_SLOTS
 from tests.fake_device import BACKEND, on_device, on_host
 
 pytestmark = pytest.mark.usefixtures("new_gpu")
@@ -74,6 +75,19 @@ def test_different_calls_are_refused_by_all_with_the_same_sentence(num_before: i
     assert "rank 1 called all_reduce(op=max)" in found[0][0]
     assert "rank 2 called scan" in found[0][1]
     assert "layout=(7,)" in found[0][2]
+
+
+def test_refused_calls_give_their_slots_back() -> None:
+    """Even where a rank has no record, because it exchanges a header first."""
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(6))
+        for _ in range(NUM_SLOTS + 1):
+            refused(partial(comm.broadcast if comm.rank == 0 else comm.all_reduce, x))
+        assert on_host(comm.all_reduce(x)).tolist() == [3.0] * 6
+
+    run(body, 3)
+    assert BACKEND.bytes_to_host == 0
 
 
 def test_a_header_that_only_one_rank_exchanges_is_noticed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 import time
@@ -17,7 +18,7 @@ from collectives.arrays import operator
 from collectives.devices.devices import Devices
 from collectives.devices.streams import Stream, Streams
 from collectives.engines.board import Board
-from collectives.engines.host_memory import NUM_AREAS
+from collectives.engines.host_memory import NUM_AREAS, NUM_SLOTS
 from collectives.schedule import Topology
 from collectives.selection.select import choose
 from tests import device_scenarios as scenarios
@@ -440,6 +441,27 @@ def test_calls_that_ranks_wait_for_in_different_orders() -> None:
         other.free()
 
     run(body, 4)
+
+
+def test_all_slots_are_given_back() -> None:
+    """Also those of proposals of links that turn out to be needless."""
+
+    def body(comm: Communicator) -> None:
+        for turn in range(20):
+            other = comm.split(0)
+            works = [other.all_reduce(on_device(np.ones(3)), async_op=True) for _ in range(5)]
+            for number in random.Random(f"{turn} {comm.rank}").sample(range(5), 5):
+                works[number].wait()
+            comm.barrier()
+            other._session.devices._kept.forget_calls()
+            comm.barrier()
+            board = other._session.transport.board
+            assert board.has_room and all(map(board._is_free, range(NUM_SLOTS)))
+            comm.barrier()
+            other.free()
+
+    run(body, 3)
+    assert not is_staged()
 
 
 def test_plans_that_ranks_run_in_different_orders() -> None:

@@ -28,8 +28,8 @@ def test_a_program_is_right(name: str) -> None:
 
 @pytest.mark.timeout(100)
 def test_the_host_time_of_calls_is_measured() -> None:
-    program = str(Path(PROGRAM).with_name("host_time_program.py"))
-    done = launch(2, [program], timeout=80, env=environment(), capture=True)
+    program = ["-m", "tests.device.host_time_program"]
+    done = launch(2, program, timeout=80, env=environment(), capture=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert re.findall(r"^(.*): \d+\.\d us$", done.stdout, re.MULTILINE) == [
         "a plan",
