@@ -157,10 +157,12 @@ class FakeBackend:
     def current_stream(self) -> FakeStream:
         if not hasattr(self._thread, "stream"):
             self._thread.stream = FakeStream("default")
+        gpu().make_current()
         return self._thread.stream
 
     @contextmanager
     def on_stream(self, stream: FakeStream) -> Iterator[None]:
+        gpu().make_current()
         before, self._thread.stream = self.current_stream(), stream
         try:
             yield

@@ -50,6 +50,7 @@ from collectives.devices.driver import (
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, ALREADY_MAPPED = 1, 2, 201, 208
 INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 400, 700, 719
+WITHOUT_CONTEXT = {"cuEventQuery", "cuEventDestroy_v2"}  # functions that need no current context
 ALREADY_REGISTERED, NOT_REGISTERED, UNKNOWN = 712, 713, 999
 
 NUM_BYTES = 1 << 32  # of device memory; only what is written takes room
@@ -797,6 +798,7 @@ class FakeGpu(Streams):
         self.bytes_copied = {"DtoD": 0, "DtoH": 0, "HtoD": 0}
         self.capturing: set[int] = set()
         self.uuid = b"GPU of the tests"
+        self._thread = threading.local()
         self.kernels = FakeKernels(self)
         self._pool = Pool(self.memory)
         self._functions = Functions(self)
@@ -809,6 +811,7 @@ class FakeGpu(Streams):
         Memory, streams, events, handles and page-locked memory stay; operations that are still on
         streams are dropped, because the host memory that they use may be gone.
         """
+        self.make_current()
         with self.lock:
             self._drop_operations()
             self.random, self.queue_length = random.Random(seed), queue_length
@@ -819,6 +822,10 @@ class FakeGpu(Streams):
             self.streams_used.clear()
             self.bytes_copied.update(dict.fromkeys(self.bytes_copied, 0))
             self.check()
+
+    def make_current(self) -> None:
+        """Let this thread call the driver, until it ends."""
+        self._thread.has_context = True
 
     def check(self) -> None:
         """Raise AssertionError with all violations, if there are any, and forget them."""
@@ -831,8 +838,10 @@ class FakeGpu(Streams):
     def begin(self, name: str, budget: int = 3) -> None:
         """What precedes every function: others have had time, so some operations are executed.
 
-        Raises DriverError if the GPU serves this process no longer.
+        Raises DriverError if the GPU serves this process no longer, or this thread has no context.
         """
+        if name not in WITHOUT_CONTEXT and not getattr(self._thread, "has_context", False):
+            raise DriverError(name, INVALID_CONTEXT)
         with self.lock:
             self.num_calls[name] += 1
             num_operations = self.random.randint(0, budget) if self.lock.depth == 1 else 0

@@ -262,6 +262,8 @@ class CupyBackend:
     @contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
         with self.device, stream:
+            # In a new thread whose device this is already, `with` makes no context current.
+            self.cupy.cuda.runtime.setDevice(self.device.id)
             yield
 
 

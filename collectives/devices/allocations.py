@@ -19,6 +19,7 @@ class Exported(NamedTuple):
     """An allocation that peers may have opened.  `owner`: keeps it from being freed."""
 
     base: int
+    size: int
     handle: bytes
     owner: object
 
@@ -30,6 +31,7 @@ class Buffer(NamedTuple):
     size: int
     offset: int = 0
     id: int = 0
+    allocated: int = 0
     handle: bytes = bytes(64)
 
 
@@ -51,11 +53,11 @@ class Exports:
         number = self._driver.buffer_id(address)
         with self._lock:
             if number not in self._open:
-                base, _ = self._driver.allocation(address)
-                self._open[number] = Exported(base, self._driver.handle(base), owner)
+                base, allocated = self._driver.allocation(address)
+                self._open[number] = Exported(base, allocated, self._driver.handle(base), owner)
             self._open.move_to_end(number)
-            exported = self._open[number]
-        return Buffer(address, size, address - exported.base, number, exported.handle)
+            base, allocated, handle, _ = self._open[number]
+        return Buffer(address, size, address - base, number, allocated, handle)
 
     @property
     def is_full(self) -> bool:
@@ -94,6 +96,17 @@ class Exports:
         self._pins.clear()
 
 
+class Opened(NamedTuple):
+    """An allocation of another process that this process has opened.
+
+    `base`: its address here.  `place`: its addresses there.  `users`: what uses it.
+    """
+
+    base: int
+    place: range
+    users: set[int]
+
+
 class Openings:
     """The allocations of other processes that this process has opened for one device.
 
@@ -102,7 +115,7 @@ class Openings:
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self._lock = driver, threading.Lock()
-        self._opened: dict[tuple[int, int], tuple[int, set[int]]] = {}
+        self._opened: dict[tuple[int, int], Opened] = {}
 
     def open(self, process: int, record: Any, user: int) -> int:
         """The address, in this process, of a buffer of another process.
@@ -112,24 +125,38 @@ class Openings:
         key = process, int(record["id"])
         with self._lock:
             if key not in self._opened:
-                self._opened[key] = self._driver.open(record["handle"].tobytes()), set()
-            base, users = self._opened[key]
-            users.add(user)
-        return base + int(record["offset"])
+                start = int(record["address"] - record["offset"])
+                place = range(start, start + int(record["allocated"]))
+                self._close_freed(process, place)
+                base = self._driver.open(record["handle"].tobytes())
+                self._opened[key] = Opened(base, place, set())
+            opened = self._opened[key]
+            opened.users.add(user)
+        return opened.base + int(record["offset"])
+
+    def _close_freed(self, process: int, place: range) -> None:
+        """Close what was where another process has a new allocation, and was freed therefore."""
+        for key, opened in list(self._opened.items()):
+            old = opened.place
+            if key[0] == process and old.start < place.stop and place.start < old.stop:
+                del self._opened[key]
+                self._driver.try_call("cuIpcCloseMemHandle", opened.base)
 
     def has(self, process: int, record: Any, user: int) -> bool:
         """Whether this user has opened the allocation of a buffer, if it has one."""
-        _, users = self._opened.get((process, int(record["id"])), (0, set[int]()))
-        return user in users or not record["id"]
+        opened = self._opened.get((process, int(record["id"])))
+        return not record["id"] or (opened is not None and user in opened.users)
 
     def close(self, process: int, number: int, user: int) -> None:
         """Close an allocation that this user no longer needs, if no other one does."""
         with self._lock:
-            base, users = self._opened.get((process, number), (0, {0}))
-            users.discard(user)
-            if not users:
+            opened = self._opened.get((process, number))
+            if opened is None:
+                return
+            opened.users.discard(user)
+            if not opened.users:
                 del self._opened[process, number]
-                self._driver.close(base)
+                self._driver.close(opened.base)
 
     def free(self, user: int) -> None:
         """Close all that only this user needs."""

@@ -43,11 +43,16 @@ class Devices:
             why = self._why_all_stage(operands, call)
             if why and is_strict:
                 raise board.on_this_host(not_staged(why))
-            why = why or self._why_this_rank_stages(operands, call)
-            if why and is_strict:
+            try:
+                why = why or self._why_this_rank_stages(operands, call)
+                if not why:
+                    return self._on_device(program, operands, tag, call)
+            except (LookupError, DriverError) as error:
+                why = str(error)
+            if is_strict:
                 board.note_host_call(number)  # or the others would wait for this rank
                 raise not_staged(why)
-            return None if why else self._on_device(program, operands, tag, call)
+            return None
 
     def _on_device(
         self, program: Program, operands: Operands, tag: int, call: DeviceCall
@@ -79,12 +84,12 @@ class Devices:
             return ""
 
     def _why_this_rank_stages(self, operands: Operands, call: DeviceCall) -> str:
-        """Why this rank stages the messages of a call, though others may not; "" if it does not."""
+        """Why this rank stages the messages of a call, though others may not; "" if it does not.
+
+        Raises LookupError or DriverError if it cannot use its device.
+        """
         board = self._transport.board
-        try:
-            self._links_for(operands.backend)
-        except (LookupError, DriverError) as error:
-            return str(error)
+        self._links_for(operands.backend)
         if board.area is None:
             return board.why_no_area
         if call.plan and not board.note_plan(call.plan):
@@ -117,6 +122,8 @@ class Devices:
             for rank in others
             if str(rank) not in direct
         ]
+        if links.why_last_staged:
+            texts.append(f"the last call that was staged: {links.why_last_staged}")
         return "; ".join(texts)
 
     def _links_for(self, backend: Backend) -> Links:
@@ -127,8 +134,9 @@ class Devices:
     def free(self) -> None:
         """Close the memory of peers."""
         self._kept.free()
-        if self._links is not None:
-            self._links.free()
+        if (links := self._links) is not None:
+            with links.backend.on_stream(links.backend.current_stream()):
+                links.free()
             self._links = None
 
 

@@ -38,13 +38,13 @@ ITEMSIZE, INTERRUPT, ERROR, FLAG = (
 ENTRY, NUMBER, KEY, COUNTER_AT = executor.ENTRY, executor.NUMBER, executor.KEY, executor.COUNTER
 _FIRST = executor.NUM_STATE_WORDS
 # Where it enqueues, and how:
-(STREAM, EVENT, OF_CALLER, BATCH, VALUES, PARAMETERS, NUM_OUTSTANDING, MOST_OUTSTANDING,
- STAGE, IS_BUSY) = range(_FIRST, _FIRST + 10)  # fmt: skip
+(STREAM, EVENT, OF_CALLER, STARTED, BATCH, VALUES, PARAMETERS, NUM_OUTSTANDING, MOST_OUTSTANDING,
+ STAGE, IS_BUSY) = range(_FIRST, _FIRST + 11)  # fmt: skip
 # the word by which this rank says that it has come, and the addresses of those of its peers:
-MINE, PEERS, NUM_PEERS, TURN, LAST_TURN = range(_FIRST + 10, _FIRST + 15)
+MINE, PEERS, NUM_PEERS, TURN, LAST_TURN = range(_FIRST + 11, _FIRST + 16)
 # and the functions of the driver.
 (BATCH_OPERATION, COPY_BYTES, LAUNCH, RECORD_EVENT, WAIT_EVENT, QUERY_EVENT, IS_CAPTURING,
- NUM_STATE_WORDS) = range(_FIRST + 15, _FIRST + 23)  # fmt: skip
+ NUM_STATE_WORDS) = range(_FIRST + 16, _FIRST + 24)  # fmt: skip
 
 # Words of a row: its kind, bytes, number of operands and those on the left; addresses of the
 # target, of the operands and of a counter; the value of the counter, and by how much it rises with
@@ -93,26 +93,34 @@ def run(state: int, nanoseconds: int) -> int:
     if load(state + 8 * MINE) == 0 or load(state + 8 * TURN) >= load(state + 8 * LAST_TURN):
         return MISFIT
     begin(state)
-    if come(state, load(state + 8 * NUMBER), 0) == MEET:
-        return MEET
-    return advance(state, nanoseconds)
+    flags = note_start(state)
+    come(state, load(state + 8 * NUMBER), flags)
+    return MEET if flags == MUST_MEET else advance(state, nanoseconds)
 
 
 @njit(nogil=True, error_model="numpy")
-def come(state: int, number: int, flags: int) -> int:
-    """Let the peers see that this rank has come to a run; MEET if it cannot run on the device.
+def note_start(state: int) -> int:
+    """Note what is on the caller's stream now, after which the run begins, and nothing later.
 
-    `flags`: HAS_CHANGED or 0.
+    MUST_MEET if the stream is captured or fails; else 0.
+    """
+    stream, status = load(state + 8 * OF_CALLER), state + 8 * FLAG
+    if call2(load(state + 8 * IS_CAPTURING), (stream, status)) != 0 or load32(status) != 0:
+        return MUST_MEET
+    code = call2(load(state + 8 * RECORD_EVENT), (load(state + 8 * STARTED), stream))
+    return 0 if code == 0 else MUST_MEET
+
+
+@njit(nogil=True, error_model="numpy")
+def come(state: int, number: int, flags: int) -> None:
+    """Let the peers see that this rank has come to a run.
+
+    `flags`: HAS_CHANGED, MUST_MEET if it cannot run on the device, or 0.
     """
     turn = load(state + 8 * TURN) + 1
     store(state + 8 * TURN, turn)
     store(state + 8 * STAGE, COMING)
-    function, status = load(state + 8 * IS_CAPTURING), state + 8 * FLAG
-    error = call2(function, (load(state + 8 * OF_CALLER), status))
-    if error != 0 or load32(status) != 0:
-        flags = MUST_MEET
     store(load(state + 8 * MINE), word_of(number, turn, flags))
-    return MEET if flags == MUST_MEET else DONE
 
 
 @njit(nogil=True, error_model="numpy")
@@ -164,7 +172,7 @@ def advance(state: int, nanoseconds: int) -> int:
             answer = enqueue(state)
             stage = DRAINING if answer == FULL else FINISHING
             if answer in (FULL, DONE):
-                answer = record_event(state, load(state + 8 * STREAM))
+                answer = record_event(state)
         else:
             answer = wait(state, nanoseconds)
             if stage == COMING:
@@ -210,20 +218,19 @@ def query(state: int) -> int:
 
 
 @njit(nogil=True, error_model="numpy")
-def record_event(state: int, stream: int) -> int:
-    """Record the event of the run on a stream."""
-    code = call2(load(state + 8 * RECORD_EVENT), (load(state + 8 * EVENT), stream))
+def record_event(state: int) -> int:
+    """Record the event of the run on its stream."""
+    places = load(state + 8 * EVENT), load(state + 8 * STREAM)
+    code = call2(load(state + 8 * RECORD_EVENT), places)
     store(state + 8 * ERROR, code)
     return DONE if code == 0 else DRIVER_ERROR
 
 
 @njit(nogil=True, error_model="numpy")
 def follow(state: int) -> int:
-    """Begin after what is on the caller's stream, with higher values than those of the last run."""
+    """Begin after the start that was noted, with higher values than those of the last run."""
     store(state + 8 * IS_BUSY, 1)
-    if record_event(state, load(state + 8 * OF_CALLER)) != DONE:
-        return DRIVER_ERROR
-    arguments = load(state + 8 * STREAM), load(state + 8 * EVENT), 0
+    arguments = load(state + 8 * STREAM), load(state + 8 * STARTED), 0
     store(state + 8 * ERROR, call3(load(state + 8 * WAIT_EVENT), arguments))
     rows = load(state + 8 * TABLE)
     for number in range(load(state + 8 * NUM_ROWS)):

@@ -112,8 +112,9 @@ class OnDevice:
         """Go to the first row, and show the other ranks of the host that this one has come."""
         self._begin(number)
         with self._backend.on_stream(self._stream):
+            is_noted = self._loop.note_start(self._of_caller)
             if self._can_run_again():
-                self._steps = self._run_again(self._come_again())
+                self._steps = self._run_again(not is_noted or self._must_meet())
             else:
                 self._steps = self._run_anew()
 
@@ -267,13 +268,11 @@ class OnDevice:
         """Return whether it is kept for calls; then it no longer is, since a call begins."""
         return self._kept.take_call(self)
 
-    def _come_again(self) -> bool:
-        """Let the peers see that this rank has come; return whether the ranks must meet."""
+    def _must_meet(self) -> bool:
+        """Return whether the ranks must meet; if not, let the peers see that this one has come."""
         others = None
         if not self._call.plan:
             try:
-                if self._links.driver.is_capturing(self._of_caller):
-                    return True
                 others = self._exposed.other_buffers()
             except DriverError:
                 return True
@@ -282,10 +281,8 @@ class OnDevice:
         if others is not None:
             self._agreement.meeting.change(others)
             self._exposed.keep(others)
-        answer = self._loop.come(
-            self._key.run or self._key.call, self._of_caller, has_changed=others is not None
-        )
-        return bool(answer == self._loop.names.MEET)
+        self._loop.come(self._key.run or self._key.call, has_changed=others is not None)
+        return False
 
     def _run_again(self, must_meet: bool) -> Waits:
         """The steps of a run without a meeting, unless a rank makes it in another way."""
@@ -389,6 +386,7 @@ class OnDevice:
                 raise error
             raise self._links.board.on_this_host(error)
         if why_staged:
+            self._links.why_last_staged = why_staged
             yield from self._run_staged()
 
     def _run_direct(self) -> Waits:
@@ -401,9 +399,9 @@ class OnDevice:
         are_open = all(map(links.is_open, records.values()))
         if not are_open or any(record["closing"].any() for record in records.values()):
             yield self._until_it_may_block()
+        try:
             for record in records.values():
                 links.close(record)
-        try:
             starts = self._placed.find(records)
             verdict = WORKS + 4 * crc32(repr(sorted(links.staged or ())).encode())
         except DriverError:
@@ -415,8 +413,9 @@ class OnDevice:
         yield meeting.for_answers()
         links.exports.closed(records[me]["closing"].tolist())
         if verdict == FAILS or set(meeting.verdicts().values()) != {verdict}:
+            self._placed.give_back()
             return "a rank cannot open the memory of another one"
-        self._placed.begin(starts, meeting, self._exposed, self._of_caller)
+        self._placed.begin(starts, meeting, self._exposed)
         yield from self._placed.finish(self._tag)
         if all(record["lasts"] for record in records.values()):
             self._keep()

@@ -32,13 +32,14 @@ from collectives.devices.driver import (
 )
 from collectives.devices.meeting import Meeting, Wait, Waits
 from collectives.devices.shadow import Allocation
-from collectives.devices.streams import STREAMS
+from collectives.devices.streams import STREAMS, Stream
 from collectives.engines import Board, CallKey
 
 _PATTERN_WORDS = 64
 _PATTERN_BYTES = 8 * _PATTERN_WORDS
 _SECONDS = 5.0  # within which a stream sees what another one has written
 _ANSWERED = 1 << 62  # a verdict that no bit of a rank makes 0
+_FAILED = 1 << 61  # in a verdict of a rank whose stream has not written its counters
 
 Pair = tuple[int, int]
 PROCESS = int.from_bytes(os.urandom(7), "little")  # two containers may have a process of one number
@@ -54,8 +55,11 @@ class Links:
     """The links of one rank of a communicator, for one device.
 
     `staged`: the pairs of ranks of this host that cannot read each other's memory; None until all
-    have agreed.  `why`: for other ranks, why this one cannot read their memory.
+    have agreed.  `why`: for other ranks, why this one cannot read their memory.  `why_last_staged`:
+    why the last call that was staged was.
     """
+
+    why_last_staged = ""
 
     def __init__(self, board: Board, backend: Backend, driver: Driver) -> None:
         self.board, self.backend, self.driver = board, backend, driver
@@ -197,10 +201,11 @@ class Proposal:
         if not all(map(links.is_open, records)):
             yield Wait(partial(STREAMS.may_block, driver), list, is_at_work=True)
         links.why = {rank: self._why_unreadable(rank) for rank in peers}
+        failed = 0
         if not links.is_of_one_process:
-            yield from self._try_counters([rank for rank in peers if not links.why[rank]])
+            failed = yield from self._try_counters(peers)
         readable = [links.board.parts[rank] or 0 for rank in peers if not links.why[rank]]
-        meeting.answer(_ANSWERED | sum(1 << part for part in readable))
+        meeting.answer(_ANSWERED | failed | sum(1 << part for part in readable))
         yield meeting.for_answers(_ANSWERED)
 
     def _staged_pairs(self, verdicts: dict[int, int]) -> Iterator[Pair]:
@@ -216,55 +221,81 @@ class Proposal:
         record = self._meeting.record(rank)
         if record["why_staged"]:
             return f"rank {rank}: {record['why_staged'].decode(errors='replace')}"
-        found = np.zeros(_PATTERN_WORDS, np.int64)
-        place = probe_of(self._driver, self._links.process).address + _PATTERN_BYTES
-        stream = STREAMS.borrow(self._driver)
+        is_thread = record["process"] == self._links.process
+        if is_thread and record["uuid"].tobytes() != self._links.uuid:
+            return f"rank {rank} is a thread of this process on another GPU"
         try:
-            source = self._links.address(record, 0)
-            self._driver.call("cuMemcpyDtoDAsync_v2", place, source, _PATTERN_BYTES, stream.handle)
-            arguments = found.ctypes.data, place, _PATTERN_BYTES, stream.handle
-            self._driver.call("cuMemcpyDtoHAsync_v2", *arguments)
-            self._driver.call("cuStreamSynchronize", stream.handle)
+            found = self._read_pattern(record)
         except DriverError as error:
             return f"the memory of rank {rank} cannot be read: {error}"
-        finally:
-            STREAMS.give_back(self._driver, stream)
         if not np.array_equal(found, pattern(int(record["process"]))):
             return f"the memory of rank {rank} is read with wrong contents"
         return ""
 
+    def _read_pattern(self, record: Any) -> Any:
+        """What is where another rank has its pattern.  Raises DriverError."""
+        driver, found = self._driver, np.zeros(_PATTERN_WORDS, np.int64)
+        place = probe_of(driver, self._links.process).address + _PATTERN_BYTES
+        stream = STREAMS.borrow(driver)
+        try:
+            source = self._links.address(record, 0)
+            driver.call("cuMemcpyDtoDAsync_v2", place, source, _PATTERN_BYTES, stream.handle)
+            arguments = found.ctypes.data, place, _PATTERN_BYTES, stream.handle
+            driver.call("cuMemcpyDtoHAsync_v2", *arguments)
+            driver.call("cuStreamSynchronize", stream.handle)
+        finally:
+            STREAMS.give_back(driver, stream)
+        return found
+
     def _try_counters(self, others: list[int]) -> Waits:
         """Let the streams of these ranks and of this one await each other.
 
-        A stream waits only for what is certainly written: all answer when that is enqueued.
+        A stream waits only for what is certainly written: all answer when that is enqueued.  The
+        result is _FAILED if this rank's stream has not written, else 0.
         """
         board, slots, driver = self._links.board, self._meeting.slots, self._driver
         written = [board.counter(self._rank, slots[self._rank], rank, False) for rank in others]
-        awaited = [board.counter(rank, slots[rank], self._rank, False) for rank in others]
-        stream = STREAMS.borrow(driver)
-        handle, event = stream
+        failed, stream = 0, None
         try:
+            stream = STREAMS.borrow(driver)
             _page_lock(driver, board)
-            self._enqueue(handle, WRITE_VALUE, written)
+            self._enqueue(stream.handle, WRITE_VALUE, written)
         except DriverError as error:
+            failed = _FAILED
             self._links.why |= dict.fromkeys(others, f"streams cannot write values: {error}")
-        self._meeting.answer(1)
+        self._meeting.answer(1 | failed)
         yield self._meeting.for_answers(1)
+        verdicts = self._meeting.verdicts()
+        for rank in others:
+            if verdicts[rank] & _FAILED:
+                self._links.why[rank] = f"the stream of rank {rank} cannot write values"
+        if stream is not None and not failed:
+            have_written = [rank for rank in others if not verdicts[rank] & _FAILED]
+            yield from self._await_counters(stream, have_written)
+        if stream is not None:
+            STREAMS.give_back(driver, stream)
+        return failed
+
+    def _await_counters(self, stream: Stream, others: list[int]) -> Waits:
+        """Let the stream await what those of other ranks have written."""
+        slots, driver, why = self._meeting.slots, self._driver, self._links.why
+        board = self._links.board
+        awaited = [board.counter(rank, slots[rank], self._rank, False) for rank in others]
         STREAMS.note_waiting(driver, stream)
         try:
-            self._enqueue(handle, WAIT_VALUE, awaited)
+            self._enqueue(stream.handle, WAIT_VALUE, awaited)
+            driver.call("cuEventRecord", stream.event, stream.handle)
+            has_awaited = partial(driver.is_complete, stream.event)
+            deadline = time.monotonic() + _SECONDS
+            is_over = lambda: has_awaited() or time.monotonic() > deadline  # noqa: E731
+            yield Wait(is_over, lambda: others, is_at_work=True)
+            for rank, counter in zip(others, awaited, strict=True):
+                if not counter[0]:
+                    why[rank] = f"what the stream of rank {rank} writes is not seen"
+                    counter[0] = 1  # or this stream would wait for ever
+            yield Wait(has_awaited, lambda: others, is_at_work=True)
         except DriverError as error:
-            self._links.why |= dict.fromkeys(others, f"streams cannot await values: {error}")
-        driver.call("cuEventRecord", event, handle)
-        deadline = time.monotonic() + _SECONDS
-        is_over = lambda: driver.is_complete(event) or time.monotonic() > deadline  # noqa: E731
-        yield Wait(is_over, lambda: others, is_at_work=True)
-        for rank, counter in zip(others, awaited, strict=True):
-            if not counter[0]:
-                self._links.why[rank] = f"what the stream of rank {rank} writes is not seen"
-                counter[0] = 1  # or this stream would wait for ever
-        yield Wait(partial(driver.is_complete, event), lambda: others, is_at_work=True)
-        STREAMS.give_back(driver, stream)
+            why |= dict.fromkeys(others, f"streams cannot await values: {error}")
 
     def _enqueue(self, stream: int, kind: int, counters: Sequence[Any]) -> None:
         """Let a stream write 1 to counters, or wait for it."""

@@ -6,12 +6,13 @@ import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
+from weakref import finalize
 
 import numpy as np
 
 from collectives.arrays import jit
 from collectives.devices.driver import MEMORY_OPERATION_WORDS, Driver, DriverError
-from collectives.devices.streams import Stream
+from collectives.devices.streams import STREAMS, Stream
 from collectives.devices.table import ROW_WORDS, Words
 from collectives.diagnostics import CallLog
 from collectives.engines import Operands
@@ -23,7 +24,8 @@ class Functions(NamedTuple):
     """The compiled functions; see `enqueue`."""
 
     run: Callable[[int, int], int]
-    come: Callable[[int, int, int], int]
+    note_start: Callable[[int], int]
+    come: Callable[[int, int, int], None]
     look: Callable[[int], int]
     advance: Callable[[int, int], int]
     log_completion: Callable[[int], None]
@@ -37,7 +39,8 @@ def compiled() -> Functions:
 
     return Functions(
         jit.function(enqueue.run.py_func, "int64(int64, int64)"),
-        jit.function(enqueue.come.py_func, "int64(int64, int64, int64)"),
+        jit.function(enqueue.note_start.py_func, "int64(int64)"),
+        jit.function(enqueue.come.py_func, "void(int64, int64, int64)"),
         jit.function(enqueue.look.py_func, "int64(int64)"),
         jit.function(enqueue.advance.py_func, "int64(int64, int64)"),
         jit.function(log_completion.py_func, "void(int64)"),
@@ -81,8 +84,11 @@ class Loop:
         function = operands.function if isinstance(operands.function, str) else ""
         is_average = operands.divisor > 1
         self._driver, addresses = driver, driver.addresses
+        started = STREAMS.borrow_event(driver)
+        finalize(self, STREAMS.give_back_event, driver, started)
         for name, value in {
             enqueue.PORT: _port().ctypes.data,
+            enqueue.STARTED: started,
             enqueue.BATCH: self._batch.ctypes.data,
             enqueue.VALUES: self._values.ctypes.data,
             enqueue.PARAMETERS: self._parameters.ctypes.data,
@@ -108,13 +114,12 @@ class Loop:
 
     # Runs after a meeting
 
-    def begin(self, rows: Words, stream: Stream, of_caller: int) -> None:
-        """Set the rows of the next run, which begins after what is on the caller's stream."""
+    def begin(self, rows: Words, stream: Stream) -> None:
+        """Set the rows of the next run, which begins after the start that was noted."""
         self.rows, names = rows, self.names
         for name, value in {
             names.STREAM: stream.handle,
             names.EVENT: stream.event,
-            names.OF_CALLER: of_caller,
             names.TABLE: rows.ctypes.data,
             names.NUM_ROWS: len(rows),
             names.MOST_OUTSTANDING: self._driver.most_outstanding,
@@ -161,20 +166,26 @@ class Loop:
         self.words[self.names.OF_CALLER] = of_caller
         return self._checked(self._functions.run(self.address, nanoseconds))
 
-    def come(self, number: int, of_caller: int, *, has_changed: bool) -> int:
-        """Start a run of this number; MEET if the ranks must meet.
+    def come(self, number: int, *, has_changed: bool) -> None:
+        """Start a run of this number.
 
         `has_changed`: whether this rank has other arrays than in the last run.
         """
-        self.words[self.names.OF_CALLER] = of_caller
-        flags = self.names.HAS_CHANGED if has_changed else 0
-        return self._functions.come(self.address, number, flags)
+        self._functions.come(self.address, number, self.names.HAS_CHANGED if has_changed else 0)
 
     def go_on(self) -> None:
         """Go on with a run to which all have come, some of them with other arrays."""
         self.words[self.names.STAGE] = self.names.FOLLOWING
 
     # Any run
+
+    def note_start(self, of_caller: int) -> bool:
+        """Let the next run begin after what is on the caller's stream now, and nothing later.
+
+        Return False if that stream is captured or fails.
+        """
+        self.words[self.names.OF_CALLER] = of_caller
+        return self._functions.note_start(self.address) == 0
 
     def advance(self) -> int:
         """Advance a run; return the answer of the loop.  Raises DriverError."""

@@ -46,11 +46,12 @@ class Placed:
     # Addresses
 
     def find(self, records: Records) -> Words:
-        """Find the program of this rank, and where the buffers of all ranks start.
+        """Find the program of this rank, a stream, and where the buffers of all ranks start.
 
         Raises DriverError.
         """
         self.table = self._table(records)
+        self._stream = self._stream or STREAMS.borrow(self._driver)
         starts = np.zeros((self._transport.size, len(BUFFERS)), np.int64)
         for rank, record in records.items():
             if rank == self._transport.rank or self._links.is_direct(rank):
@@ -71,14 +72,14 @@ class Placed:
             self._tables = {key: table_of(lowered[me], frozenset(threads - {me}), rises)}
         return self._tables[key]
 
-    def begin(self, starts: Words, meeting: Meeting, exposed: Exposed, of_caller: int) -> None:
-        """Begin the first run after a meeting, after what is on the caller's stream."""
+    def begin(self, starts: Words, meeting: Meeting, exposed: Exposed) -> None:
+        """Begin the first run after a meeting."""
         self.meeting, self._operations = meeting, self.table.operations
         rows = self.table.with_counters(lambda counter: int(self._word(counter).ctypes.data))
         self.table.set_starts(rows, starts)
         rows, self._first_row = exposed.with_shadow(rows)
-        self._stream = STREAMS.borrow(self._driver)
-        self._loop.begin(rows, self._stream, of_caller)
+        assert self._stream is not None
+        self._loop.begin(rows, self._stream)
 
     def move(self, starts: Words) -> None:
         """Go on with a run in which buffers start elsewhere than in the last one."""
@@ -148,10 +149,15 @@ class Placed:
     def end(self) -> None:
         """Let others use the stream and the memory of the meeting."""
         if self._stream is not None:
+            self.give_back()
+            self.meeting.leave()
+
+    def give_back(self) -> None:
+        """Let others use the stream, on which nothing is."""
+        if self._stream is not None:
             self._loop.forget()
             STREAMS.give_back(self._driver, self._stream)
             self._stream, self._operations = None, ()
-            self.meeting.leave()
 
     def abandon(self) -> bool:
         """End a run that has failed; return whether the device does not use its memory any more.

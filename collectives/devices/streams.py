@@ -33,6 +33,7 @@ class Streams:
 
     def __init__(self) -> None:
         self._idle = defaultdict[Driver, list[Stream]](list)
+        self._events = defaultdict[Driver, list[int]](list)
         self._waiting = defaultdict[Driver, set[Stream]](set)
         self._users = defaultdict[Driver, WeakSet[User]](WeakSet)
         self._lock = threading.Lock()
@@ -44,6 +45,17 @@ class Streams:
             return self._idle[driver].pop()
         except IndexError:
             return Stream(driver.new_stream(), driver.new_event())
+
+    def borrow_event(self, driver: Driver) -> int:
+        """An event that nothing else records."""
+        try:
+            return self._events[driver].pop()
+        except IndexError:
+            return driver.new_event()
+
+    def give_back_event(self, driver: Driver, event: int) -> None:
+        """Give back an event, for which a stream may still wait."""
+        self._events[driver].append(event)
 
     def give_back(self, driver: Driver, stream: Stream) -> None:
         """Give a stream back on which nothing is left."""

@@ -41,11 +41,15 @@ communicator; its area is 1 if there are communicators without an entry.
 """
 
 BUFFER = np.dtype(
-    [("address", "<i8"), ("size", "<i8"), ("offset", "<i8"), ("id", "<i8"), ("handle", "V64")]
+    [
+        *(("address", "<i8"), ("size", "<i8"), ("offset", "<i8")),
+        *(("id", "<i8"), ("allocated", "<i8"), ("handle", "V64")),
+    ]
 )
 """A buffer: its address in its own process and its bytes; and its allocation for other processes.
 
 `offset`: of the buffer in the allocation.  `id`: of the allocation, 0 if it cannot be opened.
+`allocated`: the bytes of the allocation.
 """
 
 RECORD = np.dtype(

@@ -378,7 +378,8 @@ def test_plans_in_any_order() -> None:
 
 @pytest.mark.parametrize("is_plan", [True, False])
 def test_a_failure_of_the_driver_in_compiled_code_is_raised(is_plan: bool) -> None:
-    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64)(lambda *_: 719)
+    words = ctypes.c_int64, ctypes.c_int64, ctypes.c_uint32
+    function = ctypes.CFUNCTYPE(ctypes.c_int, *words)(lambda *_: 719)
 
     def body(comm: Communicator) -> None:
         x, y = on_device(np.ones(6)), on_device(np.ones(6))
@@ -389,7 +390,7 @@ def test_a_failure_of_the_driver_in_compiled_code_is_raised(is_plan: bool) -> No
         known = comm._session.devices._kept
         for execution in (*known._plans.values(), *known._calls):
             loop = execution._loop  # type: ignore[attr-defined]
-            loop.words[loop.names.RECORD_EVENT] = ctypes.cast(function, ctypes.c_void_p).value
+            loop.words[loop.names.WAIT_EVENT] = ctypes.cast(function, ctypes.c_void_p).value
         with pytest.raises(DriverError, match="719"):
             call()
         with pytest.raises((RuntimeError, collectives.CollectiveError), match="fail"):

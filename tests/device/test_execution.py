@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ import collectives
 from collectives import CollectiveMismatch, Communicator, Operator, algorithms
 from collectives.arrays import operator
 from collectives.devices.devices import Devices
+from collectives.devices.driver import WAIT_VALUE
+from collectives.devices.links import Links
 from collectives.devices.streams import Stream, Streams
 from collectives.engines.board import Board
 from collectives.engines.host_memory import NUM_AREAS, NUM_SLOTS
@@ -174,6 +177,41 @@ def test_a_call_begins_after_what_is_on_the_callers_stream() -> None:
                 assert y.tolist() == [(4 + turn) * comm.size] * 100
 
     run(body, 3)
+    assert not is_staged()
+
+
+def test_a_call_does_not_begin_after_what_is_put_on_the_callers_stream_later() -> None:
+    """Even if another rank comes to the call later still."""
+    word = np.zeros(1, np.uint32)
+    address = word.ctypes.data
+    assert gpu().driver.try_call("cuMemHostRegister_v2", address, word.nbytes, 3) == 0
+
+    def put_on_stream(kind: int) -> None:
+        operation = np.array([kind, address, 1, 0, 0, 0], np.int64)
+        stream = BACKEND.current_stream().ptr
+        gpu().driver.call("cuStreamBatchMemOp_v2", stream, 1, operation.ctypes.data, 0)
+
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(6)), on_device(np.ones(6))
+        plan = comm.plan.all_reduce(x, out=y)
+        for call in (partial(comm.all_reduce, x, async_op=True), plan.start) * 2:
+            comm.barrier()
+            if comm.rank == 1:
+                comm.recv(np.empty(1), 0)
+            work = call() or plan
+            if comm.rank == 0:
+                put_on_stream(WAIT_VALUE)
+                comm.send(np.ones(1), 1)
+            assert work.wait(timeout=20) is not None
+            word[:] = comm.rank == 0  # ends the wait
+            BACKEND.current_stream().synchronize()
+            comm.barrier()
+            word[:] = 0
+
+    try:
+        run(body, 2)
+    finally:
+        gpu().driver.call("cuMemHostUnregister", address)
     assert not is_staged()
 
 
@@ -347,6 +385,26 @@ def test_peer_refuses_links_that_are_staged(monkeypatch: pytest.MonkeyPatch) -> 
     assert "another pair of ranks is staged" in found[1]
     assert "rank 0 is staged: no way" in found[2]
     assert not is_staged()
+
+
+def test_threads_on_different_gpus_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of one GPU's driver do not order the streams of another."""
+    right = Links.__init__
+
+    def on_another(self: Links, board: Board, *arguments: Any) -> None:
+        right(self, board, *arguments)
+        self.uuid = bytes([board.rank // 2]) * 16
+
+    monkeypatch.setattr(Links, "__init__", on_another)
+
+    def body(comm: Communicator) -> str:
+        x = on_device(np.ones(4))
+        for name in ("ring", "one_shot"):
+            assert on_host(comm.all_reduce(x, algorithm=name)).tolist() == [4.0] * 4
+        assert links(comm).staged == {(0, 2), (0, 3), (1, 2), (1, 3)}
+        return comm.explain("all_reduce", x).links
+
+    assert "rank 3 is staged: rank 3 is a thread of this process on another GPU" in run(body, 4)[0]
 
 
 def test_links_are_agreed_once() -> None:

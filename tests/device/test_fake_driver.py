@@ -633,6 +633,25 @@ def test_a_stream_is_waited_for_alone(fake: FakeGpu, counters: np.ndarray) -> No
     expect(rf"cuStreamSynchronize waits for stream {stream:#x}, and stream {stream:#x} waits")
 
 
+def test_a_thread_has_no_context_until_it_is_made_current(fake: FakeGpu) -> None:
+    codes: list[int] = []
+    address = fake.allocate(8)
+    event = fake.driver.new_event()
+
+    def use() -> None:
+        driver = fake.driver
+        codes.append(driver.try_call("cuEventRecord", event, 0))
+        codes.append(driver.try_call("cuMemcpyDtoDAsync_v2", address, address, 8, 0))
+        codes.append(driver.try_call("cuEventQuery", event))
+        fake.make_current()
+        codes.append(driver.try_call("cuEventRecord", event, 0))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join(PATIENCE)
+    assert codes == [201, 201, 0, 0]
+
+
 def test_ranks_may_be_threads(fake: FakeGpu, counters: np.ndarray) -> None:
     """Two ranks add to each other's number in turn; each waits for its own stream only."""
     x, one, rounds = filled([0, 0]), filled([1]), 40
@@ -641,6 +660,7 @@ def test_ranks_may_be_threads(fake: FakeGpu, counters: np.ndarray) -> None:
 
     def rank(me: int) -> None:
         try:
+            fake.make_current()
             stream, peer = fake.new_stream(), 1 - me
             for number in range(1, rounds + 1):
                 wait(stream, at(counters, peer), number - 1 + me)
@@ -858,6 +878,7 @@ def fork() -> int:
         _, status = os.waitpid(child, 0)
         return status
     try:
+        gpu().make_current()
         y = filled([2])
         is_own = gpu() is not parents and copied(at(y), 4)[0] == 0 and copied(at(x), 4)[0] == 700
     finally:
@@ -1028,6 +1049,7 @@ def test_a_peer_is_killed(fake: FakeGpu) -> None:
 
 def serve() -> None:
     """Answer until nobody asks any more."""
+    gpu().make_current()
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         print(json.dumps(COMMANDS[name](*arguments)), flush=True)
