@@ -130,7 +130,7 @@ def measured(ways: Ways, backend: Backend, options: argparse.Namespace) -> Found
     cases = [measure(ways, case) for case in every_case(ways.auto, backend, options)]
     facts = {
         "ranks": ways.auto.size,
-        "devices": "one device" if shares_device(backend) else "several devices",
+        "devices": "one device" if shares_device(ways.auto, backend) else "several devices",
         "mpi": perf.mpi_version(),
         "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
         "arrays": backend.kind,
@@ -255,9 +255,10 @@ def _seconds(backend: Backend, x: Any, y: Any) -> float:
     return time.perf_counter() - began
 
 
-def shares_device(backend: Backend) -> bool:
-    """Whether all ranks use the same device."""
-    return len(set(MPI.COMM_WORLD.allgather(backend.name))) == 1
+def shares_device(comm: Communicator, backend: Backend) -> bool:
+    """Whether all ranks use the same device; only a driver knows, whatever numbers ranks use."""
+    links = comm._session.devices._links
+    return len(set(MPI.COMM_WORLD.allgather(backend.name if links is None else links.uuid))) == 1
 
 
 def links_of(comm: Communicator) -> str:

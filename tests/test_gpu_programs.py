@@ -5,6 +5,8 @@ Of the programs that make many calls, every eleventh call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,25 @@ import pytest
 from bench.jobs import environment
 from collectives.launch import launch
 from tests.gpu.device_program import ALONE, PROGRAMS
+from tests.gpu.test_devices import Job, is_right, jobs_of
 
 PROGRAM = str(Path(__file__).parent / "gpu" / "device_program.py")
+
+
+def test_programs_after_one_that_fails_run_in_another_job() -> None:
+    started: list[list[str]] = []
+
+    def run(names: Sequence[str]) -> Job:
+        started.append(list(names))
+        right = takewhile(lambda name: not name.startswith("wrong"), names)
+        said = "".join(f"{name} is right on rank {rank}\n" for name in right for rank in range(2))
+        return Job([], len(started), said, "")
+
+    jobs = jobs_of(2, ["a", "wrong b", "c", "wrong d"], run)
+    assert started == [["a", "wrong b", "c", "wrong d"], ["c", "wrong d"]]
+    assert [jobs[name].returncode for name in ("a", "wrong b", "c", "wrong d")] == [1, 1, 2, 2]
+    right = [is_right(jobs[name], name, 2) for name in ("a", "wrong b", "c", "wrong d")]
+    assert right == [True, False, True, False]
 
 
 @pytest.mark.timeout(130)

@@ -122,6 +122,9 @@ class Devices:
             for rank in others
             if str(rank) not in direct
         ]
+        pairs = sum(board.rank not in pair for pair in links.staged)
+        if pairs:
+            texts.append(f"{pairs} pair(s) of other ranks are staged")
         if links.why_last_staged:
             texts.append(f"the last call that was staged: {links.why_last_staged}")
         return "; ".join(texts)

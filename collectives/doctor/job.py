@@ -138,6 +138,9 @@ def _devices(comm: Communicator) -> list[Finding]:
     """Which ranks read each other's arrays on GPUs, as rank 0 sees it."""
     import cupy  # noqa: PLC0415 - there is a GPU
 
+    number, _ = num_gpus()
+    mates = comm.topology.mates(comm.rank)
+    cupy.cuda.Device(mates.index(comm.rank) % number).use()
     x = cupy.full(1000, comm.rank, np.float32)
     total = float(comm.all_reduce(x)[0])
     if total != comm.size * (comm.size - 1) // 2:

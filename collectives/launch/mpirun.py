@@ -26,6 +26,9 @@ _RANKS = {
     # Under Open MPI the output of a rank is a terminal, wherever the launcher writes it.  Where
     # colorama is installed, numba would end output on a terminal with an escape sequence.
     "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1",
+    # Each call under way on a GPU has a stream.  Streams beyond this number, of which CUDA's own
+    # value is 8, share queues, in which a call waits for one that another rank starts later.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
 _OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
