@@ -138,7 +138,7 @@ class FakeBackend:
         return HOST.first_not_finite(x._memory)
 
     def host_buffer(self, x: FakeDeviceArray) -> Bytes:
-        return np.empty(x._memory.nbytes, np.uint8)
+        return np.empty(x.nbytes, np.uint8)
 
     def to_host(self, pairs: Sequence[tuple[FakeDeviceArray, Bytes]]) -> None:
         for device, host in pairs:

@@ -115,9 +115,7 @@ class Placed:
         assert self._stream is not None
         if self._on_host is None:
             messages = self._transport.messages(tag)
-            self._on_host = HostRows(
-                self._driver, messages, self._stream, self._backend, self._pinned
-            )
+            self._on_host = HostRows(self._driver, messages, self._stream, self._pinned)
             self._on_host.post_receives(self._operations)
         rows = self._loop.rows[self._first_row :]
         yield from self._on_host.run(at, self._operations[at], rows, self._word)

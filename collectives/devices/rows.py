@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays import Backend
 from collectives.devices.driver import Driver
 from collectives.devices.meeting import Wait, Waits
 from collectives.devices.streams import EVENTS, Stream
@@ -28,12 +27,11 @@ class HostRows:
         driver: Driver,
         messages: Messages,
         stream: Stream,
-        backend: Backend,
         memory: PinnedMemory,
     ) -> None:
         self._driver, self._messages = driver, messages
         self._stream, self._event = stream
-        self._backend, self._memory = backend, memory
+        self._memory = memory
         self._buffers: dict[int, Any] = {}
         self._sent: list[int] = []
 
@@ -45,8 +43,8 @@ class HostRows:
 
     def _buffer(self, row: int, operation: DeviceOperation) -> Any:
         """Host memory for the message of a row."""
-        like = self._backend.empty((operation.size,), np.dtype(np.uint8))
-        self._buffers[row] = self._memory.buffer(row, like)
+        size_only = np.broadcast_to(np.uint8(0), operation.size)
+        self._buffers[row] = self._memory.buffer(row, size_only)
         return self._buffers[row]
 
     def run(
