@@ -157,7 +157,6 @@ class FakeBackend:
     def current_stream(self) -> FakeStream:
         if not hasattr(self._thread, "stream"):
             self._thread.stream = FakeStream("default")
-        gpu().make_current()
         return self._thread.stream
 
     @contextmanager

@@ -12,6 +12,7 @@ from collectives.devices.call import DeviceCall
 from collectives.devices.check import Check, until
 from collectives.devices.exposed import Exposed
 from collectives.devices.links import Links, Proposal
+from collectives.devices.loop import Loop
 from collectives.devices.meeting import Meeting, Wait, Waits
 from collectives.engines import CallKey
 from collectives.errors import CollectiveError, CollectiveMismatch
@@ -30,19 +31,21 @@ class Agreement:
         key: CallKey,
         exposed: Exposed,
         check: Check | None,
+        *,
+        is_strict: bool,
     ) -> None:
-        self._links, self._call = links, call
+        self._links, self._call, self._is_strict = links, call, is_strict
         self._exposed, self._check = exposed, check
         self.meeting = Meeting(links.board, key)
         self.records: dict[int, Any] = {}
         self._proposal = Proposal(links, key) if links.staged is None else None
 
-    def come(self, of_caller: int, make_room: Callable[[], None]) -> None:
+    def come(self, loop: Loop, make_room: Callable[[], None]) -> None:
         """Publish the records of this rank, unless too many calls are under way.
 
-        `of_caller`: the caller's stream.  `make_room`: gives slots back.
+        `loop`: has noted the start of the run.  `make_room`: gives slots back.
         """
-        self._of_caller = of_caller
+        self._loop = loop
         self._publish()
         if not self.meeting.is_published:
             make_room()
@@ -58,7 +61,7 @@ class Agreement:
         proposal = self._proposal
         number = 0 if self._check is None else self._check.number
         if proposal is None or proposal.is_published or proposal.publish(number):
-            fields = self._exposed.fields(self._of_caller, is_plan=bool(self._call.plan))
+            fields = self._exposed.fields(self._loop, is_plan=bool(self._call.plan))
             if self._check is not None:
                 fields["compared"] = np.void(self._check.digest)
             self.meeting.publish({"check": number, **fields})
@@ -78,7 +81,7 @@ class Agreement:
         if meeting.is_published:
             yield from until(meeting.for_all(), self._check)
         if not meeting.is_published or meeting.absent():
-            if self._check is not None:
+            if self._check is not None and not self._is_strict:
                 yield from self._check.compare_once()
             return _why_absent(meeting.absent())
         self.records = {rank: meeting.record(rank).copy() for rank in meeting.ranks}
@@ -89,10 +92,20 @@ class Agreement:
                 raise self._links.board.on_this_host(error)
         return next(filter(None, starmap(self._why_staged, self.records.items())), "")
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is known of all ranks that they come to the meeting, as this one does."""
+        return self.meeting.is_published and not self.meeting.absent()
+
     def leave(self) -> None:
         """Let all ranks use the memory of their records for other calls."""
-        if self.records or self._check is None or not self._check.has_refused:
+        if self._check is None or not self._check.has_refused:
             self.meeting.leave()
+        self.end_check()
+
+    def end_check(self) -> None:
+        """Forget the comparison, which refers to arrays."""
+        self._check = None
 
     def _why_staged(self, rank: int, record: Any) -> str:
         """Why a rank cannot use its device; "" if it can."""

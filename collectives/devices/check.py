@@ -69,12 +69,13 @@ class Check:
 
     def note_completed(self) -> None:
         """See `Execution.note_completed`."""
-        if self._under_way is not None:
-            self._under_way.note_completed()
+        if (under_way := self._under_way) is not None:
+            under_way.note_completed()
 
     def waiting_for(self) -> list[Waiting]:
         """The messages of the comparison that are not known to be complete."""
-        return [] if self._under_way is None else self._under_way.position()[1]
+        under_way = self._under_way
+        return [] if under_way is None else under_way.position()[1]
 
     def abandon(self) -> None:
         """End the comparison by messages."""

@@ -49,6 +49,8 @@ class Devices:
                     return self._on_device(program, operands, tag, call)
             except (LookupError, DriverError) as error:
                 why = str(error)
+                if call.plan:
+                    board.forget_plan(call.plan)
             if is_strict:
                 board.note_host_call(number)  # or the others would wait for this rank
                 raise not_staged(why)
@@ -62,10 +64,11 @@ class Devices:
         why = ""
         if links.backend is not operands.backend:
             why = f"the array is on {operands.backend.name}, the links are for {links.backend.name}"
-        return OnDevice(
-            *(self._transport, links, self._kept, call, program, operands, tag, why),
-            is_strict=self.mode == "peer",
-        )
+        with links.backend.on_stream(links.backend.current_stream()):
+            return OnDevice(
+                *(self._transport, links, self._kept, call, program, operands, tag, why),
+                is_strict=self.mode == "peer",
+            )
 
     def free_plan(self, number: int) -> None:
         """Note that the plan of this number was freed."""

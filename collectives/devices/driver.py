@@ -135,12 +135,6 @@ class Driver:
             raise DriverError("cuEventQuery", code)
         return code == 0
 
-    def is_capturing(self, stream: int) -> bool:
-        """Whether what is enqueued on a stream is recorded for a graph, and not done."""
-        status = ctypes.c_int()
-        self.call("cuStreamIsCapturing", stream, ctypes.addressof(status))
-        return status.value != 0
-
     def allocation(self, address: int) -> tuple[int, int]:
         """The address and the size of the allocation that contains an address."""
         base, size = _WORD(), _WORD()

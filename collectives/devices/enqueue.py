@@ -38,13 +38,13 @@ ITEMSIZE, INTERRUPT, ERROR, FLAG = (
 ENTRY, NUMBER, KEY, COUNTER_AT = executor.ENTRY, executor.NUMBER, executor.KEY, executor.COUNTER
 _FIRST = executor.NUM_STATE_WORDS
 # Where it enqueues, and how:
-(STREAM, EVENT, OF_CALLER, STARTED, BATCH, VALUES, PARAMETERS, NUM_OUTSTANDING, MOST_OUTSTANDING,
- STAGE, IS_BUSY) = range(_FIRST, _FIRST + 11)  # fmt: skip
+(STREAM, EVENT, OF_CALLER, STARTED, START, BATCH, VALUES, PARAMETERS, NUM_OUTSTANDING,
+ MOST_OUTSTANDING, STAGE, IS_BUSY) = range(_FIRST, _FIRST + 12)  # fmt: skip
 # the word by which this rank says that it has come, and the addresses of those of its peers:
-MINE, PEERS, NUM_PEERS, TURN, LAST_TURN = range(_FIRST + 11, _FIRST + 16)
+MINE, PEERS, NUM_PEERS, TURN, LAST_TURN = range(_FIRST + 12, _FIRST + 17)
 # and the functions of the driver.
 (BATCH_OPERATION, COPY_BYTES, LAUNCH, RECORD_EVENT, WAIT_EVENT, QUERY_EVENT, IS_CAPTURING,
- NUM_STATE_WORDS) = range(_FIRST + 16, _FIRST + 24)  # fmt: skip
+ NUM_STATE_WORDS) = range(_FIRST + 17, _FIRST + 25)  # fmt: skip
 
 # Words of a row: its kind, bytes, number of operands and those on the left; addresses of the
 # target, of the operands and of a counter; the value of the counter, and by how much it rises with
@@ -59,6 +59,9 @@ DONE, WAITING, MISFIT = executor.DONE, executor.WAITING, executor.MISFIT
 HOST, FULL, DRIVER_ERROR, CHANGED, MEET = range(10, 15)
 
 IDLE, COMING, FOLLOWING, ENQUEUEING, DRAINING, FINISHING = range(6)  # stages of a run
+
+# Whether the start of a run is noted; not so if the caller's stream is captured, or fails.
+NOTED, CAPTURED, FAILED = range(3)
 
 # What the word of a rank says: the number of the run, its turn, whether this rank has other arrays
 # than in the last turn, and whether the ranks must meet.
@@ -93,22 +96,25 @@ def run(state: int, nanoseconds: int) -> int:
     if load(state + 8 * MINE) == 0 or load(state + 8 * TURN) >= load(state + 8 * LAST_TURN):
         return MISFIT
     begin(state)
-    flags = note_start(state)
-    come(state, load(state + 8 * NUMBER), flags)
-    return MEET if flags == MUST_MEET else advance(state, nanoseconds)
+    is_noted = note_start(state) == NOTED
+    come(state, load(state + 8 * NUMBER), 0 if is_noted else MUST_MEET)
+    return advance(state, nanoseconds) if is_noted else MEET
 
 
 @njit(nogil=True, error_model="numpy")
 def note_start(state: int) -> int:
     """Note what is on the caller's stream now, after which the run begins, and nothing later.
 
-    MUST_MEET if the stream is captured or fails; else 0.
+    NOTED, CAPTURED or FAILED.
     """
     stream, status = load(state + 8 * OF_CALLER), state + 8 * FLAG
-    if call2(load(state + 8 * IS_CAPTURING), (stream, status)) != 0 or load32(status) != 0:
-        return MUST_MEET
-    code = call2(load(state + 8 * RECORD_EVENT), (load(state + 8 * STARTED), stream))
-    return 0 if code == 0 else MUST_MEET
+    code = call2(load(state + 8 * IS_CAPTURING), (stream, status))
+    is_captured = code == 0 and load32(status) != 0
+    if code == 0 and not is_captured:
+        code = call2(load(state + 8 * RECORD_EVENT), (load(state + 8 * STARTED), stream))
+    start = CAPTURED if is_captured else NOTED if code == 0 else FAILED
+    store(state + 8 * START, start)
+    return start
 
 
 @njit(nogil=True, error_model="numpy")

@@ -69,18 +69,19 @@ class OnDevice:
         is_strict: bool = False,
     ) -> None:
         self._transport, self._links, self._call, self.program = transport, links, call, program
-        self._kept, self._backend, self._is_strict = kept, operands.backend, is_strict
+        self._kept, self._backend, self._is_strict = kept, links.backend, is_strict
         self._num_scratch = call.num_scratch(transport.rank, transport.size)
         self._exposed = Exposed(links, call, why_staged)
         self._scratch: Array | None = None  # kept for calls that follow without a meeting
         self.attach(operands, tag)
         self._loop = Loop(links.driver, operands, program.itemsize)
         STREAMS.add_user(links.driver, self._loop)
-        self._placed = Placed(transport, links, call, self._loop, operands.backend)
+        self._placed = Placed(transport, links, call, self._loop, self._backend)
         self._others = [rank for rank in links.board.local_ranks if rank != transport.rank]
         self._staged: Staged | None = None
         self._is_staged, self.row = False, 0
         self._wait: Wait | None = None
+        self._steps: Waits = _no_steps()
         self._agreement: Agreement  # the last one
 
     # The interface of executions
@@ -112,9 +113,9 @@ class OnDevice:
         """Go to the first row, and show the other ranks of the host that this one has come."""
         self._begin(number)
         with self._backend.on_stream(self._stream):
-            is_noted = self._loop.note_start(self._of_caller)
+            self._loop.note_start(self._of_caller)
             if self._can_run_again():
-                self._steps = self._run_again(not is_noted or self._must_meet())
+                self._steps = self._run_again(must_meet=not self._come())
             else:
                 self._steps = self._run_anew()
 
@@ -132,25 +133,32 @@ class OnDevice:
 
     def advance(self, seconds: float) -> bool:
         """See `Execution.advance`; it waits only for ranks and devices, in compiled code."""
+        if self._placed.progress():  # messages move only in calls of MPI
+            seconds = 0.0
         self._loop.seconds = seconds
         may_wait = seconds > 0.0 and self._wait is not None and self._wait.is_in_code
         with self._backend.on_stream(self._stream):
             while may_wait or self._wait is None or self._wait.is_over():
-                may_wait = False
-                self.row += 1
+                may_wait, before = False, self._place()
                 try:
                     self._wait = next(self._steps)
                 except StopIteration:
                     self._end()
                     return True
+                self.row += self._place() != before
                 if self._wait is None:
                     break
         return False
+
+    def _place(self) -> tuple[object, ...]:
+        """Where it stands, to notice progress."""
+        return self._wait, self._loop.row, self._staged and self._staged.row
 
     def _end(self) -> None:
         """End a run that is complete."""
         self._transport.unwatch(self)
         self._loop.log_completion()
+        self._agreement.end_check()
         self._wait = self.check = None  # which refer to this object, or to arrays
 
     @property
@@ -179,9 +187,11 @@ class OnDevice:
         """See `Execution.position`."""
         if self._is_staged and self._staged is not None:
             return self._staged.position()
-        if self.check is not None and (messages := self.check.waiting_for()):
+        check = self.check
+        if check is not None and (messages := check.waiting_for()):
             return 0, messages
         waiting = [Waiting(rank, is_receive=True) for rank in self.missing]
+        waiting += self._placed.waiting_for()
         return self._placed.round_of(self.program.num_rounds), waiting
 
     def abandon(self) -> bool:
@@ -190,6 +200,7 @@ class OnDevice:
         The memory of the meeting is kept for ever if the device still uses its counters.
         """
         self._transport.unwatch(self)
+        self._steps.close()
         if self._is_staged and self._staged is not None:
             return self._staged.abandon()
         if self.check is not None:
@@ -238,7 +249,10 @@ class OnDevice:
         if answer == names.MISFIT:
             return False
         self._begin(self._loop.run_number)
-        self._steps = self._run_again(answer == names.MEET)
+        if not self._loop.is_start_noted:  # because no context was current
+            with self._backend.on_stream(self._stream):
+                self._loop.note_start(self._of_caller)
+        self._steps = self._run_again(must_meet=answer == names.MEET)
         return True
 
     @property
@@ -268,23 +282,25 @@ class OnDevice:
         """Return whether it is kept for calls; then it no longer is, since a call begins."""
         return self._kept.take_call(self)
 
-    def _must_meet(self) -> bool:
-        """Return whether the ranks must meet; if not, let the peers see that this one has come."""
+    def _come(self) -> bool:
+        """Let the peers see that this rank has come; return False if the ranks must meet."""
+        if not self._loop.is_start_noted:
+            return False
         others = None
         if not self._call.plan:
             try:
                 others = self._exposed.other_buffers()
             except DriverError:
-                return True
+                return False
             if not self._exposed.can_keep:
-                return True
+                return False
         if others is not None:
             self._agreement.meeting.change(others)
             self._exposed.keep(others)
         self._loop.come(self._key.run or self._key.call, has_changed=others is not None)
-        return False
+        return True
 
-    def _run_again(self, must_meet: bool) -> Waits:
+    def _run_again(self, *, must_meet: bool) -> Waits:
         """The steps of a run without a meeting, unless a rank makes it in another way."""
         loop = self._loop
         while loop.is_coming and not must_meet:
@@ -368,8 +384,11 @@ class OnDevice:
     def _run_anew(self) -> Waits:
         """The steps of a run that begins with a meeting, to which this rank comes at once."""
         self.forget()
-        self._agreement = Agreement(self._links, self._call, self._key, self._exposed, self.check)
-        self._agreement.come(self._of_caller, self._kept.forget_calls)
+        self._agreement = Agreement(
+            *(self._links, self._call, self._key, self._exposed, self.check),
+            is_strict=self._is_strict,
+        )
+        self._agreement.come(self._loop, self._kept.forget_calls)
         return self._run()
 
     def _run(self) -> Waits:
@@ -382,9 +401,9 @@ class OnDevice:
         if why_staged and self._is_strict:
             self._agreement.meeting.leave()
             error = not_staged(why_staged)
-            if self._agreement.meeting.absent():  # a rank with a host array does not raise it
-                raise error
-            raise self._links.board.on_this_host(error)
+            if self._agreement.is_complete:
+                raise self._links.board.on_this_host(error)
+            raise error  # which a rank with a host array does not raise
         if why_staged:
             self._links.why_last_staged = why_staged
             yield from self._run_staged()
@@ -449,6 +468,11 @@ class OnDevice:
         self._is_staged = True
         while not self._staged.advance(0.0):
             yield None
+
+
+def _no_steps() -> Waits:
+    """The steps before the first run."""
+    yield from ()
 
 
 def not_staged(why: str) -> CollectiveError:

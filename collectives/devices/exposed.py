@@ -11,6 +11,7 @@ from collectives.devices.allocations import Buffer
 from collectives.devices.call import DeviceCall
 from collectives.devices.driver import DriverError
 from collectives.devices.links import Links
+from collectives.devices.loop import Loop
 from collectives.devices.shadow import Extent, Shadow
 from collectives.devices.table import Words
 from collectives.engines import BUFFER_RECORD, Operands
@@ -48,15 +49,17 @@ class Exposed:
             self._shadow.give_back()
             self._shadow = None
 
-    def fields(self, of_caller: int, *, is_plan: bool) -> dict[str, Any]:
+    def fields(self, loop: Loop, *, is_plan: bool) -> dict[str, Any]:
         """The fields of the record of this rank.
 
-        `of_caller`: the caller's stream.  `is_plan`: whether all runs have these arrays.
+        `loop`: has noted the start of the run.  `is_plan`: whether all runs have these arrays.
         """
         links, why, fields = self._links, self._why_staged, dict(self._constant)
+        if loop.start == loop.names.CAPTURED:
+            return {**fields, "why_refused": _CAPTURED}
+        if not loop.is_start_noted:
+            why = why or "the driver does not record an event on the stream"
         try:
-            if links.driver.is_capturing(of_caller):
-                return {**fields, "why_refused": _CAPTURED}
             if not self._is_aligned():
                 why = why or "an array begins between two elements, which kernels cannot read"
             fields["buffers"] = self.buffers()

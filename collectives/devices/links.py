@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -24,6 +24,7 @@ from collectives.devices.check import Check, until
 from collectives.devices.driver import (
     MAPPED,
     MEMORY_OPERATION_WORDS,
+    NOT_READY,
     PORTABLE,
     WAIT_VALUE,
     WRITE_VALUE,
@@ -168,20 +169,22 @@ class Proposal:
         meeting, links = self._meeting, self._links
         is_over, missing = meeting.for_all()[:2]
         yield from until(Wait(lambda: is_over() or self._is_needless(call), missing), check)
-        if missing() and self._is_needless(call):
+        if meeting.absent():
+            meeting.withdraw()
+            return
+        if missing():  # it is needless
             meeting.withdraw()
             yield Wait(lambda: links.staged is not None, missing)
             return
-        if meeting.absent():
+        try:
+            yield from self._look(meeting)
+            if links.staged is None:
+                links.staged = frozenset(self._staged_pairs(meeting.verdicts()))
+            for rank in meeting.ranks:
+                if rank != self._rank and not links.why[rank] and not links.is_direct(rank):
+                    links.why[rank] = f"rank {rank} cannot read the memory of rank {self._rank}"
+        finally:
             meeting.leave()
-            return
-        yield from self._look(meeting)
-        if links.staged is None:
-            links.staged = frozenset(self._staged_pairs(meeting.verdicts()))
-        for rank in meeting.ranks:
-            if rank != self._rank and not links.why[rank] and not links.is_direct(rank):
-                links.why[rank] = f"rank {rank} cannot read the memory of rank {self._rank}"
-        meeting.leave()
 
     def _is_needless(self, call: Meeting) -> bool:
         """Whether a rank has come to the call that proposes nothing.
@@ -235,16 +238,17 @@ class Proposal:
     def _read_pattern(self, record: Any) -> Any:
         """What is where another rank has its pattern.  Raises DriverError."""
         driver, found = self._driver, np.zeros(_PATTERN_WORDS, np.int64)
-        place = probe_of(driver, self._links.process).address + _PATTERN_BYTES
-        stream = STREAMS.borrow(driver)
-        try:
-            source = self._links.address(record, 0)
-            driver.call("cuMemcpyDtoDAsync_v2", place, source, _PATTERN_BYTES, stream.handle)
-            arguments = found.ctypes.data, place, _PATTERN_BYTES, stream.handle
-            driver.call("cuMemcpyDtoHAsync_v2", *arguments)
-            driver.call("cuStreamSynchronize", stream.handle)
-        finally:
-            STREAMS.give_back(driver, stream)
+        with _LOCK:  # the place is that of all threads
+            place = probe_of(driver, self._links.process).address + _PATTERN_BYTES
+            stream = STREAMS.borrow(driver)
+            try:
+                source = self._links.address(record, 0)
+                driver.call("cuMemcpyDtoDAsync_v2", place, source, _PATTERN_BYTES, stream.handle)
+                arguments = found.ctypes.data, place, _PATTERN_BYTES, stream.handle
+                driver.call("cuMemcpyDtoHAsync_v2", *arguments)
+                driver.call("cuStreamSynchronize", stream.handle)
+            finally:
+                STREAMS.give_back(driver, stream)
         return found
 
     def _try_counters(self, others: list[int]) -> Waits:
@@ -262,40 +266,52 @@ class Proposal:
             self._enqueue(stream.handle, WRITE_VALUE, written)
         except DriverError as error:
             failed = _FAILED
-            self._links.why |= dict.fromkeys(others, f"streams cannot write values: {error}")
+            self._note(others, f"streams cannot write values: {error}")
         self._meeting.answer(1 | failed)
         yield self._meeting.for_answers(1)
         verdicts = self._meeting.verdicts()
         for rank in others:
             if verdicts[rank] & _FAILED:
-                self._links.why[rank] = f"the stream of rank {rank} cannot write values"
+                self._note([rank], f"the stream of rank {rank} cannot write values")
         if stream is not None and not failed:
             have_written = [rank for rank in others if not verdicts[rank] & _FAILED]
             yield from self._await_counters(stream, have_written)
-        if stream is not None:
-            STREAMS.give_back(driver, stream)
+        elif stream is not None:
+            STREAMS.abandon(driver, stream)
         return failed
+
+    def _note(self, ranks: Iterable[int], why: str) -> None:
+        """Note why this rank cannot read the memory of others, unless there is a reason before."""
+        self._links.why |= {rank: why for rank in ranks if not self._links.why[rank]}
 
     def _await_counters(self, stream: Stream, others: list[int]) -> Waits:
         """Let the stream await what those of other ranks have written."""
-        slots, driver, why = self._meeting.slots, self._driver, self._links.why
-        board = self._links.board
+        board, slots, driver = self._links.board, self._meeting.slots, self._driver
         awaited = [board.counter(rank, slots[rank], self._rank, False) for rank in others]
         STREAMS.note_waiting(driver, stream)
         try:
             self._enqueue(stream.handle, WAIT_VALUE, awaited)
             driver.call("cuEventRecord", stream.event, stream.handle)
-            has_awaited = partial(driver.is_complete, stream.event)
             deadline = time.monotonic() + _SECONDS
-            is_over = lambda: has_awaited() or time.monotonic() > deadline  # noqa: E731
+
+            def has_ended() -> bool:
+                return driver.try_call("cuEventQuery", stream.event) != NOT_READY
+
+            is_over = lambda: has_ended() or time.monotonic() > deadline  # noqa: E731
             yield Wait(is_over, lambda: others, is_at_work=True)
+            driver.is_complete(stream.event)
             for rank, counter in zip(others, awaited, strict=True):
                 if not counter[0]:
-                    why[rank] = f"what the stream of rank {rank} writes is not seen"
-                    counter[0] = 1  # or this stream would wait for ever
-            yield Wait(has_awaited, lambda: others, is_at_work=True)
+                    self._note([rank], f"what the stream of rank {rank} writes is not seen")
+                    counter[0] = 1
+            yield Wait(has_ended, lambda: others, is_at_work=True)
+            driver.is_complete(stream.event)
         except DriverError as error:
-            why |= dict.fromkeys(others, f"streams cannot await values: {error}")
+            self._note(others, f"streams cannot await values: {error}")
+        finally:
+            for counter in awaited:
+                counter[0] = 1  # or the stream might wait for ever
+            STREAMS.abandon(driver, stream)
 
     def _enqueue(self, stream: int, kind: int, counters: Sequence[Any]) -> None:
         """Let a stream write 1 to counters, or wait for it."""
@@ -307,7 +323,7 @@ class Proposal:
             self._driver.call("cuStreamBatchMemOp_v2", *arguments)
 
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 _probes: dict[Driver, Allocation] = {}
 _page_locked: dict[int, Any] = {}  # by address, the memory of hosts
 
@@ -331,6 +347,7 @@ def _page_lock(driver: Driver, board: Board) -> None:
     assert board.memory is not None
     memory = board.memory.bytes
     address = memory.ctypes.data
-    if address not in _page_locked:
-        driver.call("cuMemHostRegister_v2", address, memory.nbytes, PORTABLE | MAPPED)
-        _page_locked[address] = memory
+    with _LOCK:
+        if address not in _page_locked:
+            driver.call("cuMemHostRegister_v2", address, memory.nbytes, PORTABLE | MAPPED)
+            _page_locked[address] = memory

@@ -179,13 +179,20 @@ class Loop:
 
     # Any run
 
-    def note_start(self, of_caller: int) -> bool:
-        """Let the next run begin after what is on the caller's stream now, and nothing later.
-
-        Return False if that stream is captured or fails.
-        """
+    def note_start(self, of_caller: int) -> None:
+        """Let the next run begin after what is on the caller's stream now, and nothing later."""
         self.words[self.names.OF_CALLER] = of_caller
-        return self._functions.note_start(self.address) == 0
+        self._functions.note_start(self.address)
+
+    @property
+    def start(self) -> int:
+        """NOTED; or CAPTURED or FAILED, if the caller's stream is."""
+        return int(self.words[self.names.START])
+
+    @property
+    def is_start_noted(self) -> bool:
+        """Whether the next run begins after what was on the caller's stream."""
+        return self.start == self.names.NOTED
 
     def advance(self) -> int:
         """Advance a run; return the answer of the loop.  Raises DriverError."""

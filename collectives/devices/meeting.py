@@ -36,6 +36,7 @@ class Meeting:
         self.board, self.key = board, key
         self.ranks = board.local_ranks
         self.slots: dict[int, int] = {}
+        self._has_left = False
         self._records: dict[int, Any] = {}
 
     @property
@@ -120,5 +121,8 @@ class Meeting:
 
     def leave(self) -> None:
         """Let all ranks use the memory of their records for other calls."""
+        if self._has_left:
+            return
+        self._has_left = True
         for rank in self.ranks:
             self.board.acknowledge(rank, self.key)

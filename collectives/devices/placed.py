@@ -16,6 +16,7 @@ from collectives.devices.meeting import Meeting, Wait, Waits
 from collectives.devices.rows import HostRows
 from collectives.devices.streams import STREAMS, Stream
 from collectives.devices.table import VALUE, Table, Words, rises_of, table_of
+from collectives.diagnostics import Waiting
 from collectives.engines import PinnedMemory, Transport
 from collectives.lowering import Counter, DeviceKind, DeviceOperation
 from collectives.programs import BUFFERS
@@ -46,7 +47,7 @@ class Placed:
     # Addresses
 
     def find(self, records: Records) -> Words:
-        """Find the program of this rank, a stream, and where the buffers of all ranks start.
+        """Find the program and a stream; return where the buffers of all ranks start.
 
         Raises DriverError.
         """
@@ -110,6 +111,15 @@ class Placed:
             yield from self._on_host.finish()
             self._on_host = None
 
+    def progress(self) -> bool:
+        """Let MPI move the messages of a run; return whether it has any."""
+        return self._on_host is not None and self._on_host.progress()
+
+    def waiting_for(self) -> list[Waiting]:
+        """The messages that are not known to be complete."""
+        on_host = self._on_host
+        return [] if on_host is None else on_host.waiting_for()
+
     def _run_on_host(self, at: int, tag: int) -> Waits:
         """Run an operation that needs the host."""
         assert self._stream is not None
@@ -166,8 +176,8 @@ class Placed:
         is_done = self._on_host is None or self._on_host.abandon()
         if self._stream is not None and self._loop.is_busy:
             is_done &= STREAMS.abandon(self._driver, self._stream)
-        elif self._stream is not None:
-            STREAMS.give_back(self._driver, self._stream)  # nothing is on it
+        else:
+            self.give_back()
         self._stream = None
         self._loop.end()
         return is_done

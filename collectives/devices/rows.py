@@ -12,6 +12,7 @@ from collectives.devices.driver import Driver
 from collectives.devices.meeting import Wait, Waits
 from collectives.devices.streams import EVENTS, Stream
 from collectives.devices.table import TARGET, VALUE, Words
+from collectives.diagnostics import Waiting
 from collectives.engines import Messages, PinnedMemory
 from collectives.lowering import Counter, DeviceKind, DeviceOperation
 
@@ -101,6 +102,16 @@ class HostRows:
         for row in self._sent:
             while not self._messages.test(range(row, row + 1), 0):
                 yield None
+
+    def progress(self) -> bool:
+        """Let MPI move the messages; return whether there are any."""
+        if self._buffers:
+            self._messages.note_completed()
+        return bool(self._buffers)
+
+    def waiting_for(self) -> list[Waiting]:
+        """See `Messages.waiting_for`."""
+        return self._messages.waiting_for()
 
     def abandon(self) -> bool:
         """See `Execution.abandon`."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
-from collectives.devices.driver import Driver, DriverError
+from collectives.devices.driver import NOT_READY, Driver, DriverError
 
 
 class Stream(NamedTuple):
@@ -67,6 +67,7 @@ class Streams:
         try:
             driver.call("cuEventRecord", stream.event, stream.handle)
         except DriverError:  # the driver has failed for good
+            self._waiting[driver].discard(stream)
             return True
         self._abandoned[driver].append(stream)
         self._sweep(driver)
@@ -94,11 +95,15 @@ class Streams:
     def _sweep(self, driver: Driver) -> None:
         """Give back the abandoned streams on which nothing is left."""
         for stream in list(self._abandoned[driver]):
-            if driver.is_complete(stream.event):
-                try:
-                    self._abandoned[driver].remove(stream)
-                except ValueError:  # another thread was faster
-                    continue
+            if (code := driver.try_call("cuEventQuery", stream.event)) == NOT_READY:
+                continue
+            try:
+                self._abandoned[driver].remove(stream)
+            except ValueError:  # another thread was faster
+                continue
+            if code:
+                self._waiting[driver].discard(stream)  # the driver has failed for good
+            else:
                 self.give_back(driver, stream)
 
 

@@ -309,10 +309,13 @@ class Board:
 
         It may have made another call than the ranks with records.  `check`: of the comparison.
         """
-        for rank in self.local_ranks if self.area is not None else ():
-            if (area := self._area_of(rank)) is not None:
-                generations = area["records"]["generation"]
-                refused = (area["records"]["check"] == check) & (generations > 0)
+        for rank in self.local_ranks:
+            area = None if self._entry is None else self._area_of(rank)
+            if area is None:
+                continue
+            generations = area["records"]["generation"].copy()  # before a rank goes on
+            refused = (area["records"]["check"] == check) & (generations > 0)
+            if refused.any() and self.area is not None:
                 self.area["acks"][self.parts[rank], refused] = generations[refused]
 
     def _pay_acks(self) -> None:

@@ -201,7 +201,8 @@ def test_an_array_that_has_another_shape_now_is_looked_at_again() -> None:
     run(body, 3)
 
 
-def test_no_array_of_the_caller_is_kept() -> None:
+@pytest.mark.parametrize("check", [False, True])
+def test_no_array_of_the_caller_is_kept(check: bool) -> None:
     def body(comm: Communicator) -> None:
         x, y = on_device(np.ones(6)), on_device(np.ones(6))
         for _ in range(4):
@@ -210,7 +211,7 @@ def test_no_array_of_the_caller_is_kept() -> None:
         del x, y
         assert [each() for each in still_there] == [None, None]
 
-    run(body, 2)
+    run(body, 2, check=check)
 
 
 # Runs that must meet again

@@ -6,7 +6,8 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -180,16 +181,24 @@ def test_a_call_begins_after_what_is_on_the_callers_stream() -> None:
     assert not is_staged()
 
 
-def test_a_call_does_not_begin_after_what_is_put_on_the_callers_stream_later() -> None:
-    """Even if another rank comes to the call later still."""
+@pytest.fixture
+def word() -> Iterator[np.ndarray]:
+    """Host memory for which a stream can wait."""
     word = np.zeros(1, np.uint32)
-    address = word.ctypes.data
-    assert gpu().driver.try_call("cuMemHostRegister_v2", address, word.nbytes, 3) == 0
+    gpu().driver.call("cuMemHostRegister_v2", word.ctypes.data, word.nbytes, 3)
+    yield word
+    gpu().driver.call("cuMemHostUnregister", word.ctypes.data)
 
-    def put_on_stream(kind: int) -> None:
-        operation = np.array([kind, address, 1, 0, 0, 0], np.int64)
-        stream = BACKEND.current_stream().ptr
-        gpu().driver.call("cuStreamBatchMemOp_v2", stream, 1, operation.ctypes.data, 0)
+
+def wait_for_1(stream: FakeStream, word: np.ndarray) -> None:
+    operation = np.array([WAIT_VALUE, word.ctypes.data, 1, 0, 0, 0], np.int64)
+    gpu().driver.call("cuStreamBatchMemOp_v2", stream.ptr, 1, operation.ctypes.data, 0)
+
+
+def test_a_call_does_not_begin_after_what_is_put_on_the_callers_stream_later(
+    word: np.ndarray,
+) -> None:
+    """Even if another rank comes to the call later still."""
 
     def body(comm: Communicator) -> None:
         x, y = on_device(np.ones(6)), on_device(np.ones(6))
@@ -200,18 +209,44 @@ def test_a_call_does_not_begin_after_what_is_put_on_the_callers_stream_later() -
                 comm.recv(np.empty(1), 0)
             work = call() or plan
             if comm.rank == 0:
-                put_on_stream(WAIT_VALUE)
+                wait_for_1(BACKEND.current_stream(), word)
                 comm.send(np.ones(1), 1)
             assert work.wait(timeout=20) is not None
-            word[:] = comm.rank == 0  # ends the wait
+            comm.barrier()
+            word[:] = 1
             BACKEND.current_stream().synchronize()
             comm.barrier()
             word[:] = 0
 
-    try:
-        run(body, 2)
-    finally:
-        gpu().driver.call("cuMemHostUnregister", address)
+    run(body, 2)
+    assert not is_staged()
+
+
+@pytest.mark.parametrize("is_plan", [False, True])
+def test_a_call_in_a_new_thread_begins_after_what_is_on_its_stream(
+    is_plan: bool, word: np.ndarray
+) -> None:
+    """No context is current there before the call."""
+
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(6)), on_device(np.ones(6))
+        plan = comm.plan.all_reduce(x, out=y)
+        call = plan.run if is_plan else partial(comm.all_reduce, x, out=y)
+        for _ in range(3):
+            call()
+
+        def write_and_call() -> list[float]:
+            BACKEND.copy(on_device(np.full(6, 5.0)), x)
+            return on_host(call()).tolist()  # type: ignore[union-attr]
+
+        with ThreadPoolExecutor(1) as pool:
+            wait_for_1(pool.submit(BACKEND.current_stream).result(), word)
+            result = pool.submit(write_and_call)
+            time.sleep(0.2)
+            word[:] = 1
+            assert result.result() == [10.0] * 6
+
+    run(body, 2)
     assert not is_staged()
 
 
@@ -346,7 +381,8 @@ def test_peer_refuses_what_would_be_staged(check: bool) -> None:
     assert not is_staged()
 
 
-def test_peer_refuses_for_what_only_some_ranks_know() -> None:
+@pytest.mark.parametrize("check", [False, True])
+def test_peer_refuses_for_what_only_some_ranks_know(check: bool) -> None:
     """Nobody waits for a rank that refuses."""
 
     def body(comm: Communicator) -> str:
@@ -358,7 +394,7 @@ def test_peer_refuses_for_what_only_some_ranks_know() -> None:
             comm.all_reduce(on_device(np.ones(4)))
         return str(caught.value)
 
-    found = run(body, 3, device="peer")
+    found = run(body, 3, device="peer", check=check)
     assert re.search("rank [12] makes the call on arrays of the host", found[0])
     assert "too many communicators of this rank use a device" in found[1]
     assert "too many communicators of this rank use a device" in found[2]
@@ -507,7 +543,9 @@ def test_all_slots_are_given_back() -> None:
     def body(comm: Communicator) -> None:
         for turn in range(20):
             other = comm.split(0)
-            works = [other.all_reduce(on_device(np.ones(3)), async_op=True) for _ in range(5)]
+            arrays = [np.ones(3) if turn % 4 == k == comm.rank else on_device(np.ones(3))
+                      for k in range(5)]  # fmt: skip
+            works = [other.all_reduce(x, async_op=True) for x in arrays]
             for number in random.Random(f"{turn} {comm.rank}").sample(range(5), 5):
                 works[number].wait()
             comm.barrier()
@@ -519,7 +557,6 @@ def test_all_slots_are_given_back() -> None:
             other.free()
 
     run(body, 3)
-    assert not is_staged()
 
 
 def test_plans_that_ranks_run_in_different_orders() -> None:
@@ -650,11 +687,12 @@ def test_an_abandoned_stream_is_given_back_once_though_two_threads_see_its_end()
         def call(self, name: str, *arguments: Any) -> None:
             assert name == "cuEventRecord"
 
-        def is_complete(self, event: int) -> bool:
+        def try_call(self, name: str, event: int) -> int:
+            assert name == "cuEventQuery"
             if self.are_two:
                 self.are_two = False
                 assert streams.may_block(driver)  # type: ignore[arg-type]
-            return True
+            return 0
 
         new_stream = new_event = lambda self: 9
 
@@ -736,13 +774,13 @@ def test_a_time_limit_names_who_is_missing() -> None:
         comm.all_reduce(x)
         if comm.rank == 1:
             comm.recv(np.empty(1), 0)
+            comm.recv(np.empty(1), 2)
             comm.all_reduce(x)
             comm.all_reduce(x)
             return "this is rank 1"
         with pytest.raises(collectives.CollectiveTimeout) as caught:
             comm.all_reduce(x, timeout=0.2)
-        if comm.rank == 0:
-            comm.send(np.ones(1), 1)
+        comm.send(np.ones(1), 1)
         comm.all_reduce(x)
         return str(caught.value)
 

@@ -29,7 +29,7 @@ Job = subprocess.CompletedProcess[str]
 
 def run(num_ranks: int, names: Sequence[str], place: str = "cupy") -> Job:
     command = [PROGRAM, place, *names]
-    return launch(num_ranks, command, timeout=120, env=environment(), capture=True)
+    return launch(num_ranks, command, timeout=80, env=environment(), capture=True)
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def jobs_of(
     fails, those that follow run in another one.
     """
     left, jobs = list(names), dict[str, Job]()
-    end = time.monotonic() + 100
+    end = time.monotonic() + 150
     while left and time.monotonic() < end:
         done = run(left)
         wrong = (k for k, name in enumerate(left, 1) if not is_right(done, name, num_ranks))
