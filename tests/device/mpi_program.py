@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,27 @@ def a_driver_that_fails_on_one_rank_while_links_are_agreed(comm: Communicator) -
             assert not any("not seen" in why for why in links(other).why.values()), name
         other.free()
         comm.barrier()
+
+
+@program
+def large_messages_between_devices_that_are_partly_staged(comm: Communicator) -> None:
+    """MPI may need calls of a rank to send on what that rank's device does not wait for."""
+    is_staged = lambda *pair: len({rank // 2 for rank in pair}) == 2  # noqa: E731
+    proposal, advance = devices.links.Proposal, devices.OnDevice.advance
+    proposal._staged_pairs = (  # type: ignore[method-assign]
+        lambda self, verdicts: filter(lambda pair: is_staged(*pair), combinations(verdicts, 2))
+    )
+
+    def while_the_gpu_goes_on(self: devices.OnDevice, seconds: float) -> bool:
+        gpu().progress()
+        return advance(self, seconds)
+
+    devices.OnDevice.advance = while_the_gpu_goes_on  # type: ignore[method-assign]
+    for size in (100, 1_000_000) * 2:
+        y = comm.all_reduce(on_device(np.full(size, 1.0)), algorithm="ring", timeout=20)
+        assert on_host(y)[-1] == comm.size
+    assert links(comm).staged == {pair for pair in combinations(range(comm.size), 2)
+                                  if is_staged(*pair)}  # fmt: skip
 
 
 @program

@@ -11,19 +11,27 @@ from bench.jobs import environment
 from collectives.launch import launch
 from tests.device.mpi_program import PROGRAMS
 
+LARGE = "large_messages_between_devices_that_are_partly_staged"
 PROGRAM = str(Path(__file__).parent / "mpi_program.py")
 
 
-def run(name: str, num_ranks: int) -> None:
-    done = launch(num_ranks, [PROGRAM, name], timeout=80, env=environment(), capture=True)
+def run(name: str, num_ranks: int, **variables: str) -> None:
+    env = environment() | variables
+    done = launch(num_ranks, [PROGRAM, name], timeout=80, env=env, capture=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.count("is right") == num_ranks
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "every_algorithm"])
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"every_algorithm", LARGE}))
 def test_a_program_is_right(name: str) -> None:
     run(name, 3)
+
+
+@pytest.mark.timeout(100)
+def test_messages_of_partly_staged_calls_move_while_a_rank_waits_for_its_device() -> None:
+    """With Open MPI's transport that moves them only in calls of MPI."""
+    run(LARGE, 4, OMPI_MCA_btl="tcp,self", OMPI_MCA_pml="ob1")
 
 
 @pytest.mark.timeout(100)
