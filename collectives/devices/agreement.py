@@ -101,6 +101,8 @@ class Agreement:
         """Let all ranks use the memory of their records for other calls."""
         if self._check is None or not self._check.has_refused:
             self.meeting.leave()
+            if self._proposal is not None:
+                self._proposal.leave()
         self.end_check()
 
     def end_check(self) -> None:

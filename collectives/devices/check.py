@@ -67,6 +67,12 @@ class Check:
         if not self._has_compared:
             yield from self.compare()
 
+    @property
+    def row(self) -> int:
+        """The row of the comparison by messages that is next, to notice progress."""
+        under_way = self._under_way
+        return -1 if under_way is None else under_way.row
+
     def note_completed(self) -> None:
         """See `Execution.note_completed`."""
         if (under_way := self._under_way) is not None:

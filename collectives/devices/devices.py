@@ -92,7 +92,8 @@ class Devices:
         Raises LookupError or DriverError if it cannot use its device.
         """
         board = self._transport.board
-        self._links_for(operands.backend)
+        if why := self._links_for(operands.backend).why_lost:
+            return why
         if board.area is None:
             return board.why_no_area
         if call.plan and not board.note_plan(call.plan):

@@ -82,7 +82,7 @@ class OnDevice:
         self._is_staged, self.row = False, 0
         self._wait: Wait | None = None
         self._steps: Waits = _no_steps()
-        self._agreement: Agreement  # the last one
+        self._agreement: Agreement | None = None  # the last one
 
     # The interface of executions
 
@@ -152,29 +152,33 @@ class OnDevice:
 
     def _place(self) -> tuple[object, ...]:
         """Where it stands, to notice progress."""
-        return self._wait, self._loop.row, self._staged and self._staged.row
+        check, staged = self.check, self._staged
+        return self._wait, self._loop.row, check and check.row, staged and staged.row
 
     def _end(self) -> None:
         """End a run that is complete."""
         self._transport.unwatch(self)
         self._loop.log_completion()
-        self._agreement.end_check()
+        self._last_agreement.end_check()
         self._wait = self.check = None  # which refer to this object, or to arrays
 
     @property
     def can_move(self) -> bool:
         """Whether it can go on; if it waits for a message, its transport knows that."""
-        return self._wait is not None and self._wait.is_over()
+        wait = self._wait
+        return wait is not None and wait.is_over()
 
     @property
     def is_at_work(self) -> bool:
         """Whether a device is at work for it, so that it may go on later."""
-        return self._wait is not None and self._wait.is_at_work
+        wait = self._wait
+        return wait is not None and wait.is_at_work
 
     @property
     def missing(self) -> list[int]:
         """The ranks that it waits for."""
-        return [] if self._wait is None else self._wait.missing()
+        wait = self._wait
+        return [] if wait is None else wait.missing()
 
     def note_completed(self) -> None:
         """See `Execution.note_completed`."""
@@ -200,17 +204,17 @@ class OnDevice:
         The memory of the meeting is kept for ever if the device still uses its counters.
         """
         self._transport.unwatch(self)
-        self._steps.close()
-        if self._is_staged and self._staged is not None:
-            return self._staged.abandon()
-        if self.check is not None:
-            self.check.abandon()
-        is_done = self._placed.abandon()
-        if is_done:
+        with self._backend.on_stream(self._backend.current_stream()):
+            self._steps.close()
+            if self.check is not None:
+                self.check.abandon()
+            is_done = self._placed.abandon()
+            if self._is_staged and self._staged is not None:
+                is_done &= self._staged.abandon()
+        if is_done and self._agreement is not None:
             self._agreement.leave()
             self._exposed.keep(None)
-            self.check = None  # which refers to arrays
-        self._wait = None  # which refers to this object
+        self._wait = self.check = None  # which refer to this object, or to arrays
         return is_done
 
     def _missing(self) -> list[int]:
@@ -295,7 +299,7 @@ class OnDevice:
             if not self._exposed.can_keep:
                 return False
         if others is not None:
-            self._agreement.meeting.change(others)
+            self._last_agreement.meeting.change(others)
             self._exposed.keep(others)
         self._loop.come(self._key.run or self._key.call, has_changed=others is not None)
         return True
@@ -347,7 +351,7 @@ class OnDevice:
 
     def _change(self) -> Waits:
         """Take over the other buffers of some ranks; return whether all ranks can."""
-        meeting, records = self._agreement.meeting, self._agreement.records
+        meeting, records = self._last_agreement.meeting, self._last_agreement.records
         for rank, record in records.items():
             record["buffers"] = meeting.record(rank)["buffers"]
         if not all(map(self._links.is_open, records.values())):
@@ -384,36 +388,43 @@ class OnDevice:
     def _run_anew(self) -> Waits:
         """The steps of a run that begins with a meeting, to which this rank comes at once."""
         self.forget()
-        self._agreement = Agreement(
+        agreement = self._agreement = Agreement(
             *(self._links, self._call, self._key, self._exposed, self.check),
             is_strict=self._is_strict,
         )
-        self._agreement.come(self._loop, self._kept.forget_calls)
-        return self._run()
+        agreement.come(self._loop, self._kept.forget_calls)
+        return self._run(agreement)
 
-    def _run(self) -> Waits:
+    @property
+    def _last_agreement(self) -> Agreement:
+        """The agreement of this run, or of that which it repeats."""
+        assert self._agreement is not None
+        return self._agreement
+
+    def _run(self, agreement: Agreement) -> Waits:
         """The steps of such a run."""
-        why_staged = yield from self._agreement.meet()
+        why_staged = yield from agreement.meet()
         if not why_staged and self._is_strict:
             why_staged = self._links.why_any_staged
         if not why_staged:
-            why_staged = yield from self._run_direct()
+            why_staged = yield from self._run_direct(agreement)
         if why_staged and self._is_strict:
-            self._agreement.meeting.leave()
+            agreement.meeting.leave()
             error = not_staged(why_staged)
-            if self._agreement.is_complete:
+            if agreement.is_complete:
                 raise self._links.board.on_this_host(error)
             raise error  # which a rank with a host array does not raise
         if why_staged:
             self._links.why_last_staged = why_staged
+            agreement.meeting.leave()
             yield from self._run_staged()
 
-    def _run_direct(self) -> Waits:
+    def _run_direct(self, agreement: Agreement) -> Waits:
         """Open the memory of the others, enqueue, and wait for the device; return "".
 
         If a rank cannot open the memory of another one, or knows of other links, return that.
         """
-        meeting, records = self._agreement.meeting, self._agreement.records
+        meeting, records = agreement.meeting, agreement.records
         links, me = self._links, self._transport.rank
         are_open = all(map(links.is_open, records.values()))
         if not are_open or any(record["closing"].any() for record in records.values()):
@@ -423,6 +434,7 @@ class OnDevice:
                 links.close(record)
             starts = self._placed.find(records)
             verdict = WORKS + 4 * crc32(repr(sorted(links.staged or ())).encode())
+            verdict = FAILS if links.staged is None else verdict
         except DriverError:
             verdict = FAILS
         except BaseException:
@@ -437,7 +449,7 @@ class OnDevice:
         self._placed.begin(starts, meeting, self._exposed)
         yield from self._placed.finish(self._tag)
         if all(record["lasts"] for record in records.values()):
-            self._keep()
+            self._keep(agreement)
         else:
             self.forget()
         return ""
@@ -446,18 +458,17 @@ class OnDevice:
         """Wait until this rank may make calls that wait for all streams of its process."""
         return Wait(partial(STREAMS.may_block, self._links.driver), list, is_at_work=True)
 
-    def _keep(self) -> None:
+    def _keep(self, agreement: Agreement) -> None:
         """Let the next run do without a meeting."""
-        meeting, me = self._agreement.meeting, self._transport.rank
+        meeting, me = agreement.meeting, self._transport.rank
         self._scratch = self._operands.scratch
-        self._exposed.keep(self._agreement.records[me]["buffers"])
+        self._exposed.keep(agreement.records[me]["buffers"])
         arrivals = [meeting.arrival(rank) for rank in self._others]
         self._loop.keep(meeting.arrival(me), arrivals, self._placed.table.most_runs - 1)
         self.note_kept()
 
     def _run_staged(self) -> Waits:
         """Let all messages go through host memory."""
-        self._agreement.meeting.leave()
         self._transport.unwatch(self)
         if self._staged is None:
             messages = self._transport.messages(self._tag)

@@ -57,15 +57,16 @@ class Exposed:
         links, why, fields = self._links, self._why_staged, dict(self._constant)
         if loop.start == loop.names.CAPTURED:
             return {**fields, "why_refused": _CAPTURED}
-        if not loop.is_start_noted:
-            why = why or "the driver does not record an event on the stream"
-        try:
-            if not self._is_aligned():
-                why = why or "an array begins between two elements, which kernels cannot read"
-            fields["buffers"] = self.buffers()
-            fields["closing"] = (*links.exports.to_close(), 0, 0, 0)[:3]
-        except DriverError as error:
-            why = str(error)
+        if not why and not loop.is_start_noted:
+            why = "the driver does not record an event on the stream"
+        if not why and not self._is_aligned():
+            why = "an array begins between two elements, which kernels cannot read"
+        if not why:
+            try:
+                fields["buffers"] = self.buffers()
+                fields["closing"] = (*links.exports.to_close(), 0, 0, 0)[:3]
+            except DriverError as error:
+                why = str(error)
         is_small = self._operands.scratch.nbytes <= MOST_SCRATCH
         fields["lasts"] = is_plan or (self._shadow is None and is_small)
         return {**fields, "why_staged": why.encode()[:_TEXT_BYTES]}

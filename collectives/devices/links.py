@@ -57,10 +57,11 @@ class Links:
 
     `staged`: the pairs of ranks of this host that cannot read each other's memory; None until all
     have agreed.  `why`: for other ranks, why this one cannot read their memory.  `why_last_staged`:
-    why the last call that was staged was.
+    why the last call that was staged was.  `why_lost`: why this rank does not know what the others
+    may have agreed on, so that it stages all calls; "" if it does.
     """
 
-    why_last_staged = ""
+    why_last_staged = why_lost = ""
 
     def __init__(self, board: Board, backend: Backend, driver: Driver) -> None:
         self.board, self.backend, self.driver = board, backend, driver
@@ -174,7 +175,7 @@ class Proposal:
             return
         if missing():  # it is needless
             meeting.withdraw()
-            yield Wait(lambda: links.staged is not None, missing)
+            yield Wait(lambda: links.staged is not None or bool(links.why_lost), missing)
             return
         try:
             yield from self._look(meeting)
@@ -183,8 +184,17 @@ class Proposal:
             for rank in meeting.ranks:
                 if rank != self._rank and not links.why[rank] and not links.is_direct(rank):
                     links.why[rank] = f"rank {rank} cannot read the memory of rank {self._rank}"
+        except BaseException:
+            meeting.answer(_ANSWERED | _FAILED)  # or the others would wait for it
+            links.why_lost = "a call was abandoned in which the ranks agree on their links"
+            raise
         finally:
             meeting.leave()
+
+    def leave(self) -> None:
+        """Let all ranks use the memory of their proposals for other calls."""
+        if self.is_published:
+            self._meeting.leave()
 
     def _is_needless(self, call: Meeting) -> bool:
         """Whether a rank has come to the call that proposes nothing.
@@ -261,23 +271,25 @@ class Proposal:
         written = [board.counter(self._rank, slots[self._rank], rank, False) for rank in others]
         failed, stream = 0, None
         try:
-            stream = STREAMS.borrow(driver)
-            _page_lock(driver, board)
-            self._enqueue(stream.handle, WRITE_VALUE, written)
-        except DriverError as error:
-            failed = _FAILED
-            self._note(others, f"streams cannot write values: {error}")
-        self._meeting.answer(1 | failed)
-        yield self._meeting.for_answers(1)
-        verdicts = self._meeting.verdicts()
-        for rank in others:
-            if verdicts[rank] & _FAILED:
+            try:
+                stream = STREAMS.borrow(driver)
+                _page_lock(driver, board)
+                self._enqueue(stream.handle, WRITE_VALUE, written)
+            except DriverError as error:
+                failed = _FAILED
+                self._note(others, f"streams cannot write values: {error}")
+            self._meeting.answer(1 | failed)
+            yield self._meeting.for_answers(1)
+            verdicts = self._meeting.verdicts()
+            have_failed = [rank for rank in others if verdicts[rank] & _FAILED]
+            for rank in have_failed:
                 self._note([rank], f"the stream of rank {rank} cannot write values")
-        if stream is not None and not failed:
-            have_written = [rank for rank in others if not verdicts[rank] & _FAILED]
-            yield from self._await_counters(stream, have_written)
-        elif stream is not None:
-            STREAMS.abandon(driver, stream)
+            if stream is not None and not failed:
+                have_written = [rank for rank in others if rank not in have_failed]
+                yield from self._await_counters(stream, have_written)
+        finally:
+            if stream is not None:
+                STREAMS.abandon(driver, stream)
         return failed
 
     def _note(self, ranks: Iterable[int], why: str) -> None:
@@ -311,7 +323,6 @@ class Proposal:
         finally:
             for counter in awaited:
                 counter[0] = 1  # or the stream might wait for ever
-            STREAMS.abandon(driver, stream)
 
     def _enqueue(self, stream: int, kind: int, counters: Sequence[Any]) -> None:
         """Let a stream write 1 to counters, or wait for it."""

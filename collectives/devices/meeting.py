@@ -118,6 +118,7 @@ class Meeting:
     def withdraw(self) -> None:
         """Take back the record of this rank, because the ranks do not meet."""
         self.board.withdraw(self.slots[self.board.rank])
+        self._has_left = True
 
     def leave(self) -> None:
         """Let all ranks use the memory of their records for other calls."""

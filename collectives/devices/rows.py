@@ -104,10 +104,11 @@ class HostRows:
                 yield None
 
     def progress(self) -> bool:
-        """Let MPI move the messages; return whether there are any."""
-        if self._buffers:
-            self._messages.note_completed()
-        return bool(self._buffers)
+        """Let MPI move the messages; return whether any is under way."""
+        if not self._buffers:
+            return False
+        self._messages.note_completed()
+        return bool(self._messages.waiting_for())
 
     def waiting_for(self) -> list[Waiting]:
         """See `Messages.waiting_for`."""

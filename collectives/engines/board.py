@@ -310,7 +310,8 @@ class Board:
         It may have made another call than the ranks with records.  `check`: of the comparison.
         """
         for rank in self.local_ranks:
-            area = None if self._entry is None else self._area_of(rank)
+            has_none = rank == self.rank and "area" not in self.__dict__
+            area = None if self._entry is None or has_none else self._area_of(rank)
             if area is None:
                 continue
             generations = area["records"]["generation"].copy()  # before a rank goes on

@@ -6,6 +6,7 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -149,10 +150,12 @@ def draw(
 def cases(collective: str, name: str, sizes: Sequence[int], num_each: int) -> Iterator[Case]:
     """So many cases for each size, of different kinds of counts and places of the output.
 
-    Of four, each is of another kind and has another place; four sizes in a row have all 16.
+    Of four, each is of another kind and has another place.  Four sizes that the algorithm serves,
+    one after another, have all 16.
     """
-    rng = random.Random(f"{collective} {name}")
-    for size in filter(algorithms.info(collective, name).serves, sizes):
-        for number in range(num_each * size, num_each * (size + 1)):
+    rng, serves = random.Random(f"{collective} {name}"), algorithms.info(collective, name).serves
+    for size in filter(serves, sizes):
+        turn = crc32(name.encode()) + sum(map(serves, range(1, size)))
+        for number in range(num_each * turn, num_each * (turn + 1)):
             kind, in_place = KINDS[number % 4], IN_PLACE[(number + number // 4) % 4]
             yield draw(rng, collective, name, size, kind, in_place)

@@ -19,8 +19,10 @@ from collectives import CollectiveMismatch, Communicator, Operator, algorithms
 from collectives.arrays import operator
 from collectives.devices.devices import Devices
 from collectives.devices.driver import WAIT_VALUE
-from collectives.devices.links import Links
-from collectives.devices.streams import Stream, Streams
+from collectives.devices.links import Links, Proposal
+from collectives.devices.meeting import Meeting, Wait, Waits
+from collectives.devices.streams import STREAMS, Stream, Streams
+from collectives.engines import deadline_in, poll_until
 from collectives.engines.board import Board
 from collectives.engines.host_memory import NUM_AREAS, NUM_SLOTS
 from collectives.schedule import Topology
@@ -187,6 +189,8 @@ def word() -> Iterator[np.ndarray]:
     word = np.zeros(1, np.uint32)
     gpu().driver.call("cuMemHostRegister_v2", word.ctypes.data, word.nbytes, 3)
     yield word
+    word[:] = 1
+    gpu().synchronize()
     gpu().driver.call("cuMemHostUnregister", word.ctypes.data)
 
 
@@ -220,6 +224,61 @@ def test_a_call_does_not_begin_after_what_is_put_on_the_callers_stream_later(
 
     run(body, 2)
     assert not is_staged()
+
+
+def test_what_a_call_has_put_on_its_stream_is_waited_for_though_another_thread_ends_the_call(
+    word: np.ndarray,
+) -> None:
+    """No context is current in that thread."""
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(6))
+        comm.all_reduce(x)
+        comm.barrier()
+        if comm.rank == 0:
+            wait_for_1(BACKEND.current_stream(), word)
+        work = comm.all_reduce(x, async_op=True)
+        while not work._run.execution.is_at_work:
+            work.test()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(work.expire, 0.0).result()
+        comm.barrier()
+        assert not STREAMS.may_block(gpu().driver)
+        comm.barrier()
+        word[:] = 1
+        assert poll_until(lambda: STREAMS.may_block(gpu().driver), deadline_in(20))
+        comm._session.transport.failed.clear()  # which nothing uses any more
+
+    run(body, 2)
+
+
+def test_a_rank_that_abandons_the_agreement_on_links_stages_its_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other rank has agreed, and proposes nothing any more."""
+    right = Proposal._look
+
+    def look(self: Proposal, meeting: Meeting) -> Waits:
+        yield from right(self, meeting)
+        yield Wait(lambda: self._rank != 0, list)
+
+    monkeypatch.setattr(Proposal, "_look", look)
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(4))
+        work = comm.all_reduce(x, async_op=True)
+        while comm.rank and links(comm).staged is None:
+            work.test()
+        received = comm.recv(np.empty(1), 1 - comm.rank, async_op=True)
+        sent = comm.send(np.ones(1), 1 - comm.rank, async_op=True)
+        while not (received.test() and sent.test()):
+            work.test()
+        work.expire(0.0)
+        for _ in range(3):
+            assert on_host(comm.all_reduce(x, timeout=20)).tolist() == [2.0] * 4
+        assert comm.rank or "was abandoned" in links(comm).why_lost
+
+    run(body, 2)
 
 
 @pytest.mark.parametrize("is_plan", [False, True])
@@ -402,8 +461,6 @@ def test_peer_refuses_for_what_only_some_ranks_know(check: bool) -> None:
 
 
 def test_peer_refuses_links_that_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    from collectives.devices.links import Proposal
-
     right = Proposal._why_unreadable
 
     def unreadable(self: Proposal, rank: int) -> str:

@@ -31,7 +31,7 @@ def test_a_program_is_right(name: str) -> None:
 @pytest.mark.timeout(100)
 def test_messages_of_partly_staged_calls_move_while_a_rank_waits_for_its_device() -> None:
     """With Open MPI's transport that moves them only in calls of MPI."""
-    run(LARGE, 4, OMPI_MCA_btl="tcp,self", OMPI_MCA_pml="ob1")
+    run(LARGE, 4, OMPI_MCA_pml="ob1", OMPI_MCA_btl="tcp,self", OMPI_MCA_btl_tcp_if_include="lo")
 
 
 @pytest.mark.timeout(100)

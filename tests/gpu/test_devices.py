@@ -46,7 +46,7 @@ def jobs_of(
     fails, those that follow run in another one.
     """
     left, jobs = list(names), dict[str, Job]()
-    end = time.monotonic() + 150
+    end = time.monotonic() + 130
     while left and time.monotonic() < end:
         done = run(left)
         wrong = (k for k, name in enumerate(left, 1) if not is_right(done, name, num_ranks))
