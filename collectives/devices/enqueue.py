@@ -235,15 +235,17 @@ def record_event(state: int) -> int:
 @njit(nogil=True, error_model="numpy")
 def follow(state: int) -> int:
     """Begin after the start that was noted, with higher values than those of the last run."""
-    store(state + 8 * IS_BUSY, 1)
     arguments = load(state + 8 * STREAM), load(state + 8 * STARTED), 0
     store(state + 8 * ERROR, call3(load(state + 8 * WAIT_EVENT), arguments))
+    if load(state + 8 * ERROR) != 0:
+        return DRIVER_ERROR
+    store(state + 8 * IS_BUSY, 1)
     rows = load(state + 8 * TABLE)
     for number in range(load(state + 8 * NUM_ROWS)):
         value = rows + _ROW_BYTES * number + 8 * VALUE
         store(value, load(value) + load(value + 8 * (RISE - VALUE)))
     store(state + 8 * ROW, 0)
-    return DONE if load(state + 8 * ERROR) == 0 else DRIVER_ERROR
+    return DONE
 
 
 @njit(nogil=True, error_model="numpy")
