@@ -256,7 +256,10 @@ def _seconds(backend: Backend, x: Any, y: Any) -> float:
 
 
 def shares_device(comm: Communicator, backend: Backend) -> bool:
-    """Whether all ranks use the same device; only a driver knows, whatever numbers ranks use."""
+    """Whether all ranks use the same device.
+
+    Ranks may use different devices under the same number, so the driver is asked which one it is.
+    """
     links = comm._session.devices._links
     return len(set(MPI.COMM_WORLD.allgather(backend.name if links is None else links.uuid))) == 1
 

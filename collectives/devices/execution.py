@@ -113,7 +113,7 @@ class OnDevice:
         """Go to the first row, and show the other ranks of the host that this one has come."""
         self._begin(number)
         with self._backend.on_stream(self._stream):
-            self._loop.note_start(self._of_caller)
+            self._note_start()
             if self._can_run_again():
                 self._steps = self._run_again(must_meet=not self._come())
             else:
@@ -128,8 +128,11 @@ class OnDevice:
         self.row, self._is_staged = 0, False
         self._wait = Wait(lambda: True, self._missing)
         self._stream = self._backend.current_stream()
-        self._of_caller = self._links.pointer(self._stream)
         self._transport.watch(self)
+
+    def _note_start(self) -> None:
+        """Let the run begin after what is on the caller's stream now."""
+        self._loop.note_start(self._links.pointer(self._stream))
 
     def advance(self, seconds: float) -> bool:
         """See `Execution.advance`; it waits only for ranks and devices, in compiled code."""
@@ -255,7 +258,7 @@ class OnDevice:
         self._begin(self._loop.run_number)
         if not self._loop.is_start_noted:  # because no context was current
             with self._backend.on_stream(self._stream):
-                self._loop.note_start(self._of_caller)
+                self._note_start()
         self._steps = self._run_again(must_meet=answer == names.MEET)
         return True
 

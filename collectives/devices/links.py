@@ -309,9 +309,10 @@ class Proposal:
             def has_ended() -> bool:
                 return driver.try_call("cuEventQuery", stream.event) != NOT_READY
 
-            is_over = lambda: has_ended() or time.monotonic() > deadline  # noqa: E731
-            yield Wait(is_over, lambda: others, is_at_work=True)
-            driver.is_complete(stream.event)
+            yield Wait(
+                lambda: has_ended() or time.monotonic() > deadline, lambda: others, is_at_work=True
+            )
+            driver.is_complete(stream.event)  # or raises the error with which it has ended
             for rank, counter in zip(others, awaited, strict=True):
                 if not counter[0]:
                     self._note([rank], f"what the stream of rank {rank} writes is not seen")
@@ -334,7 +335,7 @@ class Proposal:
             self._driver.call("cuStreamBatchMemOp_v2", *arguments)
 
 
-_LOCK = threading.RLock()
+_LOCK = threading.RLock()  # of what all communicators of the process use together
 _probes: dict[Driver, Allocation] = {}
 _page_locked: dict[int, Any] = {}  # by address, the memory of hosts
 

@@ -135,9 +135,9 @@ class Board:
         return area[0]
 
     def _area_of(self, rank: int) -> Any:
-        """The area of another rank; None as long as it has none."""
+        """The area of a rank; None as long as it has none."""
         if rank == self.rank:
-            return self.area
+            return self.__dict__.get("area")
         memory, entry = self.memory, self._entry_of(rank)
         number = 0 if entry is None else int(entry["area"][0])
         return None if memory is None or not number else memory.areas[self.parts[rank], number - 1]
@@ -310,9 +310,7 @@ class Board:
         It may have made another call than the ranks with records.  `check`: of the comparison.
         """
         for rank in self.local_ranks:
-            has_none = rank == self.rank and "area" not in self.__dict__
-            area = None if self._entry is None or has_none else self._area_of(rank)
-            if area is None:
+            if (area := self._area_of(rank)) is None:
                 continue
             generations = area["records"]["generation"].copy()  # before a rank goes on
             refused = (area["records"]["check"] == check) & (generations > 0)
