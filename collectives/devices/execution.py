@@ -84,6 +84,11 @@ class OnDevice:
         self._steps: Waits = _no_steps()
         self._agreement: Agreement | None = None  # the last one
 
+    @property
+    def is_plan(self) -> bool:
+        """Whether its runs are those of a plan, which have no number of a call."""
+        return bool(self._call.plan)
+
     # The interface of executions
 
     def attach(self, operands: Operands, tag: int) -> None:

@@ -109,9 +109,13 @@ class Checker:
         self._refuse_differences(ranks, call)
 
     def _own_fingerprint(self, call: Compared) -> Fingerprint:
-        """The fingerprint of a call that starts now on this rank."""
+        """The fingerprint of a call that starts now on this rank.
+
+        A call on a device has its number already, and later calls may have started too.
+        """
+        num_calls = call.number if call.has_number else self._owner.numbering.num_calls
         found = call.fingerprint(self.compares_place)
-        return found._replace(mode=self.mode, num_calls=str(self._owner.numbering.num_calls))
+        return found._replace(mode=self.mode, num_calls=str(num_calls))
 
     def _refuse_differences(self, ranks: Sequence[Fingerprint], call: Compared) -> None:
         self._raise_together(ranks, call, CollectiveMismatch, fingerprint.difference(ranks))

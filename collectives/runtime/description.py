@@ -22,8 +22,10 @@ class Compared:
     """A call that the ranks compare before a run.
 
     `check`: the number of the comparison.  `fields`: fields of its fingerprint that do not follow
-    from the spec.
+    from the spec.  `has_number`: whether the call already counts, as calls on devices do.
     """
+
+    has_number = False
 
     def __init__(
         self, spec: CallSpec, arrays: Arrays, run: Run, check: int, fields: Mapping[str, str]

@@ -351,6 +351,7 @@ class Session:
             return
         call = Compared(spec, arrays, run, next_check(), fields or {})
         if isinstance(run.execution, OnDevice) and self.checker.can_use_records:
+            call.has_number = not run.execution.is_plan
             run.execution.check = self.checker.on_device(call)
         else:
             yield from self.checker.before(call)

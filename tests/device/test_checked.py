@@ -77,6 +77,27 @@ def test_different_calls_are_refused_by_all_with_the_same_sentence(num_before: i
     assert "layout=(7,)" in found[0][2]
 
 
+def test_a_call_that_is_refused_does_not_let_the_next_one_be_refused() -> None:
+    """Even if some ranks have started the next one before the first is compared."""
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(6))
+        first = comm.all_reduce(x, "max" if comm.rank == 1 else "sum", async_op=True)
+        if comm.rank == 2:
+            refused(partial(wait_by_testing, first))
+        second = comm.all_reduce(x, async_op=True)
+        if comm.rank != 2:
+            refused(first.wait)
+        assert on_host(second.wait()).tolist() == [3.0] * 6
+
+    run(body, 3)
+
+
+def wait_by_testing(work: collectives.Work) -> None:
+    while not work.test():
+        pass
+
+
 def test_refused_calls_give_their_slots_back() -> None:
     """Even where a rank has no record, because it exchanges a header first."""
 
