@@ -156,7 +156,8 @@ def measure(ways: Ways, case: Case) -> DeviceCase:
     assert buffers is not None
     made = contenders(ways, case, buffers)
     runs, is_small = [each.run for each in made.values()], case.num_bytes < SMALL
-    seconds = times(runs, buffers.x, is_small=is_small, effort=EFFORT)
+    end = case.backend.synchronize
+    seconds = times(runs, buffers.x, is_small=is_small, effort=EFFORT, end=end)
     copied = bytes_to_copy(case.collective, case.size, case.num_bytes)
     return DeviceCase(
         case.collective,

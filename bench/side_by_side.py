@@ -38,7 +38,8 @@ def outcomes(
     `checks`: runs of each contender whose results are checked.
     """
     runs, is_small = [each.run for each in contenders], case.num_bytes < SMALL
-    samples = sampled(runs, buffers.x, is_small=is_small, effort=effort)
+    end = case.backend.synchronize
+    samples = sampled(runs, buffers.x, is_small=is_small, effort=effort, end=end)
     wrong = [_wrong(case, buffers, each, checks) if checks else None for each in contenders]
     for each in contenders:
         each.free()

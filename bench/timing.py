@@ -36,32 +36,50 @@ class Effort(NamedTuple):
     large_calls: int = 1
 
 
-def times(runs: Sequence[Run], x: Array | None, *, is_small: bool, effort: Effort) -> list[float]:
+def _nothing() -> None:
+    """What ends the calls of a sample on the host."""
+
+
+def times(
+    runs: Sequence[Run],
+    x: Array | None,
+    *,
+    is_small: bool,
+    effort: Effort,
+    end: Callable[[], object] = _nothing,
+) -> list[float]:
     """Seconds per call of each of `runs`: the median of the slowest rank, the same on every rank.
 
     See `sampled`.
     """
-    return [each.slowest for each in sampled(runs, x, is_small=is_small, effort=effort)]
+    return [each.slowest for each in sampled(runs, x, is_small=is_small, effort=effort, end=end)]
 
 
 def sampled(
-    runs: Sequence[Run], x: Array | None, *, is_small: bool, effort: Effort
+    runs: Sequence[Run],
+    x: Array | None,
+    *,
+    is_small: bool,
+    effort: Effort,
+    end: Callable[[], object] = _nothing,
 ) -> list[Samples]:
     """What each of `runs` took, which all read `x`: the same on every rank.
+
+    `end`: waits until all calls of a sample are complete, those on a device too.
 
     The contenders take turns, so that whatever else the machine does meets all of them, and in
     another order every time, because each finds the caches as the one before has left them.
     """
     for _ in range(effort.warmup):
         for run in runs:
-            _single(run, x)
+            _single(run, x, end)
     calls = effort.calls if is_small else effort.large_calls
     taken: list[list[float]] = [[] for _ in runs]
     turns, shuffle = list(range(len(runs))), Random(0).shuffle  # the same on every rank
     for _ in _rounds(effort):
         shuffle(turns)
         for turn in turns:
-            taken[turn].append(_sample(runs[turn], x, calls))
+            taken[turn].append(_sample(runs[turn], x, calls, end))
     return _gathered(taken)
 
 
@@ -86,26 +104,27 @@ def _rounds(effort: Effort) -> Iterator[int]:
         yield number
 
 
-def _sample(run: Run, x: Array | None, calls: int) -> float:
+def _sample(run: Run, x: Array | None, calls: int, end: Callable[[], object]) -> float:
     """Seconds of a call: of a large one alone, of a small one in the mean over many."""
     if calls == 1:
-        return _single(run, x)
-    return _block(run, x, calls)
+        return _single(run, x, end)
+    return _block(run, x, calls, end)
 
 
-def _block(run: Run, x: Array | None, calls: int) -> float:
+def _block(run: Run, x: Array | None, calls: int, end: Callable[[], object]) -> float:
     """Many calls one after the other, on zeros: those stay zeros, however often they are added."""
     if isinstance(run, Fresh):
-        return _fresh(run, run.inputs(calls))
+        return _fresh(run, run.inputs(calls), end)
     _overwrite(x, 0)
     MPI.COMM_WORLD.Barrier()
     begin = time.perf_counter()
     for _ in range(calls):
         run()
+    end()
     return (time.perf_counter() - begin) / calls
 
 
-def _single(run: Run, x: Array | None) -> float:
+def _single(run: Run, x: Array | None, end: Callable[[], object]) -> float:
     """One call on an input that was just written, as a program would have written it.
 
     An input that is not written again would still be in the other rank's cache.
@@ -113,15 +132,16 @@ def _single(run: Run, x: Array | None) -> float:
     if isinstance(run, Fresh):
         (x,) = inputs = run.inputs(1)
         _overwrite(x, 1)
-        return _fresh(run, inputs)
+        return _fresh(run, inputs, end)
     _overwrite(x, 1)
     MPI.COMM_WORLD.Barrier()
     begin = time.perf_counter()
     run()
+    end()
     return time.perf_counter() - begin
 
 
-def _fresh(run: Fresh, inputs: Sequence[Array]) -> float:
+def _fresh(run: Fresh, inputs: Sequence[Array], end: Callable[[], object]) -> float:
     """One call on each of the inputs; all results are kept."""
     call, results = run.call, list[Array]()
     keep = results.append
@@ -129,6 +149,7 @@ def _fresh(run: Fresh, inputs: Sequence[Array]) -> float:
     begin = time.perf_counter()
     for x in inputs:
         keep(call(x))
+    end()
     taken = time.perf_counter() - begin
     run.results = results
     return taken / len(inputs)
