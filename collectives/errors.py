@@ -26,6 +26,7 @@ class CollectiveTimeout(CollectiveError):  # noqa: N818 - the name is part of th
     wait, also for a blocking call.  A call that timed out while its header or counts were sent
     continues only in `work.wait()`, `work.test()` or the next collective call.  `work` is None if
     the call was to make a communicator (`split`, `subgroup`, `shrink`); such a call is abandoned.
+    `work` is also None if a device has waited too long: then the communicator has failed.
     """
 
     def __init__(self, message: str, work: Any = None) -> None:

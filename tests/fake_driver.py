@@ -50,7 +50,8 @@ from collectives.devices.driver import (
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, ALREADY_MAPPED = 1, 2, 201, 208
 INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 400, 700, 719
-WITHOUT_CONTEXT = {"cuEventQuery", "cuEventDestroy_v2"}  # functions that need no current context
+# Functions that need no current context:
+WITHOUT_CONTEXT = {"cuEventQuery", "cuEventDestroy_v2", "cuThreadExchangeStreamCaptureMode"}
 ALREADY_REGISTERED, NOT_REGISTERED, UNKNOWN = 712, 713, 999
 
 NUM_BYTES = 1 << 32  # of device memory; only what is written takes room
@@ -511,8 +512,11 @@ class Streams:
 
     `violations`: what must not happen and has.  `error`: after memory was used that must not be
     used, this error of every function; then nothing is executed any more.  `limit`: the seconds
-    without any progress after which waiting is a violation.
+    without any progress after which waiting is a violation.  `num_left`: how many operations
+    are executed from now on, before it stands still.
     """
+
+    num_left = math.inf
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.lock, self.memory = Lock(), memory
@@ -627,6 +631,8 @@ class Streams:
 
     def _execute_one(self) -> bool:
         """Execute the first operation of any stream where it is ready, if there is one."""
+        if not self.num_left:
+            return False
         ready = [stream for stream in self._busy.values() if self._is_ready(stream.queue[0])]
         if not ready:
             return False
@@ -636,6 +642,7 @@ class Streams:
             del self._busy[stream.handle]
         self._execute(stream, operation)
         self._num_executed += 1
+        self.num_left -= 1
         return True
 
     def _is_ready(self, operation: Operation) -> bool:
@@ -817,7 +824,7 @@ class FakeGpu(Streams):
             self.random, self.queue_length = random.Random(seed), queue_length
             # Room for what a call puts on its stream before and after its program.
             self.driver.most_outstanding = max(queue_length - 6, 1)
-            self.error = 0
+            self.error, self.num_left = 0, math.inf
             self.num_calls.clear()
             self.streams_used.clear()
             self.bytes_copied.update(dict.fromkeys(self.bytes_copied, 0))
@@ -861,6 +868,16 @@ class FakeGpu(Streams):
             self._sweep()
             budget = self.random.randint(0, 24)
         return self.execute(budget)
+
+    def go_on_alone(self) -> None:
+        """From now on, execute operations now and then although nobody calls, as a GPU does."""
+
+        def work() -> None:
+            while True:
+                time.sleep(20 * NAP)
+                self.progress()
+
+        threading.Thread(target=work, daemon=True, name="fake GPU").start()
 
     def allocate(self, num_bytes: int) -> int:
         """The address of an allocation, full of garbage; without waiting for any stream."""
@@ -954,6 +971,7 @@ class Functions:
             "cuStreamIsCapturing": self._is_capturing,
             "cuStreamSynchronize": self._synchronize,
             "cuStreamWaitEvent": self._wait_event,
+            "cuThreadExchangeStreamCaptureMode": self._exchange_mode,
         }
 
     def _callback(self, name: str, body: Callable[..., None]) -> Any:
@@ -1158,6 +1176,11 @@ class Functions:
     def _is_capturing(self, stream: int, status: int) -> None:
         self._gpu.stream("cuStreamIsCapturing", stream)
         _store(ctypes.c_int, status, int(stream in self._gpu.capturing))
+
+    def _exchange_mode(self, mode: int) -> None:
+        if ctypes.c_int.from_address(mode).value not in (0, 1, 2):
+            raise DriverError("cuThreadExchangeStreamCaptureMode", INVALID_VALUE)
+        _store(ctypes.c_int, mode, 0)
 
     def _synchronize(self, stream: int) -> None:
         self._gpu.wait_for("cuStreamSynchronize", stream)

@@ -107,6 +107,25 @@ class Communicator(Collectives, PointToPoint):
         """
         return self._session.transport.flight.calls()
 
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait until all calls of this rank are complete, on the host and on its device.
+
+            y = comm.all_reduce(x)      # of CuPy arrays: returns when it is enqueued
+            comm.synchronize()          # now y is known to be right
+
+        Calls on arrays of a GPU return when their work is enqueued.  What they compute is valid if
+        a later `synchronize` raises nothing.
+
+        - `timeout`: the seconds that a call may take on the device from the moment at which its
+          stream comes to it; and the seconds to wait for calls that are not enqueued.  None: the
+          time limits of the calls.
+
+        Raises `CollectiveTimeout` or `PeerFailed` if a device has waited too long for a rank, or
+        for one that has died, on any rank of this host; all results since the last `synchronize`
+        are void then, and the communicator is unusable.
+        """
+        self._session.synchronize(timeout)
+
     # Groups
 
     def split(

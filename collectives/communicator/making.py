@@ -88,10 +88,17 @@ class Calling:
         call_id: CallId,
     ) -> Steps:
         """The steps of a call."""
-        ready = prepared if isinstance(prepared, Ready) else (yield from prepared(call_id))
+        if isinstance(prepared, Ready):
+            return (yield from self._steps_of_ready(options, prepared, key, call_id))
+        with self.session.turn_of(call_id):
+            ready = yield from prepared(call_id)
+            return (yield from self._steps_of_ready(options, ready, None, call_id))
+
+    def _steps_of_ready(
+        self, options: Options, ready: Ready, key: tuple[Any, ...] | None, call_id: CallId
+    ) -> Steps:
+        """The steps of a call whose arrays are known."""
         session, spec = self.session, spec_of(self.session, options, ready, call_id.is_blocking)
-        if not isinstance(prepared, Ready):
-            key = None
         if key is not None and can_cache(session, key, spec, ready.arrays):
             yield from cached(session, key, spec, ready.arrays, call_id, ready.unwritten_out)
         elif key is not None and can_cache_on_device(

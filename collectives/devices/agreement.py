@@ -97,10 +97,13 @@ class Agreement:
         """Whether it is known of all ranks that they come to the meeting, as this one does."""
         return self.meeting.is_published and not self.meeting.absent()
 
-    def leave(self) -> None:
-        """Let all ranks use the memory of their records for other calls."""
+    def leave(self, when_unused: Callable[[Callable[[], object]], object]) -> None:
+        """Let all ranks use the memory of their records for other calls.
+
+        `when_unused`: calls a function when the device does not use that of this call.
+        """
         if self._check is None or not self._check.has_refused:
-            self.meeting.leave()
+            when_unused(self.meeting.leave)
             if self._proposal is not None:
                 self._proposal.leave()
         self.end_check()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
+from weakref import ReferenceType, ref
 
 from collectives.arrays import Backend, jit
 from collectives.devices.call import DeviceCall
@@ -11,7 +14,11 @@ from collectives.devices.drivers import driver_of
 from collectives.devices.execution import OnDevice, not_staged
 from collectives.devices.kept import Kept
 from collectives.devices.links import Links
-from collectives.engines import Execution, Operands, Transport
+from collectives.devices.order import Order, Turns
+from collectives.devices.watch import Watch
+from collectives.diagnostics import COMPLETE
+from collectives.engines import Enqueued, Execution, Operands, Transport
+from collectives.errors import CollectiveError
 from collectives.programs import OwnCounts, Program
 
 DeviceMode = Literal["auto", "peer", "staged"]
@@ -22,13 +29,24 @@ class Devices:
     """The calls of one rank of a communicator on devices.
 
     `mode`: "auto": ranks of one host read each other's memory where they can.  "peer": a call that
-    cannot do so is refused.  "staged": all messages go through host memory.
+    cannot do so is refused.  "staged": all messages go through host memory.  `turns`: of the calls.
     """
 
-    def __init__(self, transport: Transport, mode: DeviceMode) -> None:
+    _order: Order | None = None  # of the calls
+    _watch: Watch | None = None
+    _failure: CollectiveError | None = None  # before the communicator was freed
+
+    def __init__(
+        self,
+        transport: Transport,
+        mode: DeviceMode,
+        when_failed: Callable[[CollectiveError], object],
+        limit: Callable[[], float | None],
+    ) -> None:
         self._transport, self.mode = transport, mode
+        self._when_failed, self._limit = when_failed, limit
         self._links: Links | None = None
-        self._kept = Kept()
+        self._kept, self.turns = Kept(), Turns()
 
     def execution(
         self, program: Program, operands: Operands, tag: int, call: DeviceCall, number: int
@@ -65,10 +83,57 @@ class Devices:
         if links.backend is not operands.backend:
             why = f"the array is on {operands.backend.name}, the links are for {links.backend.name}"
         with links.backend.on_stream(links.backend.current_stream()):
+            watch = self._watched()
+            order, turns = self._order_of(call, links, watch)
             return OnDevice(
-                *(self._transport, links, self._kept, call, program, operands, tag, why),
+                *(self._transport, links, self._kept, call, program, operands, tag),
+                *(order, turns, watch, why),
                 is_strict=self.mode == "peer",
             )
+
+    def _watched(self) -> Watch:
+        """The watch of this communicator."""
+        if self._watch is None:
+            self._watch = Watch(self._transport, self._when_failed, self._limit)
+            self._transport.log.device_state = partial(_state_of, ref(self._watch))
+        return self._watch
+
+    def _order_of(self, call: DeviceCall, links: Links, watch: Watch) -> tuple[Order, Turns]:
+        """The order of a call among calls, or of a plan, which ranks may start in any order."""
+        if call.plan:
+            return watch.new_order(links), Turns()
+        self._order = self._order or watch.new_order(links)
+        return self._order, self.turns
+
+    def synchronize(self, limit: float | None) -> None:
+        """Wait until the device has done all that is enqueued, and raise what went wrong.
+
+        `limit`: the seconds that a run may take on the device; None: its own limit.
+        """
+        if self._watch is not None:
+            self._watch.synchronize(limit)
+
+    def give_up(self) -> bool:
+        """Let the device end after a failure; return whether it has ended."""
+        return self._watch is None or self._watch.give_up()
+
+    def has_done(self, enqueued: Enqueued) -> bool:
+        """Whether the device has come to an event.  Raises the failure after which that is void."""
+        is_done = enqueued.is_complete
+        if is_done and self._watch is not None:
+            self._watch.check()
+        self._raise_past_failure()
+        return is_done
+
+    def _raise_past_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    def wait_for(self, enqueued: Enqueued, limit: float | None) -> None:
+        """Wait until the device has come to an event.  `limit`: see `synchronize`."""
+        self._raise_past_failure()
+        if self._watch is not None:
+            self._watch.wait_until(lambda: enqueued.is_complete, limit)
 
     def free_plan(self, number: int) -> None:
         """Note that the plan of this number was freed."""
@@ -141,10 +206,19 @@ class Devices:
     def free(self) -> None:
         """Close the memory of peers."""
         self._kept.free()
+        self._transport.log.note_device_state()
+        self._failure = None if self._watch is None else self._watch.failure
+        self._order = self._watch = None
         if (links := self._links) is not None:
             with links.backend.on_stream(links.backend.current_stream()):
                 links.free()
             self._links = None
+
+
+def _state_of(reference: ReferenceType[Watch]) -> int:
+    """The state of what was left to a device; complete if its communicator was freed."""
+    watch = reference()
+    return COMPLETE if watch is None else watch.state
 
 
 def _why_no_kernel(driver: Driver, operands: Operands) -> str:

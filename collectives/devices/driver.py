@@ -48,10 +48,13 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuStreamIsCapturing": (_WORD, _POINTER),
     "cuStreamSynchronize": (_WORD,),
     "cuStreamWaitEvent": (_WORD, _WORD, _UNSIGNED),
+    "cuThreadExchangeStreamCaptureMode": (_POINTER,),
 }
 """The argument types of each function; it returns an error code of 32 bits, 0 for success."""
 
 NOT_READY = 600  # what `cuEventQuery` returns while the event is not complete
+CAPTURING = range(900, 910)  # what functions return that a stream which is captured forbids
+RELAXED = 2  # a way in which a thread lets others capture their streams
 BUFFER_ID = 7  # an attribute of a pointer: a number that no other allocation of the process has
 DISABLE_TIMING = 2  # of an event
 NON_BLOCKING = 1  # of a stream, which does not wait for the null stream
@@ -127,6 +130,11 @@ class Driver:
         stream = _WORD()
         self.call("cuStreamCreate", ctypes.addressof(stream), NON_BLOCKING)
         return stream.value
+
+    def relax_thread(self) -> None:
+        """Let calls of this thread end no capture of a stream by another one."""
+        mode = ctypes.c_int(RELAXED)
+        self.try_call("cuThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
 
     def is_complete(self, event: int) -> bool:
         """Whether all work before the event is done.  Raises DriverError if it has failed."""

@@ -1,9 +1,9 @@
 """The loop that runs a device program: it enqueues operations on a stream, compiled by numba.
 
 It calls the functions of the driver by address, without the interpreter and without its lock.  It
-returns to Python when the program is complete, at the time limit, for rows that need the host, and
-if the ranks must meet.  Its state begins with the words of `executor.py`, so that it numbers and
-logs runs with the same code.
+returns to Python when the whole program is enqueued, at the time limit, for rows that need the
+host, and if the ranks must meet.  Its state begins with the words of `executor.py`, so that it
+numbers and logs runs with the same code.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import njit
 
 from collectives.devices import driver, table
+from collectives.diagnostics import flight_recorder
 from collectives.engines import executor
 from collectives.engines.executor import (
     begin,
@@ -21,7 +22,7 @@ from collectives.engines.executor import (
     caller,
     load,
     load32,
-    log_completion,
+    log_end,
     pause,
     peek,
     store,
@@ -38,13 +39,18 @@ ITEMSIZE, INTERRUPT, ERROR, FLAG = (
 ENTRY, NUMBER, KEY, COUNTER_AT = executor.ENTRY, executor.NUMBER, executor.KEY, executor.COUNTER
 _FIRST = executor.NUM_STATE_WORDS
 # Where it enqueues, and how:
-(STREAM, EVENT, OF_CALLER, STARTED, START, BATCH, VALUES, PARAMETERS, NUM_OUTSTANDING,
- MOST_OUTSTANDING, STAGE, IS_BUSY) = range(_FIRST, _FIRST + 12)  # fmt: skip
+(STREAM, OF_CALLER, OWN_STREAM, STARTED, START, ENDED, BATCH, VALUES, PARAMETERS, ORDER, FIRST_CALL,
+ MOST_OUTSTANDING, STAGE) = range(_FIRST, _FIRST + 13)  # fmt: skip
 # the word by which this rank says that it has come, and the addresses of those of its peers:
-MINE, PEERS, NUM_PEERS, TURN, LAST_TURN = range(_FIRST + 12, _FIRST + 17)
+MINE, PEERS, NUM_PEERS, TURN, LAST_TURN = range(_FIRST + 13, _FIRST + 18)
 # and the functions of the driver.
 (BATCH_OPERATION, COPY_BYTES, LAUNCH, RECORD_EVENT, WAIT_EVENT, QUERY_EVENT, IS_CAPTURING,
- NUM_STATE_WORDS) = range(_FIRST + 17, _FIRST + 25)  # fmt: skip
+ NUM_STATE_WORDS) = range(_FIRST + 18, _FIRST + 26)  # fmt: skip
+
+# Words of an order of runs, which follow each other: the event that each records at its end; how
+# many operations have been enqueued since that event was known to be complete; whether a run is
+# being enqueued; and how many have been.
+LAST_EVENT, NUM_OUTSTANDING, IS_OPEN, NUM_RUNS, NUM_ORDER_WORDS = range(5)
 
 # Words of a row: its kind, bytes, number of operands and those on the left; addresses of the
 # target, of the operands and of a counter; the value of the counter, and by how much it rises with
@@ -58,7 +64,7 @@ KIND, SIZE, NUM_OPERANDS, LEFTS, TARGET, OPERANDS, COUNTER, VALUE, RISE, ROW_WOR
 DONE, WAITING, MISFIT = executor.DONE, executor.WAITING, executor.MISFIT
 HOST, FULL, DRIVER_ERROR, CHANGED, MEET = range(10, 15)
 
-IDLE, COMING, FOLLOWING, ENQUEUEING, DRAINING, FINISHING = range(6)  # stages of a run
+IDLE, COMING, FOLLOWING, ENQUEUEING, DRAINING = range(5)  # stages of a run
 
 # Whether the start of a run is noted; not so if the caller's stream is captured, or fails.
 NOTED, CAPTURED, FAILED = range(3)
@@ -71,13 +77,15 @@ MOST_TURNS = 2**TURN_BITS - 2
 
 # Compiled code is cached until this file changes, so constants of other files are repeated here.
 SIGNAL, AWAIT, COPY, COMBINATION, DIVISION = range(5)
-WAIT_VALUE, WRITE_VALUE, MEMORY_OPERATION_WORDS, NOT_READY = 1, 2, 6, 600
+WAIT_VALUE, WRITE_VALUE, MEMORY_OPERATION_WORDS, NOT_READY, ENQUEUED = 1, 2, 6, 600, 4
 MOST_IN_BATCH = 64
 THREADS, _BYTES_EACH, _MOST_BLOCKS = 256, 16, 1056
+_AROUND = 4  # operations on the stream before and after a run
 _ROW_BYTES = 8 * ROW_WORDS
 assert [*DeviceKind][: DIVISION + 1] == [SIGNAL, AWAIT, COPY, COMBINATION, DIVISION]
 assert (WAIT_VALUE, WRITE_VALUE) == (driver.WAIT_VALUE, driver.WRITE_VALUE)
 assert (MEMORY_OPERATION_WORDS, NOT_READY) == (driver.MEMORY_OPERATION_WORDS, driver.NOT_READY)
+assert flight_recorder.ENQUEUED == ENQUEUED
 assert (table.KIND, table.SIZE, table.NUM_OPERANDS) == (KIND, SIZE, NUM_OPERANDS)
 assert (table.LEFTS, table.TARGET, OPERANDS) == (LEFTS, TARGET, TARGET + 1)
 assert (table.COUNTER, table.VALUE, table.RISE) == (COUNTER, VALUE, RISE)
@@ -145,6 +153,19 @@ def is_late(word: int, mine: int) -> bool:
 
 @njit(nogil=True, error_model="numpy")
 def look(state: int) -> int:
+    """Whether all peers have come, and it is the turn of this run; see `look_once`.
+
+    If all seem to have come, it looks again: one may have left before the last one came.
+    """
+    answer = look_once(state)
+    if answer in (DONE, CHANGED):
+        answer = look_once(state)
+    first, mine = peek(load(state + 8 * FIRST_CALL)), load(load(state + 8 * MINE))
+    return WAITING if answer == DONE and first not in (0, mine >> NUMBER_AT) else answer
+
+
+@njit(nogil=True, error_model="numpy")
+def look_once(state: int) -> int:
     """Whether all peers have come; CHANGED if one of them, or this rank, has other arrays.
 
     MEET if one of them makes this run in another way.  A peer that has already come to its next
@@ -169,39 +190,50 @@ def look(state: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def advance(state: int, nanoseconds: int) -> int:
-    """Continue a run; wait for peers and for the device at most `nanoseconds` each."""
-    while True:
+    """Continue a run; wait for peers, or for room on the stream, at most `nanoseconds` each."""
+    while load(state + 8 * STAGE) != IDLE:
         stage = load(state + 8 * STAGE)
         if stage == FOLLOWING:
             answer, stage = follow(state), ENQUEUEING
         elif stage == ENQUEUEING:
             answer = enqueue(state)
-            stage = DRAINING if answer == FULL else FINISHING
+            stage = DRAINING if answer == FULL else IDLE
             if answer in (FULL, DONE):
                 answer = record_event(state)
         else:
             answer = wait(state, nanoseconds)
-            if stage == COMING:
-                stage = FOLLOWING
-            elif stage == DRAINING:
-                stage = ENQUEUEING
-            else:
-                stage = IDLE
+            stage = FOLLOWING if stage == COMING else ENQUEUEING
         if answer != DONE:
             return answer
-        store(state + 8 * STAGE, stage)
-        if stage == ENQUEUEING:
-            store(state + 8 * NUM_OUTSTANDING, 0)
         if stage == IDLE:
-            store(state + 8 * IS_BUSY, 0)
-            if load(state + 8 * NUMBER) != 0:
-                log_completion(state)
-            return DONE
+            return end(state)
+        store(state + 8 * STAGE, stage)
+    return DONE
+
+
+@njit(nogil=True, error_model="numpy")
+def end(state: int) -> int:
+    """End a run of which all is enqueued."""
+    places = load(state + 8 * ENDED), load(state + 8 * STREAM)
+    if places[0] != 0 and failed(state, call2(load(state + 8 * RECORD_EVENT), places)):
+        return DRIVER_ERROR
+    store(load(state + 8 * ORDER) + 8 * IS_OPEN, 0)
+    store(state + 8 * STAGE, IDLE)
+    if load(state + 8 * NUMBER) != 0:
+        log_end(state, ENQUEUED)
+    return DONE
+
+
+@njit(nogil=True, error_model="numpy")
+def failed(state: int, code: int) -> bool:
+    """Store the error code of a function of the driver; return whether it is an error."""
+    store(state + 8 * ERROR, code)
+    return code != 0
 
 
 @njit(nogil=True, error_model="numpy")
 def wait(state: int, nanoseconds: int) -> int:
-    """Wait for the peers, or for the device."""
+    """Wait for the peers, or until the device has done all that is enqueued."""
     port, started, tries = load(state + 8 * PORT), 0, 0
     while True:
         answer = look(state) if load(state + 8 * STAGE) == COMING else query(state)
@@ -215,31 +247,44 @@ def wait(state: int, nanoseconds: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def query(state: int) -> int:
-    """Whether the device has done all that is enqueued."""
-    code = call1(load(state + 8 * QUERY_EVENT), (load(state + 8 * EVENT),))
+    """Whether the device has done all that is enqueued; then the stream has room again."""
+    order = load(state + 8 * ORDER)
+    code = call1(load(state + 8 * QUERY_EVENT), (load(order + 8 * LAST_EVENT),))
     if code == NOT_READY:
         return WAITING
-    store(state + 8 * ERROR, code)
-    return DONE if code == 0 else DRIVER_ERROR
+    store(order + 8 * NUM_OUTSTANDING, 0)
+    return DRIVER_ERROR if failed(state, code) else DONE
 
 
 @njit(nogil=True, error_model="numpy")
 def record_event(state: int) -> int:
-    """Record the event of the run on its stream."""
-    places = load(state + 8 * EVENT), load(state + 8 * STREAM)
+    """Record on the stream that the device has come so far."""
+    places = load(load(state + 8 * ORDER) + 8 * LAST_EVENT), load(state + 8 * STREAM)
     code = call2(load(state + 8 * RECORD_EVENT), places)
-    store(state + 8 * ERROR, code)
-    return DONE if code == 0 else DRIVER_ERROR
+    return DRIVER_ERROR if failed(state, code) else DONE
 
 
 @njit(nogil=True, error_model="numpy")
 def follow(state: int) -> int:
-    """Begin after the start that was noted, with higher values than those of the last run."""
-    arguments = load(state + 8 * STREAM), load(state + 8 * STARTED), 0
-    store(state + 8 * ERROR, call3(load(state + 8 * WAIT_EVENT), arguments))
-    if load(state + 8 * ERROR) != 0:
+    """Begin after the last run and after the start that was noted, with higher values.
+
+    The run goes on the caller's stream, unless it has another one.
+    """
+    answer, order = query(state), load(state + 8 * ORDER)
+    if answer == DRIVER_ERROR:
+        return answer
+    stream = load(state + 8 * OWN_STREAM)
+    wait_event, is_own = load(state + 8 * WAIT_EVENT), stream != 0
+    if not is_own:
+        stream = load(state + 8 * OF_CALLER)
+    store(state + 8 * STREAM, stream)
+    if failed(state, call3(wait_event, (stream, load(order + 8 * LAST_EVENT), 0))):
         return DRIVER_ERROR
-    store(state + 8 * IS_BUSY, 1)
+    if is_own and failed(state, call3(wait_event, (stream, load(state + 8 * STARTED), 0))):
+        return DRIVER_ERROR
+    store(order + 8 * NUM_OUTSTANDING, load(order + 8 * NUM_OUTSTANDING) + _AROUND)
+    store(order + 8 * IS_OPEN, 1)
+    store(order + 8 * NUM_RUNS, load(order + 8 * NUM_RUNS) + 1)
     rows = load(state + 8 * TABLE)
     for number in range(load(state + 8 * NUM_ROWS)):
         value = rows + _ROW_BYTES * number + 8 * VALUE
@@ -252,14 +297,14 @@ def follow(state: int) -> int:
 def enqueue(state: int) -> int:
     """Enqueue operations from the current row on; return why it stops."""
     rows, stop = load(state + 8 * TABLE), load(state + 8 * NUM_ROWS)
-    number, answer = load(state + 8 * ROW), DONE
+    number, answer, order = load(state + 8 * ROW), DONE, load(state + 8 * ORDER)
     while number < stop:
         row = rows + _ROW_BYTES * number
         kind = load(row)
         if kind > DIVISION:
             answer = HOST
             break
-        outstanding = load(state + 8 * NUM_OUTSTANDING)
+        outstanding = load(order + 8 * NUM_OUTSTANDING)
         if outstanding >= load(state + 8 * MOST_OUTSTANDING):
             answer = FULL
             break
@@ -274,7 +319,7 @@ def enqueue(state: int) -> int:
         if load(state + 8 * ERROR) != 0:
             answer = DRIVER_ERROR
             break
-        store(state + 8 * NUM_OUTSTANDING, outstanding + num_rows)
+        store(order + 8 * NUM_OUTSTANDING, outstanding + num_rows)
         number += num_rows
     store(state + 8 * ROW, number)
     return answer

@@ -1,9 +1,9 @@
 """Runs programs on devices: data goes from the memory of one device to that of another.
 
 Before a call, the ranks of a host meet: each publishes where its arrays are, opens the memory of
-its peers, and says so.  Then each enqueues its device program on a stream that begins after what is
-on the caller's, and the host polls an event.  If some rank cannot do that, all ranks stage their
-messages in host memory.
+its peers, and says so.  Then each enqueues its device program, on the caller's stream or, if the
+caller goes on meanwhile, on a stream that begins after what is on the caller's.  The host does not
+wait for the device.  If some rank cannot do that, all ranks stage their messages in host memory.
 
 When all ranks make a call of the same kind again, they do not meet again: each says that it has
 come, and whether its arrays are others than before, and enqueues the same program.
@@ -11,6 +11,7 @@ come, and whether its arrays are others than before, and enqueues the same progr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from zlib import crc32
 
@@ -27,11 +28,14 @@ from collectives.devices.kept import Kept
 from collectives.devices.links import Links
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Wait, Waits
+from collectives.devices.order import Enqueued, Order, Turns
 from collectives.devices.placed import Placed
 from collectives.devices.streams import STREAMS
-from collectives.diagnostics import CallLog, Waiting
+from collectives.devices.watch import Watch
+from collectives.diagnostics import COMPLETE, ENQUEUED, CallLog, Waiting
 from collectives.engines import (
     FAILS,
+    RUN_FAILED,
     WORKS,
     CallKey,
     Operands,
@@ -45,13 +49,18 @@ from collectives.programs import Program
 class OnDevice:
     """An execution of a call on devices.
 
+    It is complete when all is enqueued.
+
     `kept`: the executions of this communicator that can run again without a meeting.  `is_strict`:
     whether a call that would be staged is refused.  `why_staged`: why this rank's array cannot be
     used by its peers; "" if it can.  `check`: the comparison of the next run, in checked mode.
+    `waits_for_device`: whether a run ends when the device has done it.
     `mark`: set by who may start it again on the arrays of the last run, until others are attached.
     """
 
     check: Check | None = None
+    waits_for_device = False
+    _may_others_run: Callable[[], bool] | None = None  # after this rank has said that it does
     mark: object = None
     state_address = 0  # the state is its own
 
@@ -64,19 +73,22 @@ class OnDevice:
         program: Program,
         operands: Operands,
         tag: int,
+        order: Order,
+        turns: Turns,
+        watch: Watch,
         why_staged: str = "",
         *,
         is_strict: bool = False,
     ) -> None:
+        self._order, self._turns, self._watch = order, turns, watch
         self._transport, self._links, self._call, self.program = transport, links, call, program
         self._kept, self._backend, self._is_strict = kept, links.backend, is_strict
         self._num_scratch = call.num_scratch(transport.rank, transport.size)
         self._exposed = Exposed(links, call, why_staged)
         self._scratch: Array | None = None  # kept for calls that follow without a meeting
         self.attach(operands, tag)
-        self._loop = Loop(links.driver, operands, program.itemsize)
-        STREAMS.add_user(links.driver, self._loop)
-        self._placed = Placed(transport, links, call, self._loop, self._backend)
+        self._loop = Loop(links.driver, order, turns, operands, program.itemsize)
+        self._placed = Placed(transport, links, call, self._loop, self._backend, watch)
         self._others = [rank for rank in links.board.local_ranks if rank != transport.rank]
         self._staged: Staged | None = None
         self._is_staged, self.row = False, 0
@@ -106,7 +118,7 @@ class OnDevice:
     def detach(self) -> None:
         """Release the arrays; the next run has others."""
         del self._operands
-        self._exposed.detach()
+        self._exposed.detach(self._order.after_all)
         self._placed.detach()
         self._staged = None
 
@@ -114,11 +126,36 @@ class OnDevice:
         """See `Execution.interrupt`."""
         self._loop.interrupt(is_wanted)
 
-    def restart(self, number: int) -> None:
+    @property
+    def limit(self) -> float | None:
+        """The seconds that the run may take on the device; None: those of the communicator."""
+        return self._loop.limit
+
+    @limit.setter
+    def limit(self, seconds: float | None) -> None:
+        self._loop.limit = seconds
+
+    @property
+    def final_state(self) -> int:
+        """See `Execution.final_state`."""
+        return COMPLETE if self._is_staged else ENQUEUED
+
+    @property
+    def enqueued(self) -> Enqueued | None:
+        """See `Execution.enqueued`."""
+        return None if self._is_staged else self._loop.enqueued
+
+    def restart(self, number: int, *, is_async: bool = False) -> None:
         """Go to the first row, and show the other ranks of the host that this one has come."""
         self._begin(number)
         with self._backend.on_stream(self._stream):
-            self._note_start()
+            self._loop.use_callers_stream()
+            try:
+                if is_async:
+                    self.leave_callers_stream()
+                self._note_start()
+            except DriverError:
+                self._loop.note_no_start()
             if self._can_run_again():
                 self._steps = self._run_again(must_meet=not self._come())
             else:
@@ -130,10 +167,19 @@ class OnDevice:
         self._key = CallKey(plan, number) if plan else CallKey(number)
         if self.check is not None:
             self.check.begin(self._key)
-        self.row, self._is_staged = 0, False
+        if not plan:
+            self._turns.begin(number)
+        self._watch.release()
+        self.row, self._is_staged, self._may_others_run = 0, False, None
         self._wait = Wait(lambda: True, self._missing)
         self._stream = self._backend.current_stream()
         self._transport.watch(self)
+
+    def leave_callers_stream(self) -> None:
+        """See `Execution.leave_callers_stream`."""
+        if self._loop.enqueued is None:
+            with self._backend.on_stream(self._stream):
+                self._loop.use_own_stream(self._order.new_mark())
 
     def _note_start(self) -> None:
         """Let the run begin after what is on the caller's stream now."""
@@ -144,6 +190,9 @@ class OnDevice:
         if self._placed.progress():  # messages move only in calls of MPI
             seconds = 0.0
         self._loop.seconds = seconds
+        self._watch.release()
+        if self._watch.failure is not None:
+            raise self._watch.failure.with_traceback(None)
         may_wait = seconds > 0.0 and self._wait is not None and self._wait.is_in_code
         with self._backend.on_stream(self._stream):
             while may_wait or self._wait is None or self._wait.is_over():
@@ -164,9 +213,13 @@ class OnDevice:
         return self._wait, self._loop.row, check and check.row, staged and staged.row
 
     def _end(self) -> None:
-        """End a run that is complete."""
+        """End a run of which all is enqueued."""
         self._transport.unwatch(self)
-        self._loop.log_completion()
+        self._turns.end(self._key.call)
+        if self.enqueued is not None:
+            self._order.keep_until(self.enqueued, self._operands)
+        self._may_others_run = None
+        self._loop.log_end(self.final_state)
         self._last_agreement.end_check()
         self._wait = self.check = None  # which refer to this object, or to arrays
 
@@ -202,26 +255,39 @@ class OnDevice:
         check = self.check
         if check is not None and (messages := check.waiting_for()):
             return 0, messages
-        waiting = [Waiting(rank, is_receive=True) for rank in self.missing]
+        missing = self._placed.late() if self._wait is None else self.missing
+        waiting = [Waiting(rank, is_receive=True) for rank in missing]
         waiting += self._placed.waiting_for()
         return self._placed.round_of(self.program.num_rounds), waiting
+
+    @property
+    def device_row(self) -> str:
+        """See `Execution.device_row`."""
+        return "" if self._is_staged else self._placed.device_row
 
     def abandon(self) -> bool:
         """See `Execution.abandon`; what is enqueued goes on.
 
-        The memory of the meeting is kept for ever if the device still uses its counters.
+        The memory of the meeting is kept as long as the device uses its counters.
         """
         self._transport.unwatch(self)
+        self._turns.end(self._key.call)
+        is_certain, may_others_run = self._loop.is_certain, self._may_others_run
+        if self._loop.is_coming:  # compiled code may have started it
+            may_others_run = self._have_all_come
         with self._backend.on_stream(self._backend.current_stream()):
             self._steps.close()
+            has_refused = self.check is not None and self.check.has_refused
             if self.check is not None:
                 self.check.abandon()
             is_done = self._placed.abandon()
+            if is_certain or (may_others_run is not None and not has_refused and may_others_run()):
+                self._watch.note(RUN_FAILED, f"{self._call.text} has failed half-way")
             if self._is_staged and self._staged is not None:
                 is_done &= self._staged.abandon()
-        if is_done and self._agreement is not None:
-            self._agreement.leave()
-            self._exposed.keep(None)
+            if self._agreement is not None:
+                self._agreement.leave(self._order.after_all)
+                self._exposed.keep(None)
         self._wait = self.check = None  # which refer to this object, or to arrays
         return is_done
 
@@ -249,6 +315,24 @@ class OnDevice:
 
     def run(self, state: int, source: int, target: int, nanoseconds: int) -> int:
         """See `Loop.run` of `Reusable`; the arrays are those that are attached."""
+        self._loop.use_callers_stream()
+        return self._run_in_code(nanoseconds)
+
+    def start(self, state: int, source: int, target: int, nanoseconds: int) -> int:
+        """See `Loop.start` of `Reusable`; the arrays are those that are attached."""
+        self._stream = self._backend.current_stream()
+        self._loop.use_callers_stream()
+        try:
+            self.leave_callers_stream()
+        except DriverError:
+            return int(self._loop.names.MISFIT)
+        answer = self._run_in_code(nanoseconds)
+        if answer == self._loop.names.DONE and self.enqueued is not None:
+            self._order.keep_until(self.enqueued, self._operands)
+        return answer
+
+    def _run_in_code(self, nanoseconds: int) -> int:
+        self.limit = None
         stream = self._backend.current_stream()
         if self._backend.is_current:
             return self._loop.run(self._links.pointer(stream), nanoseconds)
@@ -264,6 +348,7 @@ class OnDevice:
         if not self._loop.is_start_noted:  # because no context was current
             with self._backend.on_stream(self._stream):
                 self._note_start()
+        self._may_others_run = None if answer == names.MEET else self._have_all_come
         self._steps = self._run_again(must_meet=answer == names.MEET)
         return True
 
@@ -309,6 +394,7 @@ class OnDevice:
         if others is not None:
             self._last_agreement.meeting.change(others)
             self._exposed.keep(others)
+        self._may_others_run = self._have_all_come
         self._loop.come(self._key.run or self._key.call, has_changed=others is not None)
         return True
 
@@ -326,7 +412,7 @@ class OnDevice:
         if must_meet:
             yield from self._run_anew()
         else:
-            yield from self._placed.finish(self._tag)
+            yield from self._finish()
             self.note_kept()
 
     def _is_decided(self) -> bool:
@@ -336,6 +422,10 @@ class OnDevice:
     def _not_come(self) -> list[int]:
         """The ranks that have not come."""
         return [self._others[at] for at in self._loop.late()]
+
+    def _have_all_come(self) -> bool:
+        """Whether all ranks have come; if not, those that come see that this one has left."""
+        return not self._not_come()
 
     def _elsewhere(self) -> list[int]:
         """The ranks that make this run in another way.
@@ -375,6 +465,7 @@ class OnDevice:
         yield meeting.answer_change(turn, verdict)
         if not meeting.all_can_change():
             return False
+        yield self._until_it_is_its_turn()
         self._placed.move(starts)
         return True
 
@@ -389,13 +480,16 @@ class OnDevice:
         """Let the ranks meet before the next run."""
         self._placed.end()
         self._exposed.keep(None)
-        self._scratch = None
+        if self._scratch is not None:
+            self._order.keep(self._scratch)
+            self._scratch = None
 
     # Runs that begin with a meeting
 
     def _run_anew(self) -> Waits:
         """The steps of a run that begins with a meeting, to which this rank comes at once."""
         self.forget()
+        self._may_others_run = None
         agreement = self._agreement = Agreement(
             *(self._links, self._call, self._key, self._exposed, self.check),
             is_strict=self._is_strict,
@@ -428,7 +522,7 @@ class OnDevice:
             yield from self._run_staged()
 
     def _run_direct(self, agreement: Agreement) -> Waits:
-        """Open the memory of the others, enqueue, and wait for the device; return "".
+        """Open the memory of the others, and enqueue; return "".
 
         If a rank cannot open the memory of another one, or knows of other links, return that.
         """
@@ -448,23 +542,36 @@ class OnDevice:
         except BaseException:
             meeting.answer(FAILS)  # or the others would wait for the answer
             raise
+        self._may_others_run = None if verdict == FAILS else meeting.is_too_late_to_fail
         meeting.answer(verdict)
         yield meeting.for_answers()
         links.exports.closed(records[me]["closing"].tolist())
         if verdict == FAILS or set(meeting.verdicts().values()) != {verdict}:
-            self._placed.give_back()
+            self._may_others_run = None
             return "a rank cannot open the memory of another one"
+        yield self._until_it_is_its_turn()
         self._placed.begin(starts, meeting, self._exposed)
-        yield from self._placed.finish(self._tag)
+        yield from self._finish()
         if all(record["lasts"] for record in records.values()):
             self._keep(agreement)
         else:
             self.forget()
         return ""
 
+    def _finish(self) -> Waits:
+        """Enqueue the rows, and wait for the device if that is wanted."""
+        yield from self._placed.finish(self._tag)
+        if self.waits_for_device:
+            yield Wait(lambda: self._order.is_complete, self._placed.late, is_at_work=True)
+            self._watch.check()
+
     def _until_it_may_block(self) -> Wait:
         """Wait until this rank may make calls that wait for all streams of its process."""
         return Wait(partial(STREAMS.may_block, self._links.driver), list, is_at_work=True)
+
+    def _until_it_is_its_turn(self) -> Wait:
+        """Wait until all earlier calls of the communicator are enqueued."""
+        return Wait(partial(self._turns.has_come_to, self._key.call), list)
 
     def _keep(self, agreement: Agreement) -> None:
         """Let the next run do without a meeting."""
@@ -478,6 +585,7 @@ class OnDevice:
     def _run_staged(self) -> Waits:
         """Let all messages go through host memory."""
         self._transport.unwatch(self)
+        self._turns.end(self._key.call)
         if self._staged is None:
             messages = self._transport.messages(self._tag)
             self._staged = Staged(self.program, self._operands, messages)

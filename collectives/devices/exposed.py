@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,11 +42,14 @@ class Exposed:
         self._operands = operands
         self._extents = [Extent(*operands.backend.extent(x)) for x in arrays]
 
-    def detach(self) -> None:
-        """Release the arrays."""
+    def detach(self, when_unused: Callable[[Callable[[], object]], object]) -> None:
+        """Release the arrays.
+
+        `when_unused`: calls a function when the device does not use their memory.
+        """
         del self._operands
         if self._shadow is not None:
-            self._shadow.give_back()
+            when_unused(self._shadow.give_back)
             self._shadow = None
 
     def fields(self, loop: Loop, *, is_plan: bool) -> dict[str, Any]:

@@ -15,6 +15,9 @@ class Keepable(Protocol):
     def forget(self) -> None:
         """Give its slot back; before the next run the ranks meet."""
 
+    def detach(self) -> None:
+        """Release the arrays."""
+
 
 class Kept:
     """The executions that are kept and do not run: those of plans, and of calls of late."""
@@ -49,6 +52,7 @@ class Kept:
             execution = self._plans.pop(number, None)
             if execution is not None:
                 execution.forget()
+                execution.detach()
 
     def forget_calls(self) -> None:
         """Forget all calls that do not run."""

@@ -12,7 +12,8 @@ import numpy as np
 
 from collectives.arrays import jit
 from collectives.devices.driver import MEMORY_OPERATION_WORDS, Driver, DriverError
-from collectives.devices.streams import STREAMS, Stream
+from collectives.devices.order import Enqueued, Order, Turns
+from collectives.devices.streams import STREAMS
 from collectives.devices.table import ROW_WORDS, Words
 from collectives.diagnostics import CallLog
 from collectives.engines import Operands
@@ -28,14 +29,14 @@ class Functions(NamedTuple):
     come: Callable[[int, int, int], None]
     look: Callable[[int], int]
     advance: Callable[[int, int], int]
-    log_completion: Callable[[int], None]
+    log_end: Callable[[int, int], None]
 
 
 @cache
 def compiled() -> Functions:
     """The compiled functions, which are compiled or loaded at first use."""
     from collectives.devices import enqueue  # noqa: PLC0415 - it imports numba
-    from collectives.engines.executor import log_completion  # noqa: PLC0415
+    from collectives.engines.executor import log_end  # noqa: PLC0415
 
     return Functions(
         jit.function(enqueue.run.py_func, "int64(int64, int64)"),
@@ -43,7 +44,7 @@ def compiled() -> Functions:
         jit.function(enqueue.come.py_func, "void(int64, int64, int64)"),
         jit.function(enqueue.look.py_func, "int64(int64)"),
         jit.function(enqueue.advance.py_func, "int64(int64, int64)"),
-        jit.function(log_completion.py_func, "void(int64)"),
+        jit.function(log_end.py_func, "void(int64, int64)"),
     )
 
 
@@ -65,12 +66,18 @@ def _port() -> Words:
 class Loop:
     """The words of the compiled loop; see `enqueue`.
 
-    `seconds`: how long `advance` may wait.
+    `seconds`: how long `advance` may wait.  `limit`: the seconds that a run may take on the device;
+    None: those of the communicator.  `enqueued`: what an asynchronous run puts on its stream; None:
+    the run is enqueued on the caller's.
     """
 
     seconds = 0.0
+    limit: float | None = None
+    enqueued: Enqueued | None = None
 
-    def __init__(self, driver: Driver, operands: Operands, itemsize: int) -> None:
+    def __init__(
+        self, driver: Driver, order: Order, turns: Turns, operands: Operands, itemsize: int
+    ) -> None:
         from collectives.devices import enqueue  # noqa: PLC0415 - it imports numba
 
         self.names, self._functions = enqueue, compiled()
@@ -84,11 +91,14 @@ class Loop:
         function = operands.function if isinstance(operands.function, str) else ""
         is_average = operands.divisor > 1
         self._driver, addresses = driver, driver.addresses
+        self.order, self._turns = order, turns
         started = STREAMS.borrow_event(driver)
         finalize(self, STREAMS.give_back_event, driver, started)
         for name, value in {
             enqueue.PORT: _port().ctypes.data,
             enqueue.STARTED: started,
+            enqueue.ORDER: order.words.ctypes.data,
+            enqueue.FIRST_CALL: turns.words.ctypes.data,
             enqueue.BATCH: self._batch.ctypes.data,
             enqueue.VALUES: self._values.ctypes.data,
             enqueue.PARAMETERS: self._parameters.ctypes.data,
@@ -114,12 +124,10 @@ class Loop:
 
     # Runs after a meeting
 
-    def begin(self, rows: Words, stream: Stream) -> None:
+    def begin(self, rows: Words) -> None:
         """Set the rows of the next run, which begins after the start that was noted."""
         self.rows, names = rows, self.names
         for name, value in {
-            names.STREAM: stream.handle,
-            names.EVENT: stream.event,
             names.TABLE: rows.ctypes.data,
             names.NUM_ROWS: len(rows),
             names.MOST_OUTSTANDING: self._driver.most_outstanding,
@@ -184,6 +192,10 @@ class Loop:
         self.words[self.names.OF_CALLER] = of_caller
         self._functions.note_start(self.address)
 
+    def note_no_start(self) -> None:
+        """Note that the driver has failed."""
+        self.words[self.names.START] = self.names.FAILED
+
     @property
     def start(self) -> int:
         """NOTED; or CAPTURED or FAILED, if the caller's stream is."""
@@ -208,20 +220,40 @@ class Loop:
         """End a wait in another thread at once; with False, allow waits again."""
         self.words[self.names.INTERRUPT] = is_wanted
 
-    def end(self) -> None:
-        """Note that another one waits for what is on the stream."""
-        self.words[self.names.IS_BUSY] = 0
+    # Where a run is enqueued
 
-    def log_completion(self) -> None:
-        """Log that a run that `run` has started is complete, unless that is done."""
+    def use_callers_stream(self) -> None:
+        """Enqueue the next run on the stream that is current at the call."""
+        self.enqueued = None
+        self.words[self.names.OWN_STREAM] = self.words[self.names.ENDED] = 0
+
+    def use_own_stream(self, enqueued: Enqueued) -> None:
+        """Enqueue the next run, or the rest of this one, on a stream of its own.
+
+        `enqueued`: what to record at its end.  Raises DriverError.
+        """
+        self.enqueued, (stream, event) = enqueued, self.order.stream
+        self.words[self.names.OWN_STREAM], self.words[self.names.ENDED] = stream, enqueued.event
+        if self.is_open:
+            self._driver.call("cuEventRecord", event, self.stream)
+            self._driver.call("cuStreamWaitEvent", stream, event, 0)
+            self.words[self.names.STREAM] = stream
+
+    @property
+    def stream(self) -> int:
+        """The stream on which the last run was enqueued."""
+        return int(self.words[self.names.STREAM])
+
+    def log_end(self, state: int) -> None:
+        """Log the state of a run that `run` has started, unless that is done."""
         if self.run_number:
-            self._functions.log_completion(self.address)
+            self._functions.log_end(self.address, state)
 
     def can_advance(self) -> bool:
         """Whether it would not only wait."""
         if self.is_coming:
             return self._functions.look(self.address) != self.names.WAITING
-        return self._driver.is_complete(int(self.words[self.names.EVENT]))
+        return self.order.is_complete
 
     def late(self) -> list[int]:
         """The indices of the peers that are not known to have come to the run."""
@@ -239,9 +271,14 @@ class Loop:
         return bool(self.words[self.names.STAGE] == self.names.COMING)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether something of it may be on its stream."""
-        return bool(self.words[self.names.IS_BUSY])
+    def is_certain(self) -> bool:
+        """Whether all ranks enqueue the run, and nothing can end that."""
+        return self.is_open or int(self.words[self.names.STAGE]) == self.names.FOLLOWING
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of the run is enqueued, and not all of it."""
+        return int(self.words[self.names.STAGE]) in (self.names.ENQUEUEING, self.names.DRAINING)
 
     @property
     def run_number(self) -> int:

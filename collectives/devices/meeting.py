@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
-from collectives.engines import WORKS, Board, CallKey
+from collectives.engines import FAILS, WORKS, Board, CallKey
 
 
 class Wait(NamedTuple):
@@ -36,7 +37,7 @@ class Meeting:
         self.board, self.key = board, key
         self.ranks = board.local_ranks
         self.slots: dict[int, int] = {}
-        self._has_left = False
+        self._has_left, self._lock = False, threading.Lock()
         self._records: dict[int, Any] = {}
 
     @property
@@ -114,6 +115,12 @@ class Meeting:
             return [rank for rank, verdict in self.verdicts().items() if verdict < least]
 
         return Wait(lambda: not missing(), missing)
+
+    def is_too_late_to_fail(self) -> bool:
+        """Take back the answer of this rank; return whether others may have seen all answers."""
+        self.answer(FAILS)
+        with self._lock:  # so that what is read now was written before others see that
+            return all(self.verdicts().values())
 
     def withdraw(self) -> None:
         """Take back the record of this rank, because the ranks do not meet."""

@@ -1,8 +1,9 @@
-"""The device program of a rank with the addresses of all ranks' arrays, on a stream of its own."""
+"""The device program of a rank with the addresses of all ranks' arrays, on a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ from collectives.devices.links import Links
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Meeting, Wait, Waits
 from collectives.devices.rows import HostRows
-from collectives.devices.streams import STREAMS, Stream
-from collectives.devices.table import VALUE, Table, Words, rises_of, table_of
+from collectives.devices.table import Table, Words, rises_of, table_of
+from collectives.devices.watch import Watch
+from collectives.devices.watched import Watched
 from collectives.diagnostics import Waiting
 from collectives.engines import PinnedMemory, Transport
-from collectives.lowering import Counter, DeviceKind, DeviceOperation
+from collectives.lowering import Counter
 from collectives.programs import BUFFERS
 
 Records = Mapping[int, Any]
@@ -27,32 +29,37 @@ Records = Mapping[int, Any]
 class Placed:
     """What the device of one rank does in a call, from one meeting of the ranks to the next.
 
-    `meeting`: the last one.  `table`: the program that followed from it.
+    `table`: the program that followed from the meeting.  `watched`: its rows, or None.
     """
 
+    watched: Watched | None = None
+
     def __init__(
-        self, transport: Transport, links: Links, call: DeviceCall, loop: Loop, backend: Backend
+        self,
+        transport: Transport,
+        links: Links,
+        call: DeviceCall,
+        loop: Loop,
+        backend: Backend,
+        watch: Watch,
     ) -> None:
+        self._watch = watch
         self._transport, self._links, self._call, self._loop = transport, links, call, loop
         self._backend, self._driver = backend, links.driver
         self._tables: dict[Any, Table] = {}  # the last one, by what it depends on
         self._pinned = PinnedMemory(backend)
-        self._stream: Stream | None = None
         self._on_host: HostRows | None = None
-        self._operations: tuple[DeviceOperation, ...] = ()
         self._first_row = 0  # of the operations
-        self.meeting: Meeting
         self.table: Table
 
     # Addresses
 
     def find(self, records: Records) -> Words:
-        """Find the program and a stream; return where the buffers of all ranks start.
+        """Find the program; return where the buffers of all ranks start.
 
         Raises DriverError.
         """
         self.table = self._table(records)
-        self._stream = self._stream or STREAMS.borrow(self._driver)
         starts = np.zeros((self._transport.size, len(BUFFERS)), np.int64)
         for rank, record in records.items():
             if rank == self._transport.rank or self._links.is_direct(rank):
@@ -70,40 +77,44 @@ class Placed:
             process = self._links.process
             threads = {rank for rank in records if records[rank]["process"] == process}
             rises = rises_of(lowered[rank] for rank in records)
-            self._tables = {key: table_of(lowered[me], frozenset(threads - {me}), rises)}
+            self._tables = {key: table_of(lowered[me], me, frozenset(threads - {me}), rises)}
         return self._tables[key]
 
     def begin(self, starts: Words, meeting: Meeting, exposed: Exposed) -> None:
         """Begin the first run after a meeting."""
-        self.meeting, self._operations = meeting, self.table.operations
-        rows = self.table.with_counters(lambda counter: int(self._word(counter).ctypes.data))
+
+        def address_of(counter: Counter) -> int:
+            slot, is_read = meeting.slots[counter.writer], counter.is_read
+            word = meeting.board.counter(counter.writer, slot, counter.reader, is_read)
+            return int(word.ctypes.data)
+
+        rows = self.table.with_counters(address_of)
         self.table.set_starts(rows, starts)
         rows, self._first_row = exposed.with_shadow(rows)
-        assert self._stream is not None
-        self._loop.begin(rows, self._stream)
+        own_rows = rows[self._first_row :]
+        self.watched = Watched(
+            self._call.text, meeting, self.table.operations, own_rows, self._loop
+        )
+        self._watch.begin(self.watched)
+        self._loop.begin(rows)
 
     def move(self, starts: Words) -> None:
         """Go on with a run in which buffers start elsewhere than in the last one."""
         self.table.set_starts(self._loop.rows, starts)
         self._loop.go_on()
 
-    def _word(self, counter: Counter) -> Any:
-        """The memory of a counter."""
-        slot = self.meeting.slots[counter.writer]
-        return self._links.board.counter(counter.writer, slot, counter.reader, counter.is_read)
-
     # Runs
 
     def finish(self, tag: int) -> Waits:
-        """Enqueue all rows, except for those that need the host, and wait for the device.
+        """Enqueue all rows, except for those that need the host.
 
         `tag`: of messages.
         """
         loop = self._loop
-        for_device = Wait(loop.can_advance, self.late, is_at_work=True, is_in_code=True)
+        for_room = Wait(loop.can_advance, self.late, is_at_work=True, is_in_code=True)
         while (answer := loop.advance()) != loop.names.DONE:
             if answer == loop.names.WAITING:
-                yield for_device
+                yield for_room
             else:
                 yield from self._run_on_host(loop.row - self._first_row, tag)
                 loop.row += 1
@@ -122,62 +133,68 @@ class Placed:
 
     def _run_on_host(self, at: int, tag: int) -> Waits:
         """Run an operation that needs the host."""
-        assert self._stream is not None
+        watched = self.watched
+        assert watched is not None
         if self._on_host is None:
             messages = self._transport.messages(tag)
-            self._on_host = HostRows(self._driver, messages, self._stream, self._pinned)
-            self._on_host.post_receives(self._operations)
-        rows = self._loop.rows[self._first_row :]
-        yield from self._on_host.run(at, self._operations[at], rows, self._word)
+            self._on_host = HostRows(
+                *(self._driver, messages, self._loop, self._pinned, self._watch.check)
+            )
+            yield from self._on_host.post_receives(watched.operations)
+        yield from self._on_host.run(at, watched.operations[at], watched.rows, watched.word)
 
     def late(self) -> list[int]:
         """The ranks whose signals the device of this rank still awaits."""
-        late = set()
-        rows = self._loop.rows[self._first_row :]
-        for operation, row in zip(self._operations, rows, strict=False):
-            counter = operation.counter
-            is_await = operation.kind == DeviceKind.AWAIT
-            if is_await and counter is not None and self._word(counter)[0] < row[VALUE]:
-                late.add(counter.writer)
-        return sorted(late)
+        awaited = [] if self.watched is None else self.watched.awaited()
+        return sorted({each.writer for each in awaited})
 
     def round_of(self, num_rounds: int) -> int:
-        """The round of the operation that is enqueued next.  `num_rounds`: of the program."""
-        row = self._loop.row - self._first_row
-        if not self._loop.is_busy:  # the ranks are still coming
+        """The round in which the device is, or of the operation that is enqueued next.
+
+        `num_rounds`: of the program.
+        """
+        if self.watched is None:  # the ranks are still coming
             return 0
-        return self._operations[max(row, 0)].round if row < len(self._operations) else num_rounds
+        awaited, operations = self.watched.awaited(), self.watched.operations
+        row = self._loop.row - self._first_row if self._loop.is_open else len(operations)
+        if awaited:
+            row = min(row, awaited[0].row)
+        return operations[max(row, 0)].round if row < len(operations) else num_rounds
+
+    @property
+    def device_row(self) -> str:
+        """The row at which the device waits, as text; "" if it does not wait."""
+        awaited = [] if self.watched is None else self.watched.awaited()
+        if self.watched is None or not awaited:
+            return ""
+        return f"row {awaited[0].row} of {len(self.watched.operations)} of its device"
 
     # The end
 
     def detach(self) -> None:
-        """Release the memory for messages."""
-        self._pinned = PinnedMemory(self._backend)
+        """Release the memory for messages, when the device has read it."""
+        if self._pinned.is_used:
+            self._loop.order.keep(self._pinned)
+            self._pinned = PinnedMemory(self._backend)
 
     def end(self) -> None:
-        """Let others use the stream and the memory of the meeting."""
-        if self._stream is not None:
-            self.give_back()
-            self.meeting.leave()
-
-    def give_back(self) -> None:
-        """Let others use the stream, on which nothing is."""
-        if self._stream is not None:
+        """Let others use the memory of the meeting, when the device does not use it any more."""
+        if self.watched is not None:
             self._loop.forget()
-            STREAMS.give_back(self._driver, self._stream)
-            self._stream, self._operations = None, ()
+            self._loop.order.after_all(partial(self._watch.end, self.watched))
+            self.watched = None
+        self.detach()
 
     def abandon(self) -> bool:
         """End a run that has failed; return whether the device does not use its memory any more.
 
         What is enqueued goes on.
         """
+        order, stream, was_open = self._loop.order, self._loop.stream, self._loop.is_open
         self._loop.forget()
         is_done = self._on_host is None or self._on_host.abandon()
-        if self._stream is not None and self._loop.is_busy:
-            is_done &= STREAMS.abandon(self._driver, self._stream)
-        else:
-            self.give_back()
-        self._stream = None
-        self._loop.end()
+        if was_open:
+            order.break_off(stream)
+            is_done &= order.is_complete
+        self.end()
         return is_done

@@ -9,37 +9,43 @@ from typing import Any
 import numpy as np
 
 from collectives.devices.driver import Driver
+from collectives.devices.loop import Loop
 from collectives.devices.meeting import Wait, Waits
-from collectives.devices.streams import EVENTS, Stream
+from collectives.devices.streams import EVENTS
 from collectives.devices.table import TARGET, VALUE, Words
 from collectives.diagnostics import Waiting
 from collectives.engines import Messages, PinnedMemory
 from collectives.lowering import Counter, DeviceKind, DeviceOperation
 
+SEND, RECEIVE = DeviceKind.SEND, DeviceKind.RECEIVE
+
 
 class HostRows:
     """Runs the rows of one call that need the host.
 
-    `memory`: for messages.
+    `loop`: knows the stream.  `memory`: for messages.  `check`: raises the error of a failure.
     """
 
     def __init__(
         self,
         driver: Driver,
         messages: Messages,
-        stream: Stream,
+        loop: Loop,
         memory: PinnedMemory,
+        check: Callable[[], object],
     ) -> None:
-        self._driver, self._messages = driver, messages
-        self._stream, self._event = stream
-        self._memory = memory
+        self._driver, self._messages, self._loop = driver, messages, loop
+        self._memory, self._check = memory, check
         self._buffers: dict[int, Any] = {}
         self._sent: list[int] = []
 
-    def post_receives(self, operations: Sequence[DeviceOperation]) -> None:
-        """Post the receives of all rows, in their order."""
+    def post_receives(self, operations: Sequence[DeviceOperation]) -> Waits:
+        """Post the receives of all rows, in their order, when their memory is read."""
+        order = self._loop.order
+        if any(operation.kind in (SEND, RECEIVE) for operation in operations):
+            yield Wait(lambda: order.is_complete, list, is_at_work=True)
         for row, operation in enumerate(operations):
-            if operation.kind == DeviceKind.RECEIVE and operation.counter is not None:
+            if operation.kind == RECEIVE and operation.counter is not None:
                 self._messages.receive(row, operation.counter.writer, self._buffer(row, operation))
 
     def _buffer(self, row: int, operation: DeviceOperation) -> Any:
@@ -54,9 +60,9 @@ class HostRows:
         """Run one row.  `rows`: with addresses.  `word_of`: finds the memory of a counter."""
         counter = operation.counter
         assert counter is not None
-        if operation.kind == DeviceKind.SEND:
+        if operation.kind == SEND:
             yield from self._send(row, operation, int(rows[row, TARGET + 1]))
-        elif operation.kind == DeviceKind.RECEIVE:
+        elif operation.kind == RECEIVE:
             yield from self._receive(row, operation, int(rows[row, TARGET]))
         elif operation.kind == DeviceKind.SIGNAL:
             self._signal(operation, word_of(counter), int(rows[row, VALUE]))
@@ -65,8 +71,9 @@ class HostRows:
 
     def _signal(self, operation: DeviceOperation, word: Any, value: int) -> None:
         """Record an event, then let the host of the other thread know it."""
+        self._loop.order.count_one()
         event = EVENTS.of(self._driver, word.ctypes.data, operation.value)
-        self._driver.call("cuEventRecord", event, self._stream)
+        self._driver.call("cuEventRecord", event, self._loop.stream)
         word[0] = value
 
     def _await(self, operation: DeviceOperation, word: Any, value: int) -> Waits:
@@ -74,18 +81,21 @@ class HostRows:
         counter = operation.counter
         assert counter is not None
         yield Wait(lambda: bool(word[0] >= value), lambda: [counter.writer])
+        self._loop.order.count_one()
         event = EVENTS.of(self._driver, word.ctypes.data, operation.value)
-        self._driver.call("cuStreamWaitEvent", self._stream, event, 0)
+        self._driver.call("cuStreamWaitEvent", self._loop.stream, event, 0)
 
     def _send(self, row: int, operation: DeviceOperation, source: int) -> Waits:
         """Copy to the host, and send."""
         assert operation.counter is not None
         host = self._buffer(row, operation)
         if operation.size:
-            arguments = host.ctypes.data, source, operation.size, self._stream
+            stream, event = self._loop.stream, self._loop.order.stream.event
+            arguments = host.ctypes.data, source, operation.size, stream
             self._driver.call("cuMemcpyDtoHAsync_v2", *arguments)
-            self._driver.call("cuEventRecord", self._event, self._stream)
-            yield Wait(partial(self._driver.is_complete, self._event), list, is_at_work=True)
+            self._driver.call("cuEventRecord", event, stream)
+            yield Wait(partial(self._driver.is_complete, event), list, is_at_work=True)
+            self._check()  # or ranks of other hosts would take void data for theirs
         self._messages.send(row, operation.counter.reader, host)
         self._sent.append(row)
 
@@ -94,7 +104,7 @@ class HostRows:
         while not self._messages.test(range(row, row + 1), 1):
             yield None
         if operation.size:
-            arguments = target, self._buffers[row].ctypes.data, operation.size, self._stream
+            arguments = target, self._buffers[row].ctypes.data, operation.size, self._loop.stream
             self._driver.call("cuMemcpyHtoDAsync_v2", *arguments)
 
     def finish(self) -> Waits:

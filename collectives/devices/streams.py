@@ -18,18 +18,15 @@ class Stream(NamedTuple):
 
 
 class User(Protocol):
-    """What uses a stream."""
+    """What uses streams."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether something of it may be on its stream."""
+        """Whether something of it may be on a stream."""
 
 
 class Streams:
-    """Streams that calls borrow: one for each call that is under way.
-
-    On streams of their own, calls that ranks start in different orders do not wait for each other.
-    """
+    """The streams that the library has made: one for each communicator and plan that uses any."""
 
     def __init__(self) -> None:
         self._idle = defaultdict[Driver, list[Stream]](list)
@@ -41,6 +38,7 @@ class Streams:
 
     def borrow(self, driver: Driver) -> Stream:
         """A stream on which nothing is."""
+        self._sweep(driver)
         try:
             return self._idle[driver].pop()
         except IndexError:
@@ -69,12 +67,16 @@ class Streams:
         except DriverError:  # the driver has failed for good
             self._waiting[driver].discard(stream)
             return True
-        self._abandoned[driver].append(stream)
+        self.drop(driver, stream)
         self._sweep(driver)
         return stream not in self._abandoned[driver]
 
+    def drop(self, driver: Driver, stream: Stream) -> None:
+        """Give a stream back some time after the device has come to its event."""
+        self._abandoned[driver].append(stream)
+
     def add_user(self, driver: Driver, user: User) -> None:
-        """Note what uses a stream now and then, without a call of `note_waiting`."""
+        """Note what uses streams now and then, without a call of `note_waiting`."""
         with self._lock:
             self._users[driver].add(user)
 

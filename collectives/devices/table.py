@@ -79,14 +79,19 @@ def copy_row(target: int, source: int, size: int) -> Words:
 
 
 def table_of(
-    program: DeviceProgram, by_events: frozenset[int], rises: Mapping[Counter, int]
+    program: DeviceProgram, rank: int, by_events: frozenset[int], rises: Mapping[Counter, int]
 ) -> Table:
-    """The table of a device program.
+    """The table of the device program of a rank.
 
-    `by_events`: the peers in the same process, with which events keep the order.  `rises`: by how
-    much each run raises the counters.
+    If the device waits for any counter, it first raises one of its own rank, which says that it has
+    entered the run.  `by_events`: the peers in the same process, with which events keep the order.
+    `rises`: by how much each run raises the counters.
     """
-    operations = program.operations
+    operations, mark = program.operations, Counter(rank, rank)
+    awaited = {each.counter for each in operations if each.kind == DeviceKind.AWAIT}
+    if any(each is not None and by_events.isdisjoint(each[:2]) for each in awaited):
+        operations = DeviceOperation(DeviceKind.SIGNAL, 0, mark, 1), *operations
+        rises = {**rises, mark: 1}
     rows = np.zeros((len(operations), ROW_WORDS), np.int64)
     bases = np.zeros((len(operations), 1 + MOST_OPERANDS), np.int64)
     signals = [at for at, each in enumerate(operations) if each.kind in SYNCHRONIZING]

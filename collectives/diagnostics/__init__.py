@@ -5,6 +5,7 @@ Nothing here knows how calls work; the runtime passes their descriptions.
 
 from collectives.diagnostics.flight_recorder import (
     COMPLETE,
+    ENQUEUED,
     FAILED,
     CallLog,
     FlightRecorder,
@@ -30,6 +31,7 @@ from collectives.diagnostics.unseen import add_unseen, unseen
 
 __all__ = [
     "COMPLETE",
+    "ENQUEUED",
     "FAILED",
     "Ancestry",
     "CallLog",

@@ -27,8 +27,8 @@ import numpy as np
 
 NUM_CALLS = 256
 WORDS = 4  # of an entry
-UNDER_WAY, COMPLETE, FAILED = 1, 2, 3  # states of a call
-_STATES = {UNDER_WAY: "under way", COMPLETE: "complete", FAILED: "failed"}
+UNDER_WAY, COMPLETE, FAILED, ENQUEUED = 1, 2, 3, 4  # states of a call
+_STATES = {UNDER_WAY: "under way", COMPLETE: "complete", FAILED: "failed", ENQUEUED: "enqueued"}
 _MAX_FREED_LOGS = 16  # logs of freed communicators that are kept
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -49,14 +49,20 @@ class Waiting(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The position of a run: its round, the number of rounds (a text), and what it waits for."""
+    """The position of a run: its round, the number of rounds (a text), and what it waits for.
+
+    `device_row`: the row at which its device is, as text; "" if it has no device.
+    """
 
     round: int
     num_rounds: str
     waiting_for: list[Waiting]
+    device_row: str = ""
 
     def __str__(self) -> str:
-        where = f"in round {self.round} of {self.num_rounds}"
+        where = (
+            f"in round {self.round} of {self.num_rounds}{self.device_row and ', '}{self.device_row}"
+        )
         waiting_for = ", ".join(map(str, self.waiting_for))
         return f"{where} for {waiting_for}" if waiting_for else f"{where}; no message is missing"
 
@@ -83,7 +89,10 @@ class CallLog:
     `words`: the number of entries so far, then for each of the last entries the key of its program,
     the number of the run, the time of its start (nanoseconds) and its state.  `members`: the ranks
     of the job in the communicator.  `ordinal`: its number among communicators of the same ranks.
+    `device_state`: returns the state of the runs that were left to a device.
     """
+
+    device_state: Callable[[], int] = staticmethod(lambda: ENQUEUED)
 
     def __init__(self, members: tuple[int, ...], ordinal: int) -> None:
         self.members, self.ordinal = members, ordinal
@@ -128,8 +137,16 @@ class CallLog:
         Any thread may ask: meanwhile others add entries, and forget and advance runs.
         """
         runs = self._runs.copy()
+        self.note_device_state()
         entries = [entry for entry in self._entries.tolist() if entry[0] in runs]
         return [(entry[2], self._call(entry, now, *runs[entry[0]])) for entry in entries]
+
+    def note_device_state(self) -> None:
+        """Enter what is known of the runs that were left to a device."""
+        states = self._entries[:, 3]
+        (enqueued,) = np.nonzero(states == ENQUEUED)  # before the device is looked at
+        if len(enqueued):
+            states[enqueued] = self.device_state()
 
     def _call(
         self, entry: list[int], now: int, describe: Describe, reference: ReferenceType[Run]
@@ -141,7 +158,7 @@ class CallLog:
         call = {"members": self.members, "ordinal": self.ordinal, **describe(number)}
         seconds_ago = max(now - started, 0) * 1e-9  # it may have begun after `now`
         call |= {"seconds_ago": seconds_ago, "state": _STATES[state]}
-        if run is not None and state == UNDER_WAY:
+        if run is not None and state in (UNDER_WAY, ENQUEUED):
             call |= _position_of(run)._asdict()
         return call
 
@@ -286,4 +303,4 @@ def _position_in_job(call: dict[str, Any]) -> Position:
     """The position of a call that is under way, with the numbers that ranks have in the job."""
     members = call["members"]
     waits = [Waiting(members[peer], is_receive) for peer, is_receive in call["waiting_for"]]
-    return Position(call["round"], call["num_rounds"], waits)
+    return Position(call["round"], call["num_rounds"], waits, call["device_row"])

@@ -21,6 +21,7 @@ Call = Mapping[str, Any]
 Dump = Mapping[str, Any]  # as `FlightRecorder.report` makes it
 Group = tuple[tuple[int, ...], int]  # ranks of the job, and which communicator of these ranks
 
+_IN_PROGRESS = "under way", "enqueued"  # states of calls
 _SAME_TIME = 2.0  # seconds between dumps that were asked for together
 _NAME = re.compile(r"flight\.(0|[1-9][0-9]{0,8})\.json")
 
@@ -125,7 +126,7 @@ def _are_waits(value: object) -> bool:
 
 
 def _is_state(value: object) -> bool:
-    return isinstance(value, str) and value in ("complete", "failed", "under way")
+    return isinstance(value, str) and value in ("complete", "failed", *_IN_PROGRESS)
 
 
 Fields = Mapping[str, tuple[Callable[[object], bool], str]]
@@ -148,6 +149,7 @@ _UNDER_WAY: Fields = {
     "round": (_is_number, "a number"),
     "num_rounds": (_is_text, "a text"),
     "waiting_for": (_are_waits, "a list of ranks and directions"),
+    "device_row": (_is_text, "a text"),
 }
 
 
@@ -159,7 +161,7 @@ def check(dump: object) -> None:
         call = _checked(what, each, _CALL)
         if checked["rank"] not in call["members"]:
             raise ValueError(f"{what} is of ranks to which rank {checked['rank']} does not belong")
-        if call["state"] == "under way":
+        if "waiting_for" in call or call["state"] == "under way":
             waits = _checked(what, call, _UNDER_WAY)["waiting_for"]
             if any(peer >= len(call["members"]) for peer, _ in waits):
                 raise ValueError(f"{what} waits for a rank that its communicator does not have")
@@ -230,7 +232,7 @@ def _under_way(calls: Mapping[int, Mapping[str, Call]]) -> list[str]:
     started: dict[str, float] = {}
     for each in calls.values():
         for name, call in each.items():
-            if call["state"] == "under way":
+            if call["state"] in _IN_PROGRESS:
                 started[name] = max(started.get(name, 0.0), call["seconds_ago"])
     return sorted(started, key=lambda name: -started[name])
 
@@ -261,13 +263,15 @@ def _state(name: str, members: Sequence[int], calls: Mapping[str, Call], dump: D
     if name not in calls:
         return f"has not called it; {_last(list(calls.values()), dump)}"
     call = calls[name]
-    if call["state"] != "under way":
+    if call["state"] not in _IN_PROGRESS or "waiting_for" not in call:
         return f"its call is {call['state']}; {_last(list(calls.values()), dump)}"
     waits = [
         f"for a message from rank {members[peer]}" if is_receive else f"for rank {members[peer]}"
         for peer, is_receive in call["waiting_for"]
     ]
     where = f"round {call['round']} of {call['num_rounds']}"
+    if device_row := call.get("device_row"):
+        where += f", {device_row}"
     waiting = f"waits in {where} {' and '.join(waits)}" if waits else f"works in {where}"
     return f"{waiting}, since {call['seconds_ago']:.3g} s; {_at(dump)}"
 

@@ -4,7 +4,18 @@
 in Python; `staging` sends the data of GPUs through host memory.
 """
 
-from collectives.engines.board import FAILS, HEADER, MESSAGES, WORKS, Board, CallKey
+from collectives.engines.board import (
+    FAILS,
+    GAVE_UP,
+    HEADER,
+    MESSAGES,
+    RANK_DIED,
+    RUN_FAILED,
+    WORKS,
+    Board,
+    CallKey,
+    Failure,
+)
 from collectives.engines.host_memory import BUFFER as BUFFER_RECORD
 from collectives.engines.host_memory import HostMemory
 from collectives.engines.networks import leave_out_networks
@@ -13,6 +24,7 @@ from collectives.engines.staging import PinnedMemory, Staged
 from collectives.engines.threads import ThreadTransport, run_threads
 from collectives.engines.transport import (
     Action,
+    Enqueued,
     Execution,
     Messages,
     Operands,
@@ -26,13 +38,18 @@ from collectives.engines.transport import (
 __all__ = [
     "BUFFER_RECORD",
     "FAILS",
+    "GAVE_UP",
     "HEADER",
     "MESSAGES",
+    "RANK_DIED",
+    "RUN_FAILED",
     "WORKS",
     "Action",
     "Board",
     "CallKey",
+    "Enqueued",
     "Execution",
+    "Failure",
     "HostMemory",
     "Messages",
     "Operands",

@@ -27,6 +27,21 @@ WORKS, FAILS = 1, 2  # of verdicts
 HEADER, MESSAGES = 1, 2  # of ways to compare calls in checked mode; larger: by records
 
 
+GAVE_UP, RANK_DIED, RUN_FAILED = 1, 2, 3  # how a rank knows of a failure
+
+
+class Failure(NamedTuple):
+    """What a rank says of a failure: how it knows, a sentence, and the rank that has died, if any.
+
+    `rank`: which says so.
+    """
+
+    rank: int
+    kind: int
+    why: str
+    dead: int
+
+
 class CallKey(NamedTuple):
     """A call: its number, or that of its plan; and the number of the plan's run, or 0."""
 
@@ -76,7 +91,8 @@ class Board:
             return
         at = 1 + int(free[0])
         self._entry = mine[at : at + 1]
-        self._entry["host_calls"] = self._entry["checks"] = self._entry["area"] = 0
+        for name in ("host_calls", "checks", "area", "failure"):
+            self._entry[name] = 0
         self.host_calls, self._checks = self._entry["host_calls"][0], self._entry["checks"][0]
         self._entry["identity"] = self._identity
 
@@ -114,6 +130,29 @@ class Board:
     def on_this_host(self, error: Error) -> Error:
         """An error that all ranks of this host raise, marked if there are no others."""
         return on_all_ranks(error) if self.has_all_ranks else error
+
+    # Failures
+
+    def note_failure(self, kind: int, why: str, dead: int = -1) -> None:
+        """Let all ranks of this host know, for good, that the communicator has failed."""
+        if self._entry is not None and not self._entry["failure"][0]:
+            self._entry["why"], self._entry["dead"] = why.encode()[:320], dead
+            self._entry["failure"] = kind
+
+    @property
+    def failure(self) -> Failure | None:
+        """The failure of which some rank of this host knows, if there is one."""
+        for rank in self.local_ranks:
+            entry = self._entry if rank == self.rank else self._entry_of(rank)
+            if entry is not None and entry["failure"][0]:
+                kind, dead = int(entry["failure"][0]), int(entry["dead"][0])
+                return Failure(rank, kind, entry["why"][0].decode(errors="replace"), dead)
+        return None
+
+    def is_dead(self, rank: int) -> bool:
+        """Whether it is certain that a rank of this host has died."""
+        memory, part = self.memory, self.parts[rank]
+        return memory is not None and part is not None and memory.is_dead(part)
 
     # Areas, for calls on a device
 

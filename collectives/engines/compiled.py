@@ -17,7 +17,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.arrays import Array, jit, kernels
-from collectives.diagnostics import CallLog, Waiting
+from collectives.diagnostics import COMPLETE, CallLog, Waiting
 from collectives.engines.host_memory import NUM_HOST_CALLS
 from collectives.engines.interpreter import Memory
 from collectives.engines.mpi_errors import (
@@ -53,6 +53,11 @@ class Loop(NamedTuple):
     advance: Callable[[int, int], int]
     run: Callable[[int, int, int, int], int]
     fits: Callable[[int, int, int], bool]
+
+    @property
+    def start(self) -> Callable[[int, int, int, int], int]:
+        """As `run`: on the host it makes no difference whether the caller goes on meanwhile."""
+        return self.run
 
 
 def why_unavailable() -> str | None:
@@ -167,6 +172,12 @@ class Port:
 
 class CompiledExecution:
     """An execution whose state is a block of words for the compiled loop."""
+
+    enqueued, device_row, final_state = None, "", COMPLETE
+    limit: float | None = None
+
+    def leave_callers_stream(self) -> None:
+        """Do nothing: it has no stream."""
 
     def __init__(
         self,
@@ -329,7 +340,7 @@ class CompiledExecution:
         """The row that runs next."""
         return int(self.state[self._names.ROW])
 
-    def restart(self, number: int) -> None:
+    def restart(self, number: int, *, is_async: bool = False) -> None:
         """Go back to the first row."""
         if self._host_calls is not None:
             self._host_calls[number % NUM_HOST_CALLS] = number

@@ -285,11 +285,17 @@ def advance(state: int, nanoseconds: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def log_completion(state: int) -> None:
-    """Mark the run complete in the log, unless a later run has reused its entry."""
+    """Mark the run complete in the log."""
+    log_end(state, _COMPLETE)
+
+
+@njit(nogil=True, error_model="numpy")
+def log_end(state: int, how: int) -> None:
+    """Enter the last state of the run in the log, unless a later run has reused its entry."""
     entry = load(state + 8 * LOG) + 8 + load(state + 8 * ENTRY) * _ENTRY_BYTES
     is_ours = load(entry) == load(state + 8 * KEY)
     if is_ours and load(entry + 8) == load(state + 8 * NUMBER):
-        store(entry + 24, _COMPLETE)
+        store(entry + 24, how)
     store(state + 8 * NUMBER, 0)
 
 

@@ -1,7 +1,7 @@
 """Memory that all ranks of a host share, in which they see each other's calls.
 
-It is one file without a name, mapped by all processes.  Each rank has a part of its own: an
-entry for each communicator, and areas for those that use a device.
+It is one file without a name, mapped by all processes.  Each rank has a part of its own: its
+process, an entry for each communicator, and areas for those that use a device.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import mmap
 import os
 import platform
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,18 +28,23 @@ _LINE = 64  # bytes of a cache line
 
 ENTRY = np.dtype(
     {
-        "names": ["identity", "area", "host_calls", "checks"],
-        "formats": ["V16", "<i8", *[("<i8", (NUM_HOST_CALLS,))] * 2],
-        "offsets": [0, 16, _LINE, _LINE + 8 * NUM_HOST_CALLS],
-        "itemsize": _LINE + 16 * NUM_HOST_CALLS,
+        "names": ["identity", "area", "failure", "dead", "why", "host_calls", "checks"],
+        "formats": ["V16", *["<i8"] * 3, "S320", *[("<i8", (NUM_HOST_CALLS,))] * 2],
+        "offsets": [0, 16, 24, 32, _LINE, 6 * _LINE, 6 * _LINE + 8 * NUM_HOST_CALLS],
+        "itemsize": 6 * _LINE + 16 * NUM_HOST_CALLS,
     }
 )
 """A communicator: what identifies it, its calls on host arrays, and the number of its area or 0.
 
-`host_calls`: the numbers of calls, each at its remainder.  `checks`: the ways of the comparisons of
-checked mode, in the same order; see `Board.note_check`.  The first entry of a rank stands for no
-communicator; its area is 1 if there are communicators without an entry.
+`failure`: 0, or how this rank knows that it has failed, with the sentence `why` and the rank that
+is `dead`; see `Board.note_failure`.  `host_calls`: the numbers of calls, each at its remainder.
+`checks`: the ways of the comparisons of checked mode, in the same order; see `Board.note_check`.
+The first entry of a rank stands for no communicator; its area is 1 if there are communicators
+without an entry.
 """
+
+PROCESS = np.dtype([("number", "<i8"), ("namespace", "<i8"), ("started", "<i8"), ("", "V40")])
+"""The process of a rank: what tells whether it is alive."""
 
 BUFFER = np.dtype(
     [
@@ -113,17 +119,55 @@ class HostMemory:
         elif platform.machine() not in ("x86_64", "AMD64"):
             # Records rely on it that others see writes in the order in which they were made.
             self.why_no_device = f"this is a processor of another kind ({platform.machine()})"
-        stop = num_parts * NUM_ENTRIES * ENTRY.itemsize
-        self.entries: NDArray[Any] = memory[:stop].view(ENTRY).reshape(num_parts, NUM_ENTRIES)
+        start = num_parts * PROCESS.itemsize
+        stop = start + num_parts * NUM_ENTRIES * ENTRY.itemsize
+        self._processes: NDArray[Any] = memory[:start].view(PROCESS)
+        self._processes[part : part + 1].view("<i8")[:3] = _this_process()
+        self.entries: NDArray[Any] = memory[start:stop].view(ENTRY).reshape(num_parts, NUM_ENTRIES)
         area, num_areas = area_of(num_parts), 0 if self.why_no_device else NUM_AREAS
         areas = memory[stop : stop + num_parts * num_areas * area.itemsize]
         self.areas: NDArray[Any] = areas.view(area).reshape(num_parts, num_areas)
+
+    def end_process(self) -> None:
+        """Note that this process ends, and does not die; not so a process that was forked."""
+        if self._processes["number"][self.part] == os.getpid():
+            self._processes["number"][self.part] = 0
+
+    def is_dead(self, part: int) -> bool:
+        """Whether it is certain that the process of a rank has ended.
+
+        It is never certain of a process in another namespace, such as another container.
+        """
+        number, namespace, started, *_ = self._processes[part].item()
+        mine = self._processes[self.part].item()
+        is_comparable = number and namespace and namespace == mine[1]
+        return bool(is_comparable and _start_of(number) != started)
+
+
+def _this_process() -> tuple[int, int, int]:
+    """The number, namespace and start of this process."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    return os.getpid(), namespace, _start_of(os.getpid())
+
+
+def _start_of(process: int) -> int:
+    """When a process has started; 0 if it has ended, even if nobody has waited for it."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return 0
+    state, *fields = text.rpartition(")")[2].split()
+    return 0 if state in "ZX" else int(fields[18])
 
 
 def num_bytes(num_parts: int) -> int:
     """The size of the memory of so many ranks."""
     num_areas = NUM_AREAS if num_parts <= MOST_RANKS else 0
-    used = num_parts * (NUM_ENTRIES * ENTRY.itemsize + num_areas * area_of(num_parts).itemsize)
+    areas = num_areas * area_of(num_parts).itemsize
+    used = num_parts * (PROCESS.itemsize + NUM_ENTRIES * ENTRY.itemsize + areas)
     return -(-used // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays import Array, Bytes
-from collectives.diagnostics import Waiting
+from collectives.diagnostics import COMPLETE, Waiting
 from collectives.engines.host_memory import NUM_HOST_CALLS
 from collectives.engines.transport import Messages, Operands
 from collectives.programs import INPUT, OUTPUT, SCRATCH, Kind, Program, Row
@@ -67,6 +67,12 @@ class Memory:
 class Interpreted:
     """An execution in plain Python."""
 
+    enqueued, device_row, final_state = None, "", COMPLETE
+    limit: float | None = None
+
+    def leave_callers_stream(self) -> None:
+        """Do nothing: it waits for its own work."""
+
     def __init__(
         self,
         program: Program,
@@ -89,7 +95,7 @@ class Interpreted:
         """Release the arrays; the next run has others."""
         del self.memory
 
-    def restart(self, number: int) -> None:
+    def restart(self, number: int, *, is_async: bool = False) -> None:
         """Go back to the first row."""
         self.row = 0
         if self._host_calls is not None:

@@ -104,6 +104,11 @@ class MpiTransport:
         return Port(self.comm)
 
     @property
+    def can_use_threads(self) -> bool:
+        """Whether MPI was started for calls of several threads at the same time."""
+        return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+    @property
     def why_interpreted(self) -> str | None:
         """Why Python runs the programs instead of the compiled loop; None if the loop does."""
         return compiled.why_unavailable()
@@ -329,7 +334,9 @@ def _shared_by(host: MPI.Intracomm) -> Host:
     if memory is None or any(whys):
         return Host(None, {}, next(filter(None, whys), ""))
     parts = {rank: part for part, rank in enumerate(members)}
-    return Host(HostMemory(memory, host.size, host.rank), parts)
+    shared = HostMemory(memory, host.size, host.rank)
+    atexit.register(shared.end_process)
+    return Host(shared, parts)
 
 
 def _call_by_deadline(

@@ -21,6 +21,11 @@ class PinnedMemory:
         self._backend = backend
         self._buffers: dict[int, Bytes] = {}
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there is any buffer."""
+        return bool(self._buffers)
+
     def buffer(self, slot: int, array: Array) -> Bytes:
         """A buffer of as many bytes as the array has."""
         num_bytes = array.size * array.dtype.itemsize
@@ -56,7 +61,7 @@ class Staged(Interpreted):
         self._pinned = PinnedMemory(self.memory.backend)
         super().detach()
 
-    def restart(self, number: int) -> None:
+    def restart(self, number: int, *, is_async: bool = False) -> None:
         super().restart(number)
         self._stream = self.memory.backend.current_stream()
 

@@ -221,7 +221,7 @@ class ThreadTransport:
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> ThreadTransport | None:
         return None if ranks is None else self.subgroup(ranks, deadline)
 
-    can_shrink = False
+    can_shrink, can_use_threads = False, True
 
     def translate_error(self, error: BaseException) -> BaseException:
         return error

@@ -35,16 +35,43 @@ class Operands(NamedTuple):
     divisor: int = 1
 
 
+class Enqueued(Protocol):
+    """What an asynchronous run has put on a stream of a device."""
+
+    def join(self) -> None:
+        """Let the stream that is current in this thread wait for it."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the device has done it."""
+
+
 class Execution(Protocol):
     """A program that is being run, from the row that it has reached.
 
     Only the thread that advances it may call its methods, except for `row`, `position` and
     `interrupt`, which any thread may use at any time: they read or write plain memory.
+
+    `limit`: the seconds that a run may take on a device; None: those of the communicator.
     """
+
+    limit: float | None
 
     @property
     def row(self) -> int:
         """The row that runs next."""
+
+    @property
+    def device_row(self) -> str:
+        """The row at which its device waits, as text; "" if there is none."""
+
+    @property
+    def final_state(self) -> int:
+        """The state of a run that `advance` has completed, for the flight recorder."""
+
+    @property
+    def enqueued(self) -> Enqueued | None:
+        """What a complete run has left to a device; None if the caller's stream waits for it."""
 
     def advance(self, seconds: float) -> bool:
         """Continue, wait for messages at most `seconds`; return whether the program is complete.
@@ -52,8 +79,14 @@ class Execution(Protocol):
         Raises CollectiveMismatch for a message of the wrong length, and what an operator raises.
         """
 
-    def restart(self, number: int) -> None:
-        """Go back to the first row, for the run of this number."""
+    def restart(self, number: int, *, is_async: bool = False) -> None:
+        """Go back to the first row, for the run of this number.
+
+        `is_async`: whether the caller goes on meanwhile.
+        """
+
+    def leave_callers_stream(self) -> None:
+        """Go on with a run while its caller goes on too."""
 
     def attach(self, operands: Operands, tag: int) -> None:
         """Set the arrays and the tag of the next run."""
@@ -83,6 +116,10 @@ class Loop(Protocol):
     @property
     def run(self) -> Callable[[int, int, int, int], int]:
         """Start a run of a state on two arrays, for some nanoseconds; 0 if it is complete."""
+
+    @property
+    def start(self) -> Callable[[int, int, int, int], int]:
+        """The same, for a run whose caller goes on meanwhile."""
 
     @property
     def fits(self) -> Callable[[int, int, int], bool]:
@@ -205,6 +242,10 @@ class PendingCall(Protocol):
         Raises only KeyboardInterrupt.
         """
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether it is a call on a device that is not enqueued yet."""
+
 
 class Waiter(Protocol):
     """An execution that waits for other ranks without a message of theirs."""
@@ -246,6 +287,10 @@ class Transport(Protocol):
     @property
     def max_wait(self) -> float:
         """The seconds that an execution may wait at a time if no other call is in flight."""
+
+    @property
+    def can_use_threads(self) -> bool:
+        """Whether several threads may make calls of the engine at the same time."""
 
     @property
     def why_interpreted(self) -> str | None:

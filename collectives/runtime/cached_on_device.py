@@ -64,7 +64,7 @@ class CachedOnDevice:
             return MISFIT
         execution, answer = self._execution, _MISFIT
         try:
-            if execution.take():
+            if self._session.devices.turns.is_free and execution.take():
                 max_wait = 0 if self._session.transport.in_flight else self._max_wait
                 answer = execution.run(0, 0, 0, max_wait)
             if answer not in (_DONE, _MISFIT):
@@ -78,6 +78,8 @@ class CachedOnDevice:
         if answer == _MISFIT:
             return MISFIT
         execution.note_kept()
+        if timeout is not None:
+            execution.limit = self._session.limit(timeout)
         return out
 
     def _continue(
@@ -88,6 +90,7 @@ class CachedOnDevice:
         session.runs.attach(run, Arrays(self._backend, x, out), self._tag, self._spec)
         self._execution.mark = self._mark
         self._execution.started(answer)
+        self._execution.limit = session.limit(timeout)
         run.started_by_code()
         return self._started_work(x, out).run(session.limit(timeout))
 

@@ -117,7 +117,10 @@ class CallId:
     """The number of a call, and its tags.
 
     The number is assigned when it is first needed, so a call that is refused has no number.
+    `has_turn`: whether later calls on devices wait for it.
     """
+
+    has_turn = False
 
     def __init__(self, numbering: Numbering, is_blocking: bool) -> None:
         self._numbering, self.is_blocking = numbering, is_blocking

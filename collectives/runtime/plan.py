@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays import Array, validation
-from collectives.engines import Action, Reusable
+from collectives.engines import Action, Enqueued, Reusable
 from collectives.runtime.run import Run
 from collectives.runtime.session import Session
 from collectives.runtime.work import Steps, Work, end_interrupted
@@ -42,6 +42,7 @@ class Plan:
         self._execution: Reusable | None = None  # set if compiled code may start it
         self._arrays: tuple[Array | None, Array | None] = None, None
         self._work: Work[Any] | None = None
+        self._enqueued: Enqueued | None = None  # by a start that compiled code has completed
         self._is_busy = False
         self._last_title = ""  # set when the plan is freed
         self._release: Callable[[Run], object] | None = None
@@ -60,6 +61,7 @@ class Plan:
         self._execution = execution = self._run.reusable
         self._arrays = source, target
         self._compiled, self._at = execution.loop.run, execution.state_address
+        self._start_compiled = execution.loop.start
         self._x, self._out = id(source), id(target)
         self._release = release
 
@@ -96,8 +98,11 @@ class Plan:
             raise
         finally:
             self._is_busy = False
-        # Compiled code does not start if the caller has changed an array, e.g. to read-only.
-        return self._new_work().run(self._limit(timeout)) if answer else self.result
+        if answer:  # compiled code does not start if an array has changed, e.g. to read-only
+            return self._new_work().run(self._limit(timeout))
+        if (limit := self._limit(timeout)) is not None:
+            self._execution.limit = limit
+        return self.result
 
     def start(self) -> None:
         """Start a run.  Raises RuntimeError during a run, after a failure, and after `free`."""
@@ -108,7 +113,7 @@ class Plan:
             return
         self._work = None
         try:
-            answer = self._compiled(self._at, self._x, self._out, 0)
+            answer = self._start_compiled(self._at, self._x, self._out, 0)
             if answer and self._execution.started(answer):
                 self._started_work().start(session.thread, session.thread_delay)
                 return
@@ -117,10 +122,13 @@ class Plan:
             raise
         if answer:
             self._new_work().start(session.thread, session.thread_delay)
+        else:
+            self._enqueued, self._execution.limit = self._execution.enqueued, self.timeout
 
     def _started_work(self) -> Work[Any]:
         """The work of a run that compiled code has started."""
         self._run.started_by_code()
+        self._run.execution.limit = self.timeout
         work = Work.of(self._session, self._run, self._arrays, self.result, timeout=self.timeout)
         self._work = work
         return work
@@ -163,16 +171,23 @@ class Plan:
 
         Raises the error of a run that has failed.
         """
-        return self._work is None or self._work.test()
+        if self._work is not None:
+            return self._work.test()
+        enqueued = self._enqueued
+        return enqueued is None or self._session.is_done_by_device(enqueued)
 
-    def wait(self, timeout: float | None = None) -> Array | None:
-        """Wait until complete, and return the result.
+    def wait(self, timeout: float | None = None, *, host: bool = False) -> Array | None:
+        """Wait until complete, and return the result.  On a device and with `host`: see `Work`.
 
         After `timeout` seconds, raises CollectiveTimeout, which names the ranks that it waits for;
         the run continues, and `wait` may be called again.
         """
         if self._work is not None:
-            self._work.wait(timeout)
+            self._work.wait(timeout, host=host)
+        elif (enqueued := self._enqueued) is not None:
+            enqueued.join()
+            if host:
+                self._session.wait_for_device(enqueued, self._limit(timeout))
         return self.result
 
     def _limit(self, timeout: float | None) -> float | None:

@@ -24,9 +24,14 @@ class _Ended:
     """The execution of a run that has ended and does not run again."""
 
     row, is_running = -1, False
+    enqueued, device_row, final_state = None, "", COMPLETE
+    limit: float | None = None
 
-    def restart(self, number: int) -> None:
+    def restart(self, number: int, *, is_async: bool = False) -> None:
         raise AssertionError("this run has ended")
+
+    def leave_callers_stream(self) -> None:
+        """Do nothing: it has ended."""
 
     def attach(self, operands: Operands, tag: int) -> None:
         raise AssertionError("this run has ended")
@@ -122,14 +127,18 @@ class Run:
         collective, algorithm = self._recorder.names
         return f"{collective} ({algorithm}), call {self.name}"
 
-    def begin(self, phase: str, site: str) -> None:
+    def begin(
+        self, phase: str, site: str, *, is_async: bool = False, limit: float | None = None
+    ) -> None:
         """Start the run.  Its messages are posted when the execution is advanced.
 
-        `phase`: under which it is recorded.  `site`: see `Recorder.record`.
+        `phase`: under which it is recorded.  `site`: see `Recorder.record`.  `is_async`: see
+        `Execution.restart`.  `limit`: see `Execution`.
         """
         if not self.is_running:
             self.is_running = True
-            self.execution.restart(self.number)
+            self.execution.limit = limit
+            self.execution.restart(self.number, is_async=is_async)
             self._entry = self.log.begin_entry(self.key, self.number)
             self._entered = self._recorder.record(self.number, phase, site, time.perf_counter())
 
@@ -142,7 +151,7 @@ class Run:
         if self._is_logged_by_code:
             self.is_running = self._is_logged_by_code = False
         else:
-            self._log_end(COMPLETE)
+            self._log_end(self.execution.final_state)
         if self._entered:
             finish(self._entered, time.perf_counter())
             self._entered = []
@@ -192,7 +201,8 @@ class Run:
     def position(self) -> Position:
         """The position of the current run.  Any thread may ask, while another advances the run."""
         number, waiting = self.execution.position()
-        return Position(number, self.num_rounds or str(self.program.num_rounds), waiting)
+        num_rounds = self.num_rounds or str(self.program.num_rounds)
+        return Position(number, num_rounds, waiting, self.execution.device_row)
 
     def time_out_report(self, timeout: float | None) -> str:
         """The text of a time-out, which names the ranks that it waits for.

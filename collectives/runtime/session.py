@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from zlib import crc32
 from collectives.arrays import Arrays, Operator, validation
 from collectives.devices import DeviceMode, Devices, OnDevice
 from collectives.diagnostics import Ancestry, Recording, current_phase
-from collectives.engines import ProgressThread, Transport
+from collectives.engines import Enqueued, ProgressThread, Transport, deadline_in
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
 from collectives.programs import CallSpec, Counts
 from collectives.runtime.call_cache import NO_CALLS, CallCache
@@ -72,7 +73,7 @@ class Session:
         self._broken_by: CollectiveError | None = None  # why nothing can be called any more
         self._has_left_messages = False  # of a call that was ended at its time limit
         self.num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
-        self.devices = Devices(transport, device)
+        self.devices = Devices(transport, device, self._when_device_failed, lambda: self.timeout)
         self.runs = RunPool(transport, self.devices, name, self.ancestry, axis)
         self.call_cache, self.plan_cache = CallCache(), CallCache()
         self.fast_calls = self.fast_plans = NO_CALLS
@@ -106,15 +107,18 @@ class Session:
         with self.exclusive_call():
             limit = self.limit(timeout)
             self._wait_for_timed_out(limit)
-            return Work.blocking(self, steps(CallId(self.numbering, is_blocking=True))).run(limit)
+            call_id = CallId(self.numbering, is_blocking=True)
+            work = Work.blocking(self, steps(call_id))
+            work.call_id = call_id
+            return work.run(limit)
 
     def started(self, steps: Callable[[CallId], Steps], timeout: float | None) -> Work[Any]:
         """Start a call that does not block."""
         with self.exclusive_call():
             self.check()
-            work: Work[Any] = Work(
-                self, steps(CallId(self.numbering, is_blocking=False)), timeout=self.limit(timeout)
-            )
+            call_id = CallId(self.numbering, is_blocking=False)
+            work: Work[Any] = Work(self, steps(call_id), timeout=self.limit(timeout))
+            work.call_id = call_id
             return work.start(self.thread, self.thread_delay)
 
     def message(self, steps: Steps, timeout: float | None, is_async: bool) -> Any:
@@ -134,6 +138,17 @@ class Session:
             yield
         finally:
             self.call_token.append(token)
+
+    @contextmanager
+    def turn_of(self, call_id: CallId) -> Iterator[None]:
+        """Let later calls on devices wait for one that begins with a header or counts."""
+        turns, number = self.devices.turns, call_id.number
+        turns.begin(number)
+        call_id.has_turn = True
+        try:
+            yield
+        finally:
+            turns.end(number)
 
     def _wait_for_timed_out(self, limit: float | None) -> None:
         """Wait for a blocking call that timed out, because all blocking calls have one tag."""
@@ -165,10 +180,19 @@ class Session:
         ranks raise leaves nothing behind.
         """
         self.forget_calls()
+        if (
+            work.call_id is not None and work.call_id.has_turn
+        ):  # its steps may be suspended for good
+            self.devices.turns.end(work.call_id.number)
         self._has_left_messages |= isinstance(error, CollectiveTimeout)
         is_common = isinstance(error, CollectiveError) and error.is_on_all_ranks
         if (work.is_blocking or work.was_ahead) and not is_common:
             self._break(work.title, error)
+
+    def _when_device_failed(self, error: CollectiveError) -> None:
+        """Make the communicator unusable: what its device has done is void."""
+        self.forget_calls()
+        self._break("a call on devices", error)
 
     def _break(self, what: str, error: BaseException) -> None:
         """Refuse all later calls: `what` did not end as the other ranks expect."""
@@ -205,21 +229,48 @@ class Session:
     def free(self) -> None:
         """Free the communicator of the engine.  Raises RuntimeError during a call."""
         for work in self.pending_calls():
-            if not work.test():
+            work.test()
+            if not work.is_done:
                 raise RuntimeError(f"{work.title} is already running; wait for it first")
+        is_idle = True
+        if self._broken_by is None:
+            self.devices.synchronize(None)
+        else:
+            is_idle = self.devices.give_up()
         self.forget_calls()
         self.runs.free()
-        self.devices.free()
+        if is_idle:  # else the memory of the devices is kept
+            self.devices.free()
         self.transport.flight.close(self.transport.log)
         # MPI reuses the number of a freed communicator: after a failure the next communicator could
         # receive messages that this one has left.
         has_not_failed = self._broken_by is None or isinstance(self._broken_by, PeerFailed)
-        self.transport.board.free()
+        if is_idle:
+            self.transport.board.free()
         if has_not_failed and not self._has_left_messages:
             self.transport.free()
         if has_not_failed:
             self._broken_by = CollectiveError(FREED)
         self.refresh()
+
+    # What is left to devices
+
+    def synchronize(self, timeout: object) -> None:
+        """Wait until all calls are complete, those on devices too, and raise what went wrong."""
+        limit = self.limit(timeout)
+        deadline = deadline_in(limit)
+        for work in self.pending_calls():
+            work.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        self.devices.synchronize(validation.seconds(timeout))
+        self.check()
+
+    def is_done_by_device(self, enqueued: Enqueued) -> bool:
+        """Whether the device has done what a call has put on a stream."""
+        return self.devices.has_done(enqueued)
+
+    def wait_for_device(self, enqueued: Enqueued, limit: float | None) -> None:
+        """Wait on the host for what a call has put on a stream."""
+        self.devices.wait_for(enqueued, limit)
 
     # The fast path: cached calls
 
@@ -332,7 +383,15 @@ class Session:
         self.check()
         tag = call_id.header_tag if is_ahead else call_id.tag
         run = self.runs.call(spec, arrays, tag, call_id.number, is_ahead=is_ahead)
-        yield from self.with_checks(run, spec, arrays, lambda: call_id.check, fields)
+        steps = self.with_checks(run, spec, arrays, lambda: call_id.check, fields)
+        if self.checker is not None and isinstance(run.execution, OnDevice):
+            # The comparisons of several calls may end in different orders on different ranks.
+            with self.turn_of(call_id):
+                yield from steps
+            return
+        if call_id.has_turn and not is_ahead and not isinstance(run.execution, OnDevice):
+            self.devices.turns.end(call_id.number)
+        yield from steps
 
     def with_checks(
         self,
@@ -355,6 +414,8 @@ class Session:
             run.execution.check = self.checker.on_device(call)
         else:
             yield from self.checker.before(call)
+        if isinstance(run.execution, OnDevice):
+            run.execution.waits_for_device = self.checker.mode == "finite"
         yield run
         yield from self.checker.after(call)
 
@@ -366,7 +427,7 @@ class Session:
         try:
             return self.call(steps, timeout)
         except CollectiveTimeout as error:
-            if error.work is not before:
+            if error.work is not None and error.work is not before:
                 error.work.give_up(error)
                 error.work = None
             raise

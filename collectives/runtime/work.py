@@ -8,8 +8,10 @@ from collections.abc import Callable, Generator
 from typing import Any, Generic, Protocol, TypeVar
 
 from collectives.arrays import validation
-from collectives.engines import Action, ProgressThread, Transport, deadline_in
+from collectives.diagnostics import ENQUEUED
+from collectives.engines import Action, Enqueued, ProgressThread, Transport, deadline_in
 from collectives.errors import CollectiveTimeout
+from collectives.runtime.numbering import CallId
 from collectives.runtime.run import Run
 
 Result = TypeVar("Result")
@@ -41,6 +43,12 @@ class Owner(Protocol):
     def when_timed_out(self, work: Work[Any]) -> None:
         """`work` has reached its time limit and is not done."""
 
+    def is_done_by_device(self, enqueued: Enqueued) -> bool:
+        """Whether the device has done what a call has put on a stream."""
+
+    def wait_for_device(self, enqueued: Enqueued, limit: float | None) -> None:
+        """Wait on the host for what a call has put on a stream."""
+
 
 class Work(Generic[Result]):
     """A call in progress, returned by `async_op=True`.
@@ -49,9 +57,9 @@ class Work(Generic[Result]):
         ...
         total = work.wait()
 
-    `is_done` says whether it is complete or has failed.  `scratch_bytes` is the scratch memory that
-    this rank needs for it, without the comparisons of checked mode.  Attributes that most calls
-    never change are attributes of the class.
+    `is_done` says whether it is complete or has failed; on devices, whether all of it is enqueued.
+    `scratch_bytes` is the scratch memory that this rank needs for it, without the comparisons of
+    checked mode.  Attributes that most calls never change are attributes of the class.
 
     Only the thread that holds `_lock` advances the call and asks the engine about its messages.
     Others may read where it stands from plain memory (`Run.position`), which is what all reports
@@ -64,7 +72,10 @@ class Work(Generic[Result]):
     _result: Any = None
     _title = ""
     _thread: ProgressThread | None = None
+    _enqueued: Enqueued | None = None  # what is left to a device when it is done
+    call_id: CallId | None = None
     is_blocking = False
+    is_async = True  # its caller goes on meanwhile
     is_done = False
     scratch_bytes = 0
     is_awaited = False  # then the progress thread does not advance it
@@ -74,6 +85,7 @@ class Work(Generic[Result]):
     def __init__(self, owner: Owner, steps: Steps | None, timeout: float | None = None) -> None:
         """`timeout`: the time limit of a `wait` that is given none."""
         self.owner, self._steps, self._timeout = owner, steps, timeout
+        self._limit = timeout  # on a device
         self._in_flight = owner.transport.in_flight
         self._lock = threading.Lock()
         self._done_callbacks: list[Action] = []
@@ -114,6 +126,12 @@ class Work(Generic[Result]):
         return self._title if run is None else run.title
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether it is a call on a device that is not enqueued yet."""
+        run = self._run
+        return run is not None and run.execution.final_state == ENQUEUED
+
+    @property
     def has_failed(self) -> bool:
         """Whether it has ended with an error."""
         return self._error is not None
@@ -148,6 +166,7 @@ class Work(Generic[Result]):
 
     def run(self, timeout: float | None) -> Any:
         """Begin, wait for at most `timeout` seconds, and return the result."""
+        self.is_async, self._limit = False, timeout
         if self._run is None:
             self._begin_next()
         try:
@@ -162,7 +181,8 @@ class Work(Generic[Result]):
         """Advance it as far as possible without waiting; return whether it is complete.
 
         All other calls in progress on this rank are advanced too, so ranks may test their calls in
-        different orders.  Raises the error of a call that has failed.
+        different orders.  On a device, it is complete when the device has done it.  Raises the
+        error of a call that has failed.
         """
         if not self.is_done:
             self.progress()
@@ -170,14 +190,20 @@ class Work(Generic[Result]):
             self._advance_others()
         if self._error is not None:
             raise self._error
-        return self.is_done
+        enqueued = self._enqueued
+        return self.is_done and (enqueued is None or self.owner.is_done_by_device(enqueued))
 
-    def wait(self, timeout: float | None = None) -> Result:
+    def wait(self, timeout: float | None = None, *, host: bool = False) -> Result:
         """Wait until it is complete, and return what the blocking call would have returned.
 
-        `timeout`: seconds; None: the time limit of the call.  After that time, raises
-        `CollectiveTimeout`, which names the ranks that it waits for; the call continues, and `wait`
-        may be called again.  Raises the error of a call that has failed.
+        On a device, wait until it is enqueued, and let the current stream wait for it.
+
+        - `timeout`: seconds; None: the time limit of the call.  After that time, raises
+          `CollectiveTimeout`, which names the ranks that it waits for; the call continues, and
+          `wait` may be called again.
+        - `host`: whether to wait until the device has done it.
+
+        Raises the error of a call that has failed.
         """
         limit = self._timeout if timeout is None else validation.seconds(timeout)
         if not self.is_done:
@@ -186,6 +212,10 @@ class Work(Generic[Result]):
             self._thread.forget(self)
         if self._error is not None:
             raise self._error
+        if (enqueued := self._enqueued) is not None:
+            enqueued.join()
+            if host:
+                self.owner.wait_for_device(enqueued, limit)
         result: Result = self._result
         return result
 
@@ -258,7 +288,7 @@ class Work(Generic[Result]):
             self._end()
         else:
             self.scratch_bytes = max(self.scratch_bytes, self._run.scratch_bytes)
-            self._run.begin(self._phase, self._site)
+            self._run.begin(self._phase, self._site, is_async=self.is_async, limit=self._limit)
 
     def _advance(self, seconds: float) -> bool:
         """Advance it for at most `seconds`; return whether it is done.  A failure is kept."""
@@ -268,6 +298,7 @@ class Work(Generic[Result]):
                     self._note_completed(self._run)
                     return False
                 run = self._run
+                self._enqueued = run.execution.enqueued or self._enqueued
                 run.complete()
                 if self._steps is None:
                     self._end()
@@ -348,6 +379,9 @@ class Work(Generic[Result]):
                 run.note_completed()
             report = run.time_out_report(timeout)
             if self._run is run:  # otherwise the report may be of another call
+                if is_ours and not self.is_async:
+                    self.is_async = True
+                    run.execution.leave_callers_stream()
                 self.owner.when_timed_out(self)
                 raise CollectiveTimeout(report, self)
 
@@ -406,7 +440,7 @@ def end_interrupted(work: Work[Any], run: Run, error: BaseException) -> None:
 
     Otherwise its messages would be in flight, and nothing would wait for them.
     """
-    if isinstance(error, CollectiveTimeout):
+    if isinstance(error, CollectiveTimeout) and error.work is not None:
         return  # the call continues
     if run.reusable.is_running and not run.is_running:
         run.started_by_code()

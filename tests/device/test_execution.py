@@ -230,26 +230,31 @@ def test_what_a_call_has_put_on_its_stream_is_waited_for_though_another_thread_e
     word: np.ndarray,
 ) -> None:
     """No context is current in that thread."""
+    gpu().driver.most_outstanding = 2  # so that the call cannot be enqueued as a whole
+    is_at_work = threading.Event()
 
     def body(comm: Communicator) -> None:
-        x = on_device(np.ones(6))
-        comm.all_reduce(x)
+        x, others = on_device(np.ones(6)), comm.split(0)
+        comm.all_reduce(x, algorithm="ring")
+        comm.synchronize()
         comm.barrier()
         if comm.rank == 0:
             wait_for_1(BACKEND.current_stream(), word)
-        work = comm.all_reduce(x, async_op=True)
-        while not work._run.execution.is_at_work:
+        work = comm.all_reduce(x, algorithm="ring", async_op=True)
+        while not is_at_work.is_set():
             work.test()
+            if comm.rank == 0 and work._run.execution.is_at_work:
+                is_at_work.set()
         with ThreadPoolExecutor(1) as pool:
             pool.submit(work.expire, 0.0).result()
-        comm.barrier()
+        others.barrier()
         assert not STREAMS.may_block(gpu().driver)
-        comm.barrier()
+        others.barrier()
         word[:] = 1
         assert poll_until(lambda: STREAMS.may_block(gpu().driver), deadline_in(20))
         comm._session.transport.failed.clear()  # which nothing uses any more
 
-    run(body, 2)
+    run(body, 3)
 
 
 def test_a_rank_that_abandons_the_agreement_on_links_stages_its_calls(
@@ -803,14 +808,17 @@ def test_a_failure_of_the_driver_is_raised() -> None:
 
 def test_a_long_wait_for_the_device_is_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """It neither holds the interpreter lock nor sleeps."""
+    gpu().driver.most_outstanding = 2  # so that the call cannot be enqueued as a whole
     execute, is_frozen = gpu().execute, threading.Event()
     monkeypatch.setattr(gpu(), "execute", lambda n: 0 if is_frozen.is_set() else execute(n))
 
     def body(comm: Communicator) -> None:
-        comm.all_reduce(on_device(np.ones(6)))
+        x = on_device(np.ones(6))
+        comm.all_reduce(x, algorithm="ring")
+        comm.synchronize()
         comm.barrier()
         is_frozen.set()
-        work = comm.all_reduce(on_device(np.ones(6)), async_op=True)
+        work = comm.all_reduce(x, algorithm="ring", async_op=True)
         execution = work._run.execution
         while not execution.is_at_work:
             work.test()
@@ -820,9 +828,9 @@ def test_a_long_wait_for_the_device_is_in_compiled_code(monkeypatch: pytest.Monk
             assert time.monotonic() - start >= seconds
         comm.barrier()
         is_frozen.clear()
-        assert on_host(work.wait()).tolist() == [2.0] * 6
+        assert on_host(work.wait()).tolist() == [3.0] * 6
 
-    run(body, 2)
+    run(body, 3)
 
 
 def test_a_time_limit_names_who_is_missing() -> None:

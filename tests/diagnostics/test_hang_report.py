@@ -23,7 +23,7 @@ def call(name: str, state: str = "complete", ordinal: int = 1, **more: Any) -> d
 
 
 def waiting(name: str, peer: int, **more: Any) -> dict[str, Any]:
-    position = {"round": 1, "num_rounds": "4", "waiting_for": [[peer, True]]}
+    position = {"round": 1, "num_rounds": "4", "waiting_for": [[peer, True]], "device_row": ""}
     return call(name, "under way", **position, **more)
 
 
@@ -177,6 +177,7 @@ FOREIGN_DUMPS = [
     (with_call(state=[]), "the field 'state' of call 1 is not the state of a call"),
     (with_call(round="1"), "the field 'round' of call 1 is not a number"),
     (with_call(num_rounds=4), "the field 'num_rounds' of call 1 is not a text"),
+    (with_call(device_row=4), "the field 'device_row' of call 1 is not a text"),
     (with_call(waiting_for=[[3, True]]), "call 1 waits for a rank that its communicator does not"),
     (with_call(waiting_for=[[-1, True]]), "the field 'waiting_for' of call 1 is not a list of"),
     (with_call(waiting_for=[2]), "the field 'waiting_for' of call 1 is not a list of"),

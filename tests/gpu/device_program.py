@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from bench.oracle import expected
 from collectives import Communicator, algorithms
 from collectives.arrays.operators import operators
 from tests import device_scenarios as scenarios
+from tests.device.held_stream import hold, released
 from tests.gpu.places import PLACES, Place
 from tests.scenarios import (
     COMPLEX,
@@ -154,6 +156,22 @@ def streams_at_once(place: Place, comm: Communicator) -> None:
                 works.append((k, comm.all_reduce(x, async_op=True)))
         for k, work in works if comm.rank % 2 else works[::-1]:
             same(place.on_host(work.wait()), np.full(1001, float(comm.size * (k + turn))), k)
+
+
+@program
+def in_the_order_of_streams(place: Place, comm: Communicator) -> None:
+    """Calls on three streams in every order; inputs are overwritten before the device is done."""
+    streams = [place.new_stream() for _ in range(3)]
+    for turn, order in enumerate(permutations(range(3))):
+        results = []
+        for k, name in zip(order, ("ring", "one_shot", "two_shot"), strict=True):
+            with place.on_stream(streams[k]):
+                x = place.late(np.full(1001, float(k + turn)))
+                results.append((k, comm.all_reduce(x, algorithm=name)))
+                x.fill(-1.0)
+        comm.synchronize(timeout=SECONDS)
+        for k, y in results:
+            same(place.on_host(y), np.full(1001, float(comm.size * (k + turn))), (turn, k))
 
 
 @program
@@ -361,6 +379,35 @@ def captured_stream(place: Place, comm: Communicator) -> None:
 
 
 ALONE["captured_stream"] = captured_stream
+
+
+def held_stream(place: Place, world: Communicator) -> None:
+    """A rank's stream stands still before a call: the others give up, and all know that."""
+    from mpi4py import MPI
+
+    for name in ("ring", "one_shot", "two_shot"):
+        comm = collectives.wrap(MPI.COMM_WORLD)
+        comm.all_reduce(place.on_device(np.ones(301)), algorithm=name)
+        comm.synchronize(timeout=SECONDS)
+        check_links(comm)
+        x = place.on_device(np.ones(301))
+        with released(links(comm).driver) as word, place.on_stream(place.new_stream()):
+            if comm.rank == 1:
+                hold(place.current_stream(), word, links(comm).driver)
+            comm.all_reduce(x, algorithm=name)  # returns on all ranks
+            world.barrier()
+            with pytest.raises(collectives.CollectiveTimeout, match=r"waits for rank . at row"):
+                comm.synchronize(timeout=0.3)
+            with pytest.raises(collectives.CollectiveError, match="unusable"):
+                comm.all_reduce(x)
+        world.barrier()
+        comm.free()
+        y = world.all_reduce(place.on_device(np.ones(301)), algorithm=name)
+        same(place.on_host(y), np.full(301, float(comm.size)), name)
+        world.synchronize(timeout=SECONDS)
+
+
+ALONE["held_stream"] = held_stream
 
 
 def staged_after_all(place: Place, comm: Communicator) -> None:

@@ -76,6 +76,10 @@ class OnCupy:
         """A context in which a stream is the current one."""
         return stream
 
+    def current_stream(self) -> Any:
+        """The stream that is current."""
+        return self.cupy.cuda.get_current_stream()
+
     def not_exportable(self) -> Any:
         """A context in which new memory cannot be opened in other processes."""
         return self.cupy.cuda.using_allocator(self.cupy.cuda.MemoryAsyncPool().malloc)
@@ -106,7 +110,8 @@ class OnFake:
         from tests import fake_device, fake_driver
 
         self.fake, self.gpu = fake_device, fake_driver.gpu()
-        self.gpu.reset(seed=rank + 17, queue_length=16)
+        self.gpu.reset(seed=rank + 17, queue_length=64)
+        self.gpu.go_on_alone()
         self.on_host = fake_device.on_host
         self._is_exportable = True
 
@@ -128,6 +133,9 @@ class OnFake:
 
     def on_stream(self, stream: Any) -> Any:
         return self.fake.BACKEND.on_stream(stream)
+
+    def current_stream(self) -> Any:
+        return self.fake.BACKEND.current_stream()
 
     @contextmanager
     def not_exportable(self) -> Iterator[None]:

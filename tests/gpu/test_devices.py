@@ -85,3 +85,8 @@ def test_staged_is_staged() -> None:
 
 def test_a_captured_stream_is_refused() -> None:
     check(run(2, ["captured_stream"]), "captured_stream", 2)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_stream_that_stands_still_ends_the_wait_of_the_others(num_ranks: int) -> None:
+    check(run(num_ranks, ["held_stream"]), "held_stream", num_ranks)

@@ -1,0 +1,189 @@
+"""The order of runs on a device: of the calls of a communicator, or of the runs of a plan.
+
+Each run begins on the device when the one before it has ended, whatever their streams are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from weakref import finalize
+
+import numpy as np
+
+from collectives.arrays import Backend
+from collectives.devices.driver import CAPTURING, NOT_READY, Driver, DriverError
+from collectives.devices.streams import STREAMS
+
+Action = Callable[[], object]
+
+
+class Enqueued:
+    """What an asynchronous run has put on a stream, up to an event."""
+
+    def __init__(self, driver: Driver, backend: Backend) -> None:
+        self._driver, self._backend = driver, backend
+        self.event = STREAMS.borrow_event(driver)
+        finalize(self, STREAMS.give_back_event, driver, self.event).atexit = False
+
+    def join(self) -> None:
+        """Let the stream that is current in this thread wait for it."""
+        stream = self._backend.current_stream()
+        with self._backend.on_stream(stream):
+            self._driver.call("cuStreamWaitEvent", int(stream.ptr), self.event, 0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the device has done it."""
+        return self._driver.try_call("cuEventQuery", self.event) == 0
+
+
+class Turns:
+    """The calls of a communicator that are under way, and not all enqueued: the first comes first.
+
+    `words`: its number, or 0; compiled code reads it.
+    """
+
+    def __init__(self) -> None:
+        self.words = np.zeros(1, np.int64)
+        self._calls: set[int] = set()
+        self._lock = threading.Lock()
+
+    def begin(self, call: int) -> None:
+        """Let later calls wait for this one."""
+        with self._lock:
+            self._calls.add(call)
+            self.words[0] = min(self._calls)
+
+    def end(self, call: int) -> None:
+        """Let later calls be enqueued."""
+        with self._lock:
+            self._calls.discard(call)
+            self.words[0] = min(self._calls, default=0)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no call is under way."""
+        return not self._calls
+
+    def has_come_to(self, call: int) -> bool:
+        """Whether no earlier call is under way."""
+        return bool(self.words[0] in (0, call))
+
+
+class Held:
+    """What must not be given up before the device has come to some event."""
+
+    def __init__(self) -> None:
+        self._lock, self._entries = threading.Lock(), list[tuple[Enqueued, Action]]()
+
+    def add(self, enqueued: Enqueued, then: Action) -> None:
+        """Call a function some time after the device has come so far."""
+        with self._lock:
+            self._entries.append((enqueued, then))
+
+    def release(self) -> None:
+        """Call the functions of the events to which the device has come."""
+        if not self._entries:
+            return
+        with self._lock:
+            due = [entry for entry in self._entries if entry[0].is_complete]
+            self._entries = [entry for entry in self._entries if entry not in due]
+        for _, then in due:
+            then()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class Order:
+    """Runs that follow each other on a device.
+
+    `stream`: of runs whose caller goes on meanwhile.  Its event is recorded at the end of each run.
+    `error`: the error code with which the driver has ended runs; 0: it has not.
+    """
+
+    error = 0
+
+    def __init__(self, driver: Driver, backend: Backend, held: Held) -> None:
+        from collectives.devices import enqueue  # noqa: PLC0415 - it imports numba
+
+        self._driver, self._backend, self._held = driver, backend, held
+        self.stream = STREAMS.borrow(driver)
+        self.words, self._names = np.zeros(enqueue.NUM_ORDER_WORDS, np.int64), enqueue
+        self.words[enqueue.LAST_EVENT] = self.stream.event
+        self._num_ended = 0  # runs that are known to have
+        self._last_mark: tuple[int, Enqueued | None] = 0, None  # and behind how many runs it is
+        STREAMS.add_user(driver, self)
+        finalize(self, STREAMS.drop, driver, self.stream).atexit = False
+
+    def new_mark(self) -> Enqueued:
+        """What is about to be enqueued."""
+        return Enqueued(self._driver, self._backend)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a run is being enqueued, or is not known to have ended."""
+        num_runs = int(self.words[self._names.NUM_RUNS])  # first: more may follow
+        if self.words[self._names.IS_OPEN]:
+            return True
+        if num_runs != self._num_ended:
+            code = self._driver.try_call("cuEventQuery", self.stream.event)
+            if code == NOT_READY or code in CAPTURING:
+                return True
+            self._num_ended, self.error = num_runs, self.error or code
+        return False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the device has done all runs."""
+        return self._driver.try_call("cuEventQuery", self.stream.event) == 0
+
+    def count_one(self) -> None:
+        """Count an operation that Python is about to enqueue."""
+        self.words[self._names.NUM_OUTSTANDING] += 1
+
+    def after_all(self, then: Action) -> None:
+        """Call a function when the device has done all runs so far: now, or some time later.
+
+        If the driver has failed, it is never called.
+        """
+        if not self.is_busy:
+            then()
+            return
+        try:
+            self._held.add(self._end_of_runs(), then)
+        except DriverError:
+            _lost.append(then)
+
+    def _end_of_runs(self) -> Enqueued:
+        """A mark behind all runs so far; one for all that asks, as long as no run follows."""
+        num_runs, (stream, event) = int(self.words[self._names.NUM_RUNS]), self.stream
+        known_for, mark = self._last_mark
+        if mark is None or known_for != num_runs:
+            mark = self.new_mark()
+            self._driver.call("cuStreamWaitEvent", stream, event, 0)
+            self._driver.call("cuEventRecord", mark.event, stream)
+            self._last_mark = 0 if self.words[self._names.IS_OPEN] else num_runs, mark
+        return mark
+
+    def keep(self, something: object) -> None:
+        """Keep an object until the device has done all runs so far."""
+        self.after_all(partial(_drop, something))
+
+    def keep_until(self, enqueued: Enqueued, something: object) -> None:
+        """Keep an object until the device has come to an event."""
+        self._held.add(enqueued, partial(_drop, something))
+
+    def break_off(self, stream: int) -> None:
+        """End a run of which only a part is enqueued, on a stream."""
+        self._driver.try_call("cuEventRecord", self.stream.event, stream)
+        self.words[self._names.IS_OPEN] = 0
+
+
+_lost: list[Action] = []  # of devices whose driver has failed
+
+
+def _drop(_: object) -> None:
+    """Do nothing; what was kept as an argument is given up."""

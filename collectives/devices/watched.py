@@ -1,0 +1,100 @@
+"""The rows that a device runs, and what the counters say of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from collectives.devices.loop import Loop
+from collectives.devices.meeting import Meeting
+from collectives.devices.table import KIND, RISE, VALUE, Words
+from collectives.lowering import Counter, DeviceKind, DeviceOperation
+
+
+class Awaited(NamedTuple):
+    """An operation for which a device waits, the number of its row, and whether the host does."""
+
+    row: int
+    operation: DeviceOperation
+    is_by_host: bool
+
+    @property
+    def writer(self) -> int:
+        """The rank that raises the counter."""
+        assert self.operation.counter is not None
+        return self.operation.counter.writer
+
+
+class Watched:
+    """The device program of one rank, from one meeting of the ranks to the next.
+
+    `text`: the call.  `operations`: those of the rows.  `rows`: with addresses; their values are
+    those of the run that was enqueued last.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        meeting: Meeting,
+        operations: Sequence[DeviceOperation],
+        rows: Words,
+        loop: Loop,
+    ) -> None:
+        self.text, self.meeting, self.operations, self.rows = text, meeting, operations, rows
+        self._loop = loop
+        me = meeting.board.rank
+        self._has_mark = bool(operations) and operations[0].counter == Counter(me, me)
+        self._seen, self._since = 0, 0.0
+
+    @property
+    def limit(self) -> float | None:
+        """The seconds that a run may take on the device; None: those of the communicator."""
+        return self._loop.limit
+
+    def word(self, counter: Counter) -> Any:
+        """The memory of a counter: an array of one element."""
+        meeting, (writer, reader, is_read) = self.meeting, counter
+        return meeting.board.counter(writer, meeting.slots[writer], reader, is_read)
+
+    def awaited(self) -> list[Awaited]:
+        """What the device still awaits in the run that it has entered last."""
+        return self.standing()[1]
+
+    def standing(self) -> tuple[float, list[Awaited]]:
+        """How long the device has been in that run, as far as it was seen, and what it awaits.
+
+        Nothing is awaited if the device goes on, or a run is enqueued, while this looks.
+        """
+        entered, values = self._num_entered(), self.rows[:, VALUE].copy()
+        num_behind = max(int(values[0]) - entered, 0) if self._has_mark else 0
+        awaited = [
+            Awaited(at, operation, bool(row[KIND] != DeviceKind.AWAIT))
+            for at, operation, word, row in self._awaits()
+            if word[0] < values[at] - num_behind * row[RISE]
+        ]
+        if entered != self._seen:
+            self._seen, self._since = entered, time.monotonic()
+        has_moved = self._num_entered() != entered or (self.rows[:, VALUE] != values).any()
+        return time.monotonic() - self._since, [] if has_moved else awaited
+
+    def _num_entered(self) -> int:
+        """How many runs the device has entered; 0 if that is not known."""
+        counter = self.operations[0].counter if self._has_mark else None
+        return 0 if counter is None else int(self.word(counter)[0])
+
+    def let_go(self) -> None:
+        """Let the device wait for nothing any more.
+
+        A peer may write a smaller value back, so this is done again until the device has ended.
+        """
+        for _, _, word, row in self._awaits():
+            word[0] = max(int(word[0]), int(row[VALUE]))
+
+    def _awaits(self) -> list[tuple[int, DeviceOperation, Any, Any]]:
+        """The operations that await a counter: row, operation, the counter's memory, words."""
+        return [
+            (at, operation, self.word(operation.counter), row)
+            for at, (operation, row) in enumerate(zip(self.operations, self.rows, strict=False))
+            if operation.kind == DeviceKind.AWAIT and operation.counter is not None
+        ]
