@@ -119,9 +119,9 @@ class Devices:
 
     def has_done(self, enqueued: Enqueued) -> bool:
         """Whether the device has come to an event.  Raises the failure after which that is void."""
-        is_done = enqueued.is_complete
-        if is_done and self._watch is not None:
-            self._watch.check()
+        is_done, watch = enqueued.is_complete, self._watch
+        if watch is not None and (is_done or watch.failure is not None):
+            watch.check()
         self._raise_past_failure()
         return is_done
 

@@ -562,7 +562,7 @@ class OnDevice:
         """Enqueue the rows, and wait for the device if that is wanted."""
         yield from self._placed.finish(self._tag)
         if self.waits_for_device:
-            yield Wait(lambda: self._order.is_complete, self._placed.late, is_at_work=True)
+            yield Wait(lambda: self._order.has_ended, self._placed.late, is_at_work=True)
             self._watch.check()
 
     def _until_it_may_block(self) -> Wait:

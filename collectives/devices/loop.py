@@ -253,7 +253,7 @@ class Loop:
         """Whether it would not only wait."""
         if self.is_coming:
             return self._functions.look(self.address) != self.names.WAITING
-        return self.order.is_complete
+        return self.order.has_ended
 
     def late(self) -> list[int]:
         """The indices of the peers that are not known to have come to the run."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 from collectives.engines import FAILS, WORKS, Board, CallKey
+from collectives.lowering import Counter
 
 
 class Wait(NamedTuple):
@@ -81,6 +82,11 @@ class Meeting:
     def arrival(self, rank: int) -> Any:
         """The word by which a rank that has come says that it has come again: one element."""
         return self.board.arrival(rank, self.slots[rank])
+
+    def word(self, counter: Counter) -> Any:
+        """The memory of a counter of this call: an array of one element."""
+        writer, reader, is_read = counter
+        return self.board.counter(writer, self.slots[writer], reader, is_read)
 
     def answer(self, verdict: int) -> None:
         """Say that this rank has read all records, and what follows for it."""

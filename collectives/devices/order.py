@@ -128,17 +128,18 @@ class Order:
         num_runs = int(self.words[self._names.NUM_RUNS])  # first: more may follow
         if self.words[self._names.IS_OPEN]:
             return True
-        if num_runs != self._num_ended:
-            code = self._driver.try_call("cuEventQuery", self.stream.event)
-            if code == NOT_READY or code in CAPTURING:
-                return True
-            self._num_ended, self.error = num_runs, self.error or code
-        return False
+        if num_runs != self._num_ended and self.has_ended:
+            self._num_ended = num_runs
+        return num_runs != self._num_ended
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the device has done all runs."""
-        return self._driver.try_call("cuEventQuery", self.stream.event) == 0
+    def has_ended(self) -> bool:
+        """Whether the device has done what was recorded last, or its driver has failed."""
+        code = self._driver.try_call("cuEventQuery", self.stream.event)
+        if code == NOT_READY or code in CAPTURING:
+            return False
+        self.error = self.error or code
+        return True
 
     def count_one(self) -> None:
         """Count an operation that Python is about to enqueue."""

@@ -20,7 +20,6 @@ from collectives.devices.watch import Watch
 from collectives.devices.watched import Watched
 from collectives.diagnostics import Waiting
 from collectives.engines import PinnedMemory, Transport
-from collectives.lowering import Counter
 from collectives.programs import BUFFERS
 
 Records = Mapping[int, Any]
@@ -82,13 +81,7 @@ class Placed:
 
     def begin(self, starts: Words, meeting: Meeting, exposed: Exposed) -> None:
         """Begin the first run after a meeting."""
-
-        def address_of(counter: Counter) -> int:
-            slot, is_read = meeting.slots[counter.writer], counter.is_read
-            word = meeting.board.counter(counter.writer, slot, counter.reader, is_read)
-            return int(word.ctypes.data)
-
-        rows = self.table.with_counters(address_of)
+        rows = self.table.with_counters(lambda counter: int(meeting.word(counter).ctypes.data))
         self.table.set_starts(rows, starts)
         rows, self._first_row = exposed.with_shadow(rows)
         own_rows = rows[self._first_row :]
@@ -141,7 +134,7 @@ class Placed:
                 *(self._driver, messages, self._loop, self._pinned, self._watch.check)
             )
             yield from self._on_host.post_receives(watched.operations)
-        yield from self._on_host.run(at, watched.operations[at], watched.rows, watched.word)
+        yield from self._on_host.run(at, watched.operations[at], watched.rows, watched.meeting.word)
 
     def late(self) -> list[int]:
         """The ranks whose signals the device of this rank still awaits."""
@@ -195,6 +188,6 @@ class Placed:
         is_done = self._on_host is None or self._on_host.abandon()
         if was_open:
             order.break_off(stream)
-            is_done &= order.is_complete
+            is_done &= order.has_ended
         self.end()
         return is_done

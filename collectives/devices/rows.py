@@ -43,7 +43,7 @@ class HostRows:
         """Post the receives of all rows, in their order, when their memory is read."""
         order = self._loop.order
         if any(operation.kind in (SEND, RECEIVE) for operation in operations):
-            yield Wait(lambda: order.is_complete, list, is_at_work=True)
+            yield Wait(lambda: order.has_ended, list, is_at_work=True)
         for row, operation in enumerate(operations):
             if operation.kind == RECEIVE and operation.counter is not None:
                 self._messages.receive(row, operation.counter.writer, self._buffer(row, operation))

@@ -52,11 +52,6 @@ class Watched:
         """The seconds that a run may take on the device; None: those of the communicator."""
         return self._loop.limit
 
-    def word(self, counter: Counter) -> Any:
-        """The memory of a counter: an array of one element."""
-        meeting, (writer, reader, is_read) = self.meeting, counter
-        return meeting.board.counter(writer, meeting.slots[writer], reader, is_read)
-
     def awaited(self) -> list[Awaited]:
         """What the device still awaits in the run that it has entered last."""
         return self.standing()[1]
@@ -81,7 +76,7 @@ class Watched:
     def _num_entered(self) -> int:
         """How many runs the device has entered; 0 if that is not known."""
         counter = self.operations[0].counter if self._has_mark else None
-        return 0 if counter is None else int(self.word(counter)[0])
+        return 0 if counter is None else int(self.meeting.word(counter)[0])
 
     def let_go(self) -> None:
         """Let the device wait for nothing any more.
@@ -94,7 +89,7 @@ class Watched:
     def _awaits(self) -> list[tuple[int, DeviceOperation, Any, Any]]:
         """The operations that await a counter: row, operation, the counter's memory, words."""
         return [
-            (at, operation, self.word(operation.counter), row)
+            (at, operation, self.meeting.word(operation.counter), row)
             for at, (operation, row) in enumerate(zip(self.operations, self.rows, strict=False))
             if operation.kind == DeviceKind.AWAIT and operation.counter is not None
         ]

@@ -60,9 +60,9 @@ class Position(NamedTuple):
     device_row: str = ""
 
     def __str__(self) -> str:
-        where = (
-            f"in round {self.round} of {self.num_rounds}{self.device_row and ', '}{self.device_row}"
-        )
+        where = f"in round {self.round} of {self.num_rounds}"
+        if self.device_row:
+            where += f", {self.device_row}"
         waiting_for = ", ".join(map(str, self.waiting_for))
         return f"{where} for {waiting_for}" if waiting_for else f"{where}; no message is missing"
 

@@ -270,8 +270,8 @@ def _state(name: str, members: Sequence[int], calls: Mapping[str, Call], dump: D
         for peer, is_receive in call["waiting_for"]
     ]
     where = f"round {call['round']} of {call['num_rounds']}"
-    if device_row := call.get("device_row"):
-        where += f", {device_row}"
+    if call["device_row"]:
+        where += f", {call['device_row']}"
     waiting = f"waits in {where} {' and '.join(waits)}" if waits else f"works in {where}"
     return f"{waiting}, since {call['seconds_ago']:.3g} s; {_at(dump)}"
 

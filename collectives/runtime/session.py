@@ -180,10 +180,9 @@ class Session:
         ranks raise leaves nothing behind.
         """
         self.forget_calls()
-        if (
-            work.call_id is not None and work.call_id.has_turn
-        ):  # its steps may be suspended for good
-            self.devices.turns.end(work.call_id.number)
+        call_id = work.call_id
+        if call_id is not None and call_id.has_turn:  # its steps may be suspended for good
+            self.devices.turns.end(call_id.number)
         self._has_left_messages |= isinstance(error, CollectiveTimeout)
         is_common = isinstance(error, CollectiveError) and error.is_on_all_ranks
         if (work.is_blocking or work.was_ahead) and not is_common:

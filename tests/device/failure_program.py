@@ -273,7 +273,8 @@ def call_and_synchronize(call: Callable[[], Any], comm: Communicator) -> None:
 def a_driver_that_fails_after_a_call_is_enqueued(world: Communicator) -> None:
     comm = with_links(world)
     freeze_rank_1(comm)
-    comm.all_reduce(on_device(np.ones(6)), algorithm="ring")
+    work = comm.all_reduce(on_device(np.ones(6)), algorithm="ring", async_op=True)
+    work.wait()
     world.barrier()
     if comm.rank == 1:
         gpu().error = 700
@@ -281,6 +282,10 @@ def a_driver_that_fails_after_a_call_is_enqueued(world: Communicator) -> None:
         collectives.CollectiveError, match="the GPU of rank 1 has failed with error"
     ):
         comm.synchronize()
+    with pytest.raises(
+        collectives.CollectiveError, match="the GPU of rank 1 has failed with error"
+    ):
+        work.test()
     world.barrier()
     gpu().error = 0
     thaw()

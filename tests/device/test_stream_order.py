@@ -190,6 +190,18 @@ def test_calls_that_do_not_follow_each_other_are_noticed(
         calls_on_two_streams(word)
 
 
+def is_held_until_done(
+    comm: Communicator, still_there: Callable[[], object], word: np.ndarray
+) -> None:
+    """An array to which the program refers no more is there until streams are not held."""
+    assert still_there() is not None
+    comm.barrier()
+    word[:] = 1
+    comm.synchronize()
+    comm.barrier()
+    assert still_there() is None
+
+
 def test_an_asynchronous_call_holds_its_arrays_until_it_is_done(word: np.ndarray) -> None:
     def body(comm: Communicator) -> None:
         x = on_device(np.ones(6))
@@ -200,12 +212,7 @@ def test_an_asynchronous_call_holds_its_arrays_until_it_is_done(word: np.ndarray
         comm.all_reduce(x, async_op=True).wait()
         still_there = weakref.ref(x._memory.base)
         del x
-        assert still_there() is not None
-        comm.barrier()
-        word[:] = 1
-        comm.synchronize()
-        comm.barrier()
-        assert still_there() is None
+        is_held_until_done(comm, still_there, word)
 
     run(body, 2)
 
@@ -227,12 +234,7 @@ def test_a_plan_that_was_started_holds_its_arrays_until_it_is_done(word: np.ndar
         plan.free()
         still_there = weakref.ref(x._memory.base)
         del x, plan
-        assert still_there() is not None
-        comm.barrier()
-        word[:] = 1
-        comm.synchronize()
-        comm.barrier()
-        assert still_there() is None
+        is_held_until_done(comm, still_there, word)
 
     run(body, 2)
 
