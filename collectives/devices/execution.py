@@ -11,7 +11,9 @@ come, and whether its arrays are others than before, and enqueues the same progr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from zlib import crc32
 
@@ -94,6 +96,7 @@ class OnDevice:
         self._is_staged, self.row = False, 0
         self._wait: Wait | None = None
         self._steps: Waits = _no_steps()
+        self._lock = threading.Lock()  # held by the thread that advances it, or looks at it
         self._agreement: Agreement | None = None  # the last one
 
     @property
@@ -187,6 +190,10 @@ class OnDevice:
 
     def advance(self, seconds: float) -> bool:
         """See `Execution.advance`; it waits only for ranks and devices, in compiled code."""
+        with self._lock:
+            return self._advance(seconds)
+
+    def _advance(self, seconds: float) -> bool:
         if self._placed.progress():  # messages move only in calls of MPI
             seconds = 0.0
         self._loop.seconds = seconds
@@ -225,15 +232,26 @@ class OnDevice:
 
     @property
     def can_move(self) -> bool:
-        """Whether it can go on; if it waits for a message, its transport knows that."""
-        wait = self._wait
-        return wait is not None and wait.is_over()
+        """See `Waiter.can_move`; if it waits for a message, its transport knows that."""
+        with self._looking() as wait:
+            return wait is not None and wait.is_over()
 
     @property
-    def is_at_work(self) -> bool:
-        """Whether a device is at work for it, so that it may go on later."""
-        wait = self._wait
-        return wait is not None and wait.is_at_work
+    def is_stuck(self) -> bool:
+        """See `Waiter.is_stuck`."""
+        with self._looking() as wait:
+            return wait is None or not (wait.is_at_work or wait.is_over())
+
+    @contextmanager
+    def _looking(self) -> Iterator[Wait | None]:
+        """What it waits for, which does not change; `_MOVING` if another thread advances it."""
+        if not self._lock.acquire(blocking=False):
+            yield _MOVING
+            return
+        try:
+            yield self._wait
+        finally:
+            self._lock.release()
 
     @property
     def missing(self) -> list[int]:
@@ -270,6 +288,10 @@ class OnDevice:
 
         The memory of the meeting is kept as long as the device uses its counters.
         """
+        with self._lock:
+            return self._abandon()
+
+    def _abandon(self) -> bool:
         self._transport.unwatch(self)
         self._turns.end(self._key.call)
         is_certain, may_others_run = self._loop.is_certain, self._may_others_run
@@ -595,6 +617,9 @@ class OnDevice:
         self._is_staged = True
         while not self._staged.advance(0.0):
             yield None
+
+
+_MOVING = Wait(lambda: False, list, is_at_work=True)
 
 
 def _no_steps() -> Waits:

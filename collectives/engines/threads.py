@@ -53,7 +53,8 @@ class Wait(NamedTuple):
 
     def is_stuck(self, mail: Container[Address]) -> bool:
         """Whether the rank can only go on after another one."""
-        return not self.can_move(mail) and not any(w.is_at_work for _, w in self.waiters)
+        has_mail = any(address in mail for address in self.addresses)
+        return not has_mail and all(waiter.is_stuck for _, waiter in self.waiters)
 
     @property
     def sources(self) -> list[int]:

@@ -248,15 +248,18 @@ class PendingCall(Protocol):
 
 
 class Waiter(Protocol):
-    """An execution that waits for other ranks without a message of theirs."""
+    """An execution that waits for other ranks without a message of theirs.
+
+    Any thread may ask, also while another one advances the execution.
+    """
 
     @property
     def can_move(self) -> bool:
-        """Whether it can go on."""
+        """Whether it can go on, and no other thread advances it."""
 
     @property
-    def is_at_work(self) -> bool:
-        """Whether a device is at work for it, so that it may go on later."""
+    def is_stuck(self) -> bool:
+        """Whether it can only go on after another rank."""
 
     @property
     def missing(self) -> list[int]:

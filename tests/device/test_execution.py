@@ -51,6 +51,11 @@ def is_staged() -> bool:
     return BACKEND.bytes_to_host > 0
 
 
+def is_at_work_for(execution: Any) -> bool:
+    """Whether an execution waits for a device."""
+    return execution._wait is not None and execution._wait.is_at_work
+
+
 # All algorithms
 
 
@@ -226,6 +231,44 @@ def test_a_call_does_not_begin_after_what_is_put_on_the_callers_stream_later(
     assert not is_staged()
 
 
+def test_a_call_does_not_end_while_another_rank_looks_at_it() -> None:
+    """Compiled code looks at words that the end of the call clears."""
+    is_ended, is_looked_at, words = threading.Event(), threading.Event(), list[int]()
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(6))
+        for _ in range(2):
+            comm.all_reduce(x, algorithm="ring", async_op=True).wait()
+        assert comm.rank == 0 or is_ended.wait(20)
+        work: Any = comm.all_reduce(x, algorithm="ring", async_op=True)
+        if comm.rank == 1:
+            work.give_up(RuntimeError("the other one has ended"))
+            return
+        execution: Any = work._run.execution
+        loop, right = execution._loop, execution._loop.can_advance
+
+        def look() -> bool:
+            if threading.current_thread().name.startswith("looks"):
+                is_looked_at.set()
+                is_ended.wait(0.2)  # the end waits for this thread
+                words.append(int(loop.words[loop.names.MINE]))
+            return bool(right())
+
+        loop.can_advance = look
+        assert loop.is_coming
+        with ThreadPoolExecutor(1, "looks") as thread:
+            while not is_looked_at.is_set():  # the watch may advance the call just now
+                can_move = thread.submit(lambda: execution.can_move)
+                is_looked_at.wait(0.01)
+            work.give_up(RuntimeError("it ends"))
+            is_ended.set()
+            assert not can_move.result()
+        assert words
+        assert all(words)
+
+    run(body, 2)
+
+
 def test_what_a_call_has_put_on_its_stream_is_waited_for_though_another_thread_ends_the_call(
     word: np.ndarray,
 ) -> None:
@@ -243,7 +286,7 @@ def test_what_a_call_has_put_on_its_stream_is_waited_for_though_another_thread_e
         work = comm.all_reduce(x, algorithm="ring", async_op=True)
         while not is_at_work.is_set():
             work.test()
-            if comm.rank == 0 and work._run.execution.is_at_work:
+            if comm.rank == 0 and is_at_work_for(work._run.execution):
                 is_at_work.set()
         with ThreadPoolExecutor(1) as pool:
             pool.submit(work.expire, 0.0).result()
@@ -820,7 +863,7 @@ def test_a_long_wait_for_the_device_is_in_compiled_code(monkeypatch: pytest.Monk
         is_frozen.set()
         work = comm.all_reduce(x, algorithm="ring", async_op=True)
         execution = work._run.execution
-        while not execution.is_at_work:
+        while not is_at_work_for(execution):
             work.test()
         for seconds in (0.1, 0.2):
             start = time.monotonic()
