@@ -179,6 +179,7 @@ def num_wrong(case: Case, result: Array | None) -> int:
     if not case.backend.is_host:
         on_host = np.empty(result.shape, case.dtype)
         case.backend.to_host([(result, HOST.host_buffer(on_host))])
+        case.backend.synchronize()
         result = on_host
     wrong = 0
     for got, columns in _windows(result, case, case.num_out):

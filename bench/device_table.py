@@ -192,6 +192,7 @@ def host_copy(case: Case, x: Any) -> Array | None:
         return None
     copied = np.empty(x.shape, case.dtype)
     case.backend.to_host([(x, HOST.host_buffer(copied))])
+    case.backend.synchronize()
     return copied
 
 
@@ -229,6 +230,7 @@ def through_host(case: Case, buffers: Buffers) -> Contender:
     def run() -> None:
         if source is not None:
             backend.to_host([(x, source)])
+            backend.synchronize()
         send.run()
         if target is not None and not is_ready:
             backend.to_device([(y, target)])

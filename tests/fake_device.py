@@ -59,6 +59,21 @@ class FakeStream:
         gpu().synchronize(self.ptr)
 
 
+class FakeEvent:
+    """The end of what is on a stream."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self._backend, self._mark = backend, gpu().mark(backend.current_stream().ptr)
+
+    @property
+    def is_complete(self) -> bool:
+        gpu().begin("cuEventQuery", budget=24)
+        return self._mark.is_passed
+
+    def join(self) -> None:
+        gpu().wait_for_mark(self._backend.current_stream().ptr, self._mark)
+
+
 class FakeBackend:
     """Counts what crosses between host and device; combines on the device."""
 
@@ -144,7 +159,6 @@ class FakeBackend:
         for device, host in pairs:
             self.enqueue(lambda device=device, host=host: _copy(_bytes(device), host))
             self.bytes_to_host += host.size
-        self.synchronize()
 
     def to_device(self, pairs: Sequence[tuple[FakeDeviceArray, Bytes]]) -> None:
         for device, host in pairs:
@@ -158,6 +172,12 @@ class FakeBackend:
         if not hasattr(self._thread, "stream"):
             self._thread.stream = FakeStream("default")
         return self._thread.stream
+
+    def new_stream(self) -> FakeStream:
+        return FakeStream("the library's")
+
+    def record(self) -> FakeEvent:
+        return FakeEvent(self)
 
     @contextmanager
     def on_stream(self, stream: FakeStream) -> Iterator[None]:

@@ -923,6 +923,17 @@ class FakeGpu(Streams):
         operation = Operation("a function", function, [Range(*used) for used in ranges])
         self.put("cuLaunchHostFunc", stream, operation)
 
+    def mark(self, stream: int, what: str = "a mark") -> Mark:
+        """A mark behind all that is on a stream now."""
+        mark = Mark()
+        self.put("cuEventRecord", stream, Operation(what, mark=mark))
+        return mark
+
+    def wait_for_mark(self, stream: int, mark: Mark, what: str = "a mark") -> None:
+        """Let a stream wait until a mark is passed."""
+        wait = Operation(what, is_ready=lambda: mark.is_passed)
+        self.put("cuStreamWaitEvent", stream, wait)
+
     def synchronize(self, stream: int | None = None) -> None:
         """Wait until all that is on a stream, or on any, is executed."""
         if stream is None:
@@ -1028,8 +1039,7 @@ class Functions:
     def _record_event(self, event: int, stream: int) -> None:
         with self._gpu.lock:
             self._mark("cuEventRecord", event)
-        mark = Mark()
-        self._gpu.put("cuEventRecord", stream, Operation(f"event {event:#x}", mark=mark))
+        mark = self._gpu.mark(stream, f"event {event:#x}")
         with self._gpu.lock:
             self._events[event] = mark
 
@@ -1041,8 +1051,7 @@ class Functions:
         if mark is None:  # as in CUDA: an event that was never recorded is over
             mark = Mark()
             mark.is_passed = True
-        wait = Operation(f"event {event:#x}", is_ready=lambda: mark.is_passed)
-        self._gpu.put("cuStreamWaitEvent", stream, wait)
+        self._gpu.wait_for_mark(stream, mark, f"event {event:#x}")
 
     def _handle(self, handle: int, address: int) -> None:
         with self._gpu.lock:

@@ -21,6 +21,18 @@ from collectives.arrays.allocator import LARGE, Bytes, empty
 Array = Any  # a NumPy or CuPy array; the two share no base class
 Stream = Any  # of CUDA; None for host memory
 
+
+class Event(Protocol):
+    """A place on a stream, which the device comes to."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the device has come so far."""
+
+    def join(self) -> None:
+        """Let the current stream go on only when the device has come so far."""
+
+
 _BLOCK = 1 << 16  # elements that are checked together
 
 
@@ -79,10 +91,10 @@ class Backend(Protocol):
         """Host memory for the bytes of a flat array: its own memory if it is on the host."""
 
     def to_host(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
-        """Copy flat arrays to host buffers; complete on return."""
+        """Let the current stream copy flat arrays to page-locked host buffers."""
 
     def to_device(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
-        """Copy host buffers to flat arrays; they must not change before `synchronize`."""
+        """Let the current stream copy page-locked host buffers to flat arrays."""
 
     def synchronize(self) -> None:
         """Wait until all work on the current stream is done."""
@@ -94,8 +106,14 @@ class Backend(Protocol):
     def current_stream(self) -> Stream:
         """The current stream of this thread.  All operations are in order with it."""
 
+    def new_stream(self) -> Stream:
+        """A new stream, which waits for no other one by itself."""
+
     def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
         """A context in which a stream, of this thread or of another, is the current one."""
+
+    def record(self) -> Event:
+        """The end of what is on the current stream.  Raises RuntimeError if it is captured."""
 
 
 class NumpyBackend:
@@ -161,8 +179,22 @@ class NumpyBackend:
     def current_stream(self) -> Stream:
         return None
 
+    new_stream = current_stream
+
     def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def record(self) -> Event:
+        return _Now()
+
+
+class _Now:
+    """The present: operations on the host are complete on return."""
+
+    is_complete = True
+
+    def join(self) -> None:
+        """Do nothing."""
 
 
 class CupyBackend:
@@ -239,7 +271,6 @@ class CupyBackend:
             for device, host in pairs:
                 if host.size:
                     device.view(np.uint8).get(stream=stream, out=host, blocking=False)
-            stream.synchronize()
 
     def to_device(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
         with self.device:
@@ -259,12 +290,40 @@ class CupyBackend:
         with self.device:
             return self.cupy.cuda.get_current_stream()
 
+    def new_stream(self) -> Stream:
+        with self.device:
+            return self.cupy.cuda.Stream(non_blocking=True)
+
     @contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
         with self.device, stream:
             # In a new thread whose device this is already, `with` makes no context current.
             self.cupy.cuda.runtime.setDevice(self.device.id)
             yield
+
+    def record(self) -> Event:
+        return _CupyEvent(self)
+
+
+class _CupyEvent:
+    """The end of what is on the current stream."""
+
+    def __init__(self, backend: CupyBackend) -> None:
+        self._backend, stream = backend, backend.current_stream()
+        if stream.is_capturing():
+            raise RuntimeError("the current stream is being captured, so no message can be sent")
+        with backend.device:
+            self._event = backend.cupy.cuda.Event(disable_timing=True)
+            self._event.record(stream)
+
+    @property
+    def is_complete(self) -> bool:
+        """See `Event.is_complete`."""
+        return bool(self._event.done)
+
+    def join(self) -> None:
+        """See `Event.join`."""
+        self._backend.current_stream().wait_event(self._event)
 
 
 def _protecting(backend: Backend, function: BinaryFunction) -> BinaryFunction:

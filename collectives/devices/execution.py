@@ -609,8 +609,7 @@ class OnDevice:
         self._transport.unwatch(self)
         self._turns.end(self._key.call)
         if self._staged is None:
-            messages = self._transport.messages(self._tag)
-            self._staged = Staged(self.program, self._operands, messages)
+            self._staged = Staged(self.program, self._operands, self._transport, self._tag)
         else:
             self._staged.attach(self._operands, self._tag)
         self._staged.restart(self._key.call)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from collectives.devices.driver import Driver
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Wait, Waits
-from collectives.devices.streams import EVENTS
+from collectives.devices.streams import EVENTS, STREAMS
 from collectives.devices.table import TARGET, VALUE, Words
 from collectives.diagnostics import Waiting
 from collectives.engines import Messages, PinnedMemory
 from collectives.lowering import Counter, DeviceKind, DeviceOperation
 
 SEND, RECEIVE = DeviceKind.SEND, DeviceKind.RECEIVE
+
+
+class _Leaving(NamedTuple):
+    """A message that is sent when its copy in host memory is complete: when an event is."""
+
+    row: int
+    peer: int
+    host: Any
+    event: int
 
 
 class HostRows:
@@ -37,6 +47,7 @@ class HostRows:
         self._driver, self._messages, self._loop = driver, messages, loop
         self._memory, self._check = memory, check
         self._buffers: dict[int, Any] = {}
+        self._leaving = deque[_Leaving]()
         self._sent: list[int] = []
 
     def post_receives(self, operations: Sequence[DeviceOperation]) -> Waits:
@@ -61,8 +72,10 @@ class HostRows:
         counter = operation.counter
         assert counter is not None
         if operation.kind == SEND:
-            yield from self._send(row, operation, int(rows[row, TARGET + 1]))
-        elif operation.kind == RECEIVE:
+            self._copy_to_host(row, operation, int(rows[row, TARGET + 1]))
+            return
+        yield from self._send_all()
+        if operation.kind == RECEIVE:
             yield from self._receive(row, operation, int(rows[row, TARGET]))
         elif operation.kind == DeviceKind.SIGNAL:
             self._signal(operation, word_of(counter), int(rows[row, VALUE]))
@@ -85,19 +98,32 @@ class HostRows:
         event = EVENTS.of(self._driver, word.ctypes.data, operation.value)
         self._driver.call("cuStreamWaitEvent", self._loop.stream, event, 0)
 
-    def _send(self, row: int, operation: DeviceOperation, source: int) -> Waits:
-        """Copy to the host, and send."""
+    def _copy_to_host(self, row: int, operation: DeviceOperation, source: int) -> None:
+        """Let the device copy a message to the host, after which it is sent."""
         assert operation.counter is not None
-        host = self._buffer(row, operation)
+        host, stream = self._buffer(row, operation), self._loop.stream
         if operation.size:
-            stream, event = self._loop.stream, self._loop.order.stream.event
             arguments = host.ctypes.data, source, operation.size, stream
             self._driver.call("cuMemcpyDtoHAsync_v2", *arguments)
-            self._driver.call("cuEventRecord", event, stream)
-            yield Wait(partial(self._driver.is_complete, event), list, is_at_work=True)
+        event = STREAMS.borrow_event(self._driver)
+        self._driver.call("cuEventRecord", event, stream)
+        self._leaving.append(_Leaving(row, operation.counter.reader, host, event))
+
+    def _send_all(self) -> Waits:
+        """Send all that the device was let copy."""
+        while self._leaving:
+            is_copied = partial(self._driver.is_complete, self._leaving[0].event)
+            yield Wait(is_copied, list, is_at_work=True)
+            self._send_copied()
+
+    def _send_copied(self) -> None:
+        """Send what is copied, in order."""
+        while self._leaving and self._driver.is_complete(self._leaving[0].event):
             self._check()  # or ranks of other hosts would take void data for theirs
-        self._messages.send(row, operation.counter.reader, host)
-        self._sent.append(row)
+            row, peer, host, event = self._leaving.popleft()
+            STREAMS.give_back_event(self._driver, event)
+            self._messages.send(row, peer, host)
+            self._sent.append(row)
 
     def _receive(self, row: int, operation: DeviceOperation, target: int) -> Waits:
         """Receive, and copy to the device."""
@@ -109,16 +135,18 @@ class HostRows:
 
     def finish(self) -> Waits:
         """Wait until all that was sent has left the host memory."""
+        yield from self._send_all()
         for row in self._sent:
             while not self._messages.test(range(row, row + 1), 0):
                 yield None
 
     def progress(self) -> bool:
-        """Let MPI move the messages; return whether any is under way."""
+        """Send what is copied, and let MPI move messages; return whether any is under way."""
         if not self._buffers:
             return False
+        self._send_copied()
         self._messages.note_completed()
-        return bool(self._messages.waiting_for())
+        return bool(self._leaving or self._messages.waiting_for())
 
     def waiting_for(self) -> list[Waiting]:
         """See `Messages.waiting_for`."""
@@ -126,4 +154,7 @@ class HostRows:
 
     def abandon(self) -> bool:
         """See `Execution.abandon`."""
+        for one in self._leaving:
+            STREAMS.give_back_event(self._driver, one.event)
+        self._leaving.clear()
         return self._messages.abandon()

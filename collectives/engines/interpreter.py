@@ -67,8 +67,13 @@ class Memory:
 class Interpreted:
     """An execution in plain Python."""
 
-    enqueued, device_row, final_state = None, "", COMPLETE
+    enqueued, final_state = None, COMPLETE
     limit: float | None = None
+
+    @property
+    def device_row(self) -> str:
+        """See `Execution.device_row`."""
+        return ""
 
     def leave_callers_stream(self) -> None:
         """Do nothing: it waits for its own work."""
@@ -108,34 +113,39 @@ class Interpreted:
         """Continue until a message is missing.  It never waits, so `seconds` is not used."""
         rows = self.program.listed
         while self.row < len(rows):
-            row = rows[self.row]
-            if row.kind == Kind.WAIT:
-                if not self.messages.test(range(row.slot, row.slot + row.size), row.peer):
-                    return False
-                self.arrived(row)
-            elif row.kind == Kind.RECEIVE:
-                self.receive(row)
-            elif row.kind == Kind.SEND:
-                self.send(row)
-            else:
-                self.memory.work(row)
+            if not self._run(rows[self.row]):
+                return False
             self.row += 1
-        self.completed()
+        return self.is_over()
+
+    def _run(self, row: Row) -> bool:
+        """Do what a row says; return False if it must be tried again."""
+        if row.kind == Kind.WAIT:
+            return self.wait(row)
+        if row.kind == Kind.RECEIVE:
+            return self.receive(row)
+        if row.kind == Kind.SEND:
+            return self.send(row)
+        self.memory.work(row)
         return True
 
-    def receive(self, row: Row) -> None:
-        """Post a receive."""
+    def receive(self, row: Row) -> bool:
+        """Post a receive; return False if it must be tried again."""
         self.messages.receive(row.slot, row.peer, self._bytes(row))
+        return True
 
-    def send(self, row: Row) -> None:
-        """Post a send."""
+    def send(self, row: Row) -> bool:
+        """Post a send; return False if it must be tried again."""
         self.messages.send(row.slot, row.peer, self._bytes(row))
+        return True
 
-    def arrived(self, row: Row) -> None:
-        """Called when the messages of a WAIT row are complete."""
+    def wait(self, row: Row) -> bool:
+        """Whether the messages that a row waits for are complete."""
+        return self.messages.test(range(row.slot, row.slot + row.size), row.peer)
 
-    def completed(self) -> None:
-        """Called when the program is complete."""
+    def is_over(self) -> bool:
+        """Whether the call is complete when all rows are."""
+        return True
 
     def note_completed(self) -> None:
         """See `Execution.note_completed`."""

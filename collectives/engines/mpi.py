@@ -121,7 +121,7 @@ class MpiTransport:
         host_calls: NDArray[np.int64] | None = None,
     ) -> Execution:
         if not operands.backend.is_host:
-            return Staged(program, operands, self.messages(tag), host_calls)
+            return Staged(program, operands, self, tag, host_calls)
         if self.why_interpreted is not None:
             return Interpreted(program, operands, self.messages(tag), host_calls)
         return CompiledExecution(self.port, program, operands, tag, host_calls)

@@ -1,114 +1,250 @@
 """Runs programs on device memory; messages are staged in page-locked host memory.
 
-MPI never receives a device pointer, so every MPI works.
+MPI never receives a device pointer, so every MPI works.  Copies to the host, messages and copies to
+the device overlap: the host waits for none of them while it can go on with another one.
 """
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict, deque
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arrays import Array, Backend, Bytes
+from collectives.arrays import Array, Backend, Bytes, Event, Stream
 from collectives.engines.interpreter import Interpreted
-from collectives.engines.transport import Messages, Operands
-from collectives.programs import Kind, Program, Row
+from collectives.engines.transport import Operands, Transport, poll_until
+from collectives.programs import Program, Row
+
+_BUFFERS_EACH = 2  # of a slot: one may be filled while the device still reads the other one
+_SECONDS_TO_END = 1.0  # that the device has when a call has failed
+
+
+class _Buffer:
+    """Page-locked host memory.  `reader`: when it has come so far, the device does not read it."""
+
+    memory: Bytes | None = None
+    reader: Event | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the device does not read it."""
+        return self.reader is None or self.reader.is_complete
 
 
 class PinnedMemory:
-    """Page-locked host memory for messages: one buffer for each slot, which grows as needed."""
+    """Page-locked host memory for messages: a few buffers for each slot, which grow as needed."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._buffers: dict[int, Bytes] = {}
+        self._buffers = defaultdict[int, deque[_Buffer]](deque)  # the last one is that in use
 
     @property
     def is_used(self) -> bool:
         """Whether there is any buffer."""
         return bool(self._buffers)
 
+    def reader(self, slot: int) -> Event | None:
+        """What the device must do before a slot has a free buffer; None: it has one."""
+        buffers = self._buffers[slot]
+        if len(buffers) < _BUFFERS_EACH or any(each.is_free for each in buffers):
+            return None
+        return buffers[0].reader
+
     def buffer(self, slot: int, array: Array) -> Bytes:
-        """A buffer of as many bytes as the array has."""
-        num_bytes = array.size * array.dtype.itemsize
-        kept = self._buffers.get(slot)
-        if kept is None or kept.size < num_bytes:
-            kept = self._buffers[slot] = self._backend.host_buffer(array)
-        return kept[:num_bytes]
+        """A free buffer of as many bytes as the array has, which is now in use."""
+        num_bytes, buffers = array.size * array.dtype.itemsize, self._buffers[slot]
+        free = next((each for each in buffers if each.is_free), None)
+        if free is None:
+            free = _Buffer()
+        else:
+            buffers.remove(free)
+        buffers.append(free)
+        if free.memory is None or free.memory.size < num_bytes:
+            free.memory = self._backend.host_buffer(array)
+        return free.memory[:num_bytes]
+
+    def keep_until(self, slot: int, reader: Event) -> None:
+        """Let the buffer in use be free when the device has come so far."""
+        self._buffers[slot][-1].reader = reader
+
+
+class _Leaving(NamedTuple):
+    """A message that is sent when its copy in host memory is complete."""
+
+    slot: int
+    peer: int
+    host: Bytes
+    copied: Event
 
 
 class Staged(Interpreted):
     """An execution on device memory: copies sends to the host, and received data to the device.
 
-    Consecutive sends are copied to the host together, and so are the receives of one WAIT to the
-    device.  All work is in order with the stream that was current in the thread that began the run,
-    whichever thread continues it.
+    It has two streams: one copies to the host, the other one copies to the device and computes.
+    They begin after what was on the caller's stream, and the call is complete when they have ended.
     """
+
+    _streams: tuple[Stream, Stream] | None = None  # None: the run has not begun
+    _end: Event | None = None  # of the last row
+    _awaited: Event | None = None  # to which the device must come before this goes on
 
     def __init__(
         self,
         program: Program,
         operands: Operands,
-        messages: Messages,
+        transport: Transport,
+        tag: int,
         host_calls: NDArray[np.int64] | None = None,
     ) -> None:
-        super().__init__(program, operands, messages, host_calls)
+        super().__init__(program, operands, transport.messages(tag), host_calls)
+        self._transport = transport
         self._pinned = PinnedMemory(operands.backend)  # kept from run to run of a plan
         self._arriving: dict[int, tuple[Array, Bytes]] = {}
-        self._leaving: dict[int, Bytes] = {}
-        self._copying: set[int] = set()  # slots whose host memory the device may still read
+        self._leaving = deque[_Leaving]()
 
     def detach(self) -> None:
-        self._finish_copies()
         self._pinned = PinnedMemory(self.memory.backend)
         super().detach()
 
     def restart(self, number: int, *, is_async: bool = False) -> None:
         super().restart(number)
-        self._stream = self.memory.backend.current_stream()
+        self._callers = self.memory.backend.current_stream()
 
     def advance(self, seconds: float) -> bool:
-        with self.memory.backend.on_stream(self._stream):
-            return super().advance(seconds)
+        inbound, _ = self._streams = self._streams or self._begin()
+        with self.memory.backend.on_stream(inbound):
+            is_complete = super().advance(seconds)
+        if is_complete:
+            self._leave(is_idle=True)
+        return is_complete
 
-    def receive(self, row: Row) -> None:
-        array, host = self._pair(row)
+    def _begin(self) -> tuple[Stream, Stream]:
+        """Two streams, of which the first begins after what is on the caller's."""
+        backend = self.memory.backend
+        with backend.on_stream(self._callers):
+            start = backend.record()
+        streams = _borrow(backend)
+        with backend.on_stream(streams[0]):
+            start.join()
+        self._transport.watch(self)
+        return streams
+
+    def send(self, row: Row) -> bool:
+        assert self._streams is not None
+        backend, (_, outbound) = self.memory.backend, self._streams
+        array = self.memory.view(row.buffer, row.offset, row.size)
+        host, computed = self._pinned.buffer(row.slot, array), backend.record()
+        with backend.on_stream(outbound):
+            computed.join()
+            backend.to_host([(array, host)])
+            self._leaving.append(_Leaving(row.slot, row.peer, host, backend.record()))
+        self._send_copied()
+        return True
+
+    def _send_copied(self) -> None:
+        """Send what has been copied to the host, in order."""
+        while self._leaving and self._leaving[0].copied.is_complete:
+            slot, peer, host, _ = self._leaving.popleft()
+            self.messages.send(slot, peer, host)
+        self._awaited = self._leaving[0].copied if self._leaving else None
+
+    def receive(self, row: Row) -> bool:
+        self._send_copied()
+        if (reader := self._pinned.reader(row.slot)) is not None:
+            self._awaited = reader
+            return False
+        array = self.memory.view(row.buffer, row.offset, row.size)
+        host = self._pinned.buffer(row.slot, array)
         self._arriving[row.slot] = array, host
         self.messages.receive(row.slot, row.peer, host)
+        return True
 
-    def send(self, row: Row) -> None:
-        if row.slot not in self._leaving:
-            self._bring_to_host()
-        self.messages.send(row.slot, row.peer, self._leaving.pop(row.slot))
+    def wait(self, row: Row) -> bool:
+        self._send_copied()
+        if any(one.slot in range(row.slot, row.slot + row.size) for one in self._leaving):
+            self.messages.note_completed()  # messages move only in calls of MPI
+            return False
+        if not super().wait(row):
+            return False
+        self._bring_to_device(range(row.slot, row.slot + row.peer))
+        return True
 
-    def _bring_to_host(self) -> None:
-        """Copy what this row and the sends that follow it send."""
-        pairs = []
-        for row in self.program.listed[self.row :]:
-            if row.kind != Kind.SEND:
-                break
-            pairs.append(self._pair(row))
-            self._leaving[row.slot] = pairs[-1][1]
-        self.memory.backend.to_host(pairs)
-        self._copying.clear()  # it has waited for the stream
+    def _bring_to_device(self, slots: range) -> None:
+        """Copy messages that have arrived to the device."""
+        backend = self.memory.backend
+        if slots:
+            backend.to_device([self._arriving.pop(slot) for slot in slots])
+            read = backend.record()
+            for slot in slots:
+                self._pinned.keep_until(slot, read)
 
-    def _pair(self, row: Row) -> tuple[Array, Bytes]:
-        if row.slot in self._copying:
-            self._finish_copies()
-        array = self.memory.view(row.buffer, row.offset, row.size)
-        return array, self._pinned.buffer(row.slot, array)
+    def is_over(self) -> bool:
+        self._awaited = self._end = self._end or self.memory.backend.record()
+        return self._end.is_complete
 
-    def arrived(self, row: Row) -> None:
-        receives = range(row.slot, row.slot + row.peer)
-        self.memory.backend.to_device([self._arriving.pop(slot) for slot in receives])
-        self._copying.update(receives)
+    def abandon(self) -> bool:
+        are_free = super().abandon()
+        if self._streams is not None:
+            is_idle = self._have_ended(self._streams)
+            self._leave(is_idle=is_idle)
+            are_free &= is_idle
+        return are_free
 
-    def completed(self) -> None:
-        # The caller may use the result on another stream.
-        self.memory.backend.synchronize()
-        self._copying.clear()
+    def _have_ended(self, streams: tuple[Stream, Stream]) -> bool:
+        """Whether nothing is left on the streams, after some time."""
+        backend, ends = self.memory.backend, list[Event]()
+        try:
+            for stream in streams:
+                with backend.on_stream(stream):
+                    ends.append(backend.record())
+            deadline = time.monotonic() + _SECONDS_TO_END
+            return poll_until(lambda: all(end.is_complete for end in ends), deadline)
+        except RuntimeError:  # the driver has failed for good
+            return False
 
-    def _finish_copies(self) -> None:
-        """Wait until the device has read all host memory."""
-        if self._copying:
-            with self.memory.backend.on_stream(self._stream):
-                self.memory.backend.synchronize()
-            self._copying.clear()
+    def _leave(self, *, is_idle: bool) -> None:
+        """Give the streams back, if nothing is left on them."""
+        self._transport.unwatch(self)
+        if is_idle and self._streams is not None:
+            _idle[self.memory.backend.name].append(self._streams)
+        self._streams = self._awaited = self._end = None
+        self._leaving.clear()
+        self._arriving.clear()
+
+    # What any thread may ask
+
+    @property
+    def can_move(self) -> bool:
+        """See `Waiter.can_move`."""
+        awaited = self._awaited
+        return awaited is not None and awaited.is_complete
+
+    @property
+    def is_stuck(self) -> bool:
+        """See `Waiter.is_stuck`."""
+        return self._awaited is None
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that it waits for, beside those whose messages it waits for."""
+        return []
+
+    @property
+    def device_row(self) -> str:
+        """See `Execution.device_row`."""
+        awaited = self._awaited
+        return "" if awaited is None or awaited.is_complete else "it waits for its device"
+
+
+_idle = defaultdict[str, list[tuple[Stream, Stream]]](list)  # by the name of their backend
+
+
+def _borrow(backend: Backend) -> tuple[Stream, Stream]:
+    """Two streams on which nothing is."""
+    try:
+        return _idle[backend.name].pop()
+    except IndexError:
+        return backend.new_stream(), backend.new_stream()

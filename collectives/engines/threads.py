@@ -189,8 +189,9 @@ class ThreadTransport:
         tag: int,
         host_calls: NDArray[np.int64] | None = None,
     ) -> Execution:
-        kind = Interpreted if operands.backend.is_host else Staged
-        return kind(program, operands, self.messages(tag), host_calls)
+        if operands.backend.is_host:
+            return Interpreted(program, operands, self.messages(tag), host_calls)
+        return Staged(program, operands, self, tag, host_calls)
 
     def messages(self, tag: int) -> ThreadMessages:
         return ThreadMessages(self, tag)

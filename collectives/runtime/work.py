@@ -402,11 +402,13 @@ class Work(Generic[Result]):
         If a rank advanced only the call that it waits for, two ranks that wait for the same calls
         in different orders would deadlock.
         """
-        num_tries = 0
+        num_tries, before = 0, self._place()
         while not self._advance(self._max_wait(deadline)):
             if deadline is not None and time.monotonic() >= deadline:
                 return
-            if not self._advance_others():
+            if self._advance_others() or self._place() != before:
+                num_tries, before = 0, self._place()
+            else:
                 self._pause(deadline, num_tries)
                 num_tries += 1
 

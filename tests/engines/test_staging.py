@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,8 +11,10 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator
+from collectives import CollectiveTimeout, Communicator, Operator
+from collectives.engines import staging
 from tests import device_scenarios as scenarios
+from tests.device.held_stream import hold, released
 from tests.fake_device import BACKEND, FakeDeviceArray, FakeStream, on_device, on_host
 from tests.fake_driver import gpu
 from tests.scenarios import all_jobs
@@ -26,6 +30,12 @@ def _no_violations() -> Iterator[None]:
 
 def run(body: Callable[[Communicator], Any], size: int) -> list[Any]:
     return collectives.run(body, size, timeout=60, device="staged")
+
+
+def hold_stream(word: np.ndarray) -> None:
+    """Let what comes next on the current stream wait until the word is 1."""
+    gpu().make_current()
+    hold(BACKEND.current_stream(), word)
 
 
 def test_the_host_cannot_look_into_a_fake_device_array() -> None:
@@ -64,19 +74,97 @@ def test_device_arrays_are_combined_on_the_device() -> None:
     assert BACKEND.num_combined == 4 * 3
 
 
-def test_work_is_on_the_stream_that_was_current_at_the_call_whoever_continues_it() -> None:
+@pytest.mark.parametrize("kind", ["call", "plan"])
+def test_a_call_begins_after_what_was_on_the_stream_of_its_caller(kind: str) -> None:
+    """Whichever stream is current in the thread that goes on with it."""
+
     def body(comm: Communicator) -> None:
-        x = on_device(np.ones(1000))
+        x, y = on_device(np.ones(1000)), on_device(np.zeros(1000))
+        plan = comm.plan.all_reduce(x, out=y)
         with BACKEND.on_stream(FakeStream("the caller's")):
-            work = comm.all_reduce(x, async_op=True)
-            plan = comm.plan.all_reduce(x)
-            plan.start()
-        work.wait()
-        plan.wait()
+            hold_stream(word)
+            BACKEND.copy(on_device(np.full(1000, 5.0)), x)
+            if kind == "call":
+                work = comm.all_reduce(x, out=y, async_op=True)
+            else:
+                plan.start()
+        time.sleep(0.02)
+        comm.barrier()
+        word[:] = 1
+        (work if kind == "call" else plan).wait()
+        with BACKEND.on_stream(FakeStream("another")):  # the result is complete
+            assert on_host(y).tolist() == [5.0 * comm.size] * 1000
         plan.free()
 
-    run(body, 3)
-    assert BACKEND.streams_used == {"the caller's"}
+    with released() as word:
+        run(body, 3)
+
+
+def test_messages_arrive_while_the_device_copies() -> None:
+    """The host waits for no copy: it has posted all receives, though it has sent nothing yet."""
+    num_leaving, num_posted = list[int](), list[int]()
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(1000))
+        if comm.rank == 0:
+            hold_stream(word)
+        work: Any = comm.all_to_all(x[: comm.size], async_op=True, algorithm="linear")
+        while comm.rank and len(work._run.execution._leaving):  # they have sent
+            work.test()
+        comm.barrier()
+        if comm.rank == 0:
+            for _ in range(100):
+                work.test()
+            num_leaving.append(len(work._run.execution._leaving))
+            num_posted.append(len(work._run.execution.messages.waiting_for()))
+            word[:] = 1
+        work.wait()
+
+    with released() as word:
+        run(body, 3)
+    assert num_leaving == num_posted == [2]
+
+
+def test_a_failed_call_keeps_what_the_device_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that the device still reads or writes is not used again."""
+    monkeypatch.setattr(staging, "_SECONDS_TO_END", 0.05)
+    monkeypatch.setattr(staging, "_idle", idle := defaultdict(list))
+
+    def body(comm: Communicator) -> None:
+        x, other = on_device(np.ones(1000)), comm.split(0)
+        hold_stream(word)
+        with pytest.raises(CollectiveTimeout, match="it waits for its device") as caught:
+            comm.all_reduce(x, timeout=0.05)
+        work: Any = caught.value.work
+        execution = work._run.execution
+        work.give_up(RuntimeError("no longer wanted"))
+        assert execution in comm._session.transport.failed
+        assert not idle["fake"]
+        other.barrier()
+        word[:] = 1
+        with BACKEND.on_stream(FakeStream("another")):
+            y = other.all_reduce(x)
+            assert on_host(y).tolist() == [comm.size] * 1000
+        comm._session.transport.failed.clear()  # or all of it would be kept until the process ends
+
+    with released() as word:
+        run(body, 2)
+
+
+def test_a_call_that_fails_gives_its_streams_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_idle", idle := defaultdict(list))
+
+    def fail(left: Any, right: Any) -> Any:
+        if left.size > 1:  # else it is tried before the call begins
+            raise ZeroDivisionError
+        return left
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ZeroDivisionError):
+            comm.all_reduce(on_device(np.ones(8)), Operator.from_function(fail))
+
+    run(body, 2)
+    assert [len(pairs) for pairs in idle.values()] == [2]
 
 
 def test_host_memory_that_changes_while_it_is_copied_makes_a_wrong_result() -> None:
