@@ -78,14 +78,37 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = "none" if is_auto else options.progress  # elastic sums are blocking
     return on_ranks(
         parse, options, partial(run_training, options=options),
-        lambda: with_progress(collectives.world(), wanted),
+        partial(world_of, options, wanted),
     )  # fmt: skip
 
 
-def with_progress(comm: Communicator, wanted: str) -> Communicator:
+def world_of(options: argparse.Namespace, wanted: str) -> Communicator:
+    """Return the communicator of all ranks.  All ranks call this.
+
+    Arrays on GPUs are staged in host memory if MPI's counters are read, for MPI does not see what
+    ranks read from each other's GPUs.  `wanted`: see `with_progress`.
+    """
+    comm = collectives.world()
+    if options.device == "cpu" or options.no_monitor or not has_counters(comm):
+        return with_progress(comm, wanted)
+    cli.console_of(comm.rank).print(
+        "Messages are staged in host memory, where MPI counts them; with --no-monitor ranks read"
+        " each other's GPUs."
+    )
+    return with_progress(collectives.world(device="staged"), wanted, is_staged=True)
+
+
+def has_counters(comm: Communicator) -> bool:
+    """Return whether MPI's counters can be read."""
+    with TrafficMonitor(comm) as monitor:
+        return monitor.reason is None
+
+
+def with_progress(comm: Communicator, wanted: str, *, is_staged: bool = False) -> Communicator:
     """Return `comm`, or one whose calls continue in a thread, as is `wanted` (``--progress``).
 
-    All ranks call this.  Raises InvalidRun if the MPI cannot be called from several threads.
+    `is_staged`: whether arrays on GPUs are staged in host memory.  All ranks call this.  Raises
+    InvalidRun if the MPI cannot be called from several threads.
     """
     if wanted == "auto":
         are_free = comm.all_gather(np.array([has_free_core(comm)])).all()
@@ -93,7 +116,7 @@ def with_progress(comm: Communicator, wanted: str) -> Communicator:
     if wanted == "none":
         return comm
     try:
-        return collectives.world(progress="thread")
+        return collectives.world(progress="thread", device="staged" if is_staged else "auto")
     except RuntimeError as error:
         raise InvalidRun(str(error)) from error
 

@@ -278,6 +278,10 @@ class OnDevice:
         waiting += self._placed.waiting_for()
         return self._placed.round_of(self.program.num_rounds), waiting
 
+    def link(self, rank: int) -> str:
+        """See `Execution.link`."""
+        return "staged" if self._is_staged else self._links.link(rank)
+
     @property
     def device_row(self) -> str:
         """See `Execution.device_row`."""

@@ -79,6 +79,12 @@ class Links:
         is_local = self.board.parts[rank] is not None
         return is_local and self.staged is not None and pair not in self.staged
 
+    def link(self, rank: int) -> str:
+        """How the messages of this rank reach another one; see `Row.link` of ledgers."""
+        if not self.is_direct(rank):
+            return "staged"
+        return "thread" if self.is_of_one_process else "peer"
+
     @property
     def why_any_staged(self) -> str:
         """Why some pair of ranks is staged; "" if none is."""

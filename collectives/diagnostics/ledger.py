@@ -57,7 +57,9 @@ class Row(NamedTuple):
     `call`: the number of the call on its communicator, such as "7"; its header or counts have "7a".
     `src` and `dst`: ranks of the communicator that records.  `axis`: the name of the communicator
     that sent it (see `Communicator.split`), "" if it has none.  `off_host`: whether these ranks are
-    on different hosts.
+    on different hosts.  `link`: the way that it took: "host" from an array in host memory; from one
+    on a device "peer", read by a device of another process, "thread", by that of another thread, or
+    "staged" in host memory; "" if the call was not complete.
     """
 
     phase: str
@@ -71,6 +73,7 @@ class Row(NamedTuple):
     segments: int
     axis: str = ""
     off_host: bool = False
+    link: str = ""
 
 
 class Summary(NamedTuple):
@@ -114,7 +117,8 @@ class Call(NamedTuple):
 class Entry(NamedTuple):
     """A recorded call: its phase, and the times of its start and end in seconds.
 
-    It is stored as a list, which is faster to make.  `finished` is 0 while the call is in progress.
+    It is stored as a list, which is faster to make.  `links`: one for each message.  While the call
+    is in progress, `finished` is 0 and `links` is empty.
     """
 
     call: Call
@@ -122,12 +126,14 @@ class Entry(NamedTuple):
     phase: str
     started: float
     finished: float
+    links: list[str]
 
     def rows(self, host_of: Sequence[int]) -> Iterator[Row]:
         """One row per message.  `host_of`: the host of each rank of the recording communicator."""
         call, ranks = self.call, self.call.ranks
         name = call.numbered(self.number)
-        for number, dst, num_bytes, segments in call.sent:
+        links = self.links or [""] * len(call.sent)
+        for (number, dst, num_bytes, segments), link in zip(call.sent, links, strict=True):
             dst = dst if ranks is None else ranks[dst]
             yield Row(
                 self.phase,
@@ -141,6 +147,7 @@ class Entry(NamedTuple):
                 segments,
                 call.axis,
                 host_of[call.src] != host_of[dst],
+                link,
             )
 
     def to_json(self) -> list[Any]:
@@ -161,12 +168,6 @@ def _from_json(what: list[Any], number_in_words: str, *run: Any) -> list[Any]:
 
 
 _FINISHED = Entry._fields.index("finished")
-
-
-def finish(entered: list[list[Any]], finished: float) -> None:
-    """Set the end time of entries."""
-    for entry in entered:
-        entry[_FINISHED] = finished
 
 
 class Ledger:
@@ -377,9 +378,7 @@ class Recorder:
         """The number of a run as text."""
         return self._numbered(number)
 
-    def record(
-        self, number: int, phase: str, site: str, started: float, finished: float = 0.0
-    ) -> list[list[Any]]:
+    def record(self, number: int, phase: str, site: str, started: float) -> list[list[Any]]:
         """Record a run in the open ledgers, as quickly as possible; return the new entries.
 
         `site`: the line of the program that made the call, which only `Totals` show; "" if no line
@@ -390,10 +389,16 @@ class Recorder:
         entered = []
         for ledgers, call in self._calls or self._made_calls():
             for ledger in tuple(ledgers):  # another thread may close one meanwhile
-                entry = [call, number, phase, started, finished]
+                entry = [call, number, phase, started, 0.0, []]
                 ledger.enter(entry, site)
                 entered.append(entry)
         return entered
+
+    def finish(self, entered: list[list[Any]], finished: float, link: Callable[[int], str]) -> None:
+        """Note when a run was complete.  `link`: returns the link of its messages to a rank."""
+        links = [link(dst) for _, dst, _, _ in self._sent]
+        for entry in entered:
+            entry[_FINISHED:] = finished, links
 
     def describe(self, number: int) -> dict[str, Any]:
         """The description of a run for the flight recorder."""

@@ -413,6 +413,10 @@ class CompiledExecution:
         """The requests of these messages, with their slots."""
         return [(slot, request_of(self._requests[slot])) for slot in self._occupied()]
 
+    def link(self, rank: int) -> str:
+        """See `Execution.link`."""
+        return "host"
+
     def note_completed(self) -> None:
         """See `Execution.note_completed`."""
         slots = frozenset(slot for slot, request in self._posted() if is_complete(request))

@@ -70,6 +70,10 @@ class Interpreted:
     enqueued, final_state = None, COMPLETE
     limit: float | None = None
 
+    def link(self, rank: int) -> str:
+        """See `Execution.link`."""
+        return "host"
+
     @property
     def device_row(self) -> str:
         """See `Execution.device_row`."""

@@ -232,6 +232,9 @@ class Staged(Interpreted):
         """The ranks that it waits for, beside those whose messages it waits for."""
         return []
 
+    def link(self, rank: int) -> str:
+        return "staged"
+
     @property
     def device_row(self) -> str:
         """See `Execution.device_row`."""

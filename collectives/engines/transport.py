@@ -61,6 +61,9 @@ class Execution(Protocol):
     def row(self) -> int:
         """The row that runs next."""
 
+    def link(self, rank: int) -> str:
+        """How the messages of a complete run to a rank went: see `Row.link` of ledgers."""
+
     @property
     def device_row(self) -> str:
         """The row at which its device waits, as text; "" if there is none."""

@@ -13,7 +13,6 @@ from collectives.diagnostics import (
     Position,
     Recorder,
     Waiting,
-    finish,
     part_of_report,
 )
 from collectives.engines import Execution, Operands, Reusable, Transport
@@ -44,6 +43,9 @@ class _Ended:
 
     def interrupt(self, is_wanted: bool) -> None:
         """Do nothing: it has ended."""
+
+    def link(self, rank: int) -> str:
+        raise AssertionError("it has no messages")
 
     def note_completed(self) -> None:
         """Do nothing: it has no messages."""
@@ -153,7 +155,7 @@ class Run:
         else:
             self._log_end(self.execution.final_state)
         if self._entered:
-            finish(self._entered, time.perf_counter())
+            self._recorder.finish(self._entered, time.perf_counter(), self.execution.link)
             self._entered = []
 
     def give_back(self) -> None:

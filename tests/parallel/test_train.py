@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 import collectives
 from collectives import Communicator
-from parallel import Sharding, Trainer, places, presets, text
+from parallel import Sharding, Trainer, places, presets, text, train
 from parallel.checkpoint import METADATA_FILE, Checkpoint
 from parallel.optim import LossScale
 from parallel.runtime import memory as predictions
@@ -815,3 +815,40 @@ def test_main_is_status_0_1_or_2(
     assert capsys.readouterr().err == said
     more_memory(monkeypatch)
     assert statuses(monkeypatch) == [1, 0]
+
+
+# GPUs
+
+
+@pytest.mark.parametrize(
+    ("words", "has_counters", "devices"),
+    [
+        (["--device", "cuda"], True, ["auto", "staged"]),
+        (["--device", "cuda", "--no-monitor"], True, ["auto"]),
+        (["--device", "cuda"], False, ["auto"]),
+        (["--device", "cpu"], True, ["auto"]),
+    ],
+)
+def test_messages_of_gpus_are_staged_if_mpi_counts_them(
+    words: Sequence[str],
+    has_counters: bool,
+    devices: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """MPI sees nothing of what ranks read from each other's GPUs.  The program says so."""
+    asked = []
+
+    def world(*, device: str = "auto") -> Any:
+        asked.append(device)
+        return Mock(Communicator, rank=0)
+
+    monkeypatch.setattr(collectives, "world", world)
+    monkeypatch.setattr(train, "has_counters", lambda comm: has_counters)
+    train.world_of(parser().parse_args([*SMALL, *words]), "none")
+    assert asked == devices
+    assert ("Messages are staged in host memory" in capsys.readouterr().out) == (len(devices) > 1)
+
+
+def test_threads_have_no_counters() -> None:
+    assert collectives.run(train.has_counters, size=2) == [False, False]
