@@ -36,6 +36,7 @@ from collectives.arrays.backends import HOST, Bytes
 from collectives.arrays.kernels import _KINDS, kind
 from collectives.devices.driver import (
     BUFFER_ID,
+    DISABLE_TIMING,
     FUNCTIONS,
     LAZY_PEER_ACCESS,
     MEMORY_OPERATION_WORDS,
@@ -443,7 +444,11 @@ class Pool:
 class Mark:
     """A place on a stream, at which an event was recorded."""
 
-    is_passed = False
+    is_passed, time = False, 0.0
+
+    def pass_by(self) -> None:
+        """Note that it is passed now."""
+        self.time, self.is_passed = time.perf_counter(), True
 
 
 def _always() -> bool:
@@ -614,7 +619,7 @@ class Streams:
         for stream in self._busy.values():
             for operation in stream.queue:
                 if operation.mark is not None:
-                    operation.mark.is_passed = True
+                    operation.mark.pass_by()
             stream.queue.clear()
         self._busy.clear()
 
@@ -661,7 +666,7 @@ class Streams:
             except BaseException as error:  # noqa: BLE001 - whoever is here did not call it
                 self._break(LAUNCH_FAILED, f"{place}: {error!r}")
         if operation.mark is not None:
-            operation.mark.is_passed = True
+            operation.mark.pass_by()
 
     def wait(self, name: str, is_over: Callable[[], bool], who: str) -> None:
         """Execute operations until `is_over`; others may go on in between.
@@ -948,6 +953,7 @@ class Functions:
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
         self._events: dict[int, Mark | None] = {}  # where each was recorded last
+        self._timed: set[int] = set()
         bodies = self._bodies()
         assert bodies.keys() == FUNCTIONS.keys()
         self._callbacks = {name: self._callback(name, body) for name, body in bodies.items()}
@@ -962,6 +968,7 @@ class Functions:
             "cuDeviceGetUuid_v2": self._uuid,
             "cuEventCreate": self._create_event,
             "cuEventDestroy_v2": self._destroy_event,
+            "cuEventElapsedTime": self._time_between,
             "cuEventQuery": self._query_event,
             "cuEventRecord": self._record_event,
             "cuIpcCloseMemHandle": self._close,
@@ -1019,6 +1026,8 @@ class Functions:
             handle = self._gpu.new_handle()
             _store(_WORD, event, handle)
             self._events[handle] = None
+            if not flags & DISABLE_TIMING:
+                self._timed.add(handle)
 
     def _mark(self, name: str, event: int) -> Mark | None:
         if event not in self._events:
@@ -1029,6 +1038,16 @@ class Functions:
         with self._gpu.lock:
             self._mark("cuEventDestroy_v2", event)
             del self._events[event]
+
+    def _time_between(self, milliseconds: int, start: int, end: int) -> None:
+        name = "cuEventElapsedTime"
+        with self._gpu.lock:
+            marks = [self._mark(name, event) for event in (start, end)]
+            if not {start, end} <= self._timed or None in marks:
+                raise DriverError(name, INVALID_HANDLE)
+            if not all(mark.is_passed for mark in marks):
+                raise DriverError(name, NOT_READY)
+            _store(ctypes.c_float, milliseconds, (marks[1].time - marks[0].time) * 1e3)
 
     def _query_event(self, event: int) -> None:
         with self._gpu.lock:

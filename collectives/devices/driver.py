@@ -28,6 +28,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetUuid_v2": (_POINTER, ctypes.c_int),
     "cuEventCreate": (_POINTER, _UNSIGNED),
     "cuEventDestroy_v2": (_WORD,),
+    "cuEventElapsedTime": (_POINTER, _WORD, _WORD),
     "cuEventQuery": (_WORD,),
     "cuEventRecord": (_WORD, _WORD),
     "cuIpcCloseMemHandle": (_WORD,),
@@ -119,11 +120,17 @@ class Driver:
         if code := self.try_call(name, *arguments):
             raise DriverError(name, code)
 
-    def new_event(self) -> int:
-        """A new event, without times."""
+    def new_event(self, *, is_timed: bool = False) -> int:
+        """A new event."""
         event = _WORD()
-        self.call("cuEventCreate", ctypes.addressof(event), DISABLE_TIMING)
+        self.call("cuEventCreate", ctypes.addressof(event), 0 if is_timed else DISABLE_TIMING)
         return event.value
+
+    def seconds_between(self, start: int, end: int) -> float:
+        """The time between two timed events that are complete."""
+        milliseconds = ctypes.c_float()
+        self.call("cuEventElapsedTime", ctypes.addressof(milliseconds), start, end)
+        return milliseconds.value * 1e-3
 
     def new_stream(self) -> int:
         """A new stream."""

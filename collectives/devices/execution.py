@@ -12,8 +12,9 @@ come, and whether its arrays are others than before, and enqueues the same progr
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from zlib import crc32
 
@@ -24,6 +25,7 @@ from collectives.arrays import Array
 from collectives.devices.agreement import Agreement
 from collectives.devices.call import DeviceCall
 from collectives.devices.check import Check, until
+from collectives.devices.clock import timed_end
 from collectives.devices.driver import DriverError
 from collectives.devices.exposed import Exposed
 from collectives.devices.kept import Kept
@@ -277,6 +279,15 @@ class OnDevice:
         waiting = [Waiting(rank, is_receive=True) for rank in missing]
         waiting += self._placed.waiting_for()
         return self._placed.round_of(self.program.num_rounds), waiting
+
+    def when_complete(self, then: Callable[[float], object]) -> None:
+        """See `Execution.when_complete`."""
+        if self._is_staged:
+            then(time.perf_counter())
+            return
+        with self._backend.on_stream(self._stream), suppress(DriverError):
+            end = timed_end(self._links.driver, self._backend, self._loop.stream, then)
+            self._watch.held.add(*end)
 
     def link(self, rank: int) -> str:
         """See `Execution.link`."""

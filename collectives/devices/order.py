@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 from weakref import finalize
 
 import numpy as np
@@ -37,6 +38,14 @@ class Enqueued:
     def is_complete(self) -> bool:
         """Whether the device has done it."""
         return self._driver.try_call("cuEventQuery", self.event) == 0
+
+
+class Mark(Protocol):
+    """A place on a stream."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the device has come so far."""
 
 
 class Turns:
@@ -76,12 +85,12 @@ class Held:
     """What must not be given up before the device has come to some event."""
 
     def __init__(self) -> None:
-        self._lock, self._entries = threading.Lock(), list[tuple[Enqueued, Action]]()
+        self._lock, self._entries = threading.Lock(), list[tuple[Mark, Action]]()
 
-    def add(self, enqueued: Enqueued, then: Action) -> None:
+    def add(self, mark: Mark, then: Action) -> None:
         """Call a function some time after the device has come so far."""
         with self._lock:
-            self._entries.append((enqueued, then))
+            self._entries.append((mark, then))
 
     def release(self) -> None:
         """Call the functions of the events to which the device has come."""

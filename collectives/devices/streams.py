@@ -30,7 +30,7 @@ class Streams:
 
     def __init__(self) -> None:
         self._idle = defaultdict[Driver, list[Stream]](list)
-        self._events = defaultdict[Driver, list[int]](list)
+        self._events = defaultdict[tuple[Driver, bool], list[int]](list)
         self._waiting = defaultdict[Driver, set[Stream]](set)
         self._users = defaultdict[Driver, WeakSet[User]](WeakSet)
         self._lock = threading.Lock()
@@ -44,16 +44,16 @@ class Streams:
         except IndexError:
             return Stream(driver.new_stream(), driver.new_event())
 
-    def borrow_event(self, driver: Driver) -> int:
+    def borrow_event(self, driver: Driver, *, is_timed: bool = False) -> int:
         """An event that nothing else records."""
         try:
-            return self._events[driver].pop()
+            return self._events[driver, is_timed].pop()
         except IndexError:
-            return driver.new_event()
+            return driver.new_event(is_timed=is_timed)
 
-    def give_back_event(self, driver: Driver, event: int) -> None:
+    def give_back_event(self, driver: Driver, event: int, *, is_timed: bool = False) -> None:
         """Give back an event, for which a stream may still wait."""
-        self._events[driver].append(event)
+        self._events[driver, is_timed].append(event)
 
     def give_back(self, driver: Driver, stream: Stream) -> None:
         """Give a stream back on which nothing is left."""

@@ -21,6 +21,7 @@ from collectives.diagnostics.ledger import (
     Recording,
     Sent,
     current_phase,
+    finish,
     phase,
 )
 from collectives.diagnostics.mpi_counters import Counters, MonitorUnavailable
@@ -47,6 +48,7 @@ __all__ = [
     "Waiting",
     "add_unseen",
     "current_phase",
+    "finish",
     "part_of_report",
     "phase",
     "reason_of",

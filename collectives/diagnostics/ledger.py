@@ -118,7 +118,8 @@ class Entry(NamedTuple):
     """A recorded call: its phase, and the times of its start and end in seconds.
 
     It is stored as a list, which is faster to make.  `links`: one for each message.  While the call
-    is in progress, `finished` is 0 and `links` is empty.
+    is in progress, `finished` is 0 and `links` is empty.  A call on devices is complete when the
+    device has done it, and that is known after `Communicator.synchronize`.
     """
 
     call: Call
@@ -167,7 +168,13 @@ def _from_json(what: list[Any], number_in_words: str, *run: Any) -> list[Any]:
     return [Call(collective, algorithm, messages, src, None, lambda _: number_in_words, axis), *run]
 
 
-_FINISHED = Entry._fields.index("finished")
+_FINISHED, _LINKS = map(Entry._fields.index, ("finished", "links"))
+
+
+def finish(entered: list[list[Any]], finished: float) -> None:
+    """Note when a run was complete."""
+    for entry in entered:
+        entry[_FINISHED] = finished
 
 
 class Ledger:
@@ -297,8 +304,9 @@ class Ledger:
         """Write the calls to the file `path`: a timeline for chrome://tracing or Perfetto.
 
         It has one process per rank, and one bar per call, from its start until it was found to be
-        complete, with its messages and bytes, and of these the bytes to other hosts.  Times of
-        ranks on the same host are comparable.
+        complete, or the device has done it, with its messages and bytes, and of these the bytes to
+        other hosts.  Times of ranks on the same host are comparable.  A bar has no length if the
+        device is not known to have done the call: `Communicator.synchronize` finds that out.
         """
         events = [
             {
@@ -394,11 +402,11 @@ class Recorder:
                 entered.append(entry)
         return entered
 
-    def finish(self, entered: list[list[Any]], finished: float, link: Callable[[int], str]) -> None:
-        """Note when a run was complete.  `link`: returns the link of its messages to a rank."""
+    def note_links(self, entered: list[list[Any]], link: Callable[[int], str]) -> None:
+        """Note the link of each message of a run, which `link` returns for a rank."""
         links = [link(dst) for _, dst, _, _ in self._sent]
         for entry in entered:
-            entry[_FINISHED:] = finished, links
+            entry[_LINKS] = links
 
     def describe(self, number: int) -> dict[str, Any]:
         """The description of a run for the flight recorder."""

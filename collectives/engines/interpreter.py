@@ -6,6 +6,9 @@ where the compiled loop of `executor.py` is not available.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -69,6 +72,10 @@ class Interpreted:
 
     enqueued, final_state = None, COMPLETE
     limit: float | None = None
+
+    def when_complete(self, then: Callable[[float], object]) -> None:
+        """See `Execution.when_complete`."""
+        then(time.perf_counter())
 
     def link(self, rank: int) -> str:
         """See `Execution.link`."""

@@ -61,6 +61,12 @@ class Execution(Protocol):
     def row(self) -> int:
         """The row that runs next."""
 
+    def when_complete(self, then: Callable[[float], object]) -> None:
+        """Call a function with the time at which the last run was complete.
+
+        At once, or when the device has done it; in seconds of `time.perf_counter`.
+        """
+
     def link(self, rank: int) -> str:
         """How the messages of a complete run to a rank went: see `Row.link` of ledgers."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from collectives.diagnostics import (
@@ -13,6 +14,7 @@ from collectives.diagnostics import (
     Position,
     Recorder,
     Waiting,
+    finish,
     part_of_report,
 )
 from collectives.engines import Execution, Operands, Reusable, Transport
@@ -43,6 +45,9 @@ class _Ended:
 
     def interrupt(self, is_wanted: bool) -> None:
         """Do nothing: it has ended."""
+
+    def when_complete(self, then: Callable[[float], object]) -> None:
+        raise AssertionError("this run has ended")
 
     def link(self, rank: int) -> str:
         raise AssertionError("it has no messages")
@@ -155,7 +160,8 @@ class Run:
         else:
             self._log_end(self.execution.final_state)
         if self._entered:
-            self._recorder.finish(self._entered, time.perf_counter(), self.execution.link)
+            self._recorder.note_links(self._entered, self.execution.link)
+            self.execution.when_complete(partial(finish, self._entered))
             self._entered = []
 
     def give_back(self) -> None:

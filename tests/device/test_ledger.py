@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from itertools import combinations, permutations
 from typing import Any, Literal
@@ -11,10 +12,16 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, Ledger
+from collectives import CollectiveError, Communicator, Ledger
+from collectives.devices import clock as clock_module
+from collectives.devices.clock import Clock, TimedEvent
+from collectives.devices.driver import DriverError
 from collectives.devices.links import Proposal
 from collectives.diagnostics.ledger import Row
+from collectives.engines import deadline_in, poll_until
+from tests.device.held_stream import hold, released
 from tests.fake_device import BACKEND, on_device, on_host
+from tests.fake_driver import gpu
 from tests.scenarios import Job, all_jobs, call
 
 pytestmark = pytest.mark.usefixtures("new_gpu")
@@ -118,3 +125,84 @@ def test_every_algorithm_sends_on_devices_what_it_sends_on_the_host(
 
     run(body, 3, device=device)
     assert (BACKEND.bytes_to_host > 0) == (device == "staged")
+
+
+# Times
+
+
+@pytest.mark.parametrize("finds_out", ["synchronize", "the watch"])
+def test_a_call_ends_when_the_device_has_done_it(finds_out: str) -> None:
+    """Its entry has no end before, though the call has returned."""
+
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(12)), on_device(np.ones(12))
+        for _ in range(2):
+            comm.all_reduce(x, out=y)
+        comm.synchronize()
+        comm.barrier()
+        hold(BACKEND.current_stream(), word)
+        with comm.record() as ledger:
+            comm.all_reduce(x, out=y)
+            comm.all_reduce(x, out=y, async_op=True).wait()
+        comm.barrier()
+        time.sleep(0.15)  # longer than the watch takes between two looks
+        assert [entry.finished for entry in ledger.entries[:2]] == [0.0, 0.0]
+        comm.barrier()
+        released_at.append(time.perf_counter())
+        word[:] = 1
+        if finds_out == "synchronize":
+            comm.synchronize()
+        else:
+            assert poll_until(lambda: ledger.entries[1].finished, deadline_in(20))
+        first, second = (entry.finished for entry in ledger.entries[:2])
+        assert min(released_at) < first < second < time.perf_counter()
+
+    released_at = list[float]()
+    with released() as word:
+        run(body, 3)
+
+
+def test_the_time_at_which_a_device_came_to_an_event_is_that_of_the_host() -> None:
+    gpu().make_current()
+    clock, stream = Clock(gpu().driver), BACKEND.current_stream().ptr
+    with released() as word:
+        hold(BACKEND.current_stream(), word)
+        reading, event = clock.read(), TimedEvent(gpu().driver, stream)
+        with pytest.raises(DriverError, match="600"):  # it is not there yet
+            clock.seconds(reading, event)
+        before = time.perf_counter()
+        word[:] = 1
+        gpu().synchronize(stream)
+        after = time.perf_counter()
+    slack = 1e-3 + 1e-6  # of the reading, whose tries take less, and of a number of 32 bits
+    assert before - slack < clock.seconds(reading, event) < after + slack
+    assert clock.read() is reading
+
+
+def test_a_clock_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clocks of the host and of a device do not go alike."""
+    gpu().make_current()
+    driver = gpu().driver
+    first = Clock(driver).read()
+    monkeypatch.setattr(clock_module, "_SECONDS", 0.0)
+    clock = Clock(driver)
+    readings = [clock.read() for _ in range(2)]
+    assert first.seconds < readings[0].seconds < readings[1].seconds
+
+
+def test_a_call_that_the_device_does_not_end_has_no_end() -> None:
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(12)), on_device(np.ones(12))
+        comm.all_reduce(x, out=y)
+        comm.synchronize()
+        comm.barrier()
+        hold(BACKEND.current_stream(), word)
+        with comm.record() as ledger:
+            comm.all_reduce(x, out=y)
+        comm._session.devices.give_up()
+        with pytest.raises(CollectiveError):
+            comm.synchronize()
+        assert [entry.finished for entry in ledger.entries if entry.call.sent] == [0.0]
+
+    with released() as word:
+        run(body, 1 + 1)

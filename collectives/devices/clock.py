@@ -1,0 +1,94 @@
+"""When a device has come to an event, in seconds of `time.perf_counter`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from operator import itemgetter
+from typing import NamedTuple
+from weakref import finalize
+
+from collectives.arrays import Backend
+from collectives.devices.driver import Driver, DriverError
+from collectives.devices.streams import STREAMS
+
+_SECONDS = 1.0  # in which the clocks of the host and of a device do not differ by much
+_TRIES = 3
+
+
+class Reading(NamedTuple):
+    """An event that was complete at a time of the host."""
+
+    event: TimedEvent
+    seconds: float
+
+
+class TimedEvent:
+    """The end of what is on a stream now."""
+
+    def __init__(self, driver: Driver, stream: int) -> None:
+        self._driver, self.event = driver, STREAMS.borrow_event(driver, is_timed=True)
+        give_back = STREAMS.give_back_event
+        finalize(self, give_back, driver, self.event, is_timed=True).atexit = False
+        driver.call("cuEventRecord", self.event, stream)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the device has come so far, without an error."""
+        return self._driver.try_call("cuEventQuery", self.event) == 0
+
+
+class Clock:
+    """The clock of a device, which is compared with that of the host now and then."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._lock = driver, threading.Lock()
+        self._last: Reading | None = None
+
+    def read(self) -> Reading:
+        """A reading of the last second.  Raises DriverError."""
+        with self._lock:
+            if self._last is None or time.perf_counter() - self._last.seconds > _SECONDS:
+                self._last = min(self._tries(), key=itemgetter(0))[1]
+            return self._last
+
+    def _tries(self) -> Iterator[tuple[float, Reading]]:
+        """Some readings, each after the seconds by which it may be wrong."""
+        stream = STREAMS.borrow(self._driver)
+        for _ in range(_TRIES):
+            before = time.perf_counter()
+            event = TimedEvent(self._driver, stream.handle)
+            self._driver.call("cuStreamSynchronize", stream.handle)
+            after = time.perf_counter()
+            yield after - before, Reading(event, (before + after) / 2)
+        STREAMS.give_back(self._driver, stream)
+
+    def seconds(self, reading: Reading, event: TimedEvent) -> float:
+        """When the device came to an event after a reading.  Raises DriverError."""
+        return reading.seconds + self._driver.seconds_between(reading.event.event, event.event)
+
+
+def timed_end(
+    driver: Driver, backend: Backend, stream: int, then: Callable[[float], object]
+) -> tuple[TimedEvent, Callable[[], None]]:
+    """The end of what is on a stream, and what tells `then` when the device came there.
+
+    Raises DriverError.
+    """
+    clock = _clock_of(driver)
+    reading, end = clock.read(), TimedEvent(driver, stream)
+
+    def tell() -> None:
+        with backend.on_stream(backend.current_stream()), suppress(DriverError):
+            then(clock.seconds(reading, end))
+
+    return end, tell
+
+
+@cache
+def _clock_of(driver: Driver) -> Clock:
+    """The clock of the device of a driver."""
+    return Clock(driver)
