@@ -99,9 +99,10 @@ def world_of(options: argparse.Namespace, wanted: str) -> Communicator:
 
 
 def has_counters(comm: Communicator) -> bool:
-    """Return whether MPI's counters can be read."""
+    """Return whether MPI's counters can be read on some rank.  All ranks call this."""
     with TrafficMonitor(comm) as monitor:
-        return monitor.reason is None
+        mine = np.array([monitor.reason is None])
+    return bool(comm.all_gather(mine).any())
 
 
 def with_progress(comm: Communicator, wanted: str, *, is_staged: bool = False) -> Communicator:

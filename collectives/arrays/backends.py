@@ -27,13 +27,14 @@ class Event(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the device has come so far."""
+        """Whether the device has come so far.  Raises RuntimeError if the device has failed."""
 
     def join(self) -> None:
         """Let the current stream go on only when the device has come so far."""
 
 
 _BLOCK = 1 << 16  # elements that are checked together
+_NOT_READY = 600  # what CUDA says of an event to which the device has not come
 
 
 class BinaryFunction(Protocol):
@@ -91,10 +92,16 @@ class Backend(Protocol):
         """Host memory for the bytes of a flat array: its own memory if it is on the host."""
 
     def to_host(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
-        """Let the current stream copy flat arrays to page-locked host buffers."""
+        """Let the current stream copy flat arrays to page-locked host buffers.
+
+        Neither may be changed or given up before the stream has done it.
+        """
 
     def to_device(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
-        """Let the current stream copy page-locked host buffers to flat arrays."""
+        """Let the current stream copy page-locked host buffers to flat arrays.
+
+        Neither may be changed or given up before the stream has done it.
+        """
 
     def synchronize(self) -> None:
         """Wait until all work on the current stream is done."""
@@ -319,7 +326,11 @@ class _CupyEvent:
     @property
     def is_complete(self) -> bool:
         """See `Event.is_complete`."""
-        return bool(self._event.done)
+        runtime = self._backend.cupy.cuda.runtime
+        code = runtime.eventQuery(self._event.ptr)  # `Event.done` takes an error for "not yet"
+        if code not in (0, _NOT_READY):
+            raise runtime.CUDARuntimeError(code)
+        return bool(code == 0)
 
     def join(self) -> None:
         """See `Event.join`."""

@@ -17,6 +17,7 @@ from collectives.devices.streams import STREAMS
 
 _SECONDS = 1.0  # in which the clocks of the host and of a device do not differ by much
 _TRIES = 3
+_PATIENCE = 0.02  # seconds for a try
 
 
 class Reading(NamedTuple):
@@ -49,22 +50,34 @@ class Clock:
         self._last: Reading | None = None
 
     def read(self) -> Reading:
-        """A reading of the last second.  Raises DriverError."""
+        """A reading, of the last second if the device answers.  Raises DriverError.
+
+        Raises TimeoutError if it has never answered.
+        """
         with self._lock:
             if self._last is None or time.perf_counter() - self._last.seconds > _SECONDS:
-                self._last = min(self._tries(), key=itemgetter(0))[1]
+                self._last = min(self._tries(), key=itemgetter(0), default=(0.0, self._last))[1]
+            if self._last is None:
+                raise TimeoutError("the device does not come to an event on a stream of its own")
             return self._last
 
     def _tries(self) -> Iterator[tuple[float, Reading]]:
-        """Some readings, each after the seconds by which it may be wrong."""
+        """Some readings, each after the seconds by which it may be wrong.
+
+        A stream may share a queue with one that waits for a rank, so it is not waited for.
+        """
         stream = STREAMS.borrow(self._driver)
-        for _ in range(_TRIES):
-            before = time.perf_counter()
-            event = TimedEvent(self._driver, stream.handle)
-            self._driver.call("cuStreamSynchronize", stream.handle)
-            after = time.perf_counter()
-            yield after - before, Reading(event, (before + after) / 2)
-        STREAMS.give_back(self._driver, stream)
+        try:
+            for _ in range(_TRIES):
+                before = time.perf_counter()
+                event = TimedEvent(self._driver, stream.handle)
+                while not event.is_complete:
+                    if time.perf_counter() > before + _PATIENCE:
+                        return
+                after = time.perf_counter()
+                yield after - before, Reading(event, (before + after) / 2)
+        finally:
+            STREAMS.abandon(self._driver, stream)
 
     def seconds(self, reading: Reading, event: TimedEvent) -> float:
         """When the device came to an event after a reading.  Raises DriverError."""

@@ -236,13 +236,13 @@ class OnDevice:
     def can_move(self) -> bool:
         """See `Waiter.can_move`; if it waits for a message, its transport knows that."""
         with self._looking() as wait:
-            return wait is not None and wait.is_over()
+            return wait is not None and _is_over(wait)
 
     @property
     def is_stuck(self) -> bool:
         """See `Waiter.is_stuck`."""
         with self._looking() as wait:
-            return wait is None or not (wait.is_at_work or wait.is_over())
+            return wait is None or not (wait.is_at_work or _is_over(wait))
 
     @contextmanager
     def _looking(self) -> Iterator[Wait | None]:
@@ -285,7 +285,7 @@ class OnDevice:
         if self._is_staged:
             then(time.perf_counter())
             return
-        with self._backend.on_stream(self._stream), suppress(DriverError):
+        with suppress(RuntimeError), self._backend.on_stream(self._stream):  # no time is known then
             end = timed_end(self._links.driver, self._backend, self._loop.stream, then)
             self._watch.held.add(*end)
 
@@ -621,7 +621,6 @@ class OnDevice:
 
     def _run_staged(self) -> Waits:
         """Let all messages go through host memory."""
-        self._transport.unwatch(self)
         self._turns.end(self._key.call)
         if self._staged is None:
             self._staged = Staged(self.program, self._operands, self._transport, self._tag)
@@ -629,11 +628,22 @@ class OnDevice:
             self._staged.attach(self._operands, self._tag)
         self._staged.restart(self._key.call)
         self._is_staged = True
-        while not self._staged.advance(0.0):
+        is_complete = self._staged.advance(0.0)  # from now on, its transport looks at that
+        self._transport.unwatch(self)
+        while not is_complete:
             yield None
+            is_complete = self._staged.advance(0.0)
 
 
 _MOVING = Wait(lambda: False, list, is_at_work=True)
+
+
+def _is_over(wait: Wait) -> bool:
+    """Whether a wait is over, or the driver has failed, which whoever goes on with it raises."""
+    try:
+        return wait.is_over()
+    except DriverError:
+        return True
 
 
 def _no_steps() -> Waits:

@@ -239,6 +239,11 @@ class Loop:
             self._driver.call("cuStreamWaitEvent", stream, event, 0)
             self.words[self.names.STREAM] = stream
 
+    def has_room(self, num_operations: int) -> bool:
+        """Whether the stream has room for operations that Python enqueues."""
+        outstanding = int(self.order.words[self.names.NUM_OUTSTANDING])
+        return outstanding + num_operations <= self._driver.most_outstanding
+
     @property
     def stream(self) -> int:
         """The stream on which the last run was enqueued."""

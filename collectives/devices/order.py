@@ -93,13 +93,18 @@ class Held:
             self._entries.append((mark, then))
 
     def release(self) -> None:
-        """Call the functions of the events to which the device has come."""
+        """Call the functions of the marks to which the device has come."""
         if not self._entries:
             return
+        due, entries = list[Action](), list[tuple[Mark, Action]]()
         with self._lock:
-            due = [entry for entry in self._entries if entry[0].is_complete]
-            self._entries = [entry for entry in self._entries if entry not in due]
-        for _, then in due:
+            for mark, then in self._entries:
+                if mark.is_complete:
+                    due.append(then)
+                else:
+                    entries.append((mark, then))
+            self._entries = entries
+        for then in due:
             then()
 
     def __len__(self) -> int:
@@ -150,9 +155,13 @@ class Order:
         self.error = self.error or code
         return True
 
-    def count_one(self) -> None:
-        """Count an operation that Python is about to enqueue."""
-        self.words[self._names.NUM_OUTSTANDING] += 1
+    def count(self, num_operations: int) -> None:
+        """Count operations that Python is about to enqueue."""
+        self.words[self._names.NUM_OUTSTANDING] += num_operations
+
+    def count_none(self) -> None:
+        """Note that the device has done all."""
+        self.words[self._names.NUM_OUTSTANDING] = 0
 
     def after_all(self, then: Action) -> None:
         """Call a function when the device has done all runs so far: now, or some time later.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from collectives.engines import Messages, PinnedMemory
 from collectives.lowering import Counter, DeviceKind, DeviceOperation
 
 SEND, RECEIVE = DeviceKind.SEND, DeviceKind.RECEIVE
+_OF_A_COPY = 2  # operations on the stream: the copy, and its event
 
 
 class _Leaving(NamedTuple):
@@ -51,19 +51,16 @@ class HostRows:
         self._sent: list[int] = []
 
     def post_receives(self, operations: Sequence[DeviceOperation]) -> Waits:
-        """Post the receives of all rows, in their order, when their memory is read."""
+        """Allocate the memory of all messages, and post the receives in their order."""
         order = self._loop.order
         if any(operation.kind in (SEND, RECEIVE) for operation in operations):
             yield Wait(lambda: order.has_ended, list, is_at_work=True)
         for row, operation in enumerate(operations):
+            if operation.kind in (SEND, RECEIVE):  # while it may wait for all streams
+                size_only = np.broadcast_to(np.uint8(0), operation.size)
+                self._buffers[row] = self._memory.buffer(row, size_only)
             if operation.kind == RECEIVE and operation.counter is not None:
-                self._messages.receive(row, operation.counter.writer, self._buffer(row, operation))
-
-    def _buffer(self, row: int, operation: DeviceOperation) -> Any:
-        """Host memory for the message of a row."""
-        size_only = np.broadcast_to(np.uint8(0), operation.size)
-        self._buffers[row] = self._memory.buffer(row, size_only)
-        return self._buffers[row]
+                self._messages.receive(row, operation.counter.writer, self._buffers[row])
 
     def run(
         self, row: int, operation: DeviceOperation, rows: Words, word_of: Callable[[Counter], Any]
@@ -72,6 +69,7 @@ class HostRows:
         counter = operation.counter
         assert counter is not None
         if operation.kind == SEND:
+            yield from self._make_room()
             self._copy_to_host(row, operation, int(rows[row, TARGET + 1]))
             return
         yield from self._send_all()
@@ -84,7 +82,7 @@ class HostRows:
 
     def _signal(self, operation: DeviceOperation, word: Any, value: int) -> None:
         """Record an event, then let the host of the other thread know it."""
-        self._loop.order.count_one()
+        self._loop.order.count(1)
         event = EVENTS.of(self._driver, word.ctypes.data, operation.value)
         self._driver.call("cuEventRecord", event, self._loop.stream)
         word[0] = value
@@ -94,14 +92,15 @@ class HostRows:
         counter = operation.counter
         assert counter is not None
         yield Wait(lambda: bool(word[0] >= value), lambda: [counter.writer])
-        self._loop.order.count_one()
+        self._loop.order.count(1)
         event = EVENTS.of(self._driver, word.ctypes.data, operation.value)
         self._driver.call("cuStreamWaitEvent", self._loop.stream, event, 0)
 
     def _copy_to_host(self, row: int, operation: DeviceOperation, source: int) -> None:
         """Let the device copy a message to the host, after which it is sent."""
         assert operation.counter is not None
-        host, stream = self._buffer(row, operation), self._loop.stream
+        host, stream = self._buffers[row], self._loop.stream
+        self._loop.order.count(_OF_A_COPY)
         if operation.size:
             arguments = host.ctypes.data, source, operation.size, stream
             self._driver.call("cuMemcpyDtoHAsync_v2", *arguments)
@@ -109,16 +108,29 @@ class HostRows:
         self._driver.call("cuEventRecord", event, stream)
         self._leaving.append(_Leaving(row, operation.counter.reader, host, event))
 
+    def _make_room(self) -> Waits:
+        """Wait until the stream has room for a copy; else the driver would."""
+        if self._loop.has_room(_OF_A_COPY):
+            return
+        yield from self._send_all()
+        order = self._loop.order
+        self._driver.call("cuEventRecord", order.stream.event, self._loop.stream)
+        yield Wait(lambda: order.has_ended, list, is_at_work=True)
+        order.count_none()
+
     def _send_all(self) -> Waits:
         """Send all that the device was let copy."""
         while self._leaving:
-            is_copied = partial(self._driver.is_complete, self._leaving[0].event)
-            yield Wait(is_copied, list, is_at_work=True)
+            yield Wait(self._is_copied, list, is_at_work=True)
             self._send_copied()
+
+    def _is_copied(self) -> bool:
+        """Whether the next message is copied, or there is none; then its event is given back."""
+        return not self._leaving or self._driver.is_complete(self._leaving[0].event)
 
     def _send_copied(self) -> None:
         """Send what is copied, in order."""
-        while self._leaving and self._driver.is_complete(self._leaving[0].event):
+        while self._leaving and self._is_copied():
             self._check()  # or ranks of other hosts would take void data for theirs
             row, peer, host, event = self._leaving.popleft()
             STREAMS.give_back_event(self._driver, event)
@@ -129,7 +141,9 @@ class HostRows:
         """Receive, and copy to the device."""
         while not self._messages.test(range(row, row + 1), 1):
             yield None
+        yield from self._make_room()
         if operation.size:
+            self._loop.order.count(1)
             arguments = target, self._buffers[row].ctypes.data, operation.size, self._loop.stream
             self._driver.call("cuMemcpyHtoDAsync_v2", *arguments)
 

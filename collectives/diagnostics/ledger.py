@@ -57,9 +57,10 @@ class Row(NamedTuple):
     `call`: the number of the call on its communicator, such as "7"; its header or counts have "7a".
     `src` and `dst`: ranks of the communicator that records.  `axis`: the name of the communicator
     that sent it (see `Communicator.split`), "" if it has none.  `off_host`: whether these ranks are
-    on different hosts.  `link`: the way that it took: "host" from an array in host memory; from one
-    on a device "peer", read by a device of another process, "thread", by that of another thread, or
-    "staged" in host memory; "" if the call was not complete.
+    on different hosts.  `link`: "host": it was sent from an array in host memory.  "peer",
+    "thread": a device of another process or thread has read it from the memory of a device.
+    "staged": it was copied from a device to host memory, and sent from there.  "": the call was not
+    complete.
     """
 
     phase: str
@@ -304,9 +305,9 @@ class Ledger:
         """Write the calls to the file `path`: a timeline for chrome://tracing or Perfetto.
 
         It has one process per rank, and one bar per call, from its start until it was found to be
-        complete, or the device has done it, with its messages and bytes, and of these the bytes to
-        other hosts.  Times of ranks on the same host are comparable.  A bar has no length if the
-        device is not known to have done the call: `Communicator.synchronize` finds that out.
+        complete, with its messages and bytes, and of these the bytes to other hosts.  Times of
+        ranks on the same host are comparable.  A call on devices ends when the device has done it;
+        its bar has no length if that is not known yet: call `Communicator.synchronize` before.
         """
         events = [
             {

@@ -6,6 +6,7 @@ the device overlap: the host waits for none of them while it can go on with anot
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict, deque
 from typing import NamedTuple
@@ -19,11 +20,12 @@ from collectives.engines.transport import Operands, Transport, poll_until
 from collectives.programs import Program, Row
 
 _BUFFERS_EACH = 2  # of a slot: one may be filled while the device still reads the other one
+_MOST_IDLE = 16  # pairs of streams that are kept for later calls
 _SECONDS_TO_END = 1.0  # that the device has when a call has failed
 
 
 class _Buffer:
-    """Page-locked host memory.  `reader`: when it has come so far, the device does not read it."""
+    """Page-locked host memory.  `reader`: an event behind the copy that reads it, if one does."""
 
     memory: Bytes | None = None
     reader: Event | None = None
@@ -39,7 +41,7 @@ class PinnedMemory:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._buffers = defaultdict[int, deque[_Buffer]](deque)  # the last one is that in use
+        self._buffers = defaultdict[int, deque[_Buffer]](deque)  # the last one is in use
 
     @property
     def is_used(self) -> bool:
@@ -47,7 +49,7 @@ class PinnedMemory:
         return bool(self._buffers)
 
     def reader(self, slot: int) -> Event | None:
-        """What the device must do before a slot has a free buffer; None: it has one."""
+        """What the device must do before a slot has a free buffer; None: there is one, or room."""
         buffers = self._buffers[slot]
         if len(buffers) < _BUFFERS_EACH or any(each.is_free for each in buffers):
             return None
@@ -84,12 +86,13 @@ class Staged(Interpreted):
     """An execution on device memory: copies sends to the host, and received data to the device.
 
     It has two streams: one copies to the host, the other one copies to the device and computes.
-    They begin after what was on the caller's stream, and the call is complete when they have ended.
+    They begin after what was on the caller's stream, and the call is complete when nothing is left
+    on them.
     """
 
     _streams: tuple[Stream, Stream] | None = None  # None: the run has not begun
     _end: Event | None = None  # of the last row
-    _awaited: Event | None = None  # to which the device must come before this goes on
+    _awaited: tuple[Event, ...] = ()  # to one of which the device must come before this goes on
 
     def __init__(
         self,
@@ -104,6 +107,7 @@ class Staged(Interpreted):
         self._pinned = PinnedMemory(operands.backend)  # kept from run to run of a plan
         self._arriving: dict[int, tuple[Array, Bytes]] = {}
         self._leaving = deque[_Leaving]()
+        self._lock = threading.Lock()  # held by the thread that advances it, or looks at it
 
     def detach(self) -> None:
         self._pinned = PinnedMemory(self.memory.backend)
@@ -114,12 +118,13 @@ class Staged(Interpreted):
         self._callers = self.memory.backend.current_stream()
 
     def advance(self, seconds: float) -> bool:
-        inbound, _ = self._streams = self._streams or self._begin()
-        with self.memory.backend.on_stream(inbound):
-            is_complete = super().advance(seconds)
-        if is_complete:
-            self._leave(is_idle=True)
-        return is_complete
+        with self._lock:
+            inbound, _ = self._streams = self._streams or self._begin()
+            with self.memory.backend.on_stream(inbound):
+                is_complete = super().advance(seconds)
+            if is_complete:
+                self._leave(is_idle=True)
+            return is_complete
 
     def _begin(self) -> tuple[Stream, Stream]:
         """Two streams, of which the first begins after what is on the caller's."""
@@ -149,12 +154,13 @@ class Staged(Interpreted):
         while self._leaving and self._leaving[0].copied.is_complete:
             slot, peer, host, _ = self._leaving.popleft()
             self.messages.send(slot, peer, host)
-        self._awaited = self._leaving[0].copied if self._leaving else None
+        self._awaited = (self._leaving[0].copied,) if self._leaving else ()
 
     def receive(self, row: Row) -> bool:
         self._send_copied()
         if (reader := self._pinned.reader(row.slot)) is not None:
-            self._awaited = reader
+            self._awaited += (reader,)
+            self.messages.note_completed()  # messages move only in calls of MPI
             return False
         array = self.memory.view(row.buffer, row.offset, row.size)
         host = self._pinned.buffer(row.slot, array)
@@ -165,7 +171,7 @@ class Staged(Interpreted):
     def wait(self, row: Row) -> bool:
         self._send_copied()
         if any(one.slot in range(row.slot, row.slot + row.size) for one in self._leaving):
-            self.messages.note_completed()  # messages move only in calls of MPI
+            self.messages.note_completed()
             return False
         if not super().wait(row):
             return False
@@ -182,22 +188,25 @@ class Staged(Interpreted):
                 self._pinned.keep_until(slot, read)
 
     def is_over(self) -> bool:
-        self._awaited = self._end = self._end or self.memory.backend.record()
+        self._end = self._end or self.memory.backend.record()
+        self._awaited = (self._end,)
         return self._end.is_complete
 
     def abandon(self) -> bool:
-        are_free = super().abandon()
-        if self._streams is not None:
-            is_idle = self._have_ended(self._streams)
-            self._leave(is_idle=is_idle)
-            are_free &= is_idle
-        return are_free
+        is_idle = False
+        with self._lock:
+            try:
+                are_free = super().abandon()
+                is_idle = self._have_ended()
+            finally:
+                self._leave(is_idle=is_idle)
+        return are_free and is_idle
 
-    def _have_ended(self, streams: tuple[Stream, Stream]) -> bool:
+    def _have_ended(self) -> bool:
         """Whether nothing is left on the streams, after some time."""
         backend, ends = self.memory.backend, list[Event]()
         try:
-            for stream in streams:
+            for stream in self._streams or ():
                 with backend.on_stream(stream):
                     ends.append(backend.record())
             deadline = time.monotonic() + _SECONDS_TO_END
@@ -208,9 +217,10 @@ class Staged(Interpreted):
     def _leave(self, *, is_idle: bool) -> None:
         """Give the streams back, if nothing is left on them."""
         self._transport.unwatch(self)
-        if is_idle and self._streams is not None:
-            _idle[self.memory.backend.name].append(self._streams)
-        self._streams = self._awaited = self._end = None
+        idle = _idle[self.memory.backend.name]
+        if is_idle and self._streams is not None and len(idle) < _MOST_IDLE:
+            idle.append(self._streams)
+        self._streams, self._end, self._awaited = None, None, ()
         self._leaving.clear()
         self._arriving.clear()
 
@@ -219,13 +229,24 @@ class Staged(Interpreted):
     @property
     def can_move(self) -> bool:
         """See `Waiter.can_move`."""
-        awaited = self._awaited
-        return awaited is not None and awaited.is_complete
+        return not self._lock.locked() and self._has_come()
 
     @property
     def is_stuck(self) -> bool:
         """See `Waiter.is_stuck`."""
-        return self._awaited is None
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return not self._awaited
+        finally:
+            self._lock.release()
+
+    def _has_come(self) -> bool:
+        """Whether the device has come to something that is awaited, or has failed."""
+        try:
+            return any(event.is_complete for event in self._awaited)
+        except RuntimeError:  # who advances it raises that
+            return True
 
     @property
     def missing(self) -> list[int]:
@@ -238,8 +259,7 @@ class Staged(Interpreted):
     @property
     def device_row(self) -> str:
         """See `Execution.device_row`."""
-        awaited = self._awaited
-        return "" if awaited is None or awaited.is_complete else "it waits for its device"
+        return "it waits for its device" if self._awaited and not self._has_come() else ""
 
 
 _idle = defaultdict[str, list[tuple[Stream, Stream]]](list)  # by the name of their backend

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,11 +40,24 @@ Watched = tuple[tuple[int, ...], Waiter]  # with the members of its communicator
 _LOOK = 1e-4  # seconds between two looks at waiters, which nobody notifies
 
 
-class Wait(NamedTuple):
-    """What a rank waits for: messages, or what waiters of a communicator's members wait for."""
+class Wait:
+    """What a rank waits for: messages, or what waiters of a communicator's members wait for.
 
-    addresses: Sequence[Address]
-    waiters: Sequence[Watched]
+    Another thread may advance the calls of the rank meanwhile, so this is never a copy.
+    """
+
+    def __init__(self, pending: Sequence[ThreadMessages], waiters: Sequence[Watched]) -> None:
+        self._pending, self._waiters = pending, waiters
+
+    @property
+    def addresses(self) -> list[Address]:
+        """The addresses at which it waits for messages."""
+        return [address for messages in list(self._pending) for address in messages.addresses()]
+
+    @property
+    def waiters(self) -> list[Watched]:
+        """The executions that wait for something else."""
+        return list(self._waiters)
 
     def can_move(self, mail: Container[Address]) -> bool:
         """Whether the rank can go on."""
@@ -215,9 +228,7 @@ class ThreadTransport:
         )
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
-        with self.pending_lock:
-            addresses = [address for messages in self.pending for address in messages.addresses()]
-        wait = Wait(addresses, tuple(self._waiters))
+        wait = Wait(self.pending, self._waiters)
         self.world.wait_for_any(self.members[self.rank], wait, deadline)
 
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> ThreadTransport | None:
@@ -296,7 +307,7 @@ class ThreadMessages:
 
     def addresses(self) -> list[Address]:
         """The addresses at which it waits for messages."""
-        return [self._address(peer) for peer, _ in self._pending.values()]
+        return [self._address(peer) for peer, _ in list(self._pending.values())]
 
     def _address(self, peer: int) -> Address:
         return self._transport.address(peer, self._transport.rank, self.tag)

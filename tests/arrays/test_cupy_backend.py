@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +17,13 @@ class Runtime:
     """The state of a new thread: its device is 0, but no context is current."""
 
     device, has_context = 0, False
+    CUDARuntimeError = RuntimeError
+
+    def __init__(self) -> None:
+        self.codes: dict[int, int] = {}  # of events
+
+    def eventQuery(self, event: int) -> int:  # noqa: N802 - it raises nothing
+        return self.codes.get(event, 0)
 
     def setDevice(self, device: int) -> None:  # noqa: N802 - as in CUDA
         self.device, self.has_context = device, True
@@ -37,15 +45,48 @@ class Device:
         self._runtime.setDevice(self._before)
 
 
+def backend_of(
+    monkeypatch: pytest.MonkeyPatch, runtime: Runtime, number: int = 0, **more: Any
+) -> CupyBackend:
+    """The backend of a GPU, with a CuPy of which only a few functions exist."""
+    cuda = SimpleNamespace(Device=lambda device: Device(device, runtime), runtime=runtime, **more)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace())
+    return CupyBackend(number)
+
+
+def test_an_event_is_complete_or_not_or_the_device_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CuPy's own `Event.done` is False for ever after an error."""
+    runtime, stream, event = Runtime(), Mock(), Mock(ptr=7)
+    stream.is_capturing.return_value = False
+    more = {"get_current_stream": lambda: stream, "Event": Mock(return_value=event)}
+    mark = backend_of(monkeypatch, runtime, **more).record()
+    event.record.assert_called_once_with(stream)
+    assert mark.is_complete
+    runtime.codes[7] = 600
+    assert not mark.is_complete
+    runtime.codes[7] = 719
+    with pytest.raises(RuntimeError, match="719"):
+        assert mark.is_complete
+    mark.join()
+    stream.wait_event.assert_called_once_with(event)
+
+
+def test_nothing_is_recorded_on_a_stream_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Mock()
+    backend = backend_of(monkeypatch, Runtime(), get_current_stream=lambda: stream)
+    with pytest.raises(RuntimeError, match="captured"):
+        backend.record()
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_context_is_current_on_a_stream_in_a_new_thread(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = Runtime()
-    cuda = SimpleNamespace(Device=lambda device: Device(device, runtime), runtime=runtime)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
-    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace())
-    backend = CupyBackend(number)
+    backend = backend_of(monkeypatch, runtime, number)
     with backend.on_stream(nullcontext()):
         assert (runtime.device, runtime.has_context) == (number, True)
     assert runtime.device == 0

@@ -179,6 +179,18 @@ def test_the_time_at_which_a_device_came_to_an_event_is_that_of_the_host() -> No
     assert clock.read() is reading
 
 
+def test_a_device_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last reading serves, if there is one."""
+    monkeypatch.setattr(clock_module, "_SECONDS", 0.0)
+    gpu().make_current()
+    clock, never_read = Clock(gpu().driver), Clock(gpu().driver)
+    reading = clock.read()
+    monkeypatch.setattr(gpu(), "num_left", 0)  # it stands still
+    assert clock.read() is reading
+    with pytest.raises(TimeoutError):
+        never_read.read()
+
+
 def test_a_clock_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clocks of the host and of a device do not go alike."""
     gpu().make_current()

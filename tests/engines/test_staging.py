@@ -12,7 +12,8 @@ import pytest
 
 import collectives
 from collectives import CollectiveTimeout, Communicator, Operator
-from collectives.engines import staging
+from collectives.devices.driver import DriverError
+from collectives.engines import deadline_in, poll_until, staging
 from tests import device_scenarios as scenarios
 from tests.device.held_stream import hold, released
 from tests.fake_device import BACKEND, FakeDeviceArray, FakeStream, on_device, on_host
@@ -165,6 +166,60 @@ def test_a_call_that_fails_gives_its_streams_back(monkeypatch: pytest.MonkeyPatc
 
     run(body, 2)
     assert [len(pairs) for pairs in idle.values()] == [2]
+
+
+def test_a_call_whose_end_is_interrupted_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rank would otherwise look at it in each later wait."""
+
+    def interrupt(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(1000))
+        hold_stream(word)
+        with pytest.raises(CollectiveTimeout) as caught:
+            comm.all_reduce(x, timeout=0.05)
+        work: Any = caught.value.work
+        with pytest.raises(KeyboardInterrupt):
+            work.give_up(RuntimeError("no longer wanted"))
+        transport: Any = comm._session.transport
+        assert not transport._waiters
+        word[:] = 1
+        BACKEND.synchronize()
+        transport.failed.clear()
+
+    monkeypatch.setattr(staging, "poll_until", interrupt)
+    with released() as word:
+        run(body, 1 + 1)
+
+
+def test_a_device_that_fails_ends_the_wait_for_it() -> None:
+    """The error is that of the device, on the rank that has it."""
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(100))
+        if comm.rank == 0:
+            hold_stream(word)
+            BACKEND.enqueue(lambda: 1 / 0)  # a kernel that fails
+        work: Any = comm.all_reduce(x, async_op=True)
+        if comm.rank == 0:
+            execution = work._run.execution
+            assert execution._awaited
+            word[:] = 1
+            assert poll_until(lambda: gpu().progress() or gpu().error, deadline_in(20))
+            assert execution.can_move
+            assert not execution.is_stuck
+            assert not execution.device_row
+        try:
+            work.wait()
+        finally:
+            comm._session.transport.failed.clear()
+
+    with released() as word:
+        with pytest.raises(DriverError):
+            run(body, 2)
+        with pytest.raises(AssertionError, match="ZeroDivisionError"):
+            gpu().reset()
 
 
 def test_host_memory_that_changes_while_it_is_copied_makes_a_wrong_result() -> None:
