@@ -402,12 +402,13 @@ class Work(Generic[Result]):
         If a rank advanced only the call that it waits for, two ranks that wait for the same calls
         in different orders would deadlock.
         """
-        num_tries, before = 0, self._place()
+        num_tries, before = 0, None
         while not self._advance(self._max_wait(deadline)):
             if deadline is not None and time.monotonic() >= deadline:
                 return
-            if self._advance_others() or self._place() != before:
-                num_tries, before = 0, self._place()
+            has_moved, place = self._advance_others(), self._place()
+            if has_moved or place != before:
+                num_tries, before = 0, place
             else:
                 self._pause(deadline, num_tries)
                 num_tries += 1

@@ -382,7 +382,7 @@ def test_a_failure_of_the_driver_in_compiled_code_is_raised(is_plan: bool) -> No
     words = ctypes.c_int64, ctypes.c_int64, ctypes.c_uint32
     function = ctypes.CFUNCTYPE(ctypes.c_int, *words)(lambda *_: 719)
 
-    def body(comm: Communicator) -> None:
+    def body(comm: Communicator) -> bool:
         x, y = on_device(np.ones(6)), on_device(np.ones(6))
         plan = comm.plan.all_reduce(x, out=y, algorithm="ring")
         call = plan.run if is_plan else partial(comm.all_reduce, x, out=y, algorithm="ring")
@@ -392,12 +392,13 @@ def test_a_failure_of_the_driver_in_compiled_code_is_raised(is_plan: bool) -> No
         for execution in (*known._plans.values(), *known._calls):
             loop = execution._loop  # type: ignore[attr-defined]
             loop.words[loop.names.WAIT_EVENT] = ctypes.cast(function, ctypes.c_void_p).value
-        with pytest.raises(DriverError, match="719"):
+        with pytest.raises(collectives.CollectiveError, match=r"719|half-way") as caught:
             call()
         with pytest.raises((RuntimeError, collectives.CollectiveError), match="fail"):
             call()
+        return isinstance(caught.value, DriverError)  # or the other rank was faster
 
-    run(body, 2)
+    assert any(run(body, 2))
 
 
 def test_a_freed_plan_gives_its_slot_back() -> None:
