@@ -164,9 +164,10 @@ class Watch:
         return f"{watched.text}: {who} at {place}"
 
     def note(self, kind: int, why: str, dead: int = -1) -> None:
-        """Let the communicator fail, for all ranks of this host."""
-        self._board.note_failure(kind, why, dead)  # before any device is let go
-        self._fail(Failure(self._board.rank, kind, why, dead))
+        """Let the communicator fail, for all ranks of this host, unless it has already."""
+        if self.failure is None:  # or ranks would take what follows from a failure for its cause
+            self._board.note_failure(kind, why, dead)  # before any device is let go
+            self._fail(Failure(self._board.rank, kind, why, dead))
 
     def _fail(self, found: Failure) -> None:
         """Let calls fail from now on; whoever sees `failure` can rely on that."""

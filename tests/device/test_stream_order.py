@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 import collectives
 from collectives import Communicator
 from collectives.devices import loop as loop_module
-from collectives.engines import deadline_in, poll_until
+from collectives.engines import RUN_FAILED, deadline_in, poll_until
 from tests.device.held_stream import hold, released
 from tests.fake_device import BACKEND, FakeDeviceArray, FakeStream, on_device, on_host
 from tests.fake_driver import gpu
@@ -343,3 +344,22 @@ def test_finite_mode_looks_at_results_of_asynchronous_calls(word: np.ndarray) ->
         assert on_host(comm.all_reduce(x)).tolist() == [2.0] * 4
 
     run(body, 2, check="finite")
+
+
+def test_what_follows_from_a_failure_is_not_taken_for_its_cause() -> None:
+    has_failed = threading.Event()
+
+    def body(comm: Communicator) -> str:
+        comm.all_reduce(on_device(np.ones(3)))
+        comm.synchronize()
+        watch, board = comm._session.devices._watch, comm._session.transport.board
+        comm.barrier()
+        if comm.rank == 1:
+            watch.note(RUN_FAILED, "the cause")
+            has_failed.set()
+        assert has_failed.wait(20)
+        watch.look()
+        watch.note(RUN_FAILED, "what follows")
+        return str(board.failure and board.failure.why)
+
+    assert run(body, 2) == ["the cause"] * 2
