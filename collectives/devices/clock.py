@@ -89,7 +89,7 @@ def timed_end(
 ) -> tuple[TimedEvent, Callable[[], None]]:
     """The end of what is on a stream, and what tells `then` when the device came there.
 
-    Raises DriverError.
+    Raises DriverError, or TimeoutError: see `Clock.read`.
     """
     clock = _clock_of(driver)
     reading, end = clock.read(), TimedEvent(driver, stream)

@@ -285,7 +285,8 @@ class OnDevice:
         if self._is_staged:
             then(time.perf_counter())
             return
-        with suppress(RuntimeError), self._backend.on_stream(self._stream):  # no time is known then
+        # If the device fails or does not answer, no time is known, but the call is complete.
+        with suppress(RuntimeError, TimeoutError), self._backend.on_stream(self._stream):
             end = timed_end(self._links.driver, self._backend, self._loop.stream, then)
             self._watch.held.add(*end)
 

@@ -193,6 +193,22 @@ def test_a_device_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mon
         never_read.read()
 
 
+def test_a_call_whose_time_is_not_known_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(self: Clock) -> None:
+        raise TimeoutError("the device does not answer")
+
+    monkeypatch.setattr(Clock, "read", never)
+
+    def body(comm: Communicator) -> None:
+        with comm.record() as ledger:
+            y = comm.all_reduce(on_device(np.ones(12)))
+        assert on_host(y).tolist() == [comm.size] * 12
+        comm.synchronize()
+        assert [entry.finished for entry in ledger.entries if entry.call.sent] == [0.0]
+
+    run(body, 2)
+
+
 def test_a_clock_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clocks of the host and of a device do not go alike."""
     gpu().make_current()
