@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives import Communicator
 from collectives.devices.driver import WAIT_VALUE, Driver
 from tests.fake_driver import gpu
 
@@ -33,3 +34,10 @@ def hold(stream: Any, word: np.ndarray, driver: Driver | None = None) -> None:
     operation = np.array([WAIT_VALUE, word.ctypes.data, 1, 0, 0, 0], np.int64)
     arguments = int(stream.ptr), 1, operation.ctypes.data, 0
     (driver or gpu().driver).call("cuStreamBatchMemOp_v2", *arguments)
+
+
+def hold_each(comm: Communicator, stream: Any, word: np.ndarray) -> None:
+    """Hold a stream of each rank, when the devices of all ranks have done everything."""
+    comm.synchronize()
+    comm.barrier()
+    hold(stream, word)

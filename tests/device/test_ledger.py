@@ -19,7 +19,7 @@ from collectives.devices.driver import DriverError
 from collectives.devices.links import Proposal
 from collectives.diagnostics.ledger import Row
 from collectives.engines import deadline_in, poll_until
-from tests.device.held_stream import hold, released
+from tests.device.held_stream import hold, hold_each, released
 from tests.fake_device import BACKEND, on_device, on_host
 from tests.fake_driver import gpu
 from tests.scenarios import Job, all_jobs, call
@@ -140,9 +140,7 @@ def test_a_call_ends_when_the_device_has_done_it(finds_out: str) -> None:
         x, y = on_device(np.ones(12)), on_device(np.ones(12))
         for _ in range(2):
             comm.all_reduce(x, out=y)
-        comm.synchronize()
-        comm.barrier()
-        hold(BACKEND.current_stream(), word)
+        hold_each(comm, BACKEND.current_stream(), word)
         with comm.record() as ledger:
             comm.all_reduce(x, out=y)
             comm.all_reduce(x, out=y, async_op=True).wait()
@@ -224,9 +222,7 @@ def test_a_call_that_the_device_does_not_end_has_no_end() -> None:
     def body(comm: Communicator) -> None:
         x, y = on_device(np.ones(12)), on_device(np.ones(12))
         comm.all_reduce(x, out=y)
-        comm.synchronize()
-        comm.barrier()
-        hold(BACKEND.current_stream(), word)
+        hold_each(comm, BACKEND.current_stream(), word)
         with comm.record() as ledger:
             comm.all_reduce(x, out=y)
         comm._session.devices.give_up()

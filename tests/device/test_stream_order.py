@@ -16,7 +16,7 @@ import collectives
 from collectives import Communicator
 from collectives.devices import loop as loop_module
 from collectives.engines import RUN_FAILED, deadline_in, poll_until
-from tests.device.held_stream import hold, released
+from tests.device.held_stream import hold, hold_each, released
 from tests.fake_device import BACKEND, FakeDeviceArray, FakeStream, on_device, on_host
 from tests.fake_driver import gpu
 
@@ -109,9 +109,7 @@ def test_a_stream_that_does_not_wait_is_too_early(word: np.ndarray) -> None:
     def body(comm: Communicator) -> None:
         x, y = on_device(np.ones(6)), on_device(np.zeros(6))
         comm.all_reduce(x, out=y)
-        comm.synchronize()
-        comm.barrier()
-        hold(BACKEND.current_stream(), word)
+        hold_each(comm, BACKEND.current_stream(), word)
         fill(x, 5.0)
         work = comm.all_reduce(x, out=y, async_op=True)
         with BACKEND.on_stream(FakeStream(f"another of rank {comm.rank}")):
@@ -127,9 +125,7 @@ def test_waiting_on_the_host_is_for_the_device(word: np.ndarray) -> None:
     def body(comm: Communicator) -> None:
         x = on_device(np.ones(6))
         comm.all_reduce(x)
-        comm.synchronize()
-        comm.barrier()
-        hold(BACKEND.current_stream(), word)
+        hold_each(comm, BACKEND.current_stream(), word)
         work = comm.all_reduce(x, async_op=True)
         work.wait()
         comm.barrier()
@@ -153,9 +149,7 @@ def calls_on_two_streams(word: np.ndarray) -> None:
         x, other = on_device(np.ones(6)), FakeStream(f"another of rank {comm.rank}")
         comm.all_reduce(x)
         comm.all_reduce(x, "max")
-        comm.synchronize()
-        comm.barrier()
-        hold(BACKEND.current_stream(), word)
+        hold_each(comm, BACKEND.current_stream(), word)
         comm.all_reduce(x)
         with BACKEND.on_stream(other):
             y = comm.all_gather(x)
@@ -207,9 +201,7 @@ def test_an_asynchronous_call_holds_its_arrays_until_it_is_done(word: np.ndarray
     def body(comm: Communicator) -> None:
         x = on_device(np.ones(6))
         comm.all_reduce(x)
-        comm.synchronize()
-        comm.barrier()
-        hold(BACKEND.current_stream(), word)
+        hold_each(comm, BACKEND.current_stream(), word)
         comm.all_reduce(x, async_op=True).wait()
         still_there = weakref.ref(x._memory.base)
         del x
@@ -227,9 +219,7 @@ def test_a_plan_that_was_started_holds_its_arrays_until_it_is_done(word: np.ndar
         for _ in range(2):
             plan.start()
             plan.wait()
-        comm.synchronize()
-        comm.barrier()
-        hold(BACKEND.current_stream(), word)
+        hold_each(comm, BACKEND.current_stream(), word)
         plan.start()
         plan.wait()
         plan.free()
