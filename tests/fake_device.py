@@ -8,8 +8,9 @@ the host's MPI.  What is done with it is put on a stream, and is done when that 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class FakeDeviceArray:
         return FakeDeviceArray(self._memory.reshape(*shape))
 
     def fill(self, value: float) -> None:
-        BACKEND.enqueue(lambda: self._memory.fill(value))
+        BACKEND.enqueue(lambda: self._memory.fill(value), writes=[self])
 
     def __getitem__(self, index: slice) -> FakeDeviceArray:
         return FakeDeviceArray(self._memory[index])
@@ -68,7 +69,7 @@ class FakeEvent:
     @property
     def is_complete(self) -> bool:
         gpu().begin("cuEventQuery", budget=24)
-        return self._mark.is_passed
+        return gpu().see(self._mark)
 
     def join(self) -> None:
         gpu().wait_for_mark(self._backend.current_stream().ptr, self._mark)
@@ -93,10 +94,22 @@ class FakeBackend:
         self.bytes_to_host = self.bytes_to_device = self.num_combined = 0
         self.streams_used: set[str] = set()
 
-    def enqueue(self, function: Callable[[], object]) -> None:
-        """Put work on the current stream."""
+    def enqueue(
+        self,
+        function: Callable[[], object],
+        reads: Iterable[FakeDeviceArray] = (),
+        writes: Iterable[FakeDeviceArray] = (),
+    ) -> None:
+        """Put work on the current stream, which reads and writes these arrays."""
         self.streams_used.add(self.current_stream().name)
-        gpu().enqueue(self.current_stream().ptr, function)
+        ranges = [(*self._range(x), False) for x in reads]
+        ranges += [(*self._range(x), True) for x in writes]
+        gpu().enqueue(self.current_stream().ptr, function, ranges)
+
+    def _range(self, x: FakeDeviceArray) -> tuple[int, int]:
+        """The address of an array and its bytes, with what lies between them."""
+        start, end = self.extent(x)
+        return start, end - start
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> FakeDeviceArray:
         return FakeDeviceArray(gpu().array(shape, dtype))
@@ -122,7 +135,7 @@ class FakeBackend:
         def execute() -> None:
             dst._memory[...] = src._memory
 
-        self.enqueue(execute)
+        self.enqueue(execute, [src], [dst])
 
     def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> Any:
         is_name = isinstance(function, str)
@@ -131,7 +144,8 @@ class FakeBackend:
         def combine(left: FakeDeviceArray, right: FakeDeviceArray, out: FakeDeviceArray) -> None:
             self.num_combined += 1
             if is_name:
-                self.enqueue(lambda: on_memory(left._memory, right._memory, out._memory))
+                memories = left._memory, right._memory, out._memory
+                self.enqueue(lambda: on_memory(*memories), [left, right], [out])
                 return
             self.synchronize()  # a function of Python's works at once
             left, right = self.protected(left), self.protected(right)
@@ -146,7 +160,7 @@ class FakeBackend:
         return new
 
     def divide(self, x: FakeDeviceArray, divisor: int) -> None:
-        self.enqueue(lambda: HOST.divide(x._memory, divisor))
+        self.enqueue(lambda: HOST.divide(x._memory, divisor), writes=[x])
 
     def first_not_finite(self, x: FakeDeviceArray) -> tuple[int, str] | None:
         self.synchronize()
@@ -157,12 +171,12 @@ class FakeBackend:
 
     def to_host(self, pairs: Sequence[tuple[FakeDeviceArray, Bytes]]) -> None:
         for device, host in pairs:
-            self.enqueue(lambda device=device, host=host: _copy(_bytes(device), host))
+            self.enqueue(partial(_copy, _bytes(device), host), reads=[device])
             self.bytes_to_host += host.size
 
     def to_device(self, pairs: Sequence[tuple[FakeDeviceArray, Bytes]]) -> None:
         for device, host in pairs:
-            self.enqueue(lambda device=device, host=host: _copy(host, _bytes(device)))
+            self.enqueue(partial(_copy, host, _bytes(device)), writes=[device])
             self.bytes_to_device += host.size
 
     def synchronize(self) -> None:

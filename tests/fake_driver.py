@@ -24,9 +24,10 @@ import time
 import weakref
 from bisect import bisect, bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ from collectives.devices.driver import (
     DriverError,
     IpcHandle,
 )
+from tests.fake_races import NOTHING, Clock, Races, Use
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, ALREADY_MAPPED = 1, 2, 201, 208
 INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 400, 700, 719
@@ -442,9 +444,13 @@ class Pool:
 
 
 class Mark:
-    """A place on a stream, at which an event was recorded."""
+    """A place on a stream, at which an event was recorded.
+
+    `clock`: what is certainly over when it is passed.
+    """
 
     is_passed, time = False, 0.0
+    clock: Clock = NOTHING
 
     def pass_by(self) -> None:
         """Note that it is passed now."""
@@ -463,16 +469,21 @@ def _nothing() -> None:
 class Operation:
     """Something on a stream.
 
-    `ranges`: the device memory that it uses.  `counter`: the address of the word that it reads or
-    writes.  `mark`: what it passes.
+    `ranges`: the device memory that it uses.  `counter`: the address of the word that it awaits, or
+    writes, if `is_raising`; and `value`.  `mark`: what it passes.  `awaited`: the mark that it
+    waits for.  `known`: what the host had seen when it enqueued this.
     """
 
     what: str
     execute: Callable[[], object] = _nothing
     ranges: Sequence[Range] = ()
     counter: int | None = None
+    value: int = 0
+    is_raising: bool = False
     mark: Mark | None = None
+    awaited: Mark | None = None
     is_ready: Callable[[], bool] = _always
+    known: Clock = field(default_factory=dict)
 
     def __str__(self) -> str:
         value = "" if self.counter is None else f" (it is {_word(self.counter).value})"
@@ -518,10 +529,11 @@ class Streams:
     `violations`: what must not happen and has.  `error`: after memory was used that must not be
     used, this error of every function; then nothing is executed any more.  `limit`: the seconds
     without any progress after which waiting is a violation.  `num_left`: how many operations
-    are executed from now on, before it stands still.
+    are executed from now on, before it stands still; `standing`: the streams that do; None: all.
     """
 
     num_left = math.inf
+    standing: Collection[int] | None = None
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.lock, self.memory = Lock(), memory
@@ -534,6 +546,7 @@ class Streams:
         self._streams = {0: Stream(0)}
         self._busy: dict[int, Stream] = {}  # those that have operations
         self._num_executed = 0
+        self.races = Races()
 
     def new_handle(self) -> int:
         """A number that no other stream, event or kernel has."""
@@ -568,6 +581,7 @@ class Streams:
                 if objection := self._objection(operation):
                     self._break(ILLEGAL_ADDRESS, f"{name}: {operation.what}: {objection}")
                     raise DriverError(name, self.error)
+                operation.known = self.races.host
             self.streams_used.add(handle)
         for operation in operations:
             self._put_one(name, stream, operation)
@@ -636,9 +650,8 @@ class Streams:
 
     def _execute_one(self) -> bool:
         """Execute the first operation of any stream where it is ready, if there is one."""
-        if not self.num_left:
-            return False
-        ready = [stream for stream in self._busy.values() if self._is_ready(stream.queue[0])]
+        streams = [stream for stream in self._busy.values() if not self._stands_still(stream)]
+        ready = [stream for stream in streams if self._is_ready(stream.queue[0])]
         if not ready:
             return False
         stream = self.random.choice(ready)
@@ -647,8 +660,14 @@ class Streams:
             del self._busy[stream.handle]
         self._execute(stream, operation)
         self._num_executed += 1
-        self.num_left -= 1
+        self.num_left -= self._may_stand_still(stream)
         return True
+
+    def _may_stand_still(self, stream: Stream) -> bool:
+        return self.standing is None or stream.handle in self.standing
+
+    def _stands_still(self, stream: Stream) -> bool:
+        return not self.num_left and self._may_stand_still(stream)
 
     def _is_ready(self, operation: Operation) -> bool:
         # The word of a wait may not exist any more; to execute the wait says so.
@@ -660,6 +679,7 @@ class Streams:
         if objection := self._objection(operation):
             self._break(ILLEGAL_ADDRESS, f"{place}: {objection}")
         else:
+            self._keep_in_order(stream.handle, operation)
             try:
                 with np.errstate(all="ignore"):  # as on a GPU
                     operation.execute()
@@ -667,6 +687,26 @@ class Streams:
                 self._break(LAUNCH_FAILED, f"{place}: {error!r}")
         if operation.mark is not None:
             operation.mark.pass_by()
+
+    def _keep_in_order(self, stream: int, operation: Operation) -> None:
+        """Note what comes before an operation, and what it does in no order with others."""
+        races, word, value = self.races, operation.counter, operation.value
+        before = [operation.known]
+        if operation.awaited is not None:
+            before.append(operation.awaited.clock)
+        if word is not None and not operation.is_raising:
+            before.append(races.raised(word, value))
+        clock = races.begin(stream, *before)
+        if operation.mark is not None:
+            operation.mark.clock = clock
+        if word is not None and operation.is_raising:
+            why = races.raise_to(stream, word, value, _word(word).value)
+            self.violations += [why] if why else []
+        for used in sorted(operation.ranges, key=lambda each: each.is_written):
+            if used.size:
+                number, what = clock[stream], operation.what
+                use = Use(used.address, used.end, stream, number, used.is_written, what)
+                self.violations += races.use(use)
 
     def wait(self, name: str, is_over: Callable[[], bool], who: str) -> None:
         """Execute operations until `is_over`; others may go on in between.
@@ -704,12 +744,20 @@ class Streams:
         with self.lock:
             marks = self.marks()
         self.wait(name, lambda: self.is_passed(marks), f"{name} waits for all streams")
+        self._see(marks)
+
+    def _see(self, streams: Iterable[int]) -> None:
+        """Note that the host has seen what some streams have executed."""
+        with self.lock:
+            for handle in streams:
+                self.races.see(self.races.of(handle))
 
     def wait_for(self, name: str, handle: int) -> None:
         """Wait until all that is on one stream now is executed."""
         with self.lock:
             marks = {handle: self.stream(name, handle).num_enqueued}
         self.wait(name, lambda: self.is_passed(marks), f"{name} waits for stream {handle:#x}")
+        self._see(marks)
 
 
 class Kernel(NamedTuple):
@@ -829,10 +877,11 @@ class FakeGpu(Streams):
             self.random, self.queue_length = random.Random(seed), queue_length
             # Room for what a call puts on its stream before and after its program.
             self.driver.most_outstanding = max(queue_length - 6, 1)
-            self.error, self.num_left = 0, math.inf
+            self.error, self.num_left, self.standing = 0, math.inf, None
             self.num_calls.clear()
             self.streams_used.clear()
             self.bytes_copied.update(dict.fromkeys(self.bytes_copied, 0))
+            self.races = Races()
             self.check()
 
     def make_current(self) -> None:
@@ -889,6 +938,7 @@ class FakeGpu(Streams):
         with self.lock:
             address = self.memory.allocate(num_bytes).base
             self.memory.view(address, num_bytes)[...] = GARBAGE
+            self.races.forget(address, num_bytes)
             return address
 
     def free(self, address: int) -> None:
@@ -908,7 +958,9 @@ class FakeGpu(Streams):
         with self.lock:
             self._sweep()
             shape = (shape,) if isinstance(shape, int) else tuple(shape)
-            return self._pool.array(shape, np.dtype(dtype), exportable)
+            array = self._pool.array(shape, np.dtype(dtype), exportable)
+            self.races.forget(array.ctypes.data, array.nbytes)
+            return array
 
     def trim(self) -> None:
         """Free the allocations that have no arrays any more, after waiting for all streams."""
@@ -936,8 +988,15 @@ class FakeGpu(Streams):
 
     def wait_for_mark(self, stream: int, mark: Mark, what: str = "a mark") -> None:
         """Let a stream wait until a mark is passed."""
-        wait = Operation(what, is_ready=lambda: mark.is_passed)
+        wait = Operation(what, awaited=mark, is_ready=lambda: mark.is_passed)
         self.put("cuStreamWaitEvent", stream, wait)
+
+    def see(self, mark: Mark) -> bool:
+        """Whether a mark is passed, for the host to know."""
+        with self.lock:
+            if mark.is_passed:
+                self.races.see(mark.clock)
+            return mark.is_passed
 
     def synchronize(self, stream: int | None = None) -> None:
         """Wait until all that is on a stream, or on any, is executed."""
@@ -1052,7 +1111,7 @@ class Functions:
     def _query_event(self, event: int) -> None:
         with self._gpu.lock:
             mark = self._mark("cuEventQuery", event)
-            if mark is not None and not mark.is_passed:
+            if mark is not None and not self._gpu.see(mark):
                 raise DriverError("cuEventQuery", NOT_READY)
 
     def _record_event(self, event: int, stream: int) -> None:
@@ -1197,9 +1256,11 @@ class Functions:
             raise DriverError("cuStreamBatchMemOp_v2", INVALID_VALUE)
         if which == WRITE_VALUE:
             what = f"a write of {value} to the word at {address:#x}"
-            return Operation(what, lambda: _store(_UNSIGNED, address, value), counter=address)
+            write = partial(_store, _UNSIGNED, address, value)
+            return Operation(what, write, counter=address, value=value, is_raising=True)
         what = f"the word at {address:#x} to reach {value}"
-        return Operation(what, counter=address, is_ready=lambda: has_reached(address, value))
+        is_ready = partial(has_reached, address, value)
+        return Operation(what, counter=address, value=value, is_ready=is_ready)
 
     def _is_capturing(self, stream: int, status: int) -> None:
         self._gpu.stream("cuStreamIsCapturing", stream)

@@ -52,7 +52,9 @@ def verify_lowered(*calls: LoweredCall) -> None:
     """Prove the device programs of all ranks, in calls that follow each other on the same memory.
 
     Before each call, the caller of each rank writes to all buffers, in order with its device;
-    after it, the caller reads the output.
+    after it, the caller reads the output.  The operations of a rank are in one order, whatever
+    their streams are: each run waits for the event of the one before it, and for that of its start
+    (tests/device/test_order_of_streams.py looks for what has no order).
 
     Raises ScheduleError if two ranks use the same bytes without an order between them, if ranks
     wait for each other forever, if a rank writes to a peer's memory, or if a result is wrong.

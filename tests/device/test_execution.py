@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("new_gpu")
 
 
 def run(body: Callable[[Communicator], Any], size: int, **options: Any) -> list[Any]:
-    return collectives.run(body, size, timeout=60, **options)
+    return collectives.run(body, size, timeout=100, **options)
 
 
 def links(comm: Communicator) -> Any:

@@ -87,6 +87,10 @@ def wait(stream: int, address: int, value: int = 1) -> None:
     assert batch(stream, (WAIT_VALUE, address, value)) == 0
 
 
+def write(stream: int, address: int, value: int) -> None:
+    assert batch(stream, (WRITE_VALUE, address, value)) == 0
+
+
 def copy(target: int, source: int, size: int, stream: int) -> int:
     return gpu().driver.try_call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
 
@@ -718,6 +722,126 @@ def test_violations_are_told_once(fake: FakeGpu) -> None:
     fake.violations += ["one", "two"]
     with pytest.raises(AssertionError, match="one\ntwo"):
         fake.check()
+    fake.check()
+
+
+# The order of streams
+
+
+def copy_on(stream: int, target: np.ndarray, source: np.ndarray) -> None:
+    assert copy(at(target), at(source), source.nbytes, stream) == 0
+
+
+def by_nothing(first: int, second: int, word: int) -> None:
+    pass
+
+
+def by_an_event(first: int, second: int, word: int) -> None:
+    event = gpu().driver.new_event()
+    gpu().driver.call("cuEventRecord", event, first)
+    gpu().driver.call("cuStreamWaitEvent", second, event, 0)
+
+
+def by_a_word(first: int, second: int, word: int) -> None:
+    write(first, word, 1)
+    wait(second, word, 1)
+
+
+def by_a_word_too_early(first: int, second: int, word: int) -> None:
+    """It stands for what comes before the first write, not before the second."""
+    write(first, word, 2)
+    wait(second, word, 1)
+
+
+def by_the_host(first: int, second: int, word: int) -> None:
+    gpu().synchronize(first)
+
+
+ORDERS = [by_an_event, by_a_word, by_a_word_too_early, by_the_host]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("what", ["write and read", "read and write", "write and write"])
+def test_uses_of_memory_are_in_order(
+    fake: FakeGpu, counters: np.ndarray, order: Callable[[int, int, int], None], what: str
+) -> None:
+    x, y, z = (fake.array(4, np.int64) for _ in range(3))
+    first, second = fake.new_stream(), fake.new_stream()
+    uses = {"write and read": [(x, y), (z, x)], "read and write": [(y, x), (x, z)]}
+    (target, source), (later_target, later_source) = uses.get(what, [(x, y), (x, z)])
+    copy_on(first, target, source)
+    order(first, second, at(counters))
+    copy_on(second, later_target, later_source)
+    fake.synchronize()
+    fake.check()
+
+
+@pytest.mark.parametrize("what", ["write and read", "read and write", "write and write"])
+def test_uses_of_memory_in_no_order_are_violations(fake: FakeGpu, what: str) -> None:
+    """Whichever is executed first, and also if only a part is the same."""
+    x, y, z = (fake.array(4, np.int64) for _ in range(3))
+    uses = {"write and read": [(x, y), (z, x[2:])], "read and write": [(y, x), (x[:2], z[:2])]}
+    for seed in range(4):
+        reset(seed)
+        first, second = fake.new_stream(), fake.new_stream()
+        for stream, (target, source) in zip(
+            (first, second), uses.get(what, [(x, y), (x, z)]), strict=True
+        ):
+            copy_on(stream, target[: source.size], source)
+        fake.synchronize()
+        expect("nothing orders a copy of .* on stream .*, which")
+
+
+def test_two_reads_need_no_order(fake: FakeGpu) -> None:
+    x, y, z = (fake.array(4, np.int64) for _ in range(3))
+    copy_on(fake.new_stream(), y, x)
+    copy_on(fake.new_stream(), z, x)
+    fake.synchronize()
+    fake.check()
+
+
+def test_an_order_that_comes_too_late_is_a_violation(fake: FakeGpu, counters: np.ndarray) -> None:
+    """A later write of the word may let the second stream go on, but an earlier one might."""
+    x, y, z = (fake.array(4, np.int64) for _ in range(3))
+    first, second = fake.new_stream(), fake.new_stream()
+    write(first, at(counters), 1)
+    copy_on(first, x, y)
+    write(first, at(counters), 2)
+    fake.synchronize(first)
+    fake.races.host = {}  # as if the host had not waited
+    wait(second, at(counters), 1)
+    copy_on(second, z, x)
+    fake.synchronize()
+    expect("nothing orders")
+
+
+def test_words_that_streams_write_do_not_go_back(fake: FakeGpu, counters: np.ndarray) -> None:
+    stream = fake.new_stream()
+    write(stream, at(counters), 2)
+    write(stream, at(counters), 1)
+    fake.synchronize()
+    expect("goes back from 2 to 1")
+
+
+def test_two_streams_that_write_a_word_are_in_order(fake: FakeGpu, counters: np.ndarray) -> None:
+    for value in (1, 2):
+        write(fake.new_stream(), at(counters), value)
+        fake.execute(1)
+    fake.synchronize()
+    expect("in no order")
+
+
+def test_memory_that_is_new_was_not_used(fake: FakeGpu) -> None:
+    x = fake.array(4, np.int64)
+    copy_on(fake.new_stream(), x, fake.array(4, np.int64))
+    fake.synchronize()
+    fake.races.host = {}
+    address = x.ctypes.data
+    del x
+    x = fake.array(4, np.int64)
+    assert x.ctypes.data == address
+    copy_on(fake.new_stream(), x, fake.array(4, np.int64))
+    fake.synchronize()
     fake.check()
 
 
