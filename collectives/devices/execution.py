@@ -34,6 +34,7 @@ from collectives.devices.loop import Loop
 from collectives.devices.meeting import Wait, Waits
 from collectives.devices.order import Enqueued, Order, Turns
 from collectives.devices.placed import Placed
+from collectives.devices.standstill import Standstill
 from collectives.devices.streams import STREAMS
 from collectives.devices.watch import Watch
 from collectives.diagnostics import COMPLETE, ENQUEUED, CallLog, Waiting
@@ -46,7 +47,7 @@ from collectives.engines import (
     Staged,
     Transport,
 )
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, CollectiveMismatch
 from collectives.programs import Program
 
 
@@ -63,7 +64,7 @@ class OnDevice:
     """
 
     check: Check | None = None
-    waits_for_device = False
+    waits_for_device = _is_blocking = False
     _may_others_run: Callable[[], bool] | None = None  # after this rank has said that it does
     mark: object = None
     state_address = 0  # the state is its own
@@ -100,6 +101,7 @@ class OnDevice:
         self._steps: Waits = _no_steps()
         self._lock = threading.Lock()  # held by the thread that advances it, or looks at it
         self._agreement: Agreement | None = None  # the last one
+        self._standstill = Standstill(transport.board, transport.in_flight)
 
     @property
     def is_plan(self) -> bool:
@@ -153,6 +155,7 @@ class OnDevice:
     def restart(self, number: int, *, is_async: bool = False) -> None:
         """Go to the first row, and show the other ranks of the host that this one has come."""
         self._begin(number)
+        self._is_blocking = not is_async
         with self._backend.on_stream(self._stream):
             self._loop.use_callers_stream()
             try:
@@ -178,6 +181,7 @@ class OnDevice:
         self.row, self._is_staged, self._may_others_run = 0, False, None
         self._wait = Wait(lambda: True, self._missing)
         self._stream = self._backend.current_stream()
+        self._standstill.begin()
         self._transport.watch(self)
 
     def leave_callers_stream(self) -> None:
@@ -214,7 +218,23 @@ class OnDevice:
                 self.row += self._place() != before
                 if self._wait is None:
                     break
+        if self.check is not None and self._is_blocking and self._standstill.is_due:
+            self._refuse_standstill()
         return False
+
+    def _refuse_standstill(self) -> None:
+        """Raise CollectiveMismatch if the ranks that it waits for wait for this one."""
+        wait = self._wait
+        missing = [] if wait is None or wait.is_at_work else wait.missing()
+        if not missing:
+            return
+        members, _ = self._transport.identity  # ranks of the job
+        others = ", ".join(str(members[rank]) for rank in missing)
+        me, call = members[self._transport.rank], f"call {self._key.call}, {self._call.text}"
+        what = f"rank {me} waits for rank {others} in {call}"
+        if why := self._standstill.look(missing, what):
+            self._watch.note(RUN_FAILED, why)
+            raise CollectiveMismatch(why)
 
     def _place(self) -> tuple[object, ...]:
         """Where it stands, to notice progress."""

@@ -257,8 +257,8 @@ class FlightRecorder:
         pythons.setblocking(False)
         signal.signal(signum, lambda *_: None)
         signal.set_wakeup_fd(pythons.detach(), warn_on_full_buffer=False)
-        listener = threading.Thread(target=self._listen, args=(ours, signum), daemon=True)
-        listener.start()
+        name, arguments = "collectives flight recorder", (ours, signum)
+        threading.Thread(target=self._listen, args=arguments, name=name, daemon=True).start()
 
     def _listen(self, signals: socket.socket, signum: int) -> None:
         with signals:

@@ -46,6 +46,20 @@ without an entry.
 PROCESS = np.dtype([("number", "<i8"), ("namespace", "<i8"), ("started", "<i8"), ("", "V40")])
 """The process of a rank: what tells whether it is alive."""
 
+WAIT = np.dtype(
+    [
+        *(("number", "<i8"), ("ranks", "<i8"), ("looks", "<i8"), ("ended", "<i8")),
+        *(("", "V32"), ("what", "S192"), ("why", "S768")),
+    ]
+)
+"""What a rank waits for in a blocking call, as a text and as bits of ranks of this host.
+
+`number`: of the wait.  `looks`: how often the rank has looked whether it is over.  `ended`: the
+number of a wait that does not end otherwise, because of `why`; whoever finds that out writes it.
+"""
+
+_PART_BYTES = PROCESS.itemsize + WAIT.itemsize
+
 BUFFER = np.dtype(
     [
         *(("address", "<i8"), ("size", "<i8"), ("offset", "<i8")),
@@ -104,6 +118,7 @@ class HostMemory:
     """The memory of all ranks of a host, as this rank sees it.
 
     `part`: the number of this rank among them.  `is_of_threads`: whether they are one process.
+    `waits`: for each rank, what it waits for; see `WAIT`.
     `why_no_device`: why they cannot use a device; "" if they can.  `closing`: the boards of
     communicators that are freed, while others may read them.
     """
@@ -119,9 +134,10 @@ class HostMemory:
         elif platform.machine() not in ("x86_64", "AMD64"):
             # Records rely on it that others see writes in the order in which they were made.
             self.why_no_device = f"this is a processor of another kind ({platform.machine()})"
-        start = num_parts * PROCESS.itemsize
+        first, start = (num_parts * each for each in (PROCESS.itemsize, _PART_BYTES))
         stop = start + num_parts * NUM_ENTRIES * ENTRY.itemsize
-        self._processes: NDArray[Any] = memory[:start].view(PROCESS)
+        self._processes: NDArray[Any] = memory[:first].view(PROCESS)
+        self.waits: NDArray[Any] = memory[first:start].view(WAIT)
         self._processes[part : part + 1].view("<i8")[:3] = _this_process()
         self.entries: NDArray[Any] = memory[start:stop].view(ENTRY).reshape(num_parts, NUM_ENTRIES)
         area, num_areas = area_of(num_parts), 0 if self.why_no_device else NUM_AREAS
@@ -167,7 +183,7 @@ def num_bytes(num_parts: int) -> int:
     """The size of the memory of so many ranks."""
     num_areas = NUM_AREAS if num_parts <= MOST_RANKS else 0
     areas = num_areas * area_of(num_parts).itemsize
-    used = num_parts * (PROCESS.itemsize + NUM_ENTRIES * ENTRY.itemsize + areas)
+    used = num_parts * (_PART_BYTES + NUM_ENTRIES * ENTRY.itemsize + areas)
     return -(-used // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

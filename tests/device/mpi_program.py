@@ -6,7 +6,9 @@ Its argument names one of the functions below.  All raise an error for what is w
 from __future__ import annotations
 
 import random
+import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from itertools import combinations
@@ -267,6 +269,72 @@ def finite_mode(world: Communicator) -> None:
             assert on_host(work.wait(timeout=20)).tolist() == [comm.size] * 4
     other.free()
     comm.free()
+
+
+def two_checked_communicators() -> tuple[Communicator, Communicator]:
+    devices.standstill._THREADS.add("fake GPU")  # which makes no calls
+    comm = collectives.wrap(_mpi().COMM_WORLD, check=True)
+    return comm, comm.split(0)
+
+
+def in_different_orders(world: Communicator, *, are_linked: bool) -> list[str]:
+    """Let ranks make blocking calls of two communicators; return the errors of all of them."""
+    comms = two_checked_communicators()
+    if are_linked:
+        for comm in comms:
+            comm.all_reduce(on_device(np.ones(4)))
+            comm.synchronize()
+    error = ""
+    try:
+        for comm in comms[::-1] if world.rank == 0 else comms:
+            comm.all_reduce(on_device(np.ones(4)), timeout=20)
+    except collectives.CollectiveError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    rows = np.zeros((1, 500), np.uint8)
+    rows[0, : len(error)] = [*error.encode()]
+    return [bytes(row).rstrip(b"\0").decode() for row in world.all_gather(rows)]
+
+
+@program
+def blocking_calls_of_two_communicators_in_different_orders(world: Communicator) -> None:
+    for are_linked in (False, True):
+        errors = in_different_orders(world, are_linked=are_linked)
+        assert all(errors), errors
+        assert sum(error.startswith("CollectiveMismatch") for error in errors) >= 2
+        for error in errors:
+            assert re.search(
+                "ranks wait for each other in blocking calls of different communicators: "
+                r"(rank \d waits for rank \d(, \d)* in call \d, all_reduce [^;]*(; |$)){2}",
+                error,
+            ), errors
+
+
+@program
+def calls_of_two_communicators_in_different_orders_that_end(world: Communicator) -> None:
+    """The control: a rank is late, has an asynchronous call, or a thread that makes the other."""
+
+    def late(comm: Communicator) -> None:
+        time.sleep(0.3 * world.rank)
+        comm.all_reduce(on_device(np.ones(4)))
+
+    comms = two_checked_communicators()
+    for comm in comms:
+        late(comm)
+    order = comms[::-1] if world.rank == 0 else comms
+    works = [comm.all_reduce(on_device(np.ones(4)), async_op=True) for comm in order]
+    for work in works:
+        work.wait()
+    if world.rank == 0:
+        thread = threading.Thread(target=lambda: (time.sleep(0.6), late(comms[1])))
+        thread.start()
+        late(comms[0])
+        thread.join()
+    else:
+        for comm in comms[::-1]:
+            comm.all_reduce(on_device(np.ones(4)))
+    for comm in comms:
+        comm.synchronize()
+        comm.free()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from collectives.lowering import (
     DeviceOperation,
     DeviceProgram,
     Place,
+    in_order,
     lower,
     verify_lowered,
 )
@@ -319,6 +320,23 @@ def test_a_barrier_that_a_rank_leaves_early_is_noticed() -> None:
     verify_lowered(case.call(), case.call())
     with pytest.raises(ScheduleError, match="leave the barrier"):
         verify_lowered(case.call([DeviceProgram(()), DeviceProgram(())]))
+
+
+@pytest.mark.parametrize("name", ["ring", "one_shot", "recursive_doubling"])
+def test_calls_of_two_communicators_in_different_orders_are_noticed(name: str) -> None:
+    """On one stream of each rank.  Each communicator has counters of its own."""
+
+    def of_another_communicator(operation: DeviceOperation) -> DeviceOperation:
+        counter = operation.counter
+        other = counter and counter._replace(reader=counter.reader + 10)
+        return operation._replace(counter=other)
+
+    first = [program.operations for program in lowered(name, 3)]
+    second = [[*map(of_another_communicator, operations)] for operations in first]
+    [*in_order([[*a, *b] for a, b in zip(first, second, strict=True)])]
+    orders = [[*second[0], *first[0]], *([*first[rank], *second[rank]] for rank in (1, 2))]
+    with pytest.raises(ScheduleError, match="wait for each other forever"):
+        [*in_order(orders)]
 
 
 def test_a_counter_that_goes_back_is_noticed() -> None:
