@@ -53,6 +53,7 @@ from tests.fake_races import NOTHING, Clock, Races, Use
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, ALREADY_MAPPED = 1, 2, 201, 208
 INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 400, 700, 719
+CAPTURE_UNSUPPORTED, CAPTURE_IMPLICIT = 900, 906
 # Functions that need no current context:
 WITHOUT_CONTEXT = {"cuEventQuery", "cuEventDestroy_v2", "cuThreadExchangeStreamCaptureMode"}
 ALREADY_REGISTERED, NOT_REGISTERED, UNKNOWN = 712, 713, 999
@@ -849,7 +850,9 @@ class FakeGpu(Streams):
 
     `driver`: what the library uses.  `num_calls`: of each function of the driver.  `bytes_copied`:
     by the copies that were enqueued.  `capturing`: the streams that claim to be captured for a
-    graph.  `uuid`: the 16 bytes that identify the GPU, the same in every process.
+    graph.  `waiting_for_captured`: those that wait for such a stream, as the legacy stream does.
+    `num_queries_refused`: of events, because another thread captures a stream.  `uuid`: the 16
+    bytes that identify the GPU, the same in every process.
     """
 
     def __init__(self) -> None:
@@ -857,6 +860,8 @@ class FakeGpu(Streams):
         self.num_calls: Counter[str] = Counter()
         self.bytes_copied = {"DtoD": 0, "DtoH": 0, "HtoD": 0}
         self.capturing: set[int] = set()
+        self.waiting_for_captured: set[int] = set()
+        self.num_queries_refused = 0
         self.uuid = b"GPU of the tests"
         self._thread = threading.local()
         self.kernels = FakeKernels(self)
@@ -1111,6 +1116,9 @@ class Functions:
     def _query_event(self, event: int) -> None:
         with self._gpu.lock:
             mark = self._mark("cuEventQuery", event)
+            if self._gpu.num_queries_refused:
+                self._gpu.num_queries_refused -= 1
+                raise DriverError("cuEventQuery", CAPTURE_UNSUPPORTED)
             if mark is not None and not self._gpu.see(mark):
                 raise DriverError("cuEventQuery", NOT_READY)
 
@@ -1264,6 +1272,8 @@ class Functions:
 
     def _is_capturing(self, stream: int, status: int) -> None:
         self._gpu.stream("cuStreamIsCapturing", stream)
+        if stream in self._gpu.waiting_for_captured:
+            raise DriverError("cuStreamIsCapturing", CAPTURE_IMPLICIT)
         _store(ctypes.c_int, status, int(stream in self._gpu.capturing))
 
     def _exchange_mode(self, mode: int) -> None:

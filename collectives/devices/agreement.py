@@ -74,7 +74,7 @@ class Agreement:
         """
         board, meeting, proposal = self._links.board, self.meeting, self._proposal
         while self._call.plan and not meeting.is_published:
-            yield Wait(lambda: board.has_room, lambda: board.local_ranks)
+            yield Wait(lambda: board.has_room, list, is_at_work=True)
             self._publish()
         if proposal is not None and proposal.is_published:
             yield from proposal.agree(meeting, self._check)

@@ -129,11 +129,12 @@ class Devices:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
-    def wait_for(self, enqueued: Enqueued, limit: float | None) -> None:
-        """Wait until the device has come to an event.  `limit`: see `synchronize`."""
+    def wait_for(self, enqueued: Enqueued, deadline: float | None) -> bool:
+        """Wait until the device has come to an event; return False if the deadline comes first."""
         self._raise_past_failure()
-        if self._watch is not None:
-            self._watch.wait_until(lambda: enqueued.is_complete, limit)
+        if self._watch is None:
+            return True
+        return self._watch.wait_until(lambda: enqueued.is_complete, deadline=deadline)
 
     def free_plan(self, number: int) -> None:
         """Note that the plan of this number was freed."""

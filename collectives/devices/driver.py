@@ -146,7 +146,7 @@ class Driver:
     def is_complete(self, event: int) -> bool:
         """Whether all work before the event is done.  Raises DriverError if it has failed."""
         code = self.try_call("cuEventQuery", event)
-        if code not in (0, NOT_READY):
+        if code != 0 and code != NOT_READY and code not in CAPTURING:
             raise DriverError("cuEventQuery", code)
         return code == 0
 

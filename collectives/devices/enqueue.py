@@ -78,6 +78,7 @@ MOST_TURNS = 2**TURN_BITS - 2
 # Compiled code is cached until this file changes, so constants of other files are repeated here.
 SIGNAL, AWAIT, COPY, COMBINATION, DIVISION = range(5)
 WAIT_VALUE, WRITE_VALUE, MEMORY_OPERATION_WORDS, NOT_READY, ENQUEUED = 1, 2, 6, 600, 4
+FIRST_OF_CAPTURE, LAST_OF_CAPTURE = 900, 909
 MOST_IN_BATCH = 64
 THREADS, _BYTES_EACH, _MOST_BLOCKS = 256, 16, 1056
 _AROUND = 4  # operations on the stream before and after a run
@@ -85,6 +86,7 @@ _ROW_BYTES = 8 * ROW_WORDS
 assert [*DeviceKind][: DIVISION + 1] == [SIGNAL, AWAIT, COPY, COMBINATION, DIVISION]
 assert (WAIT_VALUE, WRITE_VALUE) == (driver.WAIT_VALUE, driver.WRITE_VALUE)
 assert (MEMORY_OPERATION_WORDS, NOT_READY) == (driver.MEMORY_OPERATION_WORDS, driver.NOT_READY)
+assert (driver.CAPTURING[0], driver.CAPTURING[-1]) == (FIRST_OF_CAPTURE, LAST_OF_CAPTURE)
 assert flight_recorder.ENQUEUED == ENQUEUED
 assert (table.KIND, table.SIZE, table.NUM_OPERANDS) == (KIND, SIZE, NUM_OPERANDS)
 assert (table.LEFTS, table.TARGET, OPERANDS) == (LEFTS, TARGET, TARGET + 1)
@@ -120,9 +122,17 @@ def note_start(state: int) -> int:
     is_captured = code == 0 and load32(status) != 0
     if code == 0 and not is_captured:
         code = call2(load(state + 8 * RECORD_EVENT), (load(state + 8 * STARTED), stream))
+    # The legacy stream waits for all others, so it cannot be used while one of them is captured.
+    is_captured = is_captured or is_of_capture(code)
     start = CAPTURED if is_captured else NOTED if code == 0 else FAILED
     store(state + 8 * START, start)
     return start
+
+
+@njit(nogil=True, error_model="numpy")
+def is_of_capture(code: int) -> bool:
+    """Whether an error code says that a stream is captured."""
+    return FIRST_OF_CAPTURE <= code <= LAST_OF_CAPTURE
 
 
 @njit(nogil=True, error_model="numpy")
@@ -250,7 +260,7 @@ def query(state: int) -> int:
     """Whether the device has done all that is enqueued; then the stream has room again."""
     order = load(state + 8 * ORDER)
     code = call1(load(state + 8 * QUERY_EVENT), (load(order + 8 * LAST_EVENT),))
-    if code == NOT_READY:
+    if code == NOT_READY or is_of_capture(code):  # another thread may capture a stream
         return WAITING
     store(order + 8 * NUM_OUTSTANDING, 0)
     return DRIVER_ERROR if failed(state, code) else DONE

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from zlib import crc32
@@ -224,15 +224,16 @@ class OnDevice:
 
     def _refuse_standstill(self) -> None:
         """Raise CollectiveMismatch if the ranks that it waits for wait for this one."""
-        wait = self._wait
+        wait, me, (members, ordinal) = self._wait, self._transport.rank, self._transport.identity
         missing = [] if wait is None or wait.is_at_work else wait.missing()
-        if not missing:
-            return
-        members, _ = self._transport.identity  # ranks of the job
+        missing = [rank for rank in missing if rank != me]
+        if self.limit != self._watch.limit:  # it ends by itself, as its caller may expect
+            missing = []
         others = ", ".join(str(members[rank]) for rank in missing)
-        me, call = members[self._transport.rank], f"call {self._key.call}, {self._call.text}"
-        what = f"rank {me} waits for rank {others} in {call}"
-        if why := self._standstill.look(missing, what):
+        which = f"{_shown(members)}{f' #{ordinal}' if ordinal > 1 else ''}"
+        call = f"call {self._key.call} of ranks {which}: {self._call.text}"
+        what = f"rank {members[me]} waits for rank {others} in {call}"
+        if why := self._standstill.look(wait, missing, what):
             self._watch.note(RUN_FAILED, why)
             raise CollectiveMismatch(why)
 
@@ -244,6 +245,7 @@ class OnDevice:
     def _end(self) -> None:
         """End a run of which all is enqueued."""
         self._transport.unwatch(self)
+        self._standstill.end()
         self._turns.end(self._key.call)
         if self.enqueued is not None:
             self._order.keep_until(self.enqueued, self._operands)
@@ -329,6 +331,7 @@ class OnDevice:
 
     def _abandon(self) -> bool:
         self._transport.unwatch(self)
+        self._standstill.end()
         self._turns.end(self._key.call)
         is_certain, may_others_run = self._loop.is_certain, self._may_others_run
         if self._loop.is_coming:  # compiled code may have started it
@@ -670,6 +673,13 @@ def _is_over(wait: Wait) -> bool:
 def _no_steps() -> Waits:
     """The steps before the first run."""
     yield from ()
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    """Ranks in few words."""
+    first, last = ranks[0], ranks[-1]
+    is_range = list(ranks) == [*range(first, last + 1)]
+    return f"{first} to {last}" if is_range else ", ".join(map(str, ranks))
 
 
 def not_staged(why: str) -> CollectiveError:

@@ -1,25 +1,27 @@
 """Ranks of a host that wait for each other for ever, in blocking calls of different communicators.
 
 No call is enqueued before all its ranks have come, so such ranks wait on the host.  In checked mode
-each shows for whom it waits.  Ranks stand still if each waits for the next one in a circle, and has
-looked again after another one has seen all of them wait.
+each shows for whom it waits.  Some ranks stand still if each waits for another one of them, and has
+looked again after all of them were seen to wait.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from collectives.engines import Board, HostMemory, PendingCall
 
 # Threads of this library that make no call of the program.
 _THREADS = {"collectives watch", "collectives loading", "collectives flight recorder"}
-_NUM_LOOKS = 2  # the first one may have begun before it was asked for
+_NUM_LOOKS = 2  # the first one may have begun before the ranks were seen to wait
 _SECONDS = 0.05  # between two looks
-
-Seen = dict[int, tuple[int, int]]  # for each rank of the host the number of its wait, and its looks
+_FIRST_PATIENCE, _MOST_PATIENCE = 4, 256  # looks after which the ranks are seen anew
 
 
 class Standstill:
@@ -30,38 +32,55 @@ class Standstill:
 
     def __init__(self, board: Board, in_flight: Sequence[PendingCall]) -> None:
         self._board, self._in_flight = board, in_flight
-        self._seen: Seen = {}
+        self._wait: object = None  # that is shown
+        self._seen: dict[int, tuple[int, int]] = {}  # for each rank the number of its wait; looks
+        self._num_looks, self._patience = 0, _FIRST_PATIENCE
         self._next_look = 0.0
 
     def begin(self) -> None:
         """Note that a call begins."""
         self._next_look = time.monotonic() + _SECONDS
 
-    def look(self, missing: Sequence[int], what: str) -> str:
-        """Show that this rank still waits for others; return why that does not end, or "".
-
-        `what`: the wait, as text.
-        """
-        memory = self._board.memory
-        if memory is None or memory.is_of_threads or not missing or not self._is_alone():
-            return ""
-        self._next_look = time.monotonic() + _SECONDS
-        mine, ranks = memory.waits[memory.part], [self._board.parts[rank] for rank in missing]
-        mask = sum(1 << part for part in ranks if part is not None)
-        text = what.encode()[: memory.waits.dtype["what"].itemsize]
-        if (int(mine["ranks"]), bytes(mine["what"])) != (mask, text):
-            mine["number"] += 1
-            mine["ranks"], mine["what"] = mask, text
-        mine["looks"] += 1
-        if mine["ended"] != mine["number"]:
-            self._find(memory)
-        is_over = mine["ended"] == mine["number"]
-        return bytes(mine["why"]).decode(errors="replace") if is_over else ""
-
     @property
     def is_due(self) -> bool:
         """Whether this rank should look again."""
         return time.monotonic() > self._next_look
+
+    def look(self, wait: object, missing: Sequence[int], what: str) -> str:
+        """Show that this rank still waits for others; return why that does not end, or "".
+
+        `wait`: what it waits for, the same object as long as that does not change.  `missing`:
+        other ranks.  `what`: the wait, as text.
+        """
+        self._next_look = time.monotonic() + _SECONDS
+        memory = self._board.memory
+        if memory is None or memory.is_of_threads or not missing or not self._is_alone():
+            self.end()
+            return ""
+        mine = memory.waits[memory.part]
+        self._show(mine, wait, missing, what.encode()[: memory.waits.dtype["what"].itemsize])
+        self._find(memory)
+        is_over = mine["ended"] == mine["number"]
+        return _text(mine["why"]) if is_over else ""
+
+    def end(self) -> None:
+        """Show that this rank does not wait any more."""
+        memory = self._board.memory
+        if memory is not None and self._wait is not None:
+            memory.waits["ranks"][memory.part] = 0
+        self._wait = None
+
+    def _show(self, mine: Any, wait: object, missing: Sequence[int], text: bytes) -> None:
+        parts = [self._board.parts[rank] for rank in missing]
+        mask = sum(1 << part for part in parts if part is not None)
+        if wait is not self._wait or mine["ranks"] != mask:
+            mine["ranks"] = 0
+            mine["number"] += 1  # before the others see for whom
+            mine["what"] = text
+            mine["ranks"] = mask
+            self._seen, self._patience = {}, _FIRST_PATIENCE
+        self._wait = wait
+        mine["looks"] += 1
 
     def _is_alone(self) -> bool:
         """Whether no other thread of this rank, and no call under way, can come to another call."""
@@ -70,36 +89,37 @@ class Standstill:
         return not self._in_flight and all(each.name in _THREADS for each in others)
 
     def _find(self, memory: HostMemory) -> None:
-        """End the waits of ranks that stand still."""
-        circle = _circle(memory.waits, memory.part)
-        now = {part: _seen(memory.waits[part]) for part in circle}
-        if now.keys() != self._seen.keys() or any(now[p][0] != self._seen[p][0] for p in now):
-            self._seen = now
-        elif circle and all(now[p][1] >= self._seen[p][1] + _NUM_LOOKS for p in now):
-            texts = "; ".join(bytes(memory.waits["what"][part]).decode() for part in circle)
+        """End the waits of ranks that stand still, if this one is among them."""
+        waits, seen = memory.waits, self._seen
+        self._num_looks += 1
+        still = [
+            part
+            for part, (number, looks) in seen.items()
+            if waits["number"][part] == number and waits["looks"][part] >= looks + _NUM_LOOKS
+        ]
+        stuck = _stuck(waits["ranks"].copy(), still)
+        if memory.part in stuck:
+            texts = "; ".join(_text(waits["what"][part]) for part in stuck)
             why = f"ranks wait for each other in blocking calls of different communicators: {texts}"
-            for part in circle:
-                memory.waits["why"][part] = why.encode()
-                memory.waits["ended"][part] = now[part][0]
+            for part in stuck:
+                waits["why"][part] = why.encode()
+                waits["ended"][part] = seen[part][0]
+        elif not seen or self._num_looks > self._patience:
+            self._num_looks, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
+            shown = [part for part, mask in enumerate(waits["ranks"]) if mask]
+            self._seen = {p: (int(waits["number"][p]), int(waits["looks"][p])) for p in shown}
 
 
-def _seen(wait: Any) -> tuple[int, int]:
-    return int(wait["number"]), int(wait["looks"])
+def _stuck(masks: NDArray[np.int64], parts: Collection[int]) -> list[int]:
+    """The ranks among some of which each waits for another one of them."""
+    stuck = list(parts)
+    while True:
+        mask = sum(1 << part for part in stuck)
+        rest = [part for part in stuck if int(masks[part]) & mask]
+        if rest == stuck:
+            return stuck
+        stuck = rest
 
 
-def _circle(waits: Any, start: int) -> list[int]:
-    """The ranks from one on, of which each waits for the next, up to those in a circle.
-
-    It is empty if there is no circle.
-    """
-    paths, done = [[start]], {start}
-    while paths:
-        path = paths.pop()
-        mask = int(waits["ranks"][path[-1]])
-        for part in (part for part in range(len(waits)) if mask >> part & 1):
-            if part in path:
-                return path
-            if part not in done:
-                done.add(part)
-                paths.append([*path, part])
-    return []
+def _text(field: Any) -> str:
+    return bytes(field).decode(errors="replace")

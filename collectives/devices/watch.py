@@ -87,6 +87,11 @@ class Watch:
                 self.held.release()
 
     @property
+    def limit(self) -> float | None:
+        """The seconds that a run may take on the device; None: any number."""
+        return self._limit()
+
+    @property
     def state(self) -> int:
         """The state of the runs that were left to the device, for the flight recorder."""
         if self.failure is not None:
@@ -141,7 +146,7 @@ class Watch:
         """Find a device that waits too long, or for a rank that has died."""
         for each in watched:
             seconds, awaited = each.standing()
-            most = next((x for x in (limit, each.limit, self._limit()) if x is not None), None)
+            most = next((x for x in (limit, each.limit, self.limit) if x is not None), None)
             awaited = [one for one in awaited if not one.is_by_host]
             dead = [one for one in awaited if self._board.is_dead(one.writer)]
             if dead:
@@ -195,18 +200,28 @@ class Watch:
         self.wait_until(lambda: not self.is_busy, limit)
         self.held.release()
 
-    def wait_until(self, is_over: Callable[[], bool], limit: float | None) -> None:
-        """Wait for the device.  `limit`: see `synchronize`."""
+    def wait_until(
+        self,
+        is_over: Callable[[], bool],
+        limit: float | None = None,
+        deadline: float | None = None,
+    ) -> bool:
+        """Wait for the device; return False if the deadline comes first.
+
+        `limit`: see `synchronize`.  Raises what went wrong.
+        """
 
         def has_ended() -> bool:
             has_ended = is_over()
             self.look(limit)  # after that: what the device has done must not be void
             return has_ended or self.failure is not None
 
-        poll_until(has_ended)
+        if not poll_until(has_ended, deadline):
+            return False
         if self.failure is not None:
             self._let_end()
         self.check()
+        return True
 
     def give_up(self) -> bool:
         """Let the device end, though not all is done; return whether it has."""

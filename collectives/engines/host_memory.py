@@ -49,7 +49,7 @@ PROCESS = np.dtype([("number", "<i8"), ("namespace", "<i8"), ("started", "<i8"),
 WAIT = np.dtype(
     [
         *(("number", "<i8"), ("ranks", "<i8"), ("looks", "<i8"), ("ended", "<i8")),
-        *(("", "V32"), ("what", "S192"), ("why", "S768")),
+        *(("", "V32"), ("what", "S192"), ("why", "S3264")),
     ]
 )
 """What a rank waits for in a blocking call, as a text and as bits of ranks of this host.

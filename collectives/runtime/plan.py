@@ -187,7 +187,8 @@ class Plan:
         elif (enqueued := self._enqueued) is not None:
             enqueued.join()
             if host:
-                self._session.wait_for_device(enqueued, self._limit(timeout))
+                seconds = validation.seconds(timeout)
+                self._session.wait_for_device(enqueued, self.title, seconds)
         return self.result
 
     def _limit(self, timeout: float | None) -> float | None:

@@ -267,9 +267,15 @@ class Session:
         """Whether the device has done what a call has put on a stream."""
         return self.devices.has_done(enqueued)
 
-    def wait_for_device(self, enqueued: Enqueued, limit: float | None) -> None:
-        """Wait on the host for what a call has put on a stream."""
-        self.devices.wait_for(enqueued, limit)
+    def wait_for_device(self, enqueued: Enqueued, title: str, seconds: float | None) -> None:
+        """Wait on the host for what a call has put on a stream.
+
+        Raises CollectiveTimeout, with the title of the call, after so many seconds.
+        """
+        deadline = None if seconds is None else deadline_in(seconds)
+        if not self.devices.wait_for(enqueued, deadline):
+            rank = self.transport.rank
+            raise CollectiveTimeout(f"{title}: rank {rank} waited {seconds} s for its device")
 
     # The fast path: cached calls
 

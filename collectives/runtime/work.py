@@ -46,7 +46,7 @@ class Owner(Protocol):
     def is_done_by_device(self, enqueued: Enqueued) -> bool:
         """Whether the device has done what a call has put on a stream."""
 
-    def wait_for_device(self, enqueued: Enqueued, limit: float | None) -> None:
+    def wait_for_device(self, enqueued: Enqueued, title: str, seconds: float | None) -> None:
         """Wait on the host for what a call has put on a stream."""
 
 
@@ -201,13 +201,14 @@ class Work(Generic[Result]):
         - `timeout`: seconds; None: the time limit of the call.  After that time, raises
           `CollectiveTimeout`, which names the ranks that it waits for; the call continues, and
           `wait` may be called again.
-        - `host`: whether to wait until the device has done it.
+        - `host`: whether to wait until the device has done it; the time limit of the call counts
+          on the device then, and `timeout` here.
 
         Raises the error of a call that has failed.
         """
-        limit = self._timeout if timeout is None else validation.seconds(timeout)
+        seconds = validation.seconds(timeout)
         if not self.is_done:
-            self._wait(limit)
+            self._wait(self._timeout if seconds is None else seconds)
         if self._thread is not None:
             self._thread.forget(self)
         if self._error is not None:
@@ -215,7 +216,7 @@ class Work(Generic[Result]):
         if (enqueued := self._enqueued) is not None:
             enqueued.join()
             if host:
-                self.owner.wait_for_device(enqueued, limit)
+                self.owner.wait_for_device(enqueued, self.title, seconds)
         result: Result = self._result
         return result
 

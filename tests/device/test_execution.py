@@ -384,14 +384,17 @@ def test_calls_of_both_kinds_in_any_order() -> None:
     run(body, 3)
 
 
-def test_a_stream_that_is_captured_is_refused_by_all() -> None:
+@pytest.mark.parametrize("way", ["capturing", "waiting_for_captured"])
+def test_a_stream_that_is_captured_is_refused_by_all(way: str) -> None:
+    """Also the legacy stream, beside another one that is captured."""
+
     def body(comm: Communicator) -> str:
         x, stream = on_device(np.ones(3)), BACKEND.current_stream().ptr
         if comm.rank == 1:
-            gpu().capturing.add(stream)
+            getattr(gpu(), way).add(stream)
         with pytest.raises(collectives.CollectiveError) as caught:
             comm.all_reduce(x)
-        gpu().capturing.discard(stream)
+        getattr(gpu(), way).discard(stream)
         assert on_host(comm.all_reduce(x)).tolist() == [3, 3, 3]  # all goes on
         return str(caught.value)
 
@@ -399,6 +402,23 @@ def test_a_stream_that_is_captured_is_refused_by_all() -> None:
     assert found[0] == found[1] == found[2]
     assert "rank 1: the stream is being captured" in found[0]
     assert not is_staged()
+
+
+def test_a_thread_that_captures_a_stream_ends_no_call() -> None:
+    """Meanwhile the driver tells nobody whether events are complete."""
+
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(3)), on_device(np.ones(3))
+        plan = comm.plan.all_reduce(x, out=y)
+        for call in (plan.run, partial(comm.all_reduce, x, out=y)):
+            for _ in range(6):
+                gpu().num_queries_refused = 20
+                assert on_host(call()).tolist() == [3, 3, 3]
+        gpu().num_queries_refused = 0
+        plan.free()
+
+    gpu().reset(queue_length=10)  # queues are soon full, so that events are asked for
+    run(body, 3)
 
 
 def test_an_array_between_two_elements_is_staged_by_all() -> None:

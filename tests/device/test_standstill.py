@@ -13,6 +13,7 @@ from collectives.engines import Board, HostMemory
 from collectives.engines.host_memory import num_bytes, of_threads
 
 SIZE = 4
+WAITS = [object() for _ in range(SIZE)]  # one of each rank
 
 
 @pytest.fixture
@@ -26,14 +27,19 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Standstill]:
     return [Standstill(board, []) for board in boards]
 
 
-def look(ranks: list[Standstill], waits: dict[int, list[int]], num_looks: int = 6) -> set[int]:
+def look(ranks: list[Standstill], waits: dict[int, list[int]], num_looks: int = 20) -> set[int]:
     """Let ranks look whether they go on; return those that are told that they do not."""
     told = set[int]()
     for _ in range(num_looks):
         for rank, missing in waits.items():
-            if ranks[rank].look(missing, f"rank {rank} waits"):
+            if ranks[rank].look(WAITS[rank], missing, f"rank {rank} waits"):
                 told.add(rank)
     return told
+
+
+def all_end(ranks: list[Standstill]) -> None:
+    for rank in ranks:
+        rank.end()
 
 
 @pytest.mark.parametrize(
@@ -42,40 +48,62 @@ def look(ranks: list[Standstill], waits: dict[int, list[int]], num_looks: int = 
         ({0: [1], 1: [0]}, {0, 1}),
         ({0: [1], 1: [2], 2: [0]}, {0, 1, 2}),
         ({0: [1, 2], 1: [3], 2: [0]}, {0, 2}),
-        ({0: [1], 1: [2], 2: [1]}, {0, 1, 2}),  # the first one waits for a circle
+        ({0: [1], 1: [2], 2: [1]}, {0, 1, 2}),  # the first one waits for the others
+        ({0: [1, 2], 1: [2], 2: [1]}, {0, 1, 2}),
         ({0: [1], 1: [2]}, set()),
         ({0: [1, 2, 3]}, set()),
         ({0: [1, 2, 3], 1: [2, 3], 2: [3]}, set()),
     ],
 )
-def test_ranks_in_a_circle_are_told(
+def test_ranks_that_wait_for_each_other_are_told(
     ranks: list[Standstill], waits: dict[int, list[int]], wanted: set[int]
 ) -> None:
     assert look(ranks, waits) == wanted
 
 
-def test_the_sentence_names_the_waits(ranks: list[Standstill]) -> None:
+def test_the_sentence_names_all_waits(ranks: list[Standstill]) -> None:
     look(ranks, {0: [1], 1: [0]})
-    assert "rank 0 waits; rank 1 waits" in ranks[0].look([1], "rank 0 waits").replace(
-        "rank 1 waits; rank 0 waits", "rank 0 waits; rank 1 waits"
-    )
+    for rank, other in ((0, 1), (1, 0)):
+        why = ranks[rank].look(WAITS[rank], [other], f"rank {rank} waits")
+        assert why.endswith(": rank 0 waits; rank 1 waits")
 
 
 def test_a_rank_that_does_not_look_again_may_have_gone_on(ranks: list[Standstill]) -> None:
-    look(ranks, {1: [0]}, 10)
-    assert look(ranks, {0: [1]}, 10) == set()
+    look(ranks, {1: [0]})
+    assert look(ranks, {0: [1]}) == set()
     assert look(ranks, {0: [1], 1: [0]}) == {0, 1}
+
+
+def test_a_rank_that_has_gone_on_hides_no_others(ranks: list[Standstill]) -> None:
+    look(ranks, {3: [0, 1, 2]})
+    assert look(ranks, {0: [1, 3], 1: [0, 3]}) == {0, 1}
+    all_end(ranks)
+    look(ranks, {2: [0, 1, 3]})
+    ranks[2].end()
+    assert look(ranks, {0: [1, 2], 1: [0, 2]}) == {0, 1}
 
 
 def test_a_rank_that_waits_for_something_else_has_gone_on(ranks: list[Standstill]) -> None:
-    for turn in range(10):
-        assert ranks[0].look([1], "rank 0 waits") == ""
-        assert ranks[1].look([0], f"rank 1 waits in call {turn}") == ""
+    """Also if it says the same of it."""
+    for _ in range(20):
+        assert ranks[0].look(WAITS[0], [1], "rank 0 waits") == ""
+        assert ranks[1].look(object(), [0], "rank 1 waits") == ""
 
 
-def test_a_rank_is_told_once_of_each_wait(ranks: list[Standstill]) -> None:
+def test_a_rank_is_told_of_one_wait_only(ranks: list[Standstill]) -> None:
     assert look(ranks, {0: [1], 1: [0]}) == {0, 1}
-    assert ranks[0].look([1], "rank 0 waits in another call") == ""
+    assert ranks[0].look(object(), [1], "rank 0 waits") == ""
+    all_end(ranks)
+    assert ranks[0].look(WAITS[0], [1], "rank 0 waits") == ""
+
+
+def test_ranks_that_look_seldom_are_told_later(ranks: list[Standstill]) -> None:
+    told = set()
+    for turn in range(200):
+        for rank in (0, 1) if turn % 20 == 0 else (0,):
+            if ranks[rank].look(WAITS[rank], [1 - rank], f"rank {rank} waits"):
+                told.add(rank)
+    assert told == {0, 1}
 
 
 def test_another_thread_or_a_call_under_way_may_end_a_wait(
@@ -83,18 +111,16 @@ def test_another_thread_or_a_call_under_way_may_end_a_wait(
 ) -> None:
     call: Any = object()
     ranks[0]._in_flight = [call]
-    assert look(ranks, {0: [1], 1: [0]}, 10) == set()
+    assert look(ranks, {0: [1], 1: [0]}) == set()
     ranks[0]._in_flight = []
     monkeypatch.undo()
-    others = [
-        thread for thread in threading.enumerate() if thread is not threading.current_thread()
-    ]
-    end = threading.Event()
+    me, end = threading.current_thread(), threading.Event()
+    others = [thread for thread in threading.enumerate() if thread is not me]
     thread = threading.Thread(target=end.wait)
     thread.start()
-    assert look(ranks, {0: [1], 1: [0]}, 10) == set()
+    assert look(ranks, {0: [1], 1: [0]}) == set()
     end.set()
     thread.join()
     for each in others:
         monkeypatch.setattr(each, "name", "collectives watch")
-    assert look(ranks, {0: [1], 1: [0]}, 10) == {0, 1}
+    assert look(ranks, {0: [1], 1: [0]}) == {0, 1}

@@ -140,6 +140,30 @@ def test_waiting_on_the_host_is_for_the_device(word: np.ndarray) -> None:
     run(body, 2)
 
 
+@pytest.mark.parametrize("is_plan", [False, True])
+def test_a_time_limit_of_waiting_on_the_host_ends_only_that(
+    is_plan: bool, word: np.ndarray
+) -> None:
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(6)), on_device(np.ones(6))
+        plan = comm.plan.all_reduce(x, out=y)
+        start = plan.start if is_plan else partial(comm.all_reduce, x, out=y, async_op=True)
+        for _ in range(2):  # the second plan is started by compiled code
+            start() or plan
+            plan.wait()
+        hold_each(comm, BACKEND.current_stream(), word)
+        work = start() or plan
+        for _ in range(3):
+            with pytest.raises(collectives.CollectiveTimeout, match=r"waited 0\.02 s for its"):
+                work.wait(timeout=0.02, host=True)
+        comm.barrier()
+        word[:] = 1
+        assert on_host(work.wait(timeout=20, host=True)).tolist() == [2.0] * 6
+        plan.free()
+
+    run(body, 2)
+
+
 def test_each_call_waits_for_the_one_before_it_whatever_its_stream(word: np.ndarray) -> None:
     calls_on_two_streams(word)
 
