@@ -201,8 +201,8 @@ class Work(Generic[Result]):
         - `timeout`: seconds; None: the time limit of the call.  After that time, raises
           `CollectiveTimeout`, which names the ranks that it waits for; the call continues, and
           `wait` may be called again.
-        - `host`: whether to wait until the device has done it; the time limit of the call counts
-          on the device then, and `timeout` here.
+        - `host`: whether to wait until the device has done it, and not more than `timeout` seconds
+          for that if they are given.
 
         Raises the error of a call that has failed.
         """

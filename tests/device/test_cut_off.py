@@ -20,7 +20,7 @@ import collectives
 from collectives import CollectiveError, Communicator
 from collectives.devices.watched import Watched
 from collectives.engines import Board, deadline_in, poll_until
-from tests.device.ways import use_counters
+from tests.device.threads_with_counters import use_counters
 from tests.fake_device import BACKEND, FakeStream, on_device
 from tests.fake_driver import gpu
 

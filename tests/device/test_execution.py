@@ -384,17 +384,17 @@ def test_calls_of_both_kinds_in_any_order() -> None:
     run(body, 3)
 
 
-@pytest.mark.parametrize("way", ["capturing", "waiting_for_captured"])
-def test_a_stream_that_is_captured_is_refused_by_all(way: str) -> None:
+@pytest.mark.parametrize("streams", ["capturing", "waiting_for_captured"])
+def test_a_stream_that_is_captured_is_refused_by_all(streams: str) -> None:
     """Also the legacy stream, beside another one that is captured."""
 
     def body(comm: Communicator) -> str:
         x, stream = on_device(np.ones(3)), BACKEND.current_stream().ptr
         if comm.rank == 1:
-            getattr(gpu(), way).add(stream)
+            getattr(gpu(), streams).add(stream)
         with pytest.raises(collectives.CollectiveError) as caught:
             comm.all_reduce(x)
-        getattr(gpu(), way).discard(stream)
+        getattr(gpu(), streams).discard(stream)
         assert on_host(comm.all_reduce(x)).tolist() == [3, 3, 3]  # all goes on
         return str(caught.value)
 

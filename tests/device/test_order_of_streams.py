@@ -23,7 +23,7 @@ from collectives.devices import enqueue, loop, order, placed, rows
 from collectives.devices.driver import FUNCTIONS
 from collectives.lowering import Counter, DeviceKind, DeviceProgram
 from tests.device.held_stream import hold, released
-from tests.device.ways import use_counters
+from tests.device.threads_with_counters import use_counters
 from tests.fake_device import BACKEND, FakeDeviceArray, FakeStream, on_device, on_host
 from tests.fake_driver import gpu
 
@@ -32,11 +32,11 @@ LENGTH = 12  # of arrays; 2, 3 and 4 ranks divide it
 
 # By what the streams of ranks are in order with each other.  Ranks that are threads use events;
 # the second kind is what ranks of different processes use.
-WAYS = "events", "counters"
+KINDS = "events", "counters"
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "counters":
         use_counters(monkeypatch)
     return request.param
@@ -153,12 +153,12 @@ def run_programs(seed: int, num_turns: int = 12, *, is_held: bool = True) -> Non
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_two_uses_of_memory_are_in_order(seed: int, way: str) -> None:
+def test_every_two_uses_of_memory_are_in_order(seed: int, kind: str) -> None:
     run_programs(seed)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_two_uses_of_memory_are_in_order_if_queues_are_full(seed: int, way: str) -> None:
+def test_every_two_uses_of_memory_are_in_order_if_queues_are_full(seed: int, kind: str) -> None:
     run_programs(seed, is_held=False)
 
 
@@ -215,7 +215,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
 
 @pytest.mark.parametrize("ignored", ["starts", "ends"])
 def test_a_run_that_does_not_wait_for_an_event_is_noticed(
-    ignored: str, way: str, events: Events, monkeypatch: pytest.MonkeyPatch
+    ignored: str, kind: str, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_programs(1)  # it is not the fixture that is noticed
     events.ignored = getattr(events, ignored)
@@ -223,7 +223,7 @@ def test_a_run_that_does_not_wait_for_an_event_is_noticed(
 
 
 def test_a_stream_that_does_not_wait_for_an_asynchronous_call_is_noticed(
-    way: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(order.Enqueued, "join", lambda _: None)
     assert is_noticed(monkeypatch)
