@@ -31,7 +31,7 @@ from tests import device_scenarios as scenarios
 from tests.fake_device import BACKEND, FakeBackend, FakeDeviceArray, FakeStream, on_device, on_host
 from tests.fake_driver import gpu
 from tests.operator_scenarios import ordered_jobs, perform_in_order
-from tests.scenarios import OPS, Job, all_jobs
+from tests.scenarios import COLLECTIVES, OPS, Job, all_jobs
 
 ON_GPU = sorted({d for dtypes in OPS.values() for d in dtypes} - {"longdouble", "clongdouble"})
 
@@ -60,12 +60,14 @@ def is_at_work_for(execution: Any) -> bool:
 
 
 @pytest.mark.parametrize(("size", "queue_length"), [(1, 64), (2, 8), (3, 64), (4, 16), (5, 64)])
-def test_every_algorithm(size: int, queue_length: int) -> None:
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_algorithm(collective: str, size: int, queue_length: int) -> None:
     gpu().reset(seed=size, queue_length=queue_length)
 
     def every(comm: Communicator) -> None:
         for job in all_jobs(size):
-            scenarios.perform_on_device(comm, job, on_device, on_host)
+            if job.collective == collective:
+                scenarios.perform_on_device(comm, job, on_device, on_host)
 
     run(every, size)
     assert not is_staged() or size == 1
