@@ -22,7 +22,7 @@ from collectives.engines.board import Board
 from tests import device_scenarios as scenarios
 from tests.fake_device import BACKEND, FakeDeviceArray, on_device, on_host
 from tests.fake_driver import gpu
-from tests.scenarios import Job, all_jobs
+from tests.scenarios import COLLECTIVES, Job, all_jobs
 
 pytestmark = pytest.mark.usefixtures("new_gpu")
 
@@ -65,11 +65,13 @@ def check_sum(
 
 
 @pytest.mark.parametrize(("size", "queue_length"), [(2, 8), (3, 64), (4, 16), (5, 64)])
-def test_every_algorithm(size: int, queue_length: int) -> None:
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_algorithm(collective: str, size: int, queue_length: int) -> None:
     """One call of so many as there are ranks, but each algorithm."""
     gpu().reset(seed=size, queue_length=queue_length)
-    jobs = all_jobs(size)[::size]
-    assert set(map(algorithm, jobs)) == set(map(algorithm, all_jobs(size)))
+    some = all_jobs(size)[::size]
+    assert set(map(algorithm, some)) == set(map(algorithm, all_jobs(size)))
+    jobs = [job for job in some if job.collective == collective]
 
     def every(comm: Communicator) -> None:
         for job in jobs:

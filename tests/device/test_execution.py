@@ -63,11 +63,11 @@ def is_at_work_for(execution: Any) -> bool:
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_every_algorithm(collective: str, size: int, queue_length: int) -> None:
     gpu().reset(seed=size, queue_length=queue_length)
+    jobs = [job for job in all_jobs(size) if job.collective == collective]
 
     def every(comm: Communicator) -> None:
-        for job in all_jobs(size):
-            if job.collective == collective:
-                scenarios.perform_on_device(comm, job, on_device, on_host)
+        for job in jobs:
+            scenarios.perform_on_device(comm, job, on_device, on_host)
 
     run(every, size)
     assert not is_staged() or size == 1
