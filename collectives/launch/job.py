@@ -12,6 +12,7 @@ import contextlib
 import math
 import operator
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,12 @@ from typing import IO
 
 from collectives.diagnostics import hang_report
 from collectives.launch import bootstrap, process_monitor
-from collectives.launch.mpirun import defaults, fault_tolerance_args, find_mpirun
+from collectives.launch.mpirun import (
+    defaults,
+    fault_tolerance_args,
+    find_mpirun,
+    open_mpi_files,
+)
 from collectives.launch.rank_program import DROP_IN, TRAFFIC
 
 TIMED_OUT = 124
@@ -123,14 +129,15 @@ def launch(
         out, err = (
             stack.enter_context(tempfile.TemporaryFile()) if capture else None for _ in range(2)
         )
+        environment = {
+            **defaults(mpirun, fault_tolerant=fault_tolerant),
+            **os.environ,
+            **extra,
+            bootstrap.JOB: home,
+        }
         job = subprocess.Popen(
             [*_die_with_launcher(), *words],
-            env={
-                **defaults(mpirun, fault_tolerant=fault_tolerant),
-                **os.environ,
-                **extra,
-                bootstrap.JOB: home,
-            },
+            env=environment,
             stdin=subprocess.DEVNULL if capture else None,
             stdout=out,
             stderr=err,
@@ -149,6 +156,7 @@ def launch(
         finally:
             if status != 0 or job.poll() is None:
                 _end(job, home)
+                shutil.rmtree(open_mpi_files(environment, job.pid), ignore_errors=True)
         return subprocess.CompletedProcess(words, status, _text(out), _text(err, "".join(notes)))
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,3 +121,13 @@ def fault_tolerance_args(mpirun: Mpirun) -> tuple[str, ...]:
             "in an environment without another MPI."
         )
     return ("--with-ft", "ulfm")
+
+
+def open_mpi_files(environment: Mapping[str, str], pid: int) -> Path:
+    """The directory of the files of Open MPI 5's mpirun with this process id.
+
+    An mpirun that is killed leaves it, and a later one with the same process id refuses to start.
+    """
+    names = ("TMPDIR", "TEMP", "TMP")
+    base = next((base for name in names if (base := environment.get(name))), "/tmp")
+    return Path(base, f"ompi.{pid}")

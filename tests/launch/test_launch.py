@@ -198,8 +198,15 @@ def test_one_failing_rank_ends_the_job(failure: str, script: Script) -> None:
     assert time.monotonic() - start < TOO_LONG / 3
 
 
-def test_a_rank_that_died_before_another_one_failed_is_named(script: Script) -> None:
-    """The failure may be a consequence; mpirun, which would kill the others, is stopped."""
+def test_a_rank_that_died_before_another_one_failed_is_named(
+    script: Script, tmp_path: Path
+) -> None:
+    """The failure may be a consequence; mpirun, which would kill the others, is stopped.
+
+    It is killed then, and must leave no files: a later mpirun with its process id would not start.
+    """
+    files = tmp_path / "files"
+    files.mkdir()
     source = """
         import os, signal, time
         from mpi4py import MPI
@@ -211,12 +218,14 @@ def test_a_rank_that_died_before_another_one_failed_is_named(script: Script) -> 
         time.sleep(1)
         raise RuntimeError("the other rank does not answer")
     """
-    job = launch(2, [script(source)], timeout=TOO_LONG, capture=True)
-    assert job.returncode == 1
+    environment = {"TMPDIR": str(files)}
+    job = launch(2, [script(source)], timeout=TOO_LONG, capture=True, env=environment)
+    assert job.returncode == 1, job.stderr
     named = re.findall(
         r"^Rank (\d+) .* died without a word: .* Other ranks failed", job.stderr, re.MULTILINE
     )
     assert named == ["1"], job.stderr
+    assert not list(files.iterdir())
 
 
 @pytest.mark.parametrize(
