@@ -229,3 +229,15 @@ def on_host(x: FakeDeviceArray | np.ndarray | None) -> np.ndarray | None:
         return x
     BACKEND.synchronize()
     return x._memory
+
+
+def fill(x: FakeDeviceArray, value: float) -> None:
+    """In the order of the current stream."""
+    BACKEND.copy(on_device(np.full(x.shape, value)), x)
+
+
+def contents(x: FakeDeviceArray) -> FakeDeviceArray:
+    """A copy, in the order of the current stream."""
+    y = BACKEND.empty(x.shape, x.dtype)
+    BACKEND.copy(x, y)
+    return y

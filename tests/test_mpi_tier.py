@@ -17,7 +17,7 @@ import pytest
 from collectives.launch import TIMED_OUT, launch
 
 # Beyond the time limit of the launch itself, which then says what hung.
-pytestmark = pytest.mark.timeout(330)
+pytestmark = pytest.mark.timeout(630)
 
 ROOT = Path(__file__).parent.parent
 SUITE = ["-m", "pytest", "--with-mpi", "-q", "-p", "no:cacheprovider", "--color=no"]
@@ -27,7 +27,7 @@ def run_suite(
     num_ranks: int,
     *what: str,
     promised: int | None = None,
-    timeout: float = 300,
+    timeout: float = 600,
     more_env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

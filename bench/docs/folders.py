@@ -46,5 +46,6 @@ def about(folder: Path) -> str:
 
 def files(folder: Path) -> str:
     """The names of its files."""
-    names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("__"))
+    paths = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
+    names = sorted(str(path) for path in paths if not path.name.startswith("__"))
     return " ".join(f"`{name}`" for name in names) or "(one file)"

@@ -200,8 +200,8 @@ def run(
     - `device`: "auto", "peer" or "staged", see `wrap`.
 
     Returns a list of each rank's result, in the order of the ranks.  Raises the error of the rank
-    that failed first, `CollectiveMismatch` as soon as the ranks are deadlocked, and
-    `CollectiveTimeout` after `timeout` seconds.
+    that failed first, `CollectiveMismatch` as soon as the ranks are deadlocked (unless `fn` lets
+    other threads wait for messages), and `CollectiveTimeout` after `timeout` seconds.
     """
     mode, limit, num_ranks = mode_of(check), validation.seconds(timeout), _num_ranks(size)
     way = device_mode_of(device)

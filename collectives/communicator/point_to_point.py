@@ -61,9 +61,9 @@ class PointToPoint:
         - `async_op`: if True, return a `Work` at once; `x` must not change before its `wait()`.
         - `timeout`: seconds.  None: the communicator's `timeout`.
 
-        Returns None when `x` may be changed again.  Raises `CollectiveTimeout`, which names the
-        rank that it waits for, after `timeout` seconds, and TypeError or ValueError, before
-        anything is sent, for an invalid argument.
+        Returns None when `x` may be changed again; on a GPU, in the order of the current stream.
+        Raises `CollectiveTimeout`, which names the rank that it waits for, after `timeout` seconds,
+        and TypeError or ValueError, before anything is sent, for an invalid argument.
         """
         options = checked_options(self._maker, "send", None, async_op, timeout)
         arrays = Arrays(*self._caller.readable(x), None)
@@ -94,9 +94,10 @@ class PointToPoint:
         - `async_op`: if True, return a `Work` at once; `x` is filled after its `wait()`.
         - `timeout`: seconds.  None: the communicator's `timeout`.
 
-        Returns `x`.  Raises `CollectiveMismatch` if the message has another length,
-        `CollectiveTimeout`, which names the rank that it waits for, after `timeout` seconds, and
-        TypeError or ValueError, before anything is posted, for an invalid argument.
+        Returns `x`; on a GPU it is filled in the order of the current stream.  Raises
+        `CollectiveMismatch` if the message has another length, `CollectiveTimeout`, which names the
+        rank that it waits for, after `timeout` seconds, and TypeError or ValueError, before
+        anything is posted, for an invalid argument.
         """
         options = checked_options(self._maker, "recv", None, async_op, timeout)
         backend, target = validation.writable(x, "x")

@@ -5,13 +5,17 @@ from collectives.devices.check import Check
 from collectives.devices.devices import DEVICE_MODES, DeviceMode, Devices
 from collectives.devices.execution import OnDevice
 from collectives.devices.loop import compiled as enqueue_loop
+from collectives.devices.messages import ENVELOPE, End, Tagged
 
 __all__ = [
     "DEVICE_MODES",
+    "ENVELOPE",
     "Check",
     "DeviceCall",
     "DeviceMode",
     "Devices",
+    "End",
     "OnDevice",
+    "Tagged",
     "enqueue_loop",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Literal
 from weakref import ReferenceType, ref
@@ -14,9 +16,10 @@ from collectives.devices.drivers import driver_of
 from collectives.devices.execution import OnDevice, not_staged
 from collectives.devices.kept import Kept
 from collectives.devices.links import Links
+from collectives.devices.messages import Mail, Route
 from collectives.devices.order import Order, Turns
 from collectives.devices.watch import Watch
-from collectives.diagnostics import COMPLETE
+from collectives.diagnostics import COMPLETE, CallLog
 from collectives.engines import Enqueued, Execution, Operands, Transport
 from collectives.errors import CollectiveError
 from collectives.programs import OwnCounts, Program
@@ -46,7 +49,12 @@ class Devices:
         self._transport, self.mode = transport, mode
         self._when_failed, self._limit = when_failed, limit
         self._links: Links | None = None
+        self._lock = threading.RLock()  # threads may send at the same time
         self._kept, self.turns = Kept(), Turns()
+        self.mail = Mail(transport.board)
+        self._logs = [transport.log]
+        self._inherited: list[int] = []
+        self._used: Backend | None = None  # by those from which that was inherited
 
     def execution(
         self, program: Program, operands: Operands, tag: int, call: DeviceCall, number: int
@@ -84,6 +92,7 @@ class Devices:
             why = f"the array is on {operands.backend.name}, the links are for {links.backend.name}"
         with links.backend.on_stream(links.backend.current_stream()):
             watch = self._watched()
+            self._open_mail(links)
             order, turns = self._order_of(call, links, watch)
             return OnDevice(
                 *(self._transport, links, self._kept, call, program, operands, tag),
@@ -93,10 +102,18 @@ class Devices:
 
     def _watched(self) -> Watch:
         """The watch of this communicator."""
-        if self._watch is None:
-            self._watch = Watch(self._transport, self._when_failed, self._limit)
-            self._transport.log.device_state = partial(_state_of, ref(self._watch))
-        return self._watch
+        with self._lock:
+            if self._watch is None:
+                self._watch = Watch(self._transport, self._when_failed, self._limit)
+                for log in self._logs:
+                    log.device_state = partial(_state_of, ref(self._watch))
+            return self._watch
+
+    def add_log(self, log: CallLog) -> None:
+        """Let another log show the state of what is left to a device."""
+        self._logs.append(log)
+        if self._watch is not None:
+            log.device_state = partial(_state_of, ref(self._watch))
 
     def _order_of(self, call: DeviceCall, links: Links, watch: Watch) -> tuple[Order, Turns]:
         """The order of a call among calls, or of a plan, which ranks may start in any order."""
@@ -104,6 +121,42 @@ class Devices:
             return watch.new_order(links), Turns()
         self._order = self._order or watch.new_order(links)
         return self._order, self.turns
+
+    # Messages
+
+    def inherit(self, parent: Devices, members: Sequence[int]) -> None:
+        """Take over which ranks are neighbours from a communicator of which this is a part."""
+        self._inherited = [rank for rank, of in enumerate(members) if parent.is_neighbour(of)]
+        self._used = parent._used if parent._links is None else parent._links.backend
+
+    def is_neighbour(self, rank: int) -> bool:
+        """Whether this rank and another one are known to read each other's memory."""
+        if self._links is not None and self._links.staged is not None:
+            return rank != self._transport.rank and self._links.is_direct(rank)
+        return rank in self._inherited
+
+    def connect(self, backend: Backend) -> None:
+        """Let messages on arrays of a backend go from device to device, where that is known."""
+        with self._lock:  # or another thread sees the links before there is a route
+            if self._links is None and self._inherited and self._used is backend:
+                on_stream = backend.on_stream(backend.current_stream())
+                with on_stream, suppress(LookupError, DriverError):
+                    self._open_mail(self._links_for(backend))
+        if self.mail.route is not None:
+            self._open_mail(self.mail.route.links)
+
+    def _open_mail(self, links: Links) -> None:
+        """Let ranks hand messages over to this one, before they know that they can.
+
+        Not so if they rely on what is known of another GPU.
+        """
+        with self._lock:
+            if self.mail.route is None:
+                self.mail.route = Route(links, self._watched(), self.is_neighbour)
+        if links.staged is not None or self._used in (None, links.backend):
+            self.mail.take_envelopes()
+
+    # The end of what is enqueued
 
     def synchronize(self, limit: float | None) -> None:
         """Wait until the device has done all that is enqueued, and raise what went wrong.
@@ -200,18 +253,21 @@ class Devices:
         return "; ".join(texts)
 
     def _links_for(self, backend: Backend) -> Links:
-        if self._links is None:
-            self._links = Links(self._transport.board, backend, driver_of(backend))
-        return self._links
+        with self._lock:
+            if self._links is None:
+                self._links = Links(self._transport.board, backend, driver_of(backend))
+            return self._links
 
     def free(self) -> None:
         """Close the memory of peers."""
         self._kept.free()
-        self._transport.log.note_device_state()
+        for log in self._logs:
+            log.note_device_state()
         self._failure = None if self._watch is None else self._watch.failure
         self._order = self._watch = None
         if (links := self._links) is not None:
             with links.backend.on_stream(links.backend.current_stream()):
+                self.mail.free()
                 links.free()
             self._links = None
 

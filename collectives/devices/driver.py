@@ -150,6 +150,12 @@ class Driver:
             raise DriverError("cuEventQuery", code)
         return code == 0
 
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a stream is captured for a graph."""
+        status = ctypes.c_int()
+        self.call("cuStreamIsCapturing", stream, ctypes.addressof(status))
+        return status.value != 0
+
     def allocation(self, address: int) -> tuple[int, int]:
         """The address and the size of the allocation that contains an address."""
         base, size = _WORD(), _WORD()

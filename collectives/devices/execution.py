@@ -258,13 +258,13 @@ class OnDevice:
     def can_move(self) -> bool:
         """See `Waiter.can_move`; if it waits for a message, its transport knows that."""
         with self._looking() as wait:
-            return wait is not None and _is_over(wait)
+            return wait is not None and wait.has_ended
 
     @property
     def is_stuck(self) -> bool:
         """See `Waiter.is_stuck`."""
         with self._looking() as wait:
-            return wait is None or not (wait.is_at_work or _is_over(wait))
+            return wait is None or not (wait.is_at_work or wait.has_ended)
 
     @contextmanager
     def _looking(self) -> Iterator[Wait | None]:
@@ -660,14 +660,6 @@ class OnDevice:
 
 
 _MOVING = Wait(lambda: False, list, is_at_work=True)
-
-
-def _is_over(wait: Wait) -> bool:
-    """Whether a wait is over, or the driver has failed, which whoever goes on with it raises."""
-    try:
-        return wait.is_over()
-    except DriverError:
-        return True
 
 
 def _no_steps() -> Waits:

@@ -22,6 +22,14 @@ class Wait(NamedTuple):
     is_at_work: bool = False
     is_in_code: bool = False
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is over, or the driver has failed, which whoever goes on with it raises."""
+        try:
+            return self.is_over()
+        except RuntimeError:  # as DriverError is
+            return True
+
 
 Waits = Generator[Wait | None, None, Any]
 """The steps of a call: what it waits for between them; None: for a message."""

@@ -16,6 +16,7 @@ import numpy as np
 from collectives.arrays import Backend
 from collectives.devices.driver import CAPTURING, NOT_READY, Driver, DriverError
 from collectives.devices.streams import STREAMS
+from collectives.engines import poll_until
 
 Action = Callable[[], object]
 
@@ -46,6 +47,40 @@ class Mark(Protocol):
     @property
     def is_complete(self) -> bool:
         """Whether the device has come so far."""
+
+
+class Marks:
+    """The ends of messages that were left to the device, each on some stream.
+
+    `error`: the error code with which the driver has ended some; 0: it has not.
+    """
+
+    error = 0
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._lock = driver, threading.Lock()
+        self._marks: list[Enqueued] = []
+        STREAMS.add_user(driver, self)
+
+    def add(self, mark: Enqueued) -> None:
+        """Note what was enqueued."""
+        with self._lock:
+            self._marks.append(mark)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any is not known to have ended."""
+        with self._lock:
+            self._marks = [mark for mark in self._marks if not self._has_ended(mark)]
+            return bool(self._marks)
+
+    def _has_ended(self, mark: Enqueued) -> bool:
+        """Whether the device has done it, or its driver has failed."""
+        code = self._driver.try_call("cuEventQuery", mark.event)
+        if code == NOT_READY or code in CAPTURING:
+            return False
+        self.error = self.error or code
+        return True
 
 
 class Turns:
@@ -86,6 +121,7 @@ class Held:
 
     def __init__(self) -> None:
         self._lock, self._entries = threading.Lock(), list[tuple[Mark, Action]]()
+        self._num_releasing = 0  # threads that are in `release`
 
     def add(self, mark: Mark, then: Action) -> None:
         """Call a function some time after the device has come so far."""
@@ -98,14 +134,30 @@ class Held:
             return
         due, entries = list[Action](), list[tuple[Mark, Action]]()
         with self._lock:
+            self._num_releasing += 1
             for mark, then in self._entries:
                 if mark.is_complete:
                     due.append(then)
                 else:
                     entries.append((mark, then))
             self._entries = entries
-        for then in due:
-            then()
+        try:
+            for then in due:
+                then()
+        finally:
+            with self._lock:
+                self._num_releasing -= 1
+
+    def release_by(self, deadline: float | None) -> None:
+        """Release what is held now, when the device has come there, or at the deadline.
+
+        The device has done all runs, and the marks come just behind them.
+        """
+        with self._lock:
+            marks = [mark for mark, _ in self._entries]
+        poll_until(lambda: all(mark.is_complete for mark in marks), deadline)
+        self.release()
+        poll_until(lambda: not self._num_releasing, deadline)  # by another thread
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -189,11 +241,11 @@ class Order:
 
     def keep(self, something: object) -> None:
         """Keep an object until the device has done all runs so far."""
-        self.after_all(partial(_drop, something))
+        self.after_all(partial(drop, something))
 
     def keep_until(self, enqueued: Enqueued, something: object) -> None:
         """Keep an object until the device has come to an event."""
-        self._held.add(enqueued, partial(_drop, something))
+        self._held.add(enqueued, partial(drop, something))
 
     def break_off(self, stream: int) -> None:
         """End a run of which only a part is enqueued, on a stream."""
@@ -204,5 +256,5 @@ class Order:
 _lost: list[Action] = []  # of devices whose driver has failed
 
 
-def _drop(_: object) -> None:
+def drop(_: object) -> None:
     """Do nothing; what was kept as an argument is given up."""

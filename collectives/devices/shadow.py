@@ -6,6 +6,7 @@ on its stream, uses the shadow, and copies the result back.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -34,7 +35,10 @@ class Allocation:
             self._driver.try_call("cuMemFree_v2", self.address)
 
 
-_idle: dict[Driver, list[Allocation]] = {}  # shadows are kept: peers may have them open
+_idle: dict[Driver, list[Allocation]] = {}  # they are kept: peers may have them open
+
+
+_LOCK = threading.Lock()
 
 
 class Shadow:
@@ -48,7 +52,7 @@ class Shadow:
         for part in self._parts:
             self._offsets.append(size)
             size += -(-(part.stop - part.start) // _ALIGNMENT) * _ALIGNMENT
-        self.memory = _taken(driver, size)
+        self.memory = taken(driver, size)
 
     def address(self, extent: Extent) -> int:
         """Where the shadow of an array begins."""
@@ -73,17 +77,27 @@ class Shadow:
 
     def give_back(self) -> None:
         """Let other calls have the memory."""
-        _idle.setdefault(self._driver, []).append(self.memory)
+        give_back(self._driver, self.memory)
 
 
-def _taken(driver: Driver, num_bytes: int) -> Allocation:
-    """An allocation of at least this size that no call uses."""
-    idle = _idle.setdefault(driver, [])
-    for allocation in sorted(idle, key=lambda each: each.num_bytes):
-        if allocation.num_bytes >= num_bytes:
-            idle.remove(allocation)
-            return allocation
+def taken(driver: Driver, num_bytes: int) -> Allocation:
+    """An allocation of at least this size that nothing uses.
+
+    If there is none, it is made, which may wait for all streams.  Raises DriverError.
+    """
+    with _LOCK:
+        idle = _idle.setdefault(driver, [])
+        for allocation in sorted(idle, key=lambda each: each.num_bytes):
+            if allocation.num_bytes >= num_bytes:
+                idle.remove(allocation)
+                return allocation
     return Allocation(driver, 1 << (num_bytes - 1).bit_length())
+
+
+def give_back(driver: Driver, allocation: Allocation) -> None:
+    """Let others have the memory."""
+    with _LOCK:
+        _idle.setdefault(driver, []).append(allocation)
 
 
 def _merged(extents: Iterable[Extent]) -> list[Extent]:

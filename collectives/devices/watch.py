@@ -21,15 +21,24 @@ from weakref import WeakSet
 from collectives.arrays import jit
 from collectives.devices.driver import Driver
 from collectives.devices.links import Links
-from collectives.devices.order import Held, Order
-from collectives.devices.watched import Awaited, Watched
+from collectives.devices.order import Held, Marks, Order
+from collectives.devices.watched import Awaited, Watched, WatchedMessage
 from collectives.diagnostics import COMPLETE, ENQUEUED, FAILED
-from collectives.engines import GAVE_UP, RANK_DIED, RUN_FAILED, Failure, Transport, poll_until
+from collectives.engines import (
+    GAVE_UP,
+    RANK_DIED,
+    RUN_FAILED,
+    Failure,
+    Transport,
+    deadline_in,
+    poll_until,
+)
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
 
 _log = logging.getLogger(__name__)
 
 _OFTEN, _SELDOM = 0.01, 0.1  # seconds between two looks of the thread
+_SECONDS_OF_MARKS = 1.0  # in which the device comes to them, unless more is enqueued before
 _SECONDS_TO_END = 5.0  # that a device has after it was let go
 
 
@@ -52,8 +61,8 @@ class Watch:
     ) -> None:
         self._board, self._when_failed, self._limit = transport.board, when_failed, limit
         self._in_flight = transport.in_flight if transport.can_use_threads else []
-        self.held, self._orders = Held(), WeakSet[Order]()
-        self._watched: set[Watched] = set()
+        self.held, self._orders = Held(), WeakSet[Order | Marks]()
+        self._watched: set[Watched | WatchedMessage] = set()
         self._lock, self._failing = threading.Lock(), threading.Lock()
         _thread().add(self)
 
@@ -67,17 +76,26 @@ class Watch:
             self._orders.add(order)
         return order
 
-    def begin(self, watched: Watched) -> None:
+    def add_messages(self, marks: Marks) -> None:
+        """Watch the messages that are left to the device."""
+        with self._lock:
+            self._orders.add(marks)
+
+    def begin(self, watched: Watched | WatchedMessage) -> None:
         """Watch rows that are about to be enqueued."""
         with self._lock:
             self._watched.add(watched)
+        self.hold()
+
+    def hold(self) -> None:
+        """Keep this object until the device is done, also if the program drops it."""
         _thread().hold(self)
 
-    def end(self, watched: Watched) -> None:
+    def end(self, watched: Watched | WatchedMessage) -> None:
         """Forget rows that the device has run, and let others use the memory of their meeting."""
         with self._lock:
             self._watched.discard(watched)
-        watched.meeting.leave()
+        watched.leave()
 
     def release(self) -> None:
         """Give up what the device does not use any more, unless the communicator has failed."""
@@ -103,7 +121,7 @@ class Watch:
         """Whether the device may have something to do."""
         return sum(order.is_busy for order in self._all_orders()) > 0  # each is looked at
 
-    def _all_orders(self) -> list[Order]:
+    def _all_orders(self) -> list[Order | Marks]:
         with self._lock:
             return list(self._orders)
 
@@ -142,7 +160,7 @@ class Watch:
             what = f"the driver of the GPU of rank {self._board.rank} has failed with error {code}"
             self.note(RUN_FAILED, what)
 
-    def _find_failure(self, watched: list[Watched], limit: float | None) -> None:
+    def _find_failure(self, watched: list[Watched | WatchedMessage], limit: float | None) -> None:
         """Find a device that waits too long, or for a rank that has died."""
         for each in watched:
             seconds, awaited = each.standing()
@@ -160,7 +178,7 @@ class Watch:
         if dead := [rank for rank in self._board.local_ranks if self._board.is_dead(rank)]:
             self.note(RANK_DIED, f"rank {dead[0]} has died", dead[0])
 
-    def _waits(self, watched: Watched, awaited: list[Awaited]) -> str:
+    def _waits(self, watched: Watched | WatchedMessage, awaited: list[Awaited]) -> str:
         """The sentence that says where the device is."""
         first = awaited[0]  # the later ones may also wait for this one
         operation = " ".join(str(first.operation).split())
@@ -198,7 +216,7 @@ class Watch:
         `limit`: the seconds that a run may take on the device; None: its own limit.
         """
         self.wait_until(lambda: not self.is_busy, limit)
-        self.held.release()
+        self.held.release_by(deadline_in(_SECONDS_OF_MARKS))
 
     def wait_until(
         self,

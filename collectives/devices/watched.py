@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Meeting
 from collectives.devices.table import KIND, RISE, VALUE, Words
+from collectives.engines import Box
 from collectives.lowering import Counter, DeviceKind, DeviceOperation
 
 
@@ -52,6 +53,10 @@ class Watched:
         """The seconds that a run may take on the device; None: those of the communicator."""
         return self._loop.limit
 
+    def leave(self) -> None:
+        """Let others use the memory of the meeting."""
+        self.meeting.leave()
+
     def awaited(self) -> list[Awaited]:
         """What the device still awaits in the run that it has entered last."""
         return self.standing()[1]
@@ -93,3 +98,34 @@ class Watched:
             for at, (operation, row) in enumerate(zip(self.operations, self.rows, strict=False))
             if operation.kind == DeviceKind.AWAIT and operation.counter is not None
         ]
+
+
+class WatchedMessage:
+    """A message that the device of this rank is to take out of a box, when it is there.
+
+    `text`: the receive.  `value`: of the words of the box, for this message.  `limit`: see
+    `Watched`.
+    """
+
+    def __init__(
+        self, text: str, box: Box, value: int, counter: Counter, limit: float | None
+    ) -> None:
+        self.text, self._box, self._value, self.limit = text, box, value, limit
+        self.operations = (DeviceOperation(DeviceKind.AWAIT, 0, counter, value),)
+        self._since = 0.0
+
+    def standing(self) -> tuple[float, list[Awaited]]:
+        """How long the device has waited, as far as it was seen, and for what."""
+        box, value = self._box, self._value
+        if box.entered[0] < value or box.ready[0] >= value:
+            self._since = 0.0
+            return 0.0, []
+        self._since = self._since or time.monotonic()
+        return time.monotonic() - self._since, [Awaited(0, self.operations[0], False)]
+
+    def let_go(self) -> None:
+        """Let the device wait no more."""
+        self._box.ready[0] = max(int(self._box.ready[0]), self._value)
+
+    def leave(self) -> None:
+        """Do nothing: the sender has the memory."""

@@ -13,11 +13,12 @@ from collectives.engines.board import (
     RUN_FAILED,
     WORKS,
     Board,
+    Box,
     CallKey,
     Failure,
 )
 from collectives.engines.host_memory import BUFFER as BUFFER_RECORD
-from collectives.engines.host_memory import HostMemory
+from collectives.engines.host_memory import NUM_BOXES, HostMemory
 from collectives.engines.networks import leave_out_networks
 from collectives.engines.progress import ProgressThread, shared_progress_thread
 from collectives.engines.staging import PinnedMemory, Staged
@@ -34,6 +35,7 @@ from collectives.engines.transport import (
     call_all,
     deadline_in,
     poll_until,
+    wrong_length,
 )
 
 __all__ = [
@@ -42,11 +44,13 @@ __all__ = [
     "GAVE_UP",
     "HEADER",
     "MESSAGES",
+    "NUM_BOXES",
     "RANK_DIED",
     "RUN_FAILED",
     "WORKS",
     "Action",
     "Board",
+    "Box",
     "CallKey",
     "Enqueued",
     "Execution",
@@ -67,4 +71,5 @@ __all__ = [
     "poll_until",
     "run_threads",
     "shared_progress_thread",
+    "wrong_length",
 ]

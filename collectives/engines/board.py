@@ -6,6 +6,7 @@ device.  So every rank of the host sees what each of the others does in a call, 
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from collectives.engines.host_memory import (
     NUM_AREAS,
+    NUM_BOXES,
     NUM_HOST_CALLS,
     NUM_SLOTS,
     HostMemory,
@@ -40,6 +42,28 @@ class Failure(NamedTuple):
     kind: int
     why: str
     dead: int
+
+
+class Box(NamedTuple):
+    """The words of a place for a message in the memory of its sender, each an array of one element.
+
+    They say how many messages were put there: taken up by the sender's host, `ready` by its device,
+    `entered` and `read` by the devices of their readers.
+    """
+
+    taken: NDArray[np.uint32]
+    ready: NDArray[np.uint32]
+    entered: NDArray[np.uint32]
+    read: NDArray[np.uint32]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether all messages were put there, and read."""
+        return bool(self.taken[0] == self.ready[0] == self.read[0])
+
+    def give_up(self, value: int) -> None:
+        """Say of a message that it is not put there."""
+        self.ready[0] = self.read[0] = value
 
 
 class CallKey(NamedTuple):
@@ -77,19 +101,19 @@ class Board:
         self._peers: dict[int, Any] = {}  # the entries of other ranks
         self._acks_due: list[tuple[int, CallKey]] = []
         if memory is not None and len(self.local_ranks) > 1:
-            self._take_entry(memory)
+            with memory.lock:
+                self._take_entry(memory)
 
     def _take_entry(self, memory: HostMemory) -> None:
         """Show this communicator to the others."""
         _give_back(memory)
         mine = memory.entries[memory.part]
-        free = np.flatnonzero(mine["identity"][1:] == np.void(bytes(16)))
-        if not len(free):
+        at = memory.find_entry(memory.part, np.void(bytes(16)))
+        if not at:
             mine["area"][0] = 1  # or ranks would wait for this one to show the communicator
         if mine["area"][0]:
             self.why_no_area = "the rank has more communicators than it can show"
             return
-        at = 1 + int(free[0])
         self._entry = mine[at : at + 1]
         for name in ("host_calls", "checks", "area", "failure"):
             self._entry[name] = 0
@@ -99,14 +123,17 @@ class Board:
     def free(self) -> None:
         """Give back the memory of a communicator that is freed, when no other rank reads it."""
         if self.memory is not None and self._entry is not None:
-            if self not in self.memory.closing:
-                self.memory.closing.append(self)
-            _give_back(self.memory)
+            with self.memory.lock:
+                if self not in self.memory.closing:
+                    self.memory.closing.append(self)
+                _give_back(self.memory)
 
     @property
     def is_quiet(self) -> bool:
         """Whether no other rank can still read what this one has shown."""
-        return not self._entry["area"][0] or all(map(self._is_free, range(NUM_SLOTS)))
+        if not self._entry["area"][0]:
+            return True
+        return all(map(self._is_free, range(NUM_SLOTS))) and not self._has_unread()
 
     def give_back(self) -> None:
         """Let other communicators have the memory."""
@@ -162,6 +189,11 @@ class Board:
         memory = self.memory
         if memory is None or self._entry is None or self.why_no_device:
             return None
+        with memory.lock:
+            return self._take_area(memory)
+
+    def _take_area(self, memory: HostMemory) -> Any:
+        """Take a free area, if there is one."""
         _give_back(memory)
         used = set(memory.entries[memory.part]["area"][1:].tolist())
         free = [number for number in range(1, NUM_AREAS + 1) if number not in used]
@@ -186,10 +218,10 @@ class Board:
         if rank not in self._peers:
             memory, part = self.memory, self.parts[rank]
             assert memory is not None and part is not None
-            found = np.flatnonzero(memory.entries[part]["identity"] == self._identity)
-            if not len(found):
+            at = memory.find_entry(part, self._identity)
+            if not at:
                 return None
-            self._peers[rank] = memory.entries[part][found[0] : found[0] + 1]
+            self._peers[rank] = memory.entries[part][at : at + 1]
         entry = self._peers[rank]
         return entry if entry["identity"][0] == self._identity else None
 
@@ -286,6 +318,40 @@ class Board:
         counter: NDArray[np.uint32] = counters[self.parts[reader], int(is_read), :1]
         return counter
 
+    # Messages
+
+    def take_handed_over(self) -> bool:
+        """Let other ranks hand messages over to this one; return whether they can."""
+        if self.area is None:
+            return False
+        self.area["token"] = 1 + secrets.randbits(62)
+        return True
+
+    def token(self, rank: int) -> int:
+        """What a rank knows a message by that is handed over to it; 0 if it takes none."""
+        area = self._area_of(rank) if self.parts[rank] is not None else None
+        return 0 if area is None else int(area["token"])
+
+    def box(self, rank: int, number: int) -> Box:
+        """A box of a rank."""
+        return Box(*(words[:1] for words in self._area_of(rank)["boxes"][number]))
+
+    def note_reader(self, number: int, rank: int) -> None:
+        """Note for which rank the next message in a box of this rank is."""
+        self.area["boxes"][number, 0, 1] = rank
+
+    def _has_unread(self) -> bool:
+        """Whether a rank may still read a message in a box of this one."""
+        for number in range(NUM_BOXES):
+            reader = int(self.area["boxes"][number, 0, 1])
+            if not self.box(self.rank, number).is_free and not self._is_gone(reader):
+                return True
+        return False
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether a rank does not read anything any more."""
+        return self._has_freed(rank) or self.is_dead(rank)
+
     # Slots
 
     def publish(self, key: CallKey, fields: Mapping[str, Any]) -> int | None:
@@ -328,9 +394,11 @@ class Board:
         area = self._area_of(rank)
         if area is not None and area["acks"][self.memory.part, slot] >= generation:
             return True
-        if rank in self._peers and self._entry_of(rank) is None:  # it has freed the communicator
-            return True
-        return rank != self.rank and self.is_on_host(rank, key)
+        return self._has_freed(rank) or (rank != self.rank and self.is_on_host(rank, key))
+
+    def _has_freed(self, rank: int) -> bool:
+        """Whether a rank has freed the communicator."""
+        return rank in self._peers and self._entry_of(rank) is None
 
     def acknowledge(self, rank: int, key: CallKey) -> None:
         """Say that this rank no longer reads a rank's record of a call, once it is published."""

@@ -10,6 +10,8 @@ import mmap
 import os
 import platform
 import tempfile
+import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ FOLDER = "/dev/shm"  # the files there lose their names once all processes have 
 MOST_RANKS = 16  # of a host, that can use a device
 NUM_ENTRIES, NUM_AREAS = 256, 8  # of each rank
 NUM_SLOTS = 48  # runs of a communicator that can be under way on a device
+NUM_BOXES = 32  # messages of a rank of a communicator that are handed over, and not read yet
 NUM_PLANS = 32  # of a communicator on a device: fewer than slots, so that no plan waits for another
 NUM_HOST_CALLS = 64  # of a communicator, which are remembered
 _LINE = 64  # bytes of a cache line
+_AT_ONCE = 8  # entries that are searched in one operation
 
 ENTRY = np.dtype(
     {
@@ -101,12 +105,16 @@ def area_of(num_parts: int) -> np.dtype[Any]:
     """What a rank shares of a communicator that uses a device.
 
     `counters`: those of each slot, by reader, "ready" and "read", each in a cache line of its own.
+    `boxes`: the words of each box, see `Box`, each in a cache line of its own.  `token`: with which
+    what stands for a message begins, if it is for this rank; 0 if it does not take that.
     `acks`: for each rank and slot, the generation that this rank no longer reads.  `plans`: the
     numbers of plans on a device.
     """
     return np.dtype(
         [
             ("counters", "<u4", (NUM_SLOTS, num_parts, 2, _LINE // 4)),
+            ("boxes", "<u4", (NUM_BOXES, 4, _LINE // 4)),
+            ("token", "<i8"),
             ("acks", "<i8", (num_parts, NUM_SLOTS)),
             ("plans", "<i8", (NUM_PLANS,)),
             ("records", RECORD, (NUM_SLOTS,)),
@@ -120,7 +128,8 @@ class HostMemory:
     `part`: the number of this rank among them.  `is_of_threads`: whether they are one process.
     `waits`: for each rank, what it waits for; see `WAIT`.
     `why_no_device`: why they cannot use a device; "" if they can.  `closing`: the boards of
-    communicators that are freed, while others may read them.
+    communicators that are freed, while others may read them.  `lock`: held by the thread of this
+    rank that looks for free entries and areas, or gives them back.
     """
 
     def __init__(
@@ -128,6 +137,7 @@ class HostMemory:
     ) -> None:
         self.bytes, self.num_parts, self.part = memory, num_parts, part
         self.is_of_threads, self.closing = is_of_threads, list[Any]()
+        self.lock = threading.Lock()
         self.why_no_device = ""
         if num_parts > MOST_RANKS:
             self.why_no_device = f"more than {MOST_RANKS} ranks are on one host"
@@ -138,11 +148,20 @@ class HostMemory:
         stop = start + num_parts * NUM_ENTRIES * ENTRY.itemsize
         self._processes: NDArray[Any] = memory[:first].view(PROCESS)
         self.waits: NDArray[Any] = memory[first:start].view(WAIT)
-        self._processes[part : part + 1].view("<i8")[:3] = _this_process()
+        self._processes[part : part + 1].view("<i8")[:3] = _process(os.getpid())
         self.entries: NDArray[Any] = memory[start:stop].view(ENTRY).reshape(num_parts, NUM_ENTRIES)
         area, num_areas = area_of(num_parts), 0 if self.why_no_device else NUM_AREAS
         areas = memory[stop : stop + num_parts * num_areas * area.itemsize]
         self.areas: NDArray[Any] = areas.view(area).reshape(num_parts, num_areas)
+
+    def find_entry(self, part: int, identity: np.void) -> int:
+        """The number of the first entry of a rank with this identity; 0 if there is none."""
+        identities = self.entries["identity"][part]
+        for first in range(1, NUM_ENTRIES, _AT_ONCE):  # pages that are not read need no memory
+            found = np.flatnonzero(identities[first : first + _AT_ONCE] == identity)
+            if len(found):
+                return first + int(found[0])
+        return 0
 
     def end_process(self) -> None:
         """Note that this process ends, and does not die; not so a process that was forked."""
@@ -160,13 +179,14 @@ class HostMemory:
         return bool(is_comparable and _start_of(number) != started)
 
 
-def _this_process() -> tuple[int, int, int]:
-    """The number, namespace and start of this process."""
+@cache
+def _process(number: int) -> tuple[int, int, int]:
+    """The number, namespace and start of this process, which has that number."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         namespace = 0
-    return os.getpid(), namespace, _start_of(os.getpid())
+    return number, namespace, _start_of(number)
 
 
 def _start_of(process: int) -> int:

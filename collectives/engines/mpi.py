@@ -394,13 +394,16 @@ class MpiMessages:
 
     def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
         self._comm, self.tag = comm, tag
+        self.lengths: dict[int, int] = {}
         self._requests: dict[int, MPI.Request] = {}
         self._ends: dict[int, tuple[int, bool, Bytes]] = {}  # peer, whether it is received, data
+        self._may_be_shorter = set[int]()
         self._statuses: list[MPI.Status] = []  # MPI adds as many as it needs
         self._completed = frozenset[int]()  # slots of messages that are known to be complete
 
-    def receive(self, slot: int, peer: int, data: Bytes) -> None:
+    def receive(self, slot: int, peer: int, data: Bytes, *, may_be_shorter: bool = False) -> None:
         self._ends[slot] = peer, True, data
+        (self._may_be_shorter.add if may_be_shorter else self._may_be_shorter.discard)(slot)
         self._requests[slot] = self._comm.Irecv([data, MPI.BYTE], peer, self.tag)
 
     def send(self, slot: int, peer: int, data: Bytes) -> None:
@@ -419,7 +422,9 @@ class MpiMessages:
         for number, slot in enumerate(slots[:num_receives]):  # MPI checks only for longer ones
             peer, _, data = self._ends[slot]
             got = self._statuses[number].Get_count(MPI.BYTE)
-            if got != data.size:
+            if slot in self._may_be_shorter:
+                self.lengths[slot] = got
+            elif got != data.size:
                 raise CollectiveMismatch(wrong_length(self._comm.rank, peer, got, data.size))
         for slot in slots:
             del self._requests[slot], self._ends[slot]

@@ -221,7 +221,6 @@ class Staged(Interpreted):
         if is_idle and self._streams is not None and len(idle) < _MOST_IDLE:
             idle.append(self._streams)
         self._streams, self._end, self._awaited = None, None, ()
-        self._leaving.clear()
         self._arriving.clear()
 
     # What any thread may ask

@@ -86,6 +86,10 @@ class World:
         self.mail: defaultdict[Address, deque[Bytes]] = defaultdict(deque)
         self.running = set(range(size))
         self.waiting: dict[int, Wait] = {}
+        # The thread that calls the function of each rank.  If another one waits for messages to a
+        # rank, too, nobody knows whether that rank can go on.
+        self.threads: dict[int, int] = {}
+        self.has_other_threads = False
         self.failure: CollectiveError | None = None
 
     def post(self, address: Address, data: Bytes) -> None:
@@ -121,8 +125,11 @@ class World:
 
     def wait_for_any(self, rank: int, wait: Wait, deadline: float | None) -> bool:
         """Wait until a rank can go on; return False if the deadline comes first."""
+        this = threading.get_ident()
+        is_other = self.threads.get(rank, this) != this
         with self.lock:
             if deadline is None:  # a wait with a deadline ends by itself
+                self.has_other_threads |= is_other
                 self.waiting[rank] = wait
             try:
                 while not wait.can_move(self.mail):
@@ -140,9 +147,9 @@ class World:
 
     def _notice_deadlock(self) -> None:
         """Fail if all running ranks wait, and none has a message where it waits."""
-        is_stuck = self.running <= set(self.waiting) and all(
-            wait.is_stuck(self.mail) for wait in self.waiting.values()
-        )
+        if self.has_other_threads or not self.running <= set(self.waiting):
+            return
+        is_stuck = all(wait.is_stuck(self.mail) for wait in self.waiting.values())
         if self.running and is_stuck:
             waits = "; ".join(
                 f"rank {rank} waits for rank {', '.join(map(str, wait.sources[:1]))}"
@@ -258,10 +265,13 @@ class ThreadMessages:
 
     def __init__(self, transport: ThreadTransport, tag: int) -> None:
         self._transport, self.tag = transport, tag
+        self.lengths: dict[int, int] = {}
         self._pending: dict[int, tuple[int, Bytes]] = {}  # receives, by slot
+        self._may_be_shorter = set[int]()
         self._failure: CollectiveMismatch | None = None
 
-    def receive(self, slot: int, peer: int, data: Bytes) -> None:
+    def receive(self, slot: int, peer: int, data: Bytes, *, may_be_shorter: bool = False) -> None:
+        (self._may_be_shorter.add if may_be_shorter else self._may_be_shorter.discard)(slot)
         with self._transport.pending_lock:
             if not self._pending:
                 self._transport.pending.append(self)
@@ -300,7 +310,7 @@ class ThreadMessages:
             if data is None:
                 still_pending[slot] = peer, buffer
             else:
-                self._take(peer, data, buffer)
+                self._take(slot, peer, data, buffer)
         self._pending = still_pending
         if not still_pending:
             self._transport.pending.remove(self)
@@ -312,8 +322,10 @@ class ThreadMessages:
     def _address(self, peer: int) -> Address:
         return self._transport.address(peer, self._transport.rank, self.tag)
 
-    def _take(self, peer: int, data: Bytes, buffer: Bytes) -> None:
-        if data.size == buffer.size:
+    def _take(self, slot: int, peer: int, data: Bytes, buffer: Bytes) -> None:
+        if slot in self._may_be_shorter:
+            buffer[: data.size], self.lengths[slot] = data[: buffer.size], data.size
+        elif data.size == buffer.size:
             buffer[...] = data
         else:
             me = self._transport.rank
@@ -346,6 +358,7 @@ def run_threads(
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
+        world.threads[rank] = threading.get_ident()
         try:
             results[rank] = function(ThreadTransport(world, range(size), rank))
         except BaseException as error:  # noqa: BLE001 - it is raised again by the caller

@@ -212,12 +212,19 @@ class Reusable(Execution, Protocol):
 
 
 class Messages(Protocol):
-    """The messages of one execution: each has its own slot, and all have the same tag."""
+    """The messages of one execution: each has its own slot, and all have the same tag.
+
+    `lengths`: by slot, the bytes of the messages that were received and might be shorter.
+    """
 
     tag: int
+    lengths: dict[int, int]
 
-    def receive(self, slot: int, peer: int, data: Bytes) -> None:
-        """Post a receive.  The buffer belongs to the engine until the message is complete."""
+    def receive(self, slot: int, peer: int, data: Bytes, *, may_be_shorter: bool = False) -> None:
+        """Post a receive.  The buffer belongs to the engine until the message is complete.
+
+        `may_be_shorter`: whether a message of fewer bytes than the buffer's is right, too.
+        """
 
     def send(self, slot: int, peer: int, data: Bytes) -> None:
         """Post a send.  The buffer belongs to the engine until the message is complete."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays import HOST, Array, Arrays
-from collectives.devices import OnDevice
+from collectives.devices import OnDevice, Tagged
 from collectives.engines import Reusable
 from collectives.programs import CallSpec
 from collectives.runtime.cached_calls import (
@@ -162,6 +162,7 @@ def make_message_plan(
     session.check()
     is_compiled = can_start_compiled(session.transport, arrays)
     run = session.runs.message_plan(ends_of(name, arrays, dest, source), arrays, tag)
+    is_compiled &= not isinstance(run.execution, Tagged)
     return _plan(session, run, partial(_steps_of, run), arrays, arrays.target, is_compiled)
 
 

@@ -20,6 +20,8 @@ from collectives.diagnostics import (
 from collectives.engines import Execution, Operands, Reusable, Transport
 from collectives.programs import Program
 
+_BY_ENVELOPE = "peer", "thread"  # links of messages that are handed over
+
 
 class _Ended:
     """The execution of a run that has ended and does not run again."""
@@ -74,6 +76,7 @@ class Run:
     - `show_position`: returns a text that shows a position in the schedules of the ranks.
     - `is_ahead`: whether this is a header exchange that precedes the call itself.
     - `scratch_bytes`: of its program; of a comparison in checked mode, those of the call itself.
+    - `envelope`: records the envelope that is sent if the message is handed over.
     - `release`: called with the run when it is complete.
     - `when_detached`: called when it does not run again.
     """
@@ -81,6 +84,7 @@ class Run:
     part_of = num_rounds = ""
     show_position: Callable[[Position], str] | None = None
     is_ahead = False
+    envelope: Recorder | None = None
     release: Callable[[Run], object] | None = None
     when_detached: Callable[[], object] | None = None
 
@@ -143,11 +147,12 @@ class Run:
         `Execution.restart`.  `limit`: see `Execution`.
         """
         if not self.is_running:
-            self.is_running = True
             self.execution.limit = limit
             self.execution.restart(self.number, is_async=is_async)
+            self.is_running = True
             self._entry = self.log.begin_entry(self.key, self.number)
-            self._entered = self._recorder.record(self.number, phase, site, time.perf_counter())
+            self._began = self.number, phase, site, time.perf_counter()
+            self._entered = self._recorder.record(*self._began)
 
     def started_by_code(self) -> None:
         """Note that compiled code has started this run and has entered it in the log."""
@@ -163,6 +168,13 @@ class Run:
             self._recorder.note_links(self._entered, self.execution.link)
             self.execution.when_complete(partial(finish, self._entered))
             self._entered = []
+            if self.envelope is not None and self.execution.link(0) in _BY_ENVELOPE:
+                self._record_envelope(self.envelope)
+
+    def _record_envelope(self, recorder: Recorder) -> None:
+        entered = recorder.record(*self._began)
+        recorder.note_links(entered, lambda _: "host")
+        finish(entered, time.perf_counter())
 
     def give_back(self) -> None:
         """Release a complete run, after the next run of its call has started."""

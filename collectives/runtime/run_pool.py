@@ -11,8 +11,8 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from collectives.arrays import HOST, Array, Arrays, Backend, Operator
-from collectives.devices import DeviceCall, Devices
-from collectives.diagnostics import Ancestry, CallLog, Position, Recorder
+from collectives.devices import ENVELOPE, DeviceCall, Devices, End, Tagged
+from collectives.diagnostics import Ancestry, CallLog, Position, Recorder, Sent
 from collectives.engines import Execution, Operands, Transport
 from collectives.programs import (
     CallSpec,
@@ -29,6 +29,7 @@ from collectives.schedule import SPECS, Region, grid
 
 _MAX_KINDS, _MAX_PER_KIND = 256, 8  # of idle runs
 _MAX_ROWS = 16  # ranks whose schedules a time-out shows
+_NO_ALGORITHM = "point_to_point"
 _MAX_ROUNDS = 4  # rounds that it shows before the current one, and after it
 
 
@@ -47,6 +48,10 @@ def ends_of(name: str, arrays: Arrays, dest: int | None, source: int | None) -> 
     """The ends of the messages that send and receive `arrays`."""
     sizes = [0 if x is None else int(x.size) for x in arrays[1:]]
     return Ends(name, dest, sizes[0], source, sizes[1], arrays.dtype.itemsize)
+
+
+class _Receive:
+    """Stands for a receive that expects data only; see `Mail.expect_data_only`."""
 
 
 class RunPool:
@@ -106,16 +111,39 @@ class RunPool:
     def message(self, ends: Ends, arrays: Arrays, tag: int) -> Run:
         """The run of a send, a receive, or both."""
         number = self.num_messages = self.num_messages + 1  # other threads may send too
-        key = ends, arrays.backend.name
+        receive = _Receive()
+        is_tagged = self._is_tagged(ends, arrays, tag, receive)
+        key = ends, arrays.backend.name, is_tagged
         run = self._reuse(key, arrays, tag)
         if run is None:
-            run = self._of_message(ends, arrays, tag, self._number_message)
-        return self._lend(run, key, number)
+            run = self._of_message(ends, arrays, tag, self._number_message, is_tagged=is_tagged)
+        run.number = number
+        run.release = partial(self._take_back_message, key, receive)
+        run.when_detached = partial(self._devices.mail.has_received, receive)
+        return run
 
     def message_plan(self, ends: Ends, arrays: Arrays, tag: int) -> Run:
         """The run of the plan of a send, a receive, or both."""
         number = self.num_messages = self.num_messages + 1
-        return self._of_message(ends, arrays, tag, partial(_of_runs, self._number_message(number)))
+        numbered = partial(_of_runs, self._number_message(number))
+        receive = _Receive()
+        is_tagged = self._is_tagged(ends, arrays, tag, receive)
+        run = self._of_message(ends, arrays, tag, numbered, is_tagged=is_tagged)
+        run.when_detached = partial(self._devices.mail.has_received, receive)
+        return run
+
+    def _is_tagged(self, ends: Ends, arrays: Arrays, tag: int, receive: object) -> bool:
+        """Whether a message may go by a box, or must wait for one that does.
+
+        `receive`: stands for its receive, if that expects data only.
+        """
+        mail = self._devices.mail
+        if not arrays.backend.is_host:
+            self._devices.connect(arrays.backend)
+            return True
+        if mail.has_line(ends.dest, tag):
+            return True
+        return ends.source is not None and not mail.expect_data_only(receive, ends.source)
 
     def subgroup_barrier(self, steps: Sequence[Step], tag: int, name: str) -> Run:
         """The run of a barrier among the members of a new subgroup."""
@@ -172,6 +200,10 @@ class RunPool:
         if len(idle) < _MAX_PER_KIND:
             idle.append(run)
 
+    def _take_back_message(self, key: Hashable, receive: object, run: Run) -> None:
+        self._devices.mail.has_received(receive)
+        self._take_back(key, run)
+
     def _idle_of(self, key: Hashable) -> list[Run]:
         """The idle runs of a kind; of all kinds a bounded number is known."""
         if len(self._idle) >= _MAX_KINDS and key not in self._idle:
@@ -226,13 +258,28 @@ class RunPool:
         return self._transport.execution(program, operands, tag, noted)
 
     def _of_message(
-        self, ends: Ends, arrays: Arrays, tag: int, numbered: Callable[[int], str]
+        self,
+        ends: Ends,
+        arrays: Arrays,
+        tag: int,
+        numbered: Callable[[int], str],
+        *,
+        is_tagged: bool,
     ) -> Run:
         if self._message_log is None:
             self._message_log = self._transport.flight.log(*self._transport.identity)
-        names, program = (ends.name, "point_to_point"), _message(ends)
-        execution = self._transport.execution(program, operands_of(arrays), tag)
-        return self._run(names, program, execution, numbered, self._message_log)
+            self._devices.add_log(self._message_log)
+        names, program, operands = (ends.name, _NO_ALGORITHM), _message(ends), operands_of(arrays)
+        if not is_tagged:
+            execution = self._transport.execution(program, operands, tag)
+            return self._run(names, program, execution, numbered, self._message_log)
+        both = _sending_end(ends), _receiving_end(ends)
+        tagged = Tagged(self._transport, self._devices.mail, *both, operands, tag)
+        run = self._run(names, program, tagged, numbered, self._message_log)
+        if ends.dest is not None:
+            sent = ((0, ends.dest, ENVELOPE.itemsize, 1),)
+            run.envelope = self._recorder(("envelope", _NO_ALGORITHM), numbered, sent)
+        return run
 
     def _run(
         self,
@@ -242,11 +289,13 @@ class RunPool:
         numbered: Callable[[int], str],
         log: CallLog | None = None,
     ) -> Run:
-        transport = self._transport
-        recorder = Recorder(
-            names, numbered, program.sent, self._ancestry, transport.rank, self._axis
-        )
-        return Run(transport, program, execution, recorder, log)
+        recorder = self._recorder(names, numbered, program.sent)
+        return Run(self._transport, program, execution, recorder, log)
+
+    def _recorder(
+        self, names: tuple[str, str], numbered: Callable[[int], str], sent: Sent
+    ) -> Recorder:
+        return Recorder(names, numbered, sent, self._ancestry, self._transport.rank, self._axis)
 
     def _operands(self, arrays: Arrays, program: Program, spec: CallSpec | None) -> Operands:
         """The operands of a program, with scratch memory.  `spec`: of a collective."""
@@ -281,6 +330,22 @@ def _message(ends: Ends) -> Program:
     if ends.source is not None:
         receives = (Message(ends.source, Region("output", 0, ends.num_received)),)
     return _program_of([Step(sends=sends, receives=receives)], ends.itemsize)
+
+
+def _sending_end(ends: Ends) -> End | None:
+    """The send alone, if there is one."""
+    if ends.dest is None:
+        return None
+    alone = ends._replace(source=None, num_received=0)
+    return End(ends.dest, ends.num_sent * ends.itemsize, _message(alone))
+
+
+def _receiving_end(ends: Ends) -> End | None:
+    """The receive alone, if there is one."""
+    if ends.source is None:
+        return None
+    alone = ends._replace(dest=None, num_sent=0)
+    return End(ends.source, ends.num_received * ends.itemsize, _message(alone))
 
 
 def _program_of(steps: Sequence[Step], itemsize: int) -> Program:

@@ -93,6 +93,7 @@ class Session:
             transport, self.timeout, name, self, ancestry, self.thread, check, axis,
             self.topology.among(members), self.devices.mode,
         )  # fmt: skip
+        child.devices.inherit(self.devices, members)
         child.phase_of_call, child.site_of_call = self.phase_of_call, self.site_of_call
         child.decisions = self.decisions
         child.thread_delay = self.thread_delay

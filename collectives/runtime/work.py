@@ -150,7 +150,11 @@ class Work(Generic[Result]):
         """
         self._thread = thread
         if self._run is None:
-            self._begin_next()
+            try:
+                self._begin_next()
+            except BaseException:  # it was refused
+                self._end()
+                raise
             self._advance(0.0)
         if not self.is_done:
             self.list()
@@ -168,7 +172,11 @@ class Work(Generic[Result]):
         """Begin, wait for at most `timeout` seconds, and return the result."""
         self.is_async, self._limit = False, timeout
         if self._run is None:
-            self._begin_next()
+            try:
+                self._begin_next()
+            except BaseException:  # it was refused
+                self._end()
+                raise
         try:
             return self.wait(timeout)
         except CollectiveTimeout:

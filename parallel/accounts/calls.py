@@ -15,6 +15,7 @@ Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 POINT_TO_POINT = ("send", "send_recv")
 UNCOUNTED = (*POINT_TO_POINT, "check")  # calls that have no number of their own on all ranks
+UNPREDICTED = ("envelope",)  # of messages between GPUs, if ranks read each other's memory
 CHECK_BYTES, CHECK_ALGORITHM = 16, "bruck"  # of the digests that checked mode exchanges
 REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter")
 

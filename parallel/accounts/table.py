@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives import Ledger
-from parallel.accounts.calls import UNCOUNTED, Int64, PredictedCall, Tally
+from parallel.accounts.calls import UNCOUNTED, UNPREDICTED, Int64, PredictedCall, Tally
 from parallel.accounts.monitor import NOT_OPENED, OUTSIDE
 
 ALL = "(together)"
@@ -75,7 +75,10 @@ by_axis: Callable[[Sent], str] = attrgetter("axis")
 
 
 def sent_in(ledger: Ledger) -> list[Sent]:
-    """Return what a ledger of all ranks has recorded; no phase has the label `OUTSIDE`."""
+    """Return what a ledger of all ranks has recorded; no phase has the label `OUTSIDE`.
+
+    Envelopes are left out: whether a message has one depends on the GPUs.
+    """
     summary = ledger.summary(by=("phase", "collective", "axis"))
     matrices = {key: np.zeros((2, ledger.size, ledger.size), np.int64) for key in summary}
     for row in ledger.rows():
@@ -83,6 +86,8 @@ def sent_in(ledger: Ledger) -> list[Sent]:
         matrix[:, row.src, row.dst] += row.segments, row.bytes
     found = []
     for (phase, collective, axis), (calls, *volume) in summary.items():
+        if collective in UNPREDICTED:
+            continue
         tally = Tally(None if collective in UNCOUNTED else calls, *volume)
         matrix = matrices[phase, collective, axis]
         found.append(Sent(phase or OUTSIDE, collective, axis, tally, matrix))

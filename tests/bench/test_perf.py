@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("perf_program.py")
 
 
-def run(folder: Path, manner: str) -> subprocess.CompletedProcess[str]:
-    env = {"PYTHONPATH": str(ROOT)}
-    return launch(2, [str(PROGRAM), str(folder), manner], env=env, timeout=100, capture=True)
+def run(folder: Path, manner: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    program, env = [str(PROGRAM), str(folder), manner], {"PYTHONPATH": str(ROOT)}
+    return launch(2, program, env=env, timeout=timeout, capture=True)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,9 @@ def test_uneven_blocks_beside_mpi(uneven):
         assert {row["name"] for row in result["rows"]} == {*algorithms.names(collective), "native"}
 
 
+@pytest.mark.timeout(220)
 def test_every_collective_on_a_device(tmp_path):
-    job = run(tmp_path, "device")
+    job = run(tmp_path, "device", timeout=200)
     assert job.returncode == 0, job.stdout + job.stderr
     for collective in set(algorithms.collectives()) - {"barrier"}:
         result = json.loads((tmp_path / f"{collective}.json").read_text())

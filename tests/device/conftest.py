@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from tests.device.held_stream import released
 from tests.fake_device import BACKEND
 from tests.fake_driver import gpu
 
@@ -18,7 +20,17 @@ def new_gpu() -> Iterator[None]:
     BACKEND.reset()
     gpu().reset()
     yield
-    gpu().check()
+    try:
+        gpu().check()
+    finally:
+        gpu().reset()  # or what a failure has left would be waited for when Python ends
+
+
+@pytest.fixture
+def word() -> Iterator[np.ndarray]:
+    """A word for which streams can wait; see `hold`."""
+    with released() as word:
+        yield word
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

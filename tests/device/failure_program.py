@@ -105,8 +105,8 @@ def a_device_that_is_waited_for_too_long(world: Communicator) -> None:
         comm.all_reduce(on_device(np.ones(6)), algorithm=name)  # all ranks return
         after_failure(comm, thaw)
         with pytest.raises(collectives.CollectiveTimeout) as caught:
-            comm.synchronize(timeout=None if comm.rank == 1 else 0.3)
-        place = r"rank [012] at row \d+ of \d+ \(\d+ await ready \d->\d \d\) more than 0.3 s"
+            comm.synchronize(timeout=None if comm.rank == 1 else 1.0)
+        place = r"rank [012] at row \d+ of \d+ \(\d+ await ready \d->\d \d\) more than 1.0 s"
         assert re.search(f"device of rank [02] waits for {place}", str(caught.value)), caught.value
         assert f"all_reduce ({name})" in str(caught.value)
         assert name == "ring" or "waits for rank 1 at" in str(caught.value)
@@ -147,6 +147,55 @@ def stands_still(world: Communicator, name: str, after: int) -> bool:
     else:
         comm.free()
     return has_failed
+
+
+@program
+def a_message_that_is_waited_for_too_long(world: Communicator) -> None:
+    comm, _ = with_a_message_of_a_frozen_rank(world)  # all ranks return
+    after_failure(comm, thaw)
+    with pytest.raises(collectives.CollectiveTimeout) as caught:
+        synchronize_again(comm, 0.3 if comm.rank == 2 else None)
+    sentence = "a message of 48 bytes from rank 1: the device of rank 2 waits for rank 1 at row 0"
+    assert sentence in str(caught.value)
+    is_refused(comm)
+
+
+def synchronize_again(comm: Communicator, timeout: float | None = None) -> None:
+    """Until that fails; rank 0 has its message when rank 2 still waits for rank 1."""
+    deadline = deadline_in(20)
+    assert not poll_until(lambda: comm.synchronize(timeout), deadline)
+
+
+def with_a_message_of_a_frozen_rank(world: Communicator) -> tuple[Communicator, Any]:
+    """A communicator on which rank 2 waits for a message of rank 1, and an array."""
+    comm, x = with_links(world), on_device(np.ones(6))
+    pass_around(comm, x)
+    comm.synchronize()
+    world.barrier()
+    freeze_rank_1(comm)
+    pass_around(comm, x)
+    return comm, x
+
+
+def pass_around(comm: Communicator, x: Any) -> Any:
+    return comm.send_recv(x, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+
+
+@program
+def a_time_limit_of_a_message_counts_from_the_moment_when_its_stream_comes_to_it(
+    world: Communicator,
+) -> None:
+    comm, x = with_links(world), on_device(np.ones(6))
+    pass_around(comm, x)
+    comm.synchronize()
+    comm.timeout = 1.5
+    with released() as word:
+        hold(BACKEND.current_stream(), word)
+        y = pass_around(comm, pass_around(comm, x))
+        later(partial(word.fill, 1), 3.0)
+        comm.synchronize()
+        assert on_host(y).tolist() == [1.0] * 6
+    comm.free()
 
 
 @program
@@ -202,12 +251,15 @@ def a_slow_peer_that_writes_smaller_values_back(world: Communicator) -> None:
     with released() as word:
         freeze_rank_1(comm)
         plan.run()
+        first = BACKEND.record()
         hold(BACKEND.current_stream(), word)
         plan.run()
-        after_failure(comm, thaw)
         with pytest.raises(collectives.CollectiveTimeout):
             comm.synchronize(timeout=0.3)  # gives up while the streams are held
-        world.barrier()
+        world.barrier()  # the devices of the others have been let go
+        thaw()
+        assert poll_until(lambda: first.is_complete, deadline_in(20))
+        world.barrier()  # the device of rank 1 has made the first run
         word[:] = comm.rank != 1
         is_over = comm.rank == 1 or poll_until(lambda: not is_busy(comm), deadline_in(seconds))
         assert all(world.all_gather(np.array([is_over]))) != is_control
@@ -351,6 +403,23 @@ def a_rank_that_is_killed(world: Communicator) -> None:
     assert on_host(alive.all_reduce(on_device(np.ones(6)))).tolist() == [alive.size] * 6
     alive.synchronize()
     alive.barrier()
+    print("a survivor is right", flush=True)
+    os._exit(0)
+
+
+@program
+def a_sender_that_is_killed(world: Communicator) -> None:
+    comm, x = with_a_message_of_a_frozen_rank(world)
+    world.barrier()
+    if comm.rank == 1:
+        time.sleep(0.5)  # until the others have left the barrier
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(collectives.PeerFailed, match=r"rank 1 has died") as caught:
+        synchronize_again(comm)
+    assert caught.value.ranks == (1,)
+    BACKEND.synchronize()  # nobody's stream waits
+    with pytest.raises(collectives.PeerFailed):
+        comm.send(x, 2 - comm.rank)
     print("a survivor is right", flush=True)
     os._exit(0)
 

@@ -829,6 +829,20 @@ def test_an_abandoned_stream_is_given_back_once_though_two_threads_see_its_end()
     assert streams.borrow(driver) == (9, 9)  # type: ignore[arg-type]
 
 
+def test_an_abandoned_stream_is_not_lent_while_something_is_left_on_it(word: np.ndarray) -> None:
+    gpu().make_current()
+    streams, driver, queue = Streams(), gpu().driver, FakeStream("abandoned")
+    stream = Stream(queue.ptr, driver.new_event())
+    wait_for_1(queue, word)
+    assert not streams.abandon(driver, stream)
+    assert not streams.may_block(driver)
+    assert streams.borrow(driver) != stream
+    word[:] = 1
+    queue.synchronize()
+    assert streams.may_block(driver)
+    assert streams.borrow(driver) == stream
+
+
 def run_a_plan(comm: Communicator) -> None:
     plan = comm.plan.all_reduce(on_device(np.ones(3)))
     plan.run()

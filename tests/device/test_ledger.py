@@ -225,6 +225,7 @@ def test_a_call_that_the_device_does_not_end_has_no_end() -> None:
         hold_each(comm, BACKEND.current_stream(), word)
         with comm.record() as ledger:
             comm.all_reduce(x, out=y)
+        comm.barrier()
         comm._session.devices.give_up()
         with pytest.raises(CollectiveError):
             comm.synchronize()

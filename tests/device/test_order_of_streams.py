@@ -21,6 +21,8 @@ import collectives
 from collectives import CollectiveError, Communicator
 from collectives.devices import enqueue, loop, order, placed, rows
 from collectives.devices.driver import FUNCTIONS, DriverError
+from collectives.devices.messages import boxes
+from collectives.engines import Box
 from collectives.lowering import Counter, DeviceKind, DeviceProgram
 from tests.device.held_stream import hold, released
 from tests.device.threads_with_counters import use_counters
@@ -65,6 +67,9 @@ CALLS: dict[str, Callable[[Communicator, Arrays], Callable[..., Any]]] = {
     "broadcast": lambda comm, a: partial(comm.broadcast, a.x, out=a.y, root=1),
     "all_to_all": lambda comm, a: partial(comm.all_to_all, a.x, out=a.y),
     "scan": lambda comm, a: partial(comm.scan, a.x, out=a.y),
+    "send_recv": lambda comm, a: partial(
+        comm.send_recv, a.x, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, out=a.y
+    ),
 }
 
 
@@ -73,6 +78,8 @@ def expected(name: str, size: int, rank: int, turn: int) -> list[float]:
     inputs = [10.0 * r + turn for r in range(size)]
     if name == "broadcast":
         return [inputs[1]] * LENGTH
+    if name == "send_recv":
+        return [inputs[rank - 1]] * LENGTH
     if name == "all_to_all":
         return [value for value in inputs for _ in range(LENGTH // size)]
     return [sum(inputs[: rank + 1] if name == "scan" else inputs)] * LENGTH
@@ -272,3 +279,26 @@ def test_ranks_that_do_not_wait_for_counters_are_noticed(
 
     monkeypatch.setattr(placed, "table_of", without_awaits)
     assert is_noticed(monkeypatch)
+
+
+def test_a_message_that_is_read_before_it_is_ready_is_noticed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = boxes.Boxes.take_out
+
+    def at_once(self: boxes.Boxes, envelope: Any, sender: int, copy: Any, stream: int) -> None:
+        copy()
+        right(self, envelope, sender, lambda: None, stream)
+
+    monkeypatch.setattr(boxes, "_AHEAD", 64)  # to allocate more, a rank would wait for its streams
+    monkeypatch.setattr(boxes.Boxes, "take_out", at_once)
+    assert is_noticed(monkeypatch, "ring", "send_recv")
+
+
+def test_memory_of_messages_that_is_used_again_too_early_is_noticed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boxes, "_AHEAD", 64)
+    monkeypatch.setattr(Box, "is_free", True)
+    monkeypatch.setattr(boxes.Memory, "_is_read", lambda *_: True)
+    assert is_noticed(monkeypatch, "ring", "send_recv")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -14,10 +14,26 @@ import pytest
 
 import collectives
 from collectives import Communicator
+from collectives.devices import enqueue, kept
 from collectives.devices import loop as loop_module
-from collectives.engines import RUN_FAILED, deadline_in, poll_until
-from tests.device.held_stream import hold, hold_each, released
-from tests.fake_device import BACKEND, FakeDeviceArray, FakeStream, on_device, on_host
+from collectives.devices.links import Links
+from collectives.devices.meeting import Wait, Waits
+from collectives.devices.order import Held, Order
+from collectives.devices.rows import HostRows
+from collectives.devices.streams import STREAMS
+from collectives.engines import RUN_FAILED, Board, deadline_in, poll_until
+from collectives.engines.host_memory import NUM_SLOTS
+from tests.device.held_stream import hold, hold_each
+from tests.device.threads_with_counters import use_counters
+from tests.fake_device import (
+    BACKEND,
+    FakeDeviceArray,
+    FakeStream,
+    contents,
+    fill,
+    on_device,
+    on_host,
+)
 from tests.fake_driver import gpu
 
 pytestmark = pytest.mark.usefixtures("new_gpu")
@@ -28,21 +44,17 @@ def run(body: Callable[[Communicator], Any], size: int, **options: Any) -> list[
 
 
 @pytest.fixture
-def word() -> Iterator[np.ndarray]:
-    with released() as word:
-        yield word
+def may_go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is not set, calls stop half-way, before a stream waits for another rank."""
+    right, may_go_on = HostRows._await, threading.Event()
 
+    def await_later(self: HostRows, *arguments: Any) -> Waits:
+        yield Wait(may_go_on.is_set, list, is_at_work=True)
+        yield from right(self, *arguments)
 
-def fill(x: FakeDeviceArray, value: float) -> None:
-    """In the order of the current stream."""
-    BACKEND.copy(on_device(np.full(x.shape, value)), x)
-
-
-def contents(x: FakeDeviceArray) -> np.ndarray:
-    """A copy, in the order of the current stream."""
-    y = BACKEND.empty(x.shape, x.dtype)
-    BACKEND.copy(x, y)
-    return y
+    monkeypatch.setattr(HostRows, "_await", await_later)
+    may_go_on.set()
+    return may_go_on
 
 
 @pytest.mark.parametrize("kind", ["call", "plan"])
@@ -153,6 +165,7 @@ def test_a_time_limit_of_waiting_on_the_host_ends_only_that(
             plan.wait()
         hold_each(comm, BACKEND.current_stream(), word)
         work = start() or plan
+        work.wait(timeout=20)  # until it is enqueued
         for _ in range(3):
             with pytest.raises(collectives.CollectiveTimeout, match=r"waited 0\.02 s for its"):
                 work.wait(timeout=0.02, host=True)
@@ -193,6 +206,33 @@ def calls_on_two_streams(word: np.ndarray) -> None:
 
     done: list[int] = []
     run(body, 3)
+
+
+def test_the_rest_of_a_call_that_takes_too_long_begins_after_its_first_part(
+    may_go_on: threading.Event, word: np.ndarray
+) -> None:
+    """The first part is on the caller's stream, the rest on that of the communicator."""
+    together = threading.Barrier(2, timeout=20)
+
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(6)), on_device(np.zeros(6))
+        call = partial(comm.all_reduce, x, out=y, algorithm="one_shot")
+        call()
+        hold_each(comm, BACKEND.current_stream(), word)
+        may_go_on.clear()
+        fill(x, 5.0)
+        with pytest.raises(collectives.CollectiveTimeout) as caught:
+            call(timeout=0.2)
+        together.wait()
+        may_go_on.set()
+        caught.value.work.wait()
+        result = contents(y)
+        assert word[0] == 0
+        comm.barrier()
+        word[:] = 1
+        assert on_host(result).tolist() == [10.0] * 6
+
+    run(body, 2)
 
 
 def test_calls_that_do_not_follow_each_other_are_noticed(
@@ -254,6 +294,79 @@ def test_a_plan_that_was_started_holds_its_arrays_until_it_is_done(word: np.ndar
     run(body, 2)
 
 
+@pytest.mark.parametrize("kind", ["plan", "call"])
+def test_scratch_memory_is_held_until_its_runs_are_done(
+    kind: str, monkeypatch: pytest.MonkeyPatch, word: np.ndarray
+) -> None:
+    """Also if the plan is freed, or the call is forgotten for another one."""
+    monkeypatch.setattr(kept, "MOST_CALLS", 1)
+
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(6)), on_device(np.ones(6))
+        again = partial(comm.all_reduce, x, out=y, algorithm="two_shot")
+        if kind == "plan":
+            plan = comm.plan.all_reduce(x, out=y, algorithm="two_shot")
+        call = plan.run if kind == "plan" else again
+        call()
+        known = comm._session.devices._kept
+        (execution,) = [*known._plans.values(), *known._calls]
+        still_there = weakref.ref(execution._scratch._memory.base)  # type: ignore[attr-defined]
+        del execution
+        hold_each(comm, BACKEND.current_stream(), word)
+        call()
+        if kind == "plan":
+            plan.free()
+        else:
+            comm.all_reduce(x, out=y, algorithm="ring")
+        is_held_until_done(comm, still_there, word)
+
+    run(body, 3)
+
+
+def test_a_freed_plan_gives_its_slot_back_when_the_device_has_done_it(word: np.ndarray) -> None:
+    """Its last run is on the caller's stream; until then the device uses the counters there."""
+
+    def body(comm: Communicator) -> None:
+        board = comm._session.transport.board
+        plan = comm.plan.all_reduce(on_device(np.ones(6)))
+        plan.run()
+        hold_each(comm, BACKEND.current_stream(), word)
+        plan.run()
+        plan.free()
+        gpu().execute(1000)
+        comm._session.devices._watch.release()
+        comm.barrier()
+        assert not all(map(board._is_free, range(NUM_SLOTS)))
+        comm.barrier()
+        word[:] = 1
+        comm.synchronize()
+        assert poll_until(lambda: all(map(board._is_free, range(NUM_SLOTS))), deadline_in(20))
+
+    run(body, 2)
+
+
+def test_what_is_kept_until_a_part_of_a_run_has_ended_does_not_stand_for_the_rest(
+    word: np.ndarray,
+) -> None:
+    gpu().make_current()
+    driver, stream, held, ended = gpu().driver, BACKEND.current_stream(), Held(), list[str]()
+    order = Order(driver, BACKEND, held)
+    order.words[[enqueue.IS_OPEN, enqueue.NUM_RUNS]] = 1
+    driver.call("cuEventRecord", order.stream.event, stream.ptr)
+    order.after_all(partial(ended.append, "a part"))
+    hold(stream, word)
+    driver.call("cuEventRecord", order.stream.event, stream.ptr)
+    order.words[enqueue.IS_OPEN] = 0
+    order.after_all(partial(ended.append, "the rest"))
+    gpu().execute(1000)
+    held.release()
+    assert ended == ["a part"]
+    word[:] = 1
+    gpu().synchronize(order.stream.handle)
+    held.release()
+    assert ended == ["a part", "the rest"]
+
+
 def test_a_call_with_a_header_is_enqueued_in_its_order() -> None:
     def body(comm: Communicator) -> None:
         for turn in range(6):
@@ -272,6 +385,42 @@ def test_a_call_with_a_header_is_enqueued_in_its_order() -> None:
 
     run(body, 3)
     assert BACKEND.bytes_to_host == 0
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_call_on_known_memory_does_not_overtake_one_on_new_memory(
+    is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier call must wait until its ranks may open the memory.
+
+    `is_kept`: whether the ranks have made calls of both kinds before, on other arrays.
+    """
+    may_block, new = threading.Event(), set[int]()
+
+    def is_open(_: Links, record: Any) -> bool:
+        return new.isdisjoint(record["buffers"]["address"].tolist())
+
+    monkeypatch.setattr(Links, "is_open", is_open)
+    monkeypatch.setattr(STREAMS, "may_block", lambda _: may_block.is_set())
+
+    def body(comm: Communicator) -> None:
+        first = partial(comm.all_reduce, algorithm="ring", async_op=True)
+        second = partial(comm.all_reduce, algorithm="one_shot", async_op=True)
+        for call in (first, second) if is_kept else ():
+            call(on_device(np.ones(6)), out=on_device(np.ones(6))).wait()
+        x, y, z = (on_device(np.ones(6)) for _ in range(3))
+        new.add(x._memory.ctypes.data)
+        comm.barrier()
+        works = [first(x, out=y), second(y, out=z)]
+        for _ in range(5):
+            for _ in range(20):
+                assert not any(work.test() for work in works)
+            comm.barrier()
+        may_block.set()
+        works[0].wait()
+        assert on_host(works[1].wait()).tolist() == [9.0] * 6
+
+    run(body, 3)
 
 
 def test_asynchronous_calls_of_two_communicators_may_come_in_different_orders() -> None:
@@ -377,3 +526,93 @@ def test_what_follows_from_a_failure_is_not_taken_for_its_cause() -> None:
         return str(board.failure and board.failure.why)
 
     assert run(body, 2) == ["the cause"] * 2
+
+
+def test_a_call_that_is_abandoned_half_way_keeps_its_arrays_while_the_device_uses_them(
+    may_go_on: threading.Event, word: np.ndarray
+) -> None:
+    together = threading.Barrier(2, timeout=20)
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(6))
+        comm.all_reduce(x)
+        hold_each(comm, BACKEND.current_stream(), word)
+        may_go_on.clear()
+        abandon_half_way(comm, x, together)
+        still_there = weakref.ref(x._memory.base)
+        del x
+        assert still_there() is not None
+        together.wait()
+        word[:] = 1
+        assert poll_until(lambda: not comm._session.devices._watch.is_busy, deadline_in(20))
+        comm._session.transport.failed.clear()  # which nothing uses any more
+
+    run(body, 2)
+
+
+def abandon_half_way(comm: Communicator, x: FakeDeviceArray, together: threading.Barrier) -> None:
+    """Abandon a call of which a part is enqueued on each rank."""
+    work: Any = comm.all_reduce(x, async_op=True)
+    assert poll_until(lambda: work.test() or work._run.execution._loop.is_open, deadline_in(20))
+    together.wait()
+    work.expire(0.0)
+
+
+def test_a_failure_is_raised_when_the_device_has_ended(word: np.ndarray) -> None:
+    """Until then it uses arrays that the program may change after that."""
+    together = threading.Barrier(2, timeout=20)
+
+    def body(comm: Communicator) -> None:
+        x = on_device(np.ones(6))
+        comm.all_reduce(x)
+        hold_each(comm, BACKEND.current_stream(), word)
+        comm.all_reduce(x)
+        together.wait()
+        comm._session.devices._watch.note(RUN_FAILED, "the cause")
+        threading.Timer(0.2, word.fill, [1]).start()
+        with pytest.raises(collectives.CollectiveError, match="the cause"):
+            comm.synchronize()
+        assert word[0] == 1
+
+    run(body, 2)
+
+
+def test_a_device_does_not_wait_for_a_rank_before_its_stream_comes_to_the_call(
+    monkeypatch: pytest.MonkeyPatch, word: np.ndarray
+) -> None:
+    """So no time limit counts until then."""
+    use_counters(monkeypatch)
+
+    def body(comm: Communicator) -> None:
+        x, y = on_device(np.ones(6)), on_device(np.ones(6))
+        comm.all_reduce(x, out=y)
+        hold_each(comm, BACKEND.current_stream(), word)
+        for _ in range(2):
+            comm.all_reduce(x, out=y)
+        gpu().execute(1000)
+        watch = comm._session.devices._watch
+        watch.look(limit=0.0)
+        assert watch.failure is None
+        comm.barrier()
+        word[:] = 1
+        comm.synchronize()
+        assert on_host(y).tolist() == [2.0] * 6
+
+    run(body, 2)
+
+
+def test_a_rank_that_has_died_after_a_call_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory may have been read after that."""
+    together, dead = threading.Barrier(2, timeout=20), set[int]()
+    monkeypatch.setattr(Board, "is_dead", lambda _, rank: rank in dead)
+
+    def body(comm: Communicator) -> None:
+        comm.all_reduce(on_device(np.ones(6)))
+        comm.synchronize()
+        together.wait()
+        dead.add(1)
+        with pytest.raises(collectives.PeerFailed, match="rank 1 has died") as caught:
+            comm.synchronize()
+        assert caught.value.ranks == (1,)
+
+    run(body, 2)

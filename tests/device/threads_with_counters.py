@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from collectives.devices import links, placed
+from collectives.devices.messages.boxes import Boxes
 from collectives.lowering import DeviceProgram
 
 
 def use_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let threads use counters in place of events, as ranks of different processes do."""
-    right, init = placed.table_of, links.Links.__init__
+    right, init, init_boxes = placed.table_of, links.Links.__init__, Boxes.__init__
 
     def table_of(program: DeviceProgram, rank: int, _: object, rises: Any) -> Any:
         return right(program, rank, frozenset(), rises)
@@ -21,5 +22,10 @@ def use_counters(monkeypatch: pytest.MonkeyPatch) -> None:
         init(self, board, backend, driver)
         links._page_lock(driver, board)
 
+    def boxes_with_counters(self: Any, links: Any) -> None:
+        init_boxes(self, links)
+        self._memory.are_by_events = False
+
     monkeypatch.setattr(placed, "table_of", table_of)
+    monkeypatch.setattr(Boxes, "__init__", boxes_with_counters)
     monkeypatch.setattr(links.Links, "__init__", with_page_locked_counters)

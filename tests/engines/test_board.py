@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from collectives.engines.host_memory import (
     num_bytes,
     of_threads,
 )
+from tests.switching import switching_every
 
 
 def boards(size: int = 2, identity: object = "world") -> list[Board]:
@@ -145,6 +148,23 @@ def test_areas_and_entries_that_are_used_up_leave_calls_on_the_host() -> None:
     assert "too many communicators" in made[NUM_AREAS].why_no_area
     assert "more communicators than it can show" in made[-1].why_no_area
     made[-1].note_host_call(1)  # which nobody sees
+
+
+def test_threads_of_a_rank_that_make_communicators_at_once_share_no_memory() -> None:
+    memory, ready = HostMemory(of_threads(2), 2, 0), Barrier(NUM_AREAS)
+
+    def places_of(number: int) -> tuple[int, int]:
+        ready.wait(20)
+        board = Board(memory, range(2), 0, number)
+        places = board.host_calls.ctypes.data, board.area["boxes"].ctypes.data
+        ready.wait(20)
+        board.free()
+        return places
+
+    with switching_every(1e-6), ThreadPoolExecutor(NUM_AREAS) as pool:
+        for _ in range(30):
+            entries, areas = zip(*pool.map(places_of, range(NUM_AREAS)), strict=True)
+            assert len(set(entries)) == len(set(areas)) == NUM_AREAS
 
 
 def test_a_rank_without_an_entry_is_known_to_be_on_the_host() -> None:

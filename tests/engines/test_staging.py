@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,24 +76,28 @@ def test_device_arrays_are_combined_on_the_device() -> None:
     assert BACKEND.num_combined == 4 * 3
 
 
+@pytest.mark.parametrize("num_before", [0, 1])
 @pytest.mark.parametrize("kind", ["call", "plan"])
-def test_a_call_begins_after_what_was_on_the_stream_of_its_caller(kind: str) -> None:
-    """Whichever stream is current in the thread that goes on with it."""
+def test_a_call_begins_after_what_was_on_the_stream_of_its_caller(
+    kind: str, num_before: int
+) -> None:
+    """Whichever stream is current in the thread that goes on with it, and was in the last run."""
 
     def body(comm: Communicator) -> None:
         x, y = on_device(np.ones(1000)), on_device(np.zeros(1000))
         plan = comm.plan.all_reduce(x, out=y)
+        start = plan.start if kind == "plan" else partial(comm.all_reduce, x, out=y, async_op=True)
+        for _ in range(num_before):
+            (start() or plan).wait()
+        comm.barrier()
         with BACKEND.on_stream(FakeStream("the caller's")):
             hold_stream(word)
             BACKEND.copy(on_device(np.full(1000, 5.0)), x)
-            if kind == "call":
-                work = comm.all_reduce(x, out=y, async_op=True)
-            else:
-                plan.start()
+            work = start() or plan
         time.sleep(0.02)
         comm.barrier()
         word[:] = 1
-        (work if kind == "call" else plan).wait()
+        work.wait()
         with BACKEND.on_stream(FakeStream("another")):  # the result is complete
             assert on_host(y).tolist() == [5.0 * comm.size] * 1000
         plan.free()

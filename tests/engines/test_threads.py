@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import collectives
 from collectives import Communicator
+from collectives.engines import deadline_in, poll_until
 from tests.session_scenarios import SCENARIOS
+from tests.switching import switching_every
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
@@ -62,12 +64,31 @@ def test_threads_of_a_rank_that_receive_with_the_same_tag_lose_no_message() -> N
         assert faults == []
         assert sorted(received) == [*range(4 * 250)]
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
+    with switching_every(1e-6):
         collectives.run(body, 2, timeout=30)
-    finally:
-        sys.setswitchinterval(interval)
+
+
+def test_a_thread_that_waits_beside_the_thread_of_its_rank_is_no_deadlock() -> None:
+    """The ranks wait in a circle, which the thread of rank 0 ends."""
+
+    def body(comm: Communicator) -> None:
+        first, second, x = comm.split(0), comm.split(0), np.ones(1)
+
+        def relay() -> None:
+            if comm.rank:
+                first.send(second.recv(x, 0), 0)
+            else:
+                assert first.recv(x, 1)[0] == 7.0
+
+        with ThreadPoolExecutor(1) as pool:
+            relayed = pool.submit(relay)
+            if comm.rank == 0:
+                world = comm._session.transport.world
+                assert poll_until(lambda: len(world.waiting) == 2 or world.failure, deadline_in(20))
+                second.send(np.full(1, 7.0), 1)
+            relayed.result()
+
+    collectives.run(body, 2, timeout=30)
 
 
 def test_ranks_that_wait_in_a_circle_are_told_at_once() -> None:

@@ -14,6 +14,8 @@ from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
 from tests.launch.test_strategies import EQUAL, IS_OPEN_MPI
 
+pytestmark = pytest.mark.timeout(220)
+
 MODEL = "--layers 2 --hidden 32 --heads 2 --context 32 --batch 16 --steps 3"
 LAYOUTS = {
     "dualpipe": (
@@ -39,7 +41,7 @@ def train(num_ranks: int, words: str, file: Path) -> tuple[str, list[float]]:
         ["-m", "parallel.train", *MODEL.split(), *words.split(), "--json", str(file)],
         mpi_args=MPIRUN_ARGS if IS_OPEN_MPI else (),
         env=environment(),
-        timeout=60,
+        timeout=100,
         capture=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,6 +20,8 @@ from parallel.accounts import Tally
 from parallel.accounts.monitor import OUTSIDE
 from parallel.accounts.table import ALL, observed_phase
 from parallel.cli import print_traffic
+from tests.fake_device import on_device
+from tests.fake_driver import gpu
 
 # Two ranks: a ring all-reduce of 10 bytes is 2(p-1) = 2 messages and 10 bytes from each.
 CALLS = [PredictedCall("loss", "all_reduce", "ring", 10, num_calls=3)]
@@ -125,6 +127,26 @@ def test_messages_from_one_to_another(collective: str) -> None:
     both = PredictedCall("p", collective, "", 12, num_calls=5, groups=((0, 1), (3, 2)))
     assert both.sent(4) == Tally(None, 10, 120)
     assert both.matrices(4)[1, 3, 2] == 60
+
+
+def test_envelopes_of_messages_between_gpus_are_not_compared() -> None:
+    def table(comm: Communicator) -> str:
+        x = on_device(np.ones(3))
+        comm.all_reduce(x)
+        with comm.record() as mine, collectives.phase("p"):
+            comm.send_recv(x, 1 - comm.rank, 1 - comm.rank)
+        comm.synchronize()
+        ledger = mine.gather()
+        if ledger is None:
+            return ""
+        assert "envelope" in {row.collective for row in ledger.rows()}
+        groups = ((0, 1), (1, 0))
+        call = PredictedCall("p", "send_recv", "point_to_point", 3, 8, groups=groups)
+        return TrafficTable([call], ledger, None, size=2).check()
+
+    gpu().reset()
+    found, _ = collectives.run(table, 2)
+    assert found.startswith("predicted = recorded, to the byte")
 
 
 LARGE = 1 << 22  # bytes: in more messages than the schedule has

@@ -158,13 +158,27 @@ def labels(collective: str, name: str, size: int) -> Iterator[str]:
             yield f"{name}({', '.join(f'{key}={value}' for key, value in changed.items())})"
 
 
+def cases(collective: str, name: str, size: int) -> Iterator[tuple[str, int, int, bool]]:
+    """(label, root, length, in_place): all combinations by the defaults.
+
+    With other settings: each root with a short array, where blocks may be empty, and a long array,
+    in place and not.
+    """
+    roots = sorted({0, size // 2, size - 1}) if SPECS[collective].is_rooted else [0]
+    long = 2 * size + 3
+    for label in labels(collective, name, size):
+        if label == name:
+            yield from product([label], roots, (5, long), (False, True))
+        else:
+            yield from product([label], roots, [5], [False])
+            yield from product([label], roots[-1:], [long], (False, True))
+
+
 @pytest.mark.parametrize(("collective", "name"), [e for e in EVERY if e[0] != "barrier"])
 def test_every_element_arrives_through_bound_plans(collective: str, name: str) -> None:
     is_ordered, words = algorithms.info(collective, name).is_ordered, Words()
     for size in SIZES:
-        roots = sorted({0, size // 2, size - 1}) if SPECS[collective].is_rooted else [0]
-        cases = product(labels(collective, name, size), roots, (5, 2 * size + 3), (False, True))
-        for label, root, length, in_place in cases:
+        for label, root, length, in_place in cases(collective, name, size):
             layout = Layout(collective, size, length)
             got, want = results(collective, label, layout, root, in_place, words)
             if SPECS[collective].is_reduction and not is_ordered:
