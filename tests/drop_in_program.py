@@ -7,6 +7,11 @@ every collective of MPI raises; and the flight recorder must show calls of ours 
 `--record` the ledger their messages.  `--missing Bcast` takes a collective of ours away, and
 `--broken Bcast` makes it do nothing: both must be noticed.  `--times` runs the tests on mpi4py's
 own communicators as well, and says how long both took.
+
+Most tests repeat their calls for every kind of array with every type of elements.  Without `--all`
+or `--times`, those of non-blocking and of persistent calls, and those on duplicates of
+communicators, take one kind of array for each type: what arrays are given is found out by the same
+code for all calls, and the other tests take them all.
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ import importlib
 import sys
 import time
 import unittest
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -63,12 +69,40 @@ class Tested(collectives.Intracomm, Raising):  # type: ignore[misc, valid-type]
     """Ours, with nothing of MPI's below it."""
 
 
+def one_kind_for_each_type(loop: Callable[..., Any], kinds: list[Any]) -> Callable[..., Any]:
+    """mpi4py's `arrayimpl.loop` with one kind of array for each type, and each kind for some."""
+    serving = defaultdict(list)
+    for kind in kinds:
+        for code in kind.TypeMap:
+            serving[code].append(kind)
+    chosen = {(able[n % len(able)], code) for n, (code, able) in enumerate(serving.items())}
+    assert {kind for kind, _ in chosen} == set(kinds)
+
+    def part(*values: Any) -> Iterator[tuple[Any, ...]]:
+        return (each for each in loop(*values) if each[:2] in chosen)
+
+    return part
+
+
+def repeats_other_tests(case: type[unittest.TestCase]) -> bool:
+    """Whether the blocking calls on the communicator itself are tested with the same arrays."""
+    return "_nb_" in case.__module__ or "_pr_" in case.__module__ or case.__name__.endswith("Dup")
+
+
 def on_ours(
-    case: type[unittest.TestCase], agreement: MPI.Intracomm, is_recorded: bool
+    case: type[unittest.TestCase], agreement: MPI.Intracomm, is_recorded: bool, takes_all: bool
 ) -> type[unittest.TestCase]:
     """The same test case, whose communicator is one of ours made from it."""
 
     class OnOurs(case):  # type: ignore[misc, valid-type]
+        def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
+            arrays: Any = sys.modules.get("arrayimpl")  # what is passed to `bcast` is no array
+            with pytest.MonkeyPatch.context() as patch:
+                if arrays and repeats_other_tests(case) and not takes_all:
+                    few = one_kind_for_each_type(arrays.loop, arrays.ArrayBackends)
+                    patch.setattr(arrays, "loop", few)
+                return super().run(result)
+
         def setUp(self) -> None:
             super().setUp()
             self.COMM = Tested(self.COMM)
@@ -188,6 +222,7 @@ def main() -> int:
     parser.add_argument("--missing", choices=collective_names())
     parser.add_argument("--broken", choices=collective_names())
     parser.add_argument("--record", action="store_true", help="record every test in a ledger")
+    parser.add_argument("--all", action="store_true", help="every test takes all arrays")
     parser.add_argument("--times", action="store_true", help="compare with mpi4py's own")
     parser.add_argument("--verbose", action="store_true", help="say how long each test took")
     chosen = parser.parse_args()
@@ -201,7 +236,8 @@ def main() -> int:
         for name in ("cupy", "numba"):
             patch.setitem(sys.modules, name, None)
         tests = [case for case in cases(chosen.modules) if hasattr(case, "COMM")]
-    ours_of = [on_ours(case, agreement, chosen.record) for case in tests]
+    takes_all = chosen.all or chosen.times
+    ours_of = [on_ours(case, agreement, chosen.record, takes_all) for case in tests]
     started = time.perf_counter()
     ours = outcomes(ours_of, agreement, chosen.verbose)
     on_ours_for = time.perf_counter() - started
