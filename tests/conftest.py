@@ -77,6 +77,11 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection need look at it again, in a test or at the end."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests, which have a time limit of their own.
 

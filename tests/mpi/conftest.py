@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
@@ -81,12 +82,21 @@ def _agree(item: pytest.Item) -> Iterator[Any]:
         yield
     except BaseException as error:  # noqa: BLE001 - also pytest's own outcomes count
         failure = error
+    if not _any_rank(failure is not None):  # nearly always, so that it should cost little
+        return
     reports = _agreement.allgather(None if failure is None else _report(item, failure))
     if failure is not None:
         raise failure
     failed = [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report]
     if failed:
         pytest.fail("passed here, but not on every rank\n" + "\n".join(failed), pytrace=False)
+
+
+def _any_rank(has_failed: bool) -> bool:
+    """Whether this is so on any rank."""
+    flag = np.array([has_failed], np.int32)
+    _agreement.Allreduce(MPI.IN_PLACE, flag, MPI.MAX)
+    return bool(flag[0])
 
 
 def _report(item: pytest.Item, error: BaseException) -> str:

@@ -96,8 +96,8 @@ class MadeOverMpi:
             *(f"a request: {what}" for request, what in _requests),
             *self._compiled_requests(),
             *self._communicators(),
-            *self._messages(),
             *self._tags(),
+            *self._messages(),
         ]
 
     def _compiled_requests(self) -> Iterator[str]:
@@ -119,8 +119,10 @@ class MadeOverMpi:
                 yield f"a communicator of ranks {list(world_ranks(transport.comm))}"
 
     def _messages(self) -> Iterator[str]:
-        """Every message that was sent has come, if it will: all ranks have ended the test."""
-        self.agreement.Barrier()
+        """Every message that was sent has come, if it will: all ranks have ended the test.
+
+        Each has heard of all others since, from `_tags`.
+        """
         for transport in self.transports:
             if transport.comm:
                 yield from map(received, messages(transport.comm))

@@ -208,7 +208,7 @@ def test_plans_of_what_compiled_code_cannot_begin_run_all_the_same(comm: Communi
 
 @pytest.mark.parametrize("kind", ["datetime64[s]", "float32", "bool", "int16,float64", "S3"])
 def test_calls_of_any_dtype_are_cached(comm: Communicator, compiled: list[str], kind: str) -> None:
-    x = np.zeros(LARGE, kind)
+    x = np.zeros(3000, kind)
     x.flags.writeable = comm.rank == 0
     for _ in range(3):
         out = np.empty(comm.size * x.size, kind)
@@ -272,7 +272,10 @@ def test_no_array_of_the_callers_is_kept_alive(comm: Communicator) -> None:
         assert not [ref for ref in alive if ref() is not None]
 
 
-def test_the_number_of_cached_calls_is_bounded(comm: Communicator) -> None:
+def test_the_number_of_cached_calls_is_bounded(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_cache, "_MAX_CALLS", 16)
     for length in range(1, call_cache._MAX_CALLS + 20):
         assert comm.all_reduce(np.ones(length, np.int8))[-1] == comm.size
         assert 0 < cached(comm) <= call_cache._MAX_CALLS

@@ -52,7 +52,9 @@ def test_an_algorithm_that_cannot_serve_this_size_is_refused(world: Communicator
 
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_every_operator_on_every_dtype(world: Communicator, op: str) -> None:
-    for dtype in OPS[op]:
+    """All on up to three ranks; on more, where they are combined by the same code, some."""
+    dtypes = OPS[op] if world.size <= 3 else OPS[op][world.size % 3 :: 3]
+    for dtype in dtypes:
         perform(world, Job("all_reduce", None, world.size, 33, dtype, op))
 
 

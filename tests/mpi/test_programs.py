@@ -68,11 +68,12 @@ def test_a_message_of_the_wrong_length_is_noticed(mpi_world: MPI.Intracomm) -> N
     wrapped.free()
 
 
-@pytest.mark.parametrize("device", ["auto", "staged"])
-def test_device_arrays(mpi_world: MPI.Intracomm, device: Any) -> None:
+@pytest.mark.parametrize(("device", "every"), [("auto", 36), ("staged", 9)])
+def test_device_arrays(mpi_world: MPI.Intracomm, device: Any, every: int) -> None:
     comm = collectives.wrap(mpi_world, device=device)
-    # All of them run on threads.  Other ones on each number of ranks.
-    for job in all_jobs(comm.size)[comm.size :: 9]:
+    # All of them run on threads.  Other ones on each number of ranks; those that stay on the
+    # device are also in `tests/device/test_over_mpi.py`.
+    for job in all_jobs(comm.size)[comm.size :: every]:
         device_scenarios.perform_on_device(comm, job, on_device, on_host)
     device_scenarios.mixed_program(comm, on_device, on_host)
     device_scenarios.plan_reads_afresh(comm, on_device, on_host)

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator
+from tests.covering import pairwise
 
 pytestmark = pytest.mark.mpi
 
@@ -38,9 +39,9 @@ def in_threads(functions: list[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-@pytest.mark.parametrize("progress", [None, "thread"])
-@pytest.mark.parametrize("timeout", [None, 30.0])
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("timeout", "progress", "is_async"), pairwise([None, 30.0], [None, "thread"], [False, True])
+)
 def test_threads_with_a_communicator_each(
     mpi_world: MPI.Intracomm, timeout: float | None, progress: str | None, is_async: bool
 ) -> None:
