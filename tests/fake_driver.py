@@ -209,10 +209,10 @@ class Allocation:
 
     def has_array(self, used: Range) -> bool:
         """Whether a range lies in one array, if this allocation consists of arrays."""
-        arrays = self.arrays.items()
-        return self.free is None or any(
-            start <= used.address and used.end <= start + size for start, size in arrays
-        )
+        if self.free is None or self.arrays.get(used.address, -1) >= used.size:
+            return True
+        start, end = used.address, used.end
+        return any(at <= start and end <= at + size for at, size in self.arrays.items())
 
 
 class DeviceMemory:
@@ -395,7 +395,7 @@ class Pool:
         self._chunks: list[Allocation] = []
         # Arrays end at any time, even while this pool is being changed: then they are only noted.
         self._dropped: deque[tuple[Allocation, int]] = deque()
-        self._waiting: list[tuple[dict[int, int], Allocation, int, int]] = []
+        self._waiting: deque[tuple[dict[int, int], Allocation, int, int]] = deque()
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any], exportable: bool) -> np.ndarray:
         """A new array; its contents are garbage."""
@@ -419,22 +419,22 @@ class Pool:
         self._chunks.append(chunk)
         return chunk, chunk.free.take(size)
 
-    def sweep(self, marks: dict[int, int], is_passed: Callable[[dict[int, int]], bool]) -> None:
+    def sweep(
+        self, marks: Callable[[], dict[int, int]], is_passed: Callable[[dict[int, int]], bool]
+    ) -> None:
         """Take back the memory of arrays that are gone.
 
-        `marks`: how far each stream must be until no operation uses what has gone by now.
+        `marks`: returns how far each stream must be until no operation uses what has gone by now.
         """
+        if self._dropped:
+            now = marks()
         while self._dropped:
             chunk, address = self._dropped.popleft()
-            self._waiting.append((marks, chunk, address, chunk.arrays.pop(address)))
-        still = []
-        for entry in self._waiting:
-            if is_passed(entry[0]):
-                _, chunk, address, size = entry
-                chunk.free.give(address, size)
-            else:
-                still.append(entry)
-        self._waiting = still
+            self._waiting.append((now, chunk, address, chunk.arrays.pop(address)))
+        # Streams pass later marks later.
+        while self._waiting and is_passed(self._waiting[0][0]):
+            _, chunk, address, size = self._waiting.popleft()
+            chunk.free.give(address, size)
 
     def trim(self) -> list[Allocation]:
         """Give up the allocations that have no arrays; their owner frees them."""
@@ -919,7 +919,7 @@ class FakeGpu(Streams):
 
     def _sweep(self) -> None:
         if self.lock.depth == 1:  # a destructor may be here while the pool is being changed
-            self._pool.sweep(self.marks(), self.is_passed)
+            self._pool.sweep(self.marks, self.is_passed)
 
     def progress(self) -> int:
         """Execute some operations that are ready, or none; return how many."""
